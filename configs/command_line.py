@@ -1,0 +1,89 @@
+"""From the words of a command to a validated Config."""
+
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass, field, make_dataclass, replace
+from pathlib import Path
+from typing import Annotated, TypeVar, get_type_hints
+
+import tyro
+
+from configs.schema import Config, UserError, validate
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _NoMore:
+    """Options of a command that has none beyond the config's."""
+
+
+def load_config(path: str) -> Config:
+    """Runs the config file's `get_config()`. UserError where the file is missing, fails, or gives no Config."""
+    if not Path(path).is_file():
+        known = ", ".join(sorted(str(p) for p in Path("configs").glob("*.py") if "get_config()" in p.read_text()))
+        raise UserError(f"--config={path}: there is no such file; configs here: {known or 'none'}")
+    spec = importlib.util.spec_from_file_location("run_config", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"--config={path}: not a Python file; a config ends in .py and defines get_config() -> Config")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        config = module.get_config() if hasattr(module, "get_config") else None
+    except Exception as error:
+        raise UserError(f"--config={path}: the file fails with {type(error).__name__}: {error}") from error
+    if not isinstance(config, Config):
+        raise UserError(f"--config={path}: the file must define get_config() that returns a configs.schema.Config")
+    return config
+
+
+def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | None = None) -> tuple[Config, T]:
+    """Parses `--config=FILE`, overrides of its fields, and the fields of the dataclass `extra`.
+
+    tyro prints what is wrong with an option, or the help, and exits (codes 2 and 0). UserError for the rest.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    path, argv = _take_option(argv, "config")
+    if path is None and not {"-h", "--help"} & set(argv):
+        raise UserError("--config is missing; try --config=configs/small.py")
+    default = load_config(path) if path else Config(name="NAME")
+    both = tyro.cli(
+        make_dataclass(
+            "Arguments",
+            [
+                ("config", Annotated[Config, tyro.conf.arg(name="")], field(default=default)),
+                ("extra", Annotated[extra, tyro.conf.arg(name="")], field(default=extra())),
+            ],
+        ),
+        description=f"{description}\n\n--config FILE (required) gives every option below its default.",
+        args=argv,
+        use_underscores=True,
+    )
+    config = both.config if both.config.run_dir else replace(both.config, run_dir=f"runs/{both.config.name}")
+    validate(config)
+    return config, both.extra
+
+
+def _take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
+    """Takes `--name=value` or `--name value` out of `argv`."""
+    for i, word in enumerate(argv):
+        if word.startswith(f"--{name}="):
+            return word.split("=", 1)[1], argv[:i] + argv[i + 1 :]
+        if word == f"--{name}" and i + 1 < len(argv):
+            return argv[i + 1], argv[:i] + argv[i + 2 :]
+    return None, argv
+
+
+def config_from_json(text: str) -> Config:
+    """The Config that `json.dumps(dataclasses.asdict(config))` wrote."""
+
+    def build(cls: type, values: dict) -> object:
+        hints = get_type_hints(cls)
+        return cls(
+            **{name: build(hints[name], value) if isinstance(value, dict) else value for name, value in values.items()}
+        )
+
+    config = build(Config, json.loads(text))
+    assert isinstance(config, Config)
+    return config

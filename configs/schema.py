@@ -1,0 +1,241 @@
+"""Every option of a run, on one page.
+
+A config file (`configs/small.py`) defines `get_config() -> Config`; the command line overrides single fields of it
+(`--batch.rows_per_device=16`). Nothing here imports from the rest of the project, and nothing here computes.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+class UserError(Exception):
+    """A mistake the user can mend: every command prints the message, without a traceback, and ends with code 2."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The network."""
+
+    depth: int = 12
+    """Transformer blocks."""
+    width: int = 768
+    """Channels of the residual stream."""
+    heads: int = 6
+    """Query heads."""
+    kv_heads: int = 6
+    """Key and value heads; fewer than `heads` is grouped-query attention (arXiv:2305.13245). Must divide `heads`."""
+    head_dim: int = 128
+    """Channels of one head; even, since rotary positions turn pairs of channels."""
+    vocab_size: int = 32768
+    """Tokens of the tokenizer, the BOS included."""
+    softcap: float = 15.0
+    """Logits are capped to `softcap * tanh(logits / softcap)`. The loss has no maximum pass because of this bound."""
+    rotary_base: float = 100_000.0
+    """Base of the rotary wavelengths (arXiv:2104.09864)."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Type of activations and of the parameters' copy in a step. `auto`: float32 on CPU, bfloat16 elsewhere.
+    Parameters, gradients, moments and sums are float32 whatever it is."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The text, and how it becomes rows."""
+
+    source: str = "stdlib"
+    """`stdlib` (this Python's standard library, its .py files), a text file, or a folder of .txt, .md and .py files."""
+    val_fraction: float = 0.05
+    """Share of the documents, chosen by a hash of their names, that is never trained on."""
+    packing: Literal["stream"] = "stream"
+    """`stream`: documents, each after a BOS, in one long stream that is cut into rows; nothing is padded or lost."""
+    workers: int = 2
+    """Threads that read batches ahead."""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """The sizes of a step. The number of micro-batches K follows from them and from the mesh."""
+
+    sequence_length: int = 2048
+    """Tokens of a row."""
+    tokens_per_step: int = 524_288
+    """Tokens of one optimizer step, over all devices and micro-batches."""
+    rows_per_device: int = 32
+    """Rows of a micro-batch on one device: what fits its memory; it never changes the result. Where a whole step has
+    fewer rows a device, the step is one micro-batch of those."""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """A learning rate's course, as a factor of the group's peak rate."""
+
+    kind: Literal["constant", "warmup_cosine", "warmup_constant_warmdown"] = "warmup_constant_warmdown"
+    """After the warmup: stay; fall by a half cosine; or stay, and fall linearly over the last `warmdown` of the run."""
+    warmup_steps: int = 0
+    """Steps of linear rise: step t has (t + 1) / warmup_steps of the peak."""
+    warmdown: float = 0.65
+    """Share of the run's steps that fall (`warmup_constant_warmdown`)."""
+    final: float = 0.05
+    """Factor that the falling schedules end at."""
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """AdamW (arXiv:1711.05101) for one group of parameters."""
+
+    peak_rate: float
+    """Learning rate that the schedule multiplies. `embed` and `lm_head` also scale it by (width / 768)^-0.5."""
+    beta1: float = 0.8
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-10
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled: a step takes `rate * weight_decay * parameter` away."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Course of this group's rate."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """One AdamW group for each kind of parameter."""
+
+    embed: GroupConfig = GroupConfig(peak_rate=0.2, beta2=0.995)
+    """The token embedding."""
+    matrices: GroupConfig = GroupConfig(peak_rate=0.002, weight_decay=0.1)
+    """Every matrix of the blocks; the only group that decays by default."""
+    lm_head: GroupConfig = GroupConfig(peak_rate=0.004, beta2=0.96)
+    """The head."""
+    scalars: GroupConfig = GroupConfig(peak_rate=0.005)
+    """Parameters of fewer than two dimensions (the plain network has none)."""
+    clip_norm: float = 1.0
+    """Bound on the global norm of the gradient, after its division by the step's valid tokens."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """The devices' arrangement."""
+
+    data: int = -1
+    """Replicas; each takes its share of every micro-batch's rows and of the optimizer state. -1: all devices."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept of a run. A checkpoint is always saved at the end, and on Ctrl-C."""
+
+    every_steps: int = 250
+    """Steps between checkpoints, written while training goes on."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation on held-out text, always done once more at the end."""
+
+    every_steps: int = 250
+    """Steps between evaluations."""
+    tokens: int = 10_485_760
+    """Tokens of the fixed held-out set, in rows spread evenly over the validation part; all of it where it is less."""
+    prompts: tuple[str, ...] = ("", "", "")
+    """Texts that are continued after each evaluation; an empty one starts a document."""
+    sample_tokens: int = 64
+    """Tokens of each continuation."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """Reporting."""
+
+    every_steps: int = 10
+    """Steps between lines of metrics.jsonl and points in TensorBoard."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    name: str
+    """The run's name; its folder is `runs/<name>` unless `run_dir` says otherwise."""
+    run_dir: str = ""
+    """The run's folder: checkpoints, metrics, config. The same command again continues what lies there."""
+    seed: int = 0
+    """Seed of the initial parameters, of the order of rows and of the samples."""
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    resume: Literal["auto", "never", "must"] = "auto"
+    """`auto`: continue the run in `run_dir` if there is one. `never`: refuse if there is one. `must`: refuse if not."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+
+# What may differ when a run is continued: speed and reporting. Everything else would change the result.
+FREE_TO_CHANGE = ("run_dir", "resume", "mesh.", "batch.rows_per_device", "log.", "eval.", "checkpoint.", "data.workers")
+
+
+def options(config: object, prefix: str = "") -> dict[str, object]:
+    """Every option by its command-line name: `{"steps": 1000, "model.depth": 12, ...}`."""
+    flat: dict[str, object] = {}
+    for f in dataclasses.fields(config):  # pyright: ignore[reportArgumentType]
+        value = getattr(config, f.name)
+        nested = dataclasses.is_dataclass(value)
+        flat |= options(value, f"{prefix}{f.name}.") if nested else {prefix + f.name: value}
+    return flat
+
+
+def validate(config: Config) -> None:
+    """Raises UserError, naming the option, its value and what would work, for a config that cannot run anywhere.
+
+    What depends on the devices (whether the rows of a step divide among them) is checked by `training.mesh`.
+    """
+    flat = options(config)
+
+    def require(condition: bool, name: str, expectation: str) -> None:
+        if not condition:
+            raise UserError(f"--{name}={flat[name]} cannot work: {expectation}")
+
+    for name, value in flat.items():
+        if isinstance(value, float):
+            require(math.isfinite(value), name, "it must be a finite number")
+        leaf = name.rsplit(".", 1)[-1]
+        if leaf in ("beta1", "beta2"):
+            require(0 <= value < 1, name, "a moment's decay must be at least 0 and below 1")  # pyright: ignore
+        elif leaf in ("weight_decay", "warmup_steps", "workers", "seed"):
+            require(value >= 0, name, "it must not be negative")  # pyright: ignore
+        elif leaf in ("warmdown", "final"):
+            require(0 <= value <= 1, name, "it is a share, from 0 to 1")  # pyright: ignore
+        elif isinstance(value, (int, float)) and name not in ("mesh.data", "data.val_fraction"):
+            require(value > 0, name, "it must be positive")
+    require(config.seed < 2**32, "seed", "it must be below 2^32")
+    require(bool(config.name) and "/" not in config.name, "name", "it names a folder: not empty, without '/'")
+    require(0 < config.data.val_fraction < 1, "data.val_fraction", "it must lie between 0 and 1")
+    require(config.mesh.data == -1 or config.mesh.data > 0, "mesh.data", "give a number of replicas, or -1 for all")
+    model, batch = config.model, config.batch
+    require(model.head_dim % 2 == 0, "model.head_dim", f"it must be even; try {model.head_dim + 1}")
+    divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
+    require(
+        model.kv_heads in divisors, "model.kv_heads", f"it must divide model.heads={model.heads}: one of {divisors}"
+    )
+    # 256 bytes, the BOS, and at least one merge
+    require(model.vocab_size >= 258, "model.vocab_size", "a byte-level vocabulary has at least 258 tokens")
+    require(
+        batch.tokens_per_step % batch.sequence_length == 0,
+        "batch.tokens_per_step",
+        f"it must be a multiple of batch.sequence_length={batch.sequence_length}; "
+        f"nearest: {nearest_multiples(batch.tokens_per_step, batch.sequence_length)}",
+    )
+
+
+def nearest_multiples(value: int, unit: int) -> str:
+    """The multiples of `unit` on both sides of `value`, for messages: `4096 or 6144`."""
+    below = value // unit * unit
+    return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple > 0)

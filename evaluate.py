@@ -1,0 +1,66 @@
+"""Validation loss and bits per byte of a run's newest checkpoint: python evaluate.py --run_dir=runs/small."""
+
+import json
+import math
+from dataclasses import dataclass
+
+import jax
+import tyro
+
+from configs.schema import MeshConfig, UserError
+from data.loader import held_out_batches
+from data.packing import StreamRows
+from data.prepare import prepare
+from data.tokenizer import token_bytes
+from training.mesh import batch_sharding, make_mesh
+from training.run_folder import load_run
+from training.runtime import cache_dir, run_command, start_jax
+from training.state import compute_dtype
+from training.step import Batch, EvalStep, make_eval_step
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Validation loss and bits per byte of a run's newest checkpoint, as one JSON line."""
+
+    run_dir: str
+    """Folder of the run."""
+    tokens: int | None = None
+    """Tokens of the held-out set. Default: the run's own `eval.tokens`."""
+
+
+def evaluate(eval_step: EvalStep, params: dict, batches: list[Batch], text_bytes: int) -> dict[str, float]:
+    """`val_loss` in nats a token and `val_bpb` in bits a byte, over every target that stands for text (the BOS does
+    not, as in nanochat). The same whatever the batches' shape and the mesh."""
+    sums = [eval_step(params, batch) for batch in batches]
+    loss_sum = math.fsum(float(loss) for loss, _ in sums)
+    tokens = sum(int(count) for _, count in sums)
+    return {"val_loss": loss_sum / tokens, "val_bpb": loss_sum / math.log(2) / text_bytes}
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    if arguments.tokens is not None and arguments.tokens < 1:
+        raise UserError(f"--tokens={arguments.tokens} cannot work: it must be positive")
+    start_jax()
+    mesh = make_mesh(MeshConfig())
+    run = load_run(arguments.run_dir, mesh)
+    config = run.config
+    dataset = prepare(config.data, config.model.vocab_size, cache_dir() / "datasets")
+    if dataset.fingerprint != run.dataset:
+        raise UserError(
+            f"{config.data.source} is not the text that {arguments.run_dir} was trained on: its fingerprint is "
+            f"{dataset.fingerprint}, the run's {run.dataset}; evaluate where that text is"
+        )
+    shape = (1, config.batch.rows_per_device * mesh.size, config.batch.sequence_length)
+    rows = StreamRows(dataset.val, config.batch.sequence_length)
+    tokens = arguments.tokens or config.eval.tokens
+    batches, text_bytes = held_out_batches(rows, tokens, token_bytes(dataset.tokenizer), shape, batch_sharding(mesh))
+    eval_step = make_eval_step(config.model, compute_dtype(config.model, jax.default_backend()), mesh)
+    results = evaluate(eval_step, run.params, batches, text_bytes)
+    print(json.dumps({"run_dir": arguments.run_dir, "step": run.step, **results}))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

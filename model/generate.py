@@ -1,0 +1,58 @@
+"""Sampling: one forward pass over the prompts, then one of a single position for each new token."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, Key
+
+from model.gpt import GPT
+from model.loss import softcap
+
+
+@partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"))
+def generate(
+    graphdef: nnx.GraphDef[GPT],
+    params: dict,
+    prompts: Int[Array, "batch length"],
+    prompt_lengths: Int[Array, "batch"],
+    key: Key[Array, ""],
+    *,
+    prefill: int,
+    temperature: float,
+    top_k: int,
+) -> Int[Array, "batch length"]:
+    """Fills each row of `prompts` up from its own prompt's length.
+
+    `prefill` is the shortest prompt's length (at least 1): that many positions are read in one pass. `temperature` 0
+    takes the likeliest token; `top_k` 0 draws from all tokens, else from the `top_k` likeliest. A row's tokens depend
+    on `key`, its index and its prompt, not on how many rows there are beside it.
+    """
+    model = nnx.merge(graphdef, params)
+    batch, length = prompts.shape
+    row_keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(batch))
+
+    def next_tokens(logits: Float[Array, "batch vocab"], position: Int[Array, ""]) -> Int[Array, "batch"]:
+        """The token at `position`: the prompt's where it is that long, else a sample."""
+        capped = softcap(logits, model.config.softcap)
+        if top_k:
+            smallest = jax.lax.top_k(capped, min(top_k, capped.shape[-1]))[0][:, -1:]
+            capped = jnp.where(capped < smallest, -jnp.inf, capped)
+        if temperature == 0:
+            sampled = jnp.argmax(capped, axis=-1)
+        else:
+            keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, position)
+            sampled = jax.vmap(jax.random.categorical)(keys, capped / temperature)
+        return jnp.where(position < prompt_lengths, prompts[:, position], sampled.astype(prompts.dtype))
+
+    def decode(carry: tuple, position: Int[Array, ""]) -> tuple[tuple, Int[Array, "batch"]]:
+        cache, tokens = carry
+        logits, cache = model(tokens[:, None], cache, position)
+        tokens = next_tokens(logits[:, 0], position + 1)
+        return (cache, tokens), tokens
+
+    logits, cache = model(prompts[:, :prefill], model.empty_cache(batch, length))
+    first = next_tokens(logits[:, -1], jnp.asarray(prefill))
+    _, rest = jax.lax.scan(decode, (cache, first), jnp.arange(prefill, length - 1))
+    return jnp.concatenate([prompts[:, :prefill], first[:, None], rest.T], axis=1)

@@ -1,0 +1,106 @@
+"""Continue a text with a trained network: python sample.py --run_dir=runs/small --prompt="def "."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+import tyro
+from flax import nnx
+from tokenizers import Tokenizer
+
+from configs.schema import MeshConfig, UserError
+from data.tokenizer import BOS, load_tokenizer
+from model.generate import generate
+from model.gpt import GPT
+from training.mesh import make_mesh
+from training.run_folder import load_run
+from training.runtime import run_command, start_jax
+from training.state import compute_dtype, replicated, split_model
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Continue a text with a trained network."""
+
+    run_dir: str
+    """Folder of the run whose newest checkpoint is used."""
+    prompt: tuple[str, ...] = ("",)
+    """Texts to continue, together in one batch; an empty one starts a document."""
+    samples: int = 3
+    """Continuations of each prompt."""
+    tokens: int = 128
+    """Most tokens of a continuation; with the prompt it must fit the network's sequence length. It ends where the
+    network ends its document."""
+    temperature: float = 0.8
+    """0 takes the likeliest token; higher is more varied."""
+    top_k: int = 50
+    """Draw from this many likeliest tokens; 0 draws from all."""
+    seed: int = 0
+    """Seed of the draws."""
+
+
+def continuations(
+    graphdef: nnx.GraphDef[GPT],
+    params: dict,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    tokens: int,
+    capacity: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+) -> list[str]:
+    """Each prompt with up to `tokens` sampled tokens after it. UserError for one that leaves no room in `capacity`."""
+    bos = tokenizer.token_to_id(BOS)
+    encoded = [[bos, *tokenizer.encode(prompt).ids] for prompt in prompts]
+    for prompt, ids in zip(prompts, encoded):
+        if len(ids) >= capacity:
+            raise UserError(
+                f"--prompt={prompt[:40]!r}... has {len(ids)} tokens with the BOS; the network's sequence has "
+                f"{capacity}, so at most {capacity - 1} leave room for a continuation"
+            )
+    lengths = np.array([len(ids) for ids in encoded])
+    buffer = np.full((len(encoded), min(int(lengths.max()) + tokens, capacity)), bos, np.int32)
+    for row, ids in zip(buffer, encoded):
+        row[: len(ids)] = ids
+    key = jax.random.key(seed)
+    filled = generate(
+        graphdef, params, buffer, lengths, key, prefill=int(lengths.min()), temperature=temperature, top_k=top_k
+    )
+    texts = []
+    for row, length in zip(np.asarray(filled), lengths):
+        new = row[length : length + tokens]
+        ends = np.flatnonzero(new == bos)
+        texts.append(tokenizer.decode(row[1 : length + (ends[0] if len(ends) else len(new))].tolist()))
+    return texts
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    if arguments.samples < 1 or arguments.tokens < 1 or arguments.temperature < 0 or arguments.top_k < 0:
+        raise UserError("--samples and --tokens must be at least 1, --temperature and --top_k must not be negative")
+    start_jax()
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    run = load_run(arguments.run_dir, mesh)
+    dtype = compute_dtype(run.config.model, jax.default_backend())
+    texts = continuations(
+        split_model(run.config.model, dtype)[0],
+        replicated(run.params, dtype, mesh),
+        load_tokenizer(Path(arguments.run_dir) / "tokenizer" / "tokenizer.json"),
+        [prompt for prompt in arguments.prompt for _ in range(arguments.samples)],
+        tokens=arguments.tokens,
+        capacity=run.config.batch.sequence_length,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+    )
+    for i, text in enumerate(texts):
+        print(f"--- {i + 1} of {len(texts)}, step {run.step}\n{text}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

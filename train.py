@@ -1,0 +1,207 @@
+"""One run, from top to bottom: python train.py --config=configs/small.py. The same command again continues it."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from configs.command_line import parse
+from configs.schema import Config, UserError, options
+from data.loader import held_out_batches, train_batches
+from data.packing import StreamRows
+from data.prepare import prepare
+from data.tokenizer import token_bytes
+from evaluate import evaluate
+from model.flops import flops_per_token, parameter_counts, peak_flops
+from sample import continuations
+from training.checkpoint import Checkpoints
+from training.mesh import batch_shape, batch_sharding, make_mesh
+from training.metrics import Clock, MetricsWriter, plot_loss, read_metrics
+from training.optimizer import make_optimizer
+from training.run_folder import open_run
+from training.runtime import INTERRUPTED, Interrupt, cache_dir, run_command, start_jax
+from training.state import abstract_state, compute_dtype, create_state, params_sha256, replicated, split_model
+from training.step import Metrics, make_eval_step, make_train_step
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of this command, not of the run."""
+
+    accept_changes: bool = False
+    """Continue a run although options that make its result differ from its first start's. What changed is recorded in
+    config.json and metrics.jsonl."""
+
+
+def train(config: Config, accept_changes: bool = False) -> int:
+    """Trains, or goes on training, until `config.steps`. Returns the exit code."""
+    start_jax()
+
+    # The devices, and the sizes that follow from them.
+    mesh = make_mesh(config.mesh)
+    device = mesh.devices.flat[0]
+    shape = batch_shape(config.batch, mesh)
+    sharding = batch_sharding(mesh)
+    dtype = compute_dtype(config.model, device.platform)
+    flops, peak = flops_per_token(config.model, config.batch.sequence_length), peak_flops(device.device_kind)
+
+    # The text, cut into rows.
+    dataset = prepare(config.data, config.model.vocab_size, cache_dir() / "datasets")
+    rows, val_rows = (StreamRows(tokens, config.batch.sequence_length) for tokens in (dataset.train, dataset.val))
+    if not len(rows) or not len(val_rows):
+        raise UserError(
+            f"--data.source={config.data.source} has {len(dataset.train)} tokens to train on and {len(dataset.val)} "
+            f"held out; each needs more than --batch.sequence_length={config.batch.sequence_length}"
+        )
+
+    # The run's folder, and how far the run in it has come.
+    changes = open_run(config, dataset.fingerprint, accept_changes)
+    run_dir = Path(config.run_dir)
+    checkpoints = Checkpoints(run_dir, config.checkpoint.keep)
+    start = checkpoints.latest() or 0
+    if start == 0 and config.resume == "must":
+        raise UserError(f"--resume=must, but {run_dir} holds no checkpoint")
+    if start > config.steps or (start == config.steps and (run_dir / "summary.json").exists()):
+        print(f"{run_dir} is complete: {start} steps; a longer run: --steps={2 * start} --accept_changes")
+        return 0
+    dataset.save_tokenizer(run_dir / "tokenizer")
+    writer = MetricsWriter(run_dir, start)
+    if changes:
+        writer.write({"step": start, "changes": changes})
+
+    # The state, the data, and the two programs.
+    graphdef, shapes = split_model(config.model, dtype)
+    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps)
+    if start:
+        state, facts = checkpoints.restore(start, abstract_state(config.model, optimizer, mesh))
+    else:
+        state, facts = create_state(config.model, optimizer, mesh, config.seed), {"seconds": 0.0}
+    batches = train_batches(rows, config.seed, shape, sharding, start, config.data.workers)
+    sizes = token_bytes(dataset.tokenizer)
+    held_out, held_out_bytes = held_out_batches(val_rows, config.eval.tokens, sizes, shape, sharding)
+    batch = next(batches)
+    eval_step = make_eval_step(config.model, dtype, mesh)
+    # Compiled once, here: a compiled program refuses other shapes, so no step can compile anew.
+    train_step = make_train_step(config.model, dtype, mesh, optimizer, rates, config.optimizer.clip_norm)
+    train_step = train_step.lower(state, batch).compile()
+    print(
+        f"{config.name}: {sum(parameter_counts(config.model).values()):,} parameters, {dtype.name}, on {mesh.size} "
+        f"{device.device_kind} device(s); a step: {shape[0]} micro-batch(es) x {shape[1]} rows x {shape[2]} tokens"
+        + (f"; continuing after step {start} of {config.steps}" if start else "")
+    )
+
+    clock = Clock(facts["seconds"], start)
+    bar = tqdm(total=config.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
+    skipped = int(state.skipped_steps)
+
+    def report(step: int, metrics: Metrics) -> None:
+        """Reads a step's metrics, which waits for that step, and writes its line."""
+        nonlocal skipped
+        values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
+        tokens_per_second = clock.rate(step) * config.batch.tokens_per_step
+        mfu = tokens_per_second * flops / (peak * mesh.size) if peak else None
+        line = {"step": step, "tokens": step * config.batch.tokens_per_step, **values}
+        line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "seconds": clock.seconds}
+        writer.write(line)
+        told = f"loss {values['loss']:.4f}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
+        bar.set_postfix_str(told, refresh=False)
+        bar.update(step - bar.n)
+        if bar.disable:
+            print(f"step {step}/{config.steps}  {told}", flush=True)
+        if values["skipped_steps"] > skipped:
+            skipped = values["skipped_steps"]
+            tqdm.write(f"step {step}: {skipped} step(s) skipped so far: no valid token, or a gradient not finite")
+
+    def measure(step: int) -> None:
+        """Evaluates the network as it is after `step` steps."""
+        results = evaluate(eval_step, state.params, held_out, held_out_bytes)
+        writer.write({"step": step, "tokens": step * config.batch.tokens_per_step, **results})
+        tqdm.write(f"step {step}: validation loss {results['val_loss']:.4f}, {results['val_bpb']:.4f} bits per byte")
+
+    def sample(step: int) -> list[str]:
+        """Continues the config's prompts with the network as it is after `step` steps."""
+        params = replicated(state.params, dtype, mesh)
+        tokens, capacity = config.eval.sample_tokens, config.batch.sequence_length
+        prompts, seed = config.eval.prompts, config.seed
+        samples = continuations(graphdef, params, dataset.tokenizer, prompts, tokens, capacity, seed=seed)
+        writer.write_samples(samples, step)
+        return samples
+
+    if start == 0:
+        measure(0)
+    step, last = start, start == config.steps
+    pending: tuple[int, Metrics] | None = None
+    clock.start()
+    with Interrupt() as interrupt:
+        while not last:
+            state, metrics = train_step(state, batch)
+            step += 1
+            if pending:
+                report(*pending)  # the step before, while this one runs
+                pending = None
+            batch = next(batches)
+            last = step == config.steps or interrupt.requested
+            evaluates = step % config.eval.every_steps == 0 or step == config.steps
+            saves = step % config.checkpoint.every_steps == 0 or last
+            if step % config.log.every_steps == 0 or last:
+                pending = (step, metrics)
+            # What a checkpoint vouches for is written before it.
+            if pending and (evaluates or saves):
+                report(*pending)
+                pending = None
+            if evaluates:
+                jax.block_until_ready(state)
+                with clock.paused():
+                    measure(step)
+                    if step < config.steps:
+                        sample(step)
+            if saves:
+                checkpoints.save(step, state, {"seconds": clock.seconds, "dataset": dataset.fingerprint})
+    checkpoints.close()
+    seconds = clock.seconds
+    bar.close()
+    if step < config.steps:
+        print(f"stopped after step {step} of {config.steps}, saved in {run_dir}; the same command continues it")
+        return INTERRUPTED
+
+    # What came of it.
+    tokens = step * config.batch.tokens_per_step
+    lines = read_metrics(run_dir)
+    loss = [line["loss"] for line in lines if "loss" in line][-1]
+    val_loss, val_bpb = [(line["val_loss"], line["val_bpb"]) for line in lines if "val_loss" in line][-1]
+    summary = {
+        "steps": step,
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "loss": loss,
+        "val_loss": val_loss,
+        "val_bpb": val_bpb,
+        "skipped_steps": int(state.skipped_steps),
+        "params_sha256": params_sha256(state.params),
+    }
+    for text in sample(step):
+        print(f"---\n{text}")
+    writer.close(options(config), {"val_loss": val_loss, "val_bpb": val_bpb})
+    plot_loss(run_dir)
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(
+        f"---\n{config.name}: {step} steps, {tokens:,} tokens in {seconds:.0f} s of training\n"
+        f"training loss {loss:.4f}, validation loss {val_loss:.4f}, {val_bpb:.4f} bits per byte\n"
+        f"in {run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
+        f"sample:       python sample.py --run_dir={run_dir} --prompt='...'\n"
+        f"train longer: the same command with --steps={2 * step} --accept_changes"
+    )
+    return 0
+
+
+def main() -> int:
+    config, arguments = parse(__doc__, Arguments)
+    return train(config, arguments.accept_changes)
+
+
+if __name__ == "__main__":
+    run_command(main)

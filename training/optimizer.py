@@ -1,0 +1,90 @@
+"""One AdamW group for each kind of parameter, chosen by the parameter's path."""
+
+import re
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int
+
+from configs.schema import GroupConfig, OptimizerConfig, UserError
+from training.schedule import Schedule, make_schedule
+
+# The first pattern that a parameter's dotted path matches from its start names its group.
+GROUP_PATTERNS = {
+    "embed": r"embed\.table$",
+    "lm_head": r"lm_head\.kernel$",
+    "matrices": r"blocks\.\d+\.(attention|mlp)\.\w+\.kernel$",
+}
+
+
+def path_name(path: tuple) -> str:
+    """`blocks.0.mlp.up.kernel` for a key path of a tree of parameters."""
+    return ".".join(str(getattr(key, "key", key)) for key in path)
+
+
+def parameter_groups(params: dict) -> dict:
+    """The tree of `params` with each parameter's group name in its place. UserError names those that fit none."""
+
+    def group(path: tuple, leaf: Array) -> str | None:
+        if leaf.ndim < 2:
+            return "scalars"
+        return next((g for g, pattern in GROUP_PATTERNS.items() if re.match(pattern, path_name(path))), None)
+
+    groups = jax.tree_util.tree_map_with_path(group, params)
+    leaves = jax.tree_util.tree_leaves_with_path(groups, is_leaf=lambda g: g is None)
+    homeless = [path_name(path) for path, g in leaves if g is None]
+    if homeless:
+        raise UserError(f"no optimizer group takes {', '.join(homeless)}; see GROUP_PATTERNS in training/optimizer.py")
+    return groups
+
+
+def peak_rates(config: OptimizerConfig, width: int) -> dict[str, float]:
+    """Each group's peak rate. Those of `embed` and `lm_head` are given for width 768 and scale as width^-0.5."""
+    scale = (width / 768) ** -0.5
+    return {
+        "embed": config.embed.peak_rate * scale,
+        "matrices": config.matrices.peak_rate,
+        "lm_head": config.lm_head.peak_rate * scale,
+        "scalars": config.scalars.peak_rate,
+    }
+
+
+def scale_by_rate(peak: float, schedule: Schedule) -> optax.GradientTransformationExtraArgs:
+    """Multiplies by minus the rate at `step`, which `update` is given. optax's own would count its calls, and fall
+    behind the run wherever a step was skipped."""
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, *, step: Int[Array, ""]
+    ) -> tuple[optax.Updates, optax.OptState]:
+        rate = -peak * schedule(step)
+        return jax.tree.map(lambda u: rate * u, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)  # pyright: ignore
+
+
+def make_optimizer(
+    config: OptimizerConfig, params: dict, width: int, steps: int
+) -> tuple[optax.GradientTransformationExtraArgs, Mapping[str, Schedule]]:
+    """The transformation, and each present group's learning rate as a function of the step, for the log.
+
+    `update(gradients, state, params, step=...)` expects the divided and clipped gradient in float32.
+    """
+    groups = parameter_groups(params)
+    present = sorted(set(jax.tree.leaves(groups)))
+    peaks = peak_rates(config, width)
+
+    def group(name: str) -> tuple[optax.GradientTransformation, Schedule]:
+        options: GroupConfig = getattr(config, name)
+        schedule = make_schedule(options.schedule, steps)
+        adamw = optax.chain(
+            optax.scale_by_adam(options.beta1, options.beta2, options.eps, mu_dtype=jnp.float32),
+            optax.add_decayed_weights(options.weight_decay),
+            scale_by_rate(peaks[name], schedule),
+        )
+        return adamw, lambda step: peaks[name] * schedule(step)
+
+    built = {name: group(name) for name in present}
+    transform = optax.partition({name: adamw for name, (adamw, _) in built.items()}, groups)
+    return transform, {name: rate for name, (_, rate) in built.items()}

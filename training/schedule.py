@@ -1,0 +1,28 @@
+"""Learning rates as functions of the step number: nothing is counted, so nothing can drift."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from configs.schema import ScheduleConfig
+
+Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
+
+
+def make_schedule(config: ScheduleConfig, steps: int) -> Schedule:
+    """The factor of the peak rate at step 0 <= t < steps: in (0, 1], `final` being reached at t = steps."""
+
+    def schedule(step: Int[Array, ""]) -> Float[Array, ""]:
+        t = jnp.asarray(step, jnp.float32)
+        rise = jnp.minimum(1.0, (t + 1) / max(config.warmup_steps, 1))
+        if config.kind == "constant":
+            return rise
+        if config.kind == "warmup_cosine":
+            progress = jnp.clip((t - config.warmup_steps) / max(steps - config.warmup_steps, 1), 0, 1)
+            fall = 0.5 * (1 + jnp.cos(jnp.pi * progress))
+        else:
+            fall = jnp.clip((steps - t) / max(config.warmdown * steps, 1), 0, 1)
+        return rise * (config.final + (1 - config.final) * fall)
+
+    return schedule

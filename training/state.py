@@ -1,0 +1,94 @@
+"""The state of a run: one pytree, created already sharded."""
+
+import hashlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+from configs.schema import ModelConfig
+from model.gpt import GPT
+from training.mesh import shard_spec
+from training.optimizer import path_name
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes."""
+
+    step: Int[Array, ""]
+    """Steps taken, skipped ones included: the number of the next batch and of its learning rates."""
+    params: dict
+    """Float32 parameters, a tree of arrays."""
+    opt_state: optax.OptState
+    """Float32 moments."""
+    skipped_steps: Int[Array, ""]
+    """Steps that changed nothing, for want of a valid token or of a finite gradient."""
+
+
+def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:
+    """The type of activations: as configured, or float32 on CPU and bfloat16 elsewhere."""
+    if config.dtype == "auto":
+        return jnp.dtype("float32" if platform == "cpu" else "bfloat16")
+    return jnp.dtype(config.dtype)
+
+
+def split_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef[GPT], dict]:
+    """The network's structure, and the shapes of its parameters; nothing is computed."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: GPT(config, dtype, rngs=nnx.Rngs(0))))
+    return graphdef, nnx.to_pure_dict(params)
+
+
+def _sharded(shapes: Any, mesh: Mesh) -> Any:
+    """The same tree of shapes, each with its place on the mesh: over the replicas where it divides."""
+
+    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, shard_spec(leaf.shape, mesh.shape["data"]))
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(place, shapes)
+
+
+def abstract_params(config: ModelConfig, mesh: Mesh) -> dict:
+    """Shapes, types and shardings of the float32 parameters."""
+    return _sharded(split_model(config, jnp.dtype(jnp.float32))[1], mesh)
+
+
+def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Shapes, types and shardings of the whole state."""
+    return _sharded(jax.eval_shape(lambda: _initial_state(config, optimizer, 0)), mesh)
+
+
+def create_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
+    """The state before step 0. It depends on the seed and the sizes, not on the mesh."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh))
+    return jax.jit(lambda: _initial_state(config, optimizer, seed), out_shardings=shardings)()
+
+
+def _initial_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+    model = GPT(config, jnp.dtype(jnp.float32), rngs=nnx.Rngs(seed))
+    params = nnx.to_pure_dict(nnx.state(model))
+    zero = jnp.zeros((), jnp.int32)
+    return TrainState(zero, params, optimizer.init(params), zero)
+
+
+def replicated(params: dict, dtype: jnp.dtype, mesh: Mesh) -> dict:
+    """The parameters in the compute type, whole on every device: what sampling reads token after token."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda params: jax.tree.map(lambda p: p.astype(dtype), params), out_shardings=everywhere)(params)
+
+
+def params_sha256(params: dict) -> str:
+    """SHA-256 over each parameter's dotted name and its bytes, in the order of the names. Every process calls it."""
+    digest = hashlib.sha256()
+    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    for name in sorted(leaves):
+        leaf = leaves[name]
+        whole = leaf if leaf.is_fully_addressable else multihost_utils.process_allgather(leaf, tiled=True)
+        digest.update(name.encode() + b"\0" + np.asarray(whole).tobytes())
+    return digest.hexdigest()

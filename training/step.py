@@ -1,0 +1,148 @@
+"""One optimizer step: sum over tokens, divide once.
+
+    cast, gather      parameters to the compute type, then over `data`                once a step
+    scan              K micro-batches: float32 sums of gradients, losses, tokens      no communication over `data`
+    reduce            the sums over `data`; each replica keeps its share              once a step
+    divide, clip      by the step's valid tokens; by the global norm                  once a step
+    update            one tick of the optimizer and of every schedule                 once a step
+
+Everything up to the reduction is written for one replica (`jax.shard_map`, manual over `data`), so where gradients
+cross the mesh is decided here and not by a compiler pass.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypedDict
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from configs.schema import ModelConfig
+from model.loss import loss_sums
+from training.mesh import REPLICATED, shard_axis, shard_spec
+from training.schedule import Schedule
+from training.state import TrainState, split_model
+
+
+class Batch(TypedDict):
+    """A step's rows: K micro-batches of B rows of T tokens."""
+
+    inputs: Int[Array, "K B T"]
+    targets: Int[Array, "K B T"]
+    weights: Float[Array, "K B T"]
+
+
+Metrics = dict[str, Any]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+EvalStep = Callable[[dict, Batch], tuple[Float[Array, ""], Int[Array, ""]]]
+ROWS = PartitionSpec(None, "data")
+
+
+def gather(params: dict, axes: dict, dtype: jnp.dtype) -> dict:
+    """Inside shard_map: this replica's shares to the compute type, then whole from all replicas."""
+
+    def whole(share: Array, axis: int) -> Array:
+        share = share.astype(dtype)
+        if axis == REPLICATED:
+            # Marked as this replica's own: else its gradient would be summed over replicas in every micro-batch.
+            return jax.lax.pcast(share, "data", to="varying")
+        return jax.lax.all_gather(share, "data", axis=axis, tiled=True)
+
+    return jax.tree.map(whole, params, axes)
+
+
+def reduce(gradients: dict, axes: dict) -> dict:
+    """Inside shard_map: the sum over replicas, of which each keeps its share."""
+
+    def share(gradient: Array, axis: int) -> Array:
+        if axis == REPLICATED:
+            return jax.lax.psum(gradient, "data")
+        return jax.lax.psum_scatter(gradient, "data", scatter_dimension=axis, tiled=True)
+
+    return jax.tree.map(share, gradients, axes)
+
+
+def make_train_step(
+    config: ModelConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformationExtraArgs,
+    rates: Mapping[str, Schedule],
+    clip_norm: float,
+) -> TrainStep:
+    """`train_step(state, batch) -> (state, metrics)`, jitted; `state` is donated.
+
+    Metrics are scalars: `loss` (nats a valid token), `grad_norm` (before the clip), `valid_tokens`, `learning_rate` (of
+    each group), and `skipped_steps` (how many so far changed nothing, for want of a valid token or a finite gradient).
+    """
+    graphdef, shapes = split_model(config, dtype)
+    replicas = mesh.shape["data"]
+    axes = jax.tree.map(lambda p: shard_axis(p.shape, replicas), shapes)
+    shares = jax.tree.map(lambda p: shard_spec(p.shape, replicas), shapes)
+
+    def gradient_sums(params: dict, batch: Batch) -> tuple[Array, Array, dict]:
+        """For one replica: (loss_sum, token_count, gradient of loss_sum) of the whole step over all replicas.
+
+        `params` are its float32 shares, `batch` its rows [K, B / data, T]; the gradient comes in the same shares.
+        """
+        compute_params = gather(params, axes, dtype)
+
+        def micro_batch(sums: tuple, rows: Batch) -> tuple[tuple, None]:
+            # Widened so that gradients are float32 (model/layers.py); the compiler drops the round trip of types.
+            wide = jax.tree.map(lambda p: p.astype(jnp.float32), compute_params)
+            loss = lambda params: loss_sums(nnx.merge(graphdef, params), **rows)
+            (loss_sum, tokens), gradients = jax.value_and_grad(loss, has_aux=True)(wide)
+            return jax.tree.map(jnp.add, sums, (loss_sum, tokens, gradients)), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), compute_params)
+        start = jax.lax.pcast((jnp.float32(0), jnp.int32(0), zeros), "data", to="varying")
+        (loss_sum, tokens, gradients), _ = jax.lax.scan(micro_batch, start, batch)
+        return jax.lax.psum(loss_sum, "data"), jax.lax.psum(tokens, "data"), reduce(gradients, axes)
+
+    summed = jax.shard_map(
+        gradient_sums, mesh=mesh, in_specs=(shares, ROWS), out_specs=(PartitionSpec(), PartitionSpec(), shares)
+    )
+
+    @partial(jax.jit, donate_argnums=0)
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        loss_sum, tokens, gradients = summed(state.params, batch)
+        gradients = jax.tree.map(lambda g: g / jnp.maximum(tokens, 1), gradients)
+        grad_norm = optax.global_norm(gradients)
+        sound = (tokens > 0) & jnp.isfinite(grad_norm)
+        clip = jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-30))
+        gradients = jax.tree.map(lambda g: clip * g, gradients)
+        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params, step=state.step)
+        params = optax.apply_updates(state.params, updates)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(sound, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
+        metrics = {
+            "loss": loss_sum / jnp.maximum(tokens, 1),
+            "grad_norm": grad_norm,
+            "valid_tokens": tokens,
+            "learning_rate": {group: rate(state.step) for group, rate in rates.items()},
+            "skipped_steps": state.skipped_steps + jnp.where(sound, 0, 1),
+        }
+        return TrainState(state.step + 1, params, opt_state, metrics["skipped_steps"]), metrics
+
+    return train_step
+
+
+def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalStep:
+    """`eval_step(params, batch) -> (loss_sum, token_count)` over a whole batch [K, B, T], jitted."""
+    graphdef, shapes = split_model(config, dtype)
+    replicas = mesh.shape["data"]
+    axes = jax.tree.map(lambda p: shard_axis(p.shape, replicas), shapes)
+    shares = jax.tree.map(lambda p: shard_spec(p.shape, replicas), shapes)
+
+    def sums(params: dict, batch: Batch) -> tuple[Array, Array]:
+        model = nnx.merge(graphdef, gather(params, axes, dtype))
+        micro_batch = lambda sums, rows: (jax.tree.map(jnp.add, sums, loss_sums(model, **rows)), None)
+        start = jax.lax.pcast((jnp.float32(0), jnp.int32(0)), "data", to="varying")
+        return jax.lax.psum(jax.lax.scan(micro_batch, start, batch)[0], "data")
+
+    return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=(shares, ROWS), out_specs=PartitionSpec()))
