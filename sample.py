@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax import nnx
@@ -68,7 +69,14 @@ def continuations(
         row[: len(ids)] = ids
     key = jax.random.key(seed)
     filled = generate(
-        graphdef, params, buffer, lengths, key, prefill=int(lengths.min()), temperature=temperature, top_k=top_k
+        graphdef,
+        params,
+        jnp.asarray(buffer),
+        jnp.asarray(lengths),
+        key,
+        prefill=int(lengths.min()),
+        temperature=temperature,
+        top_k=top_k,
     )
     texts = []
     for row, length in zip(np.asarray(filled), lengths):

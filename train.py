@@ -116,19 +116,19 @@ def train(config: Config, accept_changes: bool = False) -> int:
             tqdm.write(f"step {step}: {skipped} step(s) skipped so far: no valid token, or a gradient not finite")
 
     def measure(step: int) -> None:
-        """Evaluates the network as it is after `step` steps."""
+        """Evaluates and samples the network as it is after `step` steps."""
         results = evaluate(eval_step, state.params, held_out, held_out_bytes)
-        writer.write({"step": step, "tokens": step * config.batch.tokens_per_step, **results})
+        samples = continuations(
+            graphdef,
+            replicated(state.params, dtype, mesh),
+            dataset.tokenizer,
+            config.eval.prompts,
+            tokens=config.eval.sample_tokens,
+            capacity=config.batch.sequence_length,
+            seed=config.seed,
+        )
+        writer.write({"step": step, "tokens": step * config.batch.tokens_per_step, **results, "samples": samples})
         tqdm.write(f"step {step}: validation loss {results['val_loss']:.4f}, {results['val_bpb']:.4f} bits per byte")
-
-    def sample(step: int) -> list[str]:
-        """Continues the config's prompts with the network as it is after `step` steps."""
-        params = replicated(state.params, dtype, mesh)
-        tokens, capacity = config.eval.sample_tokens, config.batch.sequence_length
-        prompts, seed = config.eval.prompts, config.seed
-        samples = continuations(graphdef, params, dataset.tokenizer, prompts, tokens, capacity, seed=seed)
-        writer.write_samples(samples, step)
-        return samples
 
     if start == 0:
         measure(0)
@@ -146,7 +146,7 @@ def train(config: Config, accept_changes: bool = False) -> int:
             last = step == config.steps or interrupt.requested
             evaluates = step % config.eval.every_steps == 0 or step == config.steps
             saves = step % config.checkpoint.every_steps == 0 or last
-            if step % config.log.every_steps == 0 or last:
+            if step % config.log.every_steps == 0 or step == config.steps:
                 pending = (step, metrics)
             # What a checkpoint vouches for is written before it.
             if pending and (evaluates or saves):
@@ -156,8 +156,6 @@ def train(config: Config, accept_changes: bool = False) -> int:
                 jax.block_until_ready(state)
                 with clock.paused():
                     measure(step)
-                    if step < config.steps:
-                        sample(step)
             if saves:
                 checkpoints.save(step, state, {"seconds": clock.seconds, "dataset": dataset.fingerprint})
     checkpoints.close()
@@ -170,27 +168,27 @@ def train(config: Config, accept_changes: bool = False) -> int:
     # What came of it.
     tokens = step * config.batch.tokens_per_step
     lines = read_metrics(run_dir)
-    loss = [line["loss"] for line in lines if "loss" in line][-1]
-    val_loss, val_bpb = [(line["val_loss"], line["val_bpb"]) for line in lines if "val_loss" in line][-1]
+    logged = [line for line in lines if "loss" in line][-1]
+    measured = [line for line in lines if "val_loss" in line][-1]
+    results = {"loss": logged["loss"], "val_loss": measured["val_loss"], "val_bpb": measured["val_bpb"]}
     summary = {
         "steps": step,
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
-        "loss": loss,
-        "val_loss": val_loss,
-        "val_bpb": val_bpb,
+        **results,
         "skipped_steps": int(state.skipped_steps),
         "params_sha256": params_sha256(state.params),
     }
-    for text in sample(step):
+    for text in measured["samples"]:
         print(f"---\n{text}")
-    writer.close(options(config), {"val_loss": val_loss, "val_bpb": val_bpb})
+    writer.close(options(config), results)
     plot_loss(run_dir)
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(
         f"---\n{config.name}: {step} steps, {tokens:,} tokens in {seconds:.0f} s of training\n"
-        f"training loss {loss:.4f}, validation loss {val_loss:.4f}, {val_bpb:.4f} bits per byte\n"
+        f"training loss {results['loss']:.4f}, validation loss {results['val_loss']:.4f}, "
+        f"{results['val_bpb']:.4f} bits per byte\n"
         f"in {run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
         f"sample:       python sample.py --run_dir={run_dir} --prompt='...'\n"
         f"train longer: the same command with --steps={2 * step} --accept_changes"

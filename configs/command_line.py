@@ -5,7 +5,7 @@ import json
 import sys
 from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
-from typing import Annotated, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
@@ -78,12 +78,10 @@ def _take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
 def config_from_json(text: str) -> Config:
     """The Config that `json.dumps(dataclasses.asdict(config))` wrote."""
 
-    def build(cls: type, values: dict) -> object:
-        hints = get_type_hints(cls)
-        return cls(
-            **{name: build(hints[name], value) if isinstance(value, dict) else value for name, value in values.items()}
-        )
+    def build(hint: type, value: Any) -> Any:
+        if isinstance(value, dict):
+            hints = get_type_hints(hint)
+            return hint(**{name: build(hints[name], field_value) for name, field_value in value.items()})
+        return tuple(value) if isinstance(value, list) else value  # JSON has no tuples
 
-    config = build(Config, json.loads(text))
-    assert isinstance(config, Config)
-    return config
+    return build(Config, json.loads(text))

@@ -3,7 +3,7 @@
 from typing import TypedDict
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 
 
 class Row(TypedDict):
@@ -18,7 +18,7 @@ class StreamRows:
     """The stream cut every T tokens: row i has inputs `[iT, iT + T)` and targets one later. Random access; every token
     but the stream's first, and fewer than T at its end, is a target of exactly one row."""
 
-    def __init__(self, tokens: Int[np.ndarray, "tokens"], length: int):
+    def __init__(self, tokens: Integer[np.ndarray, "tokens"], length: int):
         self.tokens = tokens
         self.length = length
 

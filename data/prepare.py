@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-from jaxtyping import Int
+from jaxtyping import Integer
 from tokenizers import Tokenizer
 
 from configs.schema import DataConfig, UserError
@@ -26,8 +26,8 @@ from data.tokenizer import SPLIT, encode_documents, load_tokenizer, train_tokeni
 class Dataset:
     """Tokens of both parts, mapped into memory, the tokenizer that made them, and what dataset.json says of them."""
 
-    train: Int[np.ndarray, "tokens"]
-    val: Int[np.ndarray, "tokens"]
+    train: Integer[np.ndarray, "train_tokens"]
+    val: Integer[np.ndarray, "val_tokens"]
     tokenizer: Tokenizer
     facts: dict
 

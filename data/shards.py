@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Integer
 
 from configs.schema import UserError
 
@@ -17,7 +17,7 @@ TOKEN_TYPES = {1: np.dtype("<u2"), 2: np.dtype("<u4")}
 HEADER_BYTES = 1024
 
 
-def write_shard(path: Path, tokens: Int[np.ndarray, "tokens"], vocab_size: int) -> None:
+def write_shard(path: Path, tokens: Integer[np.ndarray, "tokens"], vocab_size: int) -> None:
     """Writes and syncs one shard."""
     version = 1 if vocab_size <= 2**16 else 2
     header = np.zeros(HEADER_BYTES // 4, "<i4")
@@ -29,7 +29,7 @@ def write_shard(path: Path, tokens: Int[np.ndarray, "tokens"], vocab_size: int) 
         os.fsync(file.fileno())
 
 
-def read_shard(path: Path) -> Int[np.ndarray, "tokens"]:
+def read_shard(path: Path) -> Integer[np.ndarray, "tokens"]:
     """Maps one shard's tokens into memory. UserError where it is no shard, or not whole."""
     size = path.stat().st_size
     header = np.fromfile(path, "<i4", count=3)

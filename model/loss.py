@@ -32,9 +32,7 @@ def cross_entropy_sum(
 def _forward(logits: Array, targets: Array, weights: Array, cap: float) -> tuple[Array, tuple[Array, ...]]:
     log_sum = jnp.log(jnp.sum(jnp.exp(softcap(logits, cap)), axis=-1))
     target_logit = softcap(jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0], cap)
-    # A weight of 0 must silence its position even where the loss is not finite.
-    loss = jnp.where(weights == 0, 0.0, weights * (log_sum - target_logit))
-    return jnp.sum(loss), (logits, targets, weights, log_sum)
+    return jnp.sum(weights * (log_sum - target_logit)), (logits, targets, weights, log_sum)
 
 
 def _backward(cap: float, residuals: tuple[Array, ...], dloss: Array) -> tuple[Array, None, None]:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from configs.schema import BatchConfig, MeshConfig, UserError, nearest_multiples
+from configs.schema import BatchConfig, MeshConfig, UserError
 
 REPLICATED = -1
 
@@ -35,20 +35,24 @@ def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:
     """
     replicas = mesh.shape["data"]
     rows, unit = config.tokens_per_step // config.sequence_length, config.sequence_length * replicas
+    here = config.rows_per_device
+    shares = [n for n in range(1, rows // replicas + here + 1) if n <= here or n % here == 0]
+    below = [n * unit for n in shares if n * replicas <= rows][-1:]
+    above = [n * unit for n in shares if n * replicas > rows][:1]
+    works = " or ".join(map(str, below + above))
     if rows % replicas:
         raise UserError(
             f"--batch.tokens_per_step={config.tokens_per_step} is {rows} rows of {config.sequence_length} tokens, "
-            f"which {replicas} devices cannot share evenly; nearest that would work: "
-            f"{nearest_multiples(config.tokens_per_step, unit)}"
+            f"which {replicas} devices cannot share evenly; nearest that would work: {works}"
         )
     share = rows // replicas
-    here = min(config.rows_per_device, share)
+    here = min(here, share)
     if share % here:
         raise UserError(
             f"--batch.rows_per_device={config.rows_per_device} does not divide the {share} rows a step that each of "
             f"{replicas} device(s) gets from --batch.tokens_per_step={config.tokens_per_step}; "
             f"rows_per_device that would work: {[n for n in range(1, share + 1) if share % n == 0]}; "
-            f"or tokens_per_step: {nearest_multiples(config.tokens_per_step, unit * config.rows_per_device)}"
+            f"or tokens_per_step: {works}"
         )
     return share // here, here * replicas, config.sequence_length
 

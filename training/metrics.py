@@ -1,6 +1,7 @@
 """What a run writes down: metrics.jsonl, TensorBoard, loss.png."""
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,47 +40,58 @@ class Clock:
 
 
 class MetricsWriter:
-    """Appends to a run's metrics.jsonl and TensorBoard files. A continued run first drops what was written after the
-    checkpoint that it continues from, so that each step stands there once."""
+    """Appends to a run's metrics.jsonl, and shows the same in TensorBoard.
+
+    A continued run first drops the lines after the checkpoint that it continues from, and shows the rest anew, so that
+    each step stands in both once, whatever moment the run was killed at.
+    """
 
     def __init__(self, run_dir: str | Path, start_step: int):
-        self.path = Path(run_dir) / "metrics.jsonl"
-        if self.path.exists():
-            kept = [json.dumps(line) + "\n" for line in read_metrics(run_dir) if line["step"] <= start_step]
-            partial = self.path.with_suffix(".partial")
-            partial.write_text("".join(kept))
-            partial.rename(self.path)
-        self.file = self.path.open("a")
-        self.tensorboard = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=start_step + 1)
+        folder, path = Path(run_dir) / "tensorboard", Path(run_dir) / "metrics.jsonl"
+        # Before the first checkpoint there is nothing to continue, and step 0 is evaluated again.
+        kept = [line for line in read_metrics(run_dir) if line["step"] <= start_step] if start_step else []
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        partial.rename(path)
+        self.file = path.open("a")
+        shutil.rmtree(folder, ignore_errors=True)
+        # Seconds until an event is on disk.
+        self.tensorboard = SummaryWriter(str(folder), flush_secs=1)
+        for line in kept:
+            self._show(line)
 
     def write(self, line: dict) -> None:
-        """One line; its numbers also as TensorBoard scalars, those of a nested dict as `key/subkey`."""
+        """One line, with the time: of a logged step, an evaluation with its samples, or a change of the config."""
+        line = {**line, "time": time.time()}
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
+        self._show(line)
+
+    def _show(self, line: dict) -> None:
+        """Numbers as scalars, those of a nested dict as `key/subkey`; lists as texts."""
+        step, when = line["step"], line["time"]
         for key, value in line.items():
+            if isinstance(value, list):
+                for i, text in enumerate(value):
+                    self.tensorboard.add_text(f"{key}/{i}", f"```\n{text}\n```", step, walltime=when)
             numbers = {f"{key}/{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
             for name, number in numbers.items():
-                if isinstance(number, (int, float)) and name != "step":
-                    self.tensorboard.add_scalar(name, number, line["step"])
-        self.tensorboard.flush()
-
-    def write_samples(self, samples: list[str], step: int) -> None:
-        """Sampled texts, to TensorBoard."""
-        for i, sample in enumerate(samples):
-            self.tensorboard.add_text(f"samples/{i}", f"```\n{sample}\n```", step)
+                if isinstance(number, int | float) and name not in ("step", "time"):
+                    self.tensorboard.add_scalar(name, number, step, walltime=when)
 
     def close(self, hparams: dict, results: dict) -> None:
         """Ends the run: its options as hparams, with their results."""
-        flat = {name: value if isinstance(value, (bool, int, float)) else str(value) for name, value in hparams.items()}
+        flat = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in hparams.items()}
         self.tensorboard.add_hparams(flat, results, name="hparams")
         self.tensorboard.close()
         self.file.close()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict]:
-    """The lines of metrics.jsonl, without the one that a kill may have left half written."""
+    """The lines of metrics.jsonl, none where there is none, without the one that a kill may have left half written."""
+    path = Path(run_dir) / "metrics.jsonl"
     lines = []
-    for text in (Path(run_dir) / "metrics.jsonl").read_text().splitlines():
+    for text in path.read_text().splitlines() if path.exists() else []:
         try:
             lines.append(json.loads(text))
         except json.JSONDecodeError:

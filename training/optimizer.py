@@ -27,7 +27,7 @@ def path_name(path: tuple) -> str:
 def parameter_groups(params: dict) -> dict:
     """The tree of `params` with each parameter's group name in its place. UserError names those that fit none."""
 
-    def group(path: tuple, leaf: Array) -> str | None:
+    def group(path: tuple, leaf: jax.ShapeDtypeStruct | Array) -> str | None:
         if leaf.ndim < 2:
             return "scalars"
         return next((g for g, pattern in GROUP_PATTERNS.items() if re.match(pattern, path_name(path))), None)

@@ -24,7 +24,8 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool) -> list[str
     folder = Path(config.run_dir)
     record = folder / "config.json"
     if not record.exists():
-        if folder.exists() and any(folder.iterdir()):
+        # A start that was killed while it claimed the folder may have left its record half written.
+        if folder.exists() and any(path.name != "config.partial" for path in folder.iterdir()):
             raise UserError(f"--run_dir={folder} is not empty and holds no run (no config.json); choose another folder")
         if config.resume == "must":
             raise UserError(f"--resume=must, but there is no run in {folder}")

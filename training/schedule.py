@@ -7,13 +7,13 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ScheduleConfig
 
-Schedule = Callable[[Int[Array, ""]], Float[Array, ""]]
+Schedule = Callable[[Int[Array, ""] | int], Float[Array, ""]]
 
 
 def make_schedule(config: ScheduleConfig, steps: int) -> Schedule:
     """The factor of the peak rate at step 0 <= t < steps: in (0, 1], `final` being reached at t = steps."""
 
-    def schedule(step: Int[Array, ""]) -> Float[Array, ""]:
+    def schedule(step: Int[Array, ""] | int) -> Float[Array, ""]:
         t = jnp.asarray(step, jnp.float32)
         rise = jnp.minimum(1.0, (t + 1) / max(config.warmup_steps, 1))
         if config.kind == "constant":

@@ -111,7 +111,7 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss_sum, tokens, gradients = summed(state.params, batch)
         gradients = jax.tree.map(lambda g: g / jnp.maximum(tokens, 1), gradients)
-        grad_norm = optax.global_norm(gradients)
+        grad_norm = optax.tree.norm(gradients)
         sound = (tokens > 0) & jnp.isfinite(grad_norm)
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-30))
         gradients = jax.tree.map(lambda g: clip * g, gradients)

@@ -1,0 +1,159 @@
+import dataclasses
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from configs.command_line import config_from_json, load_config, parse
+from configs.schema import Config, EvalConfig, UserError, options, validate
+
+ROOT = Path(__file__).parents[2]
+SMALL = str(ROOT / "configs/small.py")
+LADDER = sorted(
+    path for path in (ROOT / "configs").glob("*.py") if re.search("^def get_config", path.read_text(), re.M)
+)
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What one command has besides."""
+
+    accept_changes: bool = False
+    """Continue all the same."""
+
+
+def words_of(error: pytest.CaptureFixture) -> str:
+    """What was printed, without tyro's boxes and line breaks."""
+    out = error.readouterr()
+    return " ".join(re.sub("[│╭╮╰╯─]", " ", out.out + out.err).split())
+
+
+@pytest.mark.parametrize("path", LADDER, ids=lambda path: path.stem)
+def test_every_config_of_the_ladder_is_valid_and_named_as_its_file(path):
+    config = load_config(str(path))
+    validate(config)
+    assert config.name == path.stem
+
+
+def test_config_file_gives_every_option_that_is_not_overridden():
+    config, _ = parse("", argv=[f"--config={SMALL}"])
+    assert options(config) == options(load_config(SMALL)) | {"run_dir": "runs/small"}
+
+
+@pytest.mark.parametrize("flag", [[f"--config={SMALL}"], ["--config", SMALL]])
+@pytest.mark.parametrize("first", [True, False])
+def test_overrides_change_single_options(flag, first):
+    words = ["--steps=7", "--batch.rows_per_device", "16", "--optimizer.matrices.schedule.kind=constant"]
+    words += ["--eval.prompts", "one", "two words", "--model.softcap=20", "--resume=must"]
+    config, _ = parse("", argv=[*flag, *words] if first else [*words, *flag])
+    before = options(load_config(SMALL))
+    changes = {name: value for name, value in options(config).items() if value != before[name]}
+    assert changes == {
+        "steps": 7,
+        "batch.rows_per_device": 16,
+        "optimizer.matrices.schedule.kind": "constant",
+        "eval.prompts": ("one", "two words"),
+        "model.softcap": 20.0,
+        "resume": "must",
+        "run_dir": "runs/small",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "run_dir"),
+    [([], "runs/small"), (["--name=mine"], "runs/mine"), (["--name=mine", "--run_dir=/x/y"], "/x/y")],
+)
+def test_run_dir_is_runs_name_unless_given(words, run_dir):
+    assert parse("", argv=[f"--config={SMALL}", *words])[0].run_dir == run_dir
+
+
+def test_commands_own_options_are_parsed_beside_the_configs():
+    assert parse("", Extra, [f"--config={SMALL}"])[1] == Extra(accept_changes=False)
+    config, extra = parse("", Extra, [f"--config={SMALL}", "--accept_changes", "--steps=3"])
+    assert extra == Extra(accept_changes=True)
+    assert config.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("--batch.rows_per_devices=4", "--batch.rows_per_device"),
+        ("--accept_changes", "--accept_changes"),
+        ("--steps=many", "many"),
+        ("--steps=1.5", "1.5"),
+        ("--resume=perhaps", "auto"),
+        ("stray", "stray"),
+    ],
+)
+def test_words_that_are_no_options_exit_with_code_2_and_name_what_is_wrong(word, told, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse("", argv=[f"--config={SMALL}", word])
+    assert exit_info.value.code == 2
+    assert told in words_of(capsys)
+
+
+def test_bad_value_is_refused_by_validate():
+    with pytest.raises(UserError, match=r"--model\.kv_heads=3 cannot work"):
+        parse("", argv=[f"--config={SMALL}", "--model.kv_heads=3"])
+
+
+@pytest.mark.parametrize("argv", [[], ["--steps=3"], ["--config"]])
+def test_missing_config_is_refused_with_one_to_try(argv):
+    with pytest.raises(UserError, match=r"--config is missing; try --config=configs/small\.py"):
+        parse("", argv=argv)
+
+
+def test_config_file_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=r"--config=nowhere\.py: there is no such file") as error:
+        parse("", argv=["--config=nowhere.py"])
+    assert str(error.value).split("configs here: ")[1] == ", ".join(str(path.relative_to(ROOT)) for path in LADDER)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("c.py", "x = 1", "must define get_config"),
+        ("c.py", "def get_config(): return {'steps': 3}", "must define get_config"),
+        ("c.py", "def get_config(:", "SyntaxError"),
+        ("c.py", "import nonexistent_module", "ModuleNotFoundError.*nonexistent_module"),
+        ("c.py", "def get_config(): return 1 / 0", "ZeroDivisionError"),
+        ("c.py", "from configs.schema import Config\ndef get_config(): return Config()", "TypeError.*name"),
+        ("c.yaml", "steps: 3", r"ends in \.py"),
+    ],
+)
+def test_config_file_that_gives_no_config_is_refused_with_the_reason(tmp_path, name, text, told):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=told) as error:
+        parse("", argv=[f"--config={tmp_path / name}"])
+    assert str(error.value).startswith(f"--config={tmp_path / name}: ")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], [f"--config={SMALL}", "--help"]])
+def test_help_exits_with_0_and_explains_every_option(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as exit_info:
+        parse("What it does.", Extra, words)
+    assert exit_info.value.code == 0
+    told = words_of(capsys)
+    assert all(f"--{name} " in told for name in options(Config(name="x")))
+    for text in ("What it does.", "--config FILE", "--accept_changes", "Continue all the same."):
+        assert text in told
+    assert "Rows of a micro-batch on one device: what fits its memory; it never changes the result." in told
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        *(load_config(str(path)) for path in LADDER),
+        Config(name="x", eval=EvalConfig(prompts=())),
+        Config(name="x", eval=EvalConfig(prompts=("é\n", "two", "")), steps=3),
+        replace(load_config(SMALL), run_dir="/somewhere", resume="must", seed=2**32 - 1),
+    ],
+)
+def test_config_survives_json(config):
+    back = config_from_json(json.dumps(dataclasses.asdict(config)))
+    assert back == config
+    assert hash(back) == hash(config)

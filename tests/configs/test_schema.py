@@ -1,0 +1,122 @@
+import ast
+import dataclasses
+import inspect
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import configs.schema as schema
+from configs.schema import Config, UserError, nearest_multiples, options, validate
+
+
+def changed(config: Any, name: str, value: object) -> Any:
+    """`config` with the option `name` (dotted) set."""
+    head, _, rest = name.partition(".")
+    return replace(config, **{head: changed(getattr(config, head), rest, value) if rest else value})
+
+
+BASE = Config(name="base")
+
+
+def test_defaults_are_valid():
+    validate(BASE)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("name", "", "not empty"),
+        ("name", "a/b", "without '/'"),
+        ("seed", -1, "not be negative"),
+        ("seed", 2**32, "below 2\\^32"),
+        ("steps", 0, "positive"),
+        ("model.depth", 0, "positive"),
+        ("model.width", -768, "positive"),
+        ("model.heads", 0, "positive"),
+        ("model.kv_heads", 4, r"divide model.heads=6: one of \[1, 2, 3, 6\]"),
+        ("model.kv_heads", 12, r"one of \[1, 2, 3, 6\]"),
+        ("model.head_dim", 63, "even; try 64"),
+        ("model.vocab_size", 257, "at least 258"),
+        ("model.softcap", float("inf"), "finite"),
+        ("model.rotary_base", float("nan"), "finite"),
+        ("data.val_fraction", 0.0, "between 0 and 1"),
+        ("data.val_fraction", 1.0, "between 0 and 1"),
+        ("data.workers", -1, "not be negative"),
+        ("batch.sequence_length", 0, "positive"),
+        ("batch.tokens_per_step", 5000, "multiple of batch.sequence_length=2048; nearest: 4096 or 6144"),
+        ("batch.tokens_per_step", 100, "nearest: 2048"),
+        ("batch.rows_per_device", 0, "positive"),
+        ("optimizer.embed.peak_rate", 0.0, "positive"),
+        ("optimizer.matrices.beta1", 1.0, "below 1"),
+        ("optimizer.lm_head.beta2", -0.1, "at least 0"),
+        ("optimizer.scalars.eps", 0.0, "positive"),
+        ("optimizer.matrices.weight_decay", -0.1, "not be negative"),
+        ("optimizer.embed.schedule.warmup_steps", -1, "not be negative"),
+        ("optimizer.embed.schedule.warmdown", 1.5, "from 0 to 1"),
+        ("optimizer.embed.schedule.final", -0.5, "from 0 to 1"),
+        ("optimizer.clip_norm", 0.0, "positive"),
+        ("mesh.data", 0, "-1 for all"),
+        ("mesh.data", -2, "-1 for all"),
+        ("checkpoint.every_steps", 0, "positive"),
+        ("checkpoint.keep", 0, "positive"),
+        ("eval.every_steps", 0, "positive"),
+        ("eval.tokens", 0, "positive"),
+        ("eval.sample_tokens", 0, "positive"),
+        ("log.every_steps", 0, "positive"),
+    ],
+)
+def test_bad_value_is_refused_naming_the_option_its_value_and_what_would_work(name, value, told):
+    with pytest.raises(UserError, match=told) as error:
+        validate(changed(BASE, name, value))
+    assert str(error.value).startswith(f"--{name}={value} cannot work: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("seed", 2**32 - 1),
+        ("model.kv_heads", 1),
+        ("model.vocab_size", 258),
+        ("data.workers", 0),
+        ("batch.tokens_per_step", 4096),
+        ("optimizer.matrices.beta1", 0.0),
+        ("optimizer.matrices.schedule.warmdown", 1.0),
+        ("optimizer.matrices.schedule.final", 0.0),
+        ("mesh.data", 8),
+    ],
+)
+def test_values_at_the_edge_are_valid(name, value):
+    validate(changed(BASE, name, value))
+
+
+def test_options_are_the_command_lines_names():
+    flat = options(BASE)
+    assert flat["steps"] == 1000
+    assert flat["optimizer.matrices.schedule.kind"] == "warmup_constant_warmdown"
+    assert flat["eval.prompts"] == ("", "", "")
+    assert not any(dataclasses.is_dataclass(value) for value in flat.values())
+    # The other way around: setting every option to its own value gives the config back.
+    for name, value in flat.items():
+        assert changed(BASE, name, value) == BASE
+
+
+def test_every_option_has_a_docstring():
+    bare = [
+        field.target.id
+        for section in ast.walk(ast.parse(inspect.getsource(schema)))
+        if isinstance(section, ast.ClassDef)
+        for field, after in zip(section.body, [*section.body[1:], None])
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant))
+    ]
+    assert set(bare) == {field.name for field in dataclasses.fields(Config) if "Config" in str(field.type)}
+
+
+@pytest.mark.parametrize(("value", "unit"), [(5000, 2048), (1, 7), (99, 100), (101, 100), (12345, 6)])
+def test_nearest_multiples_lie_on_both_sides(value, unit):
+    multiples = [int(word) for word in re.findall(r"\d+", nearest_multiples(value, unit))]
+    assert all(multiple % unit == 0 and 0 < abs(multiple - value) < unit for multiple in multiples)
+    assert len(multiples) == (2 if value > unit else 1)

@@ -1,0 +1,81 @@
+"""Small networks, batches and runs of the step, shared by the tests."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import numpy as np
+
+from configs.schema import BatchConfig, Config, GroupConfig, ModelConfig, OptimizerConfig, ScheduleConfig
+from training.mesh import batch_shape, batch_sharding, make_mesh
+from training.optimizer import make_optimizer
+from training.state import compute_dtype, create_state, split_model
+from training.step import make_train_step
+
+TINY = ModelConfig(depth=2, width=32, heads=4, kv_heads=2, head_dim=8, vocab_size=272)
+# eps well above the noise of a gradient that is nearly zero, whose Adam direction would otherwise be noise.
+SCHEDULE = ScheduleConfig(warmup_steps=2, warmdown=0.5)
+GROUP = GroupConfig(peak_rate=0.01, eps=1e-4, schedule=SCHEDULE)
+OPTIMIZER = OptimizerConfig(
+    embed=GROUP,
+    matrices=replace(GROUP, weight_decay=0.1, schedule=replace(SCHEDULE, kind="warmup_cosine")),
+    lm_head=replace(GROUP, peak_rate=0.002, schedule=ScheduleConfig(kind="constant")),
+    clip_norm=0.2,
+)
+
+
+def tiny_config(rows: int = 16, rows_per_device: int = 16, length: int = 16, **model) -> Config:
+    """A run whose step has `rows` rows of `length` tokens."""
+    batch = BatchConfig(sequence_length=length, tokens_per_step=rows * length, rows_per_device=rows_per_device)
+    return Config(name="tiny", steps=8, model=replace(TINY, **model), optimizer=OPTIMIZER, batch=batch)
+
+
+def random_rows(config: Config, seed: int, weights: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """Random tokens as rows [rows, T]; all targets valid unless `weights` [rows, T] says otherwise."""
+    rows = config.batch.tokens_per_step // config.batch.sequence_length
+    shape = (rows, config.batch.sequence_length)
+    inputs, targets = np.random.default_rng(seed).integers(0, config.model.vocab_size, (2, *shape), np.int32)
+    return {"inputs": inputs, "targets": targets, "weights": np.ones(shape, np.float32) if weights is None else weights}
+
+
+def perturbed(params: dict, seed: int = 0) -> dict:
+    """Parameters moved off the zeros that a network starts with, so that every gradient counts."""
+    generator = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: p + 0.1 * generator.standard_normal(p.shape, np.float32), params)
+
+
+@cache
+def step_of(config: Config, devices: int):
+    """The jitted step, its mesh, and the state before step 0; one program for all tests that ask for the same."""
+    mesh = make_mesh(config.mesh, jax.devices()[:devices])
+    dtype = compute_dtype(config.model, "cpu")
+    shapes = split_model(config.model, dtype)[1]
+    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps)
+    train_step = make_train_step(config.model, dtype, mesh, optimizer, rates, config.optimizer.clip_norm)
+    return train_step, mesh, create_state(config.model, optimizer, mesh, config.seed), rates
+
+
+def start_params(config: Config) -> dict:
+    """The parameters that `run_steps` starts from."""
+    return perturbed(step_of(config, 1)[2].params)
+
+
+def run_steps(config: Config, rows: list[dict], devices: int = 1) -> tuple[dict, list[dict]]:
+    """The parameters after a step on each of `rows`, from the perturbed start, and the steps' metrics."""
+    train_step, mesh, state, _ = step_of(config, devices)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    # A copy, since the step is given its state for good.
+    state = jax.device_put(jax.device_get(state._replace(params=perturbed(state.params))), shardings)
+    shape = batch_shape(config.batch, mesh)
+    told = []
+    for step_rows in rows:
+        batch = {name: array.reshape(shape) for name, array in step_rows.items()}
+        state, metrics = train_step(state, jax.device_put(batch, batch_sharding(mesh)))
+        told.append(jax.device_get(metrics))
+    return jax.device_get(state.params), told
+
+
+def distance(a: dict, b: dict) -> float:
+    """Norm of the difference over the norm of `b`, both trees taken as one vector, in float64."""
+    a, b = (np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(t)]) for t in (a, b))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))

@@ -1,0 +1,81 @@
+"""The network, its loss and AdamW once more: in float64, for the whole batch at once, by plain automatic
+differentiation. Nothing of the project's own mathematics is used, so that the two can be held against each other."""
+
+import jax
+import jax.numpy as jnp
+
+from configs.schema import Config, ModelConfig
+
+
+def logits(params: dict, tokens, config: ModelConfig):
+    """Capped logits [batch, length, vocab]."""
+
+    def norm(x):
+        return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+
+    def turn(x):  # [batch, length, heads, head_dim], as complex numbers of the two halves
+        half = config.head_dim // 2
+        rate = config.rotary_base ** (-2 * jnp.arange(half) / config.head_dim)
+        turned = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(-1j * jnp.outer(jnp.arange(x.shape[1]), rate))[:, None]
+        return jnp.concatenate([turned.real, turned.imag], -1)
+
+    batch, length = tokens.shape
+    causal = jnp.tril(jnp.ones((length, length), bool))
+    x = norm(params["embed"]["table"][tokens])
+    for block in params["blocks"].values():
+        attention = {name: matrix["kernel"] for name, matrix in block["attention"].items()}
+        y = norm(x)
+        split = lambda z: z.reshape(batch, length, -1, config.head_dim)
+        q, k = (norm(turn(split(y @ attention[name]))) for name in ("query", "key"))
+        v = split(y @ attention["value"])
+        group = config.heads // config.kv_heads
+        k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(config.head_dim)
+        shares = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+        x = x + jnp.einsum("bhqk,bkhd->bqhd", shares, v).reshape(batch, length, -1) @ attention["out"]
+        mlp = {name: matrix["kernel"] for name, matrix in block["mlp"].items()}
+        x = x + jnp.maximum(norm(x) @ mlp["up"], 0) ** 2 @ mlp["down"]
+    return config.softcap * jnp.tanh(norm(x) @ params["lm_head"]["kernel"] / config.softcap)
+
+
+def mean_loss(params: dict, rows: dict, config: ModelConfig):
+    """Nats a valid token over all rows [batch, length]."""
+    log_probabilities = jax.nn.log_softmax(logits(params, rows["inputs"], config), axis=-1)
+    nats = -jnp.take_along_axis(log_probabilities, rows["targets"][..., None], -1)[..., 0]
+    return jnp.sum(rows["weights"] * nats) / jnp.sum(rows["weights"] != 0)
+
+
+_value_and_gradient = jax.jit(jax.value_and_grad(mean_loss), static_argnums=2)
+
+
+def train(params: dict, batches: list[dict], config: Config, rates) -> tuple[dict, list[dict]]:
+    """Parameters after a step on each of `batches` (arrays [K, B, T] of any split), and each step's loss and norm.
+
+    `rates(step)` gives each group's learning rate.
+    """
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params)
+        first = second = jax.tree.map(jnp.zeros_like, params)
+        told = []
+        for step, batch in enumerate(batches):
+            rows = {name: jnp.asarray(array).reshape(-1, array.shape[-1]) for name, array in batch.items()}
+            loss, gradient = _value_and_gradient(params, rows, config.model)
+            norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient)))
+            clip = jnp.minimum(1, config.optimizer.clip_norm / norm)
+            gradient = jax.tree.map(lambda g, clip=clip: g * clip, gradient)
+
+            def update(path, p, m, v, g, step=step):
+                name = {"embed": "embed", "lm_head": "lm_head"}.get(path[0].key, "matrices")
+                group, rate = getattr(config.optimizer, name), rates(step)[name]
+                m = group.beta1 * m + (1 - group.beta1) * g
+                v = group.beta2 * v + (1 - group.beta2) * g**2
+                direction = m / (1 - group.beta1 ** (step + 1))
+                direction /= jnp.sqrt(v / (1 - group.beta2 ** (step + 1))) + group.eps
+                return p - rate * (direction + group.weight_decay * p), m, v
+
+            updated = jax.tree_util.tree_map_with_path(update, params, first, second, gradient)
+            params, first, second = jax.tree.transpose(
+                jax.tree.structure(params), jax.tree.structure((0, 0, 0)), updated
+            )
+            told.append({"loss": float(loss), "grad_norm": float(norm)})
+        return jax.device_get(params), told

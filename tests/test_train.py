@@ -1,0 +1,222 @@
+"""Whole runs of the commands, as a user starts them: killed, interrupted, continued, and mistaken."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import evaluate
+import sample
+import train
+from training.metrics import read_metrics
+from training.runtime import run_command
+
+ROOT = Path(__file__).parent.parent
+CONFIG = """
+from configs.schema import *
+
+def get_config():
+    return Config(
+        name="tiny",
+        steps=600,
+        model=ModelConfig(depth=2, width=32, heads=2, kv_heads=1, head_dim=16, vocab_size=300),
+        data=DataConfig(source="text", val_fraction=0.2),
+        batch=BatchConfig(sequence_length=32, tokens_per_step=512, rows_per_device=8),
+        checkpoint=CheckpointConfig(every_steps=100),
+        eval=EvalConfig(every_steps=200, tokens=2000, prompts=("the ",), sample_tokens=8),
+        log=LogConfig(every_steps=20),
+    )
+"""
+TIMES = {"seconds", "tokens_per_second", "time"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a config and text to train on."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "tiny.py").write_text(CONFIG)
+    (folder / "text").mkdir()
+    words = (ROOT / "train.py").read_text().split()
+    for i in range(30):
+        (folder / "text" / f"{i}.txt").write_text(" ".join(words[i:] + words[:i]))
+    return folder
+
+
+def start(folder, *arguments):
+    command = [sys.executable, ROOT / "train.py", "--config=tiny.py", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def finish(process) -> str:
+    output = process.communicate()[0].decode()
+    assert process.returncode == 0, output
+    return output
+
+
+def wait_until(condition, process):
+    while not condition():
+        assert process.poll() is None, process.communicate()[0].decode()
+        time.sleep(0.01)
+
+
+def told(run_dir):
+    """The lines of metrics.jsonl, without what a clock says."""
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in read_metrics(run_dir)]
+
+
+def summary(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def untouched(folder):
+    """The folder of a run that nothing happened to, on one device."""
+    output = finish(start(folder, "--run_dir=untouched"))
+    assert "600 steps" in output and "bits per byte" in output and "the " in output
+    return folder / "untouched"
+
+
+def test_a_run_leaves_what_it_promises(untouched):
+    lines = read_metrics(untouched)
+    logged = [line for line in lines if "loss" in line]
+    assert [line["step"] for line in logged] == list(range(20, 601, 20))
+    assert {"tokens", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "seconds"} <= logged[0].keys()
+    assert [line["step"] for line in lines if "val_bpb" in line] == [0, 200, 400, 600]
+    assert logged[-1]["loss"] < logged[0]["loss"] - 0.5
+    assert summary(untouched).keys() == {
+        *("steps", "tokens", "seconds", "tokens_per_second", "loss", "val_loss", "val_bpb"),
+        *("skipped_steps", "params_sha256"),
+    }
+    assert summary(untouched)["tokens"] == 600 * 512
+    assert (untouched / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert sorted(int(path.name) for path in (untouched / "checkpoints").iterdir()) == [500, 600]
+    assert (untouched / "tokenizer" / "tokenizer.json").is_file()
+    assert json.loads((untouched / "config.json").read_text())["config"]["model"]["width"] == 32
+
+
+def test_killed_and_interrupted_it_ends_as_the_untouched_one(folder, untouched):
+    """SIGKILL after the first checkpoint, Ctrl-C later on, and the same command each time."""
+    run_dir = folder / "killed"
+    process = start(folder, "--run_dir=killed")
+    wait_until((run_dir / "checkpoints" / "100").exists, process)
+    process.kill()
+    process.communicate()
+    process = start(folder, "--run_dir=killed")
+    wait_until((run_dir / "checkpoints" / "300").exists, process)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate()[0].decode()
+    assert process.returncode == 130 and "the same command continues it" in output
+    assert not (run_dir / "summary.json").exists()
+    finish(start(folder, "--run_dir=killed"))
+    assert told(run_dir) == told(untouched)
+    assert summary(run_dir)["params_sha256"] == summary(untouched)["params_sha256"]
+    series = []
+    for path in (untouched, run_dir):
+        events = EventAccumulator(str(path / "tensorboard")).Reload()
+        series.append([[(e.step, e.value) for e in events.Scalars(tag)] for tag in ("loss", "val_bpb")])
+    assert series[0] == series[1] and len(series[0][0]) == 30
+
+
+def test_eight_devices_give_the_result_of_one(folder, untouched, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=eight", "--batch.rows_per_device=1") == 0
+    for ours, theirs in zip(told(folder / "eight"), told(untouched), strict=True):
+        for name in ours.keys() & {"loss", "val_loss", "val_bpb"}:
+            # Rounding grows with every step; a different batch or update would differ in the second digit.
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5 if ours["step"] <= 20 else 3e-3)
+
+
+def run(command, monkeypatch, *arguments) -> int:
+    """The exit code of a command run in this process."""
+    monkeypatch.setattr(sys, "argv", [f"{command}.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        run_command({"train": train.main, "sample": sample.main, "evaluate": evaluate.main}[command])
+    return end.value.code or 0
+
+
+def test_evaluate_gives_the_run_s_own_figures(folder, untouched, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert run("evaluate", monkeypatch, "--run_dir=untouched") == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert results["step"] == 600
+    for name in ("val_loss", "val_bpb"):
+        assert results[name] == pytest.approx(summary(untouched)[name], rel=1e-6)
+
+
+def test_sample_continues_its_prompts(folder, untouched, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    arguments = ("--run_dir=untouched", "--prompt", "import", "from training", "--samples=2", "--tokens=8")
+    assert run("sample", monkeypatch, *arguments) == 0
+    output = capsys.readouterr().out
+    assert output.count("\nimport") == 2 and output.count("\nfrom training") == 2
+    assert run("sample", monkeypatch, *arguments) == 0
+    assert capsys.readouterr().out == output
+    assert run("sample", monkeypatch, *arguments, "--seed=1") == 0
+    assert capsys.readouterr().out != output
+
+
+def test_a_complete_run_says_so_and_goes_on_when_asked(folder, untouched, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    subprocess.run(["cp", "-r", "untouched", "longer"], check=True)
+    command = ("--config=tiny.py", "--run_dir=longer", "--batch.rows_per_device=2")
+    assert run("train", monkeypatch, *command) == 0
+    assert "is complete" in capsys.readouterr().out
+    assert run("train", monkeypatch, *command, "--steps=620") == 2
+    assert "steps: 600 -> 620" in capsys.readouterr().err
+    assert run("train", monkeypatch, *command, "--steps=620", "--accept_changes") == 0
+    assert summary(folder / "longer")["steps"] == 620
+    assert ["steps: 600 -> 620"] in [line.get("changes") for line in told(folder / "longer")]
+    assert json.loads((folder / "longer" / "config.json").read_text())["changes"] == [["steps: 600 -> 620"]]
+
+
+def test_the_end_of_a_run_that_was_killed_after_its_last_checkpoint_is_made_up(folder, untouched, monkeypatch):
+    monkeypatch.chdir(folder)
+    subprocess.run(["cp", "-r", "untouched", "headless"], check=True)
+    (folder / "headless" / "summary.json").unlink()
+    command = ("--config=tiny.py", "--run_dir=headless", "--batch.rows_per_device=2")
+    assert run("train", monkeypatch, *command) == 0
+    assert told(folder / "headless") == told(untouched)
+    ours, theirs = summary(folder / "headless"), summary(untouched)
+    assert all(ours[name] == theirs[name] for name in ours if name not in TIMES)
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "says"),
+    [
+        ("train", ["--config=tiny.py", "--batch.rows_per_devise=4"], "rows_per_device"),
+        ("train", ["--config=nowhere.py"], "nowhere.py"),
+        ("train", ["--config=text/0.txt"], "text/0.txt"),
+        ("train", ["--config=tiny.py", "--batch.tokens_per_step=500"], "480 or 512"),
+        ("train", ["--config=tiny.py", "--batch.rows_per_device=1", "--batch.tokens_per_step=288"], "256 or 512"),
+        ("train", ["--config=tiny.py", "--mesh.data=3"], "8 cpu device"),
+        ("train", ["--config=tiny.py", "--data.source=nowhere"], "nowhere"),
+        ("train", ["--config=tiny.py", "--data.source=empty"], "empty"),
+        ("train", ["--config=tiny.py", "--model.vocab_size=30000"], "--model.vocab_size="),
+        ("train", ["--config=tiny.py", "--batch.sequence_length=100000", "--batch.tokens_per_step=800000"], "sequence"),
+        ("train", ["--config=tiny.py", "--run_dir=untouched", "--model.depth=3", "--seed=1"], "model.depth: 2 -> 3"),
+        ("train", ["--config=tiny.py", "--run_dir=untouched", "--resume=never"], "--resume=never"),
+        ("train", ["--config=tiny.py", "--run_dir=nothing", "--resume=must"], "--resume=must"),
+        ("train", ["--config=tiny.py", "--run_dir=text"], "not empty"),
+        ("sample", ["--run_dir=untouched", "--prompt", "import " * 40], "at most 31"),
+        ("sample", ["--run_dir=nothing"], "nothing"),
+        ("evaluate", ["--run_dir=nothing"], "nothing"),
+    ],
+)
+def test_a_mistake_is_one_message_and_code_2(folder, untouched, monkeypatch, capfd, command, arguments, says):
+    monkeypatch.chdir(folder)
+    (folder / "empty").mkdir(exist_ok=True)
+    before = {path: path.stat().st_mtime_ns for path in [*untouched.rglob("*"), *(folder / "text").rglob("*")]}
+    if command == "train" and "--batch.rows_per_device=1" not in arguments:
+        arguments = [*arguments, "--batch.rows_per_device=2"]
+    assert run(command, monkeypatch, *arguments) == 2
+    output = "".join(capfd.readouterr())
+    assert says in output and "Traceback" not in output
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    assert not (folder / "nothing").exists() and not (folder / "runs").exists()

@@ -1,0 +1,96 @@
+import re
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+from configs.schema import BatchConfig, MeshConfig, UserError
+from training.mesh import REPLICATED, batch_shape, batch_sharding, make_mesh, shard_axis, shard_spec
+
+
+def mesh(replicas: int) -> Mesh:
+    return make_mesh(MeshConfig(), jax.devices()[:replicas])
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+def test_mesh_takes_all_devices_it_is_given(replicas):
+    devices = jax.devices()[:replicas]
+    for config in (MeshConfig(data=-1), MeshConfig(data=replicas)):
+        assert make_mesh(config, devices).shape == {"data": replicas}
+    assert list(mesh(replicas).devices.flat) == devices
+    assert make_mesh(MeshConfig()).size == 8
+
+
+@pytest.mark.parametrize("data", [1, 4, 16])
+def test_mesh_of_another_size_than_the_devices_is_refused(data):
+    with pytest.raises(UserError, match=rf"--mesh\.data={data} does not fit the 8 cpu .*use 8, or -1"):
+        make_mesh(MeshConfig(data=data))
+
+
+@pytest.mark.parametrize(
+    ("replicas", "rows", "rows_per_device", "expected"),
+    [
+        (1, 16, 4, (4, 4)),
+        (1, 16, 16, (1, 16)),
+        (2, 16, 4, (2, 8)),
+        (8, 16, 1, (2, 8)),
+        (8, 16, 2, (1, 16)),
+        (4, 24, 3, (2, 12)),
+        (8, 256, 32, (1, 256)),
+        # more than a device's share is lowered to it
+        (1, 16, 1000, (1, 16)),
+        (8, 16, 32, (1, 16)),
+        (2, 6, 4, (1, 6)),
+    ],
+)
+def test_microbatches_follow_from_the_sizes_and_the_mesh(replicas, rows, rows_per_device, expected):
+    config = BatchConfig(sequence_length=32, tokens_per_step=32 * rows, rows_per_device=rows_per_device)
+    assert batch_shape(config, mesh(replicas)) == (*expected, 32)
+
+
+@example(replicas=8, rows=25, rows_per_device=2, length=4)
+@example(replicas=1, rows=12, rows_per_device=8, length=1)
+@given(st.integers(1, 8), st.integers(1, 40), st.integers(1, 12), st.sampled_from([1, 8]))
+def test_every_size_works_or_is_refused_with_sizes_that_work(replicas, rows, rows_per_device, length):
+    config = BatchConfig(sequence_length=length, tokens_per_step=rows * length, rows_per_device=rows_per_device)
+    try:
+        micro_batches, width, _ = batch_shape(config, mesh(replicas))
+    except UserError as error:
+        message = str(error)
+    else:
+        assert micro_batches * width == rows
+        assert width % replicas == 0
+        return
+    assert re.match(rf"--batch\.(tokens_per_step={rows * length}|rows_per_device={rows_per_device}) ", message)
+    proposed = message.split("; ", 1)[1]
+    rows_that_work = re.findall(r"\d+", "".join(re.findall(r"\[.*\]", proposed)))
+    tokens_that_work = re.findall(r"\d+", re.sub(r"\[.*\]", "", proposed))
+    proposals = [replace(config, rows_per_device=int(n)) for n in rows_that_work]
+    proposals += [replace(config, tokens_per_step=int(n)) for n in tokens_that_work]
+    assert tokens_that_work
+    for proposal in proposals:
+        micro_batches, width, _ = batch_shape(proposal, mesh(replicas))
+        assert micro_batches * width * length == proposal.tokens_per_step
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+def test_rows_are_split_over_the_replicas(replicas):
+    shards = jax.device_put(np.zeros((3, 8, 4)), batch_sharding(mesh(replicas))).addressable_shards
+    assert [shard.data.shape for shard in shards] == [(3, 8 // replicas, 4)] * replicas
+    assert [shard.index[1].start or 0 for shard in shards] == [i * 8 // replicas for i in range(replicas)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((8,), 0), ((7,), REPLICATED), ((), REPLICATED), ((16, 8), 0), ((8, 16), 1), ((7, 8), 1), ((24, 100), 0)],
+)
+def test_a_parameter_is_divided_along_its_longest_dimension_that_divides(shape, axis):
+    assert shard_axis(shape, 8) == axis
+    parts = jax.device_put(np.zeros(shape), jax.NamedSharding(mesh(8), shard_spec(shape, 8))).addressable_shards
+    expected = tuple(size // 8 if i == axis else size for i, size in enumerate(shape))
+    assert {part.data.shape for part in parts} == {expected}
+    assert (shard_spec(shape, 8) == PartitionSpec()) == (axis == REPLICATED)

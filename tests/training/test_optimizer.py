@@ -1,0 +1,85 @@
+"""Parameter groups: who is in which, at which rate, and what decays."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs.schema import GroupConfig, OptimizerConfig, ScheduleConfig, UserError
+from tests.helpers import TINY
+from training.optimizer import make_optimizer, parameter_groups, peak_rates
+from training.state import split_model
+
+CONSTANT = ScheduleConfig("constant")
+SHAPES = split_model(TINY, jnp.dtype("float32"))[1]
+
+
+def random_tree(seed):
+    generator = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(generator.standard_normal(p.shape), jnp.float32), SHAPES)
+
+
+def test_every_parameter_has_the_group_of_its_kind():
+    groups = parameter_groups(SHAPES)
+    assert groups["embed"] == {"table": "embed"} and groups["lm_head"] == {"kernel": "lm_head"}
+    assert set(jax.tree.leaves(groups["blocks"])) == {"matrices"}
+
+
+def test_unknown_parameters_are_named():
+    with pytest.raises(UserError, match=r"blocks\.0\.gate\.kernel, positions\.table"):
+        parameter_groups({"positions": {"table": SHAPES["embed"]["table"]}, "blocks": {0: {"gate": SHAPES["lm_head"]}}})
+
+
+def test_parameters_of_fewer_than_two_dimensions_are_scalars():
+    assert parameter_groups({"anything": jnp.zeros(3)}) == {"anything": "scalars"}
+
+
+def test_rates_of_tables_scale_with_the_width():
+    config = OptimizerConfig()
+    assert peak_rates(config, 768)["embed"] == config.embed.peak_rate
+    assert peak_rates(config, 192)["embed"] == 2 * config.embed.peak_rate
+    assert peak_rates(config, 192)["lm_head"] == 2 * config.lm_head.peak_rate
+    assert peak_rates(config, 192)["matrices"] == config.matrices.peak_rate
+
+
+def test_each_group_is_optax_adamw_with_its_own_options():
+    groups = {
+        "embed": GroupConfig(0.1, beta1=0.7, beta2=0.9, eps=1e-6, schedule=CONSTANT),
+        "matrices": GroupConfig(0.02, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.3, schedule=CONSTANT),
+        "lm_head": GroupConfig(0.003, beta1=0.5, beta2=0.8, eps=1e-4, schedule=CONSTANT),
+    }
+    config = replace(OptimizerConfig(), **groups)
+    optimizer, _ = make_optimizer(config, SHAPES, 768, 100)
+    params, state = random_tree(0), optimizer.init(random_tree(0))
+    for step in range(3):
+        updates, state = optimizer.update(random_tree(step + 1), state, params, step=jnp.array(step))
+        params = optax.apply_updates(params, updates)
+    for name, part in (("embed", "embed"), ("matrices", "blocks"), ("lm_head", "lm_head")):
+        g = groups[name]
+        plain = optax.adamw(g.peak_rate, g.beta1, g.beta2, g.eps, weight_decay=g.weight_decay)
+        expected = random_tree(0)[part]
+        plain_state = plain.init(expected)
+        for step in range(3):
+            updates, plain_state = plain.update(random_tree(step + 1)[part], plain_state, expected)
+            expected = optax.apply_updates(expected, updates)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params[part], expected)
+
+
+def test_decay_falls_on_matrices_alone_by_default():
+    config = OptimizerConfig()
+    assert config.matrices.weight_decay > 0
+    assert config.embed.weight_decay == config.lm_head.weight_decay == config.scalars.weight_decay == 0
+
+
+def test_rates_follow_the_step_that_is_given_not_the_calls():
+    schedule = ScheduleConfig("constant", warmup_steps=10)
+    config = OptimizerConfig(*[GroupConfig(1.0, schedule=schedule)] * 4)
+    optimizer, rates = make_optimizer(config, SHAPES, 768, 100)
+    params = random_tree(0)
+    for step in (7, 2):
+        updates, _ = optimizer.update(random_tree(1), optimizer.init(params), params, step=jnp.array(step))
+        assert np.abs(updates["lm_head"]["kernel"]).max() == pytest.approx((step + 1) / 10, rel=1e-3)
+        assert float(rates["lm_head"](step)) == pytest.approx((step + 1) / 10)

@@ -1,0 +1,173 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from configs.command_line import config_from_json
+from configs.schema import BatchConfig, Config, EvalConfig, MeshConfig, ModelConfig, UserError, options
+from training.run_folder import load_run, open_run
+from training.runtime import versions
+
+FREE = {
+    "batch.rows_per_device",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+    "data.workers",
+    "eval.every_steps",
+    "eval.prompts",
+    "eval.sample_tokens",
+    "eval.tokens",
+    "log.every_steps",
+    "mesh.data",
+}
+OTHERS = sorted(options(Config(name="x")).keys() - FREE - {"run_dir", "resume"})
+
+
+def other(config: Any, name: str) -> Any:
+    """`config` with another value of the option `name`."""
+    head, _, rest = name.partition(".")
+    value = getattr(config, head)
+    if rest:
+        return replace(config, **{head: other(value, rest)})
+    return replace(config, **{head: value + ("x" if isinstance(value, str) else ("x",) if value == () else 1)})
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(name="run", run_dir=str(tmp_path / "runs/run"), steps=10, eval=EvalConfig(prompts=()))
+
+
+def told(config: Config) -> dict:
+    return json.loads((Path(config.run_dir) / "config.json").read_text())
+
+
+def differences(error: pytest.ExceptionInfo) -> list[str]:
+    """The indented lines of a refusal."""
+    return [line.strip() for line in str(error.value).splitlines() if line.startswith("  ")]
+
+
+def test_first_start_writes_the_config_and_what_it_ran_on(config):
+    assert open_run(config, "print", accept_changes=False) == []
+    record = told(config)
+    assert config_from_json(json.dumps(record["config"])) == config
+    assert record["dataset"] == "print"
+    assert record["versions"] == versions()
+    assert record["versions"]["jax"] == jax.__version__
+    assert record["devices"] == {"kind": jax.devices()[0].device_kind, "count": 8, "processes": 1}
+    assert record["changes"] == []
+    assert [path.name for path in Path(config.run_dir).iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("accept_changes", [False, True])
+def test_same_config_again_continues_and_changes_nothing(config, accept_changes):
+    config = replace(config, eval=EvalConfig(prompts=("a", "b")))
+    open_run(config, "print", accept_changes=False)
+    before = told(config)
+    assert open_run(config, "print", accept_changes) == []
+    assert told(config) == before
+
+
+def test_options_of_speed_and_reporting_may_differ(config):
+    open_run(config, "print", accept_changes=False)
+    for name in FREE:
+        assert open_run(other(config, name), "print", accept_changes=False) == [], name
+
+
+def test_a_run_may_be_moved(config, tmp_path):
+    open_run(config, "print", accept_changes=False)
+    moved = Path(config.run_dir).rename(tmp_path / "elsewhere")
+    assert open_run(replace(config, run_dir=str(moved)), "print", accept_changes=False) == []
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_other_difference_is_refused(config, name):
+    open_run(config, "print", accept_changes=False)
+    before, now = told(config), other(config, name)
+    with pytest.raises(UserError, match="--accept_changes") as error:
+        open_run(now, "print", accept_changes=False)
+    assert differences(error) == [f"{name}: {options(config)[name]} -> {options(now)[name]}"]
+    assert told(config) == before
+
+
+def test_refusal_lists_exactly_what_differs(config):
+    open_run(config, "print", accept_changes=False)
+    now = replace(
+        config,
+        steps=20,
+        model=ModelConfig(depth=3),
+        mesh=MeshConfig(data=2),
+        batch=BatchConfig(tokens_per_step=2048, rows_per_device=1),
+    )
+    with pytest.raises(UserError) as error:
+        open_run(now, "another", accept_changes=False)
+    assert sorted(differences(error)) == [
+        "batch.tokens_per_step: 524288 -> 2048",
+        "dataset: print -> another",
+        "model.depth: 12 -> 3",
+        "steps: 10 -> 20",
+    ]
+
+
+def test_accepted_changes_are_recorded_and_from_then_on_the_runs_own(config):
+    open_run(config, "print", accept_changes=False)
+    longer, longest = replace(config, steps=20), replace(config, steps=30)
+    assert open_run(longer, "print", accept_changes=True) == ["steps: 10 -> 20"]
+    assert open_run(longer, "print", accept_changes=False) == []
+    assert open_run(longest, "another", accept_changes=True) == ["steps: 20 -> 30", "dataset: print -> another"]
+    record = told(config)
+    assert record["changes"] == [["steps: 10 -> 20"], ["steps: 20 -> 30", "dataset: print -> another"]]
+    assert (record["config"]["steps"], record["dataset"]) == (30, "another")
+    with pytest.raises(UserError, match="steps: 30 -> 10"):
+        open_run(config, "another", accept_changes=False)
+
+
+def test_resume_never_refuses_a_run_that_is_there(config):
+    never = replace(config, resume="never")
+    open_run(never, "print", accept_changes=False)
+    with pytest.raises(UserError, match=r"--resume=never.*holds a run already"):
+        open_run(never, "print", accept_changes=True)
+    assert open_run(replace(config, resume="must"), "print", accept_changes=False) == []
+
+
+def test_resume_must_refuses_where_there_is_no_run_and_writes_nothing(config):
+    with pytest.raises(UserError, match="--resume=must, but there is no run"):
+        open_run(replace(config, resume="must"), "print", accept_changes=False)
+    assert not Path(config.run_dir).exists()
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "must"])
+def test_a_folder_of_something_else_is_refused_and_left_as_it_is(config, resume):
+    folder = Path(config.run_dir)
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").write_text("mine")
+    with pytest.raises(UserError, match=r"not empty and holds no run \(no config\.json\)") as error:
+        open_run(replace(config, resume=resume), "print", accept_changes=True)
+    assert str(folder) in str(error.value)
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("thesis.tex", "mine")]
+
+
+def test_an_empty_folder_becomes_the_runs(config):
+    Path(config.run_dir).mkdir(parents=True)
+    assert open_run(config, "print", accept_changes=False) == []
+    assert told(config)["dataset"] == "print"
+
+
+def test_a_start_killed_while_it_claimed_the_folder_can_be_repeated(config, monkeypatch):
+    def die(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", die)
+        open_run(config, "print", accept_changes=False)
+    assert open_run(config, "print", accept_changes=False) == []
+
+
+def test_using_a_folder_without_a_run_names_the_runs_that_are_there(config, tmp_path, monkeypatch):
+    open_run(config, "print", accept_changes=False)
+    monkeypatch.chdir(tmp_path)
+    mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    with pytest.raises(UserError, match=r"--run_dir=runs/typo holds no run .*runs here: runs/run$"):
+        load_run("runs/typo", mesh)

@@ -1,0 +1,63 @@
+"""The state is the same on every mesh, and divided over it."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from tests.helpers import tiny_config
+from training.mesh import make_mesh
+from training.optimizer import make_optimizer
+from training.state import abstract_state, compute_dtype, create_state, params_sha256, replicated, split_model
+
+
+def state_on(devices, seed=0):
+    config = tiny_config()
+    optimizer, _ = make_optimizer(config.optimizer, split_model(config.model, np.dtype("float32"))[1], 32, 8)
+    mesh = make_mesh(config.mesh, jax.devices()[:devices])
+    return create_state(config.model, optimizer, mesh, seed), abstract_state(config.model, optimizer, mesh), mesh
+
+
+def test_the_seed_decides_the_parameters_and_the_mesh_does_not():
+    one, eight, other = (params_sha256(state_on(n, seed)[0].params) for n, seed in ((1, 0), (8, 0), (8, 1)))
+    assert one == eight != other
+
+
+def test_parameters_and_moments_are_divided_over_the_replicas():
+    state, abstract, _ = state_on(8)
+    for leaf in jax.tree.leaves((state.params, state.opt_state)):
+        here = leaf.addressable_shards[0].data.size
+        assert here == (leaf.size if leaf.ndim == 0 else leaf.size // 8)
+        assert leaf.dtype == (np.int32 if leaf.ndim == 0 else np.float32)
+    jax.tree.map(
+        lambda leaf, shape: (leaf.shape, leaf.sharding) == (shape.shape, shape.sharding) or 1 / 0, state, abstract
+    )
+
+
+def test_sha256_sees_every_parameter():
+    params = state_on(1)[0].params
+    before = params_sha256(params)
+    params["blocks"][1]["mlp"]["down"]["kernel"] = params["blocks"][1]["mlp"]["down"]["kernel"].at[0, 0].set(1e-30)
+    assert params_sha256(params) != before
+
+
+def test_replicated():
+    state, _, mesh = state_on(8)
+    whole = replicated(state.params, np.dtype("bfloat16"), mesh)
+    for leaf, original in zip(jax.tree.leaves(whole), jax.tree.leaves(state.params)):
+        assert leaf.dtype == "bfloat16" and leaf.addressable_shards[3].data.shape == original.shape
+        np.testing.assert_array_equal(leaf, original.astype("bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("configured", "platform", "expected"),
+    [
+        ("auto", "cpu", "float32"),
+        ("auto", "gpu", "bfloat16"),
+        ("auto", "tpu", "bfloat16"),
+        ("float32", "gpu", "float32"),
+    ],
+)
+def test_compute_dtype(configured, platform, expected):
+    assert compute_dtype(replace(tiny_config().model, dtype=configured), platform) == expected

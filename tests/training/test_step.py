@@ -1,0 +1,118 @@
+"""The step: the same update whatever the split and the number of devices, and exactly the reference's."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import reference
+from tests.helpers import distance, random_rows, run_steps, start_params, step_of, tiny_config
+
+
+def with_rows_per_device(config, rows_per_device):
+    return replace(config, batch=replace(config.batch, rows_per_device=rows_per_device))
+
+
+def weights(kind: str, rows: int, length: int, seed: int = 0) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    if kind == "ones":
+        return np.ones((rows, length), np.float32)
+    if kind == "lengths":  # 10% to 100% of each row
+        valid = generator.integers(max(length // 10, 1), length + 1, rows)
+    elif kind == "empty micro-batches":  # only the first quarter of the rows has any
+        valid = np.where(np.arange(rows) < max(rows // 4, 1), generator.integers(1, length + 1, rows), 0)
+    else:  # one single token
+        valid = (np.arange(rows) == rows - 1).astype(int)
+    return (np.arange(length) < valid[:, None]).astype(np.float32)
+
+
+KINDS = ("ones", "lengths", "empty micro-batches", "single token")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_split_and_mesh_gives_the_reference_update(kind):
+    """Three consecutive steps in float32: K = 1, 2, 4, 16 on one device, K = 1, 2 on eight."""
+    config = tiny_config()
+    rows = [random_rows(config, step, weights(kind, 16, 16, step)) for step in range(3)]
+    start, rates = start_params(config), step_of(config, 1)[3]
+    expected, expected_told = reference.train(
+        start, rows, config, lambda step: {name: float(rate(step)) for name, rate in rates.items()}
+    )
+    whole, whole_told = run_steps(config, rows)
+    assert distance(whole, expected) < 1e-5
+    moved = jax.tree.map(np.subtract, whole, start)
+    assert distance(moved, jax.tree.map(np.subtract, expected, start)) < 1e-3  # the update itself, not just the sum
+    for rows_per_device, devices in ((8, 1), (4, 1), (1, 1), (2, 8), (1, 8)):
+        params, told = run_steps(with_rows_per_device(config, rows_per_device), rows, devices)
+        assert distance(params, whole) < 1e-6
+        for step in range(3):
+            for name in ("loss", "grad_norm"):
+                assert told[step][name] == pytest.approx(whole_told[step][name], rel=1e-6)
+                assert told[step][name] == pytest.approx(expected_told[step][name], rel=1e-5)
+            assert told[step]["valid_tokens"] == rows[step]["weights"].sum()
+
+
+@settings(max_examples=8)
+@given(
+    rows=st.sampled_from([2, 4, 6, 12]),
+    length=st.sampled_from([1, 5, 16]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    kind=st.sampled_from(KINDS),
+    data=st.data(),
+)
+def test_any_split_equals_no_split(rows, length, kv_heads, kind, data):
+    config = tiny_config(rows, rows, length, kv_heads=kv_heads)
+    part = data.draw(st.sampled_from([n for n in range(1, rows) if rows % n == 0]), label="rows of a micro-batch")
+    batches = [random_rows(config, step, weights(kind, rows, length, step)) for step in range(2)]
+    whole, _ = run_steps(config, batches)
+    split, _ = run_steps(with_rows_per_device(config, part), batches)
+    assert distance(split, whole) < 1e-6
+
+
+def test_bfloat16_split_stays_close():
+    config = tiny_config(dtype="bfloat16")
+    rows = [random_rows(config, step, weights("lengths", 16, 16, step)) for step in range(3)]
+    whole, _ = run_steps(config, rows)
+    split, _ = run_steps(with_rows_per_device(config, 2), rows)
+    exact, _ = run_steps(replace(config, model=replace(config.model, dtype="float32")), rows)
+    assert distance(split, whole) < 2e-2
+    assert distance(whole, exact) < 2e-2
+
+
+def test_mean_of_means_would_fail():
+    """The rows of the tests above do tell sums from means: averaging micro-batches' means gives another update."""
+    config = tiny_config()
+    batch = random_rows(config, 0, weights("lengths", 16, 16))
+    start = start_params(config)
+    with jax.enable_x64(True):
+        gradient = jax.jit(jax.grad(reference.mean_loss), static_argnums=2)
+        exact = gradient(start, batch, config.model)
+        parts = [{name: array[i : i + 4] for name, array in batch.items()} for i in range(0, 16, 4)]
+        means = [gradient(start, part, config.model) for part in parts]
+        assert distance(jax.tree.map(lambda *g: sum(g) / 4, *means), exact) > 1e-2
+
+
+def test_step_without_valid_tokens_changes_nothing():
+    config = tiny_config()
+    good, empty = random_rows(config, 0), random_rows(config, 1, np.zeros((16, 16), np.float32))
+    params, told = run_steps(config, [good, empty])
+    expected, _ = run_steps(config, [good])
+    assert distance(params, expected) == 0
+    assert [t["skipped_steps"] for t in told] == [0, 1]
+    assert told[1]["loss"] == 0 and told[1]["valid_tokens"] == 0
+
+
+def test_step_with_a_gradient_that_is_not_finite_changes_nothing():
+    config = tiny_config()
+    good, bad = random_rows(config, 0), random_rows(config, 1)
+    bad["weights"][3, 3] = np.nan
+    params, told = run_steps(config, [good, bad, good])
+    # The moments and bias corrections saw two steps; the schedules three, since each is a function of the step.
+    assert [t["skipped_steps"] for t in told] == [0, 1, 1]
+    assert all(np.isfinite(p).all() for p in jax.tree.leaves(params))
+    assert told[0]["learning_rate"]["embed"] < told[1]["learning_rate"]["embed"]
+    only, _ = run_steps(config, [good, bad])
+    assert distance(only, run_steps(config, [good])[0]) == 0
