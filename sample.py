@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax import nnx
@@ -42,46 +41,45 @@ class Arguments:
     """Seed of the draws."""
 
 
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str], capacity: int) -> list[list[int]]:
+    """Each prompt's tokens after a BOS. UserError for one that leaves no room for a continuation in `capacity`."""
+    encoded = [[tokenizer.token_to_id(BOS), *tokenizer.encode(prompt).ids] for prompt in prompts]
+    for prompt, ids in zip(prompts, encoded):
+        if len(ids) >= capacity:
+            raise UserError(
+                f"the prompt {prompt[:40]!r}... has {len(ids)} tokens with the BOS; the network's sequence has "
+                f"{capacity}, so at most {capacity - 1} leave room for a continuation"
+            )
+    return encoded
+
+
 def continuations(
     graphdef: nnx.GraphDef[GPT],
     params: dict,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: list[list[int]],
+    *,
     tokens: int,
     capacity: int,
-    *,
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
 ) -> list[str]:
-    """Each prompt with up to `tokens` sampled tokens after it. UserError for one that leaves no room in `capacity`."""
-    bos = tokenizer.token_to_id(BOS)
-    encoded = [[bos, *tokenizer.encode(prompt).ids] for prompt in prompts]
-    for prompt, ids in zip(prompts, encoded):
-        if len(ids) >= capacity:
-            raise UserError(
-                f"--prompt={prompt[:40]!r}... has {len(ids)} tokens with the BOS; the network's sequence has "
-                f"{capacity}, so at most {capacity - 1} leave room for a continuation"
-            )
-    lengths = np.array([len(ids) for ids in encoded])
-    buffer = np.full((len(encoded), min(int(lengths.max()) + tokens, capacity)), bos, np.int32)
-    for row, ids in zip(buffer, encoded):
+    """Each prompt (of `encode_prompts`) as text, with up to `tokens` sampled tokens after it, until its document ends.
+
+    `params` are in the compute type and whole on every device; every process must call it.
+    """
+    lengths = np.array([len(ids) for ids in prompts])
+    buffer = np.zeros((len(prompts), min(int(lengths.max()) + tokens, capacity)), np.int32)
+    for row, ids in zip(buffer, prompts):
         row[: len(ids)] = ids
-    key = jax.random.key(seed)
     filled = generate(
-        graphdef,
-        params,
-        jnp.asarray(buffer),
-        jnp.asarray(lengths),
-        key,
-        prefill=int(lengths.min()),
-        temperature=temperature,
-        top_k=top_k,
+        graphdef, params, buffer, lengths, seed, prefill=int(lengths.min()), temperature=temperature, top_k=top_k
     )
     texts = []
     for row, length in zip(np.asarray(filled), lengths):
         new = row[length : length + tokens]
-        ends = np.flatnonzero(new == bos)
+        ends = np.flatnonzero(new == row[0])  # every row starts with the BOS
         texts.append(tokenizer.decode(row[1 : length + (ends[0] if len(ends) else len(new))].tolist()))
     return texts
 
@@ -94,13 +92,16 @@ def main() -> int:
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     run = load_run(arguments.run_dir, mesh)
     dtype = compute_dtype(run.config.model, jax.default_backend())
+    capacity = run.config.batch.sequence_length
+    tokenizer = load_tokenizer(Path(arguments.run_dir) / "tokenizer" / "tokenizer.json")
+    prompts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
     texts = continuations(
         split_model(run.config.model, dtype)[0],
         replicated(run.params, dtype, mesh),
-        load_tokenizer(Path(arguments.run_dir) / "tokenizer" / "tokenizer.json"),
-        [prompt for prompt in arguments.prompt for _ in range(arguments.samples)],
+        tokenizer,
+        encode_prompts(tokenizer, prompts, capacity),
         tokens=arguments.tokens,
-        capacity=run.config.batch.sequence_length,
+        capacity=capacity,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         seed=arguments.seed,

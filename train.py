@@ -16,7 +16,7 @@ from data.prepare import prepare
 from data.tokenizer import token_bytes
 from evaluate import evaluate
 from model.flops import flops_per_token, parameter_counts, peak_flops
-from sample import continuations
+from sample import continuations, encode_prompts
 from training.checkpoint import Checkpoints
 from training.mesh import batch_shape, batch_sharding, make_mesh
 from training.metrics import Clock, MetricsWriter, plot_loss, read_metrics
@@ -56,6 +56,7 @@ def train(config: Config, accept_changes: bool = False) -> int:
             f"--data.source={config.data.source} has {len(dataset.train)} tokens to train on and {len(dataset.val)} "
             f"held out; each needs more than --batch.sequence_length={config.batch.sequence_length}"
         )
+    prompts = encode_prompts(dataset.tokenizer, config.eval.prompts, config.batch.sequence_length)
 
     # The run's folder, and how far the run in it has come.
     changes = open_run(config, dataset.fingerprint, accept_changes)
@@ -122,7 +123,7 @@ def train(config: Config, accept_changes: bool = False) -> int:
             graphdef,
             replicated(state.params, dtype, mesh),
             dataset.tokenizer,
-            config.eval.prompts,
+            prompts,
             tokens=config.eval.sample_tokens,
             capacity=config.batch.sequence_length,
             seed=config.seed,

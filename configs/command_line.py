@@ -22,7 +22,7 @@ class _NoMore:
 def load_config(path: str) -> Config:
     """Runs the config file's `get_config()`. UserError where the file is missing, fails, or gives no Config."""
     if not Path(path).is_file():
-        known = ", ".join(sorted(str(p) for p in Path("configs").glob("*.py") if "get_config()" in p.read_text()))
+        known = ", ".join(sorted(str(p) for p in Path("configs").glob("*.py") if "\ndef get_config(" in p.read_text()))
         raise UserError(f"--config={path}: there is no such file; configs here: {known or 'none'}")
     spec = importlib.util.spec_from_file_location("run_config", path)
     if spec is None or spec.loader is None:
@@ -76,11 +76,13 @@ def _take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def config_from_json(text: str) -> Config:
-    """The Config that `json.dumps(dataclasses.asdict(config))` wrote."""
+    """The Config that `json.dumps(dataclasses.asdict(config))` wrote. UserError for another version's options."""
 
     def build(hint: type, value: Any) -> Any:
         if isinstance(value, dict):
             hints = get_type_hints(hint)
+            if unknown := sorted(value.keys() - hints.keys()):
+                raise UserError(f"config.json has options that this version does not know: {', '.join(unknown)}")
             return hint(**{name: build(hints[name], field_value) for name, field_value in value.items()})
         return tuple(value) if isinstance(value, list) else value  # JSON has no tuples
 

@@ -178,6 +178,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
 
+MIN_VOCAB_SIZE = 258  # the 256 bytes, the BOS, and a merge
+
 # What may differ when a run is continued: speed and reporting. Everything else would change the result.
 FREE_TO_CHANGE = ("run_dir", "resume", "mesh.", "batch.rows_per_device", "log.", "eval.", "checkpoint.", "data.workers")
 
@@ -225,8 +227,8 @@ def validate(config: Config) -> None:
     require(
         model.kv_heads in divisors, "model.kv_heads", f"it must divide model.heads={model.heads}: one of {divisors}"
     )
-    # 256 bytes, the BOS, and at least one merge
-    require(model.vocab_size >= 258, "model.vocab_size", "a byte-level vocabulary has at least 258 tokens")
+    least = f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens"
+    require(model.vocab_size >= MIN_VOCAB_SIZE, "model.vocab_size", least)
     require(
         batch.tokens_per_step % batch.sequence_length == 0,
         "batch.tokens_per_step",

@@ -32,16 +32,17 @@ class Corpus:
 def read_corpus(source: str, val_fraction: float) -> Corpus:
     """Reads all documents of `source` and holds out those whose name's hash falls below `val_fraction`.
 
-    A document keeps its side however many others come and go. `source` is `stdlib`, a folder, or one text file, which
-    is cut at line ends into documents of some 16,000 characters. UserError where there is nothing to read, or too
-    little to hold something out.
+    So a document keeps its side when others come and go, but for a corpus so small that one side would be empty.
+    `source` is `stdlib`, a folder, or one text file, which is cut at line ends into documents of some 16,000
+    characters. UserError where there is nothing to read, or too little to hold something out.
     """
     skipped: list[str] = []
     documents = sorted(_documents(source, skipped), key=lambda document: document.name)
     if len(documents) < 2:
         raise UserError(
             f"--data.source={source}: {len(documents)} document(s) with text found there; at least 2 are needed, one "
-            "to train on and one to hold out (a file is a document; a single file is cut every 16,000 characters)"
+            "to train on and one to hold out (a folder's files are documents; a single file is cut at a line end every "
+            "16,000 characters)"
         )
     by_hash = sorted(documents, key=lambda document: _hash(document.name))
     held_out = sum(_hash(document.name) < val_fraction for document in documents)
@@ -58,7 +59,11 @@ def read_corpus(source: str, val_fraction: float) -> Corpus:
 def _documents(source: str, skipped: list[str]) -> Iterator[Document]:
     path = Path(sysconfig.get_path("stdlib") if source == "stdlib" else source).expanduser()
     if path.is_file():
-        yield from _cut(path.name, _read(path, path.name, skipped))
+        if not (text := _read(path, path.name, skipped)):
+            raise UserError(
+                f"--data.source={source}: the file is {'not UTF-8' if skipped else 'empty'}; give UTF-8 text"
+            )
+        yield from _cut(path.name, text)
     elif path.is_dir():
         suffixes = (".py",) if source == "stdlib" else SUFFIXES
         for file in path.rglob("*"):

@@ -6,8 +6,8 @@
 import hashlib
 import json
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import tokenizers
 from jaxtyping import Integer
 from tokenizers import Tokenizer
 
-from configs.schema import DataConfig, UserError
+from configs.schema import MIN_VOCAB_SIZE, DataConfig, UserError
 from data.corpus import Corpus, read_corpus
 from data.shards import read_shard, write_shard
 from data.tokenizer import SPLIT, encode_documents, load_tokenizer, train_tokenizer
@@ -42,16 +42,18 @@ class Dataset:
         self.tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def prepare(config: DataConfig, vocab_size: int, cache: Path, say: Callable[[str], None] = print) -> Dataset:
+def prepare(config: DataConfig, vocab_size: int, cache: Path) -> Dataset:
     """The dataset of `config`, from the folder `cache` where the same text was prepared before. UserError for text that
     is missing, or too little for the vocabulary."""
     corpus = read_corpus(config.source, config.val_fraction)
     if corpus.skipped:
-        say(f"left out {len(corpus.skipped)} file(s) that are not UTF-8: {', '.join(corpus.skipped)}")
+        skipped = ", ".join(corpus.skipped)
+        print(f"left out {len(corpus.skipped)} file(s) that are not UTF-8: {skipped}", file=sys.stderr)
     fingerprint = _fingerprint(corpus, vocab_size)
     folder = cache / fingerprint
     if not folder.exists():
-        say(f"preparing {config.source}: {len(corpus.train) + len(corpus.val)} documents, once (kept in {folder})")
+        documents = len(corpus.train) + len(corpus.val)
+        print(f"preparing {config.source}: {documents} documents, once (kept in {folder})", file=sys.stderr)
         _write(corpus, vocab_size, fingerprint, folder)
     facts = json.loads((folder / "dataset.json").read_text())
     tokenizer = load_tokenizer(folder / "tokenizer.json")
@@ -75,7 +77,11 @@ def _write(corpus: Corpus, vocab_size: int, fingerprint: str, folder: Path) -> N
     if learned < vocab_size:
         raise UserError(
             f"--model.vocab_size={vocab_size} is more than this text can fill: its tokenizer learned {learned} tokens; "
-            f"use --model.vocab_size={learned} or less, or more text"
+            + (
+                f"use --model.vocab_size={learned} or less, or more text"
+                if learned >= MIN_VOCAB_SIZE
+                else "use more text"
+            )
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Renamed into place when whole, so that a killed or a concurrent preparation leaves nothing half made.

@@ -29,20 +29,25 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    return _special_tokens_are_text(tokenizer)
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """The tokenizer in a `tokenizer.json`."""
-    return Tokenizer.from_file(str(path))
+    return _special_tokens_are_text(Tokenizer.from_file(str(path)))
+
+
+def _special_tokens_are_text(tokenizer: Tokenizer) -> Tokenizer:
+    """The BOS's letters inside a text encode as letters. A tokenizer.json does not keep this setting."""
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Int[np.ndarray, "tokens"]:
     """All documents in one array, a BOS before each, on all cores."""
     bos = np.array([tokenizer.token_to_id(BOS)])
-    # A special token's letters inside a text are text.
-    tokenizer.encode_special_tokens = True
-    parts = [part for encoding in tokenizer.encode_batch_fast(list(texts)) for part in (bos, np.asarray(encoding.ids))]
+    encodings = tokenizer.encode_batch_fast(list(texts))
+    parts = [part for encoding in encodings for part in (bos, np.asarray(encoding.ids, np.int64))]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 

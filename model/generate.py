@@ -4,8 +4,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from model.gpt import GPT
 from model.loss import softcap
@@ -15,9 +16,9 @@ from model.loss import softcap
 def generate(
     graphdef: nnx.GraphDef[GPT],
     params: dict,
-    prompts: Int[Array, "batch length"],
-    prompt_lengths: Int[Array, "batch"],
-    key: Key[Array, ""],
+    prompts: Int[Array | np.ndarray, "batch length"],
+    prompt_lengths: Int[Array | np.ndarray, "batch"],
+    seed: int | Int[Array, ""],
     *,
     prefill: int,
     temperature: float,
@@ -27,11 +28,12 @@ def generate(
 
     `prefill` is the shortest prompt's length (at least 1): that many positions are read in one pass. `temperature` 0
     takes the likeliest token; `top_k` 0 draws from all tokens, else from the `top_k` likeliest. A row's tokens depend
-    on `key`, its index and its prompt, not on how many rows there are beside it.
+    on `seed`, its index and its prompt, not on how many rows there are beside it.
     """
     model = nnx.merge(graphdef, params)
+    prompts, prompt_lengths = jnp.asarray(prompts), jnp.asarray(prompt_lengths)
     batch, length = prompts.shape
-    row_keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(batch))
+    row_keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(batch))
 
     def next_tokens(logits: Float[Array, "batch vocab"], position: Int[Array, ""]) -> Int[Array, "batch"]:
         """The token at `position`: the prompt's where it is that long, else a sample."""

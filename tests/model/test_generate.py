@@ -28,9 +28,7 @@ def sample(network, prompts=PROMPTS, seed=0, temperature=1.0, top_k=0):
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts])
     options = {"prefill": int(lengths.min()), "temperature": temperature, "top_k": top_k}
-    return np.asarray(
-        generate(graphdef, params, jnp.asarray(buffer), jnp.asarray(lengths), jax.random.key(seed), **options)
-    )
+    return np.asarray(generate(graphdef, params, buffer, lengths, seed, **options))
 
 
 def test_greedy_equals_the_full_pass_token_by_token(network):
