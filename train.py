@@ -1,6 +1,8 @@
 """One run, from top to bottom: python train.py --config=configs/small.py. The same command again continues it."""
 
+import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +24,16 @@ from training.mesh import batch_shape, batch_sharding, make_mesh
 from training.metrics import Clock, MetricsWriter, plot_loss, read_metrics
 from training.optimizer import make_optimizer
 from training.run_folder import open_run
-from training.runtime import INTERRUPTED, Interrupt, cache_dir, run_command, start_jax
+from training.runtime import (
+    FAILED,
+    INTERRUPTED,
+    Interrupt,
+    cache_dir,
+    check_hosts_agree,
+    on_first_process,
+    run_command,
+    start_jax,
+)
 from training.state import abstract_state, compute_dtype, create_state, params_sha256, replicated, split_model
 from training.step import Metrics, make_eval_step, make_train_step
 
@@ -39,6 +50,9 @@ class Arguments:
 def train(config: Config, accept_changes: bool = False) -> int:
     """Trains, or goes on training, until `config.steps`. Returns the exit code."""
     start_jax()
+    first_process = jax.process_index() == 0
+    say = tqdm.write if first_process else lambda text: None  # which leaves the progress bar whole
+    check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
 
     # The devices, and the sizes that follow from them.
     mesh = make_mesh(config.mesh)
@@ -58,8 +72,10 @@ def train(config: Config, accept_changes: bool = False) -> int:
         )
     prompts = encode_prompts(dataset.tokenizer, config.eval.prompts, config.batch.sequence_length)
 
+    check_hosts_agree("their text", dataset.fingerprint)
+
     # The run's folder, and how far the run in it has come.
-    changes = open_run(config, dataset.fingerprint, accept_changes)
+    changes = on_first_process(lambda: open_run(config, dataset.fingerprint, accept_changes))
     run_dir = Path(config.run_dir)
     checkpoints = Checkpoints(run_dir, config.checkpoint.keep)
     start = checkpoints.latest() or 0
@@ -68,7 +84,8 @@ def train(config: Config, accept_changes: bool = False) -> int:
     if start > config.steps or (start == config.steps and (run_dir / "summary.json").exists()):
         print(f"{run_dir} is complete: {start} steps; a longer run: --steps={2 * start} --accept_changes")
         return 0
-    dataset.save_tokenizer(run_dir / "tokenizer")
+    if first_process:
+        dataset.save_tokenizer(run_dir / "tokenizer")
     writer = MetricsWriter(run_dir, start)
     if changes:
         writer.write({"step": start, "changes": changes})
@@ -88,20 +105,30 @@ def train(config: Config, accept_changes: bool = False) -> int:
     # Compiled once, here: a compiled program refuses other shapes, so no step can compile anew.
     train_step = make_train_step(config.model, dtype, mesh, optimizer, rates, config.optimizer.clip_norm)
     train_step = train_step.lower(state, batch).compile()
-    print(
+    say(
         f"{config.name}: {sum(parameter_counts(config.model).values()):,} parameters, {dtype.name}, on {mesh.size} "
         f"{device.device_kind} device(s); a step: {shape[0]} micro-batch(es) x {shape[1]} rows x {shape[2]} tokens"
         + (f"; continuing after step {start} of {config.steps}" if start else "")
     )
 
     clock = Clock(facts["seconds"], start)
-    bar = tqdm(total=config.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
-    skipped = int(state.skipped_steps)
+    hidden = None if first_process else True  # None: where the output is no terminal
+    bar = tqdm(total=config.steps, initial=start, unit="step", disable=hidden, dynamic_ncols=True)
+    skipped, skipped_in_a_row = int(state.skipped_steps), 0
+    unread: list[tuple[int, Metrics]] = []
 
-    def report(step: int, metrics: Metrics) -> None:
-        """Reads a step's metrics, which waits for that step, and writes its line."""
-        nonlocal skipped
-        values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
+    def report() -> None:
+        """Reads the metrics of all steps since the last line, which waits for the newest, and writes its line."""
+        nonlocal skipped, skipped_in_a_row
+        for step, metrics in unread:
+            values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
+            skipped_in_a_row = skipped_in_a_row + 1 if values["skipped_steps"] > skipped else 0
+            skipped = values["skipped_steps"]
+            if skipped_in_a_row:
+                bad = [group for group, norm in values["grad_norms"].items() if not math.isfinite(norm)]
+                why = f"the gradient of {', '.join(bad)} is not finite" if bad else "it has no valid token"
+                say(f"step {step} changed nothing: {why}; {skipped} step(s) skipped so far")
+        unread.clear()
         tokens_per_second = clock.rate(step) * config.batch.tokens_per_step
         mfu = tokens_per_second * flops / (peak * mesh.size) if peak else None
         line = {"step": step, "tokens": step * config.batch.tokens_per_step, **values}
@@ -111,10 +138,7 @@ def train(config: Config, accept_changes: bool = False) -> int:
         bar.set_postfix_str(told, refresh=False)
         bar.update(step - bar.n)
         if bar.disable:
-            print(f"step {step}/{config.steps}  {told}", flush=True)
-        if values["skipped_steps"] > skipped:
-            skipped = values["skipped_steps"]
-            tqdm.write(f"step {step}: {skipped} step(s) skipped so far: no valid token, or a gradient not finite")
+            say(f"step {step}/{config.steps}  {told}")
 
     def measure(step: int) -> None:
         """Evaluates and samples the network as it is after `step` steps."""
@@ -129,30 +153,29 @@ def train(config: Config, accept_changes: bool = False) -> int:
             seed=config.seed,
         )
         writer.write({"step": step, "tokens": step * config.batch.tokens_per_step, **results, "samples": samples})
-        tqdm.write(f"step {step}: validation loss {results['val_loss']:.4f}, {results['val_bpb']:.4f} bits per byte")
+        say(f"step {step}: validation loss {results['val_loss']:.4f}, {results['val_bpb']:.4f} bits per byte")
 
     if start == 0:
         measure(0)
-    step, last = start, start == config.steps
-    pending: tuple[int, Metrics] | None = None
+    step, due, last = start, False, start == config.steps
     clock.start()
     with Interrupt() as interrupt:
         while not last:
             state, metrics = train_step(state, batch)
             step += 1
-            if pending:
-                report(*pending)  # the step before, while this one runs
-                pending = None
+            if due:
+                report()  # up to the step before, while this one runs
             batch = next(batches)
+            unread.append((step, metrics))
+            due = step % config.log.every_steps == 0 or step == config.steps
             last = step == config.steps or interrupt.requested
             evaluates = step % config.eval.every_steps == 0 or step == config.steps
             saves = step % config.checkpoint.every_steps == 0 or last
-            if step % config.log.every_steps == 0 or step == config.steps:
-                pending = (step, metrics)
-            # What a checkpoint vouches for is written before it.
-            if pending and (evaluates or saves):
-                report(*pending)
-                pending = None
+            if due and (evaluates or saves):
+                report()  # what a checkpoint vouches for is written before it
+                due = False
+            if skipped_in_a_row >= config.max_skipped_steps:
+                break
             if evaluates:
                 jax.block_until_ready(state)
                 with clock.paused():
@@ -162,11 +185,20 @@ def train(config: Config, accept_changes: bool = False) -> int:
     checkpoints.close()
     seconds = clock.seconds
     bar.close()
+    if skipped_in_a_row >= config.max_skipped_steps:
+        newest = (
+            f"the newest checkpoint is of step {checkpoints.latest()}" if checkpoints.latest() else "none was saved"
+        )
+        say(f"stopped at step {step}: --max_skipped_steps={config.max_skipped_steps} in a row were skipped; {newest}")
+        return FAILED
     if step < config.steps:
-        print(f"stopped after step {step} of {config.steps}, saved in {run_dir}; the same command continues it")
+        say(f"stopped after step {step} of {config.steps}, saved in {run_dir}; the same command continues it")
         return INTERRUPTED
 
     # What came of it.
+    digest = params_sha256(state.params)  # gathered from all processes
+    if not first_process:
+        return 0
     tokens = step * config.batch.tokens_per_step
     lines = read_metrics(run_dir)
     logged = [line for line in lines if "loss" in line][-1]
@@ -179,7 +211,7 @@ def train(config: Config, accept_changes: bool = False) -> int:
         "tokens_per_second": tokens / seconds,
         **results,
         "skipped_steps": int(state.skipped_steps),
-        "params_sha256": params_sha256(state.params),
+        "params_sha256": digest,
     }
     for text in measured["samples"]:
         print(f"---\n{text}")

@@ -37,6 +37,9 @@ class ModelConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of activations and of the parameters' copy in a step. `auto`: float32 on CPU, bfloat16 elsewhere.
     Parameters, gradients, moments and sums are float32 whatever it is."""
+    remat: Literal["none", "products", "block"] = "none"
+    """What a block keeps for its backward pass: everything; the results of its products, the rest being computed
+    again; or its input alone. Less memory, more time, the same result."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,13 @@ class MeshConfig:
     """The devices' arrangement."""
 
     data: int = -1
-    """Replicas; each takes its share of every micro-batch's rows and of the optimizer state. -1: all devices."""
+    """Replicas. Each computes its share of every micro-batch's rows and keeps its share of the optimizer state;
+    gradients cross this axis once a step. -1: all devices that `fsdp` and `tensor` leave."""
+    fsdp: int = 1
+    """Devices that share a replica's rows and parameters (arXiv:2304.11277); each matrix is gathered where it is read.
+    Must divide the width."""
+    tensor: int = 1
+    """Devices that share heads, MLP width and vocabulary (arXiv:1909.08053). Must divide each of them."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,8 @@ class Config:
     """Seed of the initial parameters, of the order of rows and of the samples."""
     steps: int = 1000
     """Optimizer steps of the whole run."""
+    max_skipped_steps: int = 10
+    """A step without a valid token, or whose gradient is not finite, changes nothing; so many in a row end the run."""
     resume: Literal["auto", "never", "must"] = "auto"
     """`auto`: continue the run in `run_dir` if there is one. `never`: refuse if there is one. `must`: refuse if not."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -181,7 +192,10 @@ class Config:
 MIN_VOCAB_SIZE = 258  # the 256 bytes, the BOS, and a merge
 
 # What may differ when a run is continued: speed and reporting. Everything else would change the result.
-FREE_TO_CHANGE = ("run_dir", "resume", "mesh.", "batch.rows_per_device", "log.", "eval.", "checkpoint.", "data.workers")
+FREE_TO_CHANGE = (
+    *("run_dir", "resume", "max_skipped_steps", "mesh.", "batch.rows_per_device", "model.remat"),
+    *("log.", "eval.", "checkpoint.", "data.workers"),
+)
 
 
 def options(config: object, prefix: str = "") -> dict[str, object]:
@@ -227,6 +241,13 @@ def validate(config: Config) -> None:
     require(
         model.kv_heads in divisors, "model.kv_heads", f"it must divide model.heads={model.heads}: one of {divisors}"
     )
+    fsdp, tensor = config.mesh.fsdp, config.mesh.tensor
+    require(model.width % fsdp == 0, "mesh.fsdp", f"it must divide model.width={model.width}")
+    for name in ("heads", "kv_heads", "vocab_size"):
+        size = getattr(model, name)
+        fits = [n for n in range(1, size + 1) if size % n == 0 and n <= 64]
+        require(size % tensor == 0, "mesh.tensor", f"it must divide model.{name}={size}: one of {fits}")
+    require(4 * model.width % tensor == 0, "mesh.tensor", f"it must divide the MLP's width {4 * model.width}")
     least = f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens"
     require(model.vocab_size >= MIN_VOCAB_SIZE, "model.vocab_size", least)
     require(

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ModelConfig
 from model.layers import Linear, rms_norm
+from model.parallel import join, split
 from model.rotary import rotate
 
 
@@ -44,10 +45,10 @@ class Attention(nnx.Module):
         # As nanochat: uniform of the same standard deviation as a normal of 1/sqrt(width), to avoid outliers.
         uniform = nnx.initializers.variance_scaling(1.0, "fan_in", "uniform")
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.query = Linear(config.width, queries, uniform, rngs=rngs)
-        self.key = Linear(config.width, keys, uniform, rngs=rngs)
-        self.value = Linear(config.width, keys, uniform, rngs=rngs)
-        self.out = Linear(queries, config.width, nnx.initializers.zeros, rngs=rngs)
+        self.query = Linear(config.width, queries, uniform, width_axis=0, rngs=rngs)
+        self.key = Linear(config.width, keys, uniform, width_axis=0, rngs=rngs)
+        self.value = Linear(config.width, keys, uniform, width_axis=0, rngs=rngs)
+        self.out = Linear(queries, config.width, nnx.initializers.zeros, width_axis=1, rngs=rngs)
 
     def __call__(
         self,
@@ -56,7 +57,8 @@ class Attention(nnx.Module):
         positions: Int[Array, "length"],
         cache: LayerCache | None,
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
-        heads = (*x.shape[:2], -1, self.head_dim)
+        x = split(x)
+        heads = (*x.shape[:2], -1, self.head_dim)  # this device's own, along `tensor`
         q = rms_norm(rotate(self.query(x).reshape(heads), angles))
         k = rms_norm(rotate(self.key(x).reshape(heads), angles))
         v = self.value(x).reshape(heads)
@@ -66,4 +68,4 @@ class Attention(nnx.Module):
             start = (0, positions[0], 0, 0)
             cache = LayerCache(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, (k, v))))
             y = attend(q, *cache, positions)
-        return self.out(y.reshape(*x.shape[:2], -1)), cache
+        return join(self.out(y.reshape(*x.shape[:2], -1))), cache

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -220,3 +221,31 @@ def test_a_mistake_is_one_message_and_code_2(folder, untouched, monkeypatch, cap
     assert says in output and "Traceback" not in output
     assert before == {path: path.stat().st_mtime_ns for path in before}
     assert not (folder / "nothing").exists() and not (folder / "runs").exists()
+
+
+def test_a_run_compiles_its_step_once(folder, monkeypatch, caplog):
+    """Through logging, evaluation, sampling and checkpoints."""
+    monkeypatch.chdir(folder)
+    options = ("--steps=30", "--eval.every_steps=10", "--checkpoint.every_steps=5", "--batch.rows_per_device=2")
+    with jax.log_compiles():
+        assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=once", *options, "--model.softcap=14") == 0
+    compiled = [record.message for record in caplog.records if "Finished XLA compilation of" in record.message]
+    for name in ("train_step", "sums", "generate"):
+        assert sum(f"jit({name})" in message for message in compiled) == 1, (name, compiled)
+
+
+def test_many_skipped_steps_in_a_row_end_the_run(folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    options = (
+        "--batch.rows_per_device=2",
+        "--log.every_steps=5",
+        "--checkpoint.every_steps=1",
+        "--eval.every_steps=900",
+    )
+    rates = ("--optimizer.lm_head.peak_rate=1e38", "--optimizer.lm_head.schedule.kind=constant")
+    command = ("--config=tiny.py", "--run_dir=broken", *options, *rates, "--max_skipped_steps=7")
+    assert run("train", monkeypatch, *command) == 1
+    output = "".join(capfd.readouterr())
+    assert "changed nothing: the gradient of " in output and "embed" in output
+    assert "stopped at step 10: --max_skipped_steps=7 in a row were skipped; the newest checkpoint" in output
+    assert not (folder / "broken" / "summary.json").exists()

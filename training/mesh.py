@@ -1,31 +1,41 @@
 """Devices, and who holds what.
 
-A replica (one position of the `data` axis) computes its rows of every micro-batch. Parameters and optimizer state are
-divided over the replicas too (ZeRO stage 1, arXiv:1910.02054): each leaf along its longest dimension that divides.
+    data     replicas: rows are divided over them, and once a step gradients are summed over them
+    fsdp     rows are divided over it too, and the parameters' width
+    tensor   heads, MLP width and vocabulary are divided over it
+
+Parameters and optimizer state are divided over `data` besides (ZeRO stage 1, arXiv:1910.02054): whole replicas exist
+only within a step, in the compute type.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import BatchConfig, MeshConfig, UserError
 
 REPLICATED = -1
+AXES = ("data", "fsdp", "tensor")
+ROWS = PartitionSpec(None, ("data", "fsdp"))
+"""Arrays [K, B, T]: the rows of each micro-batch over replicas and `fsdp`."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with the axis `data` over all devices (or those given). UserError where they are not that many."""
+    """A mesh of all devices (or those given), in their interconnect's order. UserError where it does not fit."""
     devices = jax.devices() if devices is None else devices
-    data = len(devices) if config.data == -1 else config.data
-    if data != len(devices):
-        raise UserError(
-            f"--mesh.data={config.data} does not fit the {len(devices)} {devices[0].platform} device(s) here; "
-            f"use {len(devices)}, or -1 for all of them"
+    inner = config.fsdp * config.tensor
+    data = len(devices) // inner if config.data == -1 else config.data
+    if data * inner != len(devices):
+        fits = (
+            f"{len(devices) // inner} or -1" if len(devices) % inner == 0 else "-1, and fsdp x tensor that divide them"
         )
-    return Mesh(np.asarray(devices).reshape(data), ("data",))
+        raise UserError(
+            f"--mesh.data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} does not fit the {len(devices)} "
+            f"{devices[0].platform} device(s) here; use --mesh.data={fits}"
+        )
+    return jax.make_mesh((data, config.fsdp, config.tensor), AXES, (AxisType.Auto,) * 3, devices=devices)
 
 
 def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:
@@ -33,7 +43,7 @@ def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:
 
     UserError, with the sizes that would work, where the step's rows do not divide.
     """
-    replicas = mesh.shape["data"]
+    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
     rows, unit = config.tokens_per_step // config.sequence_length, config.sequence_length * replicas
     here = config.rows_per_device
     shares = [n for n in range(1, rows // replicas + here + 1) if n <= here or n % here == 0]
@@ -58,17 +68,19 @@ def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Arrays [K, B, T]: rows over the replicas."""
-    return NamedSharding(mesh, PartitionSpec(None, "data"))
+    """Where a batch's arrays [K, B, T] lie."""
+    return NamedSharding(mesh, ROWS)
 
 
-def shard_axis(shape: tuple[int, ...], replicas: int) -> int:
-    """The dimension along which a parameter is divided over the replicas, or REPLICATED where none divides."""
-    divisible = [axis for axis, size in enumerate(shape) if size % replicas == 0]
-    return max(divisible, key=lambda axis: shape[axis], default=REPLICATED)
+def data_axis(shape: tuple[int, ...], width_axis: int, mesh: Mesh) -> int:
+    """The dimension along which a parameter is divided over `data` too: the longest that divides, or REPLICATED."""
+    sizes = [size // mesh.shape["fsdp" if axis == width_axis else "tensor"] for axis, size in enumerate(shape)]
+    divisible = [axis for axis, size in enumerate(sizes) if size % mesh.shape["data"] == 0]
+    return max(divisible, key=lambda axis: sizes[axis], default=REPLICATED)
 
 
-def shard_spec(shape: tuple[int, ...], replicas: int) -> PartitionSpec:
-    """`shard_axis` as a PartitionSpec."""
-    axis = shard_axis(shape, replicas)
-    return PartitionSpec() if axis == REPLICATED else PartitionSpec(*[None] * axis, "data")
+def parameter_spec(shape: tuple[int, ...], width_axis: int, mesh: Mesh) -> PartitionSpec:
+    """Where a matrix lies: its `width_axis` over `fsdp`, the other over `tensor`, and within one, over `data`."""
+    spec = ["fsdp" if axis == width_axis else "tensor" for axis in range(len(shape))]
+    zero = data_axis(shape, width_axis, mesh)
+    return PartitionSpec(*[(name, "data") if axis == zero else name for axis, name in enumerate(spec)])

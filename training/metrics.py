@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import jax
 from tensorboardX import SummaryWriter
 
 
@@ -43,10 +44,13 @@ class MetricsWriter:
     """Appends to a run's metrics.jsonl, and shows the same in TensorBoard.
 
     A continued run first drops the lines after the checkpoint that it continues from, and shows the rest anew, so that
-    each step stands in both once, whatever moment the run was killed at.
+    each step stands in both once, whatever moment the run was killed at. Of several processes only the first writes.
     """
 
     def __init__(self, run_dir: str | Path, start_step: int):
+        self.writes = jax.process_index() == 0
+        if not self.writes:
+            return
         folder, path = Path(run_dir) / "tensorboard", Path(run_dir) / "metrics.jsonl"
         # Before the first checkpoint there is nothing to continue, and step 0 is evaluated again.
         kept = [line for line in read_metrics(run_dir) if line["step"] <= start_step] if start_step else []
@@ -62,6 +66,8 @@ class MetricsWriter:
 
     def write(self, line: dict) -> None:
         """One line, with the time: of a logged step, an evaluation with its samples, or a change of the config."""
+        if not self.writes:
+            return
         line = {**line, "time": time.time()}
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()

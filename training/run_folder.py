@@ -19,7 +19,7 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool) -> list[str
     """Claims `config.run_dir` for this config, before any compute, and returns what changed since its first start.
 
     UserError where the folder holds something else, where an option that makes the result differs and the change is
-    not accepted, or where `resume` forbids what was found. Nothing is deleted. Every process calls; the first writes.
+    not accepted, or where `resume` forbids what was found. Nothing is deleted. Only the first process may call it.
     """
     folder = Path(config.run_dir)
     record = folder / "config.json"
@@ -77,8 +77,6 @@ def load_run(run_dir: str | Path, mesh: Mesh) -> Run:
 
 
 def _write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
-    if jax.process_index() != 0:
-        return
     devices = jax.devices()
     told = {
         "config": dataclasses.asdict(config),

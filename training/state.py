@@ -1,7 +1,7 @@
 """The state of a run: one pytree, created already sharded."""
 
 import hashlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from configs.schema import ModelConfig
 from model.gpt import GPT
-from training.mesh import shard_spec
+from training.mesh import data_axis, parameter_spec
 from training.optimizer import path_name
 
 
@@ -40,28 +40,51 @@ def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:
 
 def split_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef[GPT], dict]:
     """The network's structure, and the shapes of its parameters; nothing is computed."""
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: GPT(config, dtype, rngs=nnx.Rngs(0))))
+    graphdef, params = nnx.split(_abstract_model(config, dtype))
     return graphdef, nnx.to_pure_dict(params)
 
 
-def _sharded(shapes: Any, mesh: Mesh) -> Any:
-    """The same tree of shapes, each with its place on the mesh: over the replicas where it divides."""
+def parameter_layout(config: ModelConfig, mesh: Mesh) -> tuple[dict, dict]:
+    """For each parameter: where it lies on the mesh, and the dimension along which it is divided over `data`."""
+    state = nnx.state(_abstract_model(config, jnp.dtype(jnp.float32)))
+    is_param = lambda leaf: isinstance(leaf, nnx.Variable)
+    layout = lambda find: nnx.to_pure_dict(
+        jax.tree.map(lambda param: find(param.shape, param.get_metadata("width_axis"), mesh), state, is_leaf=is_param)
+    )
+    return layout(parameter_spec), layout(data_axis)
 
-    def place(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(mesh, shard_spec(leaf.shape, mesh.shape["data"]))
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return jax.tree.map(place, shapes)
+def _abstract_model(config: ModelConfig, dtype: jnp.dtype) -> GPT:
+    return nnx.eval_shape(lambda: GPT(config, dtype, rngs=nnx.Rngs(0)))
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh) -> dict:
     """Shapes, types and shardings of the float32 parameters."""
-    return _sharded(split_model(config, jnp.dtype(jnp.float32))[1], mesh)
+    specs, _ = parameter_layout(config, mesh)
+    shapes = split_model(config, jnp.dtype(jnp.float32))[1]
+    return jax.tree.map(lambda p, spec: _placed(p, mesh, spec), shapes, specs)
 
 
 def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Shapes, types and shardings of the whole state."""
-    return _sharded(jax.eval_shape(lambda: _initial_state(config, optimizer, 0)), mesh)
+    """Shapes, types and shardings of the whole state: a moment lies where its parameter does, the rest everywhere."""
+    specs = {_keys(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(parameter_layout(config, mesh)[0])}
+
+    def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        keys = _keys(path)
+        # A moment's path in the optimizer state ends with its parameter's.
+        found = [specs[keys[i:]] for i in range(len(keys)) if keys[i:] in specs]
+        return _placed(leaf, mesh, found[0] if found else PartitionSpec())
+
+    shapes = jax.eval_shape(lambda: _initial_state(config, optimizer, 0))
+    return jax.tree_util.tree_map_with_path(place, shapes)
+
+
+def _keys(path: tuple) -> tuple:
+    return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+
+
+def _placed(leaf: jax.ShapeDtypeStruct, mesh: Mesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def create_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:

@@ -2,12 +2,12 @@
 
     cast, gather      parameters to the compute type, then over `data`                once a step
     scan              K micro-batches: float32 sums of gradients, losses, tokens      no communication over `data`
-    reduce            the sums over `data`; each replica keeps its share              once a step
+    reduce            the sums over `data`; each device keeps its share               once a step
     divide, clip      by the step's valid tokens; by the global norm                  once a step
     update            one tick of the optimizer and of every schedule                 once a step
 
-Everything up to the reduction is written for one replica (`jax.shard_map`, manual over `data`), so where gradients
-cross the mesh is decided here and not by a compiler pass.
+Everything up to the reduction is written for one device (`jax.shard_map`), so what crosses the mesh, and when, is
+decided here and in model/parallel.py, and not by a compiler pass.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,9 +23,10 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ModelConfig
 from model.loss import loss_sums
-from training.mesh import REPLICATED, shard_axis, shard_spec
+from training.mesh import REPLICATED, ROWS
+from training.optimizer import parameter_groups
 from training.schedule import Schedule
-from training.state import TrainState, split_model
+from training.state import TrainState, parameter_layout, split_model
 
 
 class Batch(TypedDict):
@@ -39,16 +40,15 @@ class Batch(TypedDict):
 Metrics = dict[str, Any]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 EvalStep = Callable[[dict, Batch], tuple[Float[Array, ""], Int[Array, ""]]]
-ROWS = PartitionSpec(None, "data")
 
 
 def gather(params: dict, axes: dict, dtype: jnp.dtype) -> dict:
-    """Inside shard_map: this replica's shares to the compute type, then whole from all replicas."""
+    """Inside shard_map: this device's shares to the compute type, then those of all replicas put together."""
 
     def whole(share: Array, axis: int) -> Array:
         share = share.astype(dtype)
         if axis == REPLICATED:
-            # Marked as this replica's own: else its gradient would be summed over replicas in every micro-batch.
+            # Marked as this device's own: else its gradient would be summed over `data` in every micro-batch.
             return jax.lax.pcast(share, "data", to="varying")
         return jax.lax.all_gather(share, "data", axis=axis, tiled=True)
 
@@ -56,7 +56,7 @@ def gather(params: dict, axes: dict, dtype: jnp.dtype) -> dict:
 
 
 def reduce(gradients: dict, axes: dict) -> dict:
-    """Inside shard_map: the sum over replicas, of which each keeps its share."""
+    """Inside shard_map: the sum over replicas, of which each device keeps its share."""
 
     def share(gradient: Array, axis: int) -> Array:
         if axis == REPLICATED:
@@ -64,6 +64,11 @@ def reduce(gradients: dict, axes: dict) -> dict:
         return jax.lax.psum_scatter(gradient, "data", scatter_dimension=axis, tiled=True)
 
     return jax.tree.map(share, gradients, axes)
+
+
+def no_sums() -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Inside shard_map: a loss sum and a token count of zero, this device's own."""
+    return jax.lax.pcast((jnp.float32(0), jnp.int32(0)), ("data", "fsdp"), to="varying")
 
 
 def make_train_step(
@@ -76,18 +81,18 @@ def make_train_step(
 ) -> TrainStep:
     """`train_step(state, batch) -> (state, metrics)`, jitted; `state` is donated.
 
-    Metrics are scalars: `loss` (nats a valid token), `grad_norm` (before the clip), `valid_tokens`, `learning_rate` (of
-    each group), and `skipped_steps` (how many so far changed nothing, for want of a valid token or a finite gradient).
+    Metrics are scalars: `loss` (nats a valid token), `grad_norm` (before the clip), `grad_norms` and `learning_rate`
+    (of each group), `valid_tokens`, and `skipped_steps`: how many so far changed nothing, for want of a valid token or
+    of a finite gradient.
     """
     graphdef, shapes = split_model(config, dtype)
-    replicas = mesh.shape["data"]
-    axes = jax.tree.map(lambda p: shard_axis(p.shape, replicas), shapes)
-    shares = jax.tree.map(lambda p: shard_spec(p.shape, replicas), shapes)
+    groups = jax.tree.leaves(parameter_groups(shapes))
+    shares, axes = parameter_layout(config, mesh)
 
     def gradient_sums(params: dict, batch: Batch) -> tuple[Array, Array, dict]:
-        """For one replica: (loss_sum, token_count, gradient of loss_sum) of the whole step over all replicas.
+        """For one device: (loss_sum, token_count, gradient of loss_sum) of the whole step.
 
-        `params` are its float32 shares, `batch` its rows [K, B / data, T]; the gradient comes in the same shares.
+        `params` are its float32 shares, `batch` its rows [K, B / (data fsdp), T]; the gradient comes in like shares.
         """
         compute_params = gather(params, axes, dtype)
 
@@ -98,10 +103,9 @@ def make_train_step(
             (loss_sum, tokens), gradients = jax.value_and_grad(loss, has_aux=True)(wide)
             return jax.tree.map(jnp.add, sums, (loss_sum, tokens, gradients)), None
 
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), compute_params)
-        start = jax.lax.pcast((jnp.float32(0), jnp.int32(0), zeros), "data", to="varying")
-        (loss_sum, tokens, gradients), _ = jax.lax.scan(micro_batch, start, batch)
-        return jax.lax.psum(loss_sum, "data"), jax.lax.psum(tokens, "data"), reduce(gradients, axes)
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), compute_params)
+        (loss_sum, tokens, gradients), _ = jax.lax.scan(micro_batch, (*no_sums(), zeros), batch)
+        return *jax.lax.psum((loss_sum, tokens), ("data", "fsdp")), reduce(gradients, axes)
 
     summed = jax.shard_map(
         gradient_sums, mesh=mesh, in_specs=(shares, ROWS), out_specs=(PartitionSpec(), PartitionSpec(), shares)
@@ -111,7 +115,9 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss_sum, tokens, gradients = summed(state.params, batch)
         gradients = jax.tree.map(lambda g: g / jnp.maximum(tokens, 1), gradients)
-        grad_norm = optax.tree.norm(gradients)
+        leaves = jax.tree.leaves(gradients)
+        grad_norms = {name: optax.tree.norm([g for g, of in zip(leaves, groups) if of == name]) for name in rates}
+        grad_norm = optax.tree.norm(grad_norms)
         sound = (tokens > 0) & jnp.isfinite(grad_norm)
         clip = jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-30))
         gradients = jax.tree.map(lambda g: clip * g, gradients)
@@ -123,6 +129,7 @@ def make_train_step(
         metrics = {
             "loss": loss_sum / jnp.maximum(tokens, 1),
             "grad_norm": grad_norm,
+            "grad_norms": grad_norms,
             "valid_tokens": tokens,
             "learning_rate": {group: rate(state.step) for group, rate in rates.items()},
             "skipped_steps": state.skipped_steps + jnp.where(sound, 0, 1),
@@ -134,15 +141,12 @@ def make_train_step(
 
 def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalStep:
     """`eval_step(params, batch) -> (loss_sum, token_count)` over a whole batch [K, B, T], jitted."""
-    graphdef, shapes = split_model(config, dtype)
-    replicas = mesh.shape["data"]
-    axes = jax.tree.map(lambda p: shard_axis(p.shape, replicas), shapes)
-    shares = jax.tree.map(lambda p: shard_spec(p.shape, replicas), shapes)
+    graphdef, _ = split_model(config, dtype)
+    shares, axes = parameter_layout(config, mesh)
 
     def sums(params: dict, batch: Batch) -> tuple[Array, Array]:
         model = nnx.merge(graphdef, gather(params, axes, dtype))
         micro_batch = lambda sums, rows: (jax.tree.map(jnp.add, sums, loss_sums(model, **rows)), None)
-        start = jax.lax.pcast((jnp.float32(0), jnp.int32(0)), "data", to="varying")
-        return jax.lax.psum(jax.lax.scan(micro_batch, start, batch)[0], "data")
+        return jax.lax.psum(jax.lax.scan(micro_batch, no_sums(), batch)[0], ("data", "fsdp"))
 
     return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=(shares, ROWS), out_specs=PartitionSpec()))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from configs.schema import BatchConfig, MeshConfig, UserError
-from training.mesh import REPLICATED, batch_shape, batch_sharding, make_mesh, shard_axis, shard_spec
+from training.mesh import REPLICATED, batch_shape, batch_sharding, data_axis, make_mesh, parameter_spec
 
 
 def mesh(replicas: int) -> Mesh:
@@ -20,15 +20,24 @@ def mesh(replicas: int) -> Mesh:
 def test_mesh_takes_all_devices_it_is_given(replicas):
     devices = jax.devices()[:replicas]
     for config in (MeshConfig(data=-1), MeshConfig(data=replicas)):
-        assert make_mesh(config, devices).shape == {"data": replicas}
+        assert make_mesh(config, devices).shape == {"data": replicas, "fsdp": 1, "tensor": 1}
     assert list(mesh(replicas).devices.flat) == devices
     assert make_mesh(MeshConfig()).size == 8
+    assert make_mesh(MeshConfig(fsdp=2, tensor=2)).shape == {"data": 2, "fsdp": 2, "tensor": 2}
 
 
-@pytest.mark.parametrize("data", [1, 4, 16])
-def test_mesh_of_another_size_than_the_devices_is_refused(data):
-    with pytest.raises(UserError, match=rf"--mesh\.data={data} does not fit the 8 cpu .*use 8, or -1"):
-        make_mesh(MeshConfig(data=data))
+@pytest.mark.parametrize(
+    ("config", "works"),
+    [
+        (MeshConfig(data=1), "use --mesh.data=8 or -1"),
+        (MeshConfig(data=16), "use --mesh.data=8 or -1"),
+        (MeshConfig(data=4, fsdp=4), "use --mesh.data=2 or -1"),
+        (MeshConfig(fsdp=3), "fsdp x tensor that divide them"),
+    ],
+)
+def test_mesh_of_another_size_than_the_devices_is_refused(config, works):
+    with pytest.raises(UserError, match=f"does not fit the 8 cpu .*{works}"):
+        make_mesh(config)
 
 
 @pytest.mark.parametrize(
@@ -85,12 +94,20 @@ def test_rows_are_split_over_the_replicas(replicas):
 
 
 @pytest.mark.parametrize(
-    ("shape", "axis"),
-    [((8,), 0), ((7,), REPLICATED), ((), REPLICATED), ((16, 8), 0), ((8, 16), 1), ((7, 8), 1), ((24, 100), 0)],
+    ("shape", "sizes", "zero", "share"),
+    [
+        ((16, 8), (8, 1, 1), 0, (2, 8)),
+        ((8, 16), (8, 1, 1), 1, (8, 2)),
+        ((7, 8), (8, 1, 1), 1, (7, 1)),
+        ((7, 9), (8, 1, 1), REPLICATED, (7, 9)),
+        ((16, 8), (2, 4, 1), 1, (4, 4)),  # the width, dimension 0, is divided by fsdp first
+        ((16, 8), (2, 1, 4), 0, (8, 2)),
+        ((16, 8), (2, 2, 2), 0, (4, 4)),
+        ((16, 8), (1, 2, 4), 0, (8, 2)),
+    ],
 )
-def test_a_parameter_is_divided_along_its_longest_dimension_that_divides(shape, axis):
-    assert shard_axis(shape, 8) == axis
-    parts = jax.device_put(np.zeros(shape), jax.NamedSharding(mesh(8), shard_spec(shape, 8))).addressable_shards
-    expected = tuple(size // 8 if i == axis else size for i, size in enumerate(shape))
-    assert {part.data.shape for part in parts} == {expected}
-    assert (shard_spec(shape, 8) == PartitionSpec()) == (axis == REPLICATED)
+def test_a_matrix_is_divided_over_every_axis(shape, sizes, zero, share):
+    mesh = make_mesh(MeshConfig(*sizes))
+    assert data_axis(shape, 0, mesh) == zero
+    parts = jax.device_put(np.zeros(shape), jax.NamedSharding(mesh, parameter_spec(shape, 0, mesh)))
+    assert {part.data.shape for part in parts.addressable_shards} == {share}

@@ -21,7 +21,11 @@ FREE = {
     "eval.sample_tokens",
     "eval.tokens",
     "log.every_steps",
+    "max_skipped_steps",
     "mesh.data",
+    "mesh.fsdp",
+    "mesh.tensor",
+    "model.remat",
 }
 OTHERS = sorted(options(Config(name="x")).keys() - FREE - {"run_dir", "resume"})
 

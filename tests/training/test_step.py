@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.schema import MeshConfig
 from tests import reference
 from tests.helpers import distance, random_rows, run_steps, start_params, step_of, tiny_config
 
@@ -53,6 +54,29 @@ def test_every_split_and_mesh_gives_the_reference_update(kind):
                 assert told[step][name] == pytest.approx(whole_told[step][name], rel=1e-6)
                 assert told[step][name] == pytest.approx(expected_told[step][name], rel=1e-5)
             assert told[step]["valid_tokens"] == rows[step]["weights"].sum()
+
+
+FACTORIZATIONS = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if d * f <= 8]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", FACTORIZATIONS, ids=str)
+def test_every_mesh_of_eight_gives_the_update_of_one(sizes):
+    """Three steps with each kind of weights, through micro-batches, in float32."""
+    config = tiny_config(rows=16, heads=8, kv_heads=8, head_dim=8)
+    divided = replace(with_rows_per_device(config, 1), mesh=MeshConfig(*sizes))
+    start = start_params(config)
+    for kind in KINDS:
+        rows = [random_rows(config, step, weights(kind, 16, 16, step)) for step in range(3)]
+        whole, whole_told = run_steps(config, rows)
+        params, told = run_steps(divided, rows, 8)
+        assert distance(params, whole) < 1e-6
+        moved = [jax.tree.map(np.subtract, p, start) for p in (params, whole)]
+        assert distance(*moved) < 1e-4
+        for ours, theirs in zip(told, whole_told, strict=True):
+            assert ours["valid_tokens"] == theirs["valid_tokens"]
+            for name in ("loss", "grad_norm"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-6)
 
 
 @settings(max_examples=8)

@@ -1,0 +1,39 @@
+"""What the network says across devices, written out, so that a reader can count it.
+
+Inside the step (`jax.shard_map`) each device holds a share of every matrix: the dimension that is the residual stream's
+width is divided over the mesh axis `fsdp`, the other (heads, MLP width, vocabulary) over `tensor`. Outside, where
+sampling has whole parameters, every function here does nothing.
+"""
+
+import jax
+from jaxtyping import Array, Float
+
+
+def inside() -> bool:
+    """Whether this is traced for one device of the step's mesh."""
+    return "tensor" in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def split(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Before work that is divided over `tensor`: the same values; their gradients are summed over `tensor`."""
+    return jax.lax.pcast(x, "tensor", to="varying") if inside() else x
+
+
+def join(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """After it: the sum of the devices' parts."""
+    return jax.lax.psum(x, "tensor") if inside() else x
+
+
+def tensor_index() -> Array | int:
+    """Which of the parts along `tensor` this device holds."""
+    return jax.lax.axis_index("tensor") if inside() else 0
+
+
+def gather(share: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """A matrix's `fsdp` shares, made whole along `axis`."""
+    return jax.lax.all_gather(share, "fsdp", axis=axis, tiled=True) if inside() else share
+
+
+def scatter(gradient: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """The gradient of `gather`: summed over `fsdp`, each device keeping its share along `axis`."""
+    return jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=axis, tiled=True) if inside() else gradient

@@ -1,0 +1,95 @@
+"""The same run on one device, on a mesh of eight, and on two processes of four."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_train import ROOT, folder, summary  # noqa: F401
+from training.metrics import read_metrics
+
+OPTIONS = ("--config=tiny.py", "--steps=40", "--log.every_steps=1", "--eval.every_steps=20", "--model.kv_heads=2")
+
+
+def start(folder, devices: int, processes: int, *arguments, per_process=((), ())):  # noqa: F811
+    """Starts train.py in so many processes of so many CPU devices each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    started = []
+    for index in range(processes):
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        }
+        if processes > 1:
+            environment |= {
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": str(processes),
+                "JAX_PROCESS_ID": str(index),
+            }
+        command = [sys.executable, ROOT / "train.py", *OPTIONS, *arguments, *per_process[index]]
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=subprocess.STDOUT))
+    return started
+
+
+def finish(processes, code=0) -> list[str]:
+    """Waits for all and returns what they said."""
+    said = [process.communicate(timeout=300)[0].decode() for process in processes]
+    assert [process.returncode for process in processes] == [code] * len(processes), "\n---\n".join(said)
+    return said
+
+
+@pytest.fixture(scope="module")
+def one_device(folder):  # noqa: F811
+    finish(start(folder, 1, 1, "--run_dir=one"))
+    return folder / "one"
+
+
+def assert_same(run_dir: Path, other: Path) -> None:
+    """Losses, norms and evaluations agree within 1e-5 over the first 20 steps, and each step is told once."""
+    ours, theirs = read_metrics(run_dir), read_metrics(other)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for line, expected in zip(ours[:22], theirs):
+        for name in line.keys() & {"loss", "grad_norm", "val_loss", "val_bpb"}:
+            assert line[name] == pytest.approx(expected[name], rel=1e-5), (line["step"], name)
+
+
+@pytest.mark.slow
+def test_eight_devices_on_three_axes(folder, one_device):  # noqa: F811
+    mesh = ("--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2")
+    finish(start(folder, 8, 1, "--run_dir=three-axes", "--batch.rows_per_device=2", *mesh))
+    assert_same(folder / "three-axes", one_device)
+
+
+@pytest.mark.slow
+def test_two_processes_of_four(folder, one_device):  # noqa: F811
+    """Stopped by Ctrl-C on both and continued; written once, by the first."""
+    options = ("--run_dir=two", "--batch.rows_per_device=1", "--mesh.fsdp=2", "--checkpoint.every_steps=10")
+    processes = start(folder, 4, 2, *options, "--steps=40")
+    said = finish(processes)
+    assert "bits per byte" in said[0] and "bits per byte" not in said[1]
+    assert_same(folder / "two", one_device)
+    finish(start(folder, 8, 1, "--run_dir=eight", "--batch.rows_per_device=1", "--mesh.fsdp=2"))
+    assert_same(folder / "two", folder / "eight")
+    assert summary(folder / "two")["val_loss"] == pytest.approx(summary(folder / "eight")["val_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_processes_that_disagree_refuse_with_code_2(folder):  # noqa: F811
+    options = ("--run_dir=disagree", "--batch.rows_per_device=1")
+    said = finish(start(folder, 4, 2, *options, per_process=((), ("--seed=1",))), code=2)
+    for text in said:
+        assert "[1] differ from process 0 in their config" in text and "Traceback" not in text
+    assert not (folder / "disagree").exists()
+
+
+@pytest.mark.slow
+def test_a_mistake_is_told_by_every_process(folder, one_device):  # noqa: F811
+    said = finish(start(folder, 4, 2, "--run_dir=one", "--batch.rows_per_device=1", "--seed=1"), code=2)
+    for text in said:
+        assert "seed: 0 -> 1" in text and "Traceback" not in text
