@@ -48,6 +48,10 @@ def test_defaults_are_valid():
         ("batch.tokens_per_step", 5000, "multiple of batch.sequence_length=2048; nearest: 4096 or 6144"),
         ("batch.tokens_per_step", 100, "nearest: 2048"),
         ("batch.rows_per_device", 0, "positive"),
+        ("mesh.fsdp", 5, "divide model.width=768"),
+        ("mesh.tensor", 4, r"divide model.heads=6: one of \[1, 2, 3, 6\]"),
+        ("mesh.tensor", 0, "positive"),
+        ("max_skipped_steps", 0, "positive"),
         ("optimizer.embed.peak_rate", 0.0, "positive"),
         ("optimizer.matrices.beta1", 1.0, "below 1"),
         ("optimizer.lm_head.beta2", -0.1, "at least 0"),
@@ -85,6 +89,8 @@ def test_bad_value_is_refused_naming_the_option_its_value_and_what_would_work(na
         ("optimizer.matrices.schedule.warmdown", 1.0),
         ("optimizer.matrices.schedule.final", 0.0),
         ("mesh.data", 8),
+        ("mesh.fsdp", 256),
+        ("mesh.tensor", 2),
     ],
 )
 def test_values_at_the_edge_are_valid(name, value):
