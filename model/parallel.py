@@ -36,4 +36,8 @@ def gather(share: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
 
 def scatter(gradient: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
     """The gradient of `gather`: summed over `fsdp`, each device keeping its share along `axis`."""
-    return jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=axis, tiled=True) if inside() else gradient
+    if not inside():
+        return gradient
+    share = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=axis, tiled=True)
+    # Else XLA would move the sum out of the scan, and keep whole gradients in it, by the pass of openxla/xla#49143.
+    return jax.lax.optimization_barrier(share)

@@ -1,0 +1,273 @@
+"""What the compiled training step sends between chips, read from XLA's program: one table, and nothing is run.
+
+python -m bench.collectives --config=configs/d12.py --topology=v5e:4x4 --mesh.data=-1
+
+With --topology the step is compiled ahead of time for that TPU slice (libtpu must be installed, a TPU need not be
+there), else for the devices here. Exit code 1 where anything crosses the mesh axis `data` inside the scan over
+micro-batches: gradients should cross it once a step.
+
+Bytes are a chip's payload, not what a ring sends for it: the result of an all-gather, the operand of everything else
+(of a reduce-scatter, the whole tensor before it is scattered). The TPU compiler may make all-reduces of reduce-scatters
+and, with zeros around each share, of all-gathers: the type and the bytes tell which. Cycles are the compiler's estimate
+of its own scheduled work: not of collectives, attention kernels or asynchronous copies.
+"""
+
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from bench import throughput
+from configs.command_line import parse
+from configs.schema import Config, UserError
+from model.flops import parameter_counts
+from training.mesh import batch_shape, batch_sharding, make_mesh
+from training.optimizer import make_optimizer
+from training.runtime import run_command
+from training.state import abstract_state, compute_dtype, split_model
+from training.step import make_train_step
+
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute", "collective-broadcast")
+COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
+INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)$")
+CALLS = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """For which machine, and the sizes that differ from the config's."""
+
+    topology: str = ""
+    """A TPU slice, as `v5e:4x4`, `v5p:4x4x4`, `v6e:4x4`. Empty: the devices here."""
+    rows: int = 4
+    """Rows of a micro-batch on one device."""
+    micro_batches: int = 4
+    """Micro-batches of a step; of a single one the compiler would leave no loop to look into."""
+
+
+class Collective(NamedTuple):
+    """A collective instruction that crosses at least one axis of the mesh."""
+
+    kind: str  # one of KINDS
+    dtype: str  # f32, bf16, ...
+    axes: tuple[str, ...]  # along which devices of one of its groups differ
+    in_loop: bool  # in the scan over micro-batches, or in any other loop
+    times: int  # a step
+    bytes_each: int  # payload of one execution on one chip
+    label: str  # the end of the name that JAX gave it, or XLA's where it has none
+
+
+class Instruction(NamedTuple):
+    name: str
+    type: str
+    opcode: str
+    operands: str
+    attributes: str
+
+
+Program = dict[str, list[Instruction]]
+
+
+def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
+    """Those of a program (`compiled.as_text()`, or `lowered.as_text("hlo")`).
+
+    `mesh_shape` is `dict(mesh.shape)`; replica groups hold positions in `mesh.devices.flat`. What is asynchronous
+    counts once, and groups of one device not at all. ValueError for a loop whose trip count cannot be told.
+    """
+    program, entry = read_program(hlo_text)
+    found, seen = [], set()
+    for name, times, in_loop, caller in visits(program, entry, entry):
+        types = {instruction.name: instruction.type for instruction in program[name]}
+        for instruction in program[name]:
+            kind, attributes = instruction.opcode.removesuffix("-start"), instruction.attributes
+            # XLA:TPU writes one collective into each of the fusions that it overlaps with, as links of a chain.
+            chain = re.search(r'chain_id="\d+"', attributes)
+            if kind not in KINDS or (chain and (caller, chain[0]) in seen):
+                continue
+            seen.add((caller, chain and chain[0]))
+            groups = device_groups(attributes, prod(mesh_shape.values()))
+            operands = [types[operand] for operand in names(instruction.operands)]
+            size = sum(map(type_bytes, operands)) * (len(groups[0]) if kind == "all-gather" else 1)
+            dtype = "+".join(sorted({operand.split("[")[0] for operand in operands}))
+            label = re.search(r'op_name="(?:[^"]*/)?([^"/]+/[^"/]+)"', attributes)
+            label = label[1] if label else instruction.name.rstrip(".0123456789")
+            if axes := axes_crossed(groups, mesh_shape):
+                found.append(Collective(kind, dtype, axes, in_loop, times, size, label))
+    return found
+
+
+def estimated_cycles(hlo_text: str) -> int:
+    """The sum of XLA:TPU's estimates over a step, loop bodies times their trip counts; 0 for other programs."""
+    program, entry = read_program(hlo_text)
+    total = 0
+    for name, times, _, caller in visits(program, entry, entry):
+        for instruction in program[name] if name == caller else []:  # a fusion's estimate covers all that is in it
+            cycles = re.search(r'"estimated_cycles":"?(\d+)', instruction.attributes)
+            total += times * int(cycles[1]) if cycles else 0
+    return total
+
+
+def read_program(hlo_text: str) -> tuple[Program, str]:
+    """The instructions of each computation, and the name of the entry computation."""
+    program, entry, current = {}, "", []
+    for line in hlo_text.splitlines():
+        if match := COMPUTATION.match(line):
+            current = program[match[2]] = []
+            entry = match[2] if match[1] else entry
+        elif match := INSTRUCTION.match(line):
+            current.append(Instruction(*match.groups()))
+    return program, entry
+
+
+def visits(
+    program: Program, name: str, caller: str, times: int = 1, in_loop: bool = False
+) -> Iterator[tuple[str, int, bool, str]]:
+    """(computation, times a step, in a loop, the computation itself or what its fusion is in), here and below."""
+    yield name, times, in_loop, caller
+    for instruction in program[name]:
+        fusion, loop = instruction.opcode == "fusion", instruction.opcode == "while"
+        # The end of an asynchronous pair may name its computation again.
+        called = [] if instruction.opcode.endswith(("-done", "-update")) else CALLS.findall(instruction.attributes)
+        for callee in [callee for text in called for callee in names(text)]:
+            runs = times * trip_count(program, instruction) if loop else times
+            yield from visits(program, callee, caller if fusion or name != caller else callee, runs, in_loop or loop)
+
+
+def trip_count(program: Program, loop: Instruction) -> int:
+    """What XLA noted, or the one constant of the condition: JAX's loops count from 0 by 1."""
+    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
+        return int(known[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
+    limits = [i.operands for i in program[condition[1]] if i.opcode == "constant"] if condition else []
+    if len(limits) != 1 or not limits[0].isdigit():
+        raise ValueError(f"the trip count of {loop.name} is not in the program; its condition compares with {limits}")
+    return int(limits[0])
+
+
+def device_groups(attributes: str, devices: int) -> list[list[int]]:
+    """Which devices talk with each other, from any of XLA's notations (xla/hlo/ir: replica_group, mesh_and_axis).
+
+    `{{0,1},{2,3}}`, `{}` (all), `[4,2]<=[2,2,2]T(0,2,1)`, `mesh['data'=2,'fsdp'=4] {'fsdp':(1)2}`; also the pairs of
+    source_target_pairs.
+    """
+    text = re.split(r"\b(?:replica_groups|source_target_pairs)=", attributes, maxsplit=1)[1]
+    if listed := re.match(r"\{((?:\{[\d,]*\},?)*)\}", text):
+        return [numbers(group) for group in re.findall(r"\{([\d,]*)\}", listed[1])] or [list(range(devices))]
+    if text.startswith("["):
+        sizes, order = text.split("<=", 1)
+        return iota(order).reshape(numbers(sizes)).tolist()
+    axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text.split("]")[0])}
+    permuted = re.match(r"[^{]*device_ids=\(((\[)?.*?\)?)\) \{", text)
+    ids = np.arange(devices) if not permuted else iota(permuted[1]) if permuted[2] else np.array(numbers(permuted[1]))
+    # A group's devices agree in all coordinates but those of the named axes, or of the named parts of axes.
+    place = np.indices(tuple(axes.values())).reshape(len(axes), -1)
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", re.findall(r"\{(.*?)\}", text)[0]):
+        along, part = list(axes).index(name), int(size or axes[name])
+        stride = axes[name] // (int(before or 1) * part)
+        place[along] -= place[along] // stride % part * stride
+    groups = defaultdict(list)
+    for device, others in zip(ids.ravel().tolist(), place.T.tolist()):
+        groups[tuple(others)].append(device)
+    return list(groups.values())
+
+
+def iota(text: str) -> np.ndarray:
+    """`[2,4]T(1,0)`: 0, 1, 2, ... in that shape, transposed."""
+    shape, order = re.findall(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?", text)[0]
+    return np.arange(prod(numbers(shape))).reshape(numbers(shape)).transpose(numbers(order) or None)
+
+
+def axes_crossed(groups: list[list[int]], mesh_shape: dict[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which devices of one group differ."""
+    places = [np.unravel_index(group, tuple(mesh_shape.values())) for group in groups]
+    return tuple(name for i, name in enumerate(mesh_shape) if any(np.ptp(place[i]) for place in places))
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def names(text: str) -> list[str]:
+    return re.findall(r"[\w.\-]+", re.sub(r"/\*.*?\*/", "", text))
+
+
+def type_bytes(text: str) -> int:
+    """Bytes of an HLO type, tuples included; tokens have none."""
+    bits = lambda dtype: 8 if dtype == "pred" else next(iter(numbers(dtype)), 0)
+    return sum(bits(dtype) * prod(numbers(sizes)) for dtype, sizes in re.findall(r"(\w+)\[([\d,<=]*)\]", text)) // 8
+
+
+def compile_step(config: Config, mesh: Mesh) -> Any:
+    """The training step for that mesh, from shapes alone."""
+    dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
+    shapes = split_model(config.model, dtype)[1]
+    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps)
+    train_step = make_train_step(config.model, dtype, mesh, optimizer, rates, config.optimizer.clip_norm)
+    shape, sharding = batch_shape(config.batch, mesh), batch_sharding(mesh)
+    types = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in types.items()}
+    return train_step.lower(abstract_state(config.model, optimizer, mesh), batch).compile()
+
+
+def devices_of(topology: str) -> Any:
+    """The chips of a TPU slice that need not be there, or the devices here."""
+    if not topology:
+        return jax.devices()
+    # Before JAX first looks for devices: else it, and libtpu, would wait for a TPU.
+    jax.config.update("jax_platforms", "cpu")
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except Exception as error:
+        raise UserError(f"--topology={topology}: {error}") from error
+
+
+def report(found: list[Collective]) -> None:
+    """Prints the table: like collectives in one row."""
+    rows = defaultdict(lambda: np.zeros(2, int))
+    for c in found:
+        place = "loop" if c.in_loop else "once"
+        rows[c.kind, c.dtype, "+".join(c.axes), place, c.label] += (c.times, c.times * c.bytes_each)
+    print(f"{'collective':20}{'type':6}{'axes':18}{'where':7}{'times':>6}{'bytes a step':>16}  label")
+    for (kind, dtype, axes, place, label), (times, size) in rows.items():
+        print(f"{kind:20}{dtype:6}{axes:18}{place:7}{times:6}{size:16,}  {label}")
+
+
+def main() -> int:
+    config, arguments = parse(__doc__, Arguments)
+    mesh = make_mesh(config.mesh, devices_of(arguments.topology))
+    sizes = throughput.Arguments(rows=arguments.rows, micro_batches=arguments.micro_batches)
+    config = throughput.sized(config, sizes, mesh.size // mesh.shape["tensor"])
+    start = time.perf_counter()
+    compiled = compile_step(config, mesh)
+    seconds = time.perf_counter() - start
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    found = collectives(text, dict(mesh.shape))
+    report(found)
+    sums = [c for c in found if c.kind in ("all-reduce", "reduce-scatter") and c.dtype == "f32" and "data" in c.axes]
+    reduced = sum(c.times * c.bytes_each for c in sums)
+    gradients = 4 * sum(parameter_counts(config.model).values()) // (mesh.shape["fsdp"] * mesh.shape["tensor"])
+    outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    parts = {"arguments": memory.argument_size_in_bytes, "outputs": outputs, "temporaries": memory.temp_size_in_bytes}
+    print(f"\n{mesh.size} x {mesh.devices.flat[0].device_kind}, {dict(mesh.shape)}; compiled in {seconds:.0f} s")
+    print(f"float32 reduced over data: {reduced:,} bytes; gradients: {gradients:,}")
+    print("memory of a chip:", ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts.items()))
+    print(f"estimated cycles: {estimated_cycles(text):,}")
+    wrong = [c for c in found if c.in_loop and "data" in c.axes]
+    for c in wrong:
+        print(f"FAIL: {c.kind} over data in the loop: {c.times} times a step, {c.bytes_each:,} bytes each, {c.label}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    run_command(main)
