@@ -85,8 +85,11 @@ class Experiment:
                 losses.append(float(self.measure(state.params, self.held_out)))
         return losses, state.params
 
-    def plain(self, params_dtype: str, moments: str, wrap: Callable, micro_batches: int) -> tuple[list[float], dict]:
-        """Training as the issue does: parameters of one type, optax's AdamW for each group, one mean loss a call."""
+    def plain(self, params_dtype: str, moments: str, wrap: Callable, micro_batches: int) -> tuple[list[float], list]:
+        """Training as the issue does: parameters of one type, optax's AdamW for each group, one mean loss a call.
+
+        Every 10 steps: the held-out loss, and the share of parameters whose update was not zero but changed nothing.
+        """
         config = self.config
         optimizer, _ = make_optimizer(config.optimizer, self.shapes, config.model.width, config.steps)
         params = create_state(config.model, optimizer, self.mesh, config.seed).params
@@ -95,20 +98,23 @@ class Experiment:
         state = transform.init(params)
 
         @partial(jax.jit, donate_argnums=(0, 1))
-        def update(params: Any, state: optax.OptState, rows: dict) -> tuple[Any, Any]:
+        def update(params: Any, state: optax.OptState, rows: dict) -> tuple[Any, Any, Any]:
             gradients = jax.grad(self.mean_loss)(params, rows)
             updates, state = transform.update(gradients, state, params)
-            return optax.apply_updates(params, updates), state
+            moved = optax.apply_updates(params, updates)
+            lost = jax.tree.map(lambda new, old, u: jnp.sum((new == old) & (u != 0)), moved, params, updates)
+            return moved, state, sum(jax.tree.leaves(lost)) / sum(p.size for p in jax.tree.leaves(params))
 
-        losses = []
+        losses, lost = [], []
         for i in range(config.steps):
             batch = self.batches[i]
             parts = {name: array.reshape(micro_batches, -1, array.shape[-1]) for name, array in batch.items()}
             for k in range(micro_batches):
-                params, state = update(params, state, {name: array[k] for name, array in parts.items()})
+                params, state, share = update(params, state, {name: array[k] for name, array in parts.items()})
             if i % 10 == 9:
+                lost.append(float(share))
                 losses.append(float(self.measure(jax.tree.map(lambda p: p.astype(DTYPE), params), self.held_out)))
-        return losses, params
+        return losses, lost
 
 
 def plain_adamw(config: Config, params: dict, moments: str) -> optax.GradientTransformation:
@@ -148,8 +154,10 @@ def types(steps: int) -> dict:
     }
     results = {}
     for name, run in runs.items():
-        results[name] = run()[0]
-        print(f"{name}: held-out loss {results[name][-1]:.4f}", flush=True)
+        losses, lost = run()
+        results[name] = {"losses": losses, "lost": lost if isinstance(lost, list) else []}
+        told = f", {lost[-1]:.0%} of the updates lost" if isinstance(lost, list) else ""
+        print(f"{name}: held-out loss {losses[-1]:.4f}{told}", flush=True)
     return results
 
 
@@ -249,16 +257,23 @@ def notebook(schedule: str) -> float:
 
 
 def plot_types(results: dict, path: Path) -> None:
-    """Held-out losses of part (a)."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for name, losses in sorted(results.items(), key=lambda item: -item[1][-1]):
-        steps = 10 * np.arange(1, len(losses) + 1)
-        axes.plot(steps, losses, label=f"{losses[-1]:.3f}  {name}", linestyle="--" if "no Multi" in name else "-")
-    axes.set(xlabel="optimizer steps of 4,096 tokens", ylabel="held-out loss (nats a token)")
-    axes.set_title("Which type makes it stick? One changed at a time")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    """Held-out losses of part (a), from the middle on, and what share of the updates was lost."""
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, run in sorted(results.items(), key=lambda item: -item[1]["losses"][-1]):
+        losses, lost = run["losses"], run["lost"]
+        steps, style = 10 * np.arange(1, len(losses) + 1), "--" if "no Multi" in name or "tokensum" in name else "-"
+        half = len(losses) // 2
+        (line,) = left.plot(steps[half:], losses[half:], style, label=f"{losses[-1]:.3f}  {name}")
+        if lost:
+            right.plot(steps, lost, style, color=line.get_color())
+    left.set(xlabel="optimizer steps of 4,096 tokens", ylabel="nats a token", title="Held-out loss, second half")
+    right.set(
+        xlabel="optimizer steps", ylabel="share of all parameters", title="Updates too small to change their parameter"
+    )
+    left.legend(fontsize=7)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)
 
 
