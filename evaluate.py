@@ -8,10 +8,8 @@ import jax
 import tyro
 
 from configs.schema import MeshConfig, UserError
+from data.dataset import open_text
 from data.loader import held_out_batches
-from data.packing import StreamRows
-from data.prepare import prepare
-from data.tokenizer import token_bytes
 from training.mesh import batch_sharding, make_mesh
 from training.run_folder import load_run
 from training.runtime import cache_dir, run_command, start_jax
@@ -46,16 +44,22 @@ def main() -> int:
     mesh = make_mesh(MeshConfig())
     run = load_run(arguments.run_dir, mesh)
     config = run.config
-    dataset = prepare(config.data, config.model.vocab_size, cache_dir() / "datasets")
-    if dataset.fingerprint != run.dataset:
+    shape = (1, config.batch.rows_per_device * mesh.size, config.batch.sequence_length)
+    text = open_text(config.data, config.model.vocab_size, shape[2], 1, cache_dir())
+    if text.fingerprint != run.dataset:
         raise UserError(
             f"{config.data.source} is not the text that {arguments.run_dir} was trained on: its fingerprint is "
-            f"{dataset.fingerprint}, the run's {run.dataset}; evaluate where that text is"
+            f"{text.fingerprint}, the run's {run.dataset}; evaluate where that text is"
         )
-    shape = (1, config.batch.rows_per_device * mesh.size, config.batch.sequence_length)
-    rows = StreamRows(dataset.val, config.batch.sequence_length)
-    tokens = arguments.tokens or config.eval.tokens
-    batches, text_bytes = held_out_batches(rows, tokens, token_bytes(dataset.tokenizer), shape, batch_sharding(mesh))
+    batches, text_bytes = held_out_batches(
+        text.val,
+        text.weights,
+        arguments.tokens or config.eval.tokens,
+        text.tokenizer.token_bytes,
+        shape,
+        batch_sharding(mesh),
+        text.tokenizer.bos if config.data.mask_documents else None,
+    )
     eval_step = make_eval_step(config.model, compute_dtype(config.model, jax.default_backend()), mesh)
     results = evaluate(eval_step, run.params, batches, text_bytes)
     print(json.dumps({"run_dir": arguments.run_dir, "step": run.step, **results}))

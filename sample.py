@@ -8,10 +8,9 @@ import jax
 import numpy as np
 import tyro
 from flax import nnx
-from tokenizers import Tokenizer
 
 from configs.schema import MeshConfig, UserError
-from data.tokenizer import BOS, load_tokenizer
+from data.tokenizer import TextTokenizer, load_tokenizer
 from model.generate import generate
 from model.gpt import GPT
 from training.mesh import make_mesh
@@ -41,9 +40,9 @@ class Arguments:
     """Seed of the draws."""
 
 
-def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str], capacity: int) -> list[list[int]]:
+def encode_prompts(tokenizer: TextTokenizer, prompts: Sequence[str], capacity: int) -> list[list[int]]:
     """Each prompt's tokens after a BOS. UserError for one that leaves no room for a continuation in `capacity`."""
-    encoded = [[tokenizer.token_to_id(BOS), *tokenizer.encode(prompt).ids] for prompt in prompts]
+    encoded = [[tokenizer.bos, *ids] for ids in tokenizer.encode(prompts)]
     for prompt, ids in zip(prompts, encoded):
         if len(ids) >= capacity:
             raise UserError(
@@ -56,7 +55,7 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str], capacity: int) 
 def continuations(
     graphdef: nnx.GraphDef[GPT],
     params: dict,
-    tokenizer: Tokenizer,
+    tokenizer: TextTokenizer,
     prompts: list[list[int]],
     *,
     tokens: int,
@@ -93,7 +92,7 @@ def main() -> int:
     run = load_run(arguments.run_dir, mesh)
     dtype = compute_dtype(run.config.model, jax.default_backend())
     capacity = run.config.batch.sequence_length
-    tokenizer = load_tokenizer(Path(arguments.run_dir) / "tokenizer" / "tokenizer.json")
+    tokenizer = load_tokenizer(Path(arguments.run_dir) / "tokenizer")
     prompts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
     texts = continuations(
         split_model(run.config.model, dtype)[0],

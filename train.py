@@ -12,10 +12,8 @@ from tqdm import tqdm
 
 from configs.command_line import parse
 from configs.schema import Config, UserError, options
-from data.loader import held_out_batches, train_batches
-from data.packing import StreamRows
-from data.prepare import prepare
-from data.tokenizer import token_bytes
+from data.dataset import open_text
+from data.loader import StepBatches, held_out_batches, local_rows, train_batches
 from evaluate import evaluate
 from model.flops import flops_per_token, parameter_counts, peak_flops
 from sample import continuations, encode_prompts
@@ -63,20 +61,14 @@ def train(config: Config, accept_changes: bool = False) -> int:
     flops, peak = flops_per_token(config.model, config.batch.sequence_length), peak_flops(device.device_kind)
 
     # The text, cut into rows.
-    dataset = prepare(config.data, config.model.vocab_size, cache_dir() / "datasets")
-    rows, val_rows = (StreamRows(tokens, config.batch.sequence_length) for tokens in (dataset.train, dataset.val))
-    if not len(rows) or not len(val_rows):
-        raise UserError(
-            f"--data.source={config.data.source} has {len(dataset.train)} tokens to train on and {len(dataset.val)} "
-            f"held out; each needs more than --batch.sequence_length={config.batch.sequence_length}"
-        )
-    prompts = encode_prompts(dataset.tokenizer, config.eval.prompts, config.batch.sequence_length)
-
-    check_hosts_agree("their text", dataset.fingerprint)
+    text = open_text(config.data, config.model.vocab_size, shape[2], shape[0] * shape[1], cache_dir())
+    prompts = encode_prompts(text.tokenizer, config.eval.prompts, shape[2])
+    check_hosts_agree("their text", text.fingerprint)
 
     # The run's folder, and how far the run in it has come.
-    changes = on_first_process(lambda: open_run(config, dataset.fingerprint, accept_changes))
     run_dir = Path(config.run_dir)
+    text.tokenizer.require_same_in(run_dir / "tokenizer")
+    changes = on_first_process(lambda: open_run(config, text.fingerprint, accept_changes))
     checkpoints = Checkpoints(run_dir, config.checkpoint.keep)
     start = checkpoints.latest() or 0
     if start == 0 and config.resume == "must":
@@ -85,7 +77,7 @@ def train(config: Config, accept_changes: bool = False) -> int:
         print(f"{run_dir} is complete: {start} steps; a longer run: --steps={2 * start} --accept_changes")
         return 0
     if first_process:
-        dataset.save_tokenizer(run_dir / "tokenizer")
+        text.tokenizer.save(run_dir / "tokenizer")
     writer = MetricsWriter(run_dir, start)
     if changes:
         writer.write({"step": start, "changes": changes})
@@ -97,9 +89,12 @@ def train(config: Config, accept_changes: bool = False) -> int:
         state, facts = checkpoints.restore(start, abstract_state(config.model, optimizer, mesh))
     else:
         state, facts = create_state(config.model, optimizer, mesh, config.seed), {"seconds": 0.0}
-    batches = train_batches(rows, config.seed, shape, sharding, start, config.data.workers)
-    sizes = token_bytes(dataset.tokenizer)
-    held_out, held_out_bytes = held_out_batches(val_rows, config.eval.tokens, sizes, shape, sharding)
+    bos = text.tokenizer.bos if config.data.mask_documents else None
+    steps = StepBatches(text.train, text.weights, config.seed, shape, local_rows(shape, sharding), bos)
+    batches = train_batches(steps, sharding, start, config.data.workers)
+    held_out, held_out_bytes = held_out_batches(
+        text.val, text.weights, config.eval.tokens, text.tokenizer.token_bytes, shape, sharding, bos
+    )
     batch = next(batches)
     eval_step = make_eval_step(config.model, dtype, mesh)
     # Compiled once, here: a compiled program refuses other shapes, so no step can compile anew.
@@ -129,10 +124,12 @@ def train(config: Config, accept_changes: bool = False) -> int:
                 why = f"the gradient of {', '.join(bad)} is not finite" if bad else "it has no valid token"
                 say(f"step {step} changed nothing: {why}; {skipped} step(s) skipped so far")
         unread.clear()
-        tokens_per_second = clock.rate(step) * config.batch.tokens_per_step
+        steps_per_second, data_wait = clock.rates(step)
+        tokens_per_second = steps_per_second * config.batch.tokens_per_step
         mfu = tokens_per_second * flops / (peak * mesh.size) if peak else None
         line = {"step": step, "tokens": step * config.batch.tokens_per_step, **values}
-        line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "seconds": clock.seconds}
+        line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "data_wait": data_wait}
+        line |= {"seconds": clock.seconds}
         writer.write(line)
         told = f"loss {values['loss']:.4f}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
         bar.set_postfix_str(told, refresh=False)
@@ -146,7 +143,7 @@ def train(config: Config, accept_changes: bool = False) -> int:
         samples = continuations(
             graphdef,
             replicated(state.params, dtype, mesh),
-            dataset.tokenizer,
+            text.tokenizer,
             prompts,
             tokens=config.eval.sample_tokens,
             capacity=config.batch.sequence_length,
@@ -165,7 +162,8 @@ def train(config: Config, accept_changes: bool = False) -> int:
             step += 1
             if due:
                 report()  # up to the step before, while this one runs
-            batch = next(batches)
+            with clock.waiting():
+                batch = next(batches)
             unread.append((step, metrics))
             due = step % config.log.every_steps == 0 or step == config.steps
             last = step == config.steps or interrupt.requested
@@ -181,7 +179,7 @@ def train(config: Config, accept_changes: bool = False) -> int:
                 with clock.paused():
                     measure(step)
             if saves:
-                checkpoints.save(step, state, {"seconds": clock.seconds, "dataset": dataset.fingerprint})
+                checkpoints.save(step, state, {"seconds": clock.seconds, "dataset": text.fingerprint})
     checkpoints.close()
     seconds = clock.seconds
     bar.close()

@@ -24,9 +24,8 @@ from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
 from configs.schema import BatchConfig, Config, DataConfig, GroupConfig, ModelConfig, OptimizerConfig, ScheduleConfig
+from data.dataset import open_text
 from data.loader import StepBatches
-from data.packing import StreamRows
-from data.prepare import prepare
 from model.loss import loss_sums
 from training.mesh import batch_shape, make_mesh
 from training.optimizer import make_optimizer, parameter_groups, peak_rates
@@ -57,12 +56,10 @@ class Experiment:
         self.config = config
         self.mesh = make_mesh(config.mesh, jax.devices()[:1])
         self.graphdef, self.shapes = split_model(config.model, DTYPE)
-        dataset = prepare(DataConfig(), config.model.vocab_size, cache_dir() / "datasets")
         shape = batch_shape(config.batch, self.mesh)
-        self.batches = StepBatches(
-            StreamRows(dataset.train, config.batch.sequence_length), config.seed, shape, np.arange(shape[1])
-        )
-        val = StreamRows(dataset.val, config.batch.sequence_length)
+        text = open_text(DataConfig(), config.model.vocab_size, shape[2], shape[0] * shape[1], cache_dir())
+        self.batches = StepBatches(text.train, text.weights, config.seed, shape, np.arange(shape[1]))
+        (val,) = text.val
         rows = [val[i * len(val) // 128] for i in range(128)]
         self.held_out = {name: jnp.stack([row[name] for row in rows]) for name in rows[0]}
         self.measure = jax.jit(self.mean_loss)

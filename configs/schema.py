@@ -47,11 +47,22 @@ class DataConfig:
     """The text, and how it becomes rows."""
 
     source: str = "stdlib"
-    """`stdlib` (this Python's standard library, its .py files), a text file, or a folder of .txt, .md and .py files."""
+    """A dataset folder that data.prepare made; a folder of .bin token shards (llm.c, modded-nanogpt), with `tokenizer`;
+    several of these with their shares of the rows (`0.7:DIR,0.3:DIR`); or raw text, prepared once in the cache:
+    `stdlib` (this Python's standard library, its .py files), or a file, a folder or a glob of .txt, .md, .py, .jsonl
+    and .parquet."""
+    tokenizer: str = ""
+    """A tokenizer.json, a folder with one, or `tiktoken:gpt2`. Empty: the dataset's own; for raw text a byte-level BPE
+    of `model.vocab_size` tokens is trained."""
+    shards: int = 0
+    """Train on the first so many shards, held-out part included, of a dataset that is still being prepared; 0: all."""
     val_fraction: float = 0.05
-    """Share of the documents, chosen by a hash of their names, that is never trained on."""
-    packing: Literal["stream"] = "stream"
-    """`stream`: documents, each after a BOS, in one long stream that is cut into rows; nothing is padded or lost."""
+    """Of raw text: the share of the documents, chosen by a hash of their names, that is never trained on."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """`stream`: documents, each after a BOS, in one long stream that is cut into rows; nothing is padded or lost.
+    `best_fit`: whole documents side by side, every row starting with a BOS; longer ones are cut; some 1% is padding."""
+    mask_documents: bool = False
+    """Attention stays within a document. (On a GPU the mask takes memory: a number a pair of positions of a row.)"""
     workers: int = 2
     """Threads that read batches ahead."""
 
@@ -225,17 +236,22 @@ def validate(config: Config) -> None:
         leaf = name.rsplit(".", 1)[-1]
         if leaf in ("beta1", "beta2"):
             require(0 <= value < 1, name, "a moment's decay must be at least 0 and below 1")  # pyright: ignore
-        elif leaf in ("weight_decay", "warmup_steps", "workers", "seed"):
+        elif leaf in ("weight_decay", "warmup_steps", "workers", "shards", "seed"):
             require(value >= 0, name, "it must not be negative")  # pyright: ignore
         elif leaf in ("warmdown", "final"):
             require(0 <= value <= 1, name, "it is a share, from 0 to 1")  # pyright: ignore
-        elif isinstance(value, (int, float)) and name not in ("mesh.data", "data.val_fraction"):
+        elif (
+            isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and name not in ("mesh.data", "data.val_fraction")
+        ):
             require(value > 0, name, "it must be positive")
     require(config.seed < 2**32, "seed", "it must be below 2^32")
     require(bool(config.name) and "/" not in config.name, "name", "it names a folder: not empty, without '/'")
     require(0 < config.data.val_fraction < 1, "data.val_fraction", "it must lie between 0 and 1")
     require(config.mesh.data == -1 or config.mesh.data > 0, "mesh.data", "give a number of replicas, or -1 for all")
     model, batch = config.model, config.batch
+    require(batch.sequence_length > 1, "batch.sequence_length", "a row has at least 2 tokens")
     require(model.head_dim % 2 == 0, "model.head_dim", f"it must be even; try {model.head_dim + 1}")
     divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
     require(

@@ -1,28 +1,52 @@
 """Batches as a pure function of (rows, seed, step): no iterator has a state that would have to be saved.
 
-Step t takes rows t*G .. t*G + G - 1 of an endless sequence: a fresh permutation of all rows each epoch. Row i of a
-step's G is row i % B of micro-batch i // B, on whichever device the mesh puts it; a process reads only its own.
+Step t takes rows t*G .. t*G + G - 1 of an endless sequence: a fresh permutation of all rows each epoch; of a mixture,
+the datasets' own such sequences, interleaved by their shares. Row i of a step's G is row i % B of micro-batch i // B,
+on whichever device the mesh puts it; a process reads only its own.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jaxtyping import Int
 
-from data.packing import Row, StreamRows
+from data.packing import Row, Rows
+
+Shape = tuple[int, int, int]
+
+
+def row_sequence(rows: Sequence[Rows], weights: Sequence[float], seed: int) -> Any:
+    """The endless sequence, by random access: position -> (dataset, row of it). Each row of a dataset comes once in an
+    epoch of that dataset."""
+    order = [
+        grain.MapDataset.range(len(part)).shuffle(seed=seed + i).repeat().map(lambda row, i=i: (i, int(row)))
+        for i, part in enumerate(rows)
+    ]
+    return order[0] if len(order) == 1 else grain.MapDataset.mix(order, weights)
 
 
 class StepBatches:
     """Random access by step to this process's part of each batch: arrays [K, B / processes, T]."""
 
-    def __init__(self, rows: StreamRows, seed: int, shape: tuple[int, int, int], local_rows: np.ndarray):
-        self.order: Any = grain.MapDataset.source(rows).shuffle(seed=seed).repeat()
+    def __init__(
+        self,
+        rows: Sequence[Rows],
+        weights: Sequence[float],
+        seed: int,
+        shape: Shape,
+        local_rows: Int[np.ndarray, "local_rows"],
+        document_bos: int | None = None,
+    ):
+        self.rows = rows
+        self.sequence = row_sequence(rows, weights, seed)
         self.shape = shape
         self.local_rows = local_rows
+        self.document_bos = document_bos
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -30,60 +54,66 @@ class StepBatches:
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         micro_batches, width, _ = self.shape
         first = int(index) * micro_batches * width
-        indices = first + np.arange(micro_batches)[:, None] * width + self.local_rows
-        return stack([self.order[int(index)] for index in indices.flat], indices.shape)
+        positions = first + np.arange(micro_batches)[:, None] * width + self.local_rows
+        found = [self.sequence[position] for position in positions.ravel().tolist()]
+        return stack([self.rows[i][row] for i, row in found], positions.shape, self.document_bos)
 
 
-def stack(rows: list[Row], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Rows to arrays [*shape, T]."""
-    return {name: np.stack([row[name] for row in rows]).reshape(*shape, -1) for name in Row.__annotations__}
+def stack(rows: list[Row], shape: tuple[int, ...], document_bos: int | None) -> dict[str, np.ndarray]:
+    """Rows to arrays [*shape, T]; with a `document_bos`, segment ids too, a new one from each of its places on."""
+    batch = {name: np.stack([row[name] for row in rows]).reshape(*shape, -1) for name in Row.__annotations__}
+    if document_bos is not None:
+        batch["segment_ids"] = np.cumsum(batch["inputs"] == document_bos, axis=-1, dtype=np.int32)
+    return batch
 
 
-def local_rows(shape: tuple[int, int, int], sharding: NamedSharding) -> np.ndarray:
+def local_rows(shape: Shape, sharding: NamedSharding) -> Int[np.ndarray, "local_rows"]:
     """Which rows of each micro-batch this process's devices hold, in ascending order."""
     indices: Any = sharding.addressable_devices_indices_map(shape).values()
     slices = {index[1].indices(shape[1])[:2] for index in indices}
     return np.concatenate([np.arange(start, stop) for start, stop in sorted(slices)])
 
 
-def to_devices(batch: dict[str, np.ndarray], shape: tuple[int, int, int], sharding: NamedSharding) -> Any:
+def to_devices(batch: dict[str, np.ndarray], shape: Shape, sharding: NamedSharding) -> Any:
     """This process's part of a batch as its part of the global arrays [K, B, T]."""
     make = jax.make_array_from_process_local_data
     return {name: make(sharding, array, shape) for name, array in batch.items()}
 
 
-def train_batches(
-    rows: StreamRows,
-    seed: int,
-    shape: tuple[int, int, int],
-    sharding: NamedSharding,
-    start: int,
-    workers: int,
-) -> Iterator[Any]:
+def train_batches(batches: StepBatches, sharding: NamedSharding, start: int, workers: int) -> Iterator[Any]:
     """The batches of steps `start`, `start + 1`, ... without end, on the devices, read ahead by `workers` threads."""
-    steps = StepBatches(rows, seed, shape, local_rows(shape, sharding))
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
-    for batch in grain.MapDataset.source(steps)[start:].to_iter_dataset(options):
-        yield to_devices(batch, shape, sharding)
+    for batch in grain.MapDataset.source(batches)[start:].to_iter_dataset(options):
+        yield to_devices(batch, batches.shape, sharding)
 
 
 def held_out_batches(
-    rows: StreamRows, tokens: int, token_bytes: np.ndarray, shape: tuple[int, int, int], sharding: NamedSharding
+    rows: Sequence[Rows],
+    weights: Sequence[float],
+    tokens: int,
+    token_bytes: Int[np.ndarray, "vocab"],
+    shape: Shape,
+    sharding: NamedSharding,
+    document_bos: int | None = None,
 ) -> tuple[list[Any], int]:
-    """`tokens` tokens in rows spread evenly over all rows, on the devices, and how many bytes of text their targets
-    stand for. Targets that stand for no text (the BOS) have weight 0, as have the rows that fill the last batch up.
+    """`tokens` tokens, of each dataset its share, in rows spread evenly over all of its rows, on the devices, and how
+    many bytes of text their targets stand for. Targets that stand for no text (the BOS) have weight 0, as have the rows
+    that fill the last batch up.
     """
     micro_batches, width, length = shape
-    count = min(len(rows), max(tokens // length, 1))
-    chosen = [i * len(rows) // count for i in range(count)]
-    mine = local_rows(shape, sharding)
+    chosen: list[Row] = []
+    for part, weight in zip(rows, weights):
+        count = min(len(part), max(round(tokens * weight) // length, 1))
+        chosen += [part[i * len(part) // count] for i in range(count)]
     filler = Row(
         inputs=np.zeros(length, np.int32), targets=np.zeros(length, np.int32), weights=np.zeros(length, np.float32)
     )
+    mine = local_rows(shape, sharding)
     batches = []
-    for first in range(0, count, micro_batches * width):
+    for first in range(0, len(chosen), micro_batches * width):
         indices = first + np.arange(micro_batches)[:, None] * width + mine
-        batch = stack([rows[chosen[i]] if i < count else filler for i in indices.flat], indices.shape)
+        mine_of_it = [chosen[i] if i < len(chosen) else filler for i in indices.ravel().tolist()]
+        batch = stack(mine_of_it, indices.shape, document_bos)
         batch["weights"] *= token_bytes[batch["targets"]] > 0
         batches.append(to_devices(batch, shape, sharding))
-    return batches, sum(int(token_bytes[rows[i]["targets"]].sum()) for i in chosen)
+    return batches, sum(int(token_bytes[row["targets"][row["weights"] > 0]].sum()) for row in chosen)

@@ -1,13 +1,18 @@
 """Rows: how a stream of tokens becomes inputs and targets of equal length."""
 
-from typing import TypedDict
+import shutil
+import tempfile
+from pathlib import Path
+from typing import NamedTuple, TypedDict
 
 import numpy as np
 from jaxtyping import Float, Int, Integer
 
+from data.shards import TokenStream
+
 
 class Row(TypedDict):
-    """One row; position i is asked for `targets[i]` after `inputs[:i + 1]`."""
+    """One row; position i is asked for `targets[i]` after `inputs[:i + 1]`, and counts `weights[i]`."""
 
     inputs: Int[np.ndarray, "T"]
     targets: Int[np.ndarray, "T"]
@@ -15,10 +20,10 @@ class Row(TypedDict):
 
 
 class StreamRows:
-    """The stream cut every T tokens: row i has inputs `[iT, iT + T)` and targets one later. Random access; every token
-    but the stream's first, and fewer than T at its end, is a target of exactly one row."""
+    """The stream cut every T tokens: row i has inputs `[iT, iT + T)` and targets one later. Every token but the
+    stream's first, and fewer than T at its end, is a target of exactly one row."""
 
-    def __init__(self, tokens: Integer[np.ndarray, "tokens"], length: int):
+    def __init__(self, tokens: TokenStream, length: int):
         self.tokens = tokens
         self.length = length
 
@@ -27,5 +32,122 @@ class StreamRows:
 
     def __getitem__(self, index: int) -> Row:
         start = int(index) * self.length
-        window = np.asarray(self.tokens[start : start + self.length + 1]).astype(np.int32)
+        window = self.tokens.read(start, start + self.length + 1).astype(np.int32)
         return Row(inputs=window[:-1], targets=window[1:], weights=np.ones(self.length, np.float32))
+
+
+class Plan(NamedTuple):
+    """Which pieces of the stream each row of `best_fit` is made of."""
+
+    rows: Int[np.ndarray, "rows_and_1"]
+    """Row i has the pieces `rows[i]` to `rows[i + 1]`."""
+    starts: Int[np.ndarray, "pieces"]
+    """Where in the stream each piece starts."""
+    lengths: Int[np.ndarray, "pieces"]
+    """How many tokens of the stream it has as inputs."""
+
+
+class BestFitRows:
+    """Whole documents side by side, by a plan.
+
+    A row starts with a BOS, as each of its documents does. Documents longer than a row are cut into pieces that fill
+    rows; a piece from inside a document gets a BOS before it, whose target does not count: it counted in the piece
+    before. So every token is a target that counts exactly once: a BOS as the end of its document (of the one before
+    it), any other after what precedes it. Positions after a row's last document have weight 0.
+    """
+
+    def __init__(self, tokens: TokenStream, plan: Plan, bos: int, length: int):
+        self.tokens = tokens
+        self.plan = plan
+        self.bos = bos
+        self.length = length
+
+    def __len__(self) -> int:
+        return len(self.plan.rows) - 1
+
+    def __getitem__(self, index: int) -> Row:
+        inputs, targets = np.full((2, self.length), self.bos, np.int32)
+        weights = np.zeros(self.length, np.float32)
+        at = 0
+        first, last = self.plan.rows[index : index + 2].tolist()
+        for start, length in zip(self.plan.starts[first:last].tolist(), self.plan.lengths[first:last].tolist()):
+            piece = self.tokens.read(start, start + length + 1)
+            if piece[0] != self.bos:
+                targets[at] = piece[0]
+                at += 1
+            inputs[at : at + length] = piece[:length]
+            targets[at : at + len(piece) - 1] = piece[1:]  # the stream's last target stays the BOS it was filled with
+            weights[at : at + length] = 1
+            at += length
+        return Row(inputs=inputs, targets=targets, weights=weights)
+
+
+Rows = StreamRows | BestFitRows
+"""Random access to a dataset's rows."""
+
+
+def plan_best_fit(starts: Integer[np.ndarray, "documents"], tokens: int, length: int, headless: bool = False) -> Plan:
+    """The plan for documents that start at `starts` in a stream of `tokens`, each with a BOS; `headless`: the first has
+    none.
+
+    Best fit, the longest first (Johnson, 1973): a piece goes into the fullest row that has room for it. The rows with
+    room are the bits of one integer, so that a piece costs a few operations on `length` bits.
+    """
+    sizes = np.diff(starts, append=tokens)
+    # A document's first piece takes up to `length` of its tokens; the others one less, after a BOS of their own.
+    first = np.full(len(sizes), length)
+    first[0] -= headless
+    pieces = 1 + -(-np.maximum(sizes - first, 0) // (length - 1))
+    document = np.repeat(np.arange(len(sizes)), pieces)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    begins = np.where(number == 0, 0, first[document] + (number - 1) * (length - 1))
+    lengths = np.minimum(np.where(number == 0, first[document], length - 1), sizes[document] - begins)
+    widths = lengths + (number > 0)
+    widths[0] += headless
+    rows = _fit(widths, length)
+    order = np.lexsort((begins + starts[document], rows))
+    bounds = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
+    return Plan(bounds, (starts[document] + begins)[order], lengths[order].astype(np.int32))
+
+
+def _fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndarray, "pieces"]:
+    """The row of each piece."""
+    order = np.argsort(-widths, kind="stable")
+    rows = np.empty(len(widths), np.int64)
+    full = int(np.count_nonzero(widths == length))
+    rows[order[:full]] = np.arange(full)
+    count, room = full, 0  # bit r of `room`: a row has r positions left
+    left: list[list[int]] = [[] for _ in range(length)]
+    chosen = []
+    for width in widths[order[full:]].tolist():
+        enough = room >> width
+        if enough:
+            space = width + (enough & -enough).bit_length() - 1
+            row = left[space].pop()
+            if not left[space]:
+                room ^= 1 << space
+        else:
+            space, row, count = length, count, count + 1
+        chosen.append(row)
+        if space > width:
+            left[space - width].append(row)
+            room |= 1 << (space - width)
+    rows[order[full:]] = chosen
+    return rows
+
+
+def save_plan(plan: Plan, folder: Path) -> None:
+    """Writes a plan, whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent))
+    for name, array in plan._asdict().items():
+        np.save(partial / f"{name}.npy", array)
+    try:
+        partial.rename(folder)
+    except OSError:  # another process was first, with the same plan
+        shutil.rmtree(partial)
+
+
+def load_plan(folder: Path) -> Plan:
+    """Maps a plan into memory."""
+    return Plan(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in Plan._fields))

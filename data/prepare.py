@@ -1,102 +1,312 @@
-"""From a source of text to a folder of tokens, made once and cached.
+"""Raw text to a dataset folder: python -m data.prepare --source=PATH --out=DIR. Killed, and started again, it goes on.
 
-<cache>/<fingerprint>/train.bin  val.bin  tokenizer.json  dataset.json
+DIR/dataset.json              what it was made from, counts, a SHA-256 of each file: all that is whole, at any moment
+    tokenizer/                tokenizer.json, and the BOS and each token's bytes
+    train_000000.bin ...      tokens, a BOS before each document (data/shards.py)
+    train_000000.starts.npy   where in the shard its documents start
+    val_000000.bin ...        the held-out documents among those that the training shard of the number was cut from
 """
 
+import fcntl
 import hashlib
 import json
-import shutil
 import sys
-import tempfile
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
-import tokenizers
+import tyro
 from jaxtyping import Integer
-from tokenizers import Tokenizer
+from tqdm import tqdm
 
-from configs.schema import MIN_VOCAB_SIZE, DataConfig, UserError
-from data.corpus import Corpus, read_corpus
-from data.shards import read_shard, write_shard
-from data.tokenizer import SPLIT, encode_documents, load_tokenizer, train_tokenizer
+from configs.schema import MIN_VOCAB_SIZE, UserError
+from data.corpus import Corpus, Document, SourceFile, find_corpus, hash_share
+from data.shards import token_type, write_shard
+from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
-
-@dataclass(frozen=True)
-class Dataset:
-    """Tokens of both parts, mapped into memory, the tokenizer that made them, and what dataset.json says of them."""
-
-    train: Integer[np.ndarray, "train_tokens"]
-    val: Integer[np.ndarray, "val_tokens"]
-    tokenizer: Tokenizer
-    facts: dict
-
-    @property
-    def fingerprint(self) -> str:
-        """Names the text, the split and the tokenizer: equal fingerprints mean equal tokens."""
-        return self.facts["fingerprint"]
-
-    def save_tokenizer(self, folder: Path) -> None:
-        """Writes `tokenizer.json`, so that a run's network can be used without its text."""
-        folder.mkdir(parents=True, exist_ok=True)
-        self.tokenizer.save(str(folder / "tokenizer.json"))
+BATCH_BYTES = 8_000_000  # of text that is encoded at a time
 
 
-def prepare(config: DataConfig, vocab_size: int, cache: Path) -> Dataset:
-    """The dataset of `config`, from the folder `cache` where the same text was prepared before. UserError for text that
-    is missing, or too little for the vocabulary."""
-    corpus = read_corpus(config.source, config.val_fraction)
-    if corpus.skipped:
-        skipped = ", ".join(corpus.skipped)
-        print(f"left out {len(corpus.skipped)} file(s) that are not UTF-8: {skipped}", file=sys.stderr)
-    fingerprint = _fingerprint(corpus, vocab_size)
-    folder = cache / fingerprint
-    if not folder.exists():
-        documents = len(corpus.train) + len(corpus.val)
-        print(f"preparing {config.source}: {documents} documents, once (kept in {folder})", file=sys.stderr)
-        _write(corpus, vocab_size, fingerprint, folder)
-    facts = json.loads((folder / "dataset.json").read_text())
-    tokenizer = load_tokenizer(folder / "tokenizer.json")
-    return Dataset(read_shard(folder / "train.bin"), read_shard(folder / "val.bin"), tokenizer, facts)
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What makes a dataset out of text."""
+
+    source: str
+    """`stdlib`; a file, a folder or a glob of .txt, .md, .py (a file is a document; one file alone is cut into many),
+    .jsonl, .jsonl.gz, .jsonl.zst and .parquet, local or at a URL that fsspec knows; `hf:OWNER/NAME[:FOLDER]`."""
+    tokenizer: str = ""
+    """A tokenizer.json, a folder with one (another dataset's `tokenizer/`), or `tiktoken:gpt2`. Empty: a byte-level BPE
+    is trained on the training documents."""
+    vocab_size: int = 32768
+    """Tokens of a tokenizer that is trained."""
+    sample_bytes: int = 1_000_000_000
+    """It is trained on about so much text at most, the first documents of every file."""
+    val_fraction: float = 0.005
+    """Share of the documents, chosen by a hash of their names, that is held out."""
+    text_column: str = "text"
+    """Column of .parquet, and key of .jsonl, that holds the text."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """Documents that are empty, not UTF-8 or not JSON: stop and name the first, or skip them all and count them."""
+    shard_tokens: int = 100_000_000
+    """A shard ends with the document that brings it to so many tokens."""
 
 
-def _fingerprint(corpus: Corpus, vocab_size: int) -> str:
-    digest = hashlib.sha256(repr((1, vocab_size, SPLIT, tokenizers.__version__)).encode())
-    for part in (corpus.train, corpus.val):
-        for document in part:
-            for text in (document.name, document.text):
-                data = text.encode()
-                digest.update(len(data).to_bytes(8, "big") + data)
-        digest.update(b"end of part")
-    return digest.hexdigest()[:16]
+def prepare(settings: Preparation, out: Path, max_files: int | None = None) -> None:
+    """Makes the dataset in `out`, or what is still missing of it; the bytes do not depend on where it was stopped.
+
+    `max_files`: so many of the source's files for now; more can follow. UserError for text that is missing, damaged or
+    too little, and where `out` holds something else.
+    """
+    if not 0 < settings.val_fraction < 1:
+        raise UserError(f"--val_fraction={settings.val_fraction} cannot work: it must lie between 0 and 1")
+    if settings.shard_tokens < 1 or (max_files or 1) < 1:
+        raise UserError("--shard_tokens and --max_files must be positive")
+    record = out / "dataset.json"
+    if not record.exists() and any(path.suffix != ".partial" for path in out.glob("*")):
+        raise UserError(f"--out={out} is not empty and holds no dataset (no dataset.json); choose another folder")
+    with _only_one(out):
+        corpus = find_corpus(settings.source, settings.text_column, settings.on_error)
+        facts = _continued(record, {**asdict(settings), "version": corpus.version})
+        files = corpus.files[:max_files]
+        if facts["complete"] and facts["files"] == len(files):
+            return
+        if facts["files"] > len(files):
+            raise UserError(f"{out} was made from {facts['files']} files already, more than --max_files={max_files}")
+        facts |= {"files": len(files), "complete": False}
+        print(f"preparing {settings.source}: {len(files)} file(s), once, in {out}", file=sys.stderr)
+        if "tokenizer" not in facts:
+            threshold = _threshold(corpus, files, settings.val_fraction)
+            tokenizer = _tokenizer(corpus, files, settings, threshold)
+            tokenizer.save(out / "tokenizer")
+            told = {"sha256": tokenizer.sha256, "bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
+            facts |= {"val_threshold": threshold, "tokenizer": told}
+            _write(record, facts)
+        _write_shards(corpus, files, load_tokenizer(out / "tokenizer"), facts, record)
 
 
-def _write(corpus: Corpus, vocab_size: int, fingerprint: str, folder: Path) -> None:
-    tokenizer = train_tokenizer((document.text for document in corpus.train), vocab_size)
-    learned = tokenizer.get_vocab_size()
-    if learned < vocab_size:
+def _write_shards(corpus: Corpus, files: list[SourceFile], tokenizer: TextTokenizer, facts: dict, record: Path) -> None:
+    """Encodes what follows the last whole shard."""
+    out, limit = record.parent, facts["made_from"]["shard_tokens"]
+    parts, skipped = {"train": _Part(), "val": _Part()}, Counter()
+
+    def close(end: "_Position") -> None:
+        number = len(facts["shards"])
+        made = {name: part.write(out, f"{name}_{number:06d}", tokenizer) for name, part in parts.items() if part.tokens}
+        facts["shards"].append({**made, "skipped": dict(skipped), "end": end})
+        _write(record, facts)
+        parts.update(train=_Part(), val=_Part())
+        skipped.clear()
+
+    end = _Position(*facts["shards"][-1]["end"]) if facts["shards"] else _Position(0, 0)
+    for position, document, tokens in _encoded(corpus, files, end, tokenizer):
+        end = position
+        if document.problem:
+            skipped[document.problem] += 1
+            continue
+        held_out = hash_share(document.name) < facts["val_threshold"]
+        parts["val" if held_out else "train"].add(tokens, len(document.text.encode()))
+        if sum(part.size for part in parts.values()) >= limit:
+            close(end)
+    if any(part.tokens for part in parts.values()) or skipped:
+        close(end)
+    for name in ("train", "val"):
+        made = [shard[name] for shard in facts["shards"] if name in shard]
+        facts[name] = {key: sum(one[key] for one in made) for key in ("documents", "tokens", "bytes")}
+    total = sum((Counter(shard["skipped"]) for shard in facts["shards"]), Counter())
+    _write(record, facts | {"skipped": dict(total), "complete": True})
+    if total:
+        told = ", ".join(f"{count} {problem}" for problem, count in total.items())
+        print(f"{corpus.source}: skipped {total.total()} document(s): {told}", file=sys.stderr)
+
+
+class _Position(NamedTuple):
+    """How far a preparation has come: before document `document` of file `file`."""
+
+    file: int
+    document: int
+
+
+@dataclass
+class _Part:
+    """The documents of a shard."""
+
+    tokens: list[Integer[np.ndarray, "_"]] = field(default_factory=list)
+    size: int = 0
+    bytes: int = 0
+
+    def add(self, tokens: Integer[np.ndarray, "_"], text_bytes: int) -> None:
+        self.tokens.append(tokens)
+        self.size += len(tokens)
+        self.bytes += text_bytes
+
+    def write(self, out: Path, name: str, tokenizer: TextTokenizer) -> dict:
+        """Writes the shard and its index, and returns what dataset.json says of them."""
+        starts = np.cumsum([0, *map(len, self.tokens[:-1])])
+        np.save(out / f"{name}.starts.npy", starts)
+        shard = out / f"{name}.bin"
+        write_shard(shard, np.concatenate(self.tokens), tokenizer.vocab_size)
+        with shard.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        sizes = {"documents": len(starts), "tokens": self.size, "bytes": self.bytes}
+        return {"file": shard.name, **sizes, "sha256": digest}
+
+
+def _encoded(
+    corpus: Corpus, files: list[SourceFile], start: _Position, tokenizer: TextTokenizer
+) -> Iterator[tuple[_Position, Document, Integer[np.ndarray, "_"]]]:
+    """Each document from `start` on with its tokens, a BOS before them, and the position after it."""
+    dtype = token_type(tokenizer.vocab_size)
+    bar = tqdm(total=sum(file.size for file in files), unit="B", unit_scale=True, disable=None, desc="encoding")
+    count = 0
+    for read, batch in _read_ahead(_batches(corpus, files, start)):
+        tokens = tokenizer.encode([document.text for _, document in batch])
+        for (position, document), ids in zip(batch, tokens):
+            yield position, document, np.array([tokenizer.bos, *ids], dtype)
+            count += len(ids)
+        bar.set_postfix_str(f"{count / 1e6:.1f} M tokens", refresh=False)
+        bar.update(read - bar.n)
+    bar.close()
+
+
+def _batches(
+    corpus: Corpus, files: list[SourceFile], start: _Position
+) -> Iterator[tuple[int, list[tuple[_Position, Document]]]]:
+    """Documents from `start` on with the positions after them, and how many bytes of the source were read for them."""
+    batch, size, before = [], 0, sum(file.size for file in files[: start.file])
+    for number, file in enumerate(files[start.file :], start.file):
+        within = 0
+        for i, document in enumerate(corpus.documents(file)):
+            within += len(document.text)
+            if (number, i) < start:
+                continue
+            batch.append((_Position(number, i + 1), document))
+            size += len(document.text)
+            if size >= BATCH_BYTES:
+                yield before + min(within, file.size), batch
+                batch, size = [], 0
+        before += file.size
+    if batch:
+        yield before, batch
+
+
+def _read_ahead(batches: Iterator[tuple]) -> Iterator[tuple]:
+    """The next batch is read and decompressed while this one is encoded."""
+    with ThreadPoolExecutor(1) as reader:
+        batch = reader.submit(next, batches, None)
+        while (read := batch.result()) is not None:
+            batch = reader.submit(next, batches, None)
+            yield read
+
+
+def _threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> float:
+    """Documents whose hash falls below it are held out: `val_fraction`, but for a corpus so small that one side would
+    be empty: then the document of the lowest hash is held out, or that of the highest is not."""
+    lowest, highest, count = 1.0, 0.0, 0
+    for file in files:
+        for document in corpus.documents(file):
+            if not document.problem:
+                share, count = hash_share(document.name), count + 1
+                lowest, highest = min(lowest, share), max(highest, share)
+                if lowest < val_fraction <= highest:
+                    return val_fraction
+    if count < 2:
         raise UserError(
-            f"--model.vocab_size={vocab_size} is more than this text can fill: its tokenizer learned {learned} tokens; "
-            + (
-                f"use --model.vocab_size={learned} or less, or more text"
-                if learned >= MIN_VOCAB_SIZE
-                else "use more text"
-            )
+            f"{corpus.source}: {count} document(s) with text found there; at least 2 are needed, one to train on and "
+            "one to hold out (a single file is cut at a line end every 16,000 characters)"
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed into place when whole, so that a killed or a concurrent preparation leaves nothing half made.
-    partial = Path(tempfile.mkdtemp(prefix=f"{fingerprint}.", dir=folder.parent))
-    facts: dict = {"fingerprint": fingerprint, "vocab_size": vocab_size, "skipped_files": corpus.skipped}
-    for name, documents in (("train", corpus.train), ("val", corpus.val)):
-        tokens = encode_documents(tokenizer, (document.text for document in documents))
-        write_shard(partial / f"{name}.bin", tokens, vocab_size)
-        size = sum(len(document.text.encode()) for document in documents)
-        facts[name] = {"documents": len(documents), "tokens": len(tokens), "bytes": size}
-    tokenizer.save(str(partial / "tokenizer.json"))
-    (partial / "dataset.json").write_text(json.dumps(facts, indent=2))
-    try:
-        partial.rename(folder)
-    except OSError:
-        if not folder.exists():
-            raise
-        shutil.rmtree(partial)  # another process was first, with the same bytes
+    return highest if highest < val_fraction else float(np.nextafter(lowest, 1))
+
+
+def _tokenizer(corpus: Corpus, files: list[SourceFile], settings: Preparation, threshold: float) -> TextTokenizer:
+    if settings.tokenizer:
+        return load_tokenizer(settings.tokenizer)
+    tokenizer = train_tokenizer(_sample(corpus, files, settings.sample_bytes, threshold), settings.vocab_size)
+    if tokenizer.vocab_size < settings.vocab_size:
+        learned = tokenizer.vocab_size
+        smaller = f"use vocab_size={learned} or less, or more text" if learned >= MIN_VOCAB_SIZE else "use more text"
+        raise UserError(
+            f"a vocab_size of {settings.vocab_size} is more than the text of {corpus.source} can fill: its tokenizer "
+            f"learned {learned} tokens; {smaller}"
+        )
+    return tokenizer
+
+
+def _sample(corpus: Corpus, files: list[SourceFile], sample_bytes: int, threshold: float) -> Iterator[str]:
+    """Training documents, of each file its first, up to its share of the sample."""
+    share = sample_bytes / max(sum(file.size for file in files), 1)
+    for file in files:
+        left = file.size * share
+        for document in corpus.documents(file):
+            if left <= 0:
+                break
+            if not document.problem and hash_share(document.name) >= threshold:
+                left -= len(document.text)
+                yield document.text
+
+
+def _continued(record: Path, made_from: dict) -> dict:
+    """What dataset.json says, up to the first shard that is not there any more; a fresh record where there is none."""
+    if not record.exists():
+        facts = {"made_from": made_from, "files": 0, "shards": [], "complete": False}
+        _write(record, facts)
+        return facts
+    facts = json.loads(record.read_text())
+    if differ := [name for name, value in made_from.items() if facts["made_from"].get(name) != value]:
+        told = ", ".join(f"{name}: {facts['made_from'].get(name)} -> {made_from[name]}" for name in differ)
+        raise UserError(
+            f"{record.parent} holds a dataset made from something else ({told}; `version` changes with the source's "
+            "files); choose another --out, or delete that folder"
+        )
+    for number, shard in enumerate(facts["shards"]):
+        if not all((record.parent / shard[part]["file"]).exists() for part in ("train", "val") if part in shard):
+            print(f"{record.parent}: made again from shard {number} on, which is missing", file=sys.stderr)
+            return facts | {"shards": facts["shards"][:number], "complete": False}
+    return facts
+
+
+def _write(record: Path, facts: dict) -> None:
+    partial = record.with_suffix(".partial")
+    partial.write_text(json.dumps(facts, indent=1))
+    partial.rename(record)
+
+
+@contextmanager
+def _only_one(out: Path) -> Iterator[None]:
+    """Inside, this process alone prepares `out`; another waits, and then finds it done."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.with_name(f".{out.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        out.mkdir(exist_ok=True)
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Preparation):
+    """Raw text to a dataset folder."""
+
+    out: str
+    """The dataset's folder."""
+    max_files: int | None = None
+    """Only so many of the source's files for now; the same command with more goes on from there, with the tokenizer
+    that the first was given or trained."""
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    out = Path(arguments.out).expanduser()
+    settings = {name: getattr(arguments, name) for name in Preparation.__dataclass_fields__}
+    prepare(Preparation(**settings), out, arguments.max_files)
+    facts = json.loads((out / "dataset.json").read_text())
+    print(json.dumps({"out": str(out), **{name: facts[name] for name in ("train", "val", "skipped")}}))
+    return 0
+
+
+if __name__ == "__main__":
+    from training.runtime import run_command
+
+    run_command(main)

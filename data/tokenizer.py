@@ -1,27 +1,126 @@
-"""A byte-level BPE tokenizer with a BOS, trained and run by the `tokenizers` library."""
+"""Text to tokens: a byte-level BPE trained here, any tokenizer.json, or one of tiktoken's; run by `tokenizers`."""
 
-from collections.abc import Iterable
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from configs.schema import UserError
 
 BOS = "<|bos|>"
+# What starts (or, in GPT-2's data, ends and so separates) a document in the tokenizers of others.
+BOS_NAMES = (BOS, "<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>")
 # nanochat's (GPT-4's, with numbers cut into at most two digits): what a merge may not cross.
 SPLIT = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer.json, kept byte for byte, and what training needs to know of it."""
+
+    json: str
+
+    @cached_property
+    def library(self) -> Tokenizer:
+        """The `tokenizers` object. Special tokens inside a text encode as the letters they are."""
+        tokenizer = Tokenizer.from_str(self.json)
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Tokens that stand for no text, and their ids."""
+        added = self.library.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
+    @cached_property
+    def bos(self) -> int:
+        """Id of the token that starts a document. UserError where the tokenizer has none that is known."""
+        found = [self.special_tokens[name] for name in BOS_NAMES if name in self.special_tokens]
+        if not found:
+            raise UserError(
+                f"the tokenizer has no token that starts a document: none of {', '.join(BOS_NAMES)} is among its "
+                f"special tokens ({', '.join(self.special_tokens) or 'it has none'}); add one to its tokenizer.json"
+            )
+        return found[0]
+
+    @cached_property
+    def token_bytes(self) -> Int[np.ndarray, "vocab"]:
+        """How many bytes of text each token stands for; 0 for special tokens."""
+        vocab = self.library.get_vocab()
+        sizes = np.zeros(max(vocab.values()) + 1, np.int32)
+        byte_level = set(pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()  # each character of a token is a byte
+        for token, i in vocab.items():
+            if token not in self.special_tokens:
+                sizes[i] = len(token) if byte_level else _text_bytes(token)
+        return sizes
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        return len(self.token_bytes)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Names the tokenizer: equal digests, equal tokens."""
+        return hashlib.sha256(self.json.encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Each text's tokens, without a BOS, on all cores."""
+        encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text that the tokens stand for."""
+        return self.library.decode(list(ids))
+
+    def require_same_in(self, folder: Path) -> None:
+        """UserError where `folder` holds another tokenizer: a network would read other words than it learned."""
+        if (folder / "tokenizer.json").exists() and load_tokenizer(folder).sha256 != self.sha256:
+            raise UserError(
+                f"{folder} holds another tokenizer than the data was made with; prepare the data with "
+                f"--tokenizer={folder}, or start a new run"
+            )
+
+    def save(self, folder: Path) -> None:
+        """Writes tokenizer.json, and beside it for other programs tokens.json: the BOS's id, and each token's bytes."""
+        folder.mkdir(parents=True, exist_ok=True)
+        told = json.dumps({"bos": self.bos, "token_bytes": self.token_bytes.tolist()})
+        for name, text in (("tokens.json", told), ("tokenizer.json", self.json)):
+            partial = folder / f"{name}.partial"
+            partial.write_text(text)
+            partial.rename(folder / name)
+
+
+def load_tokenizer(name: str | Path) -> TextTokenizer:
+    """The tokenizer in a tokenizer.json, in a folder that holds one, or tiktoken's (`tiktoken:gpt2`). UserError where
+    there is none."""
+    if str(name).startswith("tiktoken:"):
+        return _from_tiktoken(str(name).removeprefix("tiktoken:"))
+    path = Path(name).expanduser()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        tokenizer = TextTokenizer(path.read_text())
+        _ = tokenizer.library
+    except Exception as error:  # the library has no type of its own for what it cannot parse
+        raise UserError(f"{name}: no tokenizer.json can be read there ({error})") from error
+    return tokenizer
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     """Trains `vocab_size` tokens: the BOS (id 0), the 256 bytes, merges. Any text encodes, and decodes to itself."""
-    tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _byte_level(models.BPE(), SPLIT)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[BOS],
@@ -29,32 +128,58 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return _special_tokens_are_text(tokenizer)
+    return TextTokenizer(tokenizer.to_str())
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer in a `tokenizer.json`."""
-    return _special_tokens_are_text(Tokenizer.from_file(str(path)))
-
-
-def _special_tokens_are_text(tokenizer: Tokenizer) -> Tokenizer:
-    """The BOS's letters inside a text encode as letters. A tokenizer.json does not keep this setting."""
-    tokenizer.encode_special_tokens = True
+def _byte_level(model: models.BPE, split: str) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    pieces = pre_tokenizers.Split(Regex(split), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Int[np.ndarray, "tokens"]:
-    """All documents in one array, a BOS before each, on all cores."""
-    bos = np.array([tokenizer.token_to_id(BOS)])
-    encodings = tokenizer.encode_batch_fast(list(texts))
-    parts = [part for encoding in encodings for part in (bos, np.asarray(encoding.ids, np.int64))]
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+def _text_bytes(token: str) -> int:
+    """Of a sentencepiece vocabulary's token: `<0x0A>` is a byte, and `▁` a space."""
+    return 1 if token.startswith("<0x") and token.endswith(">") else len(token.replace("▁", " ").encode())
 
 
-def token_bytes(tokenizer: Tokenizer) -> Int[np.ndarray, "vocab"]:
-    """How many bytes of text each token stands for; 0 for the BOS."""
-    sizes = np.zeros(tokenizer.get_vocab_size(), np.int32)
-    for token, i in tokenizer.get_vocab().items():
-        # In a byte-level vocabulary each character of a token is one byte.
-        sizes[i] = 0 if token == BOS else len(token)
-    return sizes
+def _from_tiktoken(name: str) -> TextTokenizer:
+    """One of tiktoken's encodings as a tokenizer.json. tiktoken downloads it the first time."""
+    import tiktoken  # needed by this alone
+
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except Exception as error:
+        raise UserError(
+            f"--tokenizer=tiktoken:{name}: tiktoken cannot give it ({error}); it knows "
+            f"{', '.join(tiktoken.list_encoding_names())}, and downloads what it has not yet"
+        ) from error
+    return convert_tiktoken(encoding._mergeable_ranks, encoding._pat_str, encoding._special_tokens)
+
+
+def convert_tiktoken(ranks: dict[bytes, int], split: str, special_tokens: dict[str, int]) -> TextTokenizer:
+    """The tokenizer.json that encodes as tiktoken does, whose merges are implied by the tokens' ranks: a token is made
+    of the two that are left when every merge of a lower rank has been done."""
+
+    def parts(token: bytes) -> list[bytes]:
+        pieces = [token[i : i + 1] for i in range(len(token))]
+        while len(pieces) > 2:
+            pairs = [ranks.get(a + b, len(ranks)) for a, b in pairwise(pieces)]
+            i = min(range(len(pairs)), key=pairs.__getitem__)
+            pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+        return pieces
+
+    # GPT-2's letter for each byte: itself where it prints, else one of those after 255.
+    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in prints]
+    letters = {b: chr(b) for b in prints} | {b: chr(256 + i) for i, b in enumerate(others)}
+    spell = lambda token: "".join(letters[b] for b in token)
+    ordered = sorted(ranks, key=lambda token: ranks[token])
+    merges = [(spell(a), spell(b)) for a, b in (parts(token) for token in ordered if len(token) > 1)]
+    vocab = {spell(token): i for token, i in ranks.items()} | special_tokens
+    # A word that is a token is that token, even where no merges lead to it, as in tiktoken.
+    tokenizer = _byte_level(models.BPE(vocab, merges, ignore_merges=True), split)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special_tokens])
+    return TextTokenizer(tokenizer.to_str())

@@ -25,14 +25,18 @@ def attend(
     k: Float[Array, "batch keys kv_heads head_dim"],
     v: Float[Array, "batch keys kv_heads head_dim"],
     positions: Int[Array, "length"] | None = None,
+    segment_ids: Int[Array, "batch length"] | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Softmax attention, scaled by head_dim^-0.5: causal, or from `positions` of the queries to all keys up to them.
+    """Softmax attention, scaled by head_dim^-0.5: causal, or from `positions` of the queries to all keys up to them;
+    with `segment_ids`, only among positions of one segment.
 
     The one place that chooses a kernel: cuDNN's on a GPU, XLA's own elsewhere and for the cache.
     """
     if positions is None:
         cudnn = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if cudnn else "xla")
+        same = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+        implementation = "cudnn" if cudnn else "xla"
+        return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True, implementation=implementation)
     seen = jnp.arange(k.shape[1]) <= positions[:, None]
     return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None], implementation="xla")
 
@@ -56,6 +60,7 @@ class Attention(nnx.Module):
         angles: tuple[Float[Array, "length half"], Float[Array, "length half"]],
         positions: Int[Array, "length"],
         cache: LayerCache | None,
+        segment_ids: Int[Array, "batch length"] | None,
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
         x = split(x)
         heads = (*x.shape[:2], -1, self.head_dim)  # this device's own, along `tensor`
@@ -63,7 +68,7 @@ class Attention(nnx.Module):
         k = rms_norm(rotate(self.key(x).reshape(heads), angles))
         v = self.value(x).reshape(heads)
         if cache is None:
-            y = attend(q, k, v)
+            y = attend(q, k, v, segment_ids=segment_ids)
         else:
             start = (0, positions[0], 0, 0)
             cache = LayerCache(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, (k, v))))

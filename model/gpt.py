@@ -43,8 +43,9 @@ class Block(nnx.Module):
         angles: tuple[Float[Array, "length half"], Float[Array, "length half"]],
         positions: Int[Array, "length"],
         cache: LayerCache | None,
+        segment_ids: Int[Array, "batch length"] | None,
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
-        y, cache = self.attention(rms_norm(x), angles, positions, cache)
+        y, cache = self.attention(rms_norm(x), angles, positions, cache, segment_ids)
         x = x + y
         return x + self.mlp(rms_norm(x)), cache
 
@@ -72,21 +73,25 @@ class GPT(nnx.Module):
         self.lm_head = Linear(config.width, config.vocab_size, normal(0.001), width_axis=0, rngs=rngs)
 
     def __call__(
-        self, tokens: Int[Array, "batch length"], cache: KVCache | None = None, start: Int[Array, ""] | int = 0
+        self,
+        tokens: Int[Array, "batch length"],
+        cache: KVCache | None = None,
+        start: Int[Array, ""] | int = 0,
+        segment_ids: Int[Array, "batch length"] | None = None,
     ) -> tuple[Float[Array, "batch length vocab"], KVCache | None]:
         """Logits *before* the softcap, in the compute type: the loss and the sampler cap them (`model.loss.softcap`)
         where they read them, so that the capped logits never exist as an array. In the step they are this device's
         share of the vocabulary.
 
         With a `cache`, `tokens` stand at positions `start`, `start + 1`, ... after those already in it, and the cache
-        with them added is returned.
+        with them added is returned. With `segment_ids`, positions attend within their own segment only.
         """
         positions = start + jnp.arange(tokens.shape[1])
         angles = rotary_angles(positions, self.config.head_dim, self.config.rotary_base)
         x = rms_norm(join(self.embed(tokens, self.dtype)))
         grown = []
         for block, layer_cache in zip(self.blocks, cache or [None] * len(self.blocks)):
-            apply = partial(block, angles=angles, positions=positions, cache=layer_cache)
+            apply = partial(block, angles=angles, positions=positions, cache=layer_cache, segment_ids=segment_ids)
             x, layer_cache = rematerialized(apply, self.config.remat)(x)
             grown.append(layer_cache)
         return self.lm_head(split(rms_norm(x))), grown if cache else None

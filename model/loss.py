@@ -65,7 +65,8 @@ def loss_sums(
     inputs: Int[Array, "batch length"],
     targets: Int[Array, "batch length"],
     weights: Float[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"] | None = None,
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """`(loss_sum, token_count)` of one micro-batch: nats, and how many targets have a weight other than 0."""
-    logits, _ = model(inputs)
+    logits, _ = model(inputs, segment_ids=segment_ids)
     return cross_entropy_sum(logits, targets, weights, model.config.softcap), jnp.sum(weights != 0, dtype=jnp.int32)

@@ -1,5 +1,6 @@
 """Whole runs of the commands, as a user starts them: killed, interrupted, continued, and mistaken."""
 
+import gzip
 import json
 import os
 import signal
@@ -9,9 +10,13 @@ import time
 from pathlib import Path
 
 import jax
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import data.inspect
+import data.prepare
 import evaluate
 import sample
 import train
@@ -34,7 +39,11 @@ def get_config():
         log=LogConfig(every_steps=20),
     )
 """
-TIMES = {"seconds", "tokens_per_second", "time"}
+COMMANDS = {
+    **{"train": train.main, "sample": sample.main, "evaluate": evaluate.main},
+    **{"prepare": data.prepare.main, "inspect": data.inspect.main},
+}
+TIMES = {"seconds", "tokens_per_second", "data_wait", "time"}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +97,9 @@ def test_a_run_leaves_what_it_promises(untouched):
     lines = read_metrics(untouched)
     logged = [line for line in lines if "loss" in line]
     assert [line["step"] for line in logged] == list(range(20, 601, 20))
-    assert {"tokens", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "seconds"} <= logged[0].keys()
+    assert {"tokens", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "data_wait", "seconds"} <= logged[
+        0
+    ].keys()
     assert [line["step"] for line in lines if "val_bpb" in line] == [0, 200, 400, 600]
     assert logged[-1]["loss"] < logged[0]["loss"] - 0.5
     assert summary(untouched).keys() == {
@@ -138,7 +149,7 @@ def run(command, monkeypatch, *arguments) -> int:
     """The exit code of a command run in this process."""
     monkeypatch.setattr(sys, "argv", [f"{command}.py", *arguments])
     with pytest.raises(SystemExit) as end:
-        run_command({"train": train.main, "sample": sample.main, "evaluate": evaluate.main}[command])
+        run_command(COMMANDS[command])
     return end.value.code or 0
 
 
@@ -199,12 +210,13 @@ def test_the_end_of_a_run_that_was_killed_after_its_last_checkpoint_is_made_up(f
         ("train", ["--config=tiny.py", "--mesh.data=3"], "8 cpu device"),
         ("train", ["--config=tiny.py", "--data.source=nowhere"], "nowhere"),
         ("train", ["--config=tiny.py", "--data.source=empty"], "empty"),
-        ("train", ["--config=tiny.py", "--model.vocab_size=30000"], "--model.vocab_size="),
+        ("train", ["--config=tiny.py", "--model.vocab_size=30000"], "use vocab_size="),
         ("train", ["--config=tiny.py", "--batch.sequence_length=100000", "--batch.tokens_per_step=800000"], "sequence"),
         ("train", ["--config=tiny.py", "--run_dir=untouched", "--model.depth=3", "--seed=1"], "model.depth: 2 -> 3"),
         ("train", ["--config=tiny.py", "--run_dir=untouched", "--resume=never"], "--resume=never"),
         ("train", ["--config=tiny.py", "--run_dir=nothing", "--resume=must"], "--resume=must"),
         ("train", ["--config=tiny.py", "--run_dir=text"], "not empty"),
+        ("train", ["--config=tiny.py", "--run_dir=untouched", f"--data.source={ROOT}/configs"], "another tokenizer"),
         ("sample", ["--run_dir=untouched", "--prompt", "import " * 40], "at most 31"),
         ("sample", ["--run_dir=nothing"], "nothing"),
         ("evaluate", ["--run_dir=nothing"], "nothing"),
@@ -221,6 +233,50 @@ def test_a_mistake_is_one_message_and_code_2(folder, untouched, monkeypatch, cap
     assert says in output and "Traceback" not in output
     assert before == {path: path.stat().st_mtime_ns for path in before}
     assert not (folder / "nothing").exists() and not (folder / "runs").exists()
+
+
+RECORDS = [{"body": f"record {i} of the table has {i % 7} things in it, and {i * i % 11} more"} for i in range(800)]
+
+
+def parquet_shards(folder: Path) -> None:
+    for i in range(4):
+        pq.write_table(pa.Table.from_pylist(RECORDS[200 * i : 200 * i + 200]), folder / f"shard_{i}.parquet")
+
+
+def jsonl_shards(folder: Path) -> None:
+    for i in range(4):
+        lines = "".join(json.dumps(record) + "\n" for record in RECORDS[200 * i : 200 * i + 200])
+        (folder / f"shard_{i}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+
+
+@pytest.mark.parametrize(
+    ("write", "options"),
+    [(parquet_shards, ["--data.packing=best_fit", "--data.mask_documents"]), (jsonl_shards, [])],
+    ids=["parquet", "jsonl"],
+)
+def test_from_shards_of_text_to_samples(folder, tmp_path, monkeypatch, capfd, write, options):
+    """prepare, train, sample, evaluate, inspect: the README's commands, and a continuation on another mesh."""
+    monkeypatch.chdir(folder)
+    (tmp_path / "text").mkdir()
+    write(tmp_path / "text")
+    source, out, run_dir = f"--source={tmp_path}/text", f"--out={tmp_path}/data", f"--run_dir={tmp_path}/run"
+    sizes = ("--vocab_size=300", "--val_fraction=0.1", "--text_column=body")
+    assert run("prepare", monkeypatch, source, out, *sizes) == 0
+    command = ["--config=tiny.py", run_dir, f"--data.source={tmp_path}/data", "--batch.rows_per_device=2", *options]
+    saved = ["--checkpoint.every_steps=40", "--accept_changes"]
+    assert run("train", monkeypatch, *command, *saved, "--steps=40") == 0
+    assert run("train", monkeypatch, *command, *saved, "--steps=80", "--mesh.fsdp=4") == 0
+    assert summary(tmp_path / "run")["val_bpb"] < read_metrics(tmp_path / "run")[0]["val_bpb"] - 1
+    capfd.readouterr()
+    assert run("sample", monkeypatch, run_dir, "--prompt=record", "--samples=2", "--tokens=8") == 0
+    assert capfd.readouterr().out.count("\nrecord") == 2
+    assert run("evaluate", monkeypatch, run_dir) == 0
+    results = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert results["val_bpb"] == pytest.approx(summary(tmp_path / "run")["val_bpb"], rel=1e-5)
+    assert run("inspect", monkeypatch, f"{tmp_path}/run", "--step=7", f"--picture={tmp_path}/lengths.png") == 0
+    output = capfd.readouterr().out
+    assert "800" not in output and "step 7: 16 rows of 32 tokens" in output and "of the table has" in output
+    assert (tmp_path / "lengths.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_run_compiles_its_step_once(folder, monkeypatch, caplog):

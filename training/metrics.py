@@ -17,6 +17,7 @@ class Clock:
     def __init__(self, seconds: float, step: int):
         self.before = seconds
         self.last = (seconds, step)
+        self.waited = 0.0
 
     def start(self) -> None:
         """Starts counting."""
@@ -27,10 +28,18 @@ class Clock:
         """Seconds so far."""
         return self.before + time.perf_counter() - self.origin
 
-    def rate(self, step: int) -> float:
-        """Steps a second since this was last asked."""
+    def rates(self, step: int) -> tuple[float, float]:
+        """Since this was last asked: steps a second, and the share of the time that the loop waited for data."""
         (seconds, before), self.last = self.last, (self.seconds, step)
-        return (step - before) / (self.last[0] - seconds)
+        passed, waited, self.waited = self.last[0] - seconds, self.waited, 0.0
+        return (step - before) / passed, waited / passed
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Counts what happens inside as waiting for data."""
+        start = time.perf_counter()
+        yield
+        self.waited += time.perf_counter() - start
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ decided here and in model/parallel.py, and not by a compiler pass.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ class Batch(TypedDict):
     inputs: Int[Array, "K B T"]
     targets: Int[Array, "K B T"]
     weights: Float[Array, "K B T"]
+    segment_ids: NotRequired[Int[Array, "K B T"]]
 
 
 Metrics = dict[str, Any]

@@ -138,7 +138,7 @@ def test_help_exits_with_0_and_explains_every_option(words, capsys, monkeypatch)
         parse("What it does.", Extra, words)
     assert exit_info.value.code == 0
     told = words_of(capsys)
-    assert all(f"--{name} " in told for name in options(Config(name="x")))
+    assert all(f"--{name} " in told or f"--{name}, " in told for name in options(Config(name="x")))
     for text in ("What it does.", "--config FILE", "--accept_changes", "Continue all the same."):
         assert text in told
     assert "Rows of a micro-batch on one device: what fits its memory; it never changes the result." in told

@@ -1,115 +1,198 @@
+import gzip
+import json
 import sysconfig
 from pathlib import Path
 
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from configs.schema import UserError
-from data.corpus import CHUNK_CHARACTERS, Corpus, read_corpus
+from data.corpus import CHUNK_BYTES, Corpus, find_corpus, hash_share
 
 
-def write_files(folder: Path, files: dict[str, str]) -> str:
-    for name, text in files.items():
+def write_files(folder: Path, files: dict[str, str | bytes]) -> str:
+    for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     return str(folder)
 
 
-def many(first: int, last: int) -> dict[str, str]:
-    return {f"part{i % 7}/{i}.txt": f"text {i}" for i in range(first, last)}
+def jsonl(*records: object) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def names(corpus: Corpus) -> tuple[set[str], set[str]]:
-    return {document.name for document in corpus.train}, {document.name for document in corpus.val}
+def zstd(content: bytes) -> bytes:
+    return pa.compress(content, "zstd", asbytes=True)
+
+
+def parquet(path: Path, column: str = "text", *texts: str | None, rows_a_group: int = 2) -> None:
+    table = pa.table({"id": list(range(len(texts))), column: pa.array(texts, pa.string())})
+    pq.write_table(table, path, row_group_size=rows_a_group)
+
+
+def texts(corpus: Corpus) -> dict[str, str]:
+    return {d.name: d.text for file in corpus.files for d in corpus.documents(file) if not d.problem}
+
+
+def problems(corpus: Corpus) -> dict[str, str]:
+    return {d.name: d.problem for file in corpus.files for d in corpus.documents(file) if d.problem}
+
+
+def names(corpus: Corpus) -> list[str]:
+    return [file.name for file in corpus.files]
 
 
 def test_stdlib_source_is_the_standard_library_of_this_python():
-    corpus = read_corpus("stdlib", 0.05)
-    train, val = names(corpus)
-    assert {"argparse.py", "json/decoder.py"} <= train | val
-    assert all(name.endswith(".py") for name in train | val)
+    corpus = find_corpus("stdlib", on_error="skip")
+    assert {"argparse.py", "json/decoder.py"} <= set(names(corpus))
+    assert all(name.endswith(".py") for name in names(corpus))
+    assert names(corpus) == sorted(names(corpus))
 
 
 def test_stdlib_source_leaves_out_installed_packages(tmp_path, monkeypatch):
     files = ("os.py", "json/tool.py", "notes.txt", "site-packages/jax/api.py", "a/dist-packages/b.py")
     write_files(tmp_path, dict.fromkeys(files, "x = 1"))
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    train, val = names(read_corpus("stdlib", 0.5))
-    assert train | val == {"os.py", "json/tool.py"}
+    assert names(find_corpus("stdlib")) == ["json/tool.py", "os.py"]
 
 
-def test_folder_gives_its_text_files_in_the_order_of_their_names(tmp_path):
-    files = {"b/2.md": "two", "a.txt": "one", "b/1.py": "three", "picture.png": "no text", "empty.txt": ""}
-    corpus = read_corpus(write_files(tmp_path, files), 0.4)
-    for part in (corpus.train, corpus.val):
-        assert [document.name for document in part] == sorted(document.name for document in part)
-    assert {d.name: d.text for d in corpus.train + corpus.val} == {n: files[n] for n in ("a.txt", "b/1.py", "b/2.md")}
-
-
-def test_documents_keep_their_side_when_others_come_and_go(tmp_path):
-    source = write_files(tmp_path, many(0, 200))
-    train, val = names(read_corpus(source, 0.2))
-    write_files(tmp_path, many(200, 400))
-    for i in range(50):
-        (tmp_path / f"part{i % 7}" / f"{i}.txt").unlink()
-    train_after, val_after = names(read_corpus(source, 0.2))
-    assert len(train_after | val_after) == 350
-    assert not (train & val_after or val & train_after)
-
-
-@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.8])
-def test_held_out_share_is_near_val_fraction(tmp_path, fraction):
-    train, val = names(read_corpus(write_files(tmp_path, many(0, 600)), fraction))
-    assert not train & val
-    assert len(train | val) == 600
-    assert abs(len(val) / 600 - fraction) < 0.05
-
-
-@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
-def test_each_side_gets_a_document_however_few_there_are(tmp_path, fraction):
-    train, val = names(read_corpus(write_files(tmp_path, {"a.txt": "a", "b.txt": "b"}), fraction))
-    assert len(train) == len(val) == 1
-
-
-def test_files_that_are_not_utf8_are_skipped_and_named(tmp_path):
-    write_files(tmp_path, {"a.txt": "a", "b.txt": "b"})
-    (tmp_path / "latin.txt").write_bytes("café".encode("latin-1"))
-    corpus = read_corpus(str(tmp_path), 0.5)
-    assert corpus.skipped == ["latin.txt"]
-    assert names(corpus)[0] | names(corpus)[1] == {"a.txt", "b.txt"}
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-@pytest.mark.parametrize("last", ["", "a last line without an end"])
-def test_single_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path, end, last):
-    text = "".join(f"line {i} {'é' * (i % 90)}{end}" for i in range(2000)) + last
-    path = tmp_path / "one.txt"
-    path.write_bytes(text.encode())
-    corpus = read_corpus(str(path), 0.3)
-    pieces = [d.text for d in sorted(corpus.train + corpus.val, key=lambda d: d.name)]
-    assert "".join(pieces) == text
-    assert all(piece.endswith(end) and CHUNK_CHARACTERS <= len(piece) < CHUNK_CHARACTERS + 110 for piece in pieces[:-1])
+def test_folder_gives_its_text_files_whole_in_the_order_of_their_names(tmp_path):
+    files: dict = {"b/2.md": "two", "a.txt": "one\r\n", "b/1.py": "three", "picture.png": "no text"}
+    corpus = find_corpus(write_files(tmp_path, files))
+    assert texts(corpus) == {name: files[name] for name in ("a.txt", "b/1.py", "b/2.md")}
+    assert names(corpus) == ["a.txt", "b/1.py", "b/2.md"]
 
 
 @pytest.mark.parametrize(
-    ("files", "source", "told"),
-    [
-        ({}, "nowhere", "neither a file nor a folder"),
-        ({}, ".", r"0 document\(s\)"),
-        ({"picture.png": "x"}, ".", r"0 document\(s\)"),
-        ({"only.txt": "x"}, ".", r"1 document\(s\).* at least 2"),
-        ({"short.txt": "x"}, "short.txt", r"1 document\(s\).* at least 2"),
-    ],
+    ("pattern", "found"), [("*.txt", ["a.txt"]), ("b/*", ["1.py", "2.txt"]), ("**/*.txt", ["a.txt", "b/2.txt"])]
 )
-def test_too_little_text_is_refused_with_its_source_named(tmp_path, files, source, told):
-    write_files(tmp_path, files)
-    path = str(tmp_path / source)
-    with pytest.raises(UserError, match=told) as error:
-        read_corpus(path, 0.1)
-    assert f"--data.source={path}" in str(error.value)
+def test_glob_gives_what_it_matches_named_below_its_fixed_part(tmp_path, pattern, found):
+    write_files(tmp_path, {"a.txt": "one", "b/1.py": "three", "b/2.txt": "two", "b/c.png": "no"})
+    assert names(find_corpus(f"{tmp_path}/{pattern}")) == found
 
 
-def test_a_single_file_that_is_not_utf8_is_refused_for_that_reason(tmp_path):
-    path = tmp_path / "latin.txt"
-    path.write_bytes("café\n".encode("latin-1") * 10_000)
-    with pytest.raises(UserError, match="UTF-8"):
-        read_corpus(str(path), 0.1)
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("last", ["", "a last line without an end"])
+def test_single_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path, end, last):
+    text = "".join(f"line {i} {'é' * (i % 90)}{end}" for i in range(2000)) + last
+    write_files(tmp_path, {"one.txt": text})
+    pieces = list(texts(find_corpus(f"{tmp_path}/one.txt")).values())
+    assert "".join(pieces) == text
+    sizes = [len(piece.encode()) for piece in pieces[:-1]]
+    assert all(CHUNK_BYTES <= size < CHUNK_BYTES + 210 for size in sizes) and len(sizes) > 5
+
+
+RECORDS = [{"text": "one"}, {"text": "two\nlines", "id": 7}, {"id": 3, "text": "naïve"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    [("x.jsonl", bytes), ("x.jsonl.gz", gzip.compress), ("x.jsonl.zst", zstd)],
+)
+def test_every_line_of_a_jsonl_is_a_document_compressed_or_not(tmp_path, name, pack):
+    content = jsonl(*RECORDS[:2]) + "\n" + jsonl(RECORDS[2])
+    corpus = find_corpus(write_files(tmp_path, {name: pack(content.encode())}))
+    assert texts(corpus) == {f"{name} line 1": "one", f"{name} line 2": "two\nlines", f"{name} line 4": "naïve"}
+
+
+def test_every_row_of_a_parquet_is_a_document(tmp_path):
+    parquet(tmp_path / "x.parquet", "body", "one", "two\nlines", "naïve")
+    corpus = find_corpus(str(tmp_path), text_column="body")
+    assert texts(corpus) == {f"x.parquet row {i}": text for i, text in enumerate(("one", "two\nlines", "naïve"), 1)}
+
+
+def test_a_remote_folder_is_read_through_fsspec():
+    memory = fsspec.filesystem("memory")
+    memory.pipe({"/bucket/a.txt": b"one", "/bucket/sub/b.jsonl": b'{"text": "two"}\n'})
+    corpus = find_corpus("memory://bucket")
+    assert texts(corpus) == {"a.txt": "one", "sub/b.jsonl line 1": "two"}
+
+
+def bad_files(folder: Path) -> str:
+    parquet(folder / "e.parquet", "text", "fine", None, "")
+    files = {
+        "a.txt": "",
+        "b.txt": "café".encode("latin-1"),
+        "c.jsonl": jsonl({"text": "fine"}) + "{no json\n" + jsonl({"id": 1}, ["text"], {"text": None}, {"text": ""}),
+        "d.jsonl": b'{"text": "caf\xe9"}\n',
+    }
+    return write_files(folder, files)
+
+
+BAD = {
+    "a.txt": "empty",
+    "b.txt": "not UTF-8",
+    "c.jsonl line 2": "not JSON",
+    "c.jsonl line 3": "no text under 'text'",
+    "c.jsonl line 4": "no text under 'text'",
+    "c.jsonl line 5": "no text under 'text'",
+    "c.jsonl line 6": "empty",
+    "d.jsonl line 1": "not UTF-8",
+    "e.parquet row 2": "empty",
+    "e.parquet row 3": "empty",
+}
+
+
+def test_documents_that_cannot_be_read_are_skipped_each_with_its_place_and_reason(tmp_path):
+    corpus = find_corpus(bad_files(tmp_path), on_error="skip")
+    assert problems(corpus) == BAD
+    assert list(texts(corpus)) == ["c.jsonl line 1", "e.parquet row 1"]
+
+
+@pytest.mark.parametrize("place", BAD)
+def test_or_the_first_stops_it_with_its_place_and_reason(tmp_path, place):
+    corpus = find_corpus(bad_files(tmp_path))
+    name = place.split()[0]
+    (file,) = (file for file in corpus.files if file.name == name)
+    first = next(p for p in BAD if p.split()[0] == name)
+    with pytest.raises(UserError) as error:
+        list(corpus.documents(file))
+    assert f"{first}: {BAD[first]};" in str(error.value) and "--on_error=skip" in str(error.value)
+
+
+def test_a_parquet_without_the_column_says_which_it_has(tmp_path):
+    parquet(tmp_path / "x.parquet", "body", "one")
+    with pytest.raises(UserError, match=r"no column 'text'; give --text_column, one of: id, body"):
+        texts(find_corpus(str(tmp_path)))
+
+
+def test_a_parquet_that_is_cut_off_is_refused_and_named(tmp_path):
+    parquet(tmp_path / "x.parquet", "text", *("one" * 50))
+    path = tmp_path / "x.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"x\.parquet: not a parquet file, or not a whole one"):
+        texts(find_corpus(str(tmp_path)))
+
+
+@pytest.mark.parametrize("compressed", ["x.jsonl.gz", "x.jsonl.zst"])
+def test_a_compressed_file_that_is_cut_off_is_refused_and_named(tmp_path, compressed):
+    pack = gzip.compress if compressed.endswith("gz") else zstd
+    content = pack("".join(jsonl({"text": hash_share(str(i))}) for i in range(3000)).encode())
+    write_files(tmp_path, {compressed: content[: len(content) // 2]})
+    with pytest.raises(UserError, match=compressed):
+        texts(find_corpus(str(tmp_path), on_error="skip"))
+
+
+@pytest.mark.parametrize("source", ["nowhere", "", "picture.png", "*.md", "s4://bucket/x"])
+def test_a_source_without_text_is_refused_and_named(tmp_path, monkeypatch, source):
+    write_files(tmp_path, {"empty/x.png": "x", "picture.png": "x"})
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=source.replace("*", r"\*") or str(tmp_path)):
+        find_corpus(source or str(tmp_path))
+
+
+def test_the_version_changes_with_the_files(tmp_path):
+    source = write_files(tmp_path, {"a.txt": "one", "b.txt": "two"})
+    versions = [find_corpus(source).version, find_corpus(source).version]
+    write_files(tmp_path, {"b.txt": "other"})
+    versions.append(find_corpus(source).version)
+    write_files(tmp_path, {"c.txt": "three"})
+    versions.append(find_corpus(source).version)
+    assert versions[0] == versions[1] and len(set(versions)) == 3
+
+
+def test_shares_of_names_are_spread_evenly():
+    shares = sorted(hash_share(f"document {i}") for i in range(1000))
+    assert all(abs(share - i / 1000) < 0.05 for i, share in enumerate(shares))

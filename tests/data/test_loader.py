@@ -7,13 +7,31 @@ import pytest
 from jax.sharding import NamedSharding
 
 from configs.schema import MeshConfig
-from data.loader import StepBatches, held_out_batches, local_rows, to_devices, train_batches
-from data.packing import StreamRows
+from data.loader import StepBatches, held_out_batches, local_rows, row_sequence, to_devices, train_batches
+from data.packing import BestFitRows, StreamRows, plan_best_fit
+from data.shards import TokenStream
 from training.mesh import batch_sharding, make_mesh
 
 LENGTH = 4
-ROWS = StreamRows(np.arange(37 * LENGTH + 1), LENGTH)  # row i has inputs 4i .. 4i + 3
+ROWS = StreamRows(TokenStream([np.arange(37 * LENGTH + 1)]), LENGTH)  # row i has inputs 4i .. 4i + 3
 SHAPE = (3, 8, LENGTH)
+
+# A stream of 97 rows with a BOS (0 bytes) here and there.
+SIZES = np.array([0, 1, 2, 3, 4])
+VAL = StreamRows(TokenStream([np.random.default_rng(0).integers(0, 5, 97 * LENGTH + 1)]), LENGTH)
+# Documents of one to three tokens, packed, with padding.
+DOCUMENTS = np.array([0, 5, 0, 6, 7, 0, 8, 0, 9, 10] * 30)
+PACKED = BestFitRows(TokenStream([DOCUMENTS]), plan_best_fit(np.flatnonzero(DOCUMENTS == 0), 300, LENGTH), 0, LENGTH)
+KINDS: list[dict] = [
+    {},
+    {"rows": [PACKED]},
+    {"rows": [ROWS, VAL], "weights": [0.3, 0.7]},
+    {"rows": [PACKED], "bos": 0},
+]
+
+
+def step_batches(seed=0, shape=SHAPE, local=None, rows=(ROWS,), weights=(1.0,), bos=None) -> StepBatches:
+    return StepBatches(rows, weights, seed, shape, np.arange(shape[1]) if local is None else local, bos)
 
 
 def row_numbers(batch) -> np.ndarray:
@@ -22,7 +40,7 @@ def row_numbers(batch) -> np.ndarray:
 
 def sequence(count: int, seed: int = 0) -> np.ndarray:
     """The first `count` rows of the endless sequence, one a step."""
-    steps = StepBatches(ROWS, seed, (1, 1, LENGTH), np.arange(1))
+    steps = step_batches(seed, (1, 1, LENGTH))
     return np.array([row_numbers(steps[i]).item() for i in range(count)])
 
 
@@ -50,17 +68,56 @@ def test_seeds_give_different_orders():
 @pytest.mark.parametrize("step", [0, 1, 5])
 def test_row_i_of_a_step_is_row_i_mod_B_of_microbatch_i_div_B(shape, step):
     """So whatever K and B are, the same tokens_per_step gives the same rows."""
-    steps = StepBatches(ROWS, 0, (*shape, LENGTH), np.arange(shape[1]))
+    steps = step_batches(0, (*shape, LENGTH))
     expected = sequence(24 * 6)[24 * step : 24 * (step + 1)]
     assert row_numbers(steps[step]).tolist() == expected.reshape(shape).tolist()
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=["stream", "best_fit", "mixture", "masked"])
 @pytest.mark.parametrize("hosts", [1, 2, 4])
-def test_hosts_read_the_parts_of_one_batch(hosts):
-    whole = StepBatches(ROWS, 7, SHAPE, np.arange(8))[2]
-    parts = [StepBatches(ROWS, 7, SHAPE, mine)[2] for mine in np.split(np.arange(8), hosts)]
+def test_hosts_read_the_parts_of_one_batch(hosts, kind):
+    whole = step_batches(7, **kind)[2]
+    parts = [step_batches(7, local=mine, **kind)[2] for mine in np.split(np.arange(8), hosts)]
     assert all(part["inputs"].shape == (3, 8 // hosts, LENGTH) for part in parts)
     assert equal(whole, {name: np.concatenate([part[name] for part in parts], axis=1) for name in whole})
+
+
+def test_other_shapes_go_on_with_the_same_sequence():
+    """Two steps on a mesh, then two on another with other micro-batches: the rows are those of four steps on one."""
+    for kind in KINDS:
+        one = [step_batches(5, **kind)[i] for i in range(4)]
+        others = [step_batches(5, shape=(6, 4, LENGTH), **kind)[i] for i in (2, 3)]
+        flat = lambda batch: {name: array.reshape(24, -1) for name, array in batch.items()}
+        assert all(equal(flat(a), flat(b)) for a, b in zip(one[2:], others))
+
+
+def test_a_mixture_takes_each_datasets_share_and_every_row_once_an_epoch():
+    parts, weights = [ROWS, VAL], [0.25, 0.75]
+    sequence = row_sequence(parts, weights, seed=1)
+    found = [sequence[i] for i in range(4 * 37)]
+    assert sorted(row for part, row in found if part == 0) == list(range(37))
+    assert all(abs(sum(part == 0 for part, _ in found[:n]) - n / 4) <= 1 for n in range(len(found)))
+    first_epoch = [row for part, row in (sequence[i] for i in range(200)) if part == 1][:97]
+    assert sorted(first_epoch) == list(range(97))
+
+
+def test_segments_begin_with_documents():
+    batch = step_batches(**KINDS[3])[0]
+    assert (np.diff(batch["segment_ids"], axis=-1) == (batch["inputs"][..., 1:] == 0)).all()
+    assert "segment_ids" not in step_batches(**KINDS[2])[0]
+
+
+def test_a_mixture_s_held_out_rows_are_of_each_dataset_its_share():
+    rows, weights = [ROWS, VAL], [0.4, 0.6]
+    batches, text_bytes = held_out_batches(rows, weights, 20 * LENGTH, np.ones(999, int), (1, 8, LENGTH), sharding())
+    expected = [ROWS[i * 37 // 8]["targets"] for i in range(8)] + [VAL[i * 97 // 12]["targets"] for i in range(12)]
+    targets = np.concatenate([np.asarray(batch["targets"])[0] for batch in batches])
+    assert targets[:20].tolist() == [target.tolist() for target in expected] and text_bytes == 20 * LENGTH
+
+
+def test_padding_of_held_out_rows_counts_no_bytes():
+    batches, text_bytes = held_out_batches([PACKED], [1.0], 10**9, np.arange(99), (1, 8, LENGTH), sharding())
+    assert text_bytes == sum(target for _, target in counted(batches)) == DOCUMENTS.sum()
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
@@ -74,23 +131,19 @@ def test_a_host_reads_the_rows_of_its_own_devices(hosts):
 
 
 def test_rows_land_on_the_device_that_the_mesh_gives_them():
-    batch = StepBatches(ROWS, 0, SHAPE, np.arange(8))[0]
+    batch = step_batches()[0]
     for shard in to_devices(batch, SHAPE, sharding())["inputs"].addressable_shards:
         np.testing.assert_array_equal(shard.data, batch["inputs"][:, shard.device.id : shard.device.id + 1])
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS, ids=["stream", "best_fit", "mixture", "masked"])
+@pytest.mark.parametrize("workers", [0, 2, 4])
 @pytest.mark.parametrize("start", [0, 5, 1_000_000])
-def test_iterating_from_any_start_with_any_workers_equals_random_access(start, workers):
-    steps = StepBatches(ROWS, 3, SHAPE, np.arange(8))
-    batches = list(islice(train_batches(ROWS, 3, SHAPE, sharding(), start, workers), 4))
+def test_iterating_from_any_start_with_any_workers_equals_random_access(start, workers, kind):
+    steps = step_batches(3, **kind)
+    batches = list(islice(train_batches(steps, sharding(), start, workers), 4))
     assert all(equal(batch, steps[start + i]) for i, batch in enumerate(batches))
     assert all(array.sharding == sharding() for array in batches[0].values())
-
-
-# Held-out batches: a stream of 97 rows with a BOS (0 bytes) here and there.
-SIZES = np.array([0, 1, 2, 3, 4])
-VAL = StreamRows(np.random.default_rng(0).integers(0, 5, 97 * LENGTH + 1), LENGTH)
 
 
 def counted(batches: list) -> list[tuple[int, int]]:
@@ -105,7 +158,7 @@ def counted(batches: list) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("shape", [(1, 8), (2, 8), (1, 16), (5, 24)])
 @pytest.mark.parametrize("tokens", [1, 10 * LENGTH, 10**9])
 def test_held_out_targets_and_bytes_do_not_depend_on_the_batches_shape(shape, tokens):
-    batches, text_bytes = held_out_batches(VAL, tokens, SIZES, (*shape, LENGTH), sharding())
+    batches, text_bytes = held_out_batches([VAL], [1.0], tokens, SIZES, (*shape, LENGTH), sharding())
     count = {1: 1, 10 * LENGTH: 10, 10**9: 97}[tokens]
     rows = [VAL[i * 97 // count] for i in range(count)]
     pairs = [pair for row in rows for pair in zip(row["inputs"].tolist(), row["targets"].tolist())]
@@ -116,20 +169,20 @@ def test_held_out_targets_and_bytes_do_not_depend_on_the_batches_shape(shape, to
 
 def test_the_rows_that_fill_the_last_batch_up_count_nothing():
     every_token_is_text = SIZES + 1
-    batches, _ = held_out_batches(VAL, 10 * LENGTH, every_token_is_text, (1, 16, LENGTH), sharding())
+    batches, _ = held_out_batches([VAL], [1.0], 10 * LENGTH, every_token_is_text, (1, 16, LENGTH), sharding())
     assert len(batches) == 1
     assert batches[0]["weights"].sum(axis=2).tolist() == [[LENGTH] * 10 + [0] * 6]
 
 
 def test_targets_that_are_the_bos_count_nothing():
-    batches, _ = held_out_batches(VAL, 10**9, SIZES, (1, 8, LENGTH), sharding())
+    batches, _ = held_out_batches([VAL], [1.0], 10**9, SIZES, (1, 8, LENGTH), sharding())
     targets, weights = (np.concatenate([batch[name] for batch in batches]) for name in ("targets", "weights"))
     assert ((weights == 1) == (targets != 0)).all()
 
 
 @pytest.mark.parametrize("count", [1, 2, 10, 36, 37])
 def test_held_out_rows_are_spread_evenly(count):
-    batches, _ = held_out_batches(ROWS, count * LENGTH, np.ones(999, np.int32), (1, 8, LENGTH), sharding())
+    batches, _ = held_out_batches([ROWS], [1.0], count * LENGTH, np.ones(999, np.int32), (1, 8, LENGTH), sharding())
     weights = np.concatenate([batch["weights"] for batch in batches])[..., 0]
     chosen = np.concatenate([row_numbers(batch) for batch in batches])[weights > 0]
     assert len(chosen) == count

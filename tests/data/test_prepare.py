@@ -1,4 +1,12 @@
+import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -6,52 +14,96 @@ import numpy as np
 import pytest
 
 import data.prepare as module
-from configs.schema import Config, DataConfig, ModelConfig, UserError, validate
-from data.prepare import prepare
-from data.tokenizer import BOS, token_bytes, train_tokenizer
+from configs.schema import UserError
+from data.corpus import find_corpus
+from data.prepare import Preparation, prepare
+from data.shards import read_shard
+from data.tokenizer import load_tokenizer, train_tokenizer
 
+ROOT = Path(__file__).parents[2]
 SIZE = 300
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> DataConfig:
+def settings(tmp_path: Path) -> Preparation:
     folder = tmp_path / "text"
     folder.mkdir()
     for i in range(20):
         (folder / f"{i}.txt").write_text(f"document {i}: " + " ".join(f"word{j * i % 97} é" for j in range(50)))
-    return DataConfig(source=str(folder), val_fraction=0.3)
+    lines = [json.dumps({"text": f"line {i} " * (i % 9 + 1)}) for i in range(40)]
+    (folder / "table.jsonl").write_text("\n".join(lines))
+    return Preparation(source=str(folder), vocab_size=SIZE, val_fraction=0.3, shard_tokens=500)
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    return tmp_path / "cache"
+def texts_of(settings: Preparation) -> list[str]:
+    corpus = find_corpus(settings.source, on_error="skip")
+    return [document.text for file in corpus.files for document in corpus.documents(file) if document.text]
 
 
-def refuse(*_):
-    raise AssertionError("prepared anew")
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def texts_of(config: DataConfig) -> list[str]:
-    return [path.read_text() for path in Path(config.source).iterdir()]
+def told(folder: Path) -> dict:
+    return json.loads((folder / "dataset.json").read_text())
 
 
-def test_both_parts_hold_all_text_a_bos_before_each_document(config, cache):
-    dataset = prepare(config, SIZE, cache)
-    bos, texts = dataset.tokenizer.token_to_id(BOS), []
-    for part, tokens in (("train", dataset.train), ("val", dataset.val)):
-        documents = np.split(tokens, np.flatnonzero(tokens == bos))[1:]
-        facts = {
-            "documents": len(documents),
-            "tokens": len(tokens),
-            "bytes": token_bytes(dataset.tokenizer)[tokens].sum(),
-        }
-        assert dataset.facts[part] == facts
-        assert len(documents) > 1
-        texts += [dataset.tokenizer.decode(document[1:].tolist()) for document in documents]
-    assert sorted(texts) == sorted(texts_of(config))
+def documents(folder: Path, part: str) -> list[str]:
+    """The documents of a part, as the shards and their indices have them."""
+    tokenizer, found = load_tokenizer(folder / "tokenizer"), []
+    for path in sorted(folder.glob(f"{part}_*.bin")):
+        tokens, starts = read_shard(path), np.load(path.with_suffix(".starts.npy"))
+        assert (tokens[starts] == tokenizer.bos).all() and (tokens == tokenizer.bos).sum() == len(starts)
+        found += [tokenizer.decode(document[1:].tolist()) for document in np.split(tokens, starts[1:])]
+    return found
 
 
-def test_tokenizer_never_sees_the_held_out_text(config, cache, monkeypatch):
+def test_both_parts_hold_all_text_a_bos_before_each_document_in_many_shards(settings, tmp_path):
+    prepare(settings, tmp_path / "out")
+    facts, parts = told(tmp_path / "out"), {part: documents(tmp_path / "out", part) for part in ("train", "val")}
+    assert Counter(parts["train"] + parts["val"]) == Counter(texts_of(settings))
+    assert len(facts["shards"]) > 5 and facts["complete"]
+    for part, found in parts.items():
+        assert len(found) > 5
+        assert facts[part]["documents"] == len(found)
+        assert facts[part]["bytes"] == sum(len(text.encode()) for text in found)
+        assert facts[part]["tokens"] == sum(len(read_shard(p)) for p in (tmp_path / "out").glob(f"{part}_*.bin"))
+    for shard in facts["shards"][:-1]:
+        assert 500 <= sum(shard[part]["tokens"] for part in ("train", "val") if part in shard) < 500 + 800
+
+
+def test_documents_keep_their_side_when_others_come_and_go(settings, tmp_path):
+    prepare(settings, tmp_path / "before")
+    for i in range(10):
+        Path(settings.source, f"{i}.txt").unlink()
+        Path(settings.source, f"new{i}.txt").write_text(f"a new document, number {i}")
+    prepare(settings, tmp_path / "after")
+    sides = [{part: set(documents(tmp_path / run, part)) for part in ("train", "val")} for run in ("before", "after")]
+    assert not (sides[0]["train"] & sides[1]["val"] or sides[0]["val"] & sides[1]["train"])
+    assert len(sides[0]["train"] & sides[1]["train"]) > 10
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
+@pytest.mark.parametrize("count", [2, 5])
+def test_each_side_gets_a_document_however_few_there_are(tmp_path, fraction, count):
+    (tmp_path / "text").mkdir()
+    for i in range(count):
+        (tmp_path / "text" / f"{i}.txt").write_text("some words and more of them " * 9)
+    prepare(Preparation(source=str(tmp_path / "text"), vocab_size=262, val_fraction=fraction), tmp_path / "out")
+    counts = [told(tmp_path / "out")[part]["documents"] for part in ("train", "val")]
+    assert counts == ([count - 1, 1] if fraction < 0.5 else [1, count - 1])
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_too_few_documents_are_refused(tmp_path, count):
+    (tmp_path / "text").mkdir()
+    for i in range(2):
+        (tmp_path / "text" / f"{i}.txt").write_text("text" * (i < count))
+    with pytest.raises(UserError, match=rf"{count} document\(s\) with text.* at least 2"):
+        prepare(Preparation(source=str(tmp_path / "text"), on_error="skip"), tmp_path / "out")
+
+
+def test_the_tokenizer_never_sees_the_held_out_text(settings, tmp_path, monkeypatch):
     seen = []
 
     def train(texts, size):
@@ -59,106 +111,209 @@ def test_tokenizer_never_sees_the_held_out_text(config, cache, monkeypatch):
         return train_tokenizer(seen, size)
 
     monkeypatch.setattr(module, "train_tokenizer", train)
-    dataset = prepare(config, SIZE, cache)
-    assert len(seen) == dataset.facts["train"]["documents"] < len(texts_of(config))
+    prepare(settings, tmp_path / "out")
+    assert Counter(seen) == Counter(documents(tmp_path / "out", "train"))
 
 
-def test_second_call_reads_the_cache(config, cache, monkeypatch):
-    first = prepare(config, SIZE, cache)
-    monkeypatch.setattr(module, "train_tokenizer", refuse)
-    monkeypatch.setattr(module, "write_shard", refuse)
-    again = prepare(config, SIZE, cache)
-    assert again.facts == first.facts
-    assert again.train.tolist() == first.train.tolist()
-    assert again.val.tolist() == first.val.tolist()
-    assert again.tokenizer.to_str() == first.tokenizer.to_str()
+def test_the_tokenizer_is_trained_on_a_sample_of_every_file(settings, tmp_path, monkeypatch):
+    seen = []
+
+    def train(texts, size):
+        seen.extend(texts)
+        return train_tokenizer(seen, size)
+
+    monkeypatch.setattr(module, "train_tokenizer", train)
+    prepare(replace(settings, sample_bytes=2000, vocab_size=270), tmp_path / "out")
+    assert 0 < sum(map(len, seen)) < sum(map(len, documents(tmp_path / "out", "train")))
+    lines = sum("line" in text for text in seen)
+    assert 0 < lines < 15 and len(seen) - lines > 10
 
 
-def test_fingerprint_changes_with_the_text_the_split_and_the_vocabulary_and_with_nothing_else(config, cache, tmp_path):
-    prints = [prepare(config, SIZE, cache).fingerprint, prepare(config, SIZE + 1, cache).fingerprint]
-    same = prepare(replace(config, workers=7), SIZE, tmp_path / "elsewhere")
-    assert same.fingerprint == prints[0]
-    prints.append(prepare(replace(config, val_fraction=0.6), SIZE, cache).fingerprint)
-    path = Path(config.source) / "3.txt"
-    text = path.read_text()
-    path.write_text(text + "!")
-    prints.append(prepare(config, SIZE, cache).fingerprint)
-    assert len(set(prints)) == 4
-    path.write_text(text)
-    assert prepare(config, SIZE, cache).fingerprint == prints[0]
+@pytest.mark.parametrize("given", ["tokenizer.json", "folder"])
+def test_a_given_tokenizer_is_used_as_it_is(settings, tmp_path, given):
+    train_tokenizer(["other text " * 50], 265).save(tmp_path / "tok")
+    name = tmp_path / "tok" / ("tokenizer.json" if given == "tokenizer.json" else "")
+    prepare(replace(settings, tokenizer=str(name)), tmp_path / "out")
+    assert contents(tmp_path / "out" / "tokenizer") == contents(tmp_path / "tok")
+    assert Counter(documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")) == Counter(
+        texts_of(settings)
+    )
 
 
-def test_fingerprint_tells_where_the_held_out_part_begins(cache, tmp_path):
-    """The hashes of these names fall in their order, so that the split moves along the same sequence of documents."""
-    for name in ("b", "d", "e"):
-        (tmp_path / f"{name}.txt").write_text("words and more words " * 9)
-    datasets = [prepare(DataConfig(str(tmp_path), fraction), 262, cache) for fraction in (0.5, 0.99)]
-    assert [dataset.facts["train"]["documents"] for dataset in datasets] == [2, 1]
-    assert datasets[0].fingerprint != datasets[1].fingerprint
+def test_a_second_call_does_nothing(settings, tmp_path, monkeypatch):
+    prepare(settings, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    monkeypatch.setattr(module, "train_tokenizer", None)
+    monkeypatch.setattr(module, "write_shard", None)
+    prepare(settings, tmp_path / "out")
+    assert contents(tmp_path / "out") == before
 
 
-@pytest.mark.parametrize("killed_at", ["train.bin", "val.bin", "rename"])
-def test_a_killed_preparation_leaves_nothing_that_is_taken_for_whole(config, cache, tmp_path, monkeypatch, killed_at):
-    whole = prepare(config, SIZE, tmp_path / "elsewhere")
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_a_deleted_shard_is_made_again_to_the_bit(settings, tmp_path, part):
+    prepare(settings, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    sorted((tmp_path / "out").glob(f"{part}_*.bin"))[1].unlink()
+    prepare(settings, tmp_path / "out")
+    assert contents(tmp_path / "out") == before
 
-    def write_or_die(path: Path, *rest):
-        if path.name == killed_at:
+
+def test_more_files_can_follow_and_give_the_whole(settings, tmp_path):
+    prepare(settings, tmp_path / "out", max_files=3)
+    first = documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")
+    assert len(first) == 3
+    prepare(settings, tmp_path / "out", max_files=12)
+    with pytest.raises(UserError, match="12 files already"):
+        prepare(settings, tmp_path / "out", max_files=3)
+    prepare(settings, tmp_path / "out")
+    every = documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")
+    assert Counter(every) == Counter(texts_of(settings))
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("call", range(0, 40, 3))
+def test_killed_at_any_write_it_goes_on_and_gives_the_same_bytes(settings, tmp_path, monkeypatch, call):
+    """Every rename and every save is a moment to die at, just before it or half way."""
+    prepare(settings, tmp_path / "whole")
+    calls = iter(range(1000))
+    rename, save = Path.rename, np.save
+
+    def dying_rename(path: Path, to: Path):
+        if next(calls) == call:
+            path.write_bytes(path.read_bytes()[:100])
+            raise Killed
+        return rename(path, to)
+
+    def dying_save(path: Path, array: np.ndarray):
+        if next(calls) == call:
             path.write_bytes(b"half")
-            raise KeyboardInterrupt
-        write_shard(path, *rest)
+            raise Killed
+        save(path, array)
 
-    def die(*_):
-        raise KeyboardInterrupt
-
-    write_shard = module.write_shard
     with monkeypatch.context() as patch:
-        patch.setattr(module, "write_shard", write_or_die)
-        if killed_at == "rename":
-            patch.setattr(Path, "rename", die)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(config, SIZE, cache)
-    assert not (cache / whole.fingerprint).exists()
-    again = prepare(config, SIZE, cache)
-    assert again.train.tolist() == whole.train.tolist()
-    assert again.val.tolist() == whole.val.tolist()
+        patch.setattr(Path, "rename", dying_rename)
+        patch.setattr(np, "save", dying_save)
+        with pytest.raises(Killed):
+            prepare(settings, tmp_path / "out")
+    prepare(settings, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_of_two_preparations_at_once_one_is_kept(config, cache, monkeypatch):
-    def while_another_prepares(texts, size):
-        monkeypatch.setattr(module, "train_tokenizer", train_tokenizer)
-        prepare(config, SIZE, cache)
+def command(settings: Preparation, out: Path, *more: str) -> list[str]:
+    options = [f"--{name}={value}" for name, value in vars(settings).items() if value != ""]
+    return [sys.executable, "-m", "data.prepare", f"--out={out}", *options, *more]
+
+
+def start(arguments: list[str], **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        arguments, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_the_command_killed_by_the_system_goes_on_and_gives_the_same_bytes(settings, tmp_path):
+    table = Path(settings.source, "table.jsonl")
+    table.write_text("".join(json.dumps({"text": f"line {i} " * 200}) + "\n" for i in range(4000)))
+    settings = replace(settings, shard_tokens=20_000)
+    prepare(settings, tmp_path / "whole")
+    for shard in ("train_000003.bin", "train_000020.bin"):
+        process = start(command(settings, tmp_path / "out"))
+        while not (tmp_path / "out" / shard).exists():
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert not told(tmp_path / "out")["complete"]
+    process = start(command(settings, tmp_path / "out"))
+    output = process.communicate()[0]
+    assert process.returncode == 0 and '"documents"' in output, output
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_of_two_preparations_at_once_one_waits_for_the_other(settings, tmp_path, monkeypatch):
+    trained = []
+
+    def slowly(texts, size):
+        trained.append(size)
+        time.sleep(0.3)
         return train_tokenizer(texts, size)
 
-    monkeypatch.setattr(module, "train_tokenizer", while_another_prepares)
-    dataset = prepare(config, SIZE, cache)
-    assert [folder.name for folder in cache.iterdir()] == [dataset.fingerprint]
+    monkeypatch.setattr(module, "train_tokenizer", slowly)
+    threads = [threading.Thread(target=prepare, args=(settings, tmp_path / "out")) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert trained == [SIZE]
+    assert Counter(documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")) == Counter(
+        texts_of(settings)
+    )
+
+
+@pytest.mark.parametrize(("text", "some_size_works"), [("hello hello world ", True), ("a", False)])
+def test_too_large_vocabulary_names_a_size_that_works_if_there_is_one(text, some_size_works, tmp_path):
+    (tmp_path / "text").mkdir()
+    for i in range(10):
+        (tmp_path / "text" / f"{i}.txt").write_text(text * 2 if some_size_works else text)
+    settings = Preparation(source=str(tmp_path / "text"), val_fraction=0.3)
+    with pytest.raises(UserError, match=r"vocab_size of 32768 .*more text") as error:
+        prepare(settings, tmp_path / "out")
+    sizes = [int(size) for size in re.findall(r"use vocab_size=(\d+)", str(error.value))]
+    assert bool(sizes) == some_size_works
+    for size in sizes:
+        prepare(replace(settings, vocab_size=size), tmp_path / f"out{size}")
+        assert load_tokenizer(tmp_path / f"out{size}" / "tokenizer").vocab_size == size
+
+
+def test_skipped_documents_are_said_and_counted_even_where_nothing_follows_them(settings, tmp_path, capfd):
+    for name in ("0first", "5middle", "zlast"):
+        Path(settings.source, f"{name}.txt").write_bytes(b"\xff\xfe")
+    Path(settings.source, "zzlast.txt").write_text("")
+    Path(settings.source, "table.jsonl").write_text("no json\n")
+    prepare(replace(settings, on_error="skip"), tmp_path / "out")
+    assert told(tmp_path / "out")["skipped"] == {"not UTF-8": 3, "empty": 1, "not JSON": 1}
+    said = capfd.readouterr()
+    assert "skipped 5 document(s)" in said.err and "3 not UTF-8" in said.err and not said.out
 
 
 @pytest.mark.parametrize(
-    ("texts", "some_size_works"), [(["hello hello world", "held out"] * 5, True), (["a", "b"], False)]
+    ("change", "says"),
+    [
+        (["--vocab_size=301"], "vocab_size: 300 -> 301"),
+        (["--val_fraction=0.1"], "val_fraction: 0.3 -> 0.1"),
+        (["--val_fraction=0"], "--val_fraction=0.0 cannot work"),
+        (["--shard_tokens=0"], "must be positive"),
+        (["--source=nowhere"], "nowhere"),
+        (["--tokenizer=nowhere"], "nowhere"),
+    ],
 )
-def test_too_large_vocabulary_names_a_size_that_works_if_there_is_one(texts, some_size_works, cache, tmp_path):
-    for i, text in enumerate(texts):
-        (tmp_path / f"{i}.txt").write_text(text)
-    config = DataConfig(source=str(tmp_path))
-    with pytest.raises(UserError, match=r"--model\.vocab_size=32768 .*more text") as error:
-        prepare(config, 32768, cache)
-    sizes = re.findall(r"use --model\.vocab_size=(\d+)", str(error.value))
-    assert bool(sizes) == some_size_works
-    for size in sizes:
-        validate(Config(name="x", model=ModelConfig(vocab_size=int(size))))
-        assert prepare(config, int(size), cache).tokenizer.get_vocab_size() == int(size)
+def test_a_mistake_is_one_message_and_changes_nothing(settings, tmp_path, change, says):
+    prepare(settings, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    asked = {word.split("=")[0][2:]: word.split("=")[1] for word in change}
+    values = {name: type(getattr(settings, name))(value) for name, value in asked.items()}
+    with pytest.raises(UserError, match=re.escape(says)):
+        prepare(replace(settings, **values), tmp_path / "out")
+    assert contents(tmp_path / "out") == before
 
 
-def test_skipped_files_are_said_and_recorded(config, cache, capfd):
-    (Path(config.source) / "latin.txt").write_bytes(b"\xff\xfe")
-    dataset = prepare(config, SIZE, cache)
-    assert dataset.facts["skipped_files"] == ["latin.txt"]
-    said = capfd.readouterr()
-    assert "latin.txt" in said.err and "UTF-8" in said.err and not said.out
+def test_a_source_that_changed_and_a_folder_of_something_else_are_refused(settings, tmp_path):
+    prepare(settings, tmp_path / "out")
+    Path(settings.source, "3.txt").write_text("changed")
+    with pytest.raises(UserError, match=r"version: .*changes with the source's files"):
+        prepare(settings, tmp_path / "out")
+    with pytest.raises(UserError, match="is not empty and holds no dataset"):
+        prepare(settings, Path(settings.source))
 
 
-def test_saved_tokenizer_is_the_datasets(config, cache, tmp_path):
-    dataset = prepare(config, SIZE, cache)
-    dataset.save_tokenizer(tmp_path / "run" / "tokenizer")
-    assert module.load_tokenizer(tmp_path / "run/tokenizer/tokenizer.json").to_str() == dataset.tokenizer.to_str()
+def test_the_command_ends_with_code_2_and_names_file_and_line(settings, tmp_path):
+    Path(settings.source, "table.jsonl").write_text('{"text": "fine"}\n{"text": "fi\n')
+    process = start(command(settings, tmp_path / "out"))
+    output = process.communicate()[0]
+    assert process.returncode == 2
+    assert "table.jsonl line 2: not JSON" in output and "Traceback" not in output
+    process = start(command(replace(settings, on_error="skip"), tmp_path / "skipping"))
+    output = process.communicate()[0]
+    assert process.returncode == 0 and "1 not JSON" in output

@@ -1,36 +1,36 @@
+import os
 import struct
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import data.shards as module
 from configs.schema import UserError
-from data.shards import read_shard, write_shard
+from data.shards import TokenStream, examine, read_shard, write_shard
 
 
 def llm_c_bytes(tokens: list[int], magic: int = 20240520, version: int = 1, count: int | None = None) -> bytes:
-    """A shard as llm.c's dev/data/data_common.py describes it: 256 int32, then uint16, all little-endian."""
+    """A shard as llm.c's dev/data/data_common.py describes it: 256 int32, then uint16 (for GPT-2) or uint32 (for
+    Llama 3), all little-endian."""
     header = [magic, version, len(tokens) if count is None else count] + [0] * 253
-    return struct.pack("<256i", *header) + struct.pack(f"<{len(tokens)}H", *tokens)
+    kind = "I" if magic == 20240801 else "H"
+    return struct.pack("<256i", *header) + struct.pack(f"<{len(tokens)}{kind}", *tokens)
 
 
-def test_reads_what_llm_c_writes(tmp_path):
-    tokens = [50256, 0, 1, 65535, 258]
-    (tmp_path / "x.bin").write_bytes(llm_c_bytes(tokens))
+@pytest.mark.parametrize("magic_version", [(20240520, 1), (20240801, 7)])
+def test_reads_what_llm_c_writes(tmp_path, magic_version):
+    tokens = [50256, 0, 1, 65535, 258] + ([128_000] if magic_version[1] == 7 else [])
+    (tmp_path / "x.bin").write_bytes(llm_c_bytes(tokens, *magic_version))
     assert read_shard(tmp_path / "x.bin").tolist() == tokens
 
 
-def test_writes_what_llm_c_reads(tmp_path):
-    write_shard(tmp_path / "x.bin", np.array([3, 0, 65535]), vocab_size=2**16)
-    assert (tmp_path / "x.bin").read_bytes() == llm_c_bytes([3, 0, 65535])
-
-
-@pytest.mark.parametrize(("vocab_size", "bytes_a_token"), [(258, 2), (2**16, 2), (2**16 + 1, 4), (200_000, 4)])
-def test_tokens_of_any_vocabulary_read_back(tmp_path, vocab_size, bytes_a_token):
-    tokens = np.array([0, 1, vocab_size - 1, 257])
-    write_shard(tmp_path / "x.bin", tokens, vocab_size)
-    read = read_shard(tmp_path / "x.bin")
-    assert read.tolist() == tokens.tolist()
-    assert read.dtype.itemsize == bytes_a_token
+@pytest.mark.parametrize(("vocab_size", "kind"), [(2**16, (20240520, 1)), (2**16 + 1, (20240801, 7))])
+def test_writes_what_llm_c_reads_and_leaves_nothing_else(tmp_path, vocab_size, kind):
+    write_shard(tmp_path / "x.bin", np.array([3, 0, 65535]), vocab_size)
+    assert (tmp_path / "x.bin").read_bytes() == llm_c_bytes([3, 0, 65535], *kind)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
 
 
 @pytest.mark.parametrize(
@@ -42,14 +42,40 @@ def test_tokens_of_any_vocabulary_read_back(tmp_path, vocab_size, bytes_a_token)
         (llm_c_bytes([1, 2, 3])[:600], "damaged"),
         (llm_c_bytes([1, 2, 3], count=-3), "damaged"),
         (llm_c_bytes([1, 2, 3], magic=20240521), "not a token shard"),
-        (llm_c_bytes([1, 2, 3], version=3), "not a token shard"),
+        (llm_c_bytes([1, 2, 3], version=3), r"not a token shard of a known version.*\[20240520, 3, 3\]"),
+        (np.frombuffer(llm_c_bytes([1, 2, 3])[:1024], "<i4").astype(">i4").tobytes(), "other byte order"),
         (b"", "not a token shard"),
         (b"plain text", "not a token shard"),
+        (None, "cannot be read: No such file"),
     ],
 )
 def test_what_is_no_whole_shard_is_refused_and_named(tmp_path, content, told):
     path = tmp_path / "x.bin"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(UserError, match=told) as error:
         read_shard(path)
     assert str(path) in str(error.value)
+
+
+def test_an_examination_is_remembered_until_the_file_changes(tmp_path, monkeypatch):
+    path, memory = tmp_path / "x.bin", tmp_path / "memory"
+    write_shard(path, np.array([3, 77, 5]), 300)
+    digest, largest = examine(path, memory)
+    assert largest == 77
+    with monkeypatch.context() as patch:
+        patch.setattr(module.hashlib, "file_digest", None)  # which it would call
+        assert examine(path, memory) == (digest, 77)
+    damaged = bytearray(path.read_bytes())
+    damaged[-1] ^= 1
+    path.write_bytes(damaged)
+    os.utime(path, ns=(1, 1))
+    assert examine(path, memory) == (examine(path, tmp_path / "elsewhere")) != (digest, 77)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 30), st.integers(0, 12))
+def test_a_stream_reads_as_its_shards_joined(sizes, start, count):
+    whole = np.arange(sum(sizes))
+    stream = TokenStream(np.split(whole, np.cumsum(sizes)[:-1]))
+    assert len(stream) == len(whole)
+    assert stream.read(start, start + count).tolist() == whole[start : start + count].tolist()

@@ -1,9 +1,13 @@
-import numpy as np
+import json
+
 import pytest
+import tiktoken
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
-from data.tokenizer import BOS, encode_documents, load_tokenizer, token_bytes, train_tokenizer
+from configs.schema import UserError
+from data.tokenizer import BOS, SPLIT, TextTokenizer, convert_tiktoken, load_tokenizer, train_tokenizer
 
 TEXTS = ["def tokens(text):\n    return text.split()\n\n" * 20, "Größe 2024, naïve 日本語, 12345 🙂\r\n\t" * 20]
 TOKENIZER = train_tokenizer(TEXTS, 320)
@@ -11,56 +15,116 @@ TRICKY = f"a{BOS}b {BOS}"
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
-@given(texts)
-@example(TRICKY)
-@example("\x00\r\n\u2028  \t ")
-@example("don't 1234567 ÀÉ é\u0301")
-def test_any_text_decodes_to_itself(text):
-    ids = encode_documents(TOKENIZER, [text])
-    assert TOKENIZER.decode(ids[1:].tolist()) == text
-
-
-@given(st.lists(texts, max_size=5))
+@given(st.lists(texts, max_size=4))
 @example([TRICKY, ""])
-def test_one_bos_stands_before_each_document_and_nowhere_else(documents):
-    ids = encode_documents(TOKENIZER, documents)
-    starts = np.flatnonzero(ids == TOKENIZER.token_to_id(BOS))
-    assert len(starts) == len(documents)
-    parts = np.split(ids, starts)
-    assert len(parts[0]) == 0
-    assert [TOKENIZER.decode(part[1:].tolist()) for part in parts[1:]] == documents
-
-
-@given(texts)
-@example(TRICKY)
-def test_token_bytes_sum_to_the_texts_utf8_length(text):
-    ids = encode_documents(TOKENIZER, [text, text])
-    assert token_bytes(TOKENIZER)[ids].sum() == 2 * len(text.encode())
+@example(["\x00\r\n\u2028  \t "])
+@example(["don't 1234567 ÀÉ é\u0301"])
+def test_any_text_decodes_to_itself_without_a_bos_in_it(documents):
+    for ids, text in zip(TOKENIZER.encode(documents), documents, strict=True):
+        assert TOKENIZER.decode(ids) == text
+        assert TOKENIZER.bos not in ids
+        assert TOKENIZER.token_bytes[ids].sum() == len(text.encode())
 
 
 def test_vocabulary_is_the_bos_the_bytes_and_merges():
-    sizes = token_bytes(TOKENIZER)
-    assert TOKENIZER.get_vocab_size() == len(sizes) == 320
-    assert TOKENIZER.token_to_id(BOS) == 0
+    sizes = TOKENIZER.token_bytes
+    assert TOKENIZER.vocab_size == len(sizes) == 320
+    assert TOKENIZER.bos == 0
     assert (sizes == 0).tolist() == [True] + [False] * 319
     assert (sizes == 1).sum() == 256
 
 
 def test_training_twice_gives_the_same_tokenizer():
-    assert train_tokenizer(TEXTS, 320).to_str() == TOKENIZER.to_str()
+    assert train_tokenizer(TEXTS, 320).sha256 == TOKENIZER.sha256
 
 
-@pytest.mark.parametrize("source", ["trained", "loaded"])
-def test_prompts_too_may_hold_the_letters_of_the_bos(source, tmp_path):
-    """sample.py encodes prompts with the tokenizer's own `encode`."""
-    tokenizer = train_tokenizer(TEXTS, 320)
-    if source == "loaded":
-        tokenizer.save(str(tmp_path / "tokenizer.json"))
-        tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
-    assert tokenizer.decode(tokenizer.encode(TRICKY).ids) == TRICKY
+def test_saved_tokenizer_is_the_same_to_the_byte_and_other_programs_find_its_bos(tmp_path):
+    TOKENIZER.save(tmp_path)
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = load_tokenizer(name)
+        assert loaded.sha256 == TOKENIZER.sha256
+        assert loaded.encode([TRICKY, *TEXTS]) == TOKENIZER.encode([TRICKY, *TEXTS])
+    told = json.loads((tmp_path / "tokens.json").read_text())
+    assert told == {"bos": 0, "token_bytes": TOKENIZER.token_bytes.tolist()}
+    assert {path.name for path in tmp_path.iterdir()} == {"tokens.json", "tokenizer.json"}
 
 
-def test_loaded_tokenizer_is_the_saved_one(tmp_path):
-    TOKENIZER.save(str(tmp_path / "tokenizer.json"))
-    loaded = load_tokenizer(tmp_path / "tokenizer.json")
-    np.testing.assert_array_equal(encode_documents(loaded, TEXTS), encode_documents(TOKENIZER, TEXTS))
+def test_a_folder_with_another_tokenizer_is_refused(tmp_path):
+    TOKENIZER.require_same_in(tmp_path)
+    TOKENIZER.save(tmp_path)
+    TOKENIZER.require_same_in(tmp_path)
+    with pytest.raises(UserError, match=f"{tmp_path} holds another tokenizer.*--tokenizer={tmp_path}"):
+        train_tokenizer(TEXTS, 300).require_same_in(tmp_path)
+
+
+# A made-up tiktoken encoding: the ranks that training on TEXTS gave, GPT-2's kind of BOS at the end.
+def ranks_of(tokenizer: TextTokenizer) -> dict[bytes, int]:
+    letters = {letter: tokenizer.library.decode([i]) for letter, i in tokenizer.library.get_vocab().items()}
+    del letters[BOS]
+    byte = {letter: bytes([b]) for b, letter in enumerate(byte_letters())}
+    tokens = {letters_: b"".join(byte[letter] for letter in letters_) for letters_ in letters}
+    return {token: tokenizer.library.token_to_id(name) - 1 for name, token in tokens.items()}
+
+
+def byte_letters() -> list[str]:
+    """GPT-2's letter for each byte: those that print are themselves."""
+    prints = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    letters, extra = [], 0
+    for b in range(256):
+        letters.append(chr(b) if b in prints else chr(256 + extra))
+        extra += b not in prints
+    return letters
+
+
+RANKS = ranks_of(TOKENIZER)
+ENCODING = tiktoken.Encoding("made_up", pat_str=SPLIT, mergeable_ranks=RANKS, special_tokens={"<|endoftext|>": 319})
+CONVERTED = convert_tiktoken(RANKS, SPLIT, {"<|endoftext|>": 319})
+
+
+@given(st.lists(st.one_of(texts, st.text("def tokens(x): \nreturn12, naïve", max_size=40)), min_size=1, max_size=4))
+def test_a_converted_tiktoken_encoding_encodes_as_tiktoken_does(documents):
+    assert CONVERTED.encode(documents) == [ENCODING.encode_ordinary(text) for text in documents]
+
+
+def test_a_converted_tiktoken_encoding_knows_its_bos_and_bytes():
+    assert CONVERTED.bos == 319 and CONVERTED.vocab_size == 320
+    assert CONVERTED.token_bytes.tolist() == [*(len(t) for t in sorted(RANKS, key=RANKS.get)), 0]
+
+
+def test_gpt2_comes_from_tiktoken_by_name(monkeypatch):
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": ENCODING}.__getitem__)
+    assert load_tokenizer("tiktoken:gpt2").sha256 == CONVERTED.sha256
+    with pytest.raises(UserError, match=r"tiktoken:gpt9.*cl100k_base"):
+        load_tokenizer("tiktoken:gpt9")
+
+
+def test_sentencepiece_tokens_have_the_bytes_of_their_text():
+    vocab = {"<s>": 0, "<0x0A>": 1, "▁hé": 2, "llo": 3}
+    library = Tokenizer(models.BPE(vocab, []))
+    library.add_special_tokens(["<s>"])
+    tokenizer = TextTokenizer(library.to_str())
+    assert tokenizer.token_bytes.tolist() == [0, 1, 4, 3]
+    assert tokenizer.bos == 0
+
+
+def test_settings_of_a_foreign_tokenizer_json_do_not_shorten_or_pad():
+    library = Tokenizer.from_str(TOKENIZER.json)
+    library.enable_truncation(3)
+    library.enable_padding(length=9)
+    assert TextTokenizer(library.to_str()).encode(TEXTS) == TOKENIZER.encode(TEXTS)
+
+
+def test_a_tokenizer_without_a_bos_is_refused_and_its_special_tokens_named():
+    library = Tokenizer(models.BPE({"[CLS]": 0, "a": 1}, []))
+    library.add_special_tokens(["[CLS]"])
+    with pytest.raises(UserError, match=r"<\|endoftext\|>.*\[CLS\]"):
+        _ = TextTokenizer(library.to_str()).bos
+
+
+@pytest.mark.parametrize("content", [None, "{}", "no json"])
+def test_what_is_no_tokenizer_is_refused_and_named(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(UserError, match=str(path)):
+        load_tokenizer(path)

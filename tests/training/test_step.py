@@ -140,3 +140,25 @@ def test_step_with_a_gradient_that_is_not_finite_changes_nothing():
     assert told[0]["learning_rate"]["embed"] < told[1]["learning_rate"]["embed"]
     only, _ = run_steps(config, [good, bad])
     assert distance(only, run_steps(config, [good])[0]) == 0
+
+
+def packed_and_apart(seed: int) -> tuple[dict, dict]:
+    """Rows of two documents of 5 and 11 tokens, with segment ids; and each document in a row of its own, padded."""
+    packed = random_rows(tiny_config(rows=8), seed)
+    segments = (np.arange(16) >= 5).astype(np.int32) * np.ones((8, 1), np.int32)
+    apart = {name: np.zeros((16, 16), array.dtype) for name, array in packed.items()}
+    for name, array in packed.items():
+        apart[name][:8, :5], apart[name][8:, :11] = array[:, :5], array[:, 5:]
+    return packed | {"segment_ids": segments}, apart
+
+
+@pytest.mark.parametrize(("sizes", "devices"), [((1, 1, 1), 1), ((2, 2, 2), 8)])
+def test_documents_side_by_side_give_the_update_of_documents_apart(sizes, devices):
+    config, separate = tiny_config(rows=8, rows_per_device=2, kv_heads=4), tiny_config(rows=16, kv_heads=4)
+    packed, apart = zip(*(packed_and_apart(step) for step in range(3)))
+    expected, expected_told = run_steps(separate, list(apart))
+    params, told = run_steps(replace(config, mesh=MeshConfig(*sizes)), list(packed), devices)
+    assert distance(params, expected) < 1e-6
+    assert [t["loss"] for t in told] == pytest.approx([t["loss"] for t in expected_told], rel=1e-6)
+    without = [{name: array for name, array in rows.items() if name != "segment_ids"} for rows in packed]
+    assert distance(run_steps(config, without)[0], expected) > 1e-4

@@ -1,0 +1,199 @@
+"""Dataset folders, opened: checked, mapped into memory, and cut into the rows that a run trains on.
+
+A folder that data.prepare made has a dataset.json. One with nothing but .bin shards, as llm.c and modded-nanogpt write
+them, serves too: those with `val` in their names are held out, and `data.tokenizer` says what their tokens mean.
+"""
+
+import hashlib
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Integer
+
+from configs.schema import DataConfig, UserError
+from data.corpus import find_corpus
+from data.packing import BestFitRows, Rows, StreamRows, load_plan, plan_best_fit, save_plan
+from data.prepare import Preparation, prepare
+from data.shards import TokenStream, examine, read_shard
+from data.tokenizer import TextTokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One dataset folder."""
+
+    folder: Path
+    shards: dict[str, list[Path]]
+    """Those of `train` and of `val`, in order."""
+    tokenizer: TextTokenizer
+    fingerprint: str
+    """Equal fingerprints mean equal tokens with equal meanings."""
+
+    def stream(self, part: str) -> TokenStream:
+        """The tokens of `train` or `val`."""
+        return TokenStream([read_shard(path) for path in self.shards[part]])
+
+    def document_starts(self, part: str) -> Integer[np.ndarray, "documents"]:
+        """Where in the stream documents start: as the shards' indices say, or where a BOS is."""
+        found, before = [np.zeros(1, np.int64)], 0
+        for path in self.shards[part]:
+            index, tokens = path.with_suffix(".starts.npy"), read_shard(path)
+            starts = np.load(index) if index.exists() else np.flatnonzero(tokens == self.tokenizer.bos)
+            if not (tokens[starts] == self.tokenizer.bos).all():
+                raise UserError(f"{index} is not the index of {path.name}; delete it: BOS tokens are looked for then")
+            found.append(before + starts)
+            before += len(tokens)
+        return np.unique(np.concatenate(found))
+
+    def rows(self, part: str, packing: str, length: int, cache: Path) -> Rows:
+        """The part's rows of `length` tokens. A plan that this needs is made once, and kept beside the shards, or in
+        `cache` where their folder cannot be written."""
+        stream = self.stream(part)
+        if packing == "stream":
+            return StreamRows(stream, length)
+        home = self.folder if os.access(self.folder, os.W_OK) else cache
+        plan = home / "plans" / f"{part}-{packing}-{length}-{self.fingerprint}"
+        if not plan.exists():
+            headless = stream.read(0, 1).tolist() != [self.tokenizer.bos]
+            save_plan(plan_best_fit(self.document_starts(part), len(stream), length, headless), plan)
+        return BestFitRows(stream, load_plan(plan), self.tokenizer.bos, length)
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a run trains on: the rows of one dataset, or of a mixture."""
+
+    train: list[Rows]
+    val: list[Rows]
+    weights: list[float]
+    """Each dataset's share of the rows; they sum to 1."""
+    tokenizer: TextTokenizer
+    fingerprint: str
+
+
+def open_text(config: DataConfig, vocab_size: int, length: int, rows_per_step: int, cache: Path) -> Text:
+    """The rows of `config.source`, `length` tokens each. UserError where they are not fit for the run."""
+    weights, sources = split_sources(config.source)
+    datasets = [open_dataset(source, config, vocab_size, cache) for source in sources]
+    tokenizer = datasets[0].tokenizer
+    for dataset in datasets:
+        if dataset.tokenizer.sha256 != tokenizer.sha256:
+            raise UserError(
+                f"--data.source: {dataset.folder} was made with another tokenizer than {datasets[0].folder}; make it "
+                f"again with --tokenizer={datasets[0].folder}/tokenizer"
+            )
+    if tokenizer.vocab_size > vocab_size:
+        raise UserError(
+            f"--model.vocab_size={vocab_size} is too small for the tokenizer of {config.source}, which has "
+            f"{tokenizer.vocab_size} tokens; use --model.vocab_size={tokenizer.vocab_size} or more"
+        )
+    train, val = ([d.rows(part, config.packing, length, cache) for d in datasets] for part in ("train", "val"))
+    for source, weight, rows, held_out in zip(sources, weights, train, val):
+        needed = max(round(weight * rows_per_step), 1)
+        if len(rows) < needed or not len(held_out):
+            raise UserError(
+                f"--data.source={source} gives {len(rows)} rows of {length} tokens to train on and {len(held_out)} "
+                f"held out; a step takes {needed} of it, and 1 at least must be held out: give more text, or a smaller "
+                "--batch.tokens_per_step or --batch.sequence_length"
+            )
+    prints = [dataset.fingerprint for dataset in datasets]
+    return Text(train, val, weights, tokenizer, prints[0] if len(prints) == 1 else _digest(weights, prints))
+
+
+def split_sources(source: str) -> tuple[list[float], list[str]]:
+    """Shares and sources of `0.7:DIR,0.3:DIR`, or of a single source. UserError for a share that is missing or 0."""
+    parts = [re.fullmatch(r"(\d*\.?\d+):(.+)", part) for part in source.split(",")]
+    found = [(float(part[1]), part[2]) for part in parts if part]
+    if not found:
+        return [1.0], [source]
+    if len(found) < len(parts) or min(found)[0] == 0:
+        raise UserError(f"--data.source={source}: each dataset of a mixture needs its share: 0.7:DIR,0.3:DIR")
+    total = sum(share for share, _ in found)
+    return [share / total for share, _ in found], [name for _, name in found]
+
+
+def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path) -> Dataset:
+    """The dataset in the folder `source`; of raw text, the one that is made of it, once, in `cache`. UserError where
+    anything in it is not what it should be."""
+    folder = Path(source).expanduser()
+    if (folder / "dataset.json").exists():
+        return _prepared(folder, config, cache)
+    if folder.is_dir() and any(folder.glob("*.bin")):
+        return _made_by_others(folder, config, cache)
+    if "://" in source or source.startswith("hf:"):
+        raise UserError(
+            f"--data.source={source} is not on this machine; prepare it, and train on the folder that this makes: "
+            f"python -m data.prepare --source={source} --out=DIR"
+        )
+    settings = Preparation(
+        source=source,
+        tokenizer=config.tokenizer,
+        vocab_size=vocab_size,
+        val_fraction=config.val_fraction,
+        on_error="skip",  # and say how many
+    )
+    tokenizer = config.tokenizer and load_tokenizer(config.tokenizer).sha256
+    made = cache / "datasets" / _digest(settings, find_corpus(source).version, tokenizer)
+    prepare(settings, made)
+    return _prepared(made, config, cache)
+
+
+def _prepared(folder: Path, config: DataConfig, cache: Path) -> Dataset:
+    facts = json.loads((folder / "dataset.json").read_text())
+    whole = len(facts["shards"])
+    if whole < max(config.shards, 1) or not (facts["complete"] or config.shards):
+        raise UserError(
+            f"{folder} is not complete: {whole} shard(s) are whole so far; go on with its preparation, or train on "
+            f"the first of them: --data.shards={whole or 1}"
+        )
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
+        raise UserError(f"{folder}/tokenizer is not what the dataset was made with: its SHA-256 differs")
+    if config.tokenizer and load_tokenizer(config.tokenizer).sha256 != tokenizer.sha256:
+        raise UserError(f"--data.tokenizer={config.tokenizer} is not the tokenizer that {folder} was made with")
+    told = {part: [s[part] for s in facts["shards"][: config.shards or None] if part in s] for part in ("train", "val")}
+    shards = {part: [folder / shard["file"] for shard in told[part]] for part in told}
+    sha256s = {folder / shard["file"]: shard["sha256"] for part in told for shard in told[part]}
+    return _checked(folder, shards, tokenizer, sha256s, cache)
+
+
+def _made_by_others(folder: Path, config: DataConfig, cache: Path) -> Dataset:
+    if not config.tokenizer:
+        raise UserError(
+            f"{folder} holds shards without a dataset.json; say what their tokens mean: --data.tokenizer=tiktoken:gpt2"
+        )
+    found = sorted(folder.glob("*.bin"))
+    val = [path for path in found if "val" in path.name]
+    train = [path for path in found if path not in val][: config.shards or None]
+    if not train or not val:
+        raise UserError(
+            f"{folder} has {len(train)} shard(s) to train on and {len(val)} held out; each needs one: those that are "
+            "held out have `val` in their names"
+        )
+    return _checked(folder, {"train": train, "val": val}, load_tokenizer(config.tokenizer), {}, cache)
+
+
+def _checked(
+    folder: Path, shards: dict[str, list[Path]], tokenizer: TextTokenizer, sha256s: dict[Path, str], cache: Path
+) -> Dataset:
+    paths = [path for part in shards.values() for path in part]
+    with ThreadPoolExecutor() as threads:  # hashing lets other threads run
+        examined = list(threads.map(lambda path: examine(path, cache / "examined"), paths))
+    for path, (sha256, largest) in zip(paths, examined):
+        if sha256s and sha256 != sha256s[path]:
+            raise UserError(f"{path} is damaged: its SHA-256 differs from dataset.json's; delete it and prepare again")
+        if largest >= tokenizer.vocab_size:
+            raise UserError(
+                f"{path} holds the token {largest}, but its tokenizer has {tokenizer.vocab_size} tokens: it was made "
+                "with another one"
+            )
+    return Dataset(folder, shards, tokenizer, _digest(tokenizer.sha256, shards.keys(), [sha for sha, _ in examined]))
+
+
+def _digest(*facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

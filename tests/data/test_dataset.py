@@ -1,0 +1,255 @@
+import json
+import os
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data.dataset as module
+from configs.schema import DataConfig, UserError
+from data.dataset import open_dataset, open_text, split_sources
+from data.prepare import Preparation, prepare
+from data.shards import read_shard
+from data.tokenizer import train_tokenizer
+
+SIZE = 300
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> Path:
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(f"document {i}: " + " ".join(f"word{j * i % 97} é" for j in range(i)))
+    return folder
+
+
+@pytest.fixture
+def made(raw: Path, tmp_path: Path) -> Path:
+    settings = Preparation(source=str(raw), vocab_size=SIZE, val_fraction=0.3, shard_tokens=1000)
+    prepare(settings, tmp_path / "made")
+    return tmp_path / "made"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def opened(folder: Path, cache: Path, length=16, rows=8, vocab_size=SIZE, **options):
+    return open_text(DataConfig(source=str(folder), **options), vocab_size, length, rows, cache)
+
+
+def tokens_of(folder: Path, part: str) -> list[int]:
+    return [token for path in sorted(folder.glob(f"{part}_*.bin")) for token in read_shard(path).tolist()]
+
+
+def test_a_prepared_folder_gives_its_tokens_in_order(made, cache):
+    text = opened(made, cache)
+    for part, (rows,) in (("train", text.train), ("val", text.val)):
+        inputs = [token for i in range(len(rows)) for token in rows[i]["inputs"].tolist()]
+        assert inputs == tokens_of(made, part)[: len(inputs)] and len(inputs) > 500
+    assert text.tokenizer.vocab_size == SIZE
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_best_fit_keeps_its_plan_beside_the_data_or_in_the_cache_and_makes_it_once(made, cache, monkeypatch, writable):
+    monkeypatch.setattr(os, "access", lambda *_: writable)
+    first = opened(made, cache, packing="best_fit")
+    home = made if writable else cache
+    assert len(list((home / "plans").iterdir())) == 2
+    monkeypatch.setattr(module, "plan_best_fit", None)
+    again = opened(made, cache, packing="best_fit")
+    for ours, theirs in zip(first.train + first.val, again.train + again.val):
+        assert len(ours) == len(theirs) > 3
+        assert all((ours[i][name] == theirs[i][name]).all() for i in range(len(ours)) for name in ours[i])
+
+
+def test_best_fit_counts_every_token_of_the_dataset_once(made, cache):
+    text = opened(made, cache, packing="best_fit")
+    for part, (rows,) in (("train", text.train), ("val", text.val)):
+        counted = [t for i in range(len(rows)) for t in rows[i]["targets"][rows[i]["weights"] > 0].tolist()]
+        assert sorted(counted) == sorted(tokens_of(made, part))
+
+
+def test_raw_text_is_prepared_in_the_cache_once_and_again_when_it_changes(raw, cache, monkeypatch):
+    first = opened(raw, cache)
+    with monkeypatch.context() as patch:
+        patch.setattr("data.prepare._write_shards", None)
+        assert opened(raw, cache, workers=7).fingerprint == first.fingerprint
+    (raw / "3.txt").write_text("another text")
+    prints = [first.fingerprint, opened(raw, cache).fingerprint]
+    prints.append(opened(raw, cache, val_fraction=0.6).fingerprint)
+    prints.append(opened(raw, cache, vocab_size=SIZE + 1).fingerprint)
+    assert len(set(prints)) == 4
+
+
+def test_the_fingerprint_does_not_depend_on_the_machine(raw, tmp_path):
+    os.utime(raw / "3.txt", ns=(1, 1))
+    here = opened(raw, tmp_path / "here")
+    os.utime(raw / "3.txt", ns=(2, 2))
+    assert opened(raw, tmp_path / "there").fingerprint == here.fingerprint
+
+
+# Shards of others: a header and uint16, byte by byte; documents end up across shards, the first goes on from before.
+def foreign(folder: Path, name: str, tokens: list[int]) -> None:
+    folder.mkdir(exist_ok=True)
+    header = struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253)
+    (folder / name).write_bytes(header + b"".join(struct.pack("<H", token) for token in tokens))
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    train_tokenizer(["some words of text " * 50], 270).save(tmp_path / "tok")
+    return tmp_path / "tok"
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_shards_of_others_train_as_they_are(tmp_path, cache, tokenizer, packing):
+    tokens = np.random.default_rng(0).integers(1, 260, 1200)
+    tokens[[50, 333, 600, 900, 901, 1100]] = 0
+    for i, part in enumerate(np.split(tokens, [300, 800])):
+        foreign(tmp_path / "fineweb", f"fineweb_train_{i:06d}.bin", part.tolist())
+    foreign(tmp_path / "fineweb", "fineweb_val_000000.bin", [0, *range(1, 100)])
+    text = opened(tmp_path / "fineweb", cache, tokenizer=str(tokenizer), packing=packing)
+    (rows,), (val,) = text.train, text.val
+    counted = [t for i in range(len(rows)) for t in rows[i]["targets"][rows[i]["weights"] > 0].tolist()]
+    if packing == "stream":
+        assert counted == tokens[1 : len(counted) + 1].tolist() and len(counted) > 1180
+    else:
+        assert sorted(counted) == sorted([*tokens[1:].tolist(), 0])  # the last document's end, for the first's start
+    assert set(val[0]["inputs"].tolist()) <= set(range(100))
+
+
+def test_shards_of_others_need_a_tokenizer_and_a_held_out_part(tmp_path, cache, tokenizer):
+    foreign(tmp_path / "x", "train.bin", [0, 1, 2] * 100)
+    with pytest.raises(UserError, match=r"without a dataset\.json.*--data\.tokenizer=tiktoken:gpt2"):
+        opened(tmp_path / "x", cache)
+    with pytest.raises(UserError, match=r"1 shard\(s\) to train on and 0 held out.*`val` in their names"):
+        opened(tmp_path / "x", cache, tokenizer=str(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("source", "weights", "sources"),
+    [
+        ("stdlib", [1.0], ["stdlib"]),
+        ("hf:a/b", [1.0], ["hf:a/b"]),
+        ("0.7:/a,0.3:/b c", [0.7, 0.3], ["/a", "/b c"]),
+        ("3:a,1:b", [0.75, 0.25], ["a", "b"]),
+        ("1:a", [1.0], ["a"]),
+    ],
+)
+def test_sources_and_their_shares(source, weights, sources):
+    assert split_sources(source) == (pytest.approx(weights), sources)
+
+
+@pytest.mark.parametrize("source", ["0.5:a,b", "0:a,1:b", "1:a,"])
+def test_a_mixture_without_a_share_is_refused(source):
+    with pytest.raises(UserError, match=re.escape(f"--data.source={source}")):
+        split_sources(source)
+
+
+def test_a_mixture_holds_both_and_its_fingerprint_their_shares(made, raw, tmp_path, cache):
+    settings = Preparation(source=str(raw), tokenizer=str(made / "tokenizer"), val_fraction=0.5)
+    prepare(settings, tmp_path / "second")
+    texts = [opened(f"{a}:{made},{b}:{tmp_path / 'second'}", cache) for a, b in ((3, 1), (1, 1), (6, 2))]
+    assert [text.weights for text in texts] == [[0.75, 0.25], [0.5, 0.5], [0.75, 0.25]]
+    prints = [text.fingerprint for text in texts]
+    assert prints[0] == prints[2] != prints[1]
+    assert [len(text.train) for text in texts] == [2, 2, 2]
+
+
+def test_datasets_with_different_tokenizers_do_not_mix(made, raw, tmp_path, cache):
+    prepare(Preparation(source=str(raw), vocab_size=SIZE - 1, val_fraction=0.5), tmp_path / "second")
+    with pytest.raises(UserError, match=rf"another tokenizer.*--tokenizer={made}/tokenizer"):
+        opened(f"1:{made},1:{tmp_path / 'second'}", cache)
+
+
+def damage(path: Path, change) -> None:
+    content = bytearray(path.read_bytes())
+    path.write_bytes(change(content))
+
+
+def flip(content: bytearray) -> bytearray:
+    content[1500] ^= 1
+    return content
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (flip, "SHA-256 differs"),
+        (lambda content: content[:-2], "is damaged"),
+        (lambda content: b"\0\0\0\0" + content[4:], "not a token shard"),
+    ],
+)
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_a_damaged_shard_is_named_even_where_it_was_sound_before(made, cache, part, change, says):
+    opened(made, cache)
+    path = made / f"{part}_000000.bin"
+    damage(path, change)
+    os.utime(path, ns=(1, 1))  # of another time, however coarse the disk's clock
+    with pytest.raises(UserError, match=says) as error:
+        opened(made, cache)
+    assert str(path) in str(error.value)
+
+
+def test_a_lost_shard_is_named(made, cache):
+    (made / "train_000001.bin").unlink()
+    with pytest.raises(UserError, match=r"train_000001\.bin cannot be read"):
+        opened(made, cache)
+
+
+def test_an_index_of_something_else_is_named(made, cache):
+    np.save(made / "train_000000.starts.npy", np.array([0, 1, 2]))
+    with pytest.raises(UserError, match=r"train_000000\.starts\.npy is not the index"):
+        opened(made, cache, packing="best_fit")
+
+
+def test_a_token_outside_the_vocabulary_is_named(tmp_path, cache, tokenizer):
+    foreign(tmp_path / "x", "train.bin", [0, 1, 2, 9999] * 100)
+    foreign(tmp_path / "x", "val.bin", [0, 1, 2] * 100)
+    with pytest.raises(UserError, match=r"train\.bin holds the token 9999, but its tokenizer has 270"):
+        opened(tmp_path / "x", cache, tokenizer=str(tokenizer))
+
+
+def test_another_tokenizer_than_the_datasets_is_refused(made, cache, tokenizer):
+    with pytest.raises(UserError, match="is not the tokenizer that"):
+        opened(made, cache, tokenizer=str(tokenizer))
+    assert opened(made, cache, tokenizer=str(made / "tokenizer")).tokenizer.vocab_size == SIZE
+    (made / "tokenizer" / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
+    with pytest.raises(UserError, match="is not what the dataset was made with"):
+        opened(made, cache)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"vocab_size": SIZE - 1}, "--model.vocab_size=299 is too small"),
+        ({"rows": 10**6}, "a step takes 1000000"),
+        ({"length": 10**6}, "gives 0 rows of 1000000 tokens"),
+    ],
+)
+def test_text_that_does_not_fit_the_run_is_refused(made, cache, options, says):
+    with pytest.raises(UserError, match=re.escape(says)):
+        opened(made, cache, **options)
+    assert opened(made, cache, vocab_size=SIZE + 20).tokenizer.vocab_size == SIZE  # a rounder network serves
+
+
+@pytest.mark.parametrize("source", ["hf:owner/name", "gs://bucket/text"])
+def test_text_that_is_not_here_is_refused_with_the_command_that_brings_it(source, cache):
+    with pytest.raises(UserError, match=rf"python -m data\.prepare --source={source} --out=DIR"):
+        open_dataset(source, DataConfig(), SIZE, cache)
+
+
+def test_a_dataset_in_the_making_serves_as_far_as_it_was_asked_for(made, cache):
+    record = made / "dataset.json"
+    facts = json.loads(record.read_text())
+    whole = opened(made, cache, shards=2).fingerprint
+    record.write_text(json.dumps({**facts, "shards": facts["shards"][:3], "complete": False}))
+    assert opened(made, cache, shards=2).fingerprint == whole != opened(made, cache, shards=3).fingerprint
+    for options in ({}, {"shards": 4}):
+        with pytest.raises(UserError, match=r"3 shard\(s\) are whole so far.*--data\.shards=3"):
+            opened(made, cache, **options)

@@ -1,0 +1,130 @@
+"""Datasets of the Hugging Face hub, against a small server that speaks the part of its API that the client uses."""
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data.shards import read_shard
+
+ROOT = Path(__file__).parents[2]
+PIECE = 10 * 2**20  # bytes that the client holds before it writes them
+SHA = "1234567890abcdef1234567890abcdef12345678"
+
+
+def shard(first: int) -> bytes:
+    """99 rows, with pictures, say: more bytes than the client writes to disk at a time."""
+    table, size = io.BytesIO(), PIECE // 90 if first == 100 else 1
+    texts = [f"row {i} with some words of its own {i * i}" for i in range(first, first + 99)]
+    pictures = [np.random.default_rng(i).bytes(size) for i in range(99)]
+    pq.write_table(pa.table({"text": texts, "picture": pictures}), table)
+    return table.getvalue()
+
+
+FILES = {
+    "README.md": b"no text to train on",
+    "other/000.parquet": shard(9000),
+    **{f"sample/10BT/{i:03d}.parquet": shard(100 * i) for i in range(3)},
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """/api/datasets/... and /datasets/.../resolve/..., with ranges; the download of one file breaks off."""
+
+    asked: ClassVar[list[tuple[str, str]]] = []
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.answer(body=False)
+
+    def do_GET(self):
+        self.answer(body=True)
+
+    def answer(self, body: bool):
+        path, start = self.path.split("?")[0], int(self.headers.get("Range", "bytes=0-")[6:].split("-")[0])
+        if path.startswith("/api/datasets/owner/name"):
+            siblings = [{"rfilename": name, "size": len(content)} for name, content in FILES.items()]
+            content, status, headers = (
+                json.dumps({"id": "owner/name", "sha": SHA, "siblings": siblings}).encode(),
+                200,
+                {},
+            )
+        elif (name := path.removeprefix(f"/datasets/owner/name/resolve/{SHA}/")) in FILES:
+            content, status = FILES[name], 206 if start else 200
+            headers = {
+                "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
+                "X-Repo-Commit": SHA,
+                "Accept-Ranges": "bytes",
+            }
+            if start:
+                headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            if body:
+                self.asked.append((name, self.headers.get("Range", "")))
+        else:
+            content, status, headers = b"{}", 404, {"X-Error-Code": "RepoNotFound"}
+        self.send_response(status)
+        for header, value in headers.items():
+            self.send_header(header, value)
+        self.send_header("Content-Length", str(len(content) - start))
+        self.end_headers()
+        if body:
+            breaks = path.endswith("001.parquet") and not start
+            self.wfile.write(content[: PIECE + 500] if breaks else content[start:])
+            self.close_connection = True
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def prepare(endpoint: str, tmp_path: Path, source: str, *more: str) -> tuple[int, str]:
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
+    arguments = ["--source", source, f"--out={tmp_path / 'out'}", "--vocab_size=280", "--val_fraction=0.1", *more]
+    command = [sys.executable, "-m", "data.prepare", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_resumes(endpoint, tmp_path):
+    Hub.asked.clear()
+    code, output = prepare(endpoint, tmp_path, "hf:owner/name:sample/10BT", "--max_files=1")
+    assert code == 0, output
+    assert {name for name, _ in Hub.asked} == {"sample/10BT/000.parquet"}
+    code, output = prepare(endpoint, tmp_path, "hf:owner/name:sample/10BT")
+    assert code == 0, output
+    facts = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert facts["made_from"]["version"] == f"{SHA}/sample/10BT" and facts["complete"]
+    assert facts["train"]["documents"] + facts["val"]["documents"] == 3 * 99
+    assert sum(len(read_shard(path)) for path in (tmp_path / "out").glob("*.bin")) > 3 * 99 * 10
+    downloads = [ranges for name, ranges in Hub.asked if name == "sample/10BT/001.parquet"]
+    assert f"bytes={PIECE}-" in downloads  # what had come was not asked for again
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("hf:owner/name:sample/99BT", "no folder sample/99BT; its folders with text: other, sample/10BT"),
+        ("hf:owner/missing", "the hub does not give this dataset"),
+        ("hf:no name at all", "the hub does not give this dataset"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_one_message_and_code_2(endpoint, tmp_path, source, says):
+    code, output = prepare(endpoint, tmp_path, source)
+    assert code == 2 and says in output and "Traceback" not in output
