@@ -60,7 +60,7 @@ class DataConfig:
     """Of raw text: the share of the documents, chosen by a hash of their names, that is never trained on."""
     packing: Literal["stream", "best_fit"] = "stream"
     """`stream`: documents, each after a BOS, in one long stream that is cut into rows; nothing is padded or lost.
-    `best_fit`: whole documents side by side, every row starting with a BOS; longer ones are cut; some 1% is padding."""
+    `best_fit`: whole documents side by side, every row starting with a BOS; longer ones are cut into rows."""
     mask_documents: bool = False
     """Attention stays within a document. (On a GPU the mask takes memory: a number a pair of positions of a row.)"""
     workers: int = 2

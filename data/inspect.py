@@ -1,7 +1,7 @@
 """What is in a dataset, and what a step sees: python -m data.inspect DIR_OR_RUN [--step=N]."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,7 +9,7 @@ import numpy as np
 import tyro
 
 from configs.command_line import config_from_json
-from configs.schema import BatchConfig, Config, DataConfig, ModelConfig, UserError
+from configs.schema import BatchConfig, Config, DataConfig, UserError
 from data.dataset import Dataset, open_dataset, open_text, split_sources
 from data.loader import row_sequence
 from data.packing import Row
@@ -36,8 +36,8 @@ class Arguments:
     """Of a dataset folder: seed of the order."""
     tokenizer: str = ""
     """Of a folder of .bin shards without a dataset.json: what their tokens mean."""
-    picture: str = "document-lengths.png"
-    """Where the histogram of document lengths goes."""
+    picture: str = ""
+    """Where the histogram of document lengths goes; by default into the folder, as document-lengths.png."""
 
 
 def describe(dataset: Dataset) -> tuple[str, np.ndarray]:
@@ -108,13 +108,14 @@ def main() -> int:
     for share, dataset in zip(shares, found):
         told, lengths = describe(dataset)
         print(told + (f"\n{share:.1%} of the rows" if len(found) > 1 else ""))
-    plot_lengths(lengths, Path(arguments.picture))
-    print(f"document lengths of {found[-1].folder}: {arguments.picture}")
+    picture = Path(arguments.picture or Path(arguments.path, "document-lengths.png"))
+    plot_lengths(lengths, picture)
+    print(f"document lengths of {found[-1].folder}: {picture}")
     if arguments.step is None:
         return 0
-    model = replace(ModelConfig(), vocab_size=max(config.model.vocab_size, found[0].tokenizer.vocab_size))
     length, size = config.batch.sequence_length, config.batch.tokens_per_step // config.batch.sequence_length
-    text = open_text(config.data, model.vocab_size, length, size, cache_dir())
+    vocab_size = max(config.model.vocab_size, found[0].tokenizer.vocab_size)  # a dataset folder knows its own
+    text = open_text(config.data, vocab_size, length, size, cache_dir())
     sequence = row_sequence(text.train, text.weights, config.seed)
     chosen = [sequence[arguments.step * size + i] for i in range(size)]
     print(f"step {arguments.step}: {size} rows of {length} tokens, of which {min(arguments.rows, size)} follow")
