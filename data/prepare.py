@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -92,14 +93,15 @@ def prepare(settings: Preparation, out: Path, max_files: int | None = None) -> N
 def _write_shards(corpus: Corpus, files: list[SourceFile], tokenizer: TextTokenizer, facts: dict, record: Path) -> None:
     """Encodes what follows the last whole shard."""
     out, limit = record.parent, facts["made_from"]["shard_tokens"]
-    parts, skipped = {"train": _Part(), "val": _Part()}, Counter()
+    fresh = lambda: {name: _Part(tokenizer.vocab_size) for name in ("train", "val")}
+    parts, skipped = fresh(), Counter()
 
     def close(end: "_Position") -> None:
         number = len(facts["shards"])
-        made = {name: part.write(out, f"{name}_{number:06d}", tokenizer) for name, part in parts.items() if part.tokens}
+        made = {name: part.write(out, f"{name}_{number:06d}") for name, part in parts.items() if len(part)}
         facts["shards"].append({**made, "skipped": dict(skipped), "end": end})
         _write(record, facts)
-        parts.update(train=_Part(), val=_Part())
+        parts.update(fresh())
         skipped.clear()
 
     end = _Position(*facts["shards"][-1]["end"]) if facts["shards"] else _Position(0, 0)
@@ -109,10 +111,10 @@ def _write_shards(corpus: Corpus, files: list[SourceFile], tokenizer: TextTokeni
             skipped[document.problem] += 1
             continue
         held_out = hash_share(document.name) < facts["val_threshold"]
-        parts["val" if held_out else "train"].add(tokens, len(document.text.encode()))
-        if sum(part.size for part in parts.values()) >= limit:
+        parts["val" if held_out else "train"].add(tokens, document.text)
+        if sum(map(len, parts.values())) >= limit:
             close(end)
-    if any(part.tokens for part in parts.values()) or skipped:
+    if any(map(len, parts.values())) or skipped:
         close(end)
     for name in ("train", "val"):
         made = [shard[name] for shard in facts["shards"] if name in shard]
@@ -135,24 +137,27 @@ class _Position(NamedTuple):
 class _Part:
     """The documents of a shard."""
 
-    tokens: list[Integer[np.ndarray, "_"]] = field(default_factory=list)
-    size: int = 0
-    bytes: int = 0
+    vocab_size: int
+    tokens: bytearray = field(default_factory=bytearray)
+    starts: array = field(default_factory=lambda: array("q"))
+    text_bytes: int = 0
 
-    def add(self, tokens: Integer[np.ndarray, "_"], text_bytes: int) -> None:
-        self.tokens.append(tokens)
-        self.size += len(tokens)
-        self.bytes += text_bytes
+    def __len__(self) -> int:
+        return len(self.tokens) // token_type(self.vocab_size).itemsize
 
-    def write(self, out: Path, name: str, tokenizer: TextTokenizer) -> dict:
+    def add(self, tokens: Integer[np.ndarray, "_"], text: str) -> None:
+        self.starts.append(len(self))
+        self.tokens += tokens.tobytes()
+        self.text_bytes += len(text.encode())
+
+    def write(self, out: Path, name: str) -> dict:
         """Writes the shard and its index, and returns what dataset.json says of them."""
-        starts = np.cumsum([0, *map(len, self.tokens[:-1])])
-        np.save(out / f"{name}.starts.npy", starts)
+        np.save(out / f"{name}.starts.npy", np.array(self.starts))
         shard = out / f"{name}.bin"
-        write_shard(shard, np.concatenate(self.tokens), tokenizer.vocab_size)
+        write_shard(shard, np.frombuffer(self.tokens, token_type(self.vocab_size)), self.vocab_size)
         with shard.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        sizes = {"documents": len(starts), "tokens": self.size, "bytes": self.bytes}
+        sizes = {"documents": len(self.starts), "tokens": len(self), "bytes": self.text_bytes}
         return {"file": shard.name, **sizes, "sha256": digest}
 
 
@@ -250,12 +255,13 @@ def _sample(corpus: Corpus, files: list[SourceFile], sample_bytes: int, threshol
 
 
 def _continued(record: Path, made_from: dict) -> dict:
-    """What dataset.json says, up to the first shard that is not there any more; a fresh record where there is none."""
-    if not record.exists():
+    """What dataset.json says, up to the first shard that is not there any more; a fresh record where nothing is."""
+    facts = json.loads(record.read_text()) if record.exists() else {}
+    if "tokenizer" not in facts:  # nothing was made yet
         facts = {"made_from": made_from, "files": 0, "shards": [], "complete": False}
         _write(record, facts)
         return facts
-    facts = json.loads(record.read_text())
+    facts["made_from"]["on_error"] = made_from["on_error"]  # what is whole holds no error
     if differ := [name for name, value in made_from.items() if facts["made_from"].get(name) != value]:
         told = ", ".join(f"{name}: {facts['made_from'].get(name)} -> {made_from[name]}" for name in differ)
         raise UserError(
@@ -278,10 +284,13 @@ def _write(record: Path, facts: dict) -> None:
 @contextmanager
 def _only_one(out: Path) -> Iterator[None]:
     """Inside, this process alone prepares `out`; another waits, and then finds it done."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.with_name(f".{out.name}.lock").open("w") as lock:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = out.with_name(f".{out.name}.lock").open("w")
+    except OSError as error:
+        raise UserError(f"{out} cannot be made: {error}") from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        out.mkdir(exist_ok=True)
         yield
 
 

@@ -317,3 +317,35 @@ def test_the_command_ends_with_code_2_and_names_file_and_line(settings, tmp_path
     process = start(command(replace(settings, on_error="skip"), tmp_path / "skipping"))
     output = process.communicate()[0]
     assert process.returncode == 0 and "1 not JSON" in output
+
+
+def test_a_start_that_failed_does_not_claim_the_folder(settings, tmp_path):
+    with pytest.raises(UserError, match="vocab_size"):
+        prepare(replace(settings, vocab_size=9999), tmp_path / "out")
+    prepare(settings, tmp_path / "out")
+    assert told(tmp_path / "out")["complete"]
+
+
+def test_after_a_bad_document_the_rest_can_be_made_without_it(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "BATCH_BYTES", 1000)
+    lines = [json.dumps({"text": f"line {i} " * (i % 9 + 1)}) for i in range(40)]
+    Path(settings.source, "table.jsonl").write_text("\n".join([*lines, "no json", *lines[:5]]))
+    with pytest.raises(UserError, match=r"table\.jsonl line 41: not JSON"):
+        prepare(replace(settings, tokenizer=str(made_tokenizer(tmp_path))), tmp_path / "out")
+    skipping = replace(settings, tokenizer=str(made_tokenizer(tmp_path)), on_error="skip")
+    assert len(told(tmp_path / "out")["shards"]) > 3
+    prepare(skipping, tmp_path / "out")
+    prepare(skipping, tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert told(tmp_path / "out")["skipped"] == {"not JSON": 1}
+
+
+def made_tokenizer(folder: Path) -> Path:
+    train_tokenizer(["other text " * 50], 265).save(folder / "tok")
+    return folder / "tok"
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(settings, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="cannot be made"):
+        prepare(settings, tmp_path / "file" / "out")
