@@ -2,12 +2,10 @@
 
 import dataclasses
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 from tqdm import tqdm
 
 from configs.command_line import parse
@@ -21,19 +19,22 @@ from training.checkpoint import Checkpoints
 from training.mesh import batch_shape, batch_sharding, make_mesh
 from training.metrics import Clock, MetricsWriter, plot_loss, read_metrics
 from training.optimizer import make_optimizer
-from training.run_folder import open_run
+from training.report import Report
+from training.run_folder import RunLock, open_run
 from training.runtime import (
     FAILED,
-    INTERRUPTED,
-    Interrupt,
+    Stop,
     cache_dir,
     check_hosts_agree,
     on_first_process,
     run_command,
     start_jax,
+    versions,
 )
 from training.state import abstract_state, compute_dtype, create_state, params_sha256, replicated, split_model
-from training.step import Metrics, make_eval_step, make_train_step
+from training.step import make_eval_step, make_train_step
+
+ROLLED_BACK = -1  # no exit code
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Arguments:
     config.json and metrics.jsonl."""
 
 
-def train(config: Config, accept_changes: bool = False) -> int:
-    """Trains, or goes on training, until `config.steps`. Returns the exit code."""
+def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
+    """Trains, or goes on training, until `config.steps`. Returns the exit code, or ROLLED_BACK to be called again."""
     start_jax()
     first_process = jax.process_index() == 0
     say = tqdm.write if first_process else lambda text: None  # which leaves the progress bar whole
@@ -65,36 +66,41 @@ def train(config: Config, accept_changes: bool = False) -> int:
     prompts = encode_prompts(text.tokenizer, config.eval.prompts, shape[2])
     check_hosts_agree("their text", text.fingerprint)
 
-    # The run's folder, and how far the run in it has come.
+    # The run's folder, which no other process may write to meanwhile.
     run_dir = Path(config.run_dir)
     text.tokenizer.require_same_in(run_dir / "tokenizer")
-    changes = on_first_process(lambda: open_run(config, text.fingerprint, accept_changes))
-    checkpoints = Checkpoints(run_dir, config.checkpoint.keep)
-    start = checkpoints.latest() or 0
-    if start == 0 and config.resume == "must":
+    changes = on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock))
+    checkpoints = Checkpoints(run_dir, config.checkpoint)
+    newest = max(checkpoints.steps(), default=0)
+    if newest == 0 and config.resume == "must":
         raise UserError(f"--resume=must, but {run_dir} holds no checkpoint")
-    if start > config.steps or (start == config.steps and (run_dir / "summary.json").exists()):
-        print(f"{run_dir} is complete: {start} steps; a longer run: --steps={2 * start} --accept_changes")
+    if newest > config.steps or (newest == config.steps and (run_dir / "summary.json").exists()):
+        print(f"{run_dir} is complete: {newest} steps; a longer run: --steps={2 * newest} --accept_changes")
         return 0
+
+    # The state, from the newest checkpoint that can be read; the record so far; the data from there on.
+    graphdef, shapes = split_model(config.model, dtype)
+    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps)
+    state, facts = checkpoints.restore_newest(abstract_state(config.model, optimizer, mesh), say) or (
+        create_state(config.model, optimizer, mesh, config.seed),
+        {"step": 0, "seconds": 0.0, "losses": []},
+    )
+    start = facts["step"]
     if first_process:
         text.tokenizer.save(run_dir / "tokenizer")
     writer = MetricsWriter(run_dir, start)
     if changes:
         writer.write({"step": start, "changes": changes})
-
-    # The state, the data, and the two programs.
-    graphdef, shapes = split_model(config.model, dtype)
-    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps)
-    if start:
-        state, facts = checkpoints.restore(start, abstract_state(config.model, optimizer, mesh))
-    else:
-        state, facts = create_state(config.model, optimizer, mesh, config.seed), {"seconds": 0.0}
+    rollbacks = on_first_process(lambda: [line for line in read_metrics(run_dir) if "rollback" in line])
+    skipped_batches = sum(line["rollback"]["skipped_batches"] for line in rollbacks)
     bos = text.tokenizer.bos if config.data.mask_documents else None
     steps = StepBatches(text.train, text.weights, config.seed, shape, local_rows(shape, sharding), bos)
-    batches = train_batches(steps, sharding, start, config.data.workers)
+    batches = train_batches(steps, sharding, start + skipped_batches, config.data.workers)
     held_out, held_out_bytes = held_out_batches(
         text.val, text.weights, config.eval.tokens, text.tokenizer.token_bytes, shape, sharding, bos
     )
+
+    # The two programs.
     batch = next(batches)
     eval_step = make_eval_step(config.model, dtype, mesh)
     # Compiled once, here: a compiled program refuses other shapes, so no step can compile anew.
@@ -107,37 +113,12 @@ def train(config: Config, accept_changes: bool = False) -> int:
     )
 
     clock = Clock(facts["seconds"], start)
-    hidden = None if first_process else True  # None: where the output is no terminal
-    bar = tqdm(total=config.steps, initial=start, unit="step", disable=hidden, dynamic_ncols=True)
-    skipped, skipped_in_a_row = int(state.skipped_steps), 0
-    unread: list[tuple[int, Metrics]] = []
+    flops_share = flops / (peak * mesh.size) if peak else None  # MFU of one token a second
+    batch_of = lambda step: step - 1 + skipped_batches
+    rows_of = lambda step: {"batch": batch_of(step), "rows": steps.row_numbers(batch_of(step))}
+    report = Report(config, writer, clock, flops_share, rows_of, say, facts["losses"], int(state.skipped_steps))
 
-    def report() -> None:
-        """Reads the metrics of all steps since the last line, which waits for the newest, and writes its line."""
-        nonlocal skipped, skipped_in_a_row
-        for step, metrics in unread:
-            values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
-            skipped_in_a_row = skipped_in_a_row + 1 if values["skipped_steps"] > skipped else 0
-            skipped = values["skipped_steps"]
-            if skipped_in_a_row:
-                bad = [group for group, norm in values["grad_norms"].items() if not math.isfinite(norm)]
-                why = f"the gradient of {', '.join(bad)} is not finite" if bad else "it has no valid token"
-                say(f"step {step} changed nothing: {why}; {skipped} step(s) skipped so far")
-        unread.clear()
-        steps_per_second, data_wait = clock.rates(step)
-        tokens_per_second = steps_per_second * config.batch.tokens_per_step
-        mfu = tokens_per_second * flops / (peak * mesh.size) if peak else None
-        line = {"step": step, "tokens": step * config.batch.tokens_per_step, **values}
-        line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "data_wait": data_wait}
-        line |= {"seconds": clock.seconds}
-        writer.write(line)
-        told = f"loss {values['loss']:.4f}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
-        bar.set_postfix_str(told, refresh=False)
-        bar.update(step - bar.n)
-        if bar.disable:
-            say(f"step {step}/{config.steps}  {told}")
-
-    def measure(step: int) -> None:
+    def measure(step: int) -> dict[str, float]:
         """Evaluates and samples the network as it is after `step` steps."""
         results = evaluate(eval_step, state.params, held_out, held_out_bytes)
         samples = continuations(
@@ -151,47 +132,80 @@ def train(config: Config, accept_changes: bool = False) -> int:
         )
         writer.write({"step": step, "tokens": step * config.batch.tokens_per_step, **results, "samples": samples})
         say(f"step {step}: validation loss {results['val_loss']:.4f}, {results['val_bpb']:.4f} bits per byte")
+        return results
+
+    def save(step: int, results: dict[str, float]) -> None:
+        kept = {"seconds": clock.seconds, "losses": list(report.losses), "next_batch": step + skipped_batches}
+        told = {"dataset": text.fingerprint, "config": dataclasses.asdict(config), "versions": versions()}
+        checkpoints.save(step, state, {**kept, **told, **results})
+
+    def log() -> int:
+        """Writes a line. Returns how many saves in a row have failed by now, and tells of them."""
+        report.write()
+        failed_saves = checkpoints.failing(wait=False)
+        if failed_saves:
+            say(f"{failed_saves} save(s) in a row failed: {checkpoints.failure}; trying again")
+        return failed_saves
 
     if start == 0:
         measure(0)
-    step, due, last = start, False, start == config.steps
+    step, due, last, failed_saves, results = start, False, start == config.steps, 0, {}
     clock.start()
-    with Interrupt() as interrupt:
+    with Stop() as stop:
         while not last:
             state, metrics = train_step(state, batch)
             step += 1
             if due:
-                report()  # up to the step before, while this one runs
+                failed_saves = log()  # up to the step before, while this one runs
             with clock.waiting():
                 batch = next(batches)
-            unread.append((step, metrics))
+            report.add(step, metrics)
             due = step % config.log.every_steps == 0 or step == config.steps
-            last = step == config.steps or interrupt.requested
+            last = stop.after(step) or step == config.steps
             evaluates = step % config.eval.every_steps == 0 or step == config.steps
-            saves = step % config.checkpoint.every_steps == 0 or last
+            saves = step % config.checkpoint.every_steps == 0 or last or failed_saves > 0
             if due and (evaluates or saves):
-                report()  # what a checkpoint vouches for is written before it
+                failed_saves = log()  # what a checkpoint vouches for is written before it
                 due = False
-            if skipped_in_a_row >= config.max_skipped_steps:
+            elif saves:
+                report.read()
+            rolls_back = config.stability.rollback and report.spike and checkpoints.steps()
+            gives_up = failed_saves >= config.checkpoint.max_failed_saves
+            if report.skipped_in_a_row >= config.max_skipped_steps or rolls_back or gives_up:
                 break
+            results = {}
             if evaluates:
                 jax.block_until_ready(state)
                 with clock.paused():
-                    measure(step)
+                    results = measure(step)
             if saves:
-                checkpoints.save(step, state, {"seconds": clock.seconds, "dataset": text.fingerprint})
+                save(step, results)
+                failed_saves = 0
+    while last and 0 < checkpoints.failing() < config.checkpoint.max_failed_saves:
+        save(step, results)
+    failed_saves = checkpoints.failing()
     checkpoints.close()
     seconds = clock.seconds
-    bar.close()
-    if skipped_in_a_row >= config.max_skipped_steps:
-        newest = (
-            f"the newest checkpoint is of step {checkpoints.latest()}" if checkpoints.latest() else "none was saved"
-        )
-        say(f"stopped at step {step}: --max_skipped_steps={config.max_skipped_steps} in a row were skipped; {newest}")
+    report.bar.close()
+    newest = max(checkpoints.steps(), default=0)
+    where = f"the newest checkpoint is of step {newest}" if newest else "no checkpoint was saved"
+    if report.skipped_in_a_row >= config.max_skipped_steps:
+        say(f"stopped at step {step}: --max_skipped_steps={config.max_skipped_steps} in a row were skipped; {where}")
+        return FAILED
+    if report.spike and config.stability.rollback and newest:
+        if sum(line["step"] == newest for line in rollbacks) == config.stability.max_rollbacks:
+            say(f"stopped at step {step}: {config.stability.max_rollbacks} rollbacks to step {newest} did not help")
+            return FAILED
+        skips = report.spike["step"] - newest
+        writer.write({"step": newest, "rollback": {**report.spike["spike"], "skipped_batches": skips}})
+        say(f"back to step {newest}, and on without the {skips} batch(es) up to that of step {report.spike['step']}")
+        return ROLLED_BACK
+    if failed_saves:
+        say(f"stopped at step {step}: {failed_saves} save(s) in a row failed: {checkpoints.failure}; {where}")
         return FAILED
     if step < config.steps:
         say(f"stopped after step {step} of {config.steps}, saved in {run_dir}; the same command continues it")
-        return INTERRUPTED
+        return stop.code or 0
 
     # What came of it.
     digest = params_sha256(state.params)  # gathered from all processes
@@ -229,7 +243,10 @@ def train(config: Config, accept_changes: bool = False) -> int:
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
-    return train(config, arguments.accept_changes)
+    with RunLock(config.run_dir) as lock:
+        while (code := train(config, lock, arguments.accept_changes)) == ROLLED_BACK:
+            pass
+        return code
 
 
 if __name__ == "__main__":

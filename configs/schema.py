@@ -144,12 +144,31 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept of a run. A checkpoint is always saved at the end, and on Ctrl-C."""
+    """What is kept of a run. A checkpoint is always saved at the end, on Ctrl-C, and on SIGTERM."""
 
     every_steps: int = 250
     """Steps between checkpoints, written while training goes on."""
     keep: int = 2
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept; the best by val_bpb is kept too."""
+    keep_every: int = 0
+    """Keep those of steps that are multiples of this, too; 0: none."""
+    max_failed_saves: int = 10
+    """A save that fails (a full disk, a store that answers errors) is tried again at each logged step, while training
+    goes on; so many failures in a row end the run."""
+
+
+@dataclass(frozen=True)
+class StabilityConfig:
+    """What happens when the loss jumps."""
+
+    spike_factor: float = 1.5
+    """A step whose loss is more than so many times the median of the 64 steps before it is told, with the rows it saw;
+    0: none is."""
+    rollback: bool = False
+    """Then go back to the newest checkpoint, and skip the batches from there up to that step's. On record in
+    metrics.jsonl, and the same whenever the run is killed and continued."""
+    max_rollbacks: int = 3
+    """So many from one checkpoint end the run."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +215,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    stability: StabilityConfig = field(default_factory=StabilityConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
@@ -236,7 +256,7 @@ def validate(config: Config) -> None:
         leaf = name.rsplit(".", 1)[-1]
         if leaf in ("beta1", "beta2"):
             require(0 <= value < 1, name, "a moment's decay must be at least 0 and below 1")  # pyright: ignore
-        elif leaf in ("weight_decay", "warmup_steps", "workers", "shards", "seed"):
+        elif leaf in ("weight_decay", "warmup_steps", "workers", "shards", "keep_every", "spike_factor", "seed"):
             require(value >= 0, name, "it must not be negative")  # pyright: ignore
         elif leaf in ("warmdown", "final"):
             require(0 <= value <= 1, name, "it is a share, from 0 to 1")  # pyright: ignore

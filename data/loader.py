@@ -58,6 +58,11 @@ class StepBatches:
         found = [self.sequence[position] for position in positions.ravel().tolist()]
         return stack([self.rows[i][row] for i, row in found], positions.shape, self.document_bos)
 
+    def row_numbers(self, index: int) -> list[tuple[int, int]]:
+        """(dataset, row of it) of every row of a whole batch."""
+        size = self.shape[0] * self.shape[1]
+        return [self.sequence[position] for position in range(index * size, (index + 1) * size)]
+
 
 def stack(rows: list[Row], shape: tuple[int, ...], document_bos: int | None) -> dict[str, np.ndarray]:
     """Rows to arrays [*shape, T]; with a `document_bos`, segment ids too, a new one from each of its places on."""

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ import data.prepare
 import evaluate
 import sample
 import train
+import training.checkpoint
+from training.checkpoint import Checkpoints
 from training.metrics import read_metrics
 from training.runtime import run_command
 
@@ -225,7 +228,8 @@ def test_the_end_of_a_run_that_was_killed_after_its_last_checkpoint_is_made_up(f
 def test_a_mistake_is_one_message_and_code_2(folder, untouched, monkeypatch, capfd, command, arguments, says):
     monkeypatch.chdir(folder)
     (folder / "empty").mkdir(exist_ok=True)
-    before = {path: path.stat().st_mtime_ns for path in [*untouched.rglob("*"), *(folder / "text").rglob("*")]}
+    files = [*untouched.rglob("*"), *(folder / "text").rglob("*")]
+    before = {path: path.stat().st_mtime_ns for path in files if path.name != "lock"}
     if command == "train" and "--batch.rows_per_device=1" not in arguments:
         arguments = [*arguments, "--batch.rows_per_device=2"]
     assert run(command, monkeypatch, *arguments) == 2
@@ -305,3 +309,188 @@ def test_many_skipped_steps_in_a_row_end_the_run(folder, monkeypatch, capfd):
     assert "changed nothing: the gradient of " in output and "embed" in output
     assert "stopped at step 10: --max_skipped_steps=7 in a row were skipped; the newest checkpoint" in output
     assert not (folder / "broken" / "summary.json").exists()
+
+
+# What may happen to a run.
+FAST = ("--batch.rows_per_device=2", "--eval.every_steps=900")
+
+
+def damage(path: Path) -> None:
+    """Turns a bit of the largest file of a checkpoint."""
+    victim = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+
+
+def test_sigterm_saves_and_ends_with_0_and_the_run_goes_on_as_if_nothing_was(folder, untouched):
+    run_dir = folder / "preempted"
+    process = start(folder, "--run_dir=preempted")
+    wait_until(lambda: (run_dir / "metrics.jsonl").exists() and len(read_metrics(run_dir)) > 3, process)
+    process.terminate()
+    output = process.communicate()[0].decode()
+    assert process.returncode == 0 and "the same command continues it" in output
+    assert not (run_dir / "summary.json").exists()
+    (saved,) = (int(path.name) for path in (run_dir / "checkpoints").iterdir() if int(path.name) % 100)
+    assert f"stopped after step {saved} of 600" in output
+    finish(start(folder, "--run_dir=preempted"))
+    assert told(run_dir) == told(untouched)
+    assert summary(run_dir)["params_sha256"] == summary(untouched)["params_sha256"]
+
+
+def test_a_second_ctrl_c_ends_at_once(folder):
+    process = start(folder, "--run_dir=impatient", "--steps=100000")
+    wait_until(lambda: (folder / "impatient" / "metrics.jsonl").exists(), process)
+    wait_until(lambda: len(read_metrics(folder / "impatient")) > 2, process)
+    process.send_signal(signal.SIGSTOP)  # so that both wait for it
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
+    process.send_signal(signal.SIGINT)
+    process.wait(timeout=20)
+    assert process.returncode in (-signal.SIGINT, 130)
+    process.stdout.close()
+
+
+def test_a_damaged_checkpoint_is_told_put_aside_and_made_up_for(folder, untouched):
+    run_dir = folder / "damaged"
+    subprocess.run(["cp", "-r", "untouched", "damaged"], cwd=folder, check=True)
+    (run_dir / "summary.json").unlink()
+    damage(run_dir / "checkpoints" / "600")
+    output = finish(start(folder, "--run_dir=damaged"))
+    assert "checkpoint 600 cannot be read" in output and "continuing after step 500" in output
+    assert [path.name[:4] for path in (run_dir / "bad-checkpoints").iterdir()] == ["600-"]
+    assert told(run_dir) == told(untouched)
+    assert summary(run_dir)["params_sha256"] == summary(untouched)["params_sha256"]
+
+
+def test_with_no_readable_checkpoint_it_ends_with_code_3_and_starts_nothing(folder, untouched, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    subprocess.run(["cp", "-r", "untouched", "lost"], check=True)
+    (folder / "lost" / "summary.json").unlink()
+    for path in (folder / "lost" / "checkpoints").iterdir():
+        damage(path)
+    before = told(folder / "lost")
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=lost", *FAST) == 3
+    assert "none of the checkpoints in" in capfd.readouterr().err
+    assert told(folder / "lost") == before and len(list((folder / "lost" / "checkpoints").iterdir())) == 2
+
+
+def test_the_list_of_checkpoints_says_which_are_sound(folder, untouched, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    subprocess.run(["cp", "-r", "untouched", "listed"], check=True)
+    damage(folder / "listed" / "checkpoints" / "500")
+    monkeypatch.setattr(sys, "argv", ["training.checkpoint", "list", "listed"])
+    assert training.checkpoint.main() == 0
+    lines = {line.split()[0]: line for line in capfd.readouterr().out.splitlines()}
+    assert lines.keys() == {"step", "500", "600"}
+    assert "verified" in lines["600"] and "DAMAGED" in lines["500"]
+    assert f"{summary(untouched)['val_bpb']:.4f}" in lines["600"]
+
+
+@pytest.mark.parametrize("recovers", [True, False])
+def test_a_full_disk_ends_the_run_only_if_it_stays_full(folder, untouched, monkeypatch, capfd, recovers):
+    """Files may not grow past 40 kB: metrics are written, checkpoints are not, until the third try."""
+    monkeypatch.chdir(folder)
+    limits, tries, save = resource.getrlimit(resource.RLIMIT_FSIZE), [], Checkpoints.save
+
+    def save_to_a_full_disk(self, step, *rest):
+        tries.append(step)
+        full = step > 100 and (len(tries) < 4 or not recovers)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000 if full else limits[0], limits[1]))
+        save(self, step, *rest)
+
+    monkeypatch.setattr(Checkpoints, "save", save_to_a_full_disk)
+    name = f"full{recovers}"
+    command = ("--config=tiny.py", f"--run_dir={name}", *FAST, "--steps=300", "--checkpoint.max_failed_saves=3")
+    try:
+        code = run("train", monkeypatch, *command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    output = "".join(capfd.readouterr())
+    assert "1 save(s) in a row failed: " in output and "2 save(s) in a row failed" in output
+    if recovers:
+        assert code == 0 and tries == [100, 200, 221, 241, 300]
+        assert sorted(int(path.name) for path in (folder / name / "checkpoints").iterdir()) == [241, 300]
+    else:
+        assert code == 1 and tries[:3] == [100, 200, 221]
+        assert "3 save(s) in a row failed" in output and "the newest checkpoint is of step 100" in output
+        assert "100" in [path.name for path in (folder / name / "checkpoints").iterdir()]
+        monkeypatch.setattr(Checkpoints, "save", save)
+        assert run("train", monkeypatch, *command) == 0
+    losses = [(line["step"], line["loss"]) for line in told(folder / name) if "loss" in line]
+    assert len(losses) == 15
+
+
+def test_a_run_that_another_process_writes_to_is_refused(folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    process = start(folder, "--run_dir=busy", "--steps=100000")
+    wait_until((folder / "busy" / "metrics.jsonl").exists, process)
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=busy", "--steps=100000", *FAST) == 2
+    assert f"is being written to by another process (process {process.pid} on " in capfd.readouterr().err
+    process.kill()
+    process.communicate()
+    # The lock of a process that is no more holds nobody up.
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=busy", "--steps=2", "--accept_changes", *FAST) == 0
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused(folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=tiny.py/run", *FAST) == 2
+    assert "--run_dir=tiny.py/run cannot be written" in capfd.readouterr().err
+
+
+def test_another_network_s_checkpoint_is_refused_with_its_sizes(folder, untouched, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    subprocess.run(["cp", "-r", "untouched", "other"], check=True)
+    command = ("--config=tiny.py", "--run_dir=other", "--steps=700", "--model.depth=1", "--accept_changes", *FAST)
+    assert run("train", monkeypatch, *command) == 2
+    assert (
+        "of another network" in (said := capfd.readouterr().err)
+        and "blocks.1.mlp.up.kernel: [32, 128], not None" in said
+    )
+
+
+JUMPY = ("--stability.spike_factor=1.04", "--log.every_steps=5", "--checkpoint.every_steps=50", "--steps=200")
+
+
+def test_a_jump_of_the_loss_is_told_with_the_rows_that_the_step_saw(folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=jumpy", *FAST, *JUMPY) == 0
+    spikes = [line for line in told(folder / "jumpy") if "spike" in line]
+    assert spikes and all(line["spike"]["loss"] > 1.04 * line["spike"]["median"] for line in spikes)
+    step, batch = spikes[0]["step"], spikes[0]["spike"]["batch"]
+    assert batch == step - 1 and len(spikes[0]["spike"]["rows"]) == 16
+    assert f"step {step}: the loss jumped to " in (output := "".join(capfd.readouterr()))
+    assert f"python -m data.inspect jumpy --step={batch}" in output
+    assert run("inspect", monkeypatch, "jumpy", f"--step={batch}", "--rows=1") == 0
+    assert f"row {spikes[0]['spike']['rows'][0][1]:,} of text" in capfd.readouterr().out
+
+
+def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kill(folder):
+    rolling = (*JUMPY, "--eval.every_steps=900", "--stability.rollback", "--stability.max_rollbacks=50")
+    assert "back to step" in finish(start(folder, "--run_dir=rolled", *rolling))
+    lines = told(folder / "rolled")
+    rollbacks = [line for line in lines if "rollback" in line]
+    assert rollbacks and all(line["step"] % 50 == 0 for line in rollbacks)
+    skipped = sum(line["rollback"]["skipped_batches"] for line in rollbacks)
+    assert Checkpoints(folder / "rolled").facts(200)["next_batch"] == 200 + skipped
+    assert [line["step"] for line in lines if "loss" in line] == list(range(5, 201, 5))
+    # Killed anywhere, also right after a rollback, it takes the same way.
+    for moment in (0, len(rollbacks) - 1):
+        name = f"rolled{moment}"
+        process = start(folder, f"--run_dir={name}", *rolling)
+        seen = lambda name=name: [line for line in read_metrics(folder / name) if "rollback" in line]
+        wait_until(lambda moment=moment, seen=seen: len(seen()) > moment, process)
+        process.kill()
+        process.communicate()
+        finish(start(folder, f"--run_dir={name}", *rolling))
+        assert told(folder / name) == lines
+        assert summary(folder / name)["params_sha256"] == summary(folder / "rolled")["params_sha256"]
+
+
+def test_rollbacks_that_do_not_help_end_the_run(folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    hopeless = ("--stability.spike_factor=0.5", "--stability.rollback", "--stability.max_rollbacks=2")
+    command = ("--config=tiny.py", "--run_dir=hopeless", *FAST, *hopeless, "--checkpoint.every_steps=20")
+    assert run("train", monkeypatch, *command) == 1
+    assert "2 rollbacks to step 20 did not help" in "".join(capfd.readouterr())

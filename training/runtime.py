@@ -20,19 +20,32 @@ from jax.experimental import multihost_utils
 
 from configs.schema import UserError
 
-FAILED, INTERRUPTED = 1, 130  # exit codes; 2 is a user's mistake
+FAILED, MISTAKEN, UNREADABLE, INTERRUPTED = 1, 2, 3, 130  # exit codes; 0: complete, or preempted and saved
+SILENCE = 30  # seconds without a sign of life after which a process counts as lost
+
+
+class NoCheckpoint(Exception):
+    """A run has checkpoints, and none can be read."""
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Runs a command and exits with its code; a UserError becomes its message and code 2."""
     try:
         code = main()
-    except UserError as error:
+    except (UserError, NoCheckpoint) as error:
         print(f"error: {error}", file=sys.stderr)
-        code = 2
+        code = MISTAKEN if isinstance(error, UserError) else UNREADABLE
     except KeyboardInterrupt:
         print("interrupted outside of training; nothing was lost", file=sys.stderr)
         code = INTERRUPTED
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        print(f"error: process {jax.process_index()} cannot go on without the others: {error}", file=sys.stderr)
+        print(
+            "one of them has stopped, or cannot be reached; start all again: they continue", file=sys.stderr, flush=True
+        )
+        os._exit(FAILED)  # an orderly end would wait for the others
     sys.exit(code)
 
 
@@ -60,9 +73,9 @@ def start_jax() -> None:
                 "JAX_COORDINATOR_ADDRESS (host:port), JAX_NUM_PROCESSES and JAX_PROCESS_ID (numbers) belong together; "
                 f"found {named}"
             )
-        jax.distributed.initialize(address, int(count or 0), int(index or 0))
+        jax.distributed.initialize(address, int(count or 0), int(index or 0), heartbeat_timeout_seconds=SILENCE)
     elif on_tpu or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-        jax.distributed.initialize()
+        jax.distributed.initialize(heartbeat_timeout_seconds=SILENCE)
 
 
 def check_hosts_agree(about: str, value: str) -> None:
@@ -76,7 +89,12 @@ def check_hosts_agree(about: str, value: str) -> None:
         )
 
 
-def on_first_process(function: Callable[[], list[str]]) -> list[str]:
+def highest(value: int) -> int:
+    """The highest of the processes' values. Every process must call it."""
+    return value if jax.process_count() == 1 else int(multihost_utils.process_allgather(np.int32(value)).max())
+
+
+def on_first_process(function: Callable[[], list]) -> list:
     """What `function` returns on process 0, on every process; a UserError there is raised on every process."""
     if jax.process_count() == 1:
         return function()
@@ -101,20 +119,38 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {package: version(package) for package in packages}
 
 
-class Interrupt:
-    """Inside `with`, the first Ctrl-C becomes a flag that the loop reads between steps; the second ends the process."""
+class Stop:
+    """Inside `with`, Ctrl-C and SIGTERM (a preemption notice) become a request to stop, that all processes of a run
+    heed after the same step. A second Ctrl-C ends the process at once."""
 
-    def __enter__(self) -> "Interrupt":
-        self.requested = False
-        self.before = signal.signal(signal.SIGINT, self._request)
+    def __init__(self) -> None:
+        self.code: int | None = None
+        """The exit code of whoever asked this process to stop."""
+
+    def __enter__(self) -> "Stop":
+        self.before = {signal.SIGINT: signal.signal(signal.SIGINT, self._interrupt)}
+        if jax.process_count() == 1:  # else JAX's preemption service has taken SIGTERM, and tells the others
+            self.before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._preempt)
         return self
 
-    def _request(self, *_: object) -> None:
-        self.requested = True
+    def _interrupt(self, *_: object) -> None:
+        self.code = INTERRUPTED
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if jax.process_count() > 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def _preempt(self, *_: object) -> None:
+        self.code = 0
+
+    def after(self, step: int) -> bool:
+        """Whether the run is to stop after this step. Every process must ask after every step."""
+        if jax.process_count() == 1:
+            return self.code is not None
+        return multihost_utils.reached_preemption_sync_point(step)
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self.before)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
 
 def peak_memory_bytes(compiled: jax.stages.Compiled) -> int:

@@ -1,43 +1,87 @@
-"""What is saved comes back to the bit, whole or in part, on the same mesh or another."""
+"""What is saved comes back to the bit, whole or in part, on the same mesh or another; what is damaged is noticed."""
+
+import json
+import resource
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from configs.schema import UserError
+from configs.schema import CheckpointConfig, MeshConfig, UserError
+from tests.helpers import tiny_config
 from tests.training.test_state import state_on
-from training.checkpoint import Checkpoints
+from training.checkpoint import Checkpoints, checksums
+from training.mesh import make_mesh
+from training.optimizer import make_optimizer
+from training.runtime import NoCheckpoint
+from training.state import abstract_state, split_model
+
+KEEP_ALL = CheckpointConfig(keep=99)
 
 
 def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
 
 
-def changed(state):
+def changed(state, by=3):
     """A state whose every leaf differs from a fresh one's."""
-    return jax.tree.map(lambda leaf: leaf + 3, state)
+    return jax.tree.map(lambda leaf: leaf + by, state)
+
+
+def saved(folder: Path, steps=(3,), config=KEEP_ALL, devices=1, **facts):
+    """The states of a run's checkpoints, each other than the others."""
+    checkpoints = Checkpoints(folder, config)
+    states = {step: changed(state_on(devices)[0], step) for step in steps}
+    for step, state in states.items():
+        checkpoints.save(step, state, {name: value[step] for name, value in facts.items()})
+    checkpoints.close()
+    return states
 
 
 @pytest.mark.parametrize(("saved_on", "restored_on"), [(1, 1), (8, 8), (8, 1), (1, 8)])
 def test_round_trip(tmp_path, saved_on, restored_on):
-    state = changed(state_on(saved_on)[0])
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(3, state, {"seconds": 1.5, "dataset": "abc"})
-    checkpoints.close()
+    state = saved(tmp_path, devices=saved_on, seconds={3: 1.5})[3]
     _, abstract, _ = state_on(restored_on)
     found, facts = Checkpoints(tmp_path).restore(3, abstract)
-    assert_equal(found, state)
-    assert facts == {"step": 3, "seconds": 1.5, "dataset": "abc"}
+    assert_equal(found, state._replace(step=3))
+    assert (facts["step"], facts["seconds"]) == (3, 1.5)
     jax.tree.map(lambda leaf, shape: np.testing.assert_equal(leaf.sharding, shape.sharding), found, abstract)
     params, step = Checkpoints(tmp_path).restore_params(abstract.params)
     assert step == 3
     assert_equal(params, state.params)
 
 
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2)]
+
+
+def abstract_on(sizes):
+    config = tiny_config(heads=8, kv_heads=8, head_dim=8)
+    mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])
+    optimizer, _ = make_optimizer(config.optimizer, split_model(config.model, np.dtype("float32"))[1], 32, 8)
+    return abstract_state(config.model, optimizer, mesh)
+
+
+@pytest.mark.parametrize("source", MESHES, ids=str)
+def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source):
+    abstract = abstract_on(source)
+    generator = np.random.default_rng(0)
+    draw = lambda leaf: np.asarray(generator.integers(0, 9, leaf.shape), leaf.dtype)
+    state = jax.tree.map(lambda leaf: jax.device_put(draw(leaf), leaf.sharding), abstract)
+    checkpoints = Checkpoints(tmp_path, KEEP_ALL)
+    checkpoints.save(5, state, {})
+    checkpoints.close()
+    for target in MESHES:
+        found, _ = Checkpoints(tmp_path).restore(5, abstract_on(target))
+        assert_equal(found, state._replace(step=5))
+
+
 def test_what_is_saved_is_the_state_at_that_step_although_the_next_step_takes_its_memory(tmp_path):
     state = changed(state_on(8)[0])
     expected = jax.device_get(state)
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = Checkpoints(tmp_path, KEEP_ALL)
     checkpoints.save(3, state, {})
     step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * 0, state), donate_argnums=0)
     for _ in range(3):
@@ -46,17 +90,192 @@ def test_what_is_saved_is_the_state_at_that_step_although_the_next_step_takes_it
     assert_equal(Checkpoints(tmp_path).restore(3, state_on(8)[1])[0], expected)
 
 
-def test_keeps_the_newest(tmp_path):
-    state = state_on(1)[0]
-    checkpoints = Checkpoints(tmp_path, keep=2)
+def names(folder: Path) -> list[str]:
+    return sorted((path.name for path in (folder / "checkpoints").iterdir()), key=lambda name: (len(name), name))
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (CheckpointConfig(keep=2), ["20", "50", "60"]),
+        (CheckpointConfig(keep=1, keep_every=30), ["20", "30", "60"]),
+        (CheckpointConfig(keep=9), ["10", "20", "30", "40", "50", "60"]),
+    ],
+)
+def test_keeps_the_newest_every_nth_and_the_best(tmp_path, config, kept):
+    steps = range(10, 61, 10)
+    saved(tmp_path, steps, config, val_bpb={10: 2.0, 20: 1.0, 30: 1.5, 40: None, 50: None, 60: 1.2})
+    assert names(tmp_path) == kept
+    assert [str(step) for step in Checkpoints(tmp_path).steps()] == kept
+    assert [facts["step"] for facts in map(Checkpoints(tmp_path).facts, map(int, kept))] == [int(s) for s in kept]
+
+
+def test_an_old_one_goes_only_when_a_newer_one_is_whole(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
     for step in (1, 2, 3):
-        checkpoints.save(step, state, {})
+        checkpoints.save(step, state_on(1)[0], {})
+        whole = [name for name in names(tmp_path) if name.isdigit()]
+        assert step == 1 or str(step - 1) in whole
     checkpoints.close()
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
-    assert Checkpoints(tmp_path).latest() == 3
+    assert names(tmp_path) == ["3"]
+
+
+def test_reading_leaves_what_a_run_is_writing_alone_and_a_start_clears_it(tmp_path):
+    saved(tmp_path)
+    for leftover in ("7.orbax-checkpoint-tmp", "2.deleted"):
+        (tmp_path / "checkpoints" / leftover / "params").mkdir(parents=True)
+    Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
+    assert names(tmp_path) == ["3", "2.deleted", "7.orbax-checkpoint-tmp"]
+    Checkpoints(tmp_path, KEEP_ALL).close()
+    assert names(tmp_path) == ["3"]
 
 
 def test_no_checkpoint(tmp_path):
-    assert Checkpoints(tmp_path).latest() is None
+    assert Checkpoints(tmp_path).steps() == []
+    assert Checkpoints(tmp_path, KEEP_ALL).restore_newest(state_on(1)[1], print) is None
     with pytest.raises(UserError, match="no checkpoint"):
         Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
+
+
+# Damage.
+def flip(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+
+
+DAMAGE = {"flipped": flip, "cut": lambda content: content[: len(content) // 2], "lost": None, "empty": lambda _: b""}
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pristine")
+    return folder, saved(folder, (4, 8))
+
+
+def files_of(folder: Path, step: int) -> list[Path]:
+    return sorted(path for path in (folder / "checkpoints" / str(step)).rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_to_any_file_is_harmless_or_noticed_and_the_one_before_is_taken(tmp_path, pristine, damage):
+    """Every file of a checkpoint in turn. What is restored is the newest state, or, with word of it, the one before."""
+    source, states = pristine
+    noticed = set()
+    files = files_of(source, 8)
+    arrays = [path for path in files if path.parent.name == "d"]  # all of a kind
+    for i, path in enumerate([path for path in files if path not in arrays] + arrays[::10]):
+        folder = tmp_path / str(i)
+        _copy(source, folder)
+        victim = folder / path.relative_to(source)
+        change = DAMAGE[damage]
+        victim.unlink() if change is None else victim.write_bytes(change(path.read_bytes()))
+        said: list[str] = []
+        found = Checkpoints(folder, KEEP_ALL).restore_newest(state_on(1)[1], said.append)
+        assert found
+        step = found[1]["step"]
+        assert_equal(found[0], states[step]._replace(step=step))
+        assert step == (4 if said else 8)
+        if said:
+            assert "checkpoint 8 cannot be read" in said[0] and len(said) == 1
+            assert names(folder) == ["4"] and len(list((folder / "bad-checkpoints").iterdir())) == 1
+            noticed.add(path.parent.name if path.parent.name == "d" else path.name)
+    assert {"d", "metadata"} <= noticed  # the arrays' own files, and the facts
+
+
+def _copy(source: Path, to: Path) -> None:
+    for path in source.rglob("*"):
+        if path.is_file():
+            (to / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+            (to / path.relative_to(source)).write_bytes(path.read_bytes())
+
+
+def spoil(folder: Path, step: int) -> None:
+    for path in files_of(folder, step):
+        path.write_bytes(flip(path.read_bytes()) if path.stat().st_size else b"x")
+
+
+def test_with_none_readable_it_stops_and_changes_nothing(tmp_path):
+    saved(tmp_path, (4, 8))
+    for step in (4, 8):
+        spoil(tmp_path, step)
+    said: list[str] = []
+    with pytest.raises(NoCheckpoint, match="nothing was changed"):
+        Checkpoints(tmp_path, KEEP_ALL).restore_newest(state_on(1)[1], said.append)
+    assert names(tmp_path) == ["4", "8"] and len(said) == 2
+
+
+def test_sampling_from_a_damaged_checkpoint_is_refused(tmp_path):
+    saved(tmp_path)
+    spoil(tmp_path, 3)
+    with pytest.raises(UserError, match=r"checkpoint 3 in .* cannot be read"):
+        Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
+
+
+def test_a_changed_fact_is_noticed(tmp_path):
+    saved(tmp_path, seconds={3: 1.5})
+    path = tmp_path / "checkpoints" / "3" / "facts" / "metadata"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "seconds": 2.5}))
+    with pytest.raises(ValueError, match="not what was saved"):
+        Checkpoints(tmp_path).facts(3)
+
+
+def test_checksums_tell_every_element_and_every_bit_and_not_the_mesh():
+    leaf = np.arange(60, dtype=np.float32).reshape(3, 4, 5) + 0.5
+    whole = checksums({"a": leaf})
+    for index in range(60):
+        for bit in (0, 13, 31):
+            other = leaf.copy()
+            other.reshape(-1).view(np.uint32)[index] ^= np.uint32(1) << np.uint32(bit)
+            assert checksums({"a": other}) != whole
+    assert checksums({"a": leaf[:, ::-1]}) != whole
+    sums = [checksums(jax.device_get(state_on(1)[0])), checksums(state_on(8)[0])]
+    assert sums[0] == sums[1]
+
+
+def test_another_network_is_refused_with_the_sizes_that_differ(tmp_path):
+    saved(tmp_path)
+    config = tiny_config()
+    wider = replace(config.model, width=48)
+    optimizer, _ = make_optimizer(config.optimizer, split_model(wider, np.dtype("float32"))[1], 48, 8)
+    abstract = abstract_state(wider, optimizer, make_mesh(MeshConfig(), jax.devices()[:1]))
+    with pytest.raises(UserError, match=r"of another network:(.|\n)*embed\.table: \[272, 32\], not \[272, 48\]"):
+        Checkpoints(tmp_path, KEEP_ALL).restore_newest(abstract, print)
+    assert names(tmp_path) == ["3"]
+
+
+# A disk that is full: files may not grow beyond a few bytes.
+class FullDisk:
+    def __enter__(self):
+        self.before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, self.before[1]))
+
+    def __exit__(self, *_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
+
+
+def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_path):
+    config = CheckpointConfig(keep=1)
+    states = saved(tmp_path, (1,), config)
+    checkpoints = Checkpoints(tmp_path, config)
+    with FullDisk():
+        for failed in (1, 2, 3):
+            checkpoints.save(failed + 1, state_on(1)[0], {})
+            assert checkpoints.failing() == failed
+            assert checkpoints.failure
+            assert checkpoints.steps() == [1]
+    assert_equal(checkpoints.restore(1, state_on(1)[1])[0], states[1])
+    checkpoints.save(5, changed(state_on(1)[0], 5), {})
+    assert checkpoints.failing() == 0
+    checkpoints.close()
+    assert names(tmp_path) == ["5"]
+
+
+def test_looking_does_not_wait(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, KEEP_ALL)
+    monkeypatch.setattr(checkpoints.manager, "is_saving_in_progress", lambda: True)
+    checkpoints.save(1, state_on(1)[0], {})
+    start = time.monotonic()
+    assert checkpoints.failing(wait=False) == 0 and checkpoints.pending
+    assert time.monotonic() - start < 5
+    checkpoints.close()

@@ -1,0 +1,94 @@
+"""What is told of the steps, and what they tell of the run's health."""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from configs.schema import Config
+from training.metrics import Clock, MetricsWriter
+from training.step import Metrics
+
+WINDOW, LEAST = 64, 16  # steps that a loss is compared with
+
+
+class Report:
+    """Reads the metrics of steps that are done, judges them, and writes the logged steps' lines."""
+
+    def __init__(
+        self,
+        config: Config,
+        writer: MetricsWriter,
+        clock: Clock,
+        flops_share: float | None,
+        rows_of: Callable[[int], dict],
+        say: Callable[[str], Any],
+        losses: list[float],
+        skipped: int,
+    ):
+        self.config, self.writer, self.clock, self.rows_of, self.say = config, writer, clock, rows_of, say
+        self.flops_share = flops_share
+        self.losses = deque(losses, WINDOW)
+        """Of the newest steps: what a loss is compared with."""
+        self.skipped, self.skipped_in_a_row = skipped, 0
+        self.spike: dict | None = None
+        """The first step whose loss jumped: `step`, `loss`, `median`, and which batch and rows it saw."""
+        self.unread: list[tuple[int, Metrics]] = []
+        hidden = None if jax.process_index() == 0 else True  # None: where the output is no terminal
+        self.bar = tqdm(total=config.steps, unit="step", disable=hidden, dynamic_ncols=True)
+
+    def add(self, step: int, metrics: Metrics) -> None:
+        """The metrics of a step that may not be done yet: nothing waits for them here."""
+        self.unread.append((step, metrics))
+
+    def read(self) -> None:
+        """Waits for the newest step, and tells what went wrong since this was last called."""
+        for step, metrics in self.unread:
+            self.step, self.values = step, jax.tree.map(lambda value: np.asarray(value).item(), metrics)
+            self._count_skipped()
+            self._compare_loss()
+        self.unread.clear()
+
+    def write(self) -> None:
+        """Reads, and writes the newest step's line."""
+        self.read()
+        steps_per_second, data_wait = self.clock.rates(self.step)
+        tokens_per_step = self.config.batch.tokens_per_step
+        tokens_per_second = steps_per_second * tokens_per_step
+        mfu = tokens_per_second * self.flops_share if self.flops_share else None
+        line = {"step": self.step, "tokens": self.step * tokens_per_step, **self.values}
+        line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "data_wait": data_wait}
+        self.writer.write(line | {"seconds": self.clock.seconds})
+        told = f"loss {line['loss']:.4f}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
+        self.bar.set_postfix_str(told, refresh=False)
+        self.bar.update(self.step - self.bar.n)
+        if self.bar.disable:
+            self.say(f"step {self.step}/{self.config.steps}  {told}")
+
+    def _count_skipped(self) -> None:
+        skipped = self.values["skipped_steps"]
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped > self.skipped else 0
+        self.skipped = skipped
+        if self.skipped_in_a_row:
+            bad = [group for group, norm in self.values["grad_norms"].items() if not math.isfinite(norm)]
+            why = f"the gradient of {', '.join(bad)} is not finite" if bad else "it has no valid token"
+            self.say(f"step {self.step} changed nothing: {why}; {skipped} step(s) skipped so far")
+
+    def _compare_loss(self) -> None:
+        loss, factor = self.values["loss"], self.config.stability.spike_factor
+        usual = median(self.losses) if len(self.losses) >= LEAST else math.inf
+        if factor and loss > factor * usual:
+            spike = {"step": self.step, "spike": {"loss": loss, "median": usual, **self.rows_of(self.step)}}
+            self.say(
+                f"step {self.step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}; what it saw: "
+                f"python -m data.inspect {self.config.run_dir} --step={spike['spike']['batch']}"
+            )
+            self.writer.write(spike)
+            self.spike = self.spike or spike
+        if math.isfinite(loss):
+            self.losses.append(loss)
