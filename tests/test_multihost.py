@@ -1,9 +1,11 @@
 """The same run on one device, on a mesh of eight, and on two processes of four."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,55 @@ def test_a_mistake_is_told_by_every_process(folder, one_device):  # noqa: F811
     said = finish(start(folder, 4, 2, "--run_dir=one", "--batch.rows_per_device=1", "--seed=1"), code=2)
     for text in said:
         assert "seed: 0 -> 1" in text and "Traceback" not in text
+
+
+def wait_for_lines(run_dir: Path, count: int, processes) -> None:
+    while len(read_metrics(run_dir)) < count:
+        assert all(process.poll() is None for process in processes), finish(processes)
+        time.sleep(0.02)
+
+
+LONG = ("--steps=150", "--batch.rows_per_device=1", "--mesh.fsdp=2", "--checkpoint.every_steps=10")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("asked", "sign", "codes"), [(1, signal.SIGTERM, [0, 0]), (0, signal.SIGINT, [130, 0])])
+def test_one_process_is_asked_to_stop_and_all_save_and_stop(folder, asked, sign, codes):  # noqa: F811
+    """And other numbers of processes and devices go on from there, on other meshes, as one that was never stopped."""
+    name = f"stopped{asked}"
+    processes = start(folder, 4, 2, f"--run_dir={name}", *LONG)
+    wait_for_lines(folder / name, 15, processes)
+    processes[asked].send_signal(sign)
+    said = [process.communicate(timeout=120)[0].decode() for process in processes]
+    assert [process.returncode for process in processes] == codes, "\n---\n".join(said)
+    assert "the same command continues it" in said[0]
+    saved = max(int(path.name) for path in (folder / name / "checkpoints").iterdir())
+    assert f"stopped after step {saved} of 150" in said[0]
+    if asked:
+        finish(start(folder, 8, 1, f"--run_dir={name}", *LONG, "--mesh.tensor=2", "--batch.rows_per_device=2"))
+    else:
+        finish(start(folder, 1, 1, f"--run_dir={name}", *LONG, "--mesh.fsdp=1", "--batch.rows_per_device=4"))
+    finish(start(folder, 8, 1, f"--run_dir=never{asked}", *LONG))
+    ours, theirs = (
+        {line["step"]: line["loss"] for line in read_metrics(folder / run) if "loss" in line}
+        for run in (name, f"never{asked}")
+    )
+    assert ours.keys() == theirs.keys()
+    for step in range(1, saved + 11):  # ten on the other mesh; rounding grows with every step
+        assert ours[step] == pytest.approx(theirs[step], rel=1e-5), step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_when_one_process_dies_the_other_ends_within_a_minute_and_both_go_on(folder, killed):  # noqa: F811
+    name = f"killed{killed}"
+    processes = start(folder, 4, 2, f"--run_dir={name}", *LONG)
+    wait_for_lines(folder / name, 25, processes)
+    processes[killed].kill()
+    left = processes[1 - killed]
+    said = left.communicate(timeout=60)[0].decode()
+    assert left.returncode not in (0, None), said
+    # Ours, or, where JAX's service notices first and ends the process, its own.
+    assert "another one has stopped, or cannot be reached" in said or "another task died" in said
+    said = finish(start(folder, 4, 2, f"--run_dir={name}", *LONG))
+    assert "continuing after step" in said[0]

@@ -41,9 +41,11 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise
-        print(f"error: process {jax.process_index()} cannot go on without the others: {error}", file=sys.stderr)
         print(
-            "one of them has stopped, or cannot be reached; start all again: they continue", file=sys.stderr, flush=True
+            f"error: process {jax.process_index()} cannot go on: another one has stopped, or cannot be reached; start "
+            f"all again, and they continue ({str(error).splitlines()[0][:200]})",
+            file=sys.stderr,
+            flush=True,
         )
         os._exit(FAILED)  # an orderly end would wait for the others
     sys.exit(code)
@@ -61,7 +63,8 @@ def start_jax() -> None:
     JAX_COORDINATOR_ADDRESS (host:port of the first), JAX_NUM_PROCESSES and JAX_PROCESS_ID name them.
     """
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    for library in ("absl", "asyncio"):  # what goes wrong is told where it matters
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     if jax.distributed.is_initialized():
         return
     named = [os.environ.get(name) for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
