@@ -17,7 +17,7 @@ from model.flops import flops_per_token, parameter_counts, peak_flops
 from sample import continuations, encode_prompts
 from training.checkpoint import Checkpoints
 from training.mesh import batch_shape, batch_sharding, make_mesh
-from training.metrics import Clock, MetricsWriter, plot_loss, read_metrics
+from training.metrics import Clock, MetricsWriter, plot_loss, read_metrics, summarize, write_summary
 from training.optimizer import make_optimizer
 from training.report import Report
 from training.run_folder import RunLock, open_run
@@ -212,28 +212,17 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
     if not first_process:
         return 0
     tokens = step * config.batch.tokens_per_step
-    lines = read_metrics(run_dir)
-    logged = [line for line in lines if "loss" in line][-1]
-    measured = [line for line in lines if "val_loss" in line][-1]
-    results = {"loss": logged["loss"], "val_loss": measured["val_loss"], "val_bpb": measured["val_bpb"]}
-    summary = {
-        "steps": step,
-        "tokens": tokens,
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        **results,
-        "skipped_steps": int(state.skipped_steps),
-        "params_sha256": digest,
-    }
-    for text in measured["samples"]:
-        print(f"---\n{text}")
-    writer.close(options(config), results)
+    skipped = int(state.skipped_steps)
+    summary, samples = summarize(run_dir, step, tokens, seconds, skipped_steps=skipped, params_sha256=digest)
+    writer.close(options(config), {name: summary[name] for name in ("loss", "val_loss", "val_bpb")})
     plot_loss(run_dir)
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_summary(run_dir, summary)
+    for sample in samples:
+        print(f"---\n{sample}")
     print(
         f"---\n{config.name}: {step} steps, {tokens:,} tokens in {seconds:.0f} s of training\n"
-        f"training loss {results['loss']:.4f}, validation loss {results['val_loss']:.4f}, "
-        f"{results['val_bpb']:.4f} bits per byte\n"
+        f"training loss {summary['loss']:.4f}, validation loss {summary['val_loss']:.4f}, "
+        f"{summary['val_bpb']:.4f} bits per byte\n"
         f"in {run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
         f"sample:       python sample.py --run_dir={run_dir} --prompt='...'\n"
         f"train longer: the same command with --steps={2 * step} --accept_changes"

@@ -114,6 +114,24 @@ def read_metrics(run_dir: str | Path) -> list[dict]:
     return lines
 
 
+def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:
+    """What a run's summary says, with the newest losses that metrics.jsonl has; and the newest samples."""
+    lines = read_metrics(run_dir)
+    logged = [line for line in lines if "loss" in line][-1]
+    measured = [line for line in lines if "val_loss" in line][-1]
+    losses = {"loss": logged["loss"], "val_loss": measured["val_loss"], "val_bpb": measured["val_bpb"]}
+    rate = tokens / seconds
+    summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}
+    return summary, measured["samples"]
+
+
+def write_summary(run_dir: str | Path, summary: dict) -> None:
+    """Writes summary.json, which says that the run is complete: the last file, and never half of it."""
+    partial = Path(run_dir) / "summary.partial"
+    partial.write_text(json.dumps(summary, indent=2) + "\n")
+    partial.rename(Path(run_dir) / "summary.json")
+
+
 def plot_loss(run_dir: str | Path) -> Path:
     """Draws training and validation loss against tokens, and returns the picture's path."""
     from matplotlib.figure import Figure  # a second to import, and needed once, at the end

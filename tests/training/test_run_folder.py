@@ -1,4 +1,5 @@
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,16 @@ import pytest
 
 from configs.command_line import config_from_json
 from configs.schema import BatchConfig, Config, EvalConfig, MeshConfig, ModelConfig, UserError, options
-from training.run_folder import load_run, open_run
+from training import run_folder
+from training.run_folder import RunLock, load_run
 from training.runtime import versions
 
 FREE = {
     "batch.rows_per_device",
     "checkpoint.every_steps",
     "checkpoint.keep",
+    "checkpoint.keep_every",
+    "checkpoint.max_failed_saves",
     "data.workers",
     "eval.every_steps",
     "eval.prompts",
@@ -27,6 +31,14 @@ FREE = {
     "mesh.tensor",
     "model.remat",
 }
+
+
+def open_run(config: Config, fingerprint: str, accept_changes: bool) -> list[str]:
+    """As a command that ends again."""
+    with RunLock(config.run_dir) as lock:
+        return run_folder.open_run(config, fingerprint, accept_changes, lock)
+
+
 OTHERS = sorted(options(Config(name="x")).keys() - FREE - {"run_dir", "resume"})
 
 
@@ -62,7 +74,7 @@ def test_first_start_writes_the_config_and_what_it_ran_on(config):
     assert record["versions"]["jax"] == jax.__version__
     assert record["devices"] == {"kind": jax.devices()[0].device_kind, "count": 8, "processes": 1}
     assert record["changes"] == []
-    assert [path.name for path in Path(config.run_dir).iterdir()] == ["config.json"]
+    assert sorted(path.name for path in Path(config.run_dir).iterdir()) == ["config.json", "lock"]
 
 
 @pytest.mark.parametrize("accept_changes", [False, True])
@@ -175,3 +187,18 @@ def test_using_a_folder_without_a_run_names_the_runs_that_are_there(config, tmp_
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     with pytest.raises(UserError, match=r"--run_dir=runs/typo holds no run .*runs here: runs/run$"):
         load_run("runs/typo", mesh)
+
+
+def test_one_process_holds_a_run_at_a_time(config):
+    with RunLock(config.run_dir) as lock:
+        run_folder.open_run(config, "print", False, lock)
+        run_folder.open_run(config, "print", False, lock)  # again, by itself
+        with pytest.raises(UserError, match=rf"another process \(process {os.getpid()} on "):
+            open_run(config, "print", False)
+    open_run(config, "print", False)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(config, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="cannot be written"):
+        open_run(replace(config, run_dir=str(tmp_path / "file" / "run")), "print", False)

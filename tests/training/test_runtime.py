@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from configs.schema import UserError
-from training.runtime import Interrupt, run_command
+from training.runtime import NoCheckpoint, Stop, run_command
 
 
 @pytest.mark.parametrize(("raised", "code", "says"), [(UserError("do this"), 2, "error: do this\n"), (None, 0, "")])
@@ -32,11 +32,21 @@ def test_other_errors_keep_their_traceback():
         run_command(lambda: 1 // 0)
 
 
-def test_interrupt_is_a_flag_inside_and_restored_outside():
-    before = signal.getsignal(signal.SIGINT)
-    with Interrupt() as interrupt:
-        assert not interrupt.requested
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupt.requested
-        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL  # a second one ends the process
-    assert signal.getsignal(signal.SIGINT) == before
+@pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_is_a_request_inside_and_what_it_was_outside(sign, code):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with Stop() as stop:
+        assert not stop.after(1)
+        os.kill(os.getpid(), sign)
+        assert stop.after(2) and stop.code == code
+        assert (signal.getsignal(signal.SIGINT) == signal.SIG_DFL) == (sign == signal.SIGINT)  # a second one ends it
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_no_readable_checkpoint_is_code_3(capsys):
+    def main():
+        raise NoCheckpoint("all are damaged")
+
+    with pytest.raises(SystemExit) as end:
+        run_command(main)
+    assert end.value.code == 3 and capsys.readouterr().err == "error: all are damaged\n"
