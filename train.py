@@ -20,7 +20,7 @@ from training.mesh import batch_shape, batch_sharding, make_mesh
 from training.metrics import Clock, MetricsWriter, plot_loss, read_metrics, summarize, write_summary
 from training.optimizer import make_optimizer
 from training.report import Report
-from training.run_folder import RunLock, open_run
+from training.run_folder import RunLock, open_run, record_files
 from training.runtime import (
     FAILED,
     Stop,
@@ -70,7 +70,8 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
     run_dir = Path(config.run_dir)
     text.tokenizer.require_same_in(run_dir / "tokenizer")
     changes = on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock))
-    checkpoints = Checkpoints(run_dir, config.checkpoint)
+    elsewhere = config.checkpoint.folder
+    checkpoints = Checkpoints(elsewhere or run_dir, config.checkpoint, record_files(run_dir) if elsewhere else ())
     newest = max(checkpoints.steps(), default=0)
     if newest == 0 and config.resume == "must":
         raise UserError(f"--resume=must, but {run_dir} holds no checkpoint")

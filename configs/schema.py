@@ -146,6 +146,9 @@ class MeshConfig:
 class CheckpointConfig:
     """What is kept of a run. A checkpoint is always saved at the end, on Ctrl-C, and on SIGTERM."""
 
+    folder: str = ""
+    """Where checkpoints go in place of the run's folder, with copies of config.json and metrics.jsonl: a disk that
+    outlives the machine, or `gs://BUCKET/FOLDER`. A machine without the run's folder continues from what lies there."""
     every_steps: int = 250
     """Steps between checkpoints, written while training goes on."""
     keep: int = 2
@@ -225,7 +228,7 @@ MIN_VOCAB_SIZE = 258  # the 256 bytes, the BOS, and a merge
 # What may differ when a run is continued: speed and reporting. Everything else would change the result.
 FREE_TO_CHANGE = (
     *("run_dir", "resume", "max_skipped_steps", "mesh.", "batch.rows_per_device", "model.remat"),
-    *("log.", "eval.", "checkpoint.", "data.workers"),
+    *("log.", "eval.", "data.workers", "checkpoint.every", "checkpoint.keep", "checkpoint.max"),
 )
 
 
@@ -270,6 +273,9 @@ def validate(config: Config) -> None:
     require(bool(config.name) and "/" not in config.name, "name", "it names a folder: not empty, without '/'")
     require(0 < config.data.val_fraction < 1, "data.val_fraction", "it must lie between 0 and 1")
     require(config.mesh.data == -1 or config.mesh.data > 0, "mesh.data", "give a number of replicas, or -1 for all")
+    elsewhere = config.checkpoint.folder
+    known = "://" not in elsewhere or elsewhere.startswith("gs://")
+    require(known, "checkpoint.folder", "give a folder, or gs://BUCKET/FOLDER, the only store that Orbax can write to")
     model, batch = config.model, config.batch
     require(batch.sequence_length > 1, "batch.sequence_length", "a row has at least 2 tokens")
     require(model.head_dim % 2 == 0, "model.head_dim", f"it must be even; try {model.head_dim + 1}")

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.fake_gcs import FakeGCS
 from tests.test_train import ROOT, folder, summary  # noqa: F401
 from training.metrics import read_metrics
 
 OPTIONS = ("--config=tiny.py", "--steps=40", "--log.every_steps=1", "--eval.every_steps=20", "--model.kv_heads=2")
 
 
-def start(folder, devices: int, processes: int, *arguments, per_process=((), ())):  # noqa: F811
-    """Starts train.py in so many processes of so many CPU devices each."""
+def start(folder, devices: int, processes: int, *arguments, per_process=((), ()), folders=()):  # noqa: F811
+    """Starts train.py in so many processes of so many CPU devices each, all in one folder or each in its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -35,7 +36,8 @@ def start(folder, devices: int, processes: int, *arguments, per_process=((), ())
             }
         command = [sys.executable, ROOT / "train.py", *OPTIONS, *arguments, *per_process[index]]
         pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=subprocess.STDOUT))
+        where = folders[index] if folders else folder
+        started.append(subprocess.Popen(command, cwd=where, env=environment, stdout=pipe, stderr=subprocess.STDOUT))
     return started
 
 
@@ -147,3 +149,35 @@ def test_when_one_process_dies_the_other_ends_within_a_minute_and_both_go_on(fol
     assert "another one has stopped, or cannot be reached" in said or "another task died" in said
     said = finish(start(folder, 4, 2, f"--run_dir={name}", *LONG))
     assert "continuing after step" in said[0]
+
+
+@pytest.mark.slow
+def test_machines_that_share_only_a_bucket_are_lost_and_replaced(folder, tmp_path, one_device, monkeypatch):  # noqa: F811
+    """Their disks are lost with them: nothing but gs:// is left, and the run goes on, its record whole."""
+    server = FakeGCS()
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+
+    def machines(generation: str) -> list[Path]:
+        folders = [tmp_path / f"{generation}{i}" for i in range(2)]
+        for machine in folders:
+            machine.mkdir()
+            subprocess.run(["cp", "-r", folder / "tiny.py", folder / "text", f"{machine}/"], check=True)
+        return folders
+
+    options = ("--checkpoint.folder=gs://bucket/runs/pod", "--checkpoint.every_steps=10", "--batch.rows_per_device=1")
+    first, second = machines("first"), machines("second")
+    processes = start(folder, 4, 2, *options, folders=first)
+    while not any("checkpoints/20/commit_success.txt" in name for name in list(server.objects)):
+        assert all(process.poll() is None for process in processes), finish(processes)
+        time.sleep(0.01)
+    for process in processes:
+        process.kill()
+        process.communicate()
+    said = finish(start(folder, 4, 2, *options, folders=second))
+    assert "continuing after step" in said[0] and "bits per byte" in said[0]
+    assert not (second[1] / "runs").exists()
+    assert_same(second[0] / "runs" / "tiny", one_device)
+    steps = [line["step"] for line in read_metrics(second[0] / "runs" / "tiny") if "loss" in line]
+    assert steps == list(range(1, 41))
+    server.shutdown()

@@ -4,8 +4,9 @@ checkpoints/<step>/params/     float32 parameters: all that sampling and evaluat
 checkpoints/<step>/rest/       optimizer state, skipped steps
 checkpoints/<step>/facts/      step, next batch, dataset fingerprint, config, versions, a checksum of each array
 
-Orbax writes a folder under another name and renames it when it is whole. It does not notice flipped bits in the file of
-an array, so the arrays' checksums are saved with them, and compared when they are read.
+On a disk Orbax writes a folder under another name and renames it when it is whole; in a bucket, where nothing can be
+renamed at once, it is whole when commit_success.txt is there. Orbax does not notice flipped bits in the file of an
+array, so the arrays' checksums are saved with them, and compared when they are read.
 """
 
 import hashlib
@@ -13,10 +14,11 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec.config
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,24 +32,37 @@ from training.optimizer import path_name
 from training.runtime import NoCheckpoint, highest, run_command
 from training.state import TrainState
 
-PARTIAL = "*.orbax-checkpoint-tmp"
+COMMITTED = "commit_success.txt"
 
 
 class Checkpoints:
-    """The checkpoints of one run's folder. Without a config they are only read, while the run may go on."""
+    """The checkpoints in one folder, a run's or `checkpoint.folder`, on a disk or in a bucket (`gs://BUCKET/FOLDER`).
+    Without a config they are only read, while the run may go on."""
 
-    def __init__(self, run_dir: str | Path, config: CheckpointConfig | None = None):
-        self.config = config
-        self.folder = epath.Path(run_dir).resolve() / "checkpoints"
-        if config:
-            self._clear("*.deleted", PARTIAL)
-        options = ocp.CheckpointManagerOptions(read_only=config is None)
-        self.manager = ocp.CheckpointManager(self.folder, options=options, item_names=("params", "rest", "facts"))
+    def __init__(self, folder: str | Path, config: CheckpointConfig | None = None, record: Sequence[Path] = ()):
+        """`record`: files of the run that are copied to the folder at once and before each save. UserError where the
+        folder cannot be used."""
+        self.config, self.record = config, record
+        self.in_bucket = str(folder).startswith("gs://")
+        # Other processes, and tensorstore, write to the bucket: what was listed before does not tell what is there.
+        fsspec.config.conf["gcs"] = {"use_listings_cache": False}
+        try:
+            self.folder = epath.Path(folder if self.in_bucket else Path(folder).resolve()) / "checkpoints"
+            if config:
+                self._clear()
+            self.manager = self._open()
+            self._copy_record()
+        except Exception as error:  # of the disk or the store
+            raise UserError(f"checkpoints cannot be kept in {folder}: {_first_line(error)}") from error
         self.scores: dict[int, float | None] = {}
         self.pending = False
         self.failed_saves = 0  # in a row
         self.failure = ""
         """Why the last one that failed did."""
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(read_only=self.config is None)
+        return ocp.CheckpointManager(self.folder, options=options, item_names=("params", "rest", "facts"))
 
     def steps(self) -> list[int]:
         """Steps of the whole checkpoints, in order."""
@@ -60,22 +75,28 @@ class Checkpoints:
         there is a newer one that is whole.
         """
         rest = {"opt_state": state.opt_state, "skipped_steps": state.skipped_steps}
-        facts = {"step": step, **facts, "shapes": _shapes(state.params)}
+        facts = {"step": step, **facts, "time": time.time(), "shapes": _shapes(state.params)}
         facts["checksums"] = checksums({"params": state.params, **rest})
         items = ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),  # pyright: ignore[reportCallIssue]
             rest=ocp.args.StandardSave(rest),  # pyright: ignore[reportCallIssue]
             facts=ocp.args.JsonSave({**facts, "sha256": _digest(facts)}),  # pyright: ignore[reportCallIssue]
         )
-        try:
-            if highest(not self._settle()) or step in self.steps():
-                return
-            self._clear(PARTIAL)  # of a save that failed: room for this one
+        ready = self._settle() and self._try_to(self._copy_record)
+        if highest(not ready) or step in self.steps():
+            return
+
+        failed_before = highest(self.failed_saves)
+
+        def write() -> None:
+            self._clear()  # what a save that failed has left: room for this one
+            if failed_before:  # of whose other parts this manager would tell when this one is saved
+                self.manager = self._open()
             self._delete_old()
             self.manager.save(step, args=items, force=True)
             self.pending = True
-        except Exception as error:  # of the disk or the store: whatever it is, training can go on
-            self._failed(error)
+
+        self._try_to(write)
 
     def failing(self, wait: bool = True) -> int:
         """How many saves in a row have failed, that of the last save included: it is waited for, or, without `wait`,
@@ -88,13 +109,25 @@ class Checkpoints:
         if not self.pending or (not wait and self.manager.is_saving_in_progress()):
             return True
         self.pending = False
+        finished = self._try_to(self.manager.wait_until_finished)
+        self.failed_saves = 0 if finished else self.failed_saves
+        return finished
+
+    def _try_to(self, write: Callable[[], Any]) -> bool:
+        """Counts a failure of the disk or the store, whatever it is: training can go on."""
         try:
-            self.manager.wait_until_finished()
+            write()
         except Exception as error:
-            self._failed(error)
+            self.failed_saves += 1
+            self.failure = _first_line(error)
             return False
-        self.failed_saves = 0
         return True
+
+    def _copy_record(self) -> None:
+        """Copies what a machine needs, besides the newest checkpoint, to continue a run whose folder is gone."""
+        for path in self.record if jax.process_index() == 0 else ():
+            if path.exists():
+                copy(epath.Path(path), self.folder.parent / path.name)
 
     def close(self) -> None:
         """Waits until what was saved is written."""
@@ -102,15 +135,13 @@ class Checkpoints:
             self._delete_old()
         self.manager.close()
 
-    def _failed(self, error: Exception) -> None:
-        self.failed_saves += 1
-        self.failure = _first_line(error)
-
-    def _clear(self, *patterns: str) -> None:
+    def _clear(self) -> None:
         """Deletes what a kill or a failure left half written or half deleted."""
-        for leftover in [path for pattern in patterns for path in self.folder.glob(pattern)]:
-            if jax.process_index() == 0:
-                leftover.rmtree()
+        if jax.process_index() == 0 and self.folder.exists():
+            for path in self.folder.iterdir():
+                half_written = self.in_bucket and path.name.isdigit() and not (path / COMMITTED).exists()
+                if half_written or path.name.endswith((".orbax-checkpoint-tmp", ".deleted")):
+                    path.rmtree()
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict]:
         """The state saved at `step`, as `abstract`'s shapes and shardings say, and the facts saved with it.
@@ -192,18 +223,32 @@ class Checkpoints:
         self._move([step for step in steps if step not in kept], None)
 
     def _move(self, steps: list[int], to: epath.Path | None) -> None:
-        """Moves checkpoints into a folder, or deletes them: under another name first, so that none is ever in part."""
+        """Moves checkpoints into a folder, or deletes them: first they are made no checkpoints, so that none is ever
+        in part."""
         if not steps:
             return
         if jax.process_index() == 0:
-            for step in steps:
+            for path in [self.folder / str(step) for step in steps]:
+                if self.in_bucket:
+                    (path / COMMITTED).unlink(missing_ok=True)
                 if to:
                     to.mkdir(exist_ok=True)
-                    (self.folder / str(step)).rename(to / f"{step}-{int(time.time())}")
+                    if self.in_bucket:  # where no folder is empty
+                        (to / "README").write_text("Checkpoints that could not be read.")
+                    path.rename(to / f"{path.name}-{int(time.time())}")
+                elif self.in_bucket:
+                    path.rmtree()
                 else:
-                    (self.folder / str(step)).rename(self.folder / f"{step}.deleted").rmtree()
+                    path.rename(self.folder / f"{path.name}.deleted").rmtree()
         multihost_utils.sync_global_devices("checkpoints were moved")
         self.manager.reload()
+
+
+def copy(source: epath.Path, target: epath.Path) -> None:
+    """Copies a small file, whole or not at all."""
+    partial = target.with_suffix(".partial")
+    partial.write_bytes(source.read_bytes())
+    partial.replace(target)
 
 
 def checksums(tree: Any) -> dict[str, int]:
@@ -256,15 +301,13 @@ def main() -> int:
     checkpoints, abstract = open_for_reading(sys.argv[2])
     print(f"{'step':>10} {'MB':>9} {'val_bpb':>9} {'hours old':>10}")
     for step in checkpoints.steps():
-        files = list(_files(checkpoints.folder / str(step)))
-        megabytes = sum(path.stat().length for path in files) / 1e6
-        hours = (time.time() - max(path.stat().mtime for path in files)) / 3600
+        megabytes = sum(path.stat().length for path in _files(checkpoints.folder / str(step))) / 1e6
         try:
             facts = checkpoints.restore(step, abstract)[1]
-            score = facts.get("val_bpb")
-            told = f"{score or math.nan:9.4f} {hours:10.1f}  verified"
+            hours = (time.time() - facts["time"]) / 3600
+            told = f"{facts.get('val_bpb', math.nan):9.4f} {hours:10.1f}  verified"
         except Exception as error:
-            told = f"{'':9} {hours:10.1f}  DAMAGED: {_first_line(error)}"
+            told = f"{'':9} {'':10}  DAMAGED: {_first_line(error)}"
         print(f"{step:>10} {megabytes:9.1f} {told}")
     return 0
 

@@ -11,11 +11,12 @@ from typing import IO, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from jax.sharding import Mesh
 
 from configs.command_line import config_from_json
 from configs.schema import FREE_TO_CHANGE, Config, MeshConfig, UserError, options
-from training.checkpoint import Checkpoints
+from training.checkpoint import Checkpoints, copy
 from training.mesh import make_mesh
 from training.optimizer import make_optimizer
 from training.runtime import versions
@@ -56,6 +57,11 @@ class RunLock:
         self.file = file
 
 
+def record_files(run_dir: str | Path) -> list[Path]:
+    """What continues a run, besides its checkpoints."""
+    return [Path(run_dir) / "config.json", Path(run_dir) / "metrics.jsonl"]
+
+
 def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> list[str]:
     """Claims `config.run_dir` for this config, before any compute, and returns what changed since its first start.
 
@@ -76,11 +82,18 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
         # A start that was killed while it claimed the folder may have left its record half written.
         if folder.exists() and any(path.name not in ("config.partial", "lock") for path in folder.iterdir()):
             raise UserError(f"--run_dir={folder} is not empty and holds no run (no config.json); choose another folder")
-        if config.resume == "must":
-            raise UserError(f"--resume=must, but there is no run in {folder}")
+        elsewhere = epath.Path(config.checkpoint.folder)
+        if not (config.checkpoint.folder and (elsewhere / record.name).exists()):
+            if config.resume == "must":
+                raise UserError(f"--resume=must, but there is no run in {folder}")
+            lock.take()
+            _write_record(record, config, fingerprint, [])
+            return []
+        if config.resume == "never":
+            raise UserError(f"--resume=never, but {elsewhere} holds a run already; choose another --checkpoint.folder")
         lock.take()
-        _write_record(record, config, fingerprint, [])
-        return []
+        for path in reversed(record_files(folder)):  # the one that claims the folder comes last
+            copy(elsewhere / path.name, epath.Path(path))
     if config.resume == "never":
         raise UserError(f"--resume=never, but {folder} holds a run already; choose another --run_dir or --name")
     lock.take()
@@ -118,7 +131,7 @@ class Run(NamedTuple):
 def load_run(run_dir: str | Path, mesh: Mesh) -> Run:
     """The run in `run_dir` with its newest checkpoint's parameters. UserError where there is no run or checkpoint."""
     config, fingerprint = _read_record(run_dir)
-    params, step = Checkpoints(run_dir).restore_params(abstract_params(config.model, mesh))
+    params, step = Checkpoints(config.checkpoint.folder or run_dir).restore_params(abstract_params(config.model, mesh))
     return Run(config, fingerprint, params, step)
 
 
@@ -128,7 +141,7 @@ def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
     shapes = split_model(config.model, jnp.dtype(jnp.float32))[1]
     optimizer, _ = make_optimizer(config.optimizer, shapes, config.model.width, config.steps)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    return Checkpoints(run_dir), abstract_state(config.model, optimizer, mesh)
+    return Checkpoints(config.checkpoint.folder or run_dir), abstract_state(config.model, optimizer, mesh)
 
 
 def _read_record(run_dir: str | Path) -> tuple[Config, str]:

@@ -65,6 +65,7 @@ def test_defaults_are_valid():
         ("mesh.data", -2, "-1 for all"),
         ("checkpoint.every_steps", 0, "positive"),
         ("checkpoint.keep", 0, "positive"),
+        ("checkpoint.folder", "s3://bucket/runs", "the only store that Orbax can write to"),
         ("eval.every_steps", 0, "positive"),
         ("eval.tokens", 0, "positive"),
         ("eval.sample_tokens", 0, "positive"),

@@ -1,0 +1,107 @@
+"""Checkpoints in a bucket: gs:// through Orbax, tensorstore and gcsfs, against a small server that speaks its API."""
+
+import pytest
+
+from configs.schema import CheckpointConfig, UserError
+from tests.fake_gcs import FakeGCS
+from tests.training.test_checkpoint import KEEP_ALL, assert_equal, changed, saved
+from tests.training.test_state import state_on
+from training.checkpoint import COMMITTED, Checkpoints
+
+
+@pytest.fixture(scope="module")
+def server():
+    """gcsfs and tensorstore remember where their server is: one for all the tests here."""
+    server = FakeGCS()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment().items():
+            patch.setenv(name, value)
+        yield server
+    server.shutdown()
+
+
+@pytest.fixture
+def bucket(server):
+    server.objects.clear()
+    server.full = False
+    return server
+
+
+RUN = "gs://bucket/runs/mine"
+
+
+def under(bucket: FakeGCS, folder: str) -> set[str]:
+    """Names of the folders in a folder."""
+    prefix = f"runs/mine/{folder}/"
+    return {name.removeprefix(prefix).split("/")[0] for name in bucket.objects if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize(("saved_on", "restored_on"), [(8, 8), (8, 1)])
+def test_round_trip(bucket, saved_on, restored_on):
+    state = saved(RUN, devices=saved_on, seconds={3: 1.5})[3]
+    _, abstract, _ = state_on(restored_on)
+    found, facts = Checkpoints(RUN).restore(3, abstract)
+    assert_equal(found, state._replace(step=3))
+    assert (facts["step"], facts["seconds"]) == (3, 1.5)
+    assert_equal(Checkpoints(RUN).restore_params(abstract.params)[0], state.params)
+
+
+def test_what_is_kept(bucket):
+    saved(RUN, range(1, 8), CheckpointConfig(keep=2, keep_every=3), val_bpb={step: step % 4 for step in range(1, 8)})
+    assert under(bucket, "checkpoints") == {"3", "4", "6", "7"}
+    assert Checkpoints(RUN).steps() == [3, 4, 6, 7]
+
+
+@pytest.mark.parametrize("deleted_in_part", [False, True])
+def test_one_half_written_or_half_deleted_is_none_and_is_cleared(bucket, deleted_in_part):
+    state = saved(RUN, (1, 2))[1]
+    lost = [name for name in sorted(bucket.objects) if name.startswith("runs/mine/checkpoints/2/")]
+    assert f"runs/mine/checkpoints/2/{COMMITTED}" in lost
+    for name in lost if deleted_in_part else [f"runs/mine/checkpoints/2/{COMMITTED}"]:
+        if not name.endswith("manifest.ocdbt"):
+            del bucket.objects[name]
+    assert under(bucket, "checkpoints") == {"1", "2"} and Checkpoints(RUN).steps() == [1]
+    found, _ = Checkpoints(RUN, KEEP_ALL).restore_newest(state_on(1)[1], print)
+    assert under(bucket, "checkpoints") == {"1"}
+    assert_equal(found.params, state.params)
+
+
+def test_a_damaged_one_is_put_aside(bucket):
+    state = saved(RUN, (1, 2))[1]
+    arrays = [name for name in bucket.objects if name.startswith("runs/mine/checkpoints/2/rest/")]
+    name = max(arrays, key=lambda name: len(bucket.objects[name][1]))
+    generation, content = bucket.objects[name]
+    middle = len(content) // 2
+    bucket.objects[name] = (generation, content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    said = []
+    found, facts = Checkpoints(RUN, KEEP_ALL).restore_newest(state_on(1)[1], said.append)
+    assert facts["step"] == 1 and "checkpoint 2 cannot be read" in said[0]
+    assert_equal(found.params, state.params)
+    assert under(bucket, "checkpoints") == {"1"}
+    assert sorted(name[:2] for name in under(bucket, "bad-checkpoints")) == ["2-", "RE"]
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_a_store_that_answers_errors_costs_a_save_and_no_more(bucket, tmp_path, record):
+    (tmp_path / "metrics.jsonl").write_text("what was measured")
+    checkpoints = Checkpoints(RUN, CheckpointConfig(keep=1), [tmp_path / "metrics.jsonl"] if record else [])
+    state = changed(state_on(1)[0])
+    checkpoints.save(1, state, {})
+    assert checkpoints.failing() == 0
+    bucket.full = True
+    checkpoints.save(2, state, {})
+    assert checkpoints.failing() == 1 and "Forbidden" in checkpoints.failure
+    bucket.full = False
+    assert checkpoints.steps() == [1]
+    checkpoints.save(3, state, {})
+    checkpoints.close()
+    assert Checkpoints(RUN, KEEP_ALL).steps() == [3]
+    assert under(bucket, "checkpoints") == {"3"}  # what the one that failed was still writing is cleared
+    assert not record or bucket.objects["runs/mine/metrics.jsonl"][1] == b"what was measured"
+
+
+def test_a_bucket_that_cannot_be_written_is_told(bucket, tmp_path):
+    bucket.full = True
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"checkpoints cannot be kept in {RUN}: Forbidden"):
+        Checkpoints(RUN, KEEP_ALL, [tmp_path / "config.json"])
