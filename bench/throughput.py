@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from configs.command_line import parse
 from configs.schema import Config, UserError, validate
@@ -18,7 +19,7 @@ from training.mesh import batch_shape, batch_sharding, make_mesh
 from training.optimizer import make_optimizer
 from training.runtime import peak_memory_bytes, run_command
 from training.state import compute_dtype, create_state, split_model
-from training.step import make_train_step
+from training.step import Batch, make_train_step
 
 WARMUP_STEPS = 3
 
@@ -55,6 +56,13 @@ def sized(config: Config, arguments: Arguments, devices: int) -> Config:
     return config
 
 
+def random_batch(config: Config, shape: tuple[int, int, int], sharding: NamedSharding) -> Batch:
+    """A step's batch of random tokens, on the devices."""
+    generator = np.random.default_rng(config.seed)
+    tokens = generator.integers(0, config.model.vocab_size, (2, *shape), np.int32)
+    return jax.device_put({"inputs": tokens[0], "targets": tokens[1], "weights": np.ones(shape, np.float32)}, sharding)
+
+
 def measure(config: Config, timed_steps: int) -> dict:
     """Compiles the step, without the cache of compiled programs, and times it."""
     mesh = make_mesh(config.mesh)
@@ -65,10 +73,7 @@ def measure(config: Config, timed_steps: int) -> dict:
         config.optimizer, split_model(config.model, dtype)[1], config.model.width, config.steps
     )
     state = create_state(config.model, optimizer, mesh, config.seed)
-    generator = np.random.default_rng(config.seed)
-    tokens = generator.integers(0, config.model.vocab_size, (2, *shape), np.int32)
-    batch = {"inputs": tokens[0], "targets": tokens[1], "weights": np.ones(shape, np.float32)}
-    batch = jax.device_put(batch, batch_sharding(mesh))
+    batch = random_batch(config, shape, batch_sharding(mesh))
     start = time.perf_counter()
     train_step = make_train_step(config.model, dtype, mesh, optimizer, rates, config.optimizer.clip_norm)
     train_step = train_step.lower(state, batch).compile()

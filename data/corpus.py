@@ -196,13 +196,16 @@ def _json_text(line: bytes, column: str) -> str:
 
 
 def _cut(name: str, opened: Any) -> Iterator[tuple[str, bytes]]:
-    """A single text, cut at line ends into documents of some 16,000 bytes."""
-    lines, size, count = [], 0, 0
-    for line in opened:
-        lines.append(line)
-        size += len(line)
-        if size >= CHUNK_BYTES:
-            yield f"{name}#{count:08d}", b"".join(lines)
-            lines, size, count = [], 0, count + 1
-    if lines:
-        yield f"{name}#{count:08d}", b"".join(lines)
+    """A single text, cut at line ends into documents of some 16,000 bytes; a longer line, at a space or a character."""
+    text, count = b"", 0
+    for line in iter(lambda: opened.readline(CHUNK_BYTES), b""):
+        text += line
+        if len(text) >= CHUNK_BYTES:
+            end = len(text)
+            if not text.endswith(b"\n"):
+                starts = (i for i in range(end - 1, 0, -1) if text[i] & 0xC0 != 0x80)  # of characters in UTF-8
+                end = text.rfind(b" ") + 1 or next(starts, end)
+            yield f"{name}#{count:08d}", text[:end]
+            text, count = text[end:], count + 1
+    if text:
+        yield f"{name}#{count:08d}", text

@@ -222,7 +222,7 @@ def _threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> 
     if count < 2:
         raise UserError(
             f"{corpus.source}: {count} document(s) with text found there; at least 2 are needed, one to train on and "
-            "one to hold out (a single file is cut at a line end every 16,000 characters)"
+            "one to hold out (a single file is cut every 16,000 bytes)"
         )
     return highest if highest < val_fraction else float(np.nextafter(lowest, 1))
 

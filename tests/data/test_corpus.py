@@ -84,6 +84,14 @@ def test_single_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path, end, last
     assert all(CHUNK_BYTES <= size < CHUNK_BYTES + 210 for size in sizes) and len(sizes) > 5
 
 
+@pytest.mark.parametrize("text", ["word " * 10_000, "é" * 50_000, "a " + "x€" * 40_000 + "\nshort\n" + "y" * 40_000])
+def test_a_single_file_without_line_ends_is_cut_at_spaces_or_characters(tmp_path, text):
+    write_files(tmp_path, {"one.txt": text})
+    pieces = list(texts(find_corpus(f"{tmp_path}/one.txt")).values())
+    assert "".join(pieces) == text
+    assert len(pieces) > 2 and all(len(piece.encode()) < 2 * CHUNK_BYTES for piece in pieces)
+
+
 RECORDS = [{"text": "one"}, {"text": "two\nlines", "id": 7}, {"id": 3, "text": "naïve"}]
 
 
