@@ -80,7 +80,9 @@ def measure(config: Config, arguments: Arguments, folder: str) -> dict:
         if checkpoints.failing():
             raise UserError(f"--folder={folder}: {checkpoints.failure}")
         written.append(time.perf_counter() - start)
-    restore = seconds_of(lambda: checkpoints.restore(arguments.saves + 1, abstract_state(config.model, optimizer, mesh)))
+    restore = seconds_of(
+        lambda: checkpoints.restore(arguments.saves + 1, abstract_state(config.model, optimizer, mesh))
+    )
     median = lambda seconds: statistics.median(seconds[1:])  # the first compiles
     told = {
         "config": config.name,
