@@ -15,6 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,9 @@ class Checkpoints:
         failed_before = highest(self.failed_saves)
 
         def write() -> None:
-            self._clear()  # what a save that failed has left: room for this one
-            if failed_before:  # of whose other parts this manager would tell when this one is saved
+            if failed_before:
+                self._close()
+                self._clear()  # what the one that failed has left: room for this one
                 self.manager = self._open()
             self._delete_old()
             self.manager.save(step, args=items, force=True)
@@ -133,7 +135,13 @@ class Checkpoints:
         """Waits until what was saved is written."""
         if not self.failing():
             self._delete_old()
-        self.manager.close()
+        self._close()
+
+    def _close(self) -> None:
+        """Waits for all that is still being written; of a save that failed, each part raises its own error once."""
+        for _ in range(4):
+            with suppress(Exception):
+                return self.manager.close()
 
     def _clear(self) -> None:
         """Deletes what a kill or a failure left half written or half deleted."""
