@@ -81,7 +81,7 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
 
     # The state, from the newest checkpoint that can be read; the record so far; the data from there on.
     graphdef, shapes = split_model(config.model, dtype)
-    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps)
+    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps, mesh)
     state, facts = checkpoints.restore_newest(abstract_state(config.model, optimizer, mesh), say) or (
         create_state(config.model, optimizer, mesh, config.seed),
         {"step": 0, "seconds": 0.0, "losses": []},

@@ -50,7 +50,7 @@ def measure(config: Config, arguments: Arguments, folder: str) -> dict:
     mesh = make_mesh(config.mesh)
     dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
     shapes = split_model(config.model, dtype)[1]
-    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps)
+    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps, mesh)
     state = create_state(config.model, optimizer, mesh, config.seed)
     checkpoints = Checkpoints(folder, CheckpointConfig(keep=2))
     shape = batch_shape(config.batch, mesh)

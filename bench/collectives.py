@@ -211,7 +211,7 @@ def compile_step(config: Config, mesh: Mesh) -> Any:
     """The training step for that mesh, from shapes alone."""
     dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
     shapes = split_model(config.model, dtype)[1]
-    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps)
+    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps, mesh)
     train_step = make_train_step(config.model, dtype, mesh, optimizer, rates, config.optimizer.clip_norm)
     shape, sharding = batch_shape(config.batch, mesh), batch_sharding(mesh)
     types = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}

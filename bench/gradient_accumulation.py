@@ -23,7 +23,16 @@ from flax import nnx
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
 
-from configs.schema import BatchConfig, Config, DataConfig, GroupConfig, ModelConfig, OptimizerConfig, ScheduleConfig
+from configs.schema import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    GroupConfig,
+    MatricesConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
 from data.dataset import open_text
 from data.loader import StepBatches
 from model.loss import loss_sums
@@ -43,7 +52,9 @@ CONFIG = Config(
     batch=BatchConfig(sequence_length=128, tokens_per_step=4096, rows_per_device=8),  # K = 4
     # Layerwise rates in the proportions of the issue's.
     optimizer=OptimizerConfig(
-        embed=GROUP(peak_rate=3e-3), lm_head=GROUP(peak_rate=3e-4), matrices=GROUP(peak_rate=3e-4, weight_decay=0.1)
+        embed=GROUP(peak_rate=3e-3),
+        lm_head=GROUP(peak_rate=3e-4),
+        matrices=MatricesConfig(3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, schedule=SCHEDULE),
     ),
 )
 DTYPE = jnp.dtype("float32")
@@ -215,7 +226,7 @@ def notebook(schedule: str) -> float:
         CONFIG,
         steps=4,
         batch=BatchConfig(sequence_length=16, tokens_per_step=144, rows_per_device=3),
-        optimizer=OptimizerConfig(group, group, group, group, clip_norm=1e9),
+        optimizer=OptimizerConfig(group, MatricesConfig(**vars(group)), group, clip_norm=1e9),
     )
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     graphdef, shapes = split_model(config.model, DTYPE)

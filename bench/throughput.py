@@ -70,7 +70,7 @@ def measure(config: Config, timed_steps: int) -> dict:
     dtype = compute_dtype(config.model, device.platform)
     shape = batch_shape(config.batch, mesh)
     optimizer, rates = make_optimizer(
-        config.optimizer, split_model(config.model, dtype)[1], config.model.width, config.steps
+        config.optimizer, split_model(config.model, dtype)[1], config.model.width, config.steps, mesh
     )
     state = create_state(config.model, optimizer, mesh, config.seed)
     batch = random_batch(config, shape, batch_sharding(mesh))

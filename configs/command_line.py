@@ -3,13 +3,13 @@
 import importlib.util
 import json
 import sys
-from dataclasses import dataclass, field, make_dataclass, replace
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
-from configs.schema import Config, UserError, validate
+from configs.schema import Config, UserError, resolved, validate
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
         args=argv,
         use_underscores=True,
     )
-    config = both.config if both.config.run_dir else replace(both.config, run_dir=f"runs/{both.config.name}")
+    config = resolved(both.config)
     validate(config)
     return config, both.extra
 

@@ -34,6 +34,25 @@ class ModelConfig:
     """Logits are capped to `softcap * tanh(logits / softcap)`. The loss has no maximum pass because of this bound."""
     rotary_base: float = 100_000.0
     """Base of the rotary wavelengths (arXiv:2104.09864)."""
+    qk_scale: float = 1.0
+    """Factor of queries and of keys after their norm, to sharpen attention; 1.2 in nanochat's later networks."""
+    window_pattern: str = "L"
+    """Attention of block after block, repeated as often as it fits: L sees the whole row up to its position, S
+    `short_window` tokens back (nanochat: SSSL). The last block is always L."""
+    short_window: int = 0
+    """Tokens before its own that a position sees in S blocks. 0: a quarter of `batch.sequence_length`, rounded up to
+    128."""
+    value_embeddings: bool = False
+    """Every other block, the last one included, adds to its values a vector a token, read from a table of its own and
+    gated per head by the input (after arXiv:2410.17897)."""
+    resid_lambdas: bool = False
+    """A learned factor of the residual stream before each block."""
+    x0_lambdas: bool = False
+    """A learned share of the first embedding, added to the residual stream before each block."""
+    smear: bool = False
+    """Adds the embedding of the token before, gated."""
+    backout: bool = False
+    """Takes a learned share of the middle block's residual stream away before the head."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Type of activations and of the parameters' copy in a step. `auto`: float32 on CPU, bfloat16 elsewhere.
     Parameters, gradients, moments and sums are float32 whatever it is."""
@@ -99,7 +118,8 @@ class GroupConfig:
     """AdamW (arXiv:1711.05101) for one group of parameters."""
 
     peak_rate: float
-    """Learning rate that the schedule multiplies. `embed` and `lm_head` also scale it by (width / 768)^-0.5."""
+    """Learning rate that the schedule multiplies. `embed`, `value_embeds` and `lm_head` also scale it by
+    (width / 768)^-0.5."""
     beta1: float = 0.8
     """Decay of the first moment."""
     beta2: float = 0.95
@@ -113,17 +133,56 @@ class GroupConfig:
 
 
 @dataclass(frozen=True)
+class MatricesConfig(GroupConfig):
+    """The matrices of the blocks."""
+
+    kind: Literal["adamw", "muon"] = "adamw"
+    """`muon`: `optimizer.muon` holds for them, and this group's other options for none."""
+
+
+@dataclass(frozen=True)
+class MuonConfig:
+    """Muon for the matrices: momentum, orthogonalised (kellerjordan.github.io/posts/muon), as nanochat does it."""
+
+    peak_rate: float = 0.02
+    """Learning rate that the schedule multiplies; a matrix with more outputs than inputs has it times the root of their
+    ratio."""
+    momentum: float = 0.97
+    """Decay of the first moment (Nesterov), after its own warmup and until the rate's warmdown."""
+    momentum_start: float = 0.85
+    """At step 0."""
+    momentum_warmup_steps: int = 400
+    """Steps of its linear rise."""
+    momentum_final: float = 0.9
+    """At the end of the warmdown."""
+    beta2: float = 0.9
+    """Decay of the second moment of a matrix's rows or columns, which evens out the update (arXiv:2510.05491)."""
+    weight_decay: float = 0.28
+    """Decoupled, only where it and the update agree (arXiv:2411.16085), and falling to 0 by a half cosine."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Course of the rate."""
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
-    """One AdamW group for each kind of parameter."""
+    """One group for each kind of parameter: AdamW, and for the matrices Muon if asked for."""
 
     embed: GroupConfig = GroupConfig(peak_rate=0.2, beta2=0.995)
     """The token embedding."""
-    matrices: GroupConfig = GroupConfig(peak_rate=0.002, weight_decay=0.1)
-    """Every matrix of the blocks; the only group that decays by default."""
+    matrices: MatricesConfig = MatricesConfig(peak_rate=0.002, weight_decay=0.1)
+    """Every matrix of the blocks; the only group of the plain network that decays by default."""
     lm_head: GroupConfig = GroupConfig(peak_rate=0.004, beta2=0.96)
     """The head."""
-    scalars: GroupConfig = GroupConfig(peak_rate=0.005)
-    """Parameters of fewer than two dimensions (the plain network has none)."""
+    scalars: GroupConfig = GroupConfig(peak_rate=0.2)
+    """The few parameters of `model.smear` and `model.backout`."""
+    value_embeds: GroupConfig = GroupConfig(peak_rate=0.1, beta2=0.995, weight_decay=0.01)
+    """Tables of `model.value_embeddings`."""
+    resid_lambdas: GroupConfig = GroupConfig(peak_rate=0.005, weight_decay=0.05)
+    """`model.resid_lambdas`."""
+    x0_lambdas: GroupConfig = GroupConfig(peak_rate=0.5, beta1=0.96)
+    """`model.x0_lambdas`."""
+    muon: MuonConfig = MuonConfig()
+    """The matrices', with `optimizer.matrices.kind=muon`."""
     clip_norm: float = 1.0
     """Bound on the global norm of the gradient, after its division by the step's valid tokens."""
 
@@ -223,6 +282,11 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
 
+NOT_NEGATIVE = (
+    *("weight_decay", "warmup_steps", "momentum_warmup_steps", "workers", "shards", "keep_every", "spike_factor"),
+    *("seed", "short_window"),
+)
+SMEAR_CHANNELS, VALUE_GATE_CHANNELS = 24, 12  # of the residual stream, that gates read: nanochat's
 MIN_VOCAB_SIZE = 258  # the 256 bytes, the BOS, and a merge
 
 # What may differ when a run is continued: speed and reporting. Everything else would change the result.
@@ -257,9 +321,9 @@ def validate(config: Config) -> None:
         if isinstance(value, float):
             require(math.isfinite(value), name, "it must be a finite number")
         leaf = name.rsplit(".", 1)[-1]
-        if leaf in ("beta1", "beta2"):
+        if leaf in ("beta1", "beta2", "momentum", "momentum_start", "momentum_final"):
             require(0 <= value < 1, name, "a moment's decay must be at least 0 and below 1")  # pyright: ignore
-        elif leaf in ("weight_decay", "warmup_steps", "workers", "shards", "keep_every", "spike_factor", "seed"):
+        elif leaf in NOT_NEGATIVE:
             require(value >= 0, name, "it must not be negative")  # pyright: ignore
         elif leaf in ("warmdown", "final"):
             require(0 <= value <= 1, name, "it is a share, from 0 to 1")  # pyright: ignore
@@ -283,7 +347,16 @@ def validate(config: Config) -> None:
     require(
         model.kv_heads in divisors, "model.kv_heads", f"it must divide model.heads={model.heads}: one of {divisors}"
     )
+    letters = set(model.window_pattern) <= {"S", "L"} and model.window_pattern != ""
+    require(letters, "model.window_pattern", "letters S (short) and L (long), one for each block, such as SSSL")
+    if model.smear:
+        require(model.width >= SMEAR_CHANNELS, "model.width", f"model.smear reads {SMEAR_CHANNELS} channels of it")
     fsdp, tensor = config.mesh.fsdp, config.mesh.tensor
+    if model.value_embeddings:
+        least = f"it must divide model.vocab_size={model.vocab_size}, over which model.value_embeddings are shared"
+        require(model.vocab_size % fsdp == 0, "mesh.fsdp", least)
+        least = f"model.value_embeddings read {VALUE_GATE_CHANNELS} channels of it"
+        require(model.width >= VALUE_GATE_CHANNELS, "model.width", least)
     require(model.width % fsdp == 0, "mesh.fsdp", f"it must divide model.width={model.width}")
     for name in ("heads", "kv_heads", "vocab_size"):
         size = getattr(model, name)
@@ -298,6 +371,13 @@ def validate(config: Config) -> None:
         f"it must be a multiple of batch.sequence_length={batch.sequence_length}; "
         f"nearest: {nearest_multiples(batch.tokens_per_step, batch.sequence_length)}",
     )
+
+
+def resolved(config: Config) -> Config:
+    """The config with what follows from its other options filled in."""
+    window = config.model.short_window or -(-config.batch.sequence_length // 4 // 128) * 128
+    model = dataclasses.replace(config.model, short_window=window)
+    return dataclasses.replace(config, run_dir=config.run_dir or f"runs/{config.name}", model=model)
 
 
 def nearest_multiples(value: int, unit: int) -> str:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from configs.schema import ModelConfig
-from model.layers import Linear, rms_norm
+from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
+from model.layers import Embedding, Linear, rms_norm, symmetric_uniform
 from model.parallel import join, split
 from model.rotary import rotate
 
@@ -26,9 +26,10 @@ def attend(
     v: Float[Array, "batch keys kv_heads head_dim"],
     positions: Int[Array, "length"] | None = None,
     segment_ids: Int[Array, "batch length"] | None = None,
+    window: int | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
     """Softmax attention, scaled by head_dim^-0.5: causal, or from `positions` of the queries to all keys up to them;
-    with `segment_ids`, only among positions of one segment.
+    with `segment_ids`, only among positions of one segment; with `window`, only to so many positions back.
 
     The one place that chooses a kernel: cuDNN's on a GPU, XLA's own elsewhere and for the cache.
     """
@@ -36,27 +37,52 @@ def attend(
         cudnn = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
         same = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
         implementation = "cudnn" if cudnn else "xla"
-        return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True, implementation=implementation)
-    seen = jnp.arange(k.shape[1]) <= positions[:, None]
+        back = None if window is None else (window, 0)
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=same, is_causal=True, local_window_size=back, implementation=implementation
+        )
+    distance = positions[:, None] - jnp.arange(k.shape[1])
+    seen = (distance >= 0) & (distance <= (k.shape[1] if window is None else window))
     return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None], implementation="xla")
 
 
-class Attention(nnx.Module):
-    """One attention sub-layer."""
+def window_of(config: ModelConfig, layer: int) -> int | None:
+    """How many positions back a block sees; None: all. The last block sees all."""
+    letter = "L" if layer == config.depth - 1 else config.window_pattern[layer % len(config.window_pattern)]
+    if letter == "S" and config.short_window == 0:
+        raise ValueError("model.short_window is 0: see configs.schema.resolved")
+    return config.short_window if letter == "S" else None
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.head_dim = config.head_dim
+
+def has_value_embedding(config: ModelConfig, layer: int) -> bool:
+    """Every other block has one, the last included."""
+    return config.value_embeddings and layer % 2 == (config.depth - 1) % 2
+
+
+class Attention(nnx.Module):
+    """One attention sub-layer, of block number `layer`."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs):
+        self.head_dim, self.qk_scale = config.head_dim, config.qk_scale
+        self.window = window_of(config, layer)
         # As nanochat: uniform of the same standard deviation as a normal of 1/sqrt(width), to avoid outliers.
         uniform = nnx.initializers.variance_scaling(1.0, "fan_in", "uniform")
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.query = Linear(config.width, queries, uniform, width_axis=0, rngs=rngs)
-        self.key = Linear(config.width, keys, uniform, width_axis=0, rngs=rngs)
-        self.value = Linear(config.width, keys, uniform, width_axis=0, rngs=rngs)
-        self.out = Linear(queries, config.width, nnx.initializers.zeros, width_axis=1, rngs=rngs)
+        self.query = Linear(config.width, queries, uniform, axes=("fsdp", "tensor"), rngs=rngs)
+        self.key = Linear(config.width, keys, uniform, axes=("fsdp", "tensor"), rngs=rngs)
+        self.value = Linear(config.width, keys, uniform, axes=("fsdp", "tensor"), rngs=rngs)
+        self.out = Linear(queries, config.width, nnx.initializers.zeros, axes=("tensor", "fsdp"), rngs=rngs)
+        if has_value_embedding(config, layer):
+            bound = (3 / config.width) ** 0.5  # as the value matrix
+            table, gate = symmetric_uniform(bound), nnx.initializers.uniform(0.02)
+            axes = ("fsdp", "tensor")
+            self.value_embedding = Embedding(config.vocab_size, keys, table, axes=axes, rngs=rngs)
+            self.value_gate = Linear(VALUE_GATE_CHANNELS, config.kv_heads, gate, axes=(None, "tensor"), rngs=rngs)
 
     def __call__(
         self,
         x: Float[Array, "batch length width"],
+        tokens: Int[Array, "batch length"],
         angles: tuple[Float[Array, "length half"], Float[Array, "length half"]],
         positions: Int[Array, "length"],
         cache: LayerCache | None,
@@ -64,13 +90,16 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
         x = split(x)
         heads = (*x.shape[:2], -1, self.head_dim)  # this device's own, along `tensor`
-        q = rms_norm(rotate(self.query(x).reshape(heads), angles))
-        k = rms_norm(rotate(self.key(x).reshape(heads), angles))
+        q = rms_norm(rotate(self.query(x).reshape(heads), angles), self.qk_scale)
+        k = rms_norm(rotate(self.key(x).reshape(heads), angles), self.qk_scale)
         v = self.value(x).reshape(heads)
+        if hasattr(self, "value_embedding"):
+            gate = 3 * jax.nn.sigmoid(self.value_gate(x[..., :VALUE_GATE_CHANNELS]))
+            v = v + gate[..., None] * self.value_embedding(tokens, x.dtype).reshape(heads)
         if cache is None:
-            y = attend(q, k, v, segment_ids=segment_ids)
+            y = attend(q, k, v, segment_ids=segment_ids, window=self.window)
         else:
             start = (0, positions[0], 0, 0)
             cache = LayerCache(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, (k, v))))
-            y = attend(q, *cache, positions)
+            y = attend(q, *cache, positions, window=self.window)
         return join(self.out(y.reshape(*x.shape[:2], -1))), cache

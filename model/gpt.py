@@ -1,20 +1,28 @@
-"""The network: nanochat's plain GPT, read from top (tokens) to bottom (logits)."""
+"""The network: nanochat's GPT, read from top (tokens) to bottom (logits)."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from configs.schema import ModelConfig
+from configs.schema import SMEAR_CHANNELS, ModelConfig
 from model.attention import Attention, LayerCache
-from model.layers import Embedding, Linear, rms_norm
+from model.layers import Embedding, Linear, Scalars, rms_norm
 from model.parallel import join, split
 from model.rotary import rotary_angles
 
-KVCache = list[LayerCache]
+
+class KVCache(NamedTuple):
+    """What sampling keeps of the positions that it has read."""
+
+    layers: list[LayerCache]
+    last: Float[Array, "batch width"]
+    """The newest position's embedding, which `smear` adds to the next."""
 
 
 class MLP(nnx.Module):
@@ -23,8 +31,8 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         # 0.4 of the usual standard deviation, as nanochat
         uniform = nnx.initializers.variance_scaling(0.4**2, "fan_in", "uniform")
-        self.up = Linear(config.width, 4 * config.width, uniform, width_axis=0, rngs=rngs)
-        self.down = Linear(4 * config.width, config.width, nnx.initializers.zeros, width_axis=1, rngs=rngs)
+        self.up = Linear(config.width, 4 * config.width, uniform, axes=("fsdp", "tensor"), rngs=rngs)
+        self.down = Linear(4 * config.width, config.width, nnx.initializers.zeros, axes=("tensor", "fsdp"), rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch length width"]) -> Float[Array, "batch length width"]:
         return join(self.down(jnp.square(jax.nn.relu(self.up(split(x))))))
@@ -33,19 +41,20 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Attention, then MLP, each on the normed residual stream and added to it. Both start as zero."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.attention = Attention(config, rngs=rngs)
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs):
+        self.attention = Attention(config, layer, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
         self,
         x: Float[Array, "batch length width"],
+        tokens: Int[Array, "batch length"],
         angles: tuple[Float[Array, "length half"], Float[Array, "length half"]],
         positions: Int[Array, "length"],
         cache: LayerCache | None,
         segment_ids: Int[Array, "batch length"] | None,
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
-        y, cache = self.attention(rms_norm(x), angles, positions, cache, segment_ids)
+        y, cache = self.attention(rms_norm(x), tokens, angles, positions, cache, segment_ids)
         x = x + y
         return x + self.mlp(rms_norm(x)), cache
 
@@ -59,7 +68,7 @@ def rematerialized(apply: Callable, remat: str) -> Callable:
 
 
 class GPT(nnx.Module):
-    """nanochat's plain GPT: no biases, untied head, norms without parameters.
+    """nanochat's GPT: no biases, untied head, norms without parameters; its later features are options.
 
     `dtype` is the type of the activations; parameters are float32.
     """
@@ -68,9 +77,19 @@ class GPT(nnx.Module):
         self.config = config
         self.dtype = dtype
         normal = nnx.initializers.normal
-        self.embed = Embedding(config.vocab_size, config.width, normal(0.8), rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.depth)])
-        self.lm_head = Linear(config.width, config.vocab_size, normal(0.001), width_axis=0, rngs=rngs)
+        self.embed = Embedding(config.vocab_size, config.width, normal(0.8), axes=("tensor", "fsdp"), rngs=rngs)
+        self.blocks = nnx.List([Block(config, layer, rngs=rngs) for layer in range(config.depth)])
+        self.lm_head = Linear(config.width, config.vocab_size, normal(0.001), axes=("fsdp", "tensor"), rngs=rngs)
+        share = np.linspace(0, 1, config.depth)  # of the way up
+        if config.resid_lambdas:
+            self.resid_lambdas = Scalars(1.15 - 0.10 * share)
+        if config.x0_lambdas:
+            self.x0_lambdas = Scalars(0.20 - 0.15 * share)
+        if config.smear:
+            self.smear_gate = Linear(SMEAR_CHANNELS, 1, nnx.initializers.uniform(0.02), axes=(None, None), rngs=rngs)
+            self.smear_lambda = Scalars([0.0])
+        if config.backout:
+            self.backout_lambda = Scalars([0.2])
 
     def __call__(
         self,
@@ -86,17 +105,45 @@ class GPT(nnx.Module):
         With a `cache`, `tokens` stand at positions `start`, `start + 1`, ... after those already in it, and the cache
         with them added is returned. With `segment_ids`, positions attend within their own segment only.
         """
+        config = self.config
         positions = start + jnp.arange(tokens.shape[1])
-        angles = rotary_angles(positions, self.config.head_dim, self.config.rotary_base)
-        x = rms_norm(join(self.embed(tokens, self.dtype)))
-        grown = []
-        for block, layer_cache in zip(self.blocks, cache or [None] * len(self.blocks)):
+        angles = rotary_angles(positions, config.head_dim, config.rotary_base)
+        x = embedded = rms_norm(join(self.embed(tokens, self.dtype)))
+        if config.smear:
+            x = self._smeared(embedded, cache, segment_ids)
+        first, middle, grown = x, x, []
+        for i, block in enumerate(self.blocks):
+            if config.resid_lambdas or config.x0_lambdas:
+                kept = self.resid_lambdas.times(i, x) if config.resid_lambdas else x
+                added = self.x0_lambdas.times(i, first) if config.x0_lambdas else 0
+                x = (kept + added).astype(self.dtype)
+            layer_cache = cache.layers[i] if cache else None
             apply = partial(block, angles=angles, positions=positions, cache=layer_cache, segment_ids=segment_ids)
-            x, layer_cache = rematerialized(apply, self.config.remat)(x)
+            x, layer_cache = rematerialized(apply, config.remat)(x, tokens)
             grown.append(layer_cache)
-        return self.lm_head(split(rms_norm(x))), grown if cache else None
+            if i == config.depth // 2:
+                middle = x
+        if config.backout:
+            x = (x - self.backout_lambda.times(0, middle)).astype(self.dtype)
+        return self.lm_head(split(rms_norm(x))), KVCache(grown, embedded[:, -1]) if cache else None
+
+    def _smeared(
+        self,
+        x: Float[Array, "batch length width"],
+        cache: KVCache | None,
+        segment_ids: Int[Array, "batch length"] | None,
+    ) -> Float[Array, "batch length width"]:
+        """Adds the embedding of the token before, of the same segment, gated by the token's own."""
+        last = cache.last if cache else jnp.zeros_like(x[:, 0])
+        before = jnp.concatenate([last[:, None], x[:, :-1]], axis=1)
+        if segment_ids is not None:
+            starts = jnp.diff(segment_ids, prepend=segment_ids[:, :1]) != 0
+            before = jnp.where(starts[..., None], 0, before)
+        gate = jax.nn.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
+        return x + self.smear_lambda.times(0, gate).astype(self.dtype) * before
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
         """Room for `capacity` positions of `batch` rows."""
         shape = (batch, capacity, self.config.kv_heads, self.config.head_dim)
-        return [LayerCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in self.blocks]
+        layers = [LayerCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in self.blocks]
+        return KVCache(layers, jnp.zeros((batch, self.config.width), self.dtype))

@@ -6,92 +6,117 @@ it the type of the cast matrix, and round every micro-batch's gradient to 8 bits
 are gathered where it is read, forward and backward, and so are never all held at once.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from model.parallel import gather, scatter, tensor_index
+from model.parallel import Axes, gather, scatter, tensor_index
 
 
-def rms_norm(x: Float[Array, "*shape channels"]) -> Float[Array, "*shape channels"]:
-    """Root-mean-square norm (arXiv:1910.07467) over channels, without parameters, computed in float32."""
+def rms_norm(x: Float[Array, "*shape channels"], scale: float = 1.0) -> Float[Array, "*shape channels"]:
+    """Root-mean-square norm (arXiv:1910.07467) over channels, without parameters, times `scale`; in float32."""
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)).astype(x.dtype)
+    return (wide * (scale * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6))).astype(x.dtype)
+
+
+def symmetric_uniform(bound: float) -> nnx.Initializer:
+    """Uniform between minus and plus `bound`."""
+    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def matmul(
-    x: Float[Array, "*shape i"], share: Float[Array, "i_share o_share"], width_axis: int
-) -> Float[Array, "*shape o"]:
-    """`x @ kernel` in x's type, `kernel` being the shares along `width_axis` made whole.
+def matmul(x: Float[Array, "*shape i"], share: Float[Array, "i_share o_share"], axes: Axes) -> Float[Array, "*shape o"]:
+    """`x @ kernel` in x's type, `kernel` being the shares over `fsdp` made whole.
 
     The gradient to `share` (float32) is accumulated, summed over shares, and returned in float32.
     """
-    return x @ gather(share.astype(x.dtype), width_axis)
+    return x @ gather(share.astype(x.dtype), axes)
 
 
-def _matmul_forward(x: Array, share: Array, width_axis: int) -> tuple[Array, tuple[Array, Array]]:
+def _matmul_forward(x: Array, share: Array, axes: Axes) -> tuple[Array, tuple[Array, Array]]:
     share = share.astype(x.dtype)
-    return x @ gather(share, width_axis), (x, share)
+    return x @ gather(share, axes), (x, share)
 
 
-def _matmul_backward(width_axis: int, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+def _matmul_backward(axes: Axes, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, share = residuals
     rows = tuple(range(x.ndim - 1))
     dkernel = jax.lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
-    return dy @ gather(share, width_axis).T, scatter(dkernel, width_axis)
+    return dy @ gather(share, axes).T, scatter(dkernel, axes)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def embed(
-    tokens: Int[Array, "*shape"], share: Float[Array, "v_share w_share"], dtype: jnp.dtype
+    tokens: Int[Array, "*shape"], share: Float[Array, "v_share w_share"], axes: Axes, dtype: jnp.dtype
 ) -> Float[Array, "*shape width"]:
     """The tokens' rows of the table, in `dtype`; zeros for those whose rows lie on another device along `tensor`.
 
     The gradient to `share` (float32) is accumulated in float32.
     """
-    local = tokens - tensor_index() * share.shape[0]
-    here = (local >= 0) & (local < share.shape[0])
-    return jnp.where(here[..., None], gather(share.astype(dtype), 1)[local], 0)
+    table = gather(share.astype(dtype), axes)
+    row = _row(tokens, table.shape[0], axes)
+    return jnp.where((row < table.shape[0])[..., None], table.at[row].get(mode="clip"), 0)
 
 
-def _embed_forward(tokens: Array, share: Array, dtype: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
-    return embed(tokens, share, dtype), (tokens, share)
+def _embed_forward(tokens: Array, share: Array, axes: Axes, dtype: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
+    return embed(tokens, share, axes, dtype), (tokens, share)
 
 
-def _embed_backward(dtype: jnp.dtype, residuals: tuple[Array, Array], dy: Array) -> tuple[None, Array]:
+def _embed_backward(axes: Axes, dtype: jnp.dtype, residuals: tuple[Array, Array], dy: Array) -> tuple[None, Array]:
     tokens, share = residuals
-    local = tokens - tensor_index() * share.shape[0]
-    local = jnp.where(local < 0, share.shape[0], local)  # beyond the end, as those past it: dropped
-    table = jnp.zeros((share.shape[0], dy.shape[-1]), jnp.float32)
-    return None, scatter(table.at[local].add(dy.astype(jnp.float32), mode="drop"), 1)
+    rows = jax.eval_shape(lambda: gather(share, axes)).shape[0]
+    table = jnp.zeros((rows, dy.shape[-1]), jnp.float32)
+    row = _row(tokens, rows, axes)
+    return None, scatter(table.at[row].add(dy.astype(jnp.float32), mode="drop"), axes)
+
+
+def _row(tokens: Array, rows: int, axes: Axes) -> Array:
+    """The tokens' places among the table's rows on this device; those that lie elsewhere are past the end."""
+    if axes[0] != "tensor":
+        return tokens
+    local = tokens - tensor_index() * rows
+    return jnp.where(local < 0, rows, local)
 
 
 embed.defvjp(_embed_forward, _embed_backward)
 
 
 class Linear(nnx.Module):
-    """A matrix without bias, one of whose dimensions (`width_axis`) is the residual stream's width."""
+    """A matrix without bias. `axes` are the mesh axes that its rows and its columns are divided over."""
 
-    def __init__(self, inputs: int, outputs: int, init: nnx.Initializer, *, width_axis: int, rngs: nnx.Rngs):
-        self.width_axis = width_axis
-        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32), width_axis=width_axis)
+    def __init__(self, inputs: int, outputs: int, init: nnx.Initializer, *, axes: Axes, rngs: nnx.Rngs):
+        self.axes = axes
+        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32), axes=axes)
 
     def __call__(self, x: Float[Array, "*shape i"]) -> Float[Array, "*shape o"]:
-        return matmul(x, self.kernel[...], self.width_axis)
+        return matmul(x, self.kernel[...], self.axes)
 
 
 class Embedding(nnx.Module):
-    """A table of a vector a token."""
+    """A table of a vector a token. `axes` are the mesh axes that its rows and its columns are divided over."""
 
-    def __init__(self, vocab_size: int, width: int, init: nnx.Initializer, *, rngs: nnx.Rngs):
-        self.table = nnx.Param(init(rngs.params(), (vocab_size, width), jnp.float32), width_axis=1)
+    def __init__(self, vocab_size: int, width: int, init: nnx.Initializer, *, axes: Axes, rngs: nnx.Rngs):
+        self.axes = axes
+        self.table = nnx.Param(init(rngs.params(), (vocab_size, width), jnp.float32), axes=axes)
 
     def __call__(self, tokens: Int[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape width"]:
-        return embed(tokens, self.table[...], dtype)
+        return embed(tokens, self.table[...], self.axes, dtype)
+
+
+class Scalars(nnx.Module):
+    """A few numbers that the residual stream is multiplied by, the same on every device."""
+
+    def __init__(self, values: Sequence[float] | np.ndarray):
+        self.values = nnx.Param(jnp.array(values, jnp.float32), axes=(None,))
+
+    def times(self, i: int, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """x times the i-th, in float32."""
+        return self.values[...][i] * x.astype(jnp.float32)

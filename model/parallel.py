@@ -1,12 +1,16 @@
 """What the network says across devices, written out, so that a reader can count it.
 
 Inside the step (`jax.shard_map`) each device holds a share of every matrix: the dimension that is the residual stream's
-width is divided over the mesh axis `fsdp`, the other (heads, MLP width, vocabulary) over `tensor`. Outside, where
-sampling has whole parameters, every function here does nothing.
+width is divided over the mesh axis `fsdp`, the other (heads, MLP width, vocabulary) over `tensor`. (Value embeddings
+have no such width: their vocabulary takes its place.) What is too small to divide is whole on every device. Outside,
+where sampling has whole parameters, every function here does nothing.
 """
 
 import jax
 from jaxtyping import Array, Float
+
+Axes = tuple[str | None, ...]
+"""For each dimension of a parameter, the mesh axis it is divided over."""
 
 
 def inside() -> bool:
@@ -29,15 +33,17 @@ def tensor_index() -> Array | int:
     return jax.lax.axis_index("tensor") if inside() else 0
 
 
-def gather(share: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    """A matrix's `fsdp` shares, made whole along `axis`."""
-    return jax.lax.all_gather(share, "fsdp", axis=axis, tiled=True) if inside() else share
+def gather(share: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
+    """A parameter's shares over `fsdp`, made whole."""
+    if not inside() or "fsdp" not in axes:
+        return share
+    return jax.lax.all_gather(share, "fsdp", axis=axes.index("fsdp"), tiled=True)
 
 
-def scatter(gradient: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    """The gradient of `gather`: summed over `fsdp`, each device keeping its share along `axis`."""
-    if not inside():
+def scatter(gradient: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
+    """The gradient of `gather`: summed over `fsdp`, each device keeping its share."""
+    if not inside() or "fsdp" not in axes:
         return gradient
-    share = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=axis, tiled=True)
+    share = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=axes.index("fsdp"), tiled=True)
     # Else XLA would move the sum out of the scan, and keep whole gradients in it, by the pass of openxla/xla#49143.
     return jax.lax.optimization_barrier(share)

@@ -6,19 +6,42 @@ from functools import cache
 import jax
 import numpy as np
 
-from configs.schema import BatchConfig, Config, GroupConfig, ModelConfig, OptimizerConfig, ScheduleConfig
+from configs.schema import (
+    BatchConfig,
+    Config,
+    GroupConfig,
+    MatricesConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
 from training.mesh import batch_shape, batch_sharding, make_mesh
 from training.optimizer import make_optimizer
 from training.state import compute_dtype, create_state, split_model
 from training.step import make_train_step
 
 TINY = ModelConfig(depth=2, width=32, heads=4, kv_heads=2, head_dim=8, vocab_size=272)
+FEATURES = {
+    "qk_scale": {"qk_scale": 1.2},
+    "windows": {"window_pattern": "SSL", "short_window": 5},
+    "value_embeddings": {"value_embeddings": True},
+    "resid_lambdas": {"resid_lambdas": True},
+    "x0_lambdas": {"x0_lambdas": True},
+    "smear": {"smear": True},
+    "backout": {"backout": True, "depth": 3},
+}
+"""nanochat's later features, each alone."""
+ALL_FEATURES = {name: value for options in FEATURES.values() for name, value in options.items()} | {"depth": 4}
 # eps well above the noise of a gradient that is nearly zero, whose Adam direction would otherwise be noise.
 SCHEDULE = ScheduleConfig(warmup_steps=2, warmdown=0.5)
 GROUP = GroupConfig(peak_rate=0.01, eps=1e-4, schedule=SCHEDULE)
 OPTIMIZER = OptimizerConfig(
     embed=GROUP,
-    matrices=replace(GROUP, weight_decay=0.1, schedule=replace(SCHEDULE, kind="warmup_cosine")),
+    matrices=MatricesConfig(0.01, eps=1e-4, weight_decay=0.1, schedule=replace(SCHEDULE, kind="warmup_cosine")),
+    value_embeds=GROUP,
+    resid_lambdas=GROUP,
+    x0_lambdas=GROUP,
+    scalars=GROUP,
     lm_head=replace(GROUP, peak_rate=0.002, schedule=ScheduleConfig(kind="constant")),
     clip_norm=0.2,
 )
@@ -50,7 +73,7 @@ def step_of(config: Config, devices: int):
     mesh = make_mesh(config.mesh, jax.devices()[:devices])
     dtype = compute_dtype(config.model, "cpu")
     shapes = split_model(config.model, dtype)[1]
-    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps)
+    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps, mesh)
     train_step = make_train_step(config.model, dtype, mesh, optimizer, rates, config.optimizer.clip_norm)
     return train_step, mesh, create_state(config.model, optimizer, mesh, config.seed), rates
 

@@ -20,14 +20,28 @@ def logits(params: dict, tokens, config: ModelConfig):
         return jnp.concatenate([turned.real, turned.imag], -1)
 
     batch, length = tokens.shape
-    causal = jnp.tril(jnp.ones((length, length), bool))
+    back = jnp.arange(length)[:, None] - jnp.arange(length)
     x = norm(params["embed"]["table"][tokens])
-    for block in params["blocks"].values():
-        attention = {name: matrix["kernel"] for name, matrix in block["attention"].items()}
+    if config.smear:
+        before = jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+        gate = 1 / (1 + jnp.exp(-x[..., :24] @ params["smear_gate"]["kernel"]))
+        x = x + params["smear_lambda"]["values"] * gate * before
+    first = x
+    for i, block in enumerate(params["blocks"].values()):
+        if config.resid_lambdas:
+            x = params["resid_lambdas"]["values"][i] * x
+        if config.x0_lambdas:
+            x = x + params["x0_lambdas"]["values"][i] * first
+        short = i < config.depth - 1 and (config.window_pattern * config.depth)[i] == "S"
+        causal = (back >= 0) & (back <= (config.short_window if short else length))
+        attention = {name: matrix["kernel"] for name, matrix in block["attention"].items() if "kernel" in matrix}
         y = norm(x)
         split = lambda z: z.reshape(batch, length, -1, config.head_dim)
-        q, k = (norm(turn(split(y @ attention[name]))) for name in ("query", "key"))
+        q, k = (norm(turn(split(y @ attention[name]))) * config.qk_scale for name in ("query", "key"))
         v = split(y @ attention["value"])
+        if config.value_embeddings and (config.depth - i) % 2:
+            gate = 3 / (1 + jnp.exp(-y[..., :12] @ attention["value_gate"]))
+            v = v + gate[..., None] * split(block["attention"]["value_embedding"]["table"][tokens])
         group = config.heads // config.kv_heads
         k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.sqrt(config.head_dim)
@@ -35,6 +49,9 @@ def logits(params: dict, tokens, config: ModelConfig):
         x = x + jnp.einsum("bhqk,bkhd->bqhd", shares, v).reshape(batch, length, -1) @ attention["out"]
         mlp = {name: matrix["kernel"] for name, matrix in block["mlp"].items()}
         x = x + jnp.maximum(norm(x) @ mlp["up"], 0) ** 2 @ mlp["down"]
+        middle = x if i == config.depth // 2 else middle if i else x
+    if config.backout:
+        x = x - params["backout_lambda"]["values"] * middle
     return config.softcap * jnp.tanh(norm(x) @ params["lm_head"]["kernel"] / config.softcap)
 
 
@@ -65,7 +82,10 @@ def train(params: dict, batches: list[dict], config: Config, rates) -> tuple[dic
             gradient = jax.tree.map(lambda g, clip=clip: g * clip, gradient)
 
             def update(path, p, m, v, g, step=step):
-                name = {"embed": "embed", "lm_head": "lm_head"}.get(path[0].key, "matrices")
+                name = path[0].key if path[0].key != "blocks" else "matrices"
+                if path[-2].key == "value_embedding":
+                    name = "value_embeds"
+                name = "scalars" if name in ("smear_gate", "smear_lambda", "backout_lambda") else name
                 group, rate = getattr(config.optimizer, name), rates(step)[name]
                 m = group.beta1 * m + (1 - group.beta1) * g
                 v = group.beta2 * v + (1 - group.beta2) * g**2

@@ -15,8 +15,8 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import BatchConfig, MeshConfig, UserError
+from model.parallel import Axes
 
-REPLICATED = -1
 AXES = ("data", "fsdp", "tensor")
 ROWS = PartitionSpec(None, ("data", "fsdp"))
 """Arrays [K, B, T]: the rows of each micro-batch over replicas and `fsdp`."""
@@ -72,15 +72,18 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, ROWS)
 
 
-def data_axis(shape: tuple[int, ...], width_axis: int, mesh: Mesh) -> int:
-    """The dimension along which a parameter is divided over `data` too: the longest that divides, or REPLICATED."""
-    sizes = [size // mesh.shape["fsdp" if axis == width_axis else "tensor"] for axis, size in enumerate(shape)]
-    divisible = [axis for axis, size in enumerate(sizes) if size % mesh.shape["data"] == 0]
-    return max(divisible, key=lambda axis: sizes[axis], default=REPLICATED)
+def parameter_spec(shape: tuple[int, ...], axes: Axes, mesh: Mesh) -> PartitionSpec:
+    """Where a parameter lies: over the axes it names, and over `data` besides, along the longest dimension that still
+    divides; without one, it is whole on every replica."""
+    sizes = [size // (mesh.shape[axis] if axis else 1) for size, axis in zip(shape, axes)]
+    divisible = [i for i, size in enumerate(sizes) if size % mesh.shape["data"] == 0]
+    spec: list = list(axes)
+    if divisible:
+        longest = max(divisible, key=lambda i: sizes[i])
+        spec[longest] = (axes[longest], "data") if axes[longest] else "data"
+    return PartitionSpec(*spec)
 
 
-def parameter_spec(shape: tuple[int, ...], width_axis: int, mesh: Mesh) -> PartitionSpec:
-    """Where a matrix lies: its `width_axis` over `fsdp`, the other over `tensor`, and within one, over `data`."""
-    spec = ["fsdp" if axis == width_axis else "tensor" for axis in range(len(shape))]
-    zero = data_axis(shape, width_axis, mesh)
-    return PartitionSpec(*[(name, "data") if axis == zero else name for axis, name in enumerate(spec)])
+def dimension_over(spec: PartitionSpec, axis: str) -> int | None:
+    """The dimension that a mesh axis divides, if it divides one."""
+    return next((i for i, names in enumerate(spec) if axis == names or axis in (names or ())), None)

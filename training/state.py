@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 
 from configs.schema import ModelConfig
 from model.gpt import GPT
-from training.mesh import data_axis, parameter_spec
+from training.mesh import parameter_spec
 from training.optimizer import path_name
 
 
@@ -44,14 +44,11 @@ def split_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef[GPT
     return graphdef, nnx.to_pure_dict(params)
 
 
-def parameter_layout(config: ModelConfig, mesh: Mesh) -> tuple[dict, dict]:
-    """For each parameter: where it lies on the mesh, and the dimension along which it is divided over `data`."""
+def parameter_specs(config: ModelConfig, mesh: Mesh) -> dict:
+    """Where each parameter lies on the mesh."""
     state = nnx.state(_abstract_model(config, jnp.dtype(jnp.float32)))
-    is_param = lambda leaf: isinstance(leaf, nnx.Variable)
-    layout = lambda find: nnx.to_pure_dict(
-        jax.tree.map(lambda param: find(param.shape, param.get_metadata("width_axis"), mesh), state, is_leaf=is_param)
-    )
-    return layout(parameter_spec), layout(data_axis)
+    find = lambda param: parameter_spec(param.shape, param.get_metadata("axes"), mesh)
+    return nnx.to_pure_dict(jax.tree.map(find, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
 
 def _abstract_model(config: ModelConfig, dtype: jnp.dtype) -> GPT:
@@ -60,20 +57,22 @@ def _abstract_model(config: ModelConfig, dtype: jnp.dtype) -> GPT:
 
 def abstract_params(config: ModelConfig, mesh: Mesh) -> dict:
     """Shapes, types and shardings of the float32 parameters."""
-    specs, _ = parameter_layout(config, mesh)
+    specs = parameter_specs(config, mesh)
     shapes = split_model(config, jnp.dtype(jnp.float32))[1]
     return jax.tree.map(lambda p, spec: _placed(p, mesh, spec), shapes, specs)
 
 
 def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Shapes, types and shardings of the whole state: a moment lies where its parameter does, the rest everywhere."""
-    specs = {_keys(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(parameter_layout(config, mesh)[0])}
+    """Shapes, types and shardings of the whole state: a moment of its parameter's shape lies where the parameter does,
+    the rest everywhere."""
+    params = {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(config, mesh))}
 
     def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         keys = _keys(path)
         # A moment's path in the optimizer state ends with its parameter's.
-        found = [specs[keys[i:]] for i in range(len(keys)) if keys[i:] in specs]
-        return _placed(leaf, mesh, found[0] if found else PartitionSpec())
+        found = [params[keys[i:]] for i in range(len(keys)) if keys[i:] in params]
+        alike = found and found[0].shape == leaf.shape
+        return _placed(leaf, mesh, found[0].sharding.spec if alike else PartitionSpec())
 
     shapes = jax.eval_shape(lambda: _initial_state(config, optimizer, 0))
     return jax.tree_util.tree_map_with_path(place, shapes)

@@ -23,10 +23,10 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ModelConfig
 from model.loss import loss_sums
-from training.mesh import REPLICATED, ROWS
+from training.mesh import ROWS, dimension_over
 from training.optimizer import parameter_groups
 from training.schedule import Schedule
-from training.state import TrainState, parameter_layout, split_model
+from training.state import TrainState, parameter_specs, split_model
 
 
 class Batch(TypedDict):
@@ -43,28 +43,36 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 EvalStep = Callable[[dict, Batch], tuple[Float[Array, ""], Int[Array, ""]]]
 
 
-def gather(params: dict, axes: dict, dtype: jnp.dtype) -> dict:
+def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
     """Inside shard_map: this device's shares to the compute type, then those of all replicas put together."""
 
-    def whole(share: Array, axis: int) -> Array:
-        share = share.astype(dtype)
-        if axis == REPLICATED:
-            # Marked as this device's own: else its gradient would be summed over `data` in every micro-batch.
-            return jax.lax.pcast(share, "data", to="varying")
-        return jax.lax.all_gather(share, "data", axis=axis, tiled=True)
+    def whole(share: Array, spec: PartitionSpec) -> Array:
+        # Single numbers keep their type: they cost nothing, and what they multiply is large.
+        share = share if share.ndim == 1 else share.astype(dtype)
+        axis = dimension_over(spec, "data")
+        if axis is not None:
+            share = jax.lax.all_gather(share, "data", axis=axis, tiled=True)
+        # Marked as this device's own: else its gradient would be summed over these axes in every micro-batch.
+        return jax.lax.pcast(share, undivided(spec), to="varying")
 
-    return jax.tree.map(whole, params, axes)
+    return jax.tree.map(whole, params, specs)
 
 
-def reduce(gradients: dict, axes: dict) -> dict:
+def reduce(gradients: dict, specs: dict) -> dict:
     """Inside shard_map: the sum over replicas, of which each device keeps its share."""
 
-    def share(gradient: Array, axis: int) -> Array:
-        if axis == REPLICATED:
-            return jax.lax.psum(gradient, "data")
-        return jax.lax.psum_scatter(gradient, "data", scatter_dimension=axis, tiled=True)
+    def share(gradient: Array, spec: PartitionSpec) -> Array:
+        axis = dimension_over(spec, "data")
+        if axis is not None:
+            gradient = jax.lax.psum_scatter(gradient, "data", scatter_dimension=axis, tiled=True)
+        return jax.lax.psum(gradient, undivided(spec))
 
-    return jax.tree.map(share, gradients, axes)
+    return jax.tree.map(share, gradients, specs)
+
+
+def undivided(spec: PartitionSpec) -> tuple[str, ...]:
+    """The axes over which rows are divided, and this parameter is not."""
+    return tuple(axis for axis in ("data", "fsdp") if dimension_over(spec, axis) is None)
 
 
 def no_sums() -> tuple[Float[Array, ""], Int[Array, ""]]:
@@ -88,14 +96,14 @@ def make_train_step(
     """
     graphdef, shapes = split_model(config, dtype)
     groups = jax.tree.leaves(parameter_groups(shapes))
-    shares, axes = parameter_layout(config, mesh)
+    specs = parameter_specs(config, mesh)
 
     def gradient_sums(params: dict, batch: Batch) -> tuple[Array, Array, dict]:
         """For one device: (loss_sum, token_count, gradient of loss_sum) of the whole step.
 
         `params` are its float32 shares, `batch` its rows [K, B / (data fsdp), T]; the gradient comes in like shares.
         """
-        compute_params = gather(params, axes, dtype)
+        compute_params = gather(params, specs, dtype)
 
         def micro_batch(sums: tuple, rows: Batch) -> tuple[tuple, None]:
             # Widened so that gradients are float32 (model/layers.py); the compiler drops the round trip of types.
@@ -106,10 +114,10 @@ def make_train_step(
 
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), compute_params)
         (loss_sum, tokens, gradients), _ = jax.lax.scan(micro_batch, (*no_sums(), zeros), batch)
-        return *jax.lax.psum((loss_sum, tokens), ("data", "fsdp")), reduce(gradients, axes)
+        return *jax.lax.psum((loss_sum, tokens), ("data", "fsdp")), reduce(gradients, specs)
 
     summed = jax.shard_map(
-        gradient_sums, mesh=mesh, in_specs=(shares, ROWS), out_specs=(PartitionSpec(), PartitionSpec(), shares)
+        gradient_sums, mesh=mesh, in_specs=(specs, ROWS), out_specs=(PartitionSpec(), PartitionSpec(), specs)
     )
 
     @partial(jax.jit, donate_argnums=0)
@@ -143,11 +151,11 @@ def make_train_step(
 def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalStep:
     """`eval_step(params, batch) -> (loss_sum, token_count)` over a whole batch [K, B, T], jitted."""
     graphdef, _ = split_model(config, dtype)
-    shares, axes = parameter_layout(config, mesh)
+    specs = parameter_specs(config, mesh)
 
     def sums(params: dict, batch: Batch) -> tuple[Array, Array]:
-        model = nnx.merge(graphdef, gather(params, axes, dtype))
+        model = nnx.merge(graphdef, gather(params, specs, dtype))
         micro_batch = lambda sums, rows: (jax.tree.map(jnp.add, sums, loss_sums(model, **rows)), None)
         return jax.lax.psum(jax.lax.scan(micro_batch, no_sums(), batch)[0], ("data", "fsdp"))
 
-    return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=(shares, ROWS), out_specs=PartitionSpec()))
+    return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=(specs, ROWS), out_specs=PartitionSpec()))

@@ -39,7 +39,7 @@ def test_every_config_of_the_ladder_is_valid_and_named_as_its_file(path):
 
 def test_config_file_gives_every_option_that_is_not_overridden():
     config, _ = parse("", argv=[f"--config={SMALL}"])
-    assert options(config) == options(load_config(SMALL)) | {"run_dir": "runs/small"}
+    assert options(config) == options(load_config(SMALL)) | {"run_dir": "runs/small", "model.short_window": 128}
 
 
 @pytest.mark.parametrize("flag", [[f"--config={SMALL}"], ["--config", SMALL]])
@@ -58,6 +58,7 @@ def test_overrides_change_single_options(flag, first):
         "model.softcap": 20.0,
         "resume": "must",
         "run_dir": "runs/small",
+        "model.short_window": 128,
     }
 
 

@@ -1,5 +1,7 @@
 """The network: nanochat's plain GPT, against the float64 reference and by its own properties."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,12 @@ import pytest
 from flax import nnx
 
 from configs.schema import ModelConfig
+from model.attention import has_value_embedding, window_of
 from model.flops import parameter_counts
 from model.gpt import GPT
 from model.loss import softcap
 from tests import reference
-from tests.helpers import TINY, perturbed
+from tests.helpers import ALL_FEATURES, FEATURES, TINY, perturbed
 from training.optimizer import parameter_groups
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, TINY.vocab_size, (3, 20), np.int32))
@@ -25,11 +28,20 @@ def build(config=TINY, dtype="float32"):
     return nnx.merge(graphdef, params), params
 
 
-def test_logits_equal_the_reference():
-    model, params = build()
+NETWORKS = {"plain": {}, **FEATURES, "all": ALL_FEATURES}
+networks = pytest.mark.parametrize("options", NETWORKS.values(), ids=NETWORKS)
+
+
+@networks
+def test_logits_equal_the_reference(options):
+    config = replace(TINY, **options)
+    model, params = build(config)
     logits, _ = model(TOKENS)
     with jax.enable_x64(True):
-        expected = reference.logits(jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params), TOKENS, TINY)
+        wide = jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params)
+        expected = reference.logits(wide, TOKENS, config)
+        if options:
+            assert not np.allclose(expected, reference.logits(wide, TOKENS, TINY), atol=1e-3)
     np.testing.assert_allclose(softcap(logits, TINY.softcap), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -41,9 +53,10 @@ def test_a_token_changes_no_earlier_logits():
     assert not np.allclose(before[:, 12:], after[:, 12:])
 
 
-@pytest.mark.parametrize("pieces", [[20], [1] * 20, [7, 1, 12]])
-def test_the_cache_gives_the_full_pass(pieces):
-    model, _ = build()
+@networks
+@pytest.mark.parametrize("pieces", [[20], [7, *[1] * 5, 8]])
+def test_the_cache_gives_the_full_pass(pieces, options):
+    model, _ = build(replace(TINY, **options))
     cache, logits, start = model.empty_cache(3, 24), [], 0
     for size in pieces:
         piece, cache = model(TOKENS[:, start : start + size], cache, start)
@@ -76,10 +89,48 @@ def test_activations_are_in_the_compute_type_and_close():
     np.testing.assert_allclose(softcap(logits, 15.0), softcap(exact(TOKENS)[0], 15.0), atol=0.3)
 
 
-def test_parameter_counts():
-    _, params = build()
+@networks
+def test_parameter_counts(options):
+    config = replace(TINY, **options)
+    _, params = build(config)
     groups = parameter_groups(params)
     built = dict.fromkeys(jax.tree.leaves(groups), 0)
     for group, leaf in zip(jax.tree.leaves(groups), jax.tree.leaves(params)):
         built[group] += leaf.size
-    assert parameter_counts(TINY) == built
+    assert parameter_counts(config) == built
+
+
+def test_which_blocks_have_which_window():
+    windows = lambda depth, pattern: [
+        window_of(replace(TINY, depth=depth, window_pattern=pattern, short_window=5), layer) for layer in range(depth)
+    ]
+    assert windows(6, "SSSL") == [5, 5, 5, None, 5, None]
+    assert windows(3, "L") == [None] * 3 and windows(2, "S") == [5, None]
+
+
+def test_value_embeddings_are_on_alternating_blocks_and_the_last():
+    for depth, expected in [(4, [1, 3]), (5, [0, 2, 4])]:
+        config = replace(TINY, depth=depth, value_embeddings=True)
+        assert [layer for layer in range(depth) if has_value_embedding(config, layer)] == expected
+
+
+def test_initial_features_are_nanochats():
+    config = replace(TINY, **ALL_FEATURES, width=64, vocab_size=4096)
+    params = nnx.to_pure_dict(nnx.state(GPT(config, jnp.dtype("float32"), rngs=nnx.Rngs(0))))
+    np.testing.assert_allclose(params["resid_lambdas"]["values"], [1.15, 1.15 - 0.1 / 3, 1.15 - 0.2 / 3, 1.05])
+    np.testing.assert_allclose(params["x0_lambdas"]["values"], [0.2, 0.15, 0.1, 0.05], rtol=1e-6)
+    assert params["smear_lambda"]["values"].tolist() == [0]
+    assert params["backout_lambda"]["values"].tolist() == [np.float32(0.2)]
+    attention = params["blocks"][3]["attention"]
+    assert np.std(attention["value_embedding"]["table"]) == pytest.approx(64**-0.5, rel=0.02)
+    for gate in (attention["value_gate"]["kernel"], params["smear_gate"]["kernel"]):
+        assert 0 <= np.min(gate) < 0.005 and 0.015 < np.max(gate) <= 0.02
+
+
+def test_a_bound_smear_does_not_cross_documents():
+    """With segment ids a document's logits do not depend on what stands before it in its row."""
+    model, _ = build(replace(TINY, **ALL_FEATURES))
+    segments = jnp.broadcast_to(jnp.arange(20) >= 8, TOKENS.shape).astype(jnp.int32)
+    changed = TOKENS.at[:, :8].set((TOKENS[:, :8] + 1) % TINY.vocab_size)
+    before, after = (model(tokens, segment_ids=segments)[0] for tokens in (TOKENS, changed))
+    np.testing.assert_array_equal(before[:, 8:], after[:, 8:])

@@ -8,14 +8,15 @@ from model.layers import matmul, rms_norm
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64, 32), np.float32))
 KERNEL = jnp.asarray(np.random.default_rng(1).standard_normal((32, 16), np.float32))
+AXES = ("fsdp", "tensor")
 
 
 def gradients(x, kernel):
-    return jax.grad(lambda x, k: jnp.sum(jnp.sin(matmul(x, k, 0).astype(jnp.float32))), (0, 1))(x, kernel)
+    return jax.grad(lambda x, k: jnp.sum(jnp.sin(matmul(x, k, AXES).astype(jnp.float32))), (0, 1))(x, kernel)
 
 
 def test_matmul_is_the_product_and_has_its_gradients():
-    np.testing.assert_allclose(matmul(X, KERNEL, 0), X @ KERNEL, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(matmul(X, KERNEL, AXES), X @ KERNEL, rtol=1e-5, atol=1e-5)
     expected = jax.grad(lambda x, k: jnp.sum(jnp.sin(x @ k)), (0, 1))(X, KERNEL)
     for ours, plain in zip(gradients(X, KERNEL), expected):
         np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-4)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from configs.schema import BatchConfig, MeshConfig, UserError
-from training.mesh import REPLICATED, batch_shape, batch_sharding, data_axis, make_mesh, parameter_spec
+from training.mesh import batch_shape, batch_sharding, dimension_over, make_mesh, parameter_spec
 
 
 def mesh(replicas: int) -> Mesh:
@@ -99,7 +99,7 @@ def test_rows_are_split_over_the_replicas(replicas):
         ((16, 8), (8, 1, 1), 0, (2, 8)),
         ((8, 16), (8, 1, 1), 1, (8, 2)),
         ((7, 8), (8, 1, 1), 1, (7, 1)),
-        ((7, 9), (8, 1, 1), REPLICATED, (7, 9)),
+        ((7, 9), (8, 1, 1), None, (7, 9)),
         ((16, 8), (2, 4, 1), 1, (4, 4)),  # the width, dimension 0, is divided by fsdp first
         ((16, 8), (2, 1, 4), 0, (8, 2)),
         ((16, 8), (2, 2, 2), 0, (4, 4)),
@@ -108,6 +108,20 @@ def test_rows_are_split_over_the_replicas(replicas):
 )
 def test_a_matrix_is_divided_over_every_axis(shape, sizes, zero, share):
     mesh = make_mesh(MeshConfig(*sizes))
-    assert data_axis(shape, 0, mesh) == zero
-    parts = jax.device_put(np.zeros(shape), jax.NamedSharding(mesh, parameter_spec(shape, 0, mesh)))
+    spec = parameter_spec(shape, ("fsdp", "tensor"), mesh)
+    assert dimension_over(spec, "data") == zero
+    parts = jax.device_put(np.zeros(shape), jax.NamedSharding(mesh, spec))
     assert {part.data.shape for part in parts.addressable_shards} == {share}
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "sizes", "spec"),
+    [
+        ((12, 4), (None, "tensor"), (2, 2, 2), PartitionSpec("data", "tensor")),
+        ((24, 1), (None, None), (1, 8, 1), PartitionSpec("data", None)),
+        ((4,), (None,), (4, 2, 1), PartitionSpec("data")),
+        ((4,), (None,), (8, 1, 1), PartitionSpec(None)),
+    ],
+)
+def test_what_names_no_axis_is_divided_over_data_alone(shape, axes, sizes, spec):
+    assert parameter_spec(shape, axes, make_mesh(MeshConfig(*sizes))) == spec

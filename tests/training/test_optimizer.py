@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from configs.schema import GroupConfig, OptimizerConfig, ScheduleConfig, UserError
+from configs.schema import GroupConfig, MatricesConfig, OptimizerConfig, ScheduleConfig, UserError
 from tests.helpers import TINY
 from training.optimizer import make_optimizer, parameter_groups, peak_rates
 from training.state import split_model
@@ -33,10 +33,6 @@ def test_unknown_parameters_are_named():
         parameter_groups({"positions": {"table": SHAPES["embed"]["table"]}, "blocks": {0: {"gate": SHAPES["lm_head"]}}})
 
 
-def test_parameters_of_fewer_than_two_dimensions_are_scalars():
-    assert parameter_groups({"anything": jnp.zeros(3)}) == {"anything": "scalars"}
-
-
 def test_rates_of_tables_scale_with_the_width():
     config = OptimizerConfig()
     assert peak_rates(config, 768)["embed"] == config.embed.peak_rate
@@ -48,7 +44,7 @@ def test_rates_of_tables_scale_with_the_width():
 def test_each_group_is_optax_adamw_with_its_own_options():
     groups = {
         "embed": GroupConfig(0.1, beta1=0.7, beta2=0.9, eps=1e-6, schedule=CONSTANT),
-        "matrices": GroupConfig(0.02, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.3, schedule=CONSTANT),
+        "matrices": MatricesConfig(0.02, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.3, schedule=CONSTANT),
         "lm_head": GroupConfig(0.003, beta1=0.5, beta2=0.8, eps=1e-4, schedule=CONSTANT),
     }
     config = replace(OptimizerConfig(), **groups)
@@ -76,7 +72,8 @@ def test_decay_falls_on_matrices_alone_by_default():
 
 def test_rates_follow_the_step_that_is_given_not_the_calls():
     schedule = ScheduleConfig("constant", warmup_steps=10)
-    config = OptimizerConfig(*[GroupConfig(1.0, schedule=schedule)] * 4)
+    group = GroupConfig(1.0, schedule=schedule)
+    config = OptimizerConfig(group, MatricesConfig(1.0, schedule=schedule), group)
     optimizer, rates = make_optimizer(config, SHAPES, 768, 100)
     params = random_tree(0)
     for step in (7, 2):

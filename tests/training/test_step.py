@@ -1,5 +1,6 @@
 """The step: the same update whatever the split and the number of devices, and exactly the reference's."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -8,9 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import MeshConfig
+from configs.schema import MatricesConfig, MeshConfig, MuonConfig
 from tests import reference
-from tests.helpers import distance, random_rows, run_steps, start_params, step_of, tiny_config
+from tests.helpers import (
+    ALL_FEATURES,
+    OPTIMIZER,
+    SCHEDULE,
+    distance,
+    random_rows,
+    run_steps,
+    start_params,
+    step_of,
+    tiny_config,
+)
 
 
 def with_rows_per_device(config, rows_per_device):
@@ -163,3 +174,35 @@ def test_documents_side_by_side_give_the_update_of_documents_apart(sizes, device
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
     without = [{name: array for name, array in rows.items() if name != "segment_ids"} for rows in packed]
     assert distance(run_steps(config, without)[0], expected) > 1e-4
+
+
+MUON = {"optimizer": replace(OPTIMIZER, matrices=MatricesConfig(0.01, kind="muon"), muon=MuonConfig(schedule=SCHEDULE))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_features_give_the_reference_update_whatever_the_split_and_mesh(kind):
+    config = tiny_config(heads=4, kv_heads=4, **ALL_FEATURES)
+    rows = [random_rows(config, step, weights(kind, 16, 16, step)) for step in range(3)]
+    start, rates = start_params(config), step_of(config, 1)[3]
+    expected, _ = reference.train(
+        start, rows, config, lambda step: {name: float(rate(step)) for name, rate in rates.items()}
+    )
+    whole, whole_told = run_steps(config, rows)
+    assert distance(whole, expected) < 1e-5
+    for rows_per_device, sizes in ((4, (1, 1, 1)), (1, (8, 1, 1)), (2, (2, 2, 2)), (4, (1, 2, 4))):
+        divided = replace(with_rows_per_device(config, rows_per_device), mesh=MeshConfig(*sizes))
+        params, told = run_steps(divided, rows, math.prod(sizes))
+        assert distance(params, whole) < 1e-6
+        for ours, theirs in zip(told, whole_told, strict=True):
+            for name in ("loss", "grad_norm"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-6)
+
+
+def test_muon_s_update_is_the_same_whatever_the_split_and_mesh():
+    config = replace(tiny_config(heads=4, kv_heads=4, **ALL_FEATURES), **MUON)
+    rows = [random_rows(config, step, weights("lengths", 16, 16, step)) for step in range(3)]
+    whole, _ = run_steps(config, rows)
+    for rows_per_device, sizes in ((4, (1, 1, 1)), (1, (8, 1, 1)), (2, (2, 2, 2))):
+        divided = replace(with_rows_per_device(config, rows_per_device), mesh=MeshConfig(*sizes))
+        params, _ = run_steps(divided, rows, math.prod(sizes))
+        assert distance(params, whole) < 1e-6, sizes
