@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -12,6 +13,7 @@ import tyro
 from configs.schema import Config, UserError, resolved, validate
 
 T = TypeVar("T")
+Derive = Callable[[Config, set[str]], Config]
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,9 @@ class _NoMore:
     """Options of a command that has none beyond the config's."""
 
 
-def load_config(path: str) -> Config:
-    """Runs the config file's `get_config()`. UserError where the file is missing, fails, or gives no Config."""
+def load_config(path: str) -> tuple[Config, Derive]:
+    """Runs the config file's `get_config()`, and finds its `derive(config, given)`, which fills in what follows from
+    the options that were given. UserError where the file is missing, fails, or gives no Config."""
     if not Path(path).is_file():
         known = ", ".join(sorted(str(p) for p in Path("configs").glob("*.py") if "\ndef get_config(" in p.read_text()))
         raise UserError(f"--config={path}: there is no such file; configs here: {known or 'none'}")
@@ -35,7 +38,7 @@ def load_config(path: str) -> Config:
         raise UserError(f"--config={path}: the file fails with {type(error).__name__}: {error}") from error
     if not isinstance(config, Config):
         raise UserError(f"--config={path}: the file must define get_config() that returns a configs.schema.Config")
-    return config
+    return config, getattr(module, "derive", lambda config, given: config)
 
 
 def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | None = None) -> tuple[Config, T]:
@@ -47,7 +50,7 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
     path, argv = _take_option(argv, "config")
     if path is None and not {"-h", "--help"} & set(argv):
         raise UserError("--config is missing; try --config=configs/small.py")
-    default = load_config(path) if path else Config(name="NAME")
+    default, derive = load_config(path) if path else (Config(name="NAME"), lambda config, given: config)
     both = tyro.cli(
         make_dataclass(
             "Arguments",
@@ -60,7 +63,8 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
         args=argv,
         use_underscores=True,
     )
-    config = resolved(both.config)
+    given = {word.removeprefix("--").partition("=")[0] for word in argv if word.startswith("--")}
+    config = resolved(derive(both.config, given))
     validate(config)
     return config, both.extra
 

@@ -6,8 +6,9 @@ A config file (`configs/small.py`) defines `get_config() -> Config`; the command
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 
 class UserError(Exception):
@@ -373,11 +374,22 @@ def validate(config: Config) -> None:
     )
 
 
+T = TypeVar("T")
+
+
+def with_options(config: T, values: Mapping[str, object]) -> T:
+    """The config with other values, by their command-line names."""
+    for name, value in values.items():
+        first, _, rest = name.partition(".")
+        value = with_options(getattr(config, first), {rest: value}) if rest else value
+        config = dataclasses.replace(config, **{first: value})  # pyright: ignore[reportArgumentType]
+    return config
+
+
 def resolved(config: Config) -> Config:
     """The config with what follows from its other options filled in."""
     window = config.model.short_window or -(-config.batch.sequence_length // 4 // 128) * 128
-    model = dataclasses.replace(config.model, short_window=window)
-    return dataclasses.replace(config, run_dir=config.run_dir or f"runs/{config.name}", model=model)
+    return with_options(config, {"run_dir": config.run_dir or f"runs/{config.name}", "model.short_window": window})
 
 
 def nearest_multiples(value: int, unit: int) -> str:

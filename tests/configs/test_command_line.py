@@ -32,14 +32,14 @@ def words_of(error: pytest.CaptureFixture) -> str:
 
 @pytest.mark.parametrize("path", LADDER, ids=lambda path: path.stem)
 def test_every_config_of_the_ladder_is_valid_and_named_as_its_file(path):
-    config = load_config(str(path))
+    config = load_config(str(path))[0]
     validate(config)
     assert config.name == path.stem
 
 
 def test_config_file_gives_every_option_that_is_not_overridden():
     config, _ = parse("", argv=[f"--config={SMALL}"])
-    assert options(config) == options(load_config(SMALL)) | {"run_dir": "runs/small", "model.short_window": 128}
+    assert options(config) == options(load_config(SMALL)[0]) | {"run_dir": "runs/small", "model.short_window": 128}
 
 
 @pytest.mark.parametrize("flag", [[f"--config={SMALL}"], ["--config", SMALL]])
@@ -48,7 +48,7 @@ def test_overrides_change_single_options(flag, first):
     words = ["--steps=7", "--batch.rows_per_device", "16", "--optimizer.matrices.schedule.kind=constant"]
     words += ["--eval.prompts", "one", "two words", "--model.softcap=20", "--resume=must"]
     config, _ = parse("", argv=[*flag, *words] if first else [*words, *flag])
-    before = options(load_config(SMALL))
+    before = options(load_config(SMALL)[0])
     changes = {name: value for name, value in options(config).items() if value != before[name]}
     assert changes == {
         "steps": 7,
@@ -148,10 +148,10 @@ def test_help_exits_with_0_and_explains_every_option(words, capsys, monkeypatch)
 @pytest.mark.parametrize(
     "config",
     [
-        *(load_config(str(path)) for path in LADDER),
+        *(load_config(str(path))[0] for path in LADDER),
         Config(name="x", eval=EvalConfig(prompts=())),
         Config(name="x", eval=EvalConfig(prompts=("é\n", "two", "")), steps=3),
-        replace(load_config(SMALL), run_dir="/somewhere", resume="must", seed=2**32 - 1),
+        replace(load_config(SMALL)[0], run_dir="/somewhere", resume="must", seed=2**32 - 1),
     ],
 )
 def test_config_survives_json(config):

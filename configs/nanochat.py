@@ -1,0 +1,112 @@
+"""nanochat's one dial: everything follows from the depth.
+
+python train.py --config=configs/nanochat.py --model.depth=12 --data.source=FOLDER
+
+Network and recipe are nanochat's of mid 2026, all its later features and Muon included. What follows from the depth is
+printed with its reason; whatever is given on the command line stays as given, and what depends on it follows.
+"""
+
+import math
+
+from configs.schema import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    GroupConfig,
+    MatricesConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    with_options,
+)
+from model.flops import parameter_counts
+
+TOKENS_PER_PARAMETER = 12
+REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2**19  # where nanochat tuned its rates
+SCHEDULE = ScheduleConfig(warmup_steps=40, warmdown=0.65, final=0.05)
+
+
+def group(peak_rate: float, **options: float) -> GroupConfig:
+    return GroupConfig(peak_rate, schedule=SCHEDULE, **options)  # pyright: ignore[reportArgumentType]
+
+
+def get_config() -> Config:
+    return Config(
+        name="nanochat",
+        model=ModelConfig(
+            depth=20,
+            qk_scale=1.2,
+            window_pattern="SSSL",
+            value_embeddings=True,
+            resid_lambdas=True,
+            x0_lambdas=True,
+            smear=True,
+            backout=True,
+        ),
+        data=DataConfig(packing="best_fit"),
+        batch=BatchConfig(sequence_length=2048, rows_per_device=32),
+        optimizer=OptimizerConfig(
+            embed=group(0.3, beta2=0.995, weight_decay=0.001),
+            lm_head=group(0.008, beta2=0.96, weight_decay=0.01),
+            matrices=MatricesConfig(0.002, kind="muon"),
+            muon=MuonConfig(schedule=SCHEDULE),
+            value_embeds=group(0.15, beta2=0.995, weight_decay=0.01),
+            resid_lambdas=group(0.005, weight_decay=0.05),
+            x0_lambdas=group(0.5, beta1=0.96),
+            scalars=group(0.2),
+            clip_norm=1e9,  # nanochat clips nothing
+        ),
+    )
+
+
+def derive(config: Config, given: set[str]) -> Config:
+    """Width, heads, horizon, batch size, rates and decay, but for the options that are `given`."""
+
+    def derived(values: dict[str, tuple[float, str]]) -> None:
+        nonlocal config
+        for name, (value, why) in values.items():
+            if name not in given:
+                config = with_options(config, {name: value})
+                print(f"--{name}={value:g}  {why}" if isinstance(value, float) else f"--{name}={value}  {why}")
+
+    depth = config.model.depth
+    if depth < 1 or config.model.head_dim < 1:
+        return config  # which is refused
+    heads = math.ceil(64 * depth / config.model.head_dim)
+    width = heads * config.model.head_dim
+    derived(
+        {
+            "model.width": (width, f"64 x depth {depth}, up to whole heads of {config.model.head_dim}"),
+            "model.heads": (heads, "width / head_dim"),
+            "model.kv_heads": (heads, "no groups"),
+        }
+    )
+    tokens = TOKENS_PER_PARAMETER * scaling_parameters(config.model)
+    reference = TOKENS_PER_PARAMETER * scaling_parameters(network_of_depth(config.model, REFERENCE_DEPTH))
+    batch = 2 ** round(math.log2(REFERENCE_BATCH * (tokens / reference) ** 0.383))
+    why = f"2^19 x ({tokens / reference:.3f} of d12's horizon)^0.383, to a power of 2"
+    derived({"batch.tokens_per_step": (batch, why)})
+    batch = config.batch.tokens_per_step
+    per_parameter = f"{TOKENS_PER_PARAMETER} tokens for each of {scaling_parameters(config.model):,} parameters"
+    derived({"steps": (tokens // batch, f"{tokens:,} tokens: {per_parameter} of blocks and head")})
+    scale = math.sqrt(batch / REFERENCE_BATCH)
+    why = f"nanochat's, x sqrt(tokens_per_step / 2^19) = {scale:.3f}"
+    groups = ("embed", "lm_head", "muon", "value_embeds", "resid_lambdas", "x0_lambdas")
+    derived({f"optimizer.{of}.peak_rate": (getattr(config.optimizer, of).peak_rate * scale, why) for of in groups})
+    decay = config.optimizer.muon.weight_decay * scale * reference / tokens
+    why = f"nanochat's, x {scale:.3f} x d12's horizon over this one (arXiv:2405.13698)"
+    derived({"optimizer.muon.weight_decay": (decay, why)})
+    return config if "name" in given else with_options(config, {"name": f"nanochat-d{depth}"})
+
+
+def network_of_depth(model: ModelConfig, depth: int) -> ModelConfig:
+    heads = math.ceil(64 * depth / model.head_dim)
+    sizes = {"depth": depth, "width": heads * model.head_dim, "heads": heads, "kv_heads": heads}
+    return with_options(model, sizes)
+
+
+def scaling_parameters(model: ModelConfig) -> int:
+    """Parameters of blocks and head, which nanochat's horizon counts."""
+    counts = parameter_counts(model)
+    return counts["matrices"] + counts["lm_head"]
