@@ -16,21 +16,13 @@ from evaluate import evaluate
 from model.flops import flops_per_token, parameter_counts, peak_flops
 from sample import continuations, encode_prompts
 from training.checkpoint import Checkpoints
+from training.interchange import read_params, require_same_network
 from training.mesh import batch_shape, batch_sharding, make_mesh
 from training.metrics import Clock, MetricsWriter, plot_loss, read_metrics, summarize, write_summary
 from training.optimizer import make_optimizer
 from training.report import Report
 from training.run_folder import RunLock, open_run, record_files
-from training.runtime import (
-    FAILED,
-    Stop,
-    cache_dir,
-    check_hosts_agree,
-    on_first_process,
-    run_command,
-    start_jax,
-    versions,
-)
+from training.runtime import FAILED, Stop, cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
 from training.state import abstract_state, compute_dtype, create_state, params_sha256, replicated, split_model
 from training.step import make_eval_step, make_train_step
 
@@ -68,6 +60,8 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
 
     # The run's folder, which no other process may write to meanwhile.
     run_dir = Path(config.run_dir)
+    if config.init_from and not run_dir.exists():
+        require_same_network(config, text.tokenizer)
     text.tokenizer.require_same_in(run_dir / "tokenizer")
     changes = on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock))
     elsewhere = config.checkpoint.folder
@@ -82,11 +76,14 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
     # The state, from the newest checkpoint that can be read; the record so far; the data from there on.
     graphdef, shapes = split_model(config.model, dtype)
     optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps, mesh)
-    state, facts = checkpoints.restore_newest(abstract_state(config.model, optimizer, mesh), say) or (
+    abstract = abstract_state(config.model, optimizer, mesh)
+    state, facts = checkpoints.restore_newest(abstract, say) or (
         create_state(config.model, optimizer, mesh, config.seed),
         {"step": 0, "seconds": 0.0, "losses": []},
     )
     start = facts["step"]
+    if start == 0 and config.init_from:
+        state = state._replace(params=read_params(config, abstract.params))
     if first_process:
         text.tokenizer.save(run_dir / "tokenizer")
     writer = MetricsWriter(run_dir, start)
@@ -137,7 +134,7 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
 
     def save(step: int, results: dict[str, float]) -> None:
         kept = {"seconds": clock.seconds, "losses": list(report.losses), "next_batch": step + skipped_batches}
-        told = {"dataset": text.fingerprint, "config": dataclasses.asdict(config), "versions": versions()}
+        told = {"dataset": text.fingerprint, "config": dataclasses.asdict(config)}
         checkpoints.save(step, state, {**kept, **told, **results})
 
     def log() -> int:

@@ -270,6 +270,8 @@ class Config:
     """Optimizer steps of the whole run."""
     max_skipped_steps: int = 10
     """A step without a valid token, or whose gradient is not finite, changes nothing; so many in a row end the run."""
+    init_from: str = ""
+    """A folder that export.py wrote, or a nanochat in transformers' format: start from its parameters."""
     resume: Literal["auto", "never", "must"] = "auto"
     """`auto`: continue the run in `run_dir` if there is one. `never`: refuse if there is one. `must`: refuse if not."""
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -30,7 +30,7 @@ from jaxtyping import Array, UInt32
 
 from configs.schema import CheckpointConfig, UserError
 from training.optimizer import path_name
-from training.runtime import NoCheckpoint, highest, run_command
+from training.runtime import NoCheckpoint, highest, run_command, versions
 from training.state import TrainState
 
 COMMITTED = "commit_success.txt"
@@ -76,7 +76,7 @@ class Checkpoints:
         there is a newer one that is whole.
         """
         rest = {"opt_state": state.opt_state, "skipped_steps": state.skipped_steps}
-        facts = {"step": step, **facts, "time": time.time(), "shapes": _shapes(state.params)}
+        facts = {"step": step, **facts, "time": time.time(), "versions": versions(), "shapes": _shapes(state.params)}
         facts["checksums"] = checksums({"params": state.params, **rest})
         items = ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),  # pyright: ignore[reportCallIssue]

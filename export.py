@@ -1,0 +1,46 @@
+"""A run's network for other programs: python export.py --run_dir=runs/small --format=hf --out=DIR."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import tyro
+
+from configs.schema import MeshConfig, UserError
+from data.tokenizer import load_tokenizer
+from training.interchange import write_hf, write_safetensors
+from training.mesh import make_mesh
+from training.run_folder import load_run
+from training.runtime import run_command, start_jax
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Write a run's newest network for other programs."""
+
+    run_dir: str
+    """Folder of the run whose newest checkpoint is written."""
+    out: str
+    """A new folder."""
+    format: Literal["hf", "safetensors"] = "hf"
+    """`hf`: what transformers' AutoModelForCausalLM and AutoTokenizer load, as NanoChatForCausalLM. `safetensors`: the
+    arrays under their own names, with the config and the tokenizer; networks with every option."""
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    out = Path(arguments.out)
+    if out.exists():
+        raise UserError(f"--out={out} is there already; give a new folder")
+    start_jax()
+    run = load_run(arguments.run_dir, make_mesh(MeshConfig(), jax.devices()[:1]))
+    tokenizer = load_tokenizer(Path(arguments.run_dir) / "tokenizer")
+    write = write_hf if arguments.format == "hf" else write_safetensors
+    write(out, run.params, run.config, tokenizer)
+    print(f"step {run.step} of {arguments.run_dir} is in {out}; train on from it with --init_from={out}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
