@@ -74,7 +74,7 @@ def hf_config(config: Config, bos: int) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "bos_token_id": bos,
         "eos_token_id": bos,  # a document ends where the next one starts
-        "pad_token_id": bos,
+        "pad_token_id": None,  # else its row of the embedding would never learn
         "dtype": "float32",
     }
 

@@ -1,0 +1,130 @@
+"""Our network with each of its options, and Muon, against nanochat's own module, where NANOCHAT_DIR is a checkout."""
+
+import importlib
+import os
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+torch = pytest.importorskip("torch")
+NANOCHAT = os.environ.get("NANOCHAT_DIR")
+pytestmark = pytest.mark.skipif(not NANOCHAT, reason="NANOCHAT_DIR names no checkout of nanochat")
+
+from configs.schema import ModelConfig, MuonConfig, ScheduleConfig
+from model.gpt import GPT
+from model.loss import loss_sums, softcap
+from tests.helpers import perturbed
+from training.muon import muon
+from training.optimizer import path_name
+
+LENGTH = 256  # of which a quarter, up to 128, is a short window
+CONFIG = ModelConfig(
+    **{"depth": 4, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab_size": 320, "qk_scale": 1.2},
+    **{"window_pattern": "SSSL", "short_window": 128, "value_embeddings": True, "resid_lambdas": True},
+    **{"x0_lambdas": True, "smear": True, "backout": True},
+)
+TOKENS = np.random.default_rng(0).integers(0, 320, (2, LENGTH + 1))
+
+
+@pytest.fixture(scope="module")
+def nanochat():
+    """Its modules, in float32 and without compilation."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_DTYPE", "float32")
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        patch.syspath_prepend(NANOCHAT)
+        yield importlib.import_module("nanochat.gpt"), importlib.import_module("nanochat.optim")
+        for name in [name for name in sys.modules if name.startswith("nanochat")]:
+            del sys.modules[name]
+
+
+def their_name(name: str) -> str:
+    for ours, theirs in {
+        "embed.table": "transformer.wte.weight",
+        "lm_head.kernel": "lm_head.weight",
+        "smear_gate.kernel": "smear_gate.weight",
+        ".values": "",
+        "blocks.": "transformer.h.",
+        "attention.query.kernel": "attn.c_q.weight",
+        "attention.key.kernel": "attn.c_k.weight",
+        "attention.value.kernel": "attn.c_v.weight",
+        "attention.out.kernel": "attn.c_proj.weight",
+        "attention.value_gate.kernel": "attn.ve_gate.weight",
+        "mlp.up.kernel": "mlp.c_fc.weight",
+        "mlp.down.kernel": "mlp.c_proj.weight",
+    }.items():
+        name = name.replace(ours, theirs)
+    if name.endswith("attention.value_embedding.table"):
+        return f"value_embeds.{name.split('.')[2]}.weight"
+    return name
+
+
+def turned(name: str, array: np.ndarray) -> np.ndarray:
+    return array.T if name.endswith("kernel") else array
+
+
+@pytest.mark.parametrize("without", [None, "smear", "backout", "x0_lambdas", "resid_lambdas", "value_embeddings"])
+def test_logits_and_gradients_are_equal(nanochat, without):
+    """All of its features; and each of ours left out, where setting nanochat's parameters to their neutral values is
+    leaving it out there."""
+    config = replace(CONFIG, **({without: False} if without else {}))
+    graphdef, state = nnx.split(GPT(config, jnp.dtype("float32"), rngs=nnx.Rngs(0)))
+    params = perturbed(nnx.to_pure_dict(state))
+    sizes = {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 64, "vocab_size": 320, "sequence_len": LENGTH}
+    theirs = nanochat[0].GPT(nanochat[0].GPTConfig(**sizes, window_pattern="SSSL"))
+    theirs.init_weights()
+    by_name = dict(theirs.named_parameters())
+    neutral = {"smear_lambda": 0, "backout_lambda": 0, "x0_lambdas": 0, "resid_lambdas": 1}
+    leaves = {path_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    with torch.no_grad():
+        for name, parameter in by_name.items():
+            parameter.fill_(neutral.get(name, 0))
+        for name, leaf in leaves.items():
+            by_name[their_name(name)].copy_(torch.tensor(turned(name, leaf)))
+    inputs, targets = TOKENS[:, :-1], TOKENS[:, 1:]
+    ours = softcap(nnx.merge(graphdef, params)(jnp.asarray(inputs))[0], config.softcap)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(inputs)).numpy()
+    np.testing.assert_allclose(ours, expected, atol=2e-4)
+
+    def mean(params):
+        model, weights = nnx.merge(graphdef, params), jnp.ones(inputs.shape)
+        return loss_sums(model, jnp.asarray(inputs), jnp.asarray(targets), weights)[0] / inputs.size
+
+    theirs(torch.tensor(inputs), torch.tensor(targets)).backward()
+    for path, gradient in jax.tree_util.tree_leaves_with_path(jax.grad(mean)(params)):
+        name = path_name(path)
+        expected = by_name[their_name(name)].grad.numpy()
+        difference = np.linalg.norm(turned(name, np.asarray(gradient)) - expected) / np.linalg.norm(expected)
+        assert difference < 1e-4, name
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (32, 96), (96, 32)])
+def test_muon_s_updates_are_equal(nanochat, shape):
+    """Three steps on two matrices, rate, momentum, decay and second moment included."""
+    steps, generator = 10, np.random.default_rng(0)
+    config = MuonConfig(schedule=ScheduleConfig("constant"), weight_decay=0.3)
+    transform = muon(config, lambda step: jnp.float32(0.02), steps, None)
+    random = lambda: {i: jnp.asarray(generator.standard_normal(shape), jnp.float32) for i in range(2)}
+    params = random()
+    theirs = [torch.nn.Parameter(torch.tensor(np.array(p.T))) for p in params.values()]
+    group = {"kind": "muon", "params": theirs, "lr": 0.02, "momentum": 0.95, "ns_steps": 5, "beta2": 0.9}
+    optimizer = nanochat[1].MuonAdamW([group | {"weight_decay": 0.3}])
+    state = transform.init(params)
+    for step in range(3):
+        gradients = random()
+        updates, state = transform.update(gradients, state, params, step=jnp.array(step))
+        params = jax.tree.map(lambda p, u: p + u, params, updates)
+        for parameter, gradient in zip(theirs, gradients.values()):
+            parameter.grad = torch.tensor(np.array(gradient.T))
+        for options in optimizer.param_groups:  # as its training script does
+            options["momentum"] = 0.85 + step / 400 * 0.12
+            options["weight_decay"] = 0.3 * 0.5 * (1 + np.cos(np.pi * step / steps))
+        optimizer.step()
+    for ours, expected in zip(params.values(), theirs):
+        np.testing.assert_allclose(ours, expected.detach().numpy().T, atol=2e-5)

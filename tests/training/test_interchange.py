@@ -1,0 +1,122 @@
+"""What a folder of another program must hold to start from, and what cannot be written for it. That the two networks
+are one is tested in tests/interop."""
+
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from configs.schema import Config, MeshConfig, UserError
+from data.tokenizer import train_tokenizer
+from model.gpt import GPT
+from tests.helpers import ALL_FEATURES, FEATURES, TINY, perturbed
+from training.interchange import read_params, require_same_network, write_hf, write_safetensors
+from training.mesh import make_mesh
+from training.state import abstract_params
+
+TOKENIZER = train_tokenizer(["to be or not to be " * 20, "that is the question " * 20], 272)
+OTHER = train_tokenizer(["a vocabulary of other words entirely " * 20], 272)
+
+
+def network(**options):
+    config = Config(name="one", model=replace(TINY, **options))
+    return config, perturbed(nnx.to_pure_dict(nnx.state(GPT(config.model, jnp.dtype("float32"), rngs=nnx.Rngs(0)))))
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A config that starts from a folder in transformers' format."""
+    config, params = network()
+    write_hf(tmp_path / "hf", params, config, TOKENIZER)
+    return replace(config, init_from=str(tmp_path / "hf")), tmp_path / "hf"
+
+
+def change_arrays(folder, change):
+    arrays = load_file(folder / "model.safetensors")
+    change(arrays)
+    save_file(arrays, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("options", [{}, ALL_FEATURES], ids=["plain", "all"])
+def test_plain_safetensors_come_back_to_the_bit_on_any_mesh(tmp_path, options, devices):
+    config, params = network(**options)
+    write_safetensors(tmp_path / "plain", params, config, TOKENIZER)
+    config = replace(config, init_from=str(tmp_path / "plain"))
+    require_same_network(config, TOKENIZER)
+    mesh = make_mesh(MeshConfig(fsdp=devices // 4 or 1), jax.devices()[:devices])
+    back = read_params(config, abstract_params(config.model, mesh))
+    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(back))
+
+
+def test_arrays_that_are_missing_extra_or_misshapen_are_all_named(written):
+    config, folder = written
+
+    def change(arrays):
+        del arrays["lm_head.weight"]
+        arrays["model.layers.7.mlp.fc1.weight"] = np.zeros((3, 3), np.float32)
+        arrays["model.layers.1.mlp.fc2.weight"] = np.zeros((32, 99), np.float32)
+
+    change_arrays(folder, change)
+    with pytest.raises(UserError) as error:
+        require_same_network(config, TOKENIZER)
+    for line in (
+        "lm_head.weight: missing, not (272, 32)",
+        "model.layers.7.mlp.fc1.weight: (3, 3), not there",
+        "model.layers.1.mlp.fc2.weight: (32, 99), not (32, 128)",
+    ):
+        assert line in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"softcap": 20.0}, "final_logit_softcapping: 15.0, not 20.0"),
+        ({"heads": 2, "kv_heads": 1, "head_dim": 16}, "num_attention_heads: 4, not 2"),
+        ({"rotary_base": 10_000.0}, "rope_parameters: "),
+        ({"smear": True}, "model.smear: not there, not in use"),
+        ({"vocab_size": 400}, "vocab_size: 272, not 400"),
+        ({"depth": 3}, "model.layers.2.mlp.fc1.weight: missing"),
+    ],
+)
+def test_another_network_is_refused(written, options, told):
+    config, _ = written
+    with pytest.raises(UserError, match="is of another network than the options ask for") as error:
+        require_same_network(replace(config, model=replace(config.model, **options)), TOKENIZER)
+    assert told in str(error.value)
+
+
+def test_another_vocabulary_is_refused(written):
+    with pytest.raises(UserError, match="holds another vocabulary than the data"):
+        require_same_network(written[0], OTHER)
+
+
+def test_a_folder_without_arrays_or_with_a_broken_file_is_refused(written, tmp_path):
+    config, folder = written
+    with pytest.raises(UserError, match=r"no \*\.safetensors there"):
+        require_same_network(replace(config, init_from=str(tmp_path)), TOKENIZER)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match="cannot be read"):
+        require_same_network(config, TOKENIZER)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_network_that_transformers_cannot_express_is_not_written(tmp_path, name):
+    config, params = network(**FEATURES[name] | {"depth": 3})
+    option = {"windows": "window_pattern"}.get(name, name)
+    with pytest.raises(UserError, match=rf"NanoChatForCausalLM has no model\.{option}, which"):
+        write_hf(tmp_path / "hf", params, config, TOKENIZER)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_what_others_read(written):
+    told = json.loads((written[1] / "config.json").read_text())
+    assert (told["architectures"], told["model_type"]) == (["NanoChatForCausalLM"], "nanochat")
+    arrays = load_file(written[1] / "model.safetensors")
+    assert len(arrays) == 2 + 6 * TINY.depth and arrays["model.layers.0.mlp.fc1.weight"].shape == (128, 32)
