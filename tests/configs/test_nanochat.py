@@ -1,0 +1,59 @@
+"""The dial: what follows from the depth, and what is given stays."""
+
+import math
+
+import pytest
+
+from configs.command_line import parse
+from configs.schema import UserError
+
+
+def dial(*words):
+    return parse("", argv=["--config=configs/nanochat.py", *words])[0]
+
+
+def test_depth_12_is_nanochat_s_reference():
+    config = dial("--model.depth=12")
+    assert (config.model.width, config.model.heads, config.model.kv_heads) == (768, 6, 6)
+    assert config.batch.tokens_per_step == 2**19 and config.model.short_window == 512
+    # 12 tokens for each of 12 x 12 x 768^2 parameters of blocks, 6 gates of 12 x 6, and a head of 768 x 32768
+    assert config.steps == 12 * (12 * 12 * 768**2 + 6 * 12 * 6 + 768 * 32768) // 2**19
+    rates = config.optimizer
+    assert (rates.embed.peak_rate, rates.lm_head.peak_rate, rates.muon.peak_rate) == (0.3, 0.008, 0.02)
+    assert rates.muon.weight_decay == pytest.approx(0.28) and config.name == "nanochat-d12"
+
+
+@pytest.mark.parametrize(("depth", "batch"), [(4, 2**18), (20, 2**20), (26, 2**20)])
+def test_batch_rates_and_decay_follow_the_horizon(depth, batch):
+    config, reference = dial(f"--model.depth={depth}"), dial("--model.depth=12")
+    assert config.batch.tokens_per_step == batch and config.model.width % 128 == 0
+    scale = math.sqrt(batch / 2**19)
+    assert config.optimizer.embed.peak_rate == pytest.approx(0.3 * scale)
+    assert config.optimizer.x0_lambdas.peak_rate == pytest.approx(0.5 * scale)
+    assert config.optimizer.scalars.peak_rate == 0.2
+    horizons = [c.steps * c.batch.tokens_per_step for c in (config, reference)]
+    assert config.optimizer.muon.weight_decay == pytest.approx(0.28 * scale * horizons[1] / horizons[0], rel=0.01)
+
+
+def test_what_is_given_stays_and_what_depends_on_it_follows(capsys):
+    config = dial("--model.depth=12", "--batch.tokens_per_step=131072", "--optimizer.muon.peak_rate=0.5", "--name=mine")
+    assert config.batch.tokens_per_step == 131072 and config.optimizer.muon.peak_rate == 0.5
+    assert config.steps == dial("--model.depth=12").steps * 4 + 1 or config.steps == dial("--model.depth=12").steps * 4
+    assert config.optimizer.embed.peak_rate == pytest.approx(0.15) and config.name == "mine"
+    told = capsys.readouterr().out.split("--model.width", 2)[1]
+    assert "--optimizer.muon.peak_rate" not in told and "--optimizer.embed.peak_rate=0.15  nanochat's" in told
+    assert dial("--model.depth", "12", "--model.width", "1024").model.width == 1024
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--model.depth=0", "model.depth=0 cannot work"),
+        ("--model.window_pattern=SXL", "model.window_pattern=SXL cannot work: letters S"),
+        ("--model.window_pattern=", "letters S"),
+        ("--model.kv_heads=4", "it must divide model.heads=10"),
+    ],
+)
+def test_bad_values_are_refused(words, told):
+    with pytest.raises(UserError, match=told):
+        dial(words)
