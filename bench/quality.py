@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import tyro
@@ -48,8 +49,8 @@ class Arguments:
     """Runs of each."""
     jobs: int = 2
     """Runs at a time, each on one core."""
-    options: tuple[str, ...] = ()
-    """Options of every run, such as --options --model.dtype=bfloat16."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the activations."""
 
 
 def run(arguments: Arguments, name: str, seed: int, core: int) -> None:
@@ -59,7 +60,7 @@ def run(arguments: Arguments, name: str, seed: int, core: int) -> None:
         return
     settings = (f"--steps={arguments.steps}", f"--eval.every_steps={arguments.steps}", "--eval.tokens=262144")
     command = [sys.executable, "train.py", "--config=configs/small.py", f"--run_dir={run_dir}", f"--seed={seed}"]
-    command += [*settings, *arguments.options, *VARIANTS[name]]
+    command += [*settings, f"--model.dtype={arguments.dtype}", *VARIANTS[name]]
     if arguments.jobs > 1:
         command = ["taskset", "-c", str(core), *command]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -105,7 +106,9 @@ def main() -> int:
         list(pool.map(on_a_core, work))
 
     out, rows = Path(arguments.out), []
-    speeds = {name: tokens_per_second([*arguments.options, *options]) for name, options in VARIANTS.items()}
+    speeds = {
+        name: tokens_per_second([f"--model.dtype={arguments.dtype}", *options]) for name, options in VARIANTS.items()
+    }
     for name in VARIANTS:
         summaries = [
             json.loads((run_dir_of(arguments, name, seed) / "summary.json").read_text())

@@ -236,10 +236,10 @@ def test_the_program_fails_a_step_that_reduces_every_micro_batch(monkeypatch, ca
     assert re.search(r"FAIL: all-reduce over data in the loop: 3 times a step", capsys.readouterr().out)
 
 
-def on_tpu(topology: str, *arguments: str) -> str:
-    """What the program says of d12 on a TPU slice."""
+def on_tpu(topology: str, *arguments: str, config: str = "d12") -> str:
+    """What the program says of a config on a TPU slice."""
     pytest.importorskip("libtpu")
-    command = [sys.executable, "-m", "bench.collectives", "--config=configs/d12.py", f"--topology={topology}"]
+    command = [sys.executable, "-m", "bench.collectives", f"--config=configs/{config}.py", f"--topology={topology}"]
     environment = os.environ | {"JAX_PLATFORMS": ""}
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -269,3 +269,17 @@ def test_on_tpu_slices(topology):
     assert gradients == 4 * (2 * 32768 * 768 + 12 * 12 * 768**2)
     assert gradients <= reduced < gradients + 1024
     assert int(re.search(r"estimated cycles: ([\d,]+)", told)[1].replace(",", "")) > 1e8
+
+
+@pytest.mark.slow
+def test_on_a_tpu_slice_with_all_features_and_muon():
+    """Nothing more crosses `data` in the scan; matrices to be orthogonalised change hands once, and not as a whole."""
+    told = on_tpu("v5e:4x4", "--model.depth=12", "--batch.rows_per_device=4", config="nanochat")
+    reduced, gradients = sums(told)
+    gates = 6 * 12 * 6 + 24 + 1 + 1 + 2 * 12
+    assert gradients == 4 * ((2 + 6) * 32768 * 768 + 12 * 12 * 768**2 + gates)
+    assert gradients <= reduced < gradients + 1e6  # and the norms of Muon
+    rows = [line.split() for line in told.splitlines() if " data " in line]
+    assert {row[3] for row in rows} == {"once"}
+    dealt = sum(int(row[5].replace(",", "")) for row in rows if row[0] == "all-to-all")
+    assert 0 < dealt < 2 * 4 * 12 * 12 * 768**2 / 16 * 2  # each chip's share of the matrices, out and back
