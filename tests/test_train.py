@@ -224,6 +224,7 @@ def test_the_end_of_a_run_that_was_killed_after_its_last_checkpoint_is_made_up(f
         ("sample", ["--run_dir=untouched", "--prompt", "import " * 40], "at most 31"),
         ("sample", ["--run_dir=nothing"], "nothing"),
         ("evaluate", ["--run_dir=nothing"], "nothing"),
+        ("train", ["--config=tiny.py", "--init_from=text"], "no *.safetensors there"),
     ],
 )
 def test_a_mistake_is_one_message_and_code_2(folder, untouched, monkeypatch, capfd, command, arguments, says):

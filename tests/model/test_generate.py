@@ -1,5 +1,7 @@
 """Sampling with the cache."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from flax import nnx
 
 from model.generate import generate
 from tests.helpers import TINY
-from tests.model.test_gpt import build
+from tests.model.test_gpt import build, networks
 
 LENGTH = 16
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
@@ -31,9 +33,12 @@ def sample(network, prompts=PROMPTS, seed=0, temperature=1.0, top_k=0):
     return np.asarray(generate(graphdef, params, buffer, lengths, seed, **options))
 
 
-def test_greedy_equals_the_full_pass_token_by_token(network):
-    rows = sample(network, temperature=0.0)
-    full_pass = jax.jit(lambda tokens: network[0](tokens)[0])
+@networks
+def test_greedy_equals_the_full_pass_token_by_token(options):
+    model, _ = build(replace(TINY, **options))
+    graphdef, params = nnx.split(model)
+    rows = sample((model, graphdef, nnx.to_pure_dict(params)), temperature=0.0)
+    full_pass = jax.jit(lambda tokens: model(tokens)[0])
     for row, prompt in zip(rows, PROMPTS):
         tokens = np.zeros((1, LENGTH), np.int32)
         tokens[0, : len(prompt)] = prompt
