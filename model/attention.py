@@ -11,6 +11,7 @@ from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
 from model.layers import Embedding, Linear, rms_norm, symmetric_uniform
 from model.parallel import join, split
 from model.rotary import rotate
+from model.splash import fits, splash_attention
 
 
 class LayerCache(NamedTuple):
@@ -31,10 +32,16 @@ def attend(
     """Softmax attention, scaled by head_dim^-0.5: causal, or from `positions` of the queries to all keys up to them;
     with `segment_ids`, only among positions of one segment; with `window`, only to so many positions back.
 
-    The one place that chooses a kernel: cuDNN's on a GPU, XLA's own elsewhere and for the cache.
+    The one place that chooses a kernel: splash attention on a TPU, cuDNN's on a GPU, XLA's own elsewhere and for the
+    cache.
     """
     if positions is None:
-        cudnn = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
+        # The mesh's device, not the process's: TPU programs are compiled on other machines, too.
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        platform = device.platform if device else jax.default_backend()
+        if platform == "tpu" and fits(q.shape[1], q.shape[3]):
+            return splash_attention(q, k, v, segment_ids, window)
+        cudnn = platform in ("gpu", "cuda") and q.dtype == jnp.bfloat16
         same = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
         implementation = "cudnn" if cudnn else "xla"
         back = None if window is None else (window, 0)
