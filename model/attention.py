@@ -8,9 +8,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
-from model.layers import Embedding, Linear, rms_norm, symmetric_uniform
-from model.parallel import join, split
-from model.rotary import rotate
+from model.layers import Embedding, Linear, symmetric_uniform
+from model.parallel import join, platform, split
+from model.rotary import Angles, rotate_and_norm
 from model.splash import fits, splash_attention
 
 
@@ -36,12 +36,9 @@ def attend(
     cache.
     """
     if positions is None:
-        # The mesh's device, not the process's: TPU programs are compiled on other machines, too.
-        device = jax.sharding.get_abstract_mesh().abstract_device
-        platform = device.platform if device else jax.default_backend()
-        if platform == "tpu" and fits(q.shape[1], q.shape[3]):
+        if platform() == "tpu" and fits(q.shape[1], q.shape[3]):
             return splash_attention(q, k, v, segment_ids, window)
-        cudnn = platform in ("gpu", "cuda") and q.dtype == jnp.bfloat16
+        cudnn = platform() in ("gpu", "cuda") and q.dtype == jnp.bfloat16
         same = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
         implementation = "cudnn" if cudnn else "xla"
         back = None if window is None else (window, 0)
@@ -90,15 +87,15 @@ class Attention(nnx.Module):
         self,
         x: Float[Array, "batch length width"],
         tokens: Int[Array, "batch length"],
-        angles: tuple[Float[Array, "length half"], Float[Array, "length half"]],
+        angles: Angles,
         positions: Int[Array, "length"],
         cache: LayerCache | None,
         segment_ids: Int[Array, "batch length"] | None,
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
         x = split(x)
         heads = (*x.shape[:2], -1, self.head_dim)  # this device's own, along `tensor`
-        q = rms_norm(rotate(self.query(x).reshape(heads), angles), self.qk_scale)
-        k = rms_norm(rotate(self.key(x).reshape(heads), angles), self.qk_scale)
+        q = rotate_and_norm(self.query(x).reshape(heads), angles, self.qk_scale)
+        k = rotate_and_norm(self.key(x).reshape(heads), angles, self.qk_scale)
         v = self.value(x).reshape(heads)
         if hasattr(self, "value_embedding"):
             gate = 3 * jax.nn.sigmoid(self.value_gate(x[..., :VALUE_GATE_CHANNELS]))

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import SMEAR_CHANNELS, ModelConfig
 from model.attention import Attention, LayerCache
-from model.layers import Embedding, Linear, Scalars, rms_norm
+from model.layers import Embedding, Linear, Scalars, relu_squared, rms_norm
 from model.parallel import join, split
-from model.rotary import rotary_angles
+from model.rotary import Angles, rotary_angles
 
 
 class KVCache(NamedTuple):
@@ -35,7 +35,7 @@ class MLP(nnx.Module):
         self.down = Linear(4 * config.width, config.width, nnx.initializers.zeros, axes=("tensor", "fsdp"), rngs=rngs)
 
     def __call__(self, x: Float[Array, "batch length width"]) -> Float[Array, "batch length width"]:
-        return join(self.down(jnp.square(jax.nn.relu(self.up(split(x))))))
+        return join(self.down(relu_squared(self.up(split(x)))))
 
 
 class Block(nnx.Module):
@@ -49,7 +49,7 @@ class Block(nnx.Module):
         self,
         x: Float[Array, "batch length width"],
         tokens: Int[Array, "batch length"],
-        angles: tuple[Float[Array, "length half"], Float[Array, "length half"]],
+        angles: Angles,
         positions: Int[Array, "length"],
         cache: LayerCache | None,
         segment_ids: Int[Array, "batch length"] | None,

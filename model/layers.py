@@ -18,10 +18,52 @@ from jaxtyping import Array, Float, Int
 from model.parallel import Axes, gather, scatter, tensor_index
 
 
-def rms_norm(x: Float[Array, "*shape channels"], scale: float = 1.0) -> Float[Array, "*shape channels"]:
-    """Root-mean-square norm (arXiv:1910.07467) over channels, without parameters, times `scale`; in float32."""
-    wide = x.astype(jnp.float32)
-    return (wide * (scale * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6))).astype(x.dtype)
+@jax.custom_vjp
+def rms_norm(x: Float[Array, "*shape channels"]) -> Float[Array, "*shape channels"]:
+    """Root-mean-square norm (arXiv:1910.07467) over channels, without parameters; in float32.
+
+    The backward pass reads the result, which what follows keeps anyway, and a number a vector: x is not kept for it.
+    """
+    return _rms_norm_forward(x)[0]
+
+
+def inverse_rms(x: Float[Array, "*shape channels"]) -> Float[Array, "*shape 1"]:
+    """What rms_norm multiplies by."""
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + 1e-6)
+
+
+def _rms_norm_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
+    factor = inverse_rms(x)
+    y = (x.astype(jnp.float32) * factor).astype(x.dtype)
+    return y, (y, factor)
+
+
+def _rms_norm_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array]:
+    y, factor = residuals
+    y, wide = y.astype(jnp.float32), dy.astype(jnp.float32)
+    return ((factor * (wide - y * jnp.mean(y * wide, axis=-1, keepdims=True))).astype(dy.dtype),)
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
+@jax.custom_vjp
+def relu_squared(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """`max(x, 0)^2` (arXiv:2109.08668). The backward pass reads the root of the result, which the product that follows
+    keeps anyway: x is not kept for it."""
+    return jnp.square(jax.nn.relu(x))
+
+
+def _relu_squared_forward(x: Array) -> tuple[Array, Array]:
+    y = relu_squared(x)
+    return y, y
+
+
+def _relu_squared_backward(y: Array, dy: Array) -> tuple[Array]:
+    return ((2 * jnp.sqrt(y.astype(jnp.float32)) * dy).astype(dy.dtype),)
+
+
+relu_squared.defvjp(_relu_squared_forward, _relu_squared_backward)
 
 
 def symmetric_uniform(bound: float) -> nnx.Initializer:

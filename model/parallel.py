@@ -18,6 +18,12 @@ def inside() -> bool:
     return "tensor" in jax.sharding.get_abstract_mesh().manual_axes
 
 
+def platform() -> str:
+    """Of the device that this is traced for: the mesh's, if there is one (TPU programs are compiled elsewhere, too)."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device else jax.default_backend()
+
+
 def split(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Before work that is divided over `tensor`: the same values; their gradients are summed over `tensor`."""
     return jax.lax.pcast(x, "tensor", to="varying") if inside() else x

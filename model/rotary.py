@@ -1,23 +1,64 @@
-"""Rotary positions (arXiv:2104.09864), in nanochat's convention: halves of a head, turned by minus the angle."""
+"""Rotary position embedding (arXiv:2104.09864), in nanochat's convention: the two halves of a head are the pairs."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from model.layers import inverse_rms
+from model.parallel import platform
 
-def rotary_angles(
-    positions: Int[Array, "length"], head_dim: int, base: float
-) -> tuple[Float[Array, "length half"], Float[Array, "length half"]]:
-    """(cos, sin) of `position * base^(-2i / head_dim)`, in float32."""
+Angles = tuple[Float[Array, "length head_dim"], Float[Array, "length head_dim"]]
+"""cos and sin for every channel; the sin of a pair's second is negative."""
+
+
+def rotary_angles(positions: Int[Array, "length"], head_dim: int, base: float) -> Angles:
+    """Of the angles `position * base^(-2i / head_dim)`, in float32."""
     frequencies = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     angles = positions.astype(jnp.float32)[:, None] * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([cos, cos], axis=1), jnp.concatenate([sin, -sin], axis=1)
 
 
 def rotate(
-    x: Float[Array, "batch length heads head_dim"],
-    angles: tuple[Float[Array, "length half"], Float[Array, "length half"]],
+    x: Float[Array, "batch length heads head_dim"], angles: Angles
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Turns each pair (x[i], x[i + head_dim / 2]) by its position's angle, in float32; returned in x's type."""
-    cos, sin = (a[None, :, None, :] for a in angles)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1).astype(x.dtype)
+    """Turns each pair (x[i], x[i + head_dim / 2]) by its position's angle; in float32."""
+    cos, sin = (a[:, None] for a in angles)
+    return x.astype(jnp.float32) * cos + _swap_halves(x) * sin
+
+
+def _swap_halves(x: Array) -> Array:
+    """In float32. On a TPU moving channels takes passes over memory; a product with a permutation is as exact, and some
+    hundredth of the network's own."""
+    half = x.shape[-1] // 2
+    if platform() != "tpu":
+        return jnp.roll(x, half, axis=-1).astype(jnp.float32)
+    swap = jnp.roll(jnp.eye(2 * half, dtype=x.dtype), half, axis=0)
+    return jnp.matmul(x, swap, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rotate_and_norm(
+    x: Float[Array, "batch length heads head_dim"], angles: Angles, scale: float
+) -> Float[Array, "batch length heads head_dim"]:
+    """`scale * rms_norm(rotate(x))`, in float32 and rounded once to x's type. Its backward pass reads the result, which
+    attention's keeps anyway: x is not kept for it."""
+    return _forward(x, angles, scale)[0]
+
+
+def _forward(x: Array, angles: Angles, scale: float) -> tuple[Array, tuple[Array, Array, Angles]]:
+    factor = scale * inverse_rms(x)  # of x itself, since turning changes no length
+    y = (rotate(x, angles) * factor).astype(x.dtype)
+    return y, (y, factor, angles)
+
+
+def _backward(scale: float, residuals: tuple[Array, Array, Angles], dy: Array) -> tuple[Array, None]:
+    y, factor, (cos, sin) = residuals
+    along = jnp.mean(y.astype(jnp.float32) * dy.astype(jnp.float32), axis=-1, keepdims=True) / scale**2
+    dx = factor * (rotate(dy, (cos, -sin)) - along * rotate(y, (cos, -sin)))
+    return dx.astype(dy.dtype), None
+
+
+rotate_and_norm.defvjp(_forward, _backward)

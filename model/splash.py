@@ -50,7 +50,8 @@ def _kernel(length: int, group: int, window: int | None, interpret: bool) -> Any
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window, 0), 0)
     sizes = library.BlockSizes(
         **{"block_q": block, "block_kv": block, "block_kv_compute": block, "block_q_dkv": block},
-        **{"block_kv_dkv": block, "block_kv_dkv_compute": block, "use_fused_bwd_kernel": True},
+        # Whole rows of keys: else each block of them would write queries' gradients of its own, to be summed.
+        **{"block_kv_dkv": length, "block_kv_dkv_compute": block, "use_fused_bwd_kernel": True},
     )
     return library.make_splash_mqa(
         masks.MultiHeadMask([mask] * group), block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
@@ -62,7 +63,9 @@ class _Varying(jax.ShapeDtypeStruct):
 
     def __init__(self, shape: tuple[int, ...], dtype: Any):
         axes = jax.sharding.get_abstract_mesh().manual_axes
-        super().__init__(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=frozenset(axes)) if axes else None)
+        super().__init__(
+            shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=frozenset(axes)) if axes else None
+        )
 
     @staticmethod
     def like(array: Array) -> "_Varying":

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model.layers import matmul, rms_norm
+from model.layers import matmul, relu_squared, rms_norm
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64, 32), np.float32))
 KERNEL = jnp.asarray(np.random.default_rng(1).standard_normal((32, 16), np.float32))
@@ -43,3 +43,27 @@ def test_rms_norm():
     np.testing.assert_allclose(rms_norm(x), expected, rtol=1e-5)
     assert rms_norm(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
     assert np.all(np.isfinite(rms_norm(jnp.zeros_like(x))))
+
+
+def kept(function, *arrays):
+    """Bytes of floating-point arrays that the backward pass of `function` finds."""
+    residuals = jax.tree.leaves(jax.vjp(function, *arrays)[1])
+    return sum(leaf.nbytes for leaf in residuals)
+
+
+def test_rms_norm_s_gradient_and_what_it_keeps():
+    plain = lambda x: x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+    dy = jnp.cos(X)
+    np.testing.assert_allclose(jax.vjp(rms_norm, X)[1](dy)[0], jax.vjp(plain, X)[1](dy)[0], rtol=1e-4, atol=1e-6)
+    assert kept(rms_norm, X) == X.nbytes + X.nbytes // X.shape[-1]
+    into_a_product = lambda x, kernel: matmul(rms_norm(x), kernel, AXES)
+    shared = {id(leaf): leaf for leaf in jax.tree.leaves(jax.vjp(into_a_product, X, KERNEL)[1])}
+    assert sum(leaf.shape == X.shape for leaf in shared.values()) == 1  # the product's input serves both
+
+
+def test_relu_squared_s_gradient():
+    for dtype, tolerance in ((jnp.float32, 1e-6), (jnp.bfloat16, 2**-7)):
+        x = jnp.linspace(-2, 2, 101).astype(dtype)
+        dx = jax.vjp(relu_squared, x)[1](jnp.ones_like(x))[0]
+        assert dx.dtype == dtype
+        np.testing.assert_allclose(dx.astype(jnp.float32), 2 * np.maximum(x.astype(jnp.float32), 0), rtol=tolerance)
