@@ -33,6 +33,11 @@ class ModelConfig:
     """Tokens of the tokenizer, the BOS included."""
     softcap: float = 15.0
     """Logits are capped to `softcap * tanh(logits / softcap)`. The loss has no maximum pass because of this bound."""
+    z_loss: float = 0.0
+    """Factor of the squared log-sum-exp of the logits in the training loss (arXiv:2204.02311); not in validation's."""
+    loss_chunks: int = 1
+    """The head and the loss take a micro-batch's tokens in so many parts, so that the logits of one alone exist. Less
+    memory, more time, the same result. Must divide `batch.sequence_length`."""
     rotary_base: float = 100_000.0
     """Base of the rotary wavelengths (arXiv:2104.09864)."""
     qk_scale: float = 1.0
@@ -287,14 +292,14 @@ class Config:
 
 NOT_NEGATIVE = (
     *("weight_decay", "warmup_steps", "momentum_warmup_steps", "workers", "shards", "keep_every", "spike_factor"),
-    *("seed", "short_window"),
+    *("seed", "short_window", "z_loss"),
 )
 SMEAR_CHANNELS, VALUE_GATE_CHANNELS = 24, 12  # of the residual stream, that gates read: nanochat's
 MIN_VOCAB_SIZE = 258  # the 256 bytes, the BOS, and a merge
 
 # What may differ when a run is continued: speed and reporting. Everything else would change the result.
 FREE_TO_CHANGE = (
-    *("run_dir", "resume", "max_skipped_steps", "mesh.", "batch.rows_per_device", "model.remat"),
+    *("run_dir", "resume", "max_skipped_steps", "mesh.", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
     *("log.", "eval.", "data.workers", "checkpoint.every", "checkpoint.keep", "checkpoint.max"),
 )
 
@@ -345,6 +350,8 @@ def validate(config: Config) -> None:
     require(known, "checkpoint.folder", "give a folder, or gs://BUCKET/FOLDER, the only store that Orbax can write to")
     model, batch = config.model, config.batch
     require(batch.sequence_length > 1, "batch.sequence_length", "a row has at least 2 tokens")
+    divides = f"it must divide batch.sequence_length={batch.sequence_length}"
+    require(batch.sequence_length % model.loss_chunks == 0, "model.loss_chunks", divides)
     require(model.head_dim % 2 == 0, "model.head_dim", f"it must be even; try {model.head_dim + 1}")
     divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
     require(

@@ -94,8 +94,8 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
         x = split(x)
         heads = (*x.shape[:2], -1, self.head_dim)  # this device's own, along `tensor`
-        q = rotate_and_norm(self.query(x).reshape(heads), angles, self.qk_scale)
-        k = rotate_and_norm(self.key(x).reshape(heads), angles, self.qk_scale)
+        q: Array = rotate_and_norm(self.query(x).reshape(heads), angles, self.qk_scale)
+        k: Array = rotate_and_norm(self.key(x).reshape(heads), angles, self.qk_scale)
         v = self.value(x).reshape(heads)
         if hasattr(self, "value_embedding"):
             gate = 3 * jax.nn.sigmoid(self.value_gate(x[..., :VALUE_GATE_CHANNELS]))

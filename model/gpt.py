@@ -98,9 +98,18 @@ class GPT(nnx.Module):
         start: Int[Array, ""] | int = 0,
         segment_ids: Int[Array, "batch length"] | None = None,
     ) -> tuple[Float[Array, "batch length vocab"], KVCache | None]:
-        """Logits *before* the softcap, in the compute type: the loss and the sampler cap them (`model.loss.softcap`)
-        where they read them, so that the capped logits never exist as an array. In the step they are this device's
-        share of the vocabulary.
+        """Logits *before* the softcap (`model.loss.softcap`), in the compute type. Else as `activations`."""
+        x, cache = self.activations(tokens, cache, start, segment_ids)
+        return self.lm_head(x), cache
+
+    def activations(
+        self,
+        tokens: Int[Array, "batch length"],
+        cache: KVCache | None = None,
+        start: Int[Array, ""] | int = 0,
+        segment_ids: Int[Array, "batch length"] | None = None,
+    ) -> tuple[Float[Array, "batch length width"], KVCache | None]:
+        """What the head reads. The loss takes it from here, so that the logits need not exist as a whole.
 
         With a `cache`, `tokens` stand at positions `start`, `start + 1`, ... after those already in it, and the cache
         with them added is returned. With `segment_ids`, positions attend within their own segment only.
@@ -125,7 +134,7 @@ class GPT(nnx.Module):
                 middle = x
         if config.backout:
             x = (x - self.backout_lambda.times(0, middle)).astype(self.dtype)
-        return self.lm_head(split(rms_norm(x))), KVCache(grown, embedded[:, -1]) if cache else None
+        return split(rms_norm(x)), KVCache(grown, embedded[:, -1]) if cache else None
 
     def _smeared(
         self,

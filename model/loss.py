@@ -1,7 +1,9 @@
-"""The loss: sums over valid tokens, never means.
+"""The loss, from the last activations on: sums over valid tokens, never means.
 
-The logits are the largest array of a step. They are kept once, in the compute type and before the cap; both passes
-widen and cap them inside one fusion. The cap bounds them, so exp() cannot overflow and no maximum is looked for.
+The logits are the largest array of a step. The head, the loss and their gradients are computed together, a chunk of
+tokens at a time, so that one chunk's logits are all that ever exists of them: in the compute type and before the cap,
+read once for the loss, and read once more for their gradient, each in one fusion that widens and caps them. The cap
+bounds them, so exp() cannot overflow and no maximum is looked for.
 """
 
 from functools import partial
@@ -10,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from configs.schema import ModelConfig
 from model.gpt import GPT
-from model.parallel import join, tensor_index
+from model.parallel import Axes, gather, join, scatter, tensor_index
 
 
 def softcap(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
@@ -19,45 +22,66 @@ def softcap(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"
     return cap * jnp.tanh(logits.astype(jnp.float32) / cap)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def cross_entropy_sum(
-    logits: Float[Array, "batch length vocab"],
-    targets: Int[Array, "batch length"],
-    weights: Float[Array, "batch length"],
-    cap: float,
-) -> Float[Array, ""]:
-    """Sum over tokens of `weights * -log softmax(softcap(logits))[targets]`, in nats and float32.
+def cross_entropy(
+    logits: Float[Array, "tokens vocab"],
+    targets: Int[Array, "tokens"],
+    weights: Float[Array, "tokens"],
+    config: ModelConfig,
+) -> tuple[Float[Array, ""], Float[Array, "tokens vocab"]]:
+    """The sum over tokens of `weights * (-log softmax(softcap(logits))[targets] + z_loss * log_sum_exp^2)`, in nats and
+    float32, and its gradient in the logits' type.
 
     In the step `logits` are this device's share of the vocabulary; two sums over `tensor` of a number a token suffice.
     """
-    return _forward(logits, targets, weights, cap)[0]
-
-
-def _forward(logits: Array, targets: Array, weights: Array, cap: float) -> tuple[Array, tuple[Array, ...]]:
-    local, here = _own(targets, logits.shape[-1])
-    log_sum = jnp.log(join(jnp.sum(jnp.exp(softcap(logits, cap)), axis=-1)))
-    target_logit = jnp.take_along_axis(logits, local[..., None], axis=-1, mode="clip")[..., 0]
-    target_logit = join(jnp.where(here, softcap(target_logit, cap), 0))
-    return jnp.sum(weights * (log_sum - target_logit)), (logits, targets, weights, log_sum)
-
-
-def _backward(cap: float, residuals: tuple[Array, ...], dloss: Array) -> tuple[Array, None, None]:
-    logits, targets, weights, log_sum = residuals
-    local, _ = _own(targets, logits.shape[-1])
-    squashed = jnp.tanh(logits.astype(jnp.float32) / cap)
-    probabilities = jnp.exp(cap * squashed - log_sum[..., None])
-    is_target = jnp.arange(logits.shape[-1]) == local[..., None]
-    dlogits = (dloss * weights)[..., None] * (probabilities - is_target) * (1 - squashed * squashed)
-    return dlogits.astype(logits.dtype), None, None
-
-
-def _own(targets: Array, share: int) -> tuple[Array, Array]:
-    """The targets' places in this device's share of the vocabulary, and whether they are in it."""
+    cap, share = config.softcap, logits.shape[-1]
     local = targets - tensor_index() * share
-    return local, (local >= 0) & (local < share)
+    log_sum = jnp.log(join(jnp.sum(jnp.exp(softcap(logits, cap)), axis=-1)))
+    target_logit = jnp.take_along_axis(logits, local[:, None], axis=-1, mode="clip")[:, 0]
+    target_logit = join(jnp.where((local >= 0) & (local < share), softcap(target_logit, cap), 0))
+    loss = jnp.sum(weights * (log_sum - target_logit + config.z_loss * log_sum**2))
+
+    squashed = jnp.tanh(logits.astype(jnp.float32) / cap)
+    probabilities = jnp.exp(cap * squashed - log_sum[:, None]) * (1 + 2 * config.z_loss * log_sum)[:, None]
+    is_target = jnp.arange(share) == local[:, None]
+    dlogits = weights[:, None] * (probabilities - is_target) * (1 - squashed * squashed)
+    return loss, dlogits.astype(logits.dtype)
 
 
-cross_entropy_sum.defvjp(_forward, _backward)
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def head_loss(
+    x: Float[Array, "tokens width"],
+    share: Float[Array, "w_share v_share"],
+    targets: Int[Array, "tokens"],
+    weights: Float[Array, "tokens"],
+    axes: Axes,
+    config: ModelConfig,
+) -> Float[Array, ""]:
+    """`cross_entropy` of the logits `x @ kernel`, `kernel` being the head's shares over `fsdp` made whole."""
+    return _forward(x, share, targets, weights, axes, config)[0]  # less the gradients, which the compiler drops
+
+
+def _forward(
+    x: Array, share: Array, targets: Array, weights: Array, axes: Axes, config: ModelConfig
+) -> tuple[Array, tuple[Array, Array]]:
+    kernel = gather(share.astype(x.dtype), axes)
+
+    def chunk(dkernel: Array, rows: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        x, targets, weights = rows
+        loss, dlogits = cross_entropy(x @ kernel, targets, weights, config)
+        dkernel += jax.lax.dot_general(x, dlogits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return dkernel, (loss, dlogits @ kernel.T)
+
+    chunks = jax.tree.map(lambda a: a.reshape(config.loss_chunks, -1, *a.shape[1:]), (x, targets, weights))
+    dkernel, (losses, dx) = jax.lax.scan(chunk, jnp.zeros_like(kernel, jnp.float32), chunks)
+    return jnp.sum(losses), (dx.reshape(x.shape), scatter(dkernel, axes))
+
+
+def _backward(axes: Axes, config: ModelConfig, gradients: tuple[Array, Array], dloss: Array) -> tuple:
+    dx, dshare = gradients
+    return (dloss * dx).astype(dx.dtype), dloss * dshare, None, None
+
+
+head_loss.defvjp(_forward, _backward)
 
 
 def loss_sums(
@@ -68,5 +92,10 @@ def loss_sums(
     segment_ids: Int[Array, "batch length"] | None = None,
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """`(loss_sum, token_count)` of one micro-batch: nats, and how many targets have a weight other than 0."""
-    logits, _ = model(inputs, segment_ids=segment_ids)
-    return cross_entropy_sum(logits, targets, weights, model.config.softcap), jnp.sum(weights != 0, dtype=jnp.int32)
+    x, _ = model.activations(inputs, segment_ids=segment_ids)
+    head = model.lm_head
+    x, flat_targets, flat_weights = x.reshape(-1, x.shape[-1]), targets.ravel(), weights.ravel()
+    return (
+        head_loss(x, head.kernel[...], flat_targets, flat_weights, head.axes, model.config),
+        jnp.sum(weights != 0, dtype=jnp.int32),
+    )

@@ -11,6 +11,7 @@ decided here and in model/parallel.py, and not by a compiler pass.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NotRequired, TypedDict
 
@@ -149,8 +150,8 @@ def make_train_step(
 
 
 def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalStep:
-    """`eval_step(params, batch) -> (loss_sum, token_count)` over a whole batch [K, B, T], jitted."""
-    graphdef, _ = split_model(config, dtype)
+    """`eval_step(params, batch) -> (loss_sum, token_count)` over a whole batch [K, B, T], jitted; without z-loss."""
+    graphdef, _ = split_model(replace(config, z_loss=0.0), dtype)
     specs = parameter_specs(config, mesh)
 
     def sums(params: dict, batch: Batch) -> tuple[Array, Array]:

@@ -1,5 +1,8 @@
 """Attention against its definition."""
 
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,3 +35,20 @@ def test_causal_and_cached(kv_heads):
     late = q[:, :2]  # two queries at positions 3 and 4 of a cache of 6
     cached = attend(*map(jnp.asarray, (late, k, v)), jnp.array([3, 4]))
     np.testing.assert_allclose(cached, defined(late, k, v, lambda i: i + 4), rtol=1e-4, atol=1e-5)
+
+
+def test_on_a_gpu_cudnn_reads_and_writes_heads_as_they_lie(monkeypatch):
+    """Lowered for CUDA, without one: keys are not repeated, and nothing is transposed but in name: cuDNN's results lie
+    in memory as the rows of their transposition."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91002)
+    monkeypatch.setattr("model.attention.platform", lambda: "cuda")
+    q, kv = (jax.ShapeDtypeStruct((2, 256, heads, 128), jnp.bfloat16) for heads in (6, 2))
+    loss = lambda q, k, v: jnp.sum(attend(q, k, v, window=64).astype(jnp.float32))
+    program = jax.jit(jax.grad(loss, (0, 1, 2))).trace(q, kv, kv).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"%(\d+):\d+ = stablehlo.custom_call @__cudnn\$fmha\w+\((.*?)\).*", program)
+    assert len(calls) == 2
+    for result, operand in re.findall(r"%(\d+) = stablehlo.transpose %(\w+)", program):
+        assert operand in {call for call, _ in calls}, f"%{result} is a transposition of %{operand}"
+    assert program.count("result_layouts = [dense<[3, 1, 2, 0]>") == 2
+    for _, operands in calls:
+        assert operands.startswith("%arg0, %arg1, %arg2")

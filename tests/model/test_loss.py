@@ -1,55 +1,85 @@
-"""The loss and its gradient against float64, and what weights do."""
+"""The loss and its gradient against float64, and what weights and chunks do."""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.loss import cross_entropy_sum
+from configs.schema import ModelConfig
+from model.loss import cross_entropy, head_loss
 
-CAP = 15.0
+CONFIG = ModelConfig(softcap=15.0)
 GENERATOR = np.random.default_rng(0)
-LOGITS = jnp.asarray(20 * GENERATOR.standard_normal((2, 8, 50), np.float32))  # far into the cap
-TARGETS = jnp.asarray(GENERATOR.integers(0, 50, (2, 8), np.int32))
-WEIGHTS = jnp.asarray(GENERATOR.integers(0, 3, (2, 8)), jnp.float32) / 2
+LOGITS = jnp.asarray(20 * GENERATOR.standard_normal((16, 50), np.float32))  # far into the cap
+TARGETS = jnp.asarray(GENERATOR.integers(0, 50, 16, np.int32))
+WEIGHTS = jnp.asarray(GENERATOR.integers(0, 3, 16), jnp.float32) / 2
+X = jnp.asarray(GENERATOR.standard_normal((16, 8), np.float32))
+KERNEL = jnp.asarray(9 * GENERATOR.standard_normal((8, 50), np.float32))
+AXES = ("fsdp", "tensor")
 
 
-def defined(logits):
-    capped = CAP * jnp.tanh(logits / CAP)
-    nats = -jnp.take_along_axis(jax.nn.log_softmax(capped), TARGETS[..., None], -1)[..., 0]
-    return jnp.sum(WEIGHTS * nats)
+def defined(logits, z_loss=0.0):
+    capped = CONFIG.softcap * jnp.tanh(logits / CONFIG.softcap)
+    nats = -jnp.take_along_axis(jax.nn.log_softmax(capped), TARGETS[:, None], -1)[:, 0]
+    return jnp.sum(WEIGHTS * (nats + z_loss * jax.nn.logsumexp(capped, axis=-1) ** 2))
 
 
-def test_value_and_gradient():
-    loss, gradient = jax.value_and_grad(cross_entropy_sum)(LOGITS, TARGETS, WEIGHTS, CAP)
+def in_float64(function, *arrays):
     with jax.enable_x64(True):
-        expected, expected_gradient = jax.value_and_grad(defined)(jnp.asarray(LOGITS, jnp.float64))
+        return function(*(jnp.asarray(array, jnp.float64) for array in arrays))
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_value_and_gradient(z_loss):
+    loss, gradient = cross_entropy(LOGITS, TARGETS, WEIGHTS, replace(CONFIG, z_loss=z_loss))
+    expected, expected_gradient = in_float64(jax.value_and_grad(lambda logits: defined(logits, z_loss)), LOGITS)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_gradient_scales_with_what_follows():
-    double = jax.grad(lambda x: 2 * cross_entropy_sum(x, TARGETS, WEIGHTS, CAP))(LOGITS)
-    np.testing.assert_allclose(double, 2 * jax.grad(cross_entropy_sum)(LOGITS, TARGETS, WEIGHTS, CAP), rtol=1e-6)
+@pytest.mark.parametrize("chunks", [1, 2, 16])
+def test_the_head_s_gradients_whatever_the_chunks(chunks):
+    config = replace(CONFIG, loss_chunks=chunks)
+    ours = lambda x, kernel: 3 * head_loss(x, kernel, TARGETS, WEIGHTS, AXES, config)
+    loss, gradients = jax.jit(jax.value_and_grad(ours, (0, 1)))(X, KERNEL)
+    plain = jax.value_and_grad(lambda x, kernel: 3 * defined(x @ kernel), (0, 1))
+    expected, expected_gradients = in_float64(plain, X, KERNEL)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    for gradient, of in zip(gradients, expected_gradients):
+        np.testing.assert_allclose(gradient, of, rtol=1e-4, atol=1e-4)
+    assert float(jax.jit(ours)(X, KERNEL)) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_bfloat16_logits_get_a_bfloat16_gradient():
+def test_without_a_gradient_none_is_computed():
+    product = 2 * X.shape[0] * KERNEL.size
+    flops = lambda function: jax.jit(function).lower(X, KERNEL).compile().cost_analysis()["flops"]
+    loss = lambda x, kernel: head_loss(x, kernel, TARGETS, WEIGHTS, AXES, CONFIG)
+    assert product <= flops(loss) < 2 * product
+    assert 3 * product <= flops(jax.value_and_grad(loss, (0, 1))) < 5 * product
+
+
+def test_bfloat16_logits_get_a_bfloat16_gradient_and_the_head_a_float32_one():
     logits = jnp.asarray(LOGITS, jnp.bfloat16)
-    loss, gradient = jax.value_and_grad(cross_entropy_sum)(logits, TARGETS, WEIGHTS, CAP)
-    wide_loss, wide = jax.value_and_grad(cross_entropy_sum)(logits.astype(jnp.float32), TARGETS, WEIGHTS, CAP)
+    loss, gradient = cross_entropy(logits, TARGETS, WEIGHTS, CONFIG)
+    wide_loss, wide = cross_entropy(logits.astype(jnp.float32), TARGETS, WEIGHTS, CONFIG)
     assert loss.dtype == jnp.float32 and gradient.dtype == jnp.bfloat16
     assert float(loss) == pytest.approx(float(wide_loss), rel=1e-6)
     np.testing.assert_allclose(gradient.astype(jnp.float32), wide, rtol=8e-3, atol=1e-6)
+    narrow = lambda kernel: head_loss(jnp.asarray(X, jnp.bfloat16), kernel, TARGETS, WEIGHTS, AXES, CONFIG)
+    dkernel = jax.grad(narrow)(KERNEL)
+    assert np.any(np.asarray(dkernel.astype(jnp.bfloat16).astype(jnp.float32)) != np.asarray(dkernel))
 
 
 def test_weight_zero_silences_a_position():
-    other = jnp.where(WEIGHTS[..., None] == 0, LOGITS[::-1], LOGITS)
-    loss, gradient = jax.value_and_grad(cross_entropy_sum)(other, TARGETS, WEIGHTS, CAP)
-    assert float(loss) == pytest.approx(float(cross_entropy_sum(LOGITS, TARGETS, WEIGHTS, CAP)), rel=1e-6)
+    other = jnp.where(WEIGHTS[:, None] == 0, LOGITS[::-1], LOGITS)
+    loss, gradient = cross_entropy(other, TARGETS, WEIGHTS, CONFIG)
+    assert float(loss) == pytest.approx(float(cross_entropy(LOGITS, TARGETS, WEIGHTS, CONFIG)[0]), rel=1e-6)
     assert np.all(np.asarray(gradient)[np.asarray(WEIGHTS) == 0] == 0)
 
 
 def test_logits_at_the_cap_do_not_overflow():
-    huge = jnp.full((1, 1, 70_000), 1e30)
-    loss = cross_entropy_sum(huge, jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)), CAP)
+    huge = jnp.full((1, 70_000), 1e30)
+    loss, _ = cross_entropy(huge, jnp.zeros(1, jnp.int32), jnp.ones(1), CONFIG)
     assert float(loss) == pytest.approx(np.log(70_000), rel=1e-5)

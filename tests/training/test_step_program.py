@@ -40,12 +40,31 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(devices):
     assert two <= one + accumulator + 0.02 * one
 
 
-@pytest.mark.parametrize("remat", ["products", "block"])
-def test_remat_does_not_change_the_result(remat):
+@pytest.mark.parametrize("option", [{"remat": "products"}, {"remat": "block"}, {"loss_chunks": 4}])
+def test_what_saves_memory_does_not_change_the_result(option):
     config = tiny_config(rows_per_device=4)
     rows = [random_rows(config, step) for step in range(2)]
-    again = replace(config, model=replace(config.model, remat=remat))
+    again = replace(config, model=replace(config.model, **option))
     assert distance(run_steps(again, rows)[0], run_steps(config, rows)[0]) < 1e-6
+
+
+def test_chunks_and_z_loss_on_a_mesh_equal_one_device_and_the_whole():
+    config = tiny_config(rows_per_device=4)
+    config = replace(config, model=replace(config.model, z_loss=0.01))
+    rows = [random_rows(config, step) for step in range(2)]
+    chunks = replace(config, model=replace(config.model, loss_chunks=4), mesh=MeshConfig(data=2, fsdp=2, tensor=2))
+    params, told = run_steps(config, rows)
+    mesh_params, mesh_told = run_steps(chunks, rows, devices=8)
+    assert distance(mesh_params, params) < 1e-6
+    assert mesh_told[1]["loss"] == pytest.approx(told[1]["loss"], rel=1e-6)
+    without = replace(config, model=replace(config.model, z_loss=0.0))
+    assert run_steps(without, rows)[1][0]["loss"] < told[0]["loss"] - 0.1  # 0.01 log(272)^2 = 0.31
+
+
+def test_memory_of_chunks():
+    whole, parts = memory(2), memory(2, loss_chunks=8)
+    logits = 4 * 4 * 128 * SIZES["vocab_size"]
+    assert parts < whole - logits
 
 
 def test_bfloat16_gradients_are_summed_in_float32():
