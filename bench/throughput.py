@@ -1,17 +1,18 @@
 """Tokens a second of the training step on random tokens, as one JSON line: what speed is quoted from.
 
-python -m bench.throughput --config=configs/d12.py --depth=20 --rows=16 --micro_batches=4
+python -m bench.throughput --config=configs/d12.py --depth=20 --rows=16 --micro_batches=4 --profile
 """
 
 import json
 import statistics
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from bench.operations import top_operations
 from configs.command_line import parse
 from configs.schema import Config, UserError, validate
 from model.flops import flops_per_token, parameter_counts, peak_flops
@@ -36,11 +37,14 @@ class Arguments:
     """Micro-batches of a step."""
     timed_steps: int = 9
     """Steps whose median is taken, after 3 that are not."""
+    profile: bool = False
+    """Before the line, a table of the instructions that take the most time, from steps that are not timed."""
 
 
 def sized(config: Config, arguments: Arguments, devices: int) -> Config:
     """The config with the sizes of the command line. UserError as for a config."""
-    if min(n for n in asdict(arguments).values() if n is not None) < 1:
+    sizes = (arguments.depth, arguments.rows, arguments.micro_batches, arguments.timed_steps)
+    if min(n for n in sizes if n is not None) < 1:
         raise UserError("--depth, --rows, --micro_batches and --timed_steps must be at least 1")
     model, batch = config.model, config.batch
     if arguments.depth:
@@ -63,7 +67,7 @@ def random_batch(config: Config, shape: tuple[int, int, int], sharding: NamedSha
     return jax.device_put({"inputs": tokens[0], "targets": tokens[1], "weights": np.ones(shape, np.float32)}, sharding)
 
 
-def measure(config: Config, timed_steps: int) -> dict:
+def measure(config: Config, timed_steps: int, profile: bool = False) -> dict:
     """Compiles the step, without the cache of compiled programs, and times it."""
     mesh = make_mesh(config.mesh)
     device = mesh.devices.flat[0]
@@ -78,12 +82,19 @@ def measure(config: Config, timed_steps: int) -> dict:
     train_step = make_train_step(config.model, dtype, mesh, optimizer, rates, config.optimizer.clip_norm)
     train_step = train_step.lower(state, batch).compile()
     compile_seconds = time.perf_counter() - start
+
+    def run() -> None:
+        nonlocal state
+        state, metrics = train_step(state, batch)
+        jax.block_until_ready((state, metrics))
+
     seconds = []
     for _ in range(WARMUP_STEPS + timed_steps):
         start = time.perf_counter()
-        state, metrics = train_step(state, batch)
-        jax.block_until_ready((state, metrics))
+        run()
         seconds.append(time.perf_counter() - start)
+    if profile:
+        print(top_operations(train_step, run, steps=3))
     step_seconds = statistics.median(seconds[WARMUP_STEPS:])
     tokens_per_second = config.batch.tokens_per_step / step_seconds
     flops, peak = flops_per_token(config.model, config.batch.sequence_length), peak_flops(device.device_kind)
@@ -109,7 +120,8 @@ def measure(config: Config, timed_steps: int) -> dict:
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
-    print(json.dumps(measure(sized(config, arguments, jax.device_count()), arguments.timed_steps)))
+    config = sized(config, arguments, jax.device_count())
+    print(json.dumps(measure(config, arguments.timed_steps, arguments.profile)))
     return 0
 
 

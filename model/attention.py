@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
 from model.layers import Embedding, Linear, symmetric_uniform
@@ -32,22 +32,61 @@ def attend(
     """Softmax attention, scaled by head_dim^-0.5: causal, or from `positions` of the queries to all keys up to them;
     with `segment_ids`, only among positions of one segment; with `window`, only to so many positions back.
 
-    The one place that chooses a kernel: splash attention on a TPU, cuDNN's on a GPU, XLA's own elsewhere and for the
-    cache.
+    The one place that chooses a kernel: splash attention on a TPU, cuDNN's on a GPU, plain products elsewhere and for
+    the cache.
     """
+    same = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
     if positions is None:
         if platform() == "tpu" and fits(q.shape[1], q.shape[3]):
             return splash_attention(q, k, v, segment_ids, window)
-        cudnn = platform() in ("gpu", "cuda") and q.dtype == jnp.bfloat16
-        same = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
-        implementation = "cudnn" if cudnn else "xla"
-        back = None if window is None else (window, 0)
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=same, is_causal=True, local_window_size=back, implementation=implementation
-        )
+        if platform() in ("gpu", "cuda") and q.dtype == jnp.bfloat16:
+            back = None if window is None else (window, 0)
+            return jax.nn.dot_product_attention(
+                q, k, v, mask=same, is_causal=True, local_window_size=back, implementation="cudnn"
+            )
+        positions = jnp.arange(q.shape[1])
     distance = positions[:, None] - jnp.arange(k.shape[1])
-    seen = (distance >= 0) & (distance <= (k.shape[1] if window is None else window))
-    return jax.nn.dot_product_attention(q, k, v, mask=seen[None, None], implementation="xla")
+    seen = ((distance >= 0) & (distance <= (k.shape[1] if window is None else window)))[None, None]
+    return plain_attention(q, k, v, seen if same is None else seen & same)
+
+
+@jax.custom_vjp
+def plain_attention(
+    q: Float[Array, "batch length heads head_dim"],
+    k: Float[Array, "batch keys kv_heads head_dim"],
+    v: Float[Array, "batch keys kv_heads head_dim"],
+    seen: Bool[Array, "#batch 1 length keys"],
+) -> Float[Array, "batch length heads head_dim"]:
+    """As `attend`, to the keys that are `seen`, at least one for each query. Written for few passes over the matrix of
+    scores: its rows are divided by their sums after the product with v, and it is kept once."""
+    return _plain_forward(q, k, v, seen)[0]
+
+
+def _plain_forward(q: Array, k: Array, v: Array, seen: Array) -> tuple[Array, tuple[Array, ...]]:
+    grouped = (q * q.shape[-1] ** -0.5).reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
+    shares = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    sums = jnp.sum(shares, axis=-1).transpose(0, 3, 1, 2)[..., None]  # [batch, length, kv_heads, group, 1]
+    shares = shares.astype(v.dtype)
+    y = (jnp.einsum("bkgts,bskd->btkgd", shares, v, preferred_element_type=jnp.float32) / sums).astype(v.dtype)
+    return y.reshape(q.shape), (grouped, k, v, shares, sums, y)
+
+
+def _plain_backward(residuals: tuple[Array, ...], dy: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, shares, sums, y = residuals
+    dy = dy.reshape(y.shape) / sums
+    along = jnp.sum(dy * y.astype(jnp.float32), axis=-1).transpose(0, 2, 3, 1)[..., None]
+    dy = dy.astype(v.dtype)
+    dv = jnp.einsum("bkgts,btkgd->bskd", shares, dy)
+    dshares = jnp.einsum("btkgd,bskd->bkgts", dy, v, preferred_element_type=jnp.float32)
+    dscores = (shares * (dshares - along)).astype(v.dtype)
+    dq = jnp.einsum("bkgts,bskd->btkgd", dscores, k) * q.shape[-1] ** -0.5
+    dk = jnp.einsum("bkgts,btkgd->bskd", dscores, q)
+    return dq.reshape(*q.shape[:2], -1, q.shape[-1]), dk, dv, None
+
+
+plain_attention.defvjp(_plain_forward, _plain_backward)
 
 
 def window_of(config: ModelConfig, layer: int) -> int | None:

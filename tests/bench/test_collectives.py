@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from bench import collectives as program
-from bench.collectives import Collective, axes_crossed, collectives, device_groups, estimated_cycles, type_bytes
+from bench.collectives import Collective, axes_crossed, collectives, device_groups
+from bench.hlo import estimated_cycles, type_bytes
 from configs.schema import MeshConfig
 from model.flops import parameter_counts
 from tests.helpers import step_of, tiny_config

@@ -5,7 +5,8 @@ from functools import cache
 
 import pytest
 
-from bench.collectives import Instruction, compile_step, devices_of, names, read_program, visits
+from bench.collectives import compile_step, devices_of
+from bench.hlo import Instruction, names, read_program, visits
 from configs.schema import BatchConfig, Config, ModelConfig
 from training.mesh import make_mesh
 
