@@ -20,7 +20,7 @@ def top_operations(compiled: jax.stages.Compiled, run: Callable[[], Any], steps:
     Milliseconds a step are summed over the threads or the devices that worked on the instruction. Beside each stands
     the name that JAX gave it.
     """
-    program, _ = read_program(compiled.as_text())
+    program, _ = read_program(compiled.as_text() or "")
     known = {instruction.name: instruction for instructions in program.values() for instruction in instructions}
     nanoseconds, calls = Counter(), Counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -3,12 +3,15 @@
 Inside the step (`jax.shard_map`) each device holds a share of every matrix: the dimension that is the residual stream's
 width is divided over the mesh axis `fsdp`, the other (heads, MLP width, vocabulary) over `tensor`. (Value embeddings
 have no such width: their vocabulary takes its place.) What is too small to divide is whole on every device. Outside,
-where sampling has whole parameters, every function here does nothing.
+where sampling has whole parameters and where the mesh is one device, every function here does nothing.
 """
+
+from typing import TypeVar
 
 import jax
 from jaxtyping import Array, Float
 
+T = TypeVar("T")
 Axes = tuple[str | None, ...]
 """For each dimension of a parameter, the mesh axis it is divided over."""
 
@@ -24,14 +27,24 @@ def platform() -> str:
     return device.platform if device else jax.default_backend()
 
 
+def own(x: T, axes: tuple[str, ...]) -> T:
+    """The same arrays, marked as this device's own along `axes`: their gradients are not summed over these."""
+    return jax.lax.pcast(x, axes, to="varying") if inside() else x
+
+
+def total(x: T, axes: tuple[str, ...]) -> T:
+    """The sums over the devices along `axes`."""
+    return jax.lax.psum(x, axes) if inside() else x
+
+
 def split(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Before work that is divided over `tensor`: the same values; their gradients are summed over `tensor`."""
-    return jax.lax.pcast(x, "tensor", to="varying") if inside() else x
+    return own(x, ("tensor",))
 
 
 def join(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """After it: the sum of the devices' parts."""
-    return jax.lax.psum(x, "tensor") if inside() else x
+    return total(x, ("tensor",))
 
 
 def tensor_index() -> Array | int:

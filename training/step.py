@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ModelConfig
 from model.loss import loss_sums
+from model.parallel import inside, own, total
 from training.mesh import ROWS, dimension_over
 from training.optimizer import parameter_groups
 from training.schedule import Schedule
@@ -45,28 +46,28 @@ EvalStep = Callable[[dict, Batch], tuple[Float[Array, ""], Int[Array, ""]]]
 
 
 def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
-    """Inside shard_map: this device's shares to the compute type, then those of all replicas put together."""
+    """For one device: its shares to the compute type, then those of all replicas put together."""
 
     def whole(share: Array, spec: PartitionSpec) -> Array:
         # Single numbers keep their type: they cost nothing, and what they multiply is large.
         share = share if share.ndim == 1 else share.astype(dtype)
         axis = dimension_over(spec, "data")
-        if axis is not None:
+        if axis is not None and inside():
             share = jax.lax.all_gather(share, "data", axis=axis, tiled=True)
-        # Marked as this device's own: else its gradient would be summed over these axes in every micro-batch.
-        return jax.lax.pcast(share, undivided(spec), to="varying")
+        # Else its gradient would be summed over these axes in every micro-batch.
+        return own(share, undivided(spec))
 
     return jax.tree.map(whole, params, specs)
 
 
 def reduce(gradients: dict, specs: dict) -> dict:
-    """Inside shard_map: the sum over replicas, of which each device keeps its share."""
+    """For one device: the sum over replicas, of which it keeps its share."""
 
     def share(gradient: Array, spec: PartitionSpec) -> Array:
         axis = dimension_over(spec, "data")
-        if axis is not None:
+        if axis is not None and inside():
             gradient = jax.lax.psum_scatter(gradient, "data", scatter_dimension=axis, tiled=True)
-        return jax.lax.psum(gradient, undivided(spec))
+        return total(gradient, undivided(spec))
 
     return jax.tree.map(share, gradients, specs)
 
@@ -77,8 +78,15 @@ def undivided(spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def no_sums() -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """Inside shard_map: a loss sum and a token count of zero, this device's own."""
-    return jax.lax.pcast((jnp.float32(0), jnp.int32(0)), ("data", "fsdp"), to="varying")
+    """For one device: a loss sum and a token count of zero."""
+    return own((jnp.float32(0), jnp.int32(0)), ("data", "fsdp"))
+
+
+def on_each_device(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+    """A function that is written for one device, over all of the mesh."""
+    if mesh.size == 1:  # XLA on CPU copies whatever a collective among one device takes
+        return function
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def make_train_step(
@@ -115,11 +123,9 @@ def make_train_step(
 
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), compute_params)
         (loss_sum, tokens, gradients), _ = jax.lax.scan(micro_batch, (*no_sums(), zeros), batch)
-        return *jax.lax.psum((loss_sum, tokens), ("data", "fsdp")), reduce(gradients, specs)
+        return *total((loss_sum, tokens), ("data", "fsdp")), reduce(gradients, specs)
 
-    summed = jax.shard_map(
-        gradient_sums, mesh=mesh, in_specs=(specs, ROWS), out_specs=(PartitionSpec(), PartitionSpec(), specs)
-    )
+    summed = on_each_device(gradient_sums, mesh, (specs, ROWS), (PartitionSpec(), PartitionSpec(), specs))
 
     @partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -157,6 +163,6 @@ def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalSte
     def sums(params: dict, batch: Batch) -> tuple[Array, Array]:
         model = nnx.merge(graphdef, gather(params, specs, dtype))
         micro_batch = lambda sums, rows: (jax.tree.map(jnp.add, sums, loss_sums(model, **rows)), None)
-        return jax.lax.psum(jax.lax.scan(micro_batch, no_sums(), batch)[0], ("data", "fsdp"))
+        return total(jax.lax.scan(micro_batch, no_sums(), batch)[0], ("data", "fsdp"))
 
-    return jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=(specs, ROWS), out_specs=PartitionSpec()))
+    return jax.jit(on_each_device(sums, mesh, (specs, ROWS), PartitionSpec()))
