@@ -1,7 +1,7 @@
 """What each option gives: python -m bench.quality --out=runs/quality. Writes a table and a plot.
 
-The small config for 2 M tokens: plain; with each of nanochat's later features alone; with all; with all and Muon; three
-seeds each, the same data. Each run is train.py's, so the same command goes on where it was stopped. Tokens a second are
+configs/plain.py for 2 M tokens: as it is; with each of nanochat's later features alone; with all; with all and Muon;
+three seeds each, the same data. Each run is train.py's, so the same command goes on where it was stopped. Tokens/s are
 measured apart, one network after the other, when all runs are done.
 """
 
@@ -59,7 +59,7 @@ def run(arguments: Arguments, name: str, seed: int, core: int) -> None:
     if (run_dir / "summary.json").exists():
         return
     settings = (f"--steps={arguments.steps}", f"--eval.every_steps={arguments.steps}", "--eval.tokens=262144")
-    command = [sys.executable, "train.py", "--config=configs/small.py", f"--run_dir={run_dir}", f"--seed={seed}"]
+    command = [sys.executable, "train.py", "--config=configs/plain.py", f"--run_dir={run_dir}", f"--seed={seed}"]
     command += [*settings, f"--model.dtype={arguments.dtype}", *VARIANTS[name]]
     if arguments.jobs > 1:
         command = ["taskset", "-c", str(core), *command]
@@ -73,7 +73,7 @@ def run_dir_of(arguments: Arguments, name: str, seed: int) -> Path:
 
 def tokens_per_second(options: Sequence[str]) -> int:
     """Of the training step, alone on the machine."""
-    command = [sys.executable, "-m", "bench.throughput", "--config=configs/small.py", *options]
+    command = [sys.executable, "-m", "bench.throughput", "--config=configs/plain.py", *options]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return json.loads(said.splitlines()[-1])["tokens_per_second"]
 

@@ -1,14 +1,36 @@
-"""A GPT of 5 M parameters on the Python standard library's own source: no download, no GPU, no argument."""
+"""A GPT of 7 M parameters on the Python standard library's own source: no download, no GPU, no argument.
 
-from configs.schema import BatchConfig, CheckpointConfig, Config, EvalConfig, ModelConfig
+All of nanochat's later features, and Muon: what learned most in docs/recipe.md's measurement. configs/plain.py is the
+same without them.
+"""
+
+from dataclasses import replace
+
+from configs.schema import BatchConfig, CheckpointConfig, Config, EvalConfig, ModelConfig, OptimizerConfig
 
 
 def get_config() -> Config:
     return Config(
         name="small",
         steps=300,
-        model=ModelConfig(depth=4, width=256, heads=4, kv_heads=4, head_dim=64, vocab_size=4096, loss_chunks=4),
+        model=ModelConfig(
+            depth=4,
+            width=256,
+            heads=4,
+            kv_heads=4,
+            head_dim=64,
+            vocab_size=4096,
+            loss_chunks=4,
+            qk_scale=1.2,
+            window_pattern="SSSL",
+            value_embeddings=True,
+            resid_lambdas=True,
+            x0_lambdas=True,
+            smear=True,
+            backout=True,
+        ),
         batch=BatchConfig(sequence_length=256, tokens_per_step=4096, rows_per_device=8),
+        optimizer=OptimizerConfig(matrices=replace(OptimizerConfig().matrices, kind="muon")),
         checkpoint=CheckpointConfig(every_steps=100),
         eval=EvalConfig(every_steps=100, tokens=65_536, prompts=("def", "class", "import")),
     )

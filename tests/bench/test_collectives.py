@@ -206,7 +206,7 @@ def sums(told: str) -> tuple[int, int]:
     return int(both[1].replace(",", "")), int(both[2].replace(",", ""))
 
 
-ARGUMENTS = "--config=configs/small.py --rows=1 --model.depth=1 --model.width=64 --model.heads=2 --model.kv_heads=2"
+ARGUMENTS = "--config=configs/plain.py --rows=1 --model.depth=1 --model.width=64 --model.heads=2 --model.kv_heads=2"
 
 
 def run_main(monkeypatch, *more: str) -> int:

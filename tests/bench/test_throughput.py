@@ -6,12 +6,12 @@ import sys
 import pytest
 
 from bench import throughput
+from configs.plain import get_config
 from configs.schema import UserError
-from configs.small import get_config
 
 
 def test_one_json_line(monkeypatch, capsys):
-    arguments = "--config=configs/small.py --depth=1 --rows=1 --micro_batches=3 --timed_steps=1 --mesh.data=8"
+    arguments = "--config=configs/plain.py --depth=1 --rows=1 --micro_batches=3 --timed_steps=1 --mesh.data=8"
     monkeypatch.setattr(sys, "argv", ["throughput", *arguments.split(), "--batch.sequence_length=64"])
     assert throughput.main() == 0
     line = json.loads(capsys.readouterr().out)
@@ -25,3 +25,15 @@ def test_sizes():
     assert (config.model.depth, config.model.width, config.model.heads) == (20, 1280, 20)
     with pytest.raises(UserError, match="at least 1"):
         throughput.sized(get_config(), throughput.Arguments(rows=0), devices=1)
+
+
+def test_the_profile_names_instructions_and_where_they_come_from(monkeypatch, capsys):
+    arguments = "--config=configs/plain.py --depth=1 --rows=1 --micro_batches=2 --timed_steps=1 --profile"
+    monkeypatch.setattr(sys, "argv", ["throughput", *arguments.split(), "--batch.sequence_length=64"])
+    assert throughput.main() == 0
+    head, *rows, total, line = capsys.readouterr().out.splitlines()
+    assert head.split()[:2] == ["ms", "a"] and json.loads(line)["depth"] == 1
+    times, shares = zip(*[(float(row.split()[0]), float(row.split()[1].rstrip("%"))) for row in rows])
+    assert list(times) == sorted(times, reverse=True) and times[0] > 0
+    assert sum(shares) <= 100.5 and sum(times) <= 1.01 * float(total.split()[0]) + 0.2
+    assert any("dot_general" in row for row in rows)

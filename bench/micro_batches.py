@@ -1,0 +1,70 @@
+"""Speed and memory of one step against the rows of its micro-batches: a JSON line for each, and a plot.
+
+python -m bench.micro_batches --config=configs/small.py --rows 1 2 4 8 16 --out=micro-batches.png
+
+The step stays the config's; fewer rows are more micro-batches. With --topology it is compiled ahead of time for a TPU
+slice: nothing is run, and the compiler's estimate of its cycles (as in bench.collectives) stands for the time.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from matplotlib.figure import Figure
+
+from bench.collectives import compile_step, devices_of
+from bench.hlo import estimated_cycles
+from bench.throughput import Arguments as Sizes
+from bench.throughput import measure, sized
+from configs.command_line import parse
+from training.mesh import batch_shape, make_mesh
+from training.runtime import peak_memory_bytes, run_command
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What is varied, and where."""
+
+    rows: tuple[int, ...] = (1, 2, 4, 8, 16)
+    """Rows of a micro-batch on one device."""
+    topology: str = ""
+    """A TPU slice, as `v5e:4x4`. Empty: the devices here."""
+    timed_steps: int = 9
+    """Steps whose median is taken."""
+    out: str = "micro-batches.png"
+    """The plot."""
+
+
+def main() -> int:
+    config, arguments = parse(__doc__, Arguments)
+    points = []
+    for rows in arguments.rows:
+        if arguments.topology:
+            mesh = make_mesh(config.mesh, devices_of(arguments.topology))
+            of_rows = sized(config, Sizes(rows=rows), mesh.size)
+            compiled = compile_step(of_rows, mesh)
+            speed = of_rows.batch.tokens_per_step / estimated_cycles(compiled.as_text()) * 1e6
+            point = {"micro_batches": batch_shape(of_rows.batch, mesh)[0], "tokens_per_million_cycles": round(speed, 1)}
+            point["peak_gib"] = round(peak_memory_bytes(compiled) / 2**30, 2)
+        else:
+            measured = measure(sized(config, Sizes(rows=rows), jax.device_count()), arguments.timed_steps)
+            point = {name: measured[name] for name in ("micro_batches", "tokens_per_second", "peak_gib")}
+        points.append({"rows": rows, **point})
+        print(json.dumps(points[-1]), flush=True)
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    for axis, name in zip(figure.subplots(1, 2), list(points[0])[2:]):
+        axis.plot([point["rows"] for point in points], [point[name] for point in points], "o-")
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("rows of a micro-batch on a device")
+        axis.set_ylabel({"peak_gib": "GiB on a device"}.get(name, name.replace("_", " ")))
+    figure.suptitle(f"{config.name}, {arguments.topology or jax.devices()[0].device_kind}")
+    Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(arguments.out, dpi=150)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,14 @@
+"""configs/small.py as nanochat's plain network under AdamW, of 5 M parameters.
+
+What the options are measured against (docs/recipe.md), and what transformers can load.
+"""
+
+from dataclasses import replace
+
+from configs import small
+from configs.schema import Config, ModelConfig, OptimizerConfig
+
+
+def get_config() -> Config:
+    network = ModelConfig(depth=4, width=256, heads=4, kv_heads=4, head_dim=64, vocab_size=4096, loss_chunks=4)
+    return replace(small.get_config(), name="plain", model=network, optimizer=OptimizerConfig())
