@@ -28,7 +28,7 @@ from model.parallel import inside, own, total
 from training.mesh import ROWS, dimension_over
 from training.optimizer import parameter_groups
 from training.schedule import Schedule
-from training.state import TrainState, parameter_specs, split_model
+from training.state import TrainState, abstract_state, parameter_specs, split_model
 
 
 class Batch(TypedDict):
@@ -106,6 +106,7 @@ def make_train_step(
     graphdef, shapes = split_model(config, dtype)
     groups = jax.tree.leaves(parameter_groups(shapes))
     specs = parameter_specs(config, mesh)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh))
 
     def gradient_sums(params: dict, batch: Batch) -> tuple[Array, Array, dict]:
         """For one device: (loss_sum, token_count, gradient of loss_sum) of the whole step.
@@ -127,7 +128,8 @@ def make_train_step(
 
     summed = on_each_device(gradient_sums, mesh, (specs, ROWS), (PartitionSpec(), PartitionSpec(), specs))
 
-    @partial(jax.jit, donate_argnums=0)
+    # Left to the compiler, parts of the state could come out elsewhere than where the next step expects them.
+    @partial(jax.jit, donate_argnums=0, out_shardings=(placed, None))
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss_sum, tokens, gradients = summed(state.params, batch)
         gradients = jax.tree.map(lambda g: g / jnp.maximum(tokens, 1), gradients)

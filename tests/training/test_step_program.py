@@ -85,3 +85,20 @@ def test_a_run_compiles_its_step_once(caplog):
         run_steps(config, [random_rows(config, step) for step in range(5)])
     compiled = [record.message for record in caplog.records if "Finished XLA compilation of" in record.message]
     assert sum("train_step" in message for message in compiled) == 1, compiled
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)])
+def test_the_state_comes_out_where_it_went_in(mesh):
+    """Else a compiled step would refuse its own result. Muon's second moments are what XLA would place by itself."""
+    matrices = replace(tiny_config().optimizer.matrices, kind="muon")
+    config = replace(tiny_config(rows_per_device=1), mesh=mesh)
+    config = replace(config, optimizer=replace(config.optimizer, matrices=matrices))
+    train_step, devices, state, _ = step_of(config, 8)
+    shape = batch_shape(config.batch, devices)
+    rows = {name: array.reshape(shape) for name, array in random_rows(config, 0).items()}
+    batch = jax.device_put(rows, batch_sharding(devices))
+    places = jax.tree.map(lambda leaf: leaf.sharding, state)
+    compiled = train_step.lower(state, batch).compile()
+    for _ in range(2):
+        state, _ = compiled(state, batch)
+        assert jax.tree.map(lambda leaf: leaf.sharding, state) == places
