@@ -7,12 +7,12 @@ import pytest
 
 from bench import checkpoints
 
-SMALL = "--config=configs/small.py --model.depth=1 --model.width=64 --model.heads=1 --model.kv_heads=1 --saves=1"
+PLAIN = "--config=configs/plain.py --model.depth=1 --model.width=64 --model.heads=1 --model.kv_heads=1 --saves=1"
 
 
 @pytest.mark.parametrize(("steps", "told"), [(0, "seconds_until_written"), (2, "slower")])
 def test_one_json_line(monkeypatch, capsys, steps, told):
-    sizes = f"{SMALL} --batch.sequence_length=16 --batch.tokens_per_step=128 --steps_between={steps}"
+    sizes = f"{PLAIN} --batch.sequence_length=16 --batch.tokens_per_step=128 --steps_between={steps}"
     monkeypatch.setattr(sys, "argv", ["checkpoints", *sizes.split()])
     assert checkpoints.main() == 0
     line = json.loads(capsys.readouterr().out)

@@ -258,8 +258,8 @@ def test_on_a_tpu_slice_gradients_are_scattered_over_fsdp_in_the_scan():
     reduced, gradients = sums(told)
     assert gradients == (2 * 32768 * 768 + 12 * 12 * 768**2)  # 4 bytes of each, over fsdp=4
     assert gradients <= reduced < gradients + 1024
-    # 7.76 GiB where every activation is kept
-    assert float(re.search(r"temporaries ([\d.]+) GiB", told)[1]) < 4
+    # 3.53 GiB where every activation is kept
+    assert float(re.search(r"temporaries ([\d.]+) GiB", told)[1]) < 1.5
 
 
 @pytest.mark.slow
@@ -270,6 +270,8 @@ def test_on_tpu_slices(topology):
     assert gradients == 4 * (2 * 32768 * 768 + 12 * 12 * 768**2)
     assert gradients <= reduced < gradients + 1024
     assert int(re.search(r"estimated cycles: ([\d,]+)", told)[1].replace(",", "")) > 1e8
+    if topology == "v5e:4x4":
+        assert float(re.search(r"temporaries ([\d.]+) GiB", told)[1]) < 4.5
 
 
 @pytest.mark.slow
