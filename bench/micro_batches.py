@@ -53,6 +53,12 @@ def main() -> int:
         points.append({"rows": rows, **point})
         print(json.dumps(points[-1]), flush=True)
 
+    plot(points, f"{config.name}, {arguments.topology or jax.devices()[0].device_kind}", Path(arguments.out))
+    return 0
+
+
+def plot(points: list[dict], title: str, out: Path) -> None:
+    """Speed and memory, side by side."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     for axis, name in zip(figure.subplots(1, 2), list(points[0])[2:]):
         axis.plot([point["rows"] for point in points], [point[name] for point in points], "o-")
@@ -60,10 +66,9 @@ def main() -> int:
         axis.set_ylim(bottom=0)
         axis.set_xlabel("rows of a micro-batch on a device")
         axis.set_ylabel({"peak_gib": "GiB on a device"}.get(name, name.replace("_", " ")))
-    figure.suptitle(f"{config.name}, {arguments.topology or jax.devices()[0].device_kind}")
-    Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(arguments.out, dpi=150)
-    return 0
+    figure.suptitle(title)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=150)
 
 
 if __name__ == "__main__":

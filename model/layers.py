@@ -87,9 +87,8 @@ def _matmul_forward(x: Array, share: Array, axes: Axes) -> tuple[Array, tuple[Ar
 
 def _matmul_backward(axes: Axes, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, share = residuals
-    # Of one dimension of rows: with two of them XLA on CPU would transpose x in memory.
-    rows = lambda a: a.reshape(-1, a.shape[-1])
-    dkernel = jax.lax.dot_general(rows(x), rows(dy), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    rows = tuple(range(x.ndim - 1))
+    dkernel = jax.lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
     return dy @ gather(share, axes).T, scatter(dkernel, axes)
 
 

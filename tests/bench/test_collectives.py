@@ -269,8 +269,10 @@ def test_on_tpu_slices(topology):
     reduced, gradients = sums(told)
     assert gradients == 4 * (2 * 32768 * 768 + 12 * 12 * 768**2)
     assert gradients <= reduced < gradients + 1024
-    assert int(re.search(r"estimated cycles: ([\d,]+)", told)[1].replace(",", "")) > 1e8
-    if topology == "v5e:4x4":
+    cycles = int(re.search(r"estimated cycles: ([\d,]+)", told)[1].replace(",", ""))
+    assert cycles > 1e8
+    if topology == "v5e:4x4":  # docs/performance.md: 266 M, 3.7 GiB
+        assert cycles < 2.8e8
         assert float(re.search(r"temporaries ([\d.]+) GiB", told)[1]) < 4.5
 
 
