@@ -30,6 +30,7 @@ FREE = {
     "mesh.fsdp",
     "mesh.tensor",
     "model.remat",
+    "model.loss_chunks",
 }
 
 
