@@ -33,7 +33,7 @@ def attend(
     with `segment_ids`, only among positions of one segment; with `window`, only to so many positions back.
 
     The one place that chooses a kernel: splash attention on a TPU, cuDNN's on a GPU, plain products elsewhere and for
-    the cache.
+    the cache. Plain products take the queries in blocks, each with the keys that its queries can see.
     """
     same = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
     if positions is None:
@@ -44,10 +44,18 @@ def attend(
             return jax.nn.dot_product_attention(
                 q, k, v, mask=same, is_causal=True, local_window_size=back, implementation="cudnn"
             )
-        positions = jnp.arange(q.shape[1])
-    distance = positions[:, None] - jnp.arange(k.shape[1])
-    seen = ((distance >= 0) & (distance <= (k.shape[1] if window is None else window)))[None, None]
-    return plain_attention(q, k, v, seen if same is None else seen & same)
+    length, keys = q.shape[1], k.shape[1]
+    back = keys if window is None else window
+    distance = (jnp.arange(length) if positions is None else positions)[:, None] - jnp.arange(keys)
+    seen = ((distance >= 0) & (distance <= back))[None, None]
+    seen = seen if same is None else seen & same
+    if positions is not None:
+        return plain_attention(q, k, v, seen)
+    size = max(64, length // 8)
+    blocks = ((slice(i, i + size), slice(max(0, i - back), i + size)) for i in range(0, length, size))
+    return jnp.concatenate(
+        [plain_attention(q[:, rows], k[:, cols], v[:, cols], seen[:, :, rows, cols]) for rows, cols in blocks], axis=1
+    )
 
 
 @jax.custom_vjp

@@ -37,6 +37,37 @@ def test_causal_and_cached(kv_heads):
     np.testing.assert_allclose(cached, defined(late, k, v, lambda i: i + 4), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("segments", [False, True])
+def test_blocks_of_queries_change_neither_values_nor_gradients(window, segments):
+    """Against jax.nn.dot_product_attention, at a length that blocks do not divide."""
+    generator = np.random.default_rng(0)
+    q = jnp.asarray(generator.standard_normal((2, 200, 4, 8), np.float32))
+    k, v = jnp.asarray(generator.standard_normal((2, 2, 200, 2, 8), np.float32))
+    weights = generator.standard_normal(q.shape, np.float32)
+    segment_ids = jnp.asarray(np.sort(generator.integers(0, 5, (2, 200)), axis=1)) if segments else None
+    mask = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+    window_size = None if window is None else (window, 0)
+
+    def theirs(q, k, v):
+        y = jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=True, local_window_size=window_size, implementation="xla"
+        )
+        return jnp.sum(y * weights)
+
+    ours = lambda q, k, v: jnp.sum(attend(q, k, v, segment_ids=segment_ids, window=window) * weights)
+    for mine, other in zip(*(jax.tree.leaves(jax.value_and_grad(f, (0, 1, 2))(q, k, v)) for f in (ours, theirs))):
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("window", "share"), [(None, 0.6), (256, 0.25)])
+def test_scores_that_nobody_sees_are_not_computed(window, share):
+    length, heads, head_dim = 2048, 2, 64
+    q = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.float32)
+    cost = jax.jit(lambda q: attend(q, q, q, window=window)).lower(q).cost_analysis()
+    assert cost["flops"] < share * (4 * head_dim + 8) * heads * length**2  # two products, and some work on each score
+
+
 def test_on_a_gpu_cudnn_reads_and_writes_heads_as_they_lie(monkeypatch):
     """Lowered for CUDA, without one: keys are not repeated, and nothing is transposed but in name: cuDNN's results lie
     in memory as the rows of their transposition."""
