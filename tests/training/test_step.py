@@ -99,7 +99,7 @@ def test_every_mesh_of_eight_gives_the_update_of_one(sizes):
     data=st.data(),
 )
 def test_any_split_equals_no_split(rows, length, kv_heads, kind, data):
-    config = tiny_config(rows, rows, length, kv_heads=kv_heads)
+    config = tiny_config(rows, rows, length, depth=1, kv_heads=kv_heads)
     part = data.draw(st.sampled_from([n for n in range(1, rows) if rows % n == 0]), label="rows of a micro-batch")
     batches = [random_rows(config, step, weights(kind, rows, length, step)) for step in range(2)]
     whole, _ = run_steps(config, batches)
