@@ -2,14 +2,15 @@
 
 python -m bench.collectives --config=configs/d12.py --topology=v5e:4x4 --mesh.data=-1
 
-With --topology the step is compiled ahead of time for that TPU slice (libtpu must be installed, a TPU need not be
-there), else for the devices here. Exit code 1 where anything crosses the mesh axis `data` inside the scan over
-micro-batches: gradients should cross it once a step.
+With --topology the step is compiled ahead of time for that TPU slice or those GPUs, which need not be there (but what
+drives them must be installed: EXTRA=tpu or cuda), else for the devices here. Exit code 1 where anything crosses the
+mesh axis `data` inside the scan over micro-batches: gradients should cross it once a step.
 
 Bytes are a chip's payload, not what a ring sends for it: the result of an all-gather, the operand of everything else
 (of a reduce-scatter, the whole tensor before it is scattered). The TPU compiler may make all-reduces of reduce-scatters
-and, with zeros around each share, of all-gathers: the type and the bytes tell which. Cycles are the compiler's estimate
-of its own scheduled work: not of collectives, attention kernels or asynchronous copies.
+and, with zeros around each share, of all-gathers: the type and the bytes tell which. Cycles are the TPU compiler's
+estimate of its own scheduled work: not of collectives, attention kernels or asynchronous copies. For other programs,
+the bytes that their instructions read and write in memory stand there.
 """
 
 import os
@@ -27,7 +28,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from bench import throughput
-from bench.hlo import estimated_cycles, names, numbers, read_program, type_bytes, visits
+from bench.hlo import estimated_cycles, names, numbers, read_program, traffic, type_bytes, visits
 from configs.command_line import parse
 from configs.schema import Config, UserError
 from model.flops import parameter_counts
@@ -37,6 +38,33 @@ from training.runtime import run_command
 from training.state import abstract_state, compute_dtype, split_model
 from training.step import make_train_step
 
+# What XLA:GPU asks of the GPU that it compiles for: a GpuTargetConfigProto, as text.
+H200 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  device_memory_size: 150754820096
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 }
+"""
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute", "collective-broadcast")
 
 
@@ -45,7 +73,7 @@ class Arguments:
     """For which machine, and the sizes that differ from the config's."""
 
     topology: str = ""
-    """A TPU slice, as `v5e:4x4`, `v5p:4x4x4`, `v6e:4x4`. Empty: the devices here."""
+    """A TPU slice, as `v5e:4x4`, `v5p:4x4x4`, `v6e:4x4`, or GPUs of a machine, as `h200:8`. Empty: the devices here."""
     rows: int = 4
     """Rows of a micro-batch on one device."""
     micro_batches: int = 4
@@ -140,17 +168,22 @@ def compile_step(config: Config, mesh: Mesh) -> Any:
     shape, sharding = batch_shape(config.batch, mesh), batch_sharding(mesh)
     types = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in types.items()}
-    return train_step.lower(abstract_state(config.model, optimizer, mesh), batch).compile()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # whose devices choose the kernels
+        return train_step.lower(abstract_state(config.model, optimizer, mesh), batch).compile()
 
 
 def devices_of(topology: str) -> Any:
-    """The chips of a TPU slice that need not be there, or the devices here."""
+    """The chips of a TPU slice, or the GPUs of a machine, that need not be there; or the devices here."""
     if not topology:
         return jax.devices()
     # Before JAX first looks for devices: else it, and libtpu, would wait for a TPU.
     jax.config.update("jax_platforms", "cpu")
-    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    name, _, count = topology.partition(":")
     try:
+        if name == "h200":
+            options = {"topology": f"1x1x{count}", "target_config": H200}  # slices x machines x GPUs of one
+            return topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices
         return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:
         raise UserError(f"--topology={topology}: {error}") from error
@@ -186,7 +219,8 @@ def main() -> int:
     print(f"\n{mesh.size} x {mesh.devices.flat[0].device_kind}, {dict(mesh.shape)}; compiled in {seconds:.0f} s")
     print(f"float32 reduced over data: {reduced:,} bytes; gradients: {gradients:,}")
     print("memory of a chip:", ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts.items()))
-    print(f"estimated cycles: {estimated_cycles(text):,}")
+    cycles = estimated_cycles(text)
+    print(f"estimated cycles: {cycles:,}" if cycles else f"read and written in memory: {traffic(text):,} bytes")
     wrong = [c for c in found if c.in_loop and "data" in c.axes]
     for c in wrong:
         print(f"FAIL: {c.kind} over data in the loop: {c.times} times a step, {c.bytes_each:,} bytes each, {c.label}")

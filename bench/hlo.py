@@ -1,13 +1,16 @@
 """XLA's text of a compiled program (`compiled.as_text()`), read: its instructions, its loops, its estimated cycles."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import NamedTuple
 
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)$")
 CALLS = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
+
+# Instructions that name what others have made.
+LINKS = ("get-tuple-element", "tuple", "parameter", "constant", "while", "call", "bitcast", "opt-barrier")
 
 
 class Instruction(NamedTuple):
@@ -29,6 +32,21 @@ def estimated_cycles(hlo_text: str) -> int:
         for instruction in program[name] if name == caller else []:  # a fusion's estimate covers all that is in it
             cycles = re.search(r'"estimated_cycles":"?(\d+)', instruction.attributes)
             total += times * int(cycles[1]) if cycles else 0
+    return total
+
+
+def traffic(hlo_text: str, of: Callable[[Instruction], bool] = lambda instruction: True) -> int:
+    """Bytes a step that instructions (those that are `of` interest) read and write in memory, loop bodies times their
+    trip counts: each operand and each result once, as a fusion's kernel does. On a GPU that bounds the time from below.
+    """
+    program, entry = read_program(hlo_text)
+    total = 0
+    for name, times, _, caller in visits(program, entry, entry):
+        types = {instruction.name: instruction.type for instruction in program[name]}
+        for i in program[name] if name == caller else []:  # what is in a fusion stays in registers
+            if i.opcode not in LINKS and not i.opcode.endswith(("-done", "-update")) and of(i):
+                read = [types[operand] for operand in set(names(i.operands)) & types.keys()]
+                total += times * sum(map(type_bytes, (i.type, *read)))
     return total
 
 

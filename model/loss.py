@@ -40,6 +40,8 @@ def cross_entropy(
     target_logit = join(jnp.where((local >= 0) & (local < share), softcap(target_logit, cap), 0))
     loss = jnp.sum(weights * (log_sum - target_logit + config.z_loss * log_sum**2))
 
+    # Else XLA on a GPU shares the loss's tanh, and for that writes the logits once more, in float32.
+    logits = jax.lax.optimization_barrier(logits)
     squashed = jnp.tanh(logits.astype(jnp.float32) / cap)
     probabilities = jnp.exp(cap * squashed - log_sum[:, None]) * (1 + 2 * config.z_loss * log_sum)[:, None]
     is_target = jnp.arange(share) == local[:, None]

@@ -38,6 +38,15 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return jax.make_mesh((data, config.fsdp, config.tensor), AXES, (AxisType.Auto,) * 3, devices=devices)
 
 
+def xla_options(mesh: Mesh) -> dict[str, bool]:
+    """What XLA is told beside its defaults, by platform: only what a measurement showed to help (bench/LOG.md).
+
+    On a GPU: to round to bfloat16 where the network says so. Left to itself XLA drops such roundings, and so keeps and
+    reads float32 copies of activations: 7 of 24 GiB, and 125 of 894 GB a step, at depth 12.
+    """
+    return {"xla_allow_excess_precision": False} if mesh.devices.flat[0].platform == "gpu" else {}
+
+
 def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:
     """`(K, B, T)` of a step's arrays: K micro-batches of B rows (over the whole mesh) of T tokens.
 

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from configs.schema import ModelConfig
 from model.loss import loss_sums
 from model.parallel import inside, own, total
-from training.mesh import ROWS, dimension_over
+from training.mesh import ROWS, dimension_over, xla_options
 from training.optimizer import parameter_groups
 from training.schedule import Schedule
 from training.state import TrainState, abstract_state, parameter_specs, split_model
@@ -129,7 +129,7 @@ def make_train_step(
     summed = on_each_device(gradient_sums, mesh, (specs, ROWS), (PartitionSpec(), PartitionSpec(), specs))
 
     # Left to the compiler, parts of the state could come out elsewhere than where the next step expects them.
-    @partial(jax.jit, donate_argnums=0, out_shardings=(placed, None))
+    @partial(jax.jit, donate_argnums=0, out_shardings=(placed, None), compiler_options=xla_options(mesh))
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss_sum, tokens, gradients = summed(state.params, batch)
         gradients = jax.tree.map(lambda g: g / jnp.maximum(tokens, 1), gradients)

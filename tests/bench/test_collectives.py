@@ -13,7 +13,7 @@ import pytest
 
 from bench import collectives as program
 from bench.collectives import Collective, axes_crossed, collectives, device_groups
-from bench.hlo import estimated_cycles, type_bytes
+from bench.hlo import estimated_cycles, traffic, type_bytes
 from configs.schema import MeshConfig
 from model.flops import parameter_counts
 from tests.helpers import step_of, tiny_config
@@ -153,6 +153,11 @@ def test_every_kind_counts_once_with_its_bytes_and_its_loops():
     ]
     assert collectives(HLO, MESH) == expected
     assert estimated_cycles(HLO) == 15 * 10 + 5 * 100 + 1
+
+
+def test_traffic_is_each_operand_and_each_result_once_times_the_trips():
+    assert traffic(HLO, lambda i: i.opcode in ("multiply", "fusion")) == 15 * (64 + 64) + 5 * 2 * (16 + 32)
+    assert traffic(HLO, lambda i: i.opcode == "parameter") == 0
 
 
 def test_a_loop_without_a_trip_count_is_refused():

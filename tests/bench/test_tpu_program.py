@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from bench.collectives import compile_step, devices_of
-from bench.hlo import Instruction, names, read_program, visits
+from bench.hlo import LINKS, Instruction, names, read_program, visits
 from configs.schema import BatchConfig, Config, ModelConfig
 from training.mesh import make_mesh
 
@@ -30,11 +30,10 @@ def scheduled(**model: int) -> tuple[list[Instruction], int]:
 
 def produced(shape: str, arrays: list[Instruction]) -> list[str]:
     """Types of the arrays of that shape that are written."""
-    links = ("get-tuple-element", "tuple", "parameter", "while", "bitcast", "opt-barrier")
     return [
         dtype
         for instruction in arrays
-        if instruction.opcode not in links
+        if instruction.opcode not in LINKS
         for dtype in re.findall(rf"(\w+){re.escape(shape)}", instruction.type)
     ]
 
