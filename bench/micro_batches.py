@@ -63,6 +63,7 @@ def plot(points: list[dict], title: str, out: Path) -> None:
     for axis, name in zip(figure.subplots(1, 2), list(points[0])[2:]):
         axis.plot([point["rows"] for point in points], [point[name] for point in points], "o-")
         axis.set_xscale("log", base=2)
+        axis.set_xticks([point["rows"] for point in points], [str(point["rows"]) for point in points])
         axis.set_ylim(bottom=0)
         axis.set_xlabel("rows of a micro-batch on a device")
         axis.set_ylabel({"peak_gib": "GiB on a device"}.get(name, name.replace("_", " ")))

@@ -1,7 +1,7 @@
 """What each option gives: python -m bench.quality --out=runs/quality. Writes a table and a plot.
 
-configs/plain.py for 2 M tokens: as it is; with each of nanochat's later features alone; with all; with all and Muon;
-three seeds each, the same data. Each run is train.py's, so the same command goes on where it was stopped. Tokens/s are
+configs/plain.py for 2 M tokens: as it is; with each of nanochat's later features alone; with all; and with Muon; three
+seeds each, the same data. Each run is train.py's, so the same command goes on where it was stopped. Tokens/s are
 measured apart, one network after the other, when all runs are done.
 """
 
@@ -18,8 +18,10 @@ from typing import Literal
 
 import numpy as np
 import tyro
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
+from configs.schema import UserError
 from training.metrics import read_metrics
 from training.runtime import run_command
 
@@ -34,7 +36,14 @@ FEATURES = {
 }
 ALL = tuple(option for options in FEATURES.values() for option in options)
 MUON = ("--optimizer.matrices.kind=muon",)
-VARIANTS = {"plain": (), **FEATURES, "all": ALL, "muon": MUON, "all and muon": ALL + MUON}
+VARIANTS = {
+    "plain": (),
+    **FEATURES,
+    "all": ALL,
+    "muon": MUON,
+    "value_embeddings and muon": FEATURES["value_embeddings"] + MUON,
+    "all and muon": ALL + MUON,
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,8 @@ class Arguments:
 
     out: str = "runs/quality"
     """A folder for the runs, the table and the plot."""
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    """Which of them."""
     steps: int = 488
     """Of 4,096 tokens."""
     seeds: int = 3
@@ -79,7 +90,7 @@ def tokens_per_second(options: Sequence[str]) -> int:
 
 
 def curve(arguments: Arguments, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, and the mean over seeds of the training loss, over 10 logged steps."""
+    """Tokens, and the mean over seeds of the training loss, each over five lines of ten steps."""
     lines = [
         [line for line in read_metrics(run_dir_of(arguments, name, seed)) if "loss" in line]
         for seed in range(arguments.seeds)
@@ -92,7 +103,9 @@ def curve(arguments: Arguments, name: str) -> tuple[np.ndarray, np.ndarray]:
 def main() -> int:
     arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
     cores = sorted(os.sched_getaffinity(0))
-    work = [(name, seed) for seed in range(arguments.seeds) for name in VARIANTS]
+    if unknown := set(arguments.variants) - set(VARIANTS):
+        raise UserError(f"--variants: {sorted(unknown)} are not among {list(VARIANTS)}")
+    work = [(name, seed) for seed in range(arguments.seeds) for name in arguments.variants]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         free = list(cores[: arguments.jobs])
 
@@ -107,9 +120,9 @@ def main() -> int:
 
     out, rows = Path(arguments.out), []
     speeds = {
-        name: tokens_per_second([f"--model.dtype={arguments.dtype}", *options]) for name, options in VARIANTS.items()
+        name: tokens_per_second([f"--model.dtype={arguments.dtype}", *VARIANTS[name]]) for name in arguments.variants
     }
-    for name in VARIANTS:
+    for name in arguments.variants:
         summaries = [
             json.loads((run_dir_of(arguments, name, seed) / "summary.json").read_text())
             for seed in range(arguments.seeds)
@@ -123,9 +136,10 @@ def main() -> int:
 
     figure = Figure(figsize=(11, 4.5))
     for axes, over in zip(figure.subplots(1, 2), ("tokens", "seconds")):
-        for name in VARIANTS:
+        axes.set_prop_cycle(color=[colormaps["tab20"](i) for i in range(20)])
+        for name in arguments.variants:
             tokens, losses = curve(arguments, name)
-            bold = name in ("plain", "all", "muon", "all and muon")
+            bold = name in ("plain", "all") or "muon" in name
             x = tokens / 1e6 if over == "tokens" else tokens / speeds[name]
             axes.plot(x, losses, label=name, linewidth=2 if bold else 0.8)
         axes.set_xlabel("million tokens" if over == "tokens" else "seconds of training, from tokens/s")
