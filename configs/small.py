@@ -1,6 +1,6 @@
 """A GPT of 7 M parameters on the Python standard library's own source: no download, no GPU, no argument.
 
-All of nanochat's later features, and Muon: what learned most in docs/recipe.md's measurement. configs/plain.py is the
+All of nanochat's later features, and Muon: the best that docs/recipe.md's measurement found. configs/plain.py is the
 same without them.
 """
 
