@@ -39,15 +39,17 @@ def traffic(hlo_text: str, of: Callable[[Instruction], bool] = lambda instructio
     """Bytes a step that instructions (those that are `of` interest) read and write in memory, loop bodies times their
     trip counts: each operand and each result once, as a fusion's kernel does. On a GPU that bounds the time from below.
     """
+    return sum(times * sum(map(type_bytes, (i.type, *reads))) for i, times, reads in kernels(hlo_text) if of(i))
+
+
+def kernels(hlo_text: str) -> Iterator[tuple[Instruction, int, list[str]]]:
+    """The instructions that read or write memory, how often a step, and the types of what each reads."""
     program, entry = read_program(hlo_text)
-    total = 0
     for name, times, _, caller in visits(program, entry, entry):
         types = {instruction.name: instruction.type for instruction in program[name]}
         for i in program[name] if name == caller else []:  # what is in a fusion stays in registers
-            if i.opcode not in LINKS and not i.opcode.endswith(("-done", "-update")) and of(i):
-                read = [types[operand] for operand in set(names(i.operands)) & types.keys()]
-                total += times * sum(map(type_bytes, (i.type, *read)))
-    return total
+            if i.opcode not in LINKS and not i.opcode.endswith(("-done", "-update")):
+                yield i, times, [types[operand] for operand in set(names(i.operands)) & types.keys()]
 
 
 def read_program(hlo_text: str) -> tuple[Program, str]:

@@ -18,6 +18,7 @@ from bench.hlo import estimated_cycles
 from bench.throughput import Arguments as Sizes
 from bench.throughput import measure, sized
 from configs.command_line import parse
+from configs.schema import UserError
 from training.mesh import batch_shape, make_mesh
 from training.runtime import peak_memory_bytes, run_command
 
@@ -42,6 +43,8 @@ def main() -> int:
     for rows in arguments.rows:
         if arguments.topology:
             mesh = make_mesh(config.mesh, devices_of(arguments.topology))
+            if mesh.devices.flat[0].platform != "tpu":
+                raise UserError(f"--topology={arguments.topology}: only a TPU's compiler estimates cycles; as v5e:4x4")
             of_rows = sized(config, Sizes(rows=rows), mesh.size)
             compiled = compile_step(of_rows, mesh)
             speed = of_rows.batch.tokens_per_step / estimated_cycles(compiled.as_text()) * 1e6

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 
 from bench.collectives import collectives, compile_step, devices_of
-from bench.hlo import LINKS, names, numbers, read_program, traffic, visits
+from bench.hlo import Instruction, kernels, numbers, traffic
 from bench.throughput import Arguments, sized
 from configs import d12
 from configs.schema import BatchConfig, Config, ModelConfig
@@ -30,20 +30,13 @@ def compiled(config: Config, topology: str = "h200:1"):
         return compile_step(config, make_mesh(config.mesh, devices_of(topology)))
 
 
-def kernels(**model) -> list[tuple[str, list[str], list[str]]]:
-    """Of a small network's step: each instruction that reads or writes memory, the types that it writes, and reads."""
+def passes(**model) -> list[tuple[Instruction, list[str], list[str]]]:
+    """Of a small network's step: each instruction that reads or writes memory, the arrays that it writes, and reads."""
     network = {"depth": DEPTH, "width": WIDTH, "heads": 2, "kv_heads": 2, "head_dim": HEAD, "vocab_size": VOCAB}
     batch = BatchConfig(sequence_length=LENGTH, tokens_per_step=2 * TOKENS, rows_per_device=ROWS)
     config = Config(name="test", model=ModelConfig(**network | model), batch=batch)
-    program, entry = read_program(compiled(config).as_text())
-    found = []
-    for computation in {name for name, _, _, caller in visits(program, entry, entry) if name == caller}:
-        types = {i.name: re.findall(r"\w+\[[\d,]*\]", i.type) for i in program[computation]}
-        for i in program[computation]:
-            if i.opcode not in LINKS:
-                reads = [read for name in names(i.operands) for read in types.get(name, [])]
-                found.append((f"{i.opcode} {i.name} {i.attributes}", types[i.name], reads))
-    return found
+    arrays = lambda *types: re.findall(r"\w+\[[\d,]*\]", " ".join(types))
+    return [(i, arrays(i.type), arrays(*reads)) for i, _, reads in kernels(compiled(config).as_text())]
 
 
 def elements(array: str) -> int:
@@ -58,13 +51,13 @@ def of_size(size: int, arrays: list[str]) -> list[str]:
 def test_logits_are_bfloat16_and_passed_over_seven_times():
     """Written; read for the sum of exponentials, and for the targets' own; read and written as their gradient; and read
     by the two products that take it."""
-    writes = [dtype for _, written, _ in kernels() for dtype in of_size(TOKENS * VOCAB, written)]
-    reads = [dtype for _, _, read in kernels() for dtype in of_size(TOKENS * VOCAB, read)]
+    writes = [dtype for _, written, _ in passes() for dtype in of_size(TOKENS * VOCAB, written)]
+    reads = [dtype for _, _, read in passes() for dtype in of_size(TOKENS * VOCAB, read)]
     assert writes == 2 * ["bf16"] and reads == 5 * ["bf16"]
 
 
 def test_in_chunks_the_logits_never_exist_whole():
-    writes = [array for _, written, _ in kernels(loss_chunks=4) for array in written]
+    writes = [array for _, written, _ in passes(loss_chunks=4) for array in written]
     assert not of_size(TOKENS * VOCAB, writes)
     assert set(of_size(TOKENS * VOCAB // 4, writes)) == {"bf16"}
 
@@ -72,14 +65,13 @@ def test_in_chunks_the_logits_never_exist_whole():
 @pytest.mark.parametrize("model", [{}, {"kv_heads": 1}, {"window_pattern": "S", "short_window": 128}])
 def test_attention_runs_in_cudnn_as_heads_lie(model):
     """Nothing is transposed, repeated or copied around it, and the scores are nowhere."""
-    found = kernels(**model)
-    attention = [(written, read) for text, written, read in found if "__cudnn$fmha" in text]
-    assert len(attention) == 2 * DEPTH
+    found = passes(**model)
+    assert sum("__cudnn$fmha" in i.attributes for i, _, _ in found) == 2 * DEPTH
     heads = {TOKENS * HEAD * n for n in (1, 2)}
-    for text, written, _ in found:
-        assert not [array for array in written if f"{LENGTH},{LENGTH}]" in array], text
-        moved = re.search("transpose|copy", text.split(" metadata=")[0])
-        assert not (moved and heads & set(map(elements, written))), text
+    for i, written, _ in found:
+        assert not [array for array in written if f"{LENGTH},{LENGTH}]" in array], i
+        moved = re.search("transpose|copy", f"{i.opcode} {i.name} {i.attributes.split(' metadata=')[0]}")
+        assert not (moved and heads & set(map(elements, written))), i
 
 
 def test_memory_and_passes_of_d12():
