@@ -39,19 +39,19 @@ class Arguments:
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
+    mesh = make_mesh(config.mesh, devices_of(arguments.topology))
+    if arguments.topology and mesh.devices.flat[0].platform != "tpu":
+        raise UserError(f"--topology={arguments.topology}: only a TPU's compiler estimates cycles; as v5e:4x4")
     points = []
     for rows in arguments.rows:
+        of_rows = sized(config, Sizes(rows=rows), mesh.size)
         if arguments.topology:
-            mesh = make_mesh(config.mesh, devices_of(arguments.topology))
-            if mesh.devices.flat[0].platform != "tpu":
-                raise UserError(f"--topology={arguments.topology}: only a TPU's compiler estimates cycles; as v5e:4x4")
-            of_rows = sized(config, Sizes(rows=rows), mesh.size)
             compiled = compile_step(of_rows, mesh)
             speed = of_rows.batch.tokens_per_step / estimated_cycles(compiled.as_text()) * 1e6
             point = {"micro_batches": batch_shape(of_rows.batch, mesh)[0], "tokens_per_million_cycles": round(speed, 1)}
             point["peak_gib"] = round(peak_memory_bytes(compiled) / 2**30, 2)
         else:
-            measured = measure(sized(config, Sizes(rows=rows), jax.device_count()), arguments.timed_steps)
+            measured = measure(of_rows, arguments.timed_steps)
             point = {name: measured[name] for name in ("micro_batches", "tokens_per_second", "peak_gib")}
         points.append({"rows": rows, **point})
         print(json.dumps(points[-1]), flush=True)
