@@ -1,7 +1,6 @@
 """Validation loss and bits per byte of a run's newest checkpoint: python evaluate.py --run_dir=runs/small."""
 
 import json
-import math
 from dataclasses import dataclass
 
 import jax
@@ -10,11 +9,12 @@ import tyro
 from configs.schema import MeshConfig, UserError
 from data.dataset import open_text
 from data.loader import held_out_batches
+from evaluation.bits_per_byte import evaluate
+from run.folder import load_run
+from run.runtime import cache_dir, run_command, start_jax
 from training.mesh import batch_sharding, make_mesh
-from training.run_folder import load_run
-from training.runtime import cache_dir, run_command, start_jax
 from training.state import compute_dtype
-from training.step import Batch, EvalStep, make_eval_step
+from training.step import make_eval_step
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,6 @@ class Arguments:
     """Folder of the run."""
     tokens: int | None = None
     """Tokens of the held-out set. Default: the run's own `eval.tokens`."""
-
-
-def evaluate(eval_step: EvalStep, params: dict, batches: list[Batch], text_bytes: int) -> dict[str, float]:
-    """`val_loss` in nats a token and `val_bpb` in bits a byte, over every target that stands for text (the BOS does
-    not, as in nanochat). The same whatever the batches' shape and the mesh."""
-    sums = [eval_step(params, batch) for batch in batches]
-    loss_sum = math.fsum(float(loss) for loss, _ in sums)
-    tokens = sum(int(count) for _, count in sums)
-    return {"val_loss": loss_sum / tokens, "val_bpb": loss_sum / math.log(2) / text_bytes}
 
 
 def main() -> int:

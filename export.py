@@ -9,10 +9,11 @@ import tyro
 
 from configs.schema import MeshConfig, UserError
 from data.tokenizer import load_tokenizer
-from training.interchange import write_hf, write_safetensors
+from interchange.safetensors import write_safetensors
+from interchange.transformers import write_hf
+from run.folder import load_run
+from run.runtime import run_command, start_jax
 from training.mesh import make_mesh
-from training.run_folder import load_run
-from training.runtime import run_command, start_jax
 
 
 @dataclass(frozen=True)

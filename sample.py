@@ -1,21 +1,17 @@
 """Continue a text with a trained network: python sample.py --run_dir=runs/small --prompt="def "."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import numpy as np
 import tyro
-from flax import nnx
 
 from configs.schema import MeshConfig, UserError
-from data.tokenizer import TextTokenizer, load_tokenizer
-from model.generate import generate
-from model.gpt import GPT
+from data.tokenizer import load_tokenizer
+from evaluation.generation import continuations, encode_prompts
+from run.folder import load_run
+from run.runtime import run_command, start_jax
 from training.mesh import make_mesh
-from training.run_folder import load_run
-from training.runtime import run_command, start_jax
 from training.state import compute_dtype, replicated, split_model
 
 
@@ -38,49 +34,6 @@ class Arguments:
     """Draw from this many likeliest tokens; 0 draws from all."""
     seed: int = 0
     """Seed of the draws."""
-
-
-def encode_prompts(tokenizer: TextTokenizer, prompts: Sequence[str], capacity: int) -> list[list[int]]:
-    """Each prompt's tokens after a BOS. UserError for one that leaves no room for a continuation in `capacity`."""
-    encoded = [[tokenizer.bos, *ids] for ids in tokenizer.encode(prompts)]
-    for prompt, ids in zip(prompts, encoded):
-        if len(ids) >= capacity:
-            raise UserError(
-                f"the prompt {prompt[:40]!r}... has {len(ids)} tokens with the BOS; the network's sequence has "
-                f"{capacity}, so at most {capacity - 1} leave room for a continuation"
-            )
-    return encoded
-
-
-def continuations(
-    graphdef: nnx.GraphDef[GPT],
-    params: dict,
-    tokenizer: TextTokenizer,
-    prompts: list[list[int]],
-    *,
-    tokens: int,
-    capacity: int,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
-) -> list[str]:
-    """Each prompt (of `encode_prompts`) as text, with up to `tokens` sampled tokens after it, until its document ends.
-
-    `params` are in the compute type and whole on every device; every process must call it.
-    """
-    lengths = np.array([len(ids) for ids in prompts])
-    buffer = np.zeros((len(prompts), min(int(lengths.max()) + tokens, capacity)), np.int32)
-    for row, ids in zip(buffer, prompts):
-        row[: len(ids)] = ids
-    filled = generate(
-        graphdef, params, buffer, lengths, seed, prefill=int(lengths.min()), temperature=temperature, top_k=top_k
-    )
-    texts = []
-    for row, length in zip(np.asarray(filled), lengths):
-        new = row[length : length + tokens]
-        ends = np.flatnonzero(new == row[0])  # every row starts with the BOS
-        texts.append(tokenizer.decode(row[1 : length + (ends[0] if len(ends) else len(new))].tolist()))
-    return texts
 
 
 def main() -> int:

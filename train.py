@@ -13,19 +13,17 @@ from configs.command_line import parse
 from configs.schema import Config, UserError, options
 from data.dataset import open_text
 from data.loader import StepBatches, held_out_batches, local_rows, train_batches
-from evaluate import evaluate
+from evaluation.bits_per_byte import evaluate
+from evaluation.generation import continuations, encode_prompts
+from interchange.init_from import read_params, require_same_network
 from model.flops import flops_per_token, parameter_counts, peak_flops
-from sample import continuations, encode_prompts
-from training.checkpoint import Checkpoints
-from training.interchange import read_params, require_same_network
-from training.mesh import batch_shape, batch_sharding, make_mesh
-from training.metrics import Clock, MetricsWriter, plot_loss, read_metrics, summarize, write_summary
-from training.optimizer import make_optimizer
-from training.report import Report
-from training.run_folder import RunLock, open_run, record_files
-from training.runtime import FAILED, Stop, cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
-from training.state import abstract_state, compute_dtype, create_state, params_sha256, replicated, split_model
-from training.step import make_eval_step, make_train_step
+from run.checkpoint import Checkpoints
+from run.folder import RunLock, open_run, record_files
+from run.metrics import Clock, MetricsWriter, plot_loss, read_metrics, summarize, write_summary
+from run.monitor import Monitor
+from run.runtime import FAILED, Stop, cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
+from training.build import build
+from training.state import params_sha256, replicated, split_model
 
 ROLLED_BACK = -1  # no exit code
 
@@ -47,11 +45,9 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
     check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
 
     # The devices, and the sizes that follow from them.
-    mesh = make_mesh(config.mesh)
-    device = mesh.devices.flat[0]
-    shape = batch_shape(config.batch, mesh)
-    sharding = batch_sharding(mesh)
-    dtype = compute_dtype(config.model, device.platform)
+    built = build(config)
+    mesh, device, dtype = built.mesh, built.mesh.devices.flat[0], built.dtype
+    shape, sharding = built.batch_shape, built.batch_sharding
     flops, peak = flops_per_token(config.model, config.batch.sequence_length), peak_flops(device.device_kind)
 
     # The text, cut into rows.
@@ -75,16 +71,14 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
         return 0
 
     # The state, from the newest checkpoint that can be read; the record so far; the data from there on.
-    graphdef, shapes = split_model(config.model, dtype)
-    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps, mesh)
-    abstract = abstract_state(config.model, optimizer, mesh)
-    state, facts = checkpoints.restore_newest(abstract, say) or (
-        create_state(config.model, optimizer, mesh, config.seed),
+    graphdef, _ = split_model(config.model, dtype)
+    state, facts = checkpoints.restore_newest(built.abstract_state, say) or (
+        built.create_state(),
         {"step": 0, "seconds": 0.0, "losses": []},
     )
     start = facts["step"]
     if start == 0 and config.init_from:
-        state = state._replace(params=read_params(config, abstract.params))
+        state = state._replace(params=read_params(config, built.abstract_state.params))
     if first_process:
         text.tokenizer.save(run_dir / "tokenizer")
     writer = MetricsWriter(run_dir, start)
@@ -99,12 +93,9 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
         text.val, text.weights, config.eval.tokens, text.tokenizer.token_bytes, shape, sharding, bos
     )
 
-    # The two programs.
     batch = next(batches)
-    eval_step = make_eval_step(config.model, dtype, mesh)
     # Compiled once, here: a compiled program refuses other shapes, so no step can compile anew.
-    train_step = make_train_step(config.model, dtype, mesh, optimizer, rates, config.optimizer.clip_norm)
-    train_step = train_step.lower(state, batch).compile()
+    train_step = built.train_step.lower(state, batch).compile()
     say(
         f"{config.name}: {sum(parameter_counts(config.model).values()):,} parameters, {dtype.name}, on {mesh.size} "
         f"{device.device_kind} device(s); a step: {shape[0]} micro-batch(es) x {shape[1]} rows x {shape[2]} tokens"
@@ -115,11 +106,11 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
     flops_share = flops / (peak * mesh.size) if peak else None  # MFU of one token a second
     batch_of = lambda step: step - 1 + skipped_batches
     rows_of = lambda step: {"batch": batch_of(step), "rows": steps.row_numbers(batch_of(step))}
-    report = Report(config, writer, clock, flops_share, rows_of, say, facts["losses"], int(state.skipped_steps))
+    monitor = Monitor(config, writer, clock, flops_share, rows_of, say, facts["losses"], int(state.skipped_steps))
 
     def measure(step: int) -> dict[str, float]:
         """Evaluates and samples the network as it is after `step` steps."""
-        results = evaluate(eval_step, state.params, held_out, held_out_bytes)
+        results = evaluate(built.eval_step, state.params, held_out, held_out_bytes)
         samples = continuations(
             graphdef,
             replicated(state.params, dtype, mesh),
@@ -134,13 +125,13 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
         return results
 
     def save(step: int, results: dict[str, float]) -> None:
-        kept = {"seconds": clock.seconds, "losses": list(report.losses), "next_batch": step + skipped_batches}
+        kept = {"seconds": clock.seconds, "losses": list(monitor.losses), "next_batch": step + skipped_batches}
         told = {"dataset": text.fingerprint, "config": dataclasses.asdict(config)}
         checkpoints.save(step, state, {**kept, **told, **results})
 
     def log() -> int:
         """Writes a line. Returns how many saves in a row have failed by now, and tells of them."""
-        report.write()
+        monitor.write()
         failed_saves = checkpoints.failing(wait=False)
         if failed_saves:
             say(f"{failed_saves} save(s) in a row failed: {checkpoints.failure}; trying again")
@@ -159,7 +150,7 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
                 failed_saves = log()  # up to the step before, while this one runs
             with clock.waiting():
                 batch = next(batches)
-            report.add(step, metrics)
+            monitor.add(step, metrics)
             due = step % config.log.every_steps == 0 or step == config.steps
             last = stop.after(step) or step == config.steps
             evaluates = step % config.eval.every_steps == 0 or step == config.steps
@@ -168,10 +159,10 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
                 failed_saves = log()  # what a checkpoint vouches for is written before it
                 due = False
             elif saves:
-                report.read()
-            rolls_back = config.stability.rollback and report.spike and checkpoints.steps()
+                monitor.read()
+            rolls_back = config.stability.rollback and monitor.spike and checkpoints.steps()
             gives_up = failed_saves >= config.checkpoint.max_failed_saves
-            if report.skipped_in_a_row >= config.max_skipped_steps or rolls_back or gives_up:
+            if monitor.skipped_in_a_row >= config.max_skipped_steps or rolls_back or gives_up:
                 break
             results = {}
             if evaluates:
@@ -186,19 +177,19 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
     failed_saves = checkpoints.failing()
     checkpoints.close()
     seconds = clock.seconds
-    report.bar.close()
+    monitor.bar.close()
     newest = max(checkpoints.steps(), default=0)
     where = f"the newest checkpoint is of step {newest}" if newest else "no checkpoint was saved"
-    if report.skipped_in_a_row >= config.max_skipped_steps:
+    if monitor.skipped_in_a_row >= config.max_skipped_steps:
         say(f"stopped at step {step}: --max_skipped_steps={config.max_skipped_steps} in a row were skipped; {where}")
         return FAILED
-    if report.spike and config.stability.rollback and newest:
+    if monitor.spike and config.stability.rollback and newest:
         if sum(line["step"] == newest for line in rollbacks) == config.stability.max_rollbacks:
             say(f"stopped at step {step}: {config.stability.max_rollbacks} rollbacks to step {newest} did not help")
             return FAILED
-        skips = report.spike["step"] - newest
-        writer.write({"step": newest, "rollback": {**report.spike["spike"], "skipped_batches": skips}})
-        say(f"back to step {newest}, and on without the {skips} batch(es) up to that of step {report.spike['step']}")
+        skips = monitor.spike["step"] - newest
+        writer.write({"step": newest, "rollback": {**monitor.spike["spike"], "skipped_batches": skips}})
+        say(f"back to step {newest}, and on without the {skips} batch(es) up to that of step {monitor.spike['step']}")
         return ROLLED_BACK
     if failed_saves:
         say(f"stopped at step {step}: {failed_saves} save(s) in a row failed: {checkpoints.failure}; {where}")

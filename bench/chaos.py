@@ -20,8 +20,8 @@ import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from configs.schema import UserError
-from training.metrics import read_metrics
-from training.runtime import run_command
+from run.metrics import read_metrics
+from run.runtime import run_command
 
 TIMES = ("seconds", "tokens_per_second", "mfu", "data_wait", "time")
 

@@ -16,15 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench.throughput import random_batch
+from bench.measure import random_batch
 from configs.command_line import parse
 from configs.schema import CheckpointConfig, Config, UserError
-from training.checkpoint import Checkpoints, checksums
-from training.mesh import batch_shape, batch_sharding, make_mesh
-from training.optimizer import make_optimizer
-from training.runtime import run_command
-from training.state import abstract_state, compute_dtype, create_state, split_model
-from training.step import make_train_step
+from run.checkpoint import Checkpoints, checksums
+from run.runtime import run_command
+from training.build import build
 
 
 @dataclass(frozen=True)
@@ -47,17 +44,12 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 def measure(config: Config, arguments: Arguments, folder: str) -> dict:
     """Medians over the saves."""
-    mesh = make_mesh(config.mesh)
-    dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
-    shapes = split_model(config.model, dtype)[1]
-    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps, mesh)
-    state = create_state(config.model, optimizer, mesh, config.seed)
+    built = build(config)
+    state = built.create_state()
     checkpoints = Checkpoints(folder, CheckpointConfig(keep=2))
-    shape = batch_shape(config.batch, mesh)
     if arguments.steps_between:
-        batch = random_batch(config, shape, batch_sharding(mesh))
-        train_step = make_train_step(config.model, dtype, mesh, optimizer, rates, config.optimizer.clip_norm)
-        train_step = train_step.lower(state, batch).compile()
+        batch = random_batch(built)
+        train_step = built.train_step.lower(state, batch).compile()
 
     def steps() -> None:
         nonlocal state
@@ -80,14 +72,12 @@ def measure(config: Config, arguments: Arguments, folder: str) -> dict:
         if checkpoints.failing():
             raise UserError(f"--folder={folder}: {checkpoints.failure}")
         written.append(time.perf_counter() - start)
-    restore = seconds_of(
-        lambda: checkpoints.restore(arguments.saves + 1, abstract_state(config.model, optimizer, mesh))
-    )
+    restore = seconds_of(lambda: checkpoints.restore(arguments.saves + 1, built.abstract_state))
     median = lambda seconds: statistics.median(seconds[1:])  # the first compiles
     told = {
         "config": config.name,
-        "device": mesh.devices.flat[0].device_kind,
-        "devices": mesh.size,
+        "device": built.mesh.devices.flat[0].device_kind,
+        "devices": built.mesh.size,
         "gigabytes": round(sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / 1e9, 3),
         "seconds_copy": round(median(copied), 4),
         "seconds_checksums": round(median(summed), 4),

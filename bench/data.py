@@ -21,8 +21,8 @@ from data.dataset import open_dataset
 from data.loader import StepBatches, local_rows, train_batches
 from data.packing import plan_best_fit
 from data.prepare import Preparation, prepare
+from run.runtime import run_command
 from training.mesh import batch_shape, batch_sharding, make_mesh
-from training.runtime import run_command
 
 
 @dataclass(frozen=True)

@@ -36,12 +36,11 @@ from configs.schema import (
 from data.dataset import open_text
 from data.loader import StepBatches
 from model.loss import loss_sums
-from training.mesh import batch_shape, make_mesh
-from training.optimizer import make_optimizer, parameter_groups, peak_rates
-from training.runtime import cache_dir, run_command, start_jax
+from run.runtime import cache_dir, run_command, start_jax
+from training.build import build
+from training.optimizer import parameter_groups, peak_rates
 from training.schedule import make_schedule
-from training.state import create_state, split_model
-from training.step import make_train_step
+from training.state import split_model
 
 SCHEDULE = ScheduleConfig("warmup_cosine", warmup_steps=20, final=0.1)
 GROUP = partial(GroupConfig, beta1=0.9, beta2=0.95, eps=1e-8, schedule=SCHEDULE)
@@ -65,9 +64,9 @@ class Experiment:
 
     def __init__(self, config: Config):
         self.config = config
-        self.mesh = make_mesh(config.mesh, jax.devices()[:1])
-        self.graphdef, self.shapes = split_model(config.model, DTYPE)
-        shape = batch_shape(config.batch, self.mesh)
+        self.built = build(config, jax.devices()[:1])
+        self.graphdef, _ = split_model(config.model, DTYPE)
+        shape = self.built.batch_shape
         text = open_text(DataConfig(), config.model.vocab_size, shape[2], shape[0] * shape[1], cache_dir())
         self.batches = StepBatches(text.train, text.weights, config.seed, shape, np.arange(shape[1]))
         (val,) = text.val
@@ -83,12 +82,10 @@ class Experiment:
     def ours(self, reweigh: Callable[[dict], Any] = lambda batch: batch) -> tuple[list[float], dict]:
         """Training through this project's step: held-out losses every 10 steps, and the parameters."""
         config = self.config
-        optimizer, rates = make_optimizer(config.optimizer, self.shapes, config.model.width, config.steps)
-        state = create_state(config.model, optimizer, self.mesh, config.seed)
-        step = make_train_step(config.model, DTYPE, self.mesh, optimizer, rates, config.optimizer.clip_norm)
+        state = self.built.create_state()
         losses = []
         for i in range(config.steps):
-            state, _ = step(state, reweigh(self.batches[i]))
+            state, _ = self.built.train_step(state, reweigh(self.batches[i]))
             if i % 10 == 9:
                 losses.append(float(self.measure(state.params, self.held_out)))
         return losses, state.params
@@ -99,8 +96,7 @@ class Experiment:
         Every 10 steps: the held-out loss, and the share of parameters whose update was not zero but changed nothing.
         """
         config = self.config
-        optimizer, _ = make_optimizer(config.optimizer, self.shapes, config.model.width, config.steps)
-        params = create_state(config.model, optimizer, self.mesh, config.seed).params
+        params = self.built.create_state().params
         params = jax.tree.map(lambda p: p.astype(params_dtype), params)
         transform = wrap(plain_adamw(config, params, moments))
         state = transform.init(params)
@@ -228,14 +224,12 @@ def notebook(schedule: str) -> float:
         batch=BatchConfig(sequence_length=16, tokens_per_step=144, rows_per_device=3),
         optimizer=OptimizerConfig(group, MatricesConfig(**vars(group)), group, clip_norm=1e9),
     )
-    mesh = make_mesh(config.mesh, jax.devices()[:1])
-    graphdef, shapes = split_model(config.model, DTYPE)
-    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps)
-    state = create_state(config.model, optimizer, mesh, 0)
+    built = build(config, jax.devices()[:1])
+    graphdef, _ = split_model(config.model, DTYPE)
+    state = built.create_state()
     generator = np.random.default_rng(0)
     params = jax.tree.map(lambda p: p + 0.05 * generator.standard_normal(p.shape, np.float32), state.params)
     state = state._replace(params=jax.tree.map(jnp.array, params))
-    step = make_train_step(config.model, DTYPE, mesh, optimizer, rates, config.optimizer.clip_norm)
     peaks, course = peak_rates(config.optimizer, config.model.width), make_schedule(group.schedule, config.steps)
     groups = parameter_groups(params)
     adamw: dict[Hashable, optax.GradientTransformation] = {
@@ -257,7 +251,7 @@ def notebook(schedule: str) -> float:
     for _ in range(2):
         tokens = generator.integers(0, config.model.vocab_size, (2, 3, 3, 16), np.int32)
         batch: Any = {"inputs": tokens[0], "targets": tokens[1], "weights": np.ones((3, 3, 16), np.float32)}
-        state, _ = step(state, batch)
+        state, _ = built.train_step(state, batch)
         for k in range(3):
             params, their_state = update(params, their_state, {name: array[k] for name, array in batch.items()})
     difference = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, params))

@@ -13,14 +13,14 @@ from pathlib import Path
 import jax
 from matplotlib.figure import Figure
 
-from bench.collectives import compile_step, devices_of
-from bench.hlo import estimated_cycles
-from bench.throughput import Arguments as Sizes
-from bench.throughput import measure, sized
+from bench.measure import Sizes, measure, sized
 from configs.command_line import parse
 from configs.schema import UserError
-from training.mesh import batch_shape, make_mesh
-from training.runtime import peak_memory_bytes, run_command
+from program.compile import compile_step
+from program.hlo import estimated_cycles
+from program.topologies import devices_of
+from run.runtime import peak_memory_bytes, run_command
+from training.build import build
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,17 @@ class Arguments:
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
-    mesh = make_mesh(config.mesh, devices_of(arguments.topology))
-    if arguments.topology and mesh.devices.flat[0].platform != "tpu":
+    devices = devices_of(arguments.topology)
+    if arguments.topology and devices[0].platform != "tpu":
         raise UserError(f"--topology={arguments.topology}: only a TPU's compiler estimates cycles; as v5e:4x4")
     points = []
     for rows in arguments.rows:
-        of_rows = sized(config, Sizes(rows=rows), mesh.size)
+        of_rows = sized(config, Sizes(rows=rows), len(devices))
         if arguments.topology:
-            compiled = compile_step(of_rows, mesh)
+            built = build(of_rows, devices)
+            compiled = compile_step(built)
             speed = of_rows.batch.tokens_per_step / estimated_cycles(compiled.as_text()) * 1e6
-            point = {"micro_batches": batch_shape(of_rows.batch, mesh)[0], "tokens_per_million_cycles": round(speed, 1)}
+            point = {"micro_batches": built.batch_shape[0], "tokens_per_million_cycles": round(speed, 1)}
             point["peak_gib"] = round(peak_memory_bytes(compiled) / 2**30, 2)
         else:
             measured = measure(of_rows, arguments.timed_steps)

@@ -22,8 +22,8 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from configs.schema import UserError
-from training.metrics import read_metrics
-from training.runtime import run_command
+from run.metrics import read_metrics
+from run.runtime import run_command
 
 FEATURES = {
     "qk_scale": ("--model.qk_scale=1.2",),

@@ -91,7 +91,7 @@ def plot_lengths(lengths: np.ndarray, path: Path) -> None:
 
 
 def main() -> int:
-    from training.runtime import cache_dir
+    from run.runtime import cache_dir
 
     arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
     record = Path(arguments.path) / "config.json"
@@ -126,6 +126,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from training.runtime import run_command
+    from run.runtime import run_command
 
     run_command(main)

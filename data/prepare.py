@@ -316,6 +316,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from training.runtime import run_command
+    from run.runtime import run_command
 
     run_command(main)

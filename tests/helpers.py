@@ -15,10 +15,8 @@ from configs.schema import (
     OptimizerConfig,
     ScheduleConfig,
 )
-from training.mesh import batch_shape, batch_sharding, make_mesh
-from training.optimizer import make_optimizer
-from training.state import compute_dtype, create_state, split_model
-from training.step import make_train_step
+from training.build import build
+from training.mesh import batch_shape, batch_sharding
 
 TINY = ModelConfig(depth=2, width=32, heads=4, kv_heads=2, head_dim=8, vocab_size=272)
 FEATURES = {
@@ -70,12 +68,8 @@ def perturbed(params: dict, seed: int = 0) -> dict:
 @cache
 def step_of(config: Config, devices: int):
     """The jitted step, its mesh, and the state before step 0; one program for all tests that ask for the same."""
-    mesh = make_mesh(config.mesh, jax.devices()[:devices])
-    dtype = compute_dtype(config.model, "cpu")
-    shapes = split_model(config.model, dtype)[1]
-    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps, mesh)
-    train_step = make_train_step(config.model, dtype, mesh, optimizer, rates, config.optimizer.clip_norm)
-    return train_step, mesh, create_state(config.model, optimizer, mesh, config.seed), rates
+    built = build(config, jax.devices()[:devices])
+    return built.train_step, built.mesh, built.create_state(), built.rates
 
 
 def start_params(config: Config) -> dict:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from run.metrics import read_metrics
 from tests.fake_gcs import FakeGCS
 from tests.test_train import ROOT, folder, summary  # noqa: F401
-from training.metrics import read_metrics
 
 OPTIONS = ("--config=tiny.py", "--steps=40", "--log.every_steps=1", "--eval.every_steps=20", "--model.kv_heads=2")
 

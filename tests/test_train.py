@@ -20,12 +20,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import data.inspect
 import data.prepare
 import evaluate
+import run.checkpoint
 import sample
 import train
-import training.checkpoint
-from training.checkpoint import Checkpoints
-from training.metrics import read_metrics
-from training.runtime import run_command
+from run.checkpoint import Checkpoints
+from run.metrics import read_metrics
+from run.runtime import run_command
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
@@ -403,8 +403,8 @@ def test_the_list_of_checkpoints_says_which_are_sound(folder, untouched, monkeyp
     monkeypatch.chdir(folder)
     subprocess.run(["cp", "-r", "untouched", "listed"], check=True)
     damage(folder / "listed" / "checkpoints" / "500")
-    monkeypatch.setattr(sys, "argv", ["training.checkpoint", "list", "listed"])
-    assert training.checkpoint.main() == 0
+    monkeypatch.setattr(sys, "argv", ["run.checkpoint", "list", "listed"])
+    assert run.checkpoint.main() == 0
     lines = {line.split()[0]: line for line in capfd.readouterr().out.splitlines()}
     assert lines.keys() == {"step", "500", "600"}
     assert "verified" in lines["600"] and "DAMAGED" in lines["500"]

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from bench import throughput
+from bench.measure import Sizes, sized
 from configs.plain import get_config
 from configs.schema import UserError
 
@@ -21,10 +22,10 @@ def test_one_json_line(monkeypatch, capsys):
 
 
 def test_sizes():
-    config = throughput.sized(get_config(), throughput.Arguments(depth=20), devices=4)
+    config = sized(get_config(), Sizes(depth=20), devices=4)
     assert (config.model.depth, config.model.width, config.model.heads) == (20, 1280, 20)
     with pytest.raises(UserError, match="at least 1"):
-        throughput.sized(get_config(), throughput.Arguments(rows=0), devices=1)
+        sized(get_config(), Sizes(rows=0), devices=1)
 
 
 def test_the_profile_names_instructions_and_where_they_come_from(monkeypatch, capsys):

@@ -1,5 +1,5 @@
 """Muon: what orthogonalisation gives, the schedules, and that each matrix is worked on once. (That it is nanochat's:
-tests/interop/test_nanochat.py; that its update is the same on every mesh: test_step.py.)"""
+tests/interchange/test_nanochat.py; that its update is the same on every mesh: test_step.py.)"""
 
 import jax
 import jax.numpy as jnp

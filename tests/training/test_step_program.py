@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from bench.collectives import compile_step
 from configs import plain
 from configs.schema import BatchConfig, Config, MeshConfig
 from model.flops import parameter_counts
+from program.compile import compile_step
 from tests.helpers import distance, random_rows, run_steps, step_of, tiny_config
-from training.mesh import batch_shape, batch_sharding, make_mesh
+from training.build import build
+from training.mesh import batch_shape, batch_sharding
 
 # Activations, logits and parameters of a size that tells in the sum.
 SIZES = {"depth": 4, "width": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "vocab_size": 1024}
@@ -28,7 +29,7 @@ def memory(micro_batches: int, mesh: MeshConfig = MeshConfig(), devices: int = 1
 
 
 def temporaries(config: Config, devices: int) -> int:
-    compiled = compile_step(config, make_mesh(config.mesh, jax.devices()[:devices]))
+    compiled = compile_step(build(config, jax.devices()[:devices]))
     return compiled.memory_analysis().temp_size_in_bytes
 
 

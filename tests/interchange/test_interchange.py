@@ -1,5 +1,5 @@
 """What a folder of another program must hold to start from, and what cannot be written for it. That the two networks
-are one is tested in tests/interop."""
+are one is tested in test_transformers.py."""
 
 import json
 from dataclasses import replace
@@ -13,9 +13,11 @@ from safetensors.numpy import load_file, save_file
 
 from configs.schema import Config, MeshConfig, UserError
 from data.tokenizer import train_tokenizer
+from interchange.init_from import read_params, require_same_network
+from interchange.safetensors import write_safetensors
+from interchange.transformers import write_hf
 from model.gpt import GPT
 from tests.helpers import ALL_FEATURES, FEATURES, TINY, perturbed
-from training.interchange import read_params, require_same_network, write_hf, write_safetensors
 from training.mesh import make_mesh
 from training.state import abstract_params
 

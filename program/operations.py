@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from bench.hlo import read_program
+from program.hlo import read_program
 
 CONTAINERS = ("while", "call", "conditional")  # whose time is that of what they hold
 

@@ -16,16 +16,18 @@ from flax import nnx
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+
 import export
 from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig
 from data.tokenizer import load_tokenizer, train_tokenizer
+from interchange.init_from import read_params, require_same_network
+from interchange.transformers import hf_name, turned, write_hf
 from model.generate import generate
 from model.gpt import GPT
 from model.loss import loss_sums, softcap
+from run.metrics import read_metrics
 from tests.helpers import perturbed
-from training.interchange import hf_name, read_params, require_same_network, turned, write_hf
 from training.mesh import make_mesh
-from training.metrics import read_metrics
 from training.optimizer import path_name
 from training.state import abstract_params
 

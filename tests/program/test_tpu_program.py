@@ -5,10 +5,11 @@ from functools import cache
 
 import pytest
 
-from bench.collectives import compile_step, devices_of
-from bench.hlo import LINKS, Instruction, names, read_program, visits
 from configs.schema import BatchConfig, Config, ModelConfig
-from training.mesh import make_mesh
+from program.compile import compile_step
+from program.hlo import LINKS, Instruction, names, read_program, visits
+from program.topologies import devices_of
+from training.build import build
 
 DEPTH, ROWS, LENGTH, VOCAB = 2, 2, 512, 24576
 LOGITS = f"[{ROWS * LENGTH},{VOCAB}]"
@@ -21,7 +22,7 @@ def scheduled(**model: int) -> tuple[list[Instruction], int]:
     network = {"depth": DEPTH, "width": 256, "heads": 2, "kv_heads": 2, "head_dim": 128, "vocab_size": VOCAB}
     batch = BatchConfig(sequence_length=LENGTH, tokens_per_step=4 * 2 * ROWS * LENGTH, rows_per_device=ROWS)
     config = Config(name="test", model=ModelConfig(**network | model), batch=batch)  # pyright: ignore
-    compiled = compile_step(config, make_mesh(config.mesh, devices_of("v5e:2x2")))
+    compiled = compile_step(build(config, devices_of("v5e:2x2")))
     program, entry = read_program(compiled.as_text())
     of_memory = {name for name, _, _, caller in visits(program, entry, entry) if name == caller}
     arrays = [instruction for name in sorted(of_memory) for instruction in program[name]]

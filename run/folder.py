@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from etils import epath
 from jax.sharding import Mesh
 
 from configs.command_line import config_from_json
 from configs.schema import FREE_TO_CHANGE, Config, MeshConfig, UserError, options
-from training.checkpoint import Checkpoints, copy
-from training.mesh import make_mesh
-from training.optimizer import make_optimizer
-from training.runtime import versions
-from training.state import TrainState, abstract_params, abstract_state, split_model
+from run.checkpoint import Checkpoints, copy
+from run.runtime import versions
+from training.build import build
+from training.state import TrainState, abstract_params
 
 
 class RunLock:
@@ -138,10 +136,8 @@ def load_run(run_dir: str | Path, mesh: Mesh) -> Run:
 def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
     """A run's checkpoints, and what to restore them as on one device."""
     config, _ = _read_record(run_dir)
-    shapes = split_model(config.model, jnp.dtype(jnp.float32))[1]
-    optimizer, _ = make_optimizer(config.optimizer, shapes, config.model.width, config.steps)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    return Checkpoints(config.checkpoint.folder or run_dir), abstract_state(config.model, optimizer, mesh)
+    built = build(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
+    return Checkpoints(config.checkpoint.folder or run_dir), built.abstract_state
 
 
 def _read_record(run_dir: str | Path) -> tuple[Config, str]:

@@ -1,4 +1,4 @@
-"""Saving and restoring the state with Orbax, asynchronously and sharded: python -m training.checkpoint list RUN.
+"""Saving and restoring the state with Orbax, asynchronously and sharded: python -m run.checkpoint list RUN.
 
 checkpoints/<step>/params/     float32 parameters: all that sampling and evaluation read
 checkpoints/<step>/rest/       optimizer state, skipped steps
@@ -29,8 +29,8 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt32
 
 from configs.schema import CheckpointConfig, UserError
+from run.runtime import NoCheckpoint, highest, run_command, versions
 from training.optimizer import path_name
-from training.runtime import NoCheckpoint, highest, run_command, versions
 from training.state import TrainState
 
 COMMITTED = "commit_success.txt"
@@ -302,10 +302,10 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def main() -> int:
-    from training.run_folder import open_for_reading  # which imports this module
+    from run.folder import open_for_reading  # which imports this module
 
     if len(sys.argv) != 3 or sys.argv[1] != "list":
-        raise UserError("usage: python -m training.checkpoint list RUN")
+        raise UserError("usage: python -m run.checkpoint list RUN")
     checkpoints, abstract = open_for_reading(sys.argv[2])
     print(f"{'step':>10} {'MB':>9} {'val_bpb':>9} {'hours old':>10}")
     for step in checkpoints.steps():

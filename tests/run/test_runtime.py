@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from configs.schema import UserError
-from training.runtime import NoCheckpoint, Stop, run_command
+from run.runtime import NoCheckpoint, Stop, run_command
 
 
 @pytest.mark.parametrize(("raised", "code", "says"), [(UserError("do this"), 2, "error: do this\n"), (None, 0, "")])

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import training.metrics
-from training.metrics import Clock, MetricsWriter, plot_loss, read_metrics
+import run.metrics
+from run.metrics import Clock, MetricsWriter, plot_loss, read_metrics
 
 
 def line(step: int, loss: float = 1.0) -> dict:
@@ -39,7 +39,7 @@ def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_lines_are_json_in_the_order_they_were_written_with_their_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(training.metrics.time, "time", lambda: 123.5)
+    monkeypatch.setattr(run.metrics.time, "time", lambda: 123.5)
     lines = [line(0), {"step": 10, "val_loss": 2.0, "mfu": None, "samples": ["é\n\u2028"]}, line(20, float("inf"))]
     write(tmp_path, 0, lines)
     assert lines_of(tmp_path) == lines
@@ -92,9 +92,9 @@ def test_both_show_each_step_once_however_often_the_run_was_continued(tmp_path):
 
 
 def test_continuing_keeps_the_time_of_earlier_points(tmp_path, monkeypatch):
-    monkeypatch.setattr(training.metrics.time, "time", lambda: 1000.0)
+    monkeypatch.setattr(run.metrics.time, "time", lambda: 1000.0)
     write(tmp_path, 0, [line(1)])
-    monkeypatch.setattr(training.metrics.time, "time", lambda: 2000.0)
+    monkeypatch.setattr(run.metrics.time, "time", lambda: 2000.0)
     write(tmp_path, 1, [line(2)])
     assert [event.wall_time for event in shown(tmp_path / "tensorboard").Scalars("loss")] == [1000.0, 2000.0]
 
@@ -129,7 +129,7 @@ def test_loss_is_drawn_from_the_lines(tmp_path):
 
 def test_clock_counts_training_alone_over_all_starts(monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(training.metrics.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(run.metrics.time, "perf_counter", lambda: now)
     clock = Clock(seconds=100.0, step=50)
     clock.start()
     now += 4

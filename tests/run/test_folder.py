@@ -9,9 +9,9 @@ import pytest
 
 from configs.command_line import config_from_json
 from configs.schema import BatchConfig, Config, EvalConfig, MeshConfig, ModelConfig, UserError, options
-from training import run_folder
-from training.run_folder import RunLock, load_run
-from training.runtime import versions
+from run import folder as run_folder
+from run.folder import RunLock, load_run
+from run.runtime import versions
 
 FREE = {
     "batch.rows_per_device",

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from configs.schema import CheckpointConfig, MeshConfig, UserError
+from run.checkpoint import Checkpoints, checksums
+from run.runtime import NoCheckpoint
 from tests.helpers import tiny_config
 from tests.training.test_state import state_on
-from training.checkpoint import Checkpoints, checksums
 from training.mesh import make_mesh
 from training.optimizer import make_optimizer
-from training.runtime import NoCheckpoint
 from training.state import abstract_state, split_model
 
 KEEP_ALL = CheckpointConfig(keep=99)

@@ -7,13 +7,15 @@ from math import prod
 
 import pytest
 
-from bench.collectives import collectives, compile_step, devices_of
-from bench.hlo import Instruction, kernels, numbers, traffic
-from bench.throughput import Arguments, sized
+from bench.measure import Sizes, sized
 from configs import d12
 from configs.schema import BatchConfig, Config, ModelConfig
 from model.flops import parameter_counts
-from training.mesh import make_mesh
+from program.collectives import collectives
+from program.compile import compile_step
+from program.hlo import Instruction, kernels, numbers, traffic
+from program.topologies import devices_of
+from training.build import build
 
 DEPTH, ROWS, LENGTH, WIDTH, HEAD, VOCAB = 2, 4, 512, 256, 128, 24576
 TOKENS = ROWS * LENGTH
@@ -27,7 +29,7 @@ def compiled(config: Config, topology: str = "h200:1"):
     with pytest.MonkeyPatch.context() as patch:
         # Its version is all that is asked of cuDNN before the program runs.
         patch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91200)
-        return compile_step(config, make_mesh(config.mesh, devices_of(topology)))
+        return compile_step(build(config, devices_of(topology)))
 
 
 def passes(**model) -> list[tuple[Instruction, list[str], list[str]]]:
@@ -77,7 +79,7 @@ def test_attention_runs_in_cudnn_as_heads_lie(model):
 def test_memory_and_passes_of_d12():
     """17.8 GiB, and 769 GB outside of products and attention, where this was written: with activations kept in float32,
     24.5 and 894. nanochat's peak is 28.1 GiB."""
-    program = compiled(sized(d12.get_config(), Arguments(rows=32, micro_batches=8), 1))
+    program = compiled(sized(d12.get_config(), Sizes(rows=32, micro_batches=8), 1))
     memory = program.memory_analysis()
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < 0.7 * 28.1 * 2**30
     elementwise = lambda i: i.opcode != "custom-call" and "gemm" not in i.name + i.attributes
@@ -85,7 +87,7 @@ def test_memory_and_passes_of_d12():
 
 
 def test_on_eight_gpus_gradients_are_scattered_once():
-    config = sized(d12.get_config(), Arguments(depth=4, rows=4, micro_batches=2), 8)
+    config = sized(d12.get_config(), Sizes(depth=4, rows=4, micro_batches=2), 8)
     payload, loop = Counter(), Counter()
     for c in collectives(compiled(config, "h200:8").as_text(), {"data": 8, "fsdp": 1, "tensor": 1}):
         (loop if c.in_loop else payload)[c.kind, c.dtype] += c.times * c.bytes_each

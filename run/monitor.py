@@ -11,13 +11,13 @@ import numpy as np
 from tqdm import tqdm
 
 from configs.schema import Config
-from training.metrics import Clock, MetricsWriter
+from run.metrics import Clock, MetricsWriter
 from training.step import Metrics
 
 WINDOW, LEAST = 64, 16  # steps that a loss is compared with
 
 
-class Report:
+class Monitor:
     """Reads the metrics of steps that are done, judges them, and writes the logged steps' lines."""
 
     def __init__(

@@ -3,10 +3,10 @@
 import pytest
 
 from configs.schema import CheckpointConfig, UserError
+from run.checkpoint import COMMITTED, Checkpoints
 from tests.fake_gcs import FakeGCS
-from tests.training.test_checkpoint import KEEP_ALL, assert_equal, changed, saved
+from tests.run.test_checkpoint import KEEP_ALL, assert_equal, changed, saved
 from tests.training.test_state import state_on
-from training.checkpoint import COMMITTED, Checkpoints
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench import collectives as program
-from bench.collectives import Collective, axes_crossed, collectives, device_groups
-from bench.hlo import estimated_cycles, traffic, type_bytes
+from bench import collectives as command
 from configs.schema import MeshConfig
 from model.flops import parameter_counts
+from program.collectives import Collective, axes_crossed, collectives, device_groups
+from program.hlo import estimated_cycles, traffic, type_bytes
 from tests.helpers import step_of, tiny_config
 from training.mesh import batch_shape, batch_sharding
 
@@ -216,7 +216,7 @@ ARGUMENTS = "--config=configs/plain.py --rows=1 --model.depth=1 --model.width=64
 
 def run_main(monkeypatch, *more: str) -> int:
     monkeypatch.setattr(sys, "argv", ["collectives", *ARGUMENTS.split(), "--batch.sequence_length=32", *more])
-    return program.main()
+    return command.main()
 
 
 def test_the_program_passes_the_step(monkeypatch, capsys):

@@ -1,0 +1,68 @@
+"""From a config and devices to all that a step needs: the one place where mesh, sizes, optimizer and programs meet."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from configs.schema import Config
+from training.mesh import batch_shape, batch_sharding, make_mesh
+from training.optimizer import make_optimizer
+from training.schedule import Schedule
+from training.state import TrainState, abstract_state, compute_dtype, create_state, split_model
+from training.step import EvalStep, TrainStep, make_eval_step, make_train_step
+
+
+class Build(NamedTuple):
+    """What follows from a config on a mesh. Nothing in it is compiled or on a device yet."""
+
+    config: Config
+    mesh: Mesh
+    dtype: jnp.dtype
+    """Type of the activations."""
+    batch_shape: tuple[int, int, int]
+    """(K, B, T): micro-batches of a step, rows of one over the whole mesh, tokens of a row."""
+    batch_sharding: NamedSharding
+    optimizer: optax.GradientTransformationExtraArgs
+    rates: Mapping[str, Schedule]
+    """Each parameter group's learning rate as a function of the step."""
+    abstract_state: TrainState
+    """Shapes, types and shardings."""
+    train_step: TrainStep
+    eval_step: EvalStep
+
+    def create_state(self) -> TrainState:
+        """The state before step 0, already sharded."""
+        return create_state(self.config.model, self.optimizer, self.mesh, self.config.seed)
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, types and shardings of a step's batch."""
+        types = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+        types |= {"segment_ids": jnp.int32} if self.config.data.mask_documents else {}
+        return {
+            name: jax.ShapeDtypeStruct(self.batch_shape, dtype, sharding=self.batch_sharding)
+            for name, dtype in types.items()
+        }
+
+
+def build(config: Config, devices: Sequence[Any] | None = None) -> Build:
+    """For all devices here, or those given. UserError where the config does not fit them."""
+    mesh = make_mesh(config.mesh, devices)
+    dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
+    shapes = split_model(config.model, dtype)[1]
+    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps, mesh)
+    return Build(
+        config,
+        mesh,
+        dtype,
+        batch_shape(config.batch, mesh),
+        batch_sharding(mesh),
+        optimizer,
+        rates,
+        abstract_state(config.model, optimizer, mesh),
+        make_train_step(config.model, dtype, mesh, optimizer, rates, config.optimizer.clip_norm),
+        make_eval_step(config.model, dtype, mesh),
+    )
