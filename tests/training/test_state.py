@@ -1,6 +1,7 @@
 """The state is the same on every mesh, and divided over it."""
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import numpy as np
@@ -12,7 +13,9 @@ from training.optimizer import make_optimizer
 from training.state import abstract_state, compute_dtype, create_state, params_sha256, replicated, split_model
 
 
+@cache
 def state_on(devices, seed=0):
+    """A state on so many devices, its shapes, and their mesh. Made once: give it to nothing that takes its memory."""
     config = tiny_config()
     optimizer, _ = make_optimizer(config.optimizer, split_model(config.model, np.dtype("float32"))[1], 32, 8)
     mesh = make_mesh(config.mesh, jax.devices()[:devices])
