@@ -64,7 +64,7 @@ def main() -> int:
         for packing in ("stream", "best_fit"):
             rows = dataset.rows("train", packing, shape[2], folder / "cache")
             steps = StepBatches([rows], [1.0], 0, shape, local_rows(shape, sharding))
-            batches = train_batches(steps, sharding, 0, DataConfig().workers)
+            batches = train_batches(steps, sharding, DataConfig().workers)
             jax.block_until_ready([next(batches) for _ in range(3)])  # the files are in memory now, the threads awake
             start = time.perf_counter()
             for batch in islice(batches, arguments.steps):
