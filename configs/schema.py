@@ -179,13 +179,13 @@ class OptimizerConfig:
     """Every matrix of the blocks; the only group of the plain network that decays by default."""
     lm_head: GroupConfig = GroupConfig(peak_rate=0.004, beta2=0.96)
     """The head."""
-    scalars: GroupConfig = GroupConfig(peak_rate=0.2)
+    scalars: GroupConfig = GroupConfig(peak_rate=0.2, eps=1e-4)
     """The few parameters of `model.smear` and `model.backout`."""
     value_embeds: GroupConfig = GroupConfig(peak_rate=0.1, beta2=0.995, weight_decay=0.01)
     """Tables of `model.value_embeddings`."""
-    resid_lambdas: GroupConfig = GroupConfig(peak_rate=0.005, weight_decay=0.05)
+    resid_lambdas: GroupConfig = GroupConfig(peak_rate=0.005, eps=1e-4, weight_decay=0.05)
     """`model.resid_lambdas`."""
-    x0_lambdas: GroupConfig = GroupConfig(peak_rate=0.5, beta1=0.96)
+    x0_lambdas: GroupConfig = GroupConfig(peak_rate=0.5, beta1=0.96, eps=1e-4)
     """`model.x0_lambdas`."""
     muon: MuonConfig = MuonConfig()
     """The matrices', with `optimizer.matrices.kind=muon`."""
