@@ -52,8 +52,12 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 def cache_dir() -> Path:
-    """Where prepared datasets and compiled programs are kept: TOKENSUM_CACHE, or ~/.cache/tokensum."""
-    return Path(os.environ.get("TOKENSUM_CACHE") or "~/.cache/tokensum").expanduser()
+    """Where prepared datasets and compiled programs are kept: TOKENSUM_CACHE, or ~/.cache/tokensum. UserError where the
+    user has no home."""
+    try:
+        return Path(os.environ.get("TOKENSUM_CACHE") or "~/.cache/tokensum").expanduser()
+    except RuntimeError as error:
+        raise UserError(f"no folder for prepared text and compiled programs ({error}); set TOKENSUM_CACHE") from error
 
 
 def start_jax() -> None:
