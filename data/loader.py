@@ -24,7 +24,7 @@ def row_sequence(rows: Sequence[Rows], weights: Sequence[float], seed: int) -> A
     """The endless sequence, by random access: position -> (dataset, row of it). Each row of a dataset comes once in an
     epoch of that dataset."""
     order = [
-        grain.MapDataset.range(len(part)).shuffle(seed=seed + i).repeat().map(lambda row, i=i: (i, int(row)))
+        grain.MapDataset.range(len(part)).shuffle(seed=(seed + i) % 2**32).repeat().map(lambda row, i=i: (i, int(row)))
         for i, part in enumerate(rows)
     ]
     return order[0] if len(order) == 1 else grain.MapDataset.mix(order, weights)
