@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,9 @@ from data.loader import StepBatches, local_rows, train_batches
 from evaluation.evaluator import Evaluator
 from interchange.init_from import read_params, require_same_network
 from model.flops import parameter_counts
-from run.checkpoint import Checkpoints
+from run.checkpoint import Checkpoints, whole_steps
 from run.events import Events, rollbacks_to
-from run.folder import Past, RunLock, accept, open_run, record_files, require_checkpoints
+from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, summarize, write_summary
 from run.runtime import Exit, Stop, cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
@@ -52,6 +53,8 @@ def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Ex
     evaluator = Evaluator(built, text, document_bos)
 
     # The run's folder, which no other process may write to meanwhile, and what has been saved of the run.
+    if config.init_from and not on_first_process(lambda: whole_steps(checkpoint_folder(config))):
+        require_same_network(config, text.tokenizer)
     text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer")
     past = Past(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
     checkpoints = open_checkpoints(config, past)
@@ -59,8 +62,6 @@ def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Ex
         longer = f"--steps={2 * config.steps} --accept_changes"
         say(f"{config.run_dir} is complete: {config.steps} steps; a longer run: {longer}")
         return Exit.COMPLETE
-    if config.init_from and not checkpoints.steps:
-        require_same_network(config, text.tokenizer)
 
     # Compiled once, here: a compiled program refuses other shapes, so no step can compile anew.
     train_step = built.train_step.lower(built.abstract_state, built.abstract_batch()).compile()
@@ -176,8 +177,9 @@ def finish(
         print(f"---\n{sample}")
     print(
         f"---\n{config.name}: {config.steps} steps, {outcome.tokens:,} tokens in {outcome.seconds:.0f} s of training\n"
-        + "".join(f"{name} {value:.4f}  " for name, value in results.items())
-        + f"\nin {run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
+        f"training loss {summary['loss'] or math.nan:.4f}, validation loss {summary['val_loss'] or math.nan:.4f}, "
+        f"{summary['val_bpb'] or math.nan:.4f} bits per byte\n"
+        f"in {run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
         f"sample:       python sample.py --run_dir={run_dir} --prompt='...'\n"
         f"train longer: the same command with --steps={2 * config.steps} --accept_changes"
     )

@@ -39,6 +39,8 @@ def continuations(
 
     `params` are in the compute type and whole on every device; every process must call it.
     """
+    if not prompts:
+        return []
     lengths = np.array([len(ids) for ids in prompts])
     buffer = np.zeros((len(prompts), min(int(lengths.max()) + tokens, capacity)), np.int32)
     for row, ids in zip(buffer, prompts):

@@ -172,7 +172,7 @@ class Checkpoints:
         self.failed_saves += 1
         self.failure = self.failure or "another process could not write its part"
         self._close()
-        for _ in range(50):  # Orbax may still be writing other parts, and waits for none of them after the first failure
+        for _ in range(50):  # Orbax may still be writing other parts: after the first failure it waits for none
             with suppress(Exception):
                 on_first_process(self._clear)
                 break

@@ -146,9 +146,14 @@ def _finished(folder: Path) -> int:
         return 0
 
 
+def checkpoint_folder(config: Config) -> epath.Path:
+    """Where a run's checkpoints lie."""
+    return epath.Path(config.checkpoint.folder or config.run_dir) / "checkpoints"
+
+
 def require_checkpoints(config: Config, past: Past) -> None:
     """UserError where a run has got somewhere and its checkpoints are gone: to start again would erase its record."""
-    folder = epath.Path(config.checkpoint.folder or config.run_dir) / "checkpoints"
+    folder = checkpoint_folder(config)
     if past.saved and not whole_steps(folder):
         raise UserError(
             f"{config.run_dir} was saved up to step {past.saved} in {past.saved_in}/checkpoints, and {folder} holds no "

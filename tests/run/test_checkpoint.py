@@ -268,7 +268,6 @@ def test_a_deletion_that_fails_is_said_and_holds_up_no_save(tmp_path, monkeypatc
     seen: list[int] = []
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1), on_saved=seen.append)
     with monkeypatch.context() as patch:
-
         rename = type(checkpoints.folder).rename
 
         def forbidden(path, target):

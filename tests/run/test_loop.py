@@ -91,7 +91,11 @@ def make(tmp_path):
         measure = lambda params: {"val_loss": 2.0, "val_bpb": 1.0, "samples": []}
         rows_of = lambda i: [(0, i)]
         built = SimpleNamespace(config=config, mesh=mesh)
-        return Loop(built, start, train_step, measure, rows_of, saved, "print", stop or Stop(), said.append), said, saved
+        return (
+            Loop(built, start, train_step, measure, rows_of, saved, "print", stop or Stop(), said.append),
+            said,
+            saved,
+        )
 
     return make
 
