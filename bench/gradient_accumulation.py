@@ -98,7 +98,7 @@ class Experiment:
         config = self.config
         params = self.built.create_state().params
         params = jax.tree.map(lambda p: p.astype(params_dtype), params)
-        transform = wrap(plain_adamw(config, params, moments))
+        transform = wrap(plain_adamw(config, moments))
         state = transform.init(params)
 
         @partial(jax.jit, donate_argnums=(0, 1))
@@ -121,7 +121,7 @@ class Experiment:
         return losses, lost
 
 
-def plain_adamw(config: Config, params: dict, moments: str) -> optax.GradientTransformation:
+def plain_adamw(config: Config, moments: str) -> optax.GradientTransformation:
     """optax.adamw for each group with the config's rates; both moments in the type `moments`."""
 
     def group(name: str) -> optax.GradientTransformation:
@@ -137,7 +137,7 @@ def plain_adamw(config: Config, params: dict, moments: str) -> optax.GradientTra
             in_type, decay, optax.scale_by_learning_rate(lambda count: peak * schedule(jnp.asarray(count)))
         )
 
-    groups = parameter_groups(params)
+    groups = parameter_groups(config.model)
     by_group = optax.partition({name: group(name) for name in set(jax.tree.leaves(groups))}, groups)
     return optax.chain(optax.clip_by_global_norm(config.optimizer.clip_norm), by_group)
 
@@ -231,7 +231,7 @@ def notebook(schedule: str) -> float:
     params = jax.tree.map(lambda p: p + 0.05 * generator.standard_normal(p.shape, np.float32), state.params)
     state = state._replace(params=jax.tree.map(jnp.array, params))
     peaks, course = peak_rates(config.optimizer, config.model.width), make_schedule(group.schedule, config.steps)
-    groups = parameter_groups(params)
+    groups = parameter_groups(config.model)
     adamw: dict[Hashable, optax.GradientTransformation] = {
         name: optax.adamw(lambda count, p=peak: p * course(jnp.asarray(count)), 0.8, 0.95, 1e-4, weight_decay=0.0)
         for name, peak in peaks.items()

@@ -7,6 +7,7 @@ printed with its reason; whatever is given on the command line stays as given, a
 """
 
 import math
+from dataclasses import replace
 
 from configs.schema import (
     BatchConfig,
@@ -72,7 +73,7 @@ def derive(config: Config, given: set[str]) -> Config:
                 print(f"--{name}={value:g}  {why}" if isinstance(value, float) else f"--{name}={value}  {why}")
 
     depth = config.model.depth
-    if depth < 1 or config.model.head_dim < 1:
+    if min(depth, config.model.head_dim, config.model.vocab_size) < 1:
         return config  # which is refused
     heads = math.ceil(64 * depth / config.model.head_dim)
     width = heads * config.model.head_dim
@@ -109,5 +110,5 @@ def network_of_depth(model: ModelConfig, depth: int) -> ModelConfig:
 
 def scaling_parameters(model: ModelConfig) -> int:
     """Parameters of blocks and head, which nanochat's horizon counts."""
-    counts = parameter_counts(model)
+    counts = parameter_counts(replace(model, window_pattern="L"))  # windows, which have none, are not yet resolved
     return counts["matrices"] + counts["lm_head"]

@@ -1,5 +1,6 @@
 """Causal attention with grouped-query heads, rotary positions and QK-norm, and the cache that sampling reads."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -113,22 +114,23 @@ def has_value_embedding(config: ModelConfig, layer: int) -> bool:
 class Attention(nnx.Module):
     """One attention sub-layer, of block number `layer`."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs | None):
         self.head_dim, self.qk_scale = config.head_dim, config.qk_scale
         self.window = window_of(config, layer)
         # As nanochat: uniform of the same standard deviation as a normal of 1/sqrt(width), to avoid outliers.
         uniform = nnx.initializers.variance_scaling(1.0, "fan_in", "uniform")
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.query = Linear(config.width, queries, uniform, axes=("fsdp", "tensor"), rngs=rngs)
-        self.key = Linear(config.width, keys, uniform, axes=("fsdp", "tensor"), rngs=rngs)
-        self.value = Linear(config.width, keys, uniform, axes=("fsdp", "tensor"), rngs=rngs)
-        self.out = Linear(queries, config.width, nnx.initializers.zeros, axes=("tensor", "fsdp"), rngs=rngs)
+        matrix = partial(Linear, group="matrices", rngs=rngs)
+        self.query = matrix(config.width, queries, uniform, axes=("fsdp", "tensor"))
+        self.key = matrix(config.width, keys, uniform, axes=("fsdp", "tensor"))
+        self.value = matrix(config.width, keys, uniform, axes=("fsdp", "tensor"))
+        self.out = matrix(queries, config.width, nnx.initializers.zeros, axes=("tensor", "fsdp"))
         if has_value_embedding(config, layer):
             bound = (3 / config.width) ** 0.5  # as the value matrix
             table, gate = symmetric_uniform(bound), nnx.initializers.uniform(0.02)
             axes = ("fsdp", "tensor")
-            self.value_embedding = Embedding(config.vocab_size, keys, table, axes=axes, rngs=rngs)
-            self.value_gate = Linear(VALUE_GATE_CHANNELS, config.kv_heads, gate, axes=(None, "tensor"), rngs=rngs)
+            self.value_embedding = Embedding(config.vocab_size, keys, table, axes=axes, group="value_embeds", rngs=rngs)
+            self.value_gate = matrix(VALUE_GATE_CHANNELS, config.kv_heads, gate, axes=(None, "tensor"))
 
     def __call__(
         self,

@@ -131,23 +131,36 @@ def _row(tokens: Array, rows: int, axes: Axes) -> Array:
 embed.defvjp(_embed_forward, _embed_backward)
 
 
-class Linear(nnx.Module):
-    """A matrix without bias. `axes` are the mesh axes that its rows and its columns are divided over."""
+def parameter(
+    init: nnx.Initializer, shape: tuple[int, ...], *, axes: Axes, group: str, rngs: nnx.Rngs | None
+) -> nnx.Param:
+    """A float32 parameter, which declares the mesh axes that its dimensions are divided over, and its group: a field of
+    configs.schema.OptimizerConfig. Without `rngs` it is its shape and type alone."""
+    value = jax.ShapeDtypeStruct(shape, jnp.float32) if rngs is None else init(rngs.params(), shape, jnp.float32)
+    return nnx.Param(value, axes=axes, group=group)
 
-    def __init__(self, inputs: int, outputs: int, init: nnx.Initializer, *, axes: Axes, rngs: nnx.Rngs):
+
+class Linear(nnx.Module):
+    """A matrix without bias: a `parameter` [inputs, outputs]."""
+
+    def __init__(
+        self, inputs: int, outputs: int, init: nnx.Initializer, *, axes: Axes, group: str, rngs: nnx.Rngs | None
+    ):
         self.axes = axes
-        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32), axes=axes)
+        self.kernel = parameter(init, (inputs, outputs), axes=axes, group=group, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*shape i"]) -> Float[Array, "*shape o"]:
         return matmul(x, self.kernel[...], self.axes)
 
 
 class Embedding(nnx.Module):
-    """A table of a vector a token. `axes` are the mesh axes that its rows and its columns are divided over."""
+    """A table of a vector a token: a `parameter` [vocab_size, width]."""
 
-    def __init__(self, vocab_size: int, width: int, init: nnx.Initializer, *, axes: Axes, rngs: nnx.Rngs):
+    def __init__(
+        self, vocab_size: int, width: int, init: nnx.Initializer, *, axes: Axes, group: str, rngs: nnx.Rngs | None
+    ):
         self.axes = axes
-        self.table = nnx.Param(init(rngs.params(), (vocab_size, width), jnp.float32), axes=axes)
+        self.table = parameter(init, (vocab_size, width), axes=axes, group=group, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape width"]:
         return embed(tokens, self.table[...], self.axes, dtype)
@@ -156,8 +169,9 @@ class Embedding(nnx.Module):
 class Scalars(nnx.Module):
     """A few numbers that the residual stream is multiplied by, the same on every device."""
 
-    def __init__(self, values: Sequence[float] | np.ndarray):
-        self.values = nnx.Param(jnp.array(values, jnp.float32), axes=(None,))
+    def __init__(self, values: Sequence[float] | np.ndarray, *, group: str, rngs: nnx.Rngs | None):
+        init = lambda key, shape, dtype: jnp.array(values, dtype)
+        self.values = parameter(init, (len(values),), axes=(None,), group=group, rngs=rngs)
 
     def times(self, i: int, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """x times the i-th, in float32."""

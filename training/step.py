@@ -28,7 +28,7 @@ from model.parallel import inside, own, total
 from training.mesh import ROWS, dimension_over, xla_options
 from training.optimizer import parameter_groups
 from training.schedule import Schedule
-from training.state import TrainState, abstract_state, parameter_specs, split_model
+from training.state import TrainState, abstract_params, split_model
 
 
 class Batch(TypedDict):
@@ -93,20 +93,21 @@ def make_train_step(
     config: ModelConfig,
     dtype: jnp.dtype,
     mesh: Mesh,
+    abstract_state: TrainState,
     optimizer: optax.GradientTransformationExtraArgs,
     rates: Mapping[str, Schedule],
     clip_norm: float,
 ) -> TrainStep:
-    """`train_step(state, batch) -> (state, metrics)`, jitted; `state` is donated.
+    """`train_step(state, batch) -> (state, metrics)`, jitted. `state` lies as `abstract_state` says, and is donated.
 
     Metrics are scalars: `loss` (nats a valid token), `grad_norm` (before the clip), `grad_norms` and `learning_rate`
     (of each group), `valid_tokens`, and `skipped_steps`: how many so far changed nothing, for want of a valid token or
     of a finite gradient.
     """
-    graphdef, shapes = split_model(config, dtype)
-    groups = jax.tree.leaves(parameter_groups(shapes))
-    specs = parameter_specs(config, mesh)
-    placed = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh))
+    graphdef, _ = split_model(config, dtype)
+    groups = jax.tree.leaves(parameter_groups(config))
+    placed = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
+    specs = jax.tree.map(lambda sharding: sharding.spec, placed.params)
 
     def gradient_sums(params: dict, batch: Batch) -> tuple[Array, Array, dict]:
         """For one device: (loss_sum, token_count, gradient of loss_sum) of the whole step.
@@ -159,11 +160,12 @@ def make_train_step(
 
 def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalStep:
     """`eval_step(params, batch) -> (loss_sum, token_count)` over a whole batch [K, B, T], jitted; without z-loss."""
-    graphdef, _ = split_model(replace(config, z_loss=0.0), dtype)
-    specs = parameter_specs(config, mesh)
+    graphdef, _ = split_model(config, dtype)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_params(config, mesh))
 
     def sums(params: dict, batch: Batch) -> tuple[Array, Array]:
         model = nnx.merge(graphdef, gather(params, specs, dtype))
+        model.config = replace(config, z_loss=0.0)
         micro_batch = lambda sums, rows: (jax.tree.map(jnp.add, sums, loss_sums(model, **rows)), None)
         return total(jax.lax.scan(micro_batch, no_sums(), batch)[0], ("data", "fsdp"))
 

@@ -18,7 +18,7 @@ from tests.helpers import tiny_config
 from tests.training.test_state import state_on
 from training.mesh import make_mesh
 from training.optimizer import make_optimizer
-from training.state import abstract_state, split_model
+from training.state import abstract_state
 
 KEEP_ALL = CheckpointConfig(keep=99)
 
@@ -61,7 +61,7 @@ MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2)]
 def abstract_on(sizes):
     config = tiny_config(heads=8, kv_heads=8, head_dim=8)
     mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])
-    optimizer, _ = make_optimizer(config.optimizer, split_model(config.model, np.dtype("float32"))[1], 32, 8)
+    optimizer, _ = make_optimizer(config.optimizer, config.model, 8)
     return abstract_state(config.model, optimizer, mesh)
 
 
@@ -238,7 +238,7 @@ def test_another_network_is_refused_with_the_sizes_that_differ(tmp_path):
     saved(tmp_path)
     config = tiny_config()
     wider = replace(config.model, width=48)
-    optimizer, _ = make_optimizer(config.optimizer, split_model(wider, np.dtype("float32"))[1], 48, 8)
+    optimizer, _ = make_optimizer(config.optimizer, wider, 8)
     abstract = abstract_state(wider, optimizer, make_mesh(MeshConfig(), jax.devices()[:1]))
     with pytest.raises(UserError, match=r"of another network:(.|\n)*embed\.table: \[272, 32\], not \[272, 48\]"):
         Checkpoints(tmp_path, KEEP_ALL).restore_newest(abstract, print)

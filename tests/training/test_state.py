@@ -9,12 +9,12 @@ import pytest
 from tests.helpers import tiny_config
 from training.mesh import make_mesh
 from training.optimizer import make_optimizer
-from training.state import abstract_state, compute_dtype, create_state, params_sha256, replicated, split_model
+from training.state import abstract_state, compute_dtype, create_state, params_sha256, replicated
 
 
 def state_on(devices, seed=0):
     config = tiny_config()
-    optimizer, _ = make_optimizer(config.optimizer, split_model(config.model, np.dtype("float32"))[1], 32, 8)
+    optimizer, _ = make_optimizer(config.optimizer, config.model, 8)
     mesh = make_mesh(config.mesh, jax.devices()[:devices])
     return create_state(config.model, optimizer, mesh, seed), abstract_state(config.model, optimizer, mesh), mesh
 
