@@ -14,7 +14,7 @@ from configs.schema import Config, UserError, options
 from data.dataset import open_text
 from data.loader import StepBatches, held_out_batches, local_rows, train_batches
 from evaluation.bits_per_byte import evaluate
-from evaluation.generation import continuations, encode_prompts
+from evaluation.generation import continuations, encode_prompts, make_generate
 from interchange.init_from import read_params, require_same_network
 from model.flops import flops_per_token, parameter_counts, peak_flops
 from run.checkpoint import Checkpoints
@@ -23,7 +23,7 @@ from run.metrics import Clock, MetricsWriter, plot_loss, read_metrics, summarize
 from run.monitor import Monitor
 from run.runtime import FAILED, Stop, cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
 from training.build import build
-from training.state import params_sha256, replicated, split_model
+from training.state import params_sha256
 
 ROLLED_BACK = -1  # no exit code
 
@@ -71,7 +71,6 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
         return 0
 
     # The state, from the newest checkpoint that can be read; the record so far; the data from there on.
-    graphdef, _ = split_model(config.model, dtype)
     state, facts = checkpoints.restore_newest(built.abstract_state, say) or (
         built.create_state(),
         {"step": 0, "seconds": 0.0, "losses": []},
@@ -108,12 +107,14 @@ def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
     rows_of = lambda step: {"batch": batch_of(step), "rows": steps.row_numbers(batch_of(step))}
     monitor = Monitor(config, writer, clock, flops_share, rows_of, say, facts["losses"], int(state.skipped_steps))
 
+    generate = make_generate(config.model, dtype, mesh)
+
     def measure(step: int) -> dict[str, float]:
         """Evaluates and samples the network as it is after `step` steps."""
         results = evaluate(built.eval_step, state.params, held_out, held_out_bytes)
         samples = continuations(
-            graphdef,
-            replicated(state.params, dtype, mesh),
+            generate,
+            state.params,
             text.tokenizer,
             prompts,
             tokens=config.eval.sample_tokens,

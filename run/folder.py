@@ -14,7 +14,7 @@ from etils import epath
 from jax.sharding import Mesh
 
 from configs.command_line import config_from_json
-from configs.schema import FREE_TO_CHANGE, Config, MeshConfig, UserError, options
+from configs.schema import Config, MeshConfig, UserError, free_to_change, options, validate
 from run.checkpoint import Checkpoints, copy
 from run.runtime import versions
 from training.build import build
@@ -101,7 +101,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     changes = [
         f"{name}: {before.get(name)} -> {now[name]}"
         for name in now
-        if before.get(name) != now[name] and not name.startswith(FREE_TO_CHANGE)
+        if before.get(name) != now[name] and not free_to_change(name)
     ]
     if changes and not accept_changes:
         raise UserError(
@@ -127,8 +127,10 @@ class Run(NamedTuple):
 
 
 def load_run(run_dir: str | Path, mesh: Mesh) -> Run:
-    """The run in `run_dir` with its newest checkpoint's parameters. UserError where there is no run or checkpoint."""
+    """The run in `run_dir` with its newest checkpoint's parameters. UserError where there is no run or checkpoint, or
+    where the mesh cannot divide its network."""
     config, fingerprint = _read_record(run_dir)
+    validate(dataclasses.replace(config, mesh=MeshConfig(**mesh.shape)))
     params, step = Checkpoints(config.checkpoint.folder or run_dir).restore_params(abstract_params(config.model, mesh))
     return Run(config, fingerprint, params, step)
 
