@@ -5,9 +5,8 @@ from typing import Any
 from data.dataset import Text
 from data.loader import held_out_batches
 from evaluation.bits_per_byte import evaluate
-from evaluation.generation import continuations, encode_prompts
+from evaluation.generation import continuations, encode_prompts, make_generate
 from training.build import Build
-from training.state import replicated, split_model
 
 
 class Evaluator:
@@ -18,6 +17,7 @@ class Evaluator:
         config = built.config
         self.built, self.tokenizer = built, text.tokenizer
         self.prompts = encode_prompts(text.tokenizer, config.eval.prompts, config.batch.sequence_length)
+        self.generate = make_generate(config.model, built.dtype, built.mesh)
         self.batches, self.text_bytes = held_out_batches(
             text.val,
             text.weights,
@@ -33,8 +33,8 @@ class Evaluator:
         config = self.built.config
         results = evaluate(self.built.eval_step, params, self.batches, self.text_bytes)
         samples = continuations(
-            split_model(config.model, self.built.dtype)[0],
-            replicated(params, self.built.dtype, self.built.mesh),
+            self.generate,
+            params,
             self.tokenizer,
             self.prompts,
             tokens=config.eval.sample_tokens,

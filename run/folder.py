@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from configs.command_line import config_from_json
 from configs.files import write_whole
-from configs.schema import FREE_TO_CHANGE, Config, MeshConfig, UserError, options
+from configs.schema import Config, MeshConfig, UserError, free_to_change, options, validate
 from run.checkpoint import Checkpoints, copy, whole_steps
 from run.events import Events, saved_up_to
 from run.metrics import read_metrics
@@ -124,7 +124,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     changes = [
         f"{name}: {before.get(name)} -> {now[name]}"
         for name in now
-        if before.get(name) != now[name] and not name.startswith((*FREE_TO_CHANGE, *SAME_TEXT))
+        if before.get(name) != now[name] and not (free_to_change(name) or name in SAME_TEXT)
     ]
     if changes and not accept_changes:
         raise UserError(
@@ -189,8 +189,10 @@ class Run(NamedTuple):
 
 
 def load_run(run_dir: str | Path, mesh: Mesh) -> Run:
-    """The run in `run_dir` with its newest checkpoint's parameters. UserError where there is no run or checkpoint."""
+    """The run in `run_dir` with its newest checkpoint's parameters. UserError where there is no run or checkpoint, or
+    where the mesh cannot divide its network."""
     told, config = _record_of(run_dir)
+    validate(dataclasses.replace(config, mesh=MeshConfig(**mesh.shape)))
     params, step = Checkpoints(config.checkpoint.folder or run_dir).restore_params(abstract_params(config.model, mesh))
     return Run(config, told["dataset"], params, step)
 
