@@ -87,12 +87,14 @@ def shipped() -> list[str]:
 
 
 def sized(name: str, eps: float | None = None) -> Config:
-    """A shipped config at the sizes of small.py."""
+    """A shipped config's network, optimizer and schedule at the sizes of small.py, its 300 steps included. (d12, d20
+    and plain are one run then.)"""
     small, config = (load_config(f"configs/{of}.py")[0] for of in ("small", name))
     values: dict[str, object] = {f"model.{size}": getattr(small.model, size) for size in SIZES}
     if eps is not None:
         values |= {f"optimizer.{group}.eps": eps for group in CANCELLED}
-    return resolved(with_options(replace(config, batch=small.batch), values))
+    run = replace(small, seed=config.seed, model=config.model, optimizer=config.optimizer)
+    return resolved(with_options(run, values))
 
 
 def divided(config: Config, split: Split) -> Config:
@@ -160,8 +162,8 @@ def _in_processes(config: Config, split: Split, steps: int) -> Mapping[str, Floa
             "JAX_NUM_PROCESSES": str(split.processes),
             "JAX_PROCESS_ID": str(index),
         }
-        eps = config.optimizer.x0_lambdas.eps
-        call = f"from bench.exactness import member; member({config.name!r}, {eps}, {tuple(split)}, {steps})"
+        # The text of a dataclass is the expression that makes it.
+        call = f"from bench.exactness import *; from configs.schema import *; member({config}, {split}, {steps})"
         members.append(subprocess.Popen([sys.executable, "-c", call], env=environment, stdout=subprocess.PIPE))
     said = [member.communicate()[0] for member in members]
     if any(member.returncode for member in members):
@@ -169,11 +171,10 @@ def _in_processes(config: Config, split: Split, steps: int) -> Mapping[str, Floa
     return {name: np.array(values) for name, values in json.loads(said[0].splitlines()[-1]).items()}
 
 
-def member(name: str, eps: float, split: tuple, steps: int) -> None:
+def member(config: Config, split: Split, steps: int) -> None:
     """One of several processes: runs with the others, and prints the course."""
     start_jax()
-    found = course(sized(name, eps), Split(*split), steps)
-    print(json.dumps({name: list(values) for name, values in found.items()}))
+    print(json.dumps({name: list(values) for name, values in course(config, split, steps).items()}))
 
 
 def differences(config: Config, split: Split, steps: int) -> dict[str, Float[np.ndarray, "steps"]]:
