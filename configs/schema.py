@@ -203,7 +203,10 @@ class MuonConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """One group for each kind of parameter: AdamW, and for the matrices Muon if asked for."""
+    """One group for each kind of parameter: AdamW, and for the matrices Muon if asked for.
+
+    `eps` is 1e-4 where the first gradient is zero but for rounding (docs/mesh.md): Adam would make a full step of it.
+    """
 
     embed: GroupConfig = GroupConfig(peak_rate=0.2, beta2=0.995)
     """The token embedding."""
