@@ -252,12 +252,13 @@ def _parquet(file: SourceFile, opened: Any, column: str) -> Iterator[tuple[str, 
     try:
         table = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True)
         schema = table.schema_arrow
-    except (pyarrow.ArrowException, OSError) as error:
+        columns = dict(zip(schema.names, schema.types))
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last, of a column's name
         raise UserError(f"{file.url}: not a parquet file, or not a whole one: {error}") from error
-    kind = dict(zip(schema.names, schema.types)).get(column)
+    kind = columns.get(column)
     if kind is None or not _is_text(kind):
         wrong = f"has no column {column!r}" if kind is None else f"has {kind} in its column {column!r}, not text"
-        texts = ", ".join(field.name for field in schema if _is_text(field.type))
+        texts = ", ".join(name for name in columns if _is_text(columns[name]))
         raise UserError(
             f"{file.url} {wrong}; " + (f"give --text_column, one of: {texts}" if texts else "nor elsewhere")
         )
@@ -266,6 +267,8 @@ def _parquet(file: SourceFile, opened: Any, column: str) -> Iterator[tuple[str, 
         for value in batch.column(0).cast(pyarrow.large_binary()):
             number += 1
             yield f"{file.name} row {number}", value.as_py() or b""
+    if number != table.metadata.num_rows:
+        raise UserError(f"{file.url} is damaged: {number} rows, where it says that there are {table.metadata.num_rows}")
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:

@@ -198,6 +198,23 @@ def test_a_table_whose_pages_are_corrupt_is_refused_and_named(tmp_path):
         texts_of(tmp_path / "x.parquet")
 
 
+@pytest.mark.parametrize("name", [b"text", b"note"])
+def test_a_table_whose_columns_have_names_of_no_text_is_refused(tmp_path, name):
+    content = io.BytesIO()
+    pq.write_table(pa.table({"text": ["a"], "note": ["b"]}), content, store_schema=False)
+    (tmp_path / "x.parquet").write_bytes(content.getvalue().replace(name, b"\xb2" * 4))
+    with pytest.raises(UserError, match=r"x\.parquet: not a parquet file"):
+        texts_of(tmp_path / "x.parquet")
+
+
+def test_a_table_with_fewer_rows_than_it_says_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "x.parquet").write_bytes(TABLE)
+    batches = pq.ParquetFile.iter_batches
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", lambda table, *a, **k: list(batches(table, *a, **k))[:-1])
+    with pytest.raises(UserError, match=r"x\.parquet is damaged: \d+ rows, where it says that there are 200"):
+        texts_of(tmp_path / "x.parquet")
+
+
 def test_a_file_that_vanished_since_it_was_listed_is_named(tmp_path):
     (tmp_path / "x.txt").write_text("text")
     corpus = find_corpus(str(tmp_path))
@@ -420,7 +437,7 @@ def test_a_tokenizer_that_changed_under_a_preparation_is_refused(folder):
         {"vocab_size": 10},
         {"vocab_size": -5},
         {"vocab_size": 257},
-        {"vocab_size": 2**31},
+        {"vocab_size": 2**22 + 1},
         {"vocab_size": 10**30},
         {"sample_bytes": 0},
         {"sample_bytes": -1},
