@@ -151,48 +151,43 @@ def _local_files(source: str) -> tuple[list[SourceFile], str]:
 
     takes = lambda name: name.endswith(suffixes) and (not pattern or whole.match(name) is not None)
     # What links in a system's library lead to is not of the library.
-    found = sorted(_walk(str(root), takes, enters, links=not library), key=lambda one: one[0].url)
+    found = sorted(_walk(str(root), takes, enters, len(pattern), links=not library), key=lambda one: one[0].url)
     return [file for file, _ in found], _version((f.name, f.size, [changed, None, None, None]) for f, changed in found)
 
 
 def _walk(
-    root: str, takes: Callable[[str], bool], enters: Callable[[str], bool], links: bool
+    root: str, takes: Callable[[str], bool], enters: Callable[[str], bool], tail: int, links: bool
 ) -> Iterator[tuple[SourceFile, float | None]]:
     """The files below `root` whose names below it `takes` accepts, in folders that `enters` accepts, and when they
-    changed. Each is read once: under its own name, else under the first of those that links give it."""
-    seen, linked = set(), [(root, os.path.realpath(root))]
+    changed. Each is read once: under its own name, else under the first of those that links give it. So is a folder,
+    for each of its names' last `tail` parts: what a glob finds in it depends on them."""
+    files, folders, linked = set(), set(), [(root, os.path.realpath(root))]
     while linked:
         waiting, linked = sorted(linked, reverse=True), []
         while waiting:
             path, real = waiting.pop()
-            if real in seen:
-                continue
-            name, folder = path.removeprefix(root).lstrip("/") or os.path.basename(root), False
+            name, is_folder = path.removeprefix(root).lstrip("/") or os.path.basename(root), False
             try:
                 status = os.stat(real)
-                folder = stat.S_ISDIR(status.st_mode)
-                if folder and (path == root or enters(name)):
-                    seen.add(real)
+                is_folder = stat.S_ISDIR(status.st_mode)
+                key = (real, *(name.split("/")[-tail:] if tail else ()))
+                if is_folder and key not in folders and (path == root or enters(name)):
+                    folders.add(key)
                     with os.scandir(real) as entries:
                         for entry in entries:
-                            below = f"{path.rstrip('/')}/{entry.name}"
+                            below = os.path.join(path, entry.name)
                             if not entry.is_symlink():
                                 waiting.append((below, os.path.join(real, entry.name)))
                             elif links:
                                 linked.append((below, os.path.realpath(entry.path)))
-                elif stat.S_ISREG(status.st_mode) and takes(name):
-                    seen.add(real)
+                elif stat.S_ISREG(status.st_mode) and takes(name) and real not in files:
+                    files.add(real)
                     problem = "" if os.access(real, os.R_OK) else "no permission to read it"
                     yield SourceFile(name, path, status.st_size, problem), status.st_mtime
             except OSError as error:
-                if folder or takes(name) or not PurePath(name).suffix:  # a link of that name may have led to a folder
-                    leads_nowhere = not os.path.lexists(real)
-                    yield (
-                        SourceFile(
-                            name, path, 0, "a link that leads nowhere" if leads_nowhere else str(error.strerror)
-                        ),
-                        None,
-                    )
+                if is_folder or takes(name) or not PurePath(name).suffix:  # a link of such a name may lead to a folder
+                    problem = error.strerror if os.path.lexists(real) else "a link that leads nowhere"
+                    yield SourceFile(name, path, 0, problem or "it cannot be read"), None
 
 
 def _remote_files(source: str) -> tuple[Any, list[SourceFile], str]:
@@ -257,12 +252,13 @@ def _parquet(file: SourceFile, opened: Any, column: str) -> Iterator[tuple[str, 
     try:
         table = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True)
         schema = table.schema_arrow
-    except (pyarrow.ArrowException, OSError) as error:
+        columns = dict(zip(schema.names, schema.types))
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last, of a column's name
         raise UserError(f"{file.url}: not a parquet file, or not a whole one: {error}") from error
-    kind = dict(zip(schema.names, schema.types)).get(column)
+    kind = columns.get(column)
     if kind is None or not _is_text(kind):
         wrong = f"has no column {column!r}" if kind is None else f"has {kind} in its column {column!r}, not text"
-        texts = ", ".join(field.name for field in schema if _is_text(field.type))
+        texts = ", ".join(name for name in columns if _is_text(columns[name]))
         raise UserError(
             f"{file.url} {wrong}; " + (f"give --text_column, one of: {texts}" if texts else "nor elsewhere")
         )
@@ -271,6 +267,8 @@ def _parquet(file: SourceFile, opened: Any, column: str) -> Iterator[tuple[str, 
         for value in batch.column(0).cast(pyarrow.large_binary()):
             number += 1
             yield f"{file.name} row {number}", value.as_py() or b""
+    if number != table.metadata.num_rows:
+        raise UserError(f"{file.url} is damaged: {number} rows, where it says that there are {table.metadata.num_rows}")
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:

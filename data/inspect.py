@@ -97,7 +97,7 @@ def _validate(arguments: Arguments) -> None:
         if not condition:
             raise UserError(f"--{name}={getattr(arguments, name)} cannot work: {expectation}")
 
-    require(arguments.step is None or arguments.step >= 0, "step", "the first is 0")
+    require(arguments.step is None or 0 <= arguments.step < 2**31, "step", "the first is 0, the last below 2^31")
     require(arguments.rows > 0, "rows", "it must be positive")
     require(arguments.sequence_length > 1, "sequence_length", "a row has at least 2 tokens")
     at_least = f"a step has at least one row, of --sequence_length={arguments.sequence_length} tokens"

@@ -86,8 +86,8 @@ def _validate(settings: Preparation, max_files: int | None) -> None:
     require(max_files is None or max_files > 0, "max_files", "it must be positive")
     require(settings.sample_bytes > 0, "sample_bytes", "it must be positive")
     require(0 < settings.shard_tokens <= 2**30, "shard_tokens", "it must be positive, and 2^30 at most")
-    least = f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens, and fewer than 2^31"
-    require(MIN_VOCAB_SIZE <= settings.vocab_size < 2**31, "vocab_size", least)
+    least = f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens; 2^22 at most are trained"
+    require(MIN_VOCAB_SIZE <= settings.vocab_size <= 2**22, "vocab_size", least)  # the trainer aborts without memory
 
 
 def _prepare(settings: Preparation, out: Path, max_files: int | None) -> None:

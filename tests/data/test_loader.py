@@ -60,6 +60,12 @@ def test_every_epoch_has_each_row_once_in_an_order_of_its_own(seed):
     assert len(orders | {tuple(range(len(ROWS)))}) == 4
 
 
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1])
+def test_a_mixture_takes_every_seed_that_one_dataset_takes(seed):
+    sequence = row_sequence([ROWS, VAL], [0.5, 0.5], seed)
+    assert {part for part, _ in (sequence[i] for i in range(4))} == {0, 1}
+
+
 def test_seeds_give_different_orders():
     assert not np.array_equal(sequence(len(ROWS), 0), sequence(len(ROWS), 1))
 
