@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import tyro
 
-from configs.schema import BatchConfig, DataConfig, MeshConfig
+from configs.schema import BatchConfig, DataConfig, MeshConfig, UserError
 from data.dataset import open_dataset
 from data.loader import StepBatches, local_rows, train_batches
 from data.packing import plan_best_fit
@@ -41,6 +41,9 @@ class Arguments:
 
 def main() -> int:
     arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    for name in ("documents", "steps"):
+        if getattr(arguments, name) < 1:
+            raise UserError(f"--{name}={getattr(arguments, name)} cannot work: it must be positive")
     rates: dict[str, float | int | None] = {"cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -64,7 +67,7 @@ def main() -> int:
         for packing in ("stream", "best_fit"):
             rows = dataset.rows("train", packing, shape[2], folder / "cache")
             steps = StepBatches([rows], [1.0], 0, shape, local_rows(shape, sharding))
-            batches = train_batches(steps, sharding, 0, DataConfig().workers)
+            batches = train_batches(steps, sharding, DataConfig().workers)
             jax.block_until_ready([next(batches) for _ in range(3)])  # the files are in memory now, the threads awake
             start = time.perf_counter()
             for batch in islice(batches, arguments.steps):

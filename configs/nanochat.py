@@ -53,9 +53,10 @@ def get_config() -> Config:
             matrices=MatricesConfig(0.002, kind="muon"),
             muon=MuonConfig(schedule=SCHEDULE),
             value_embeds=group(0.15, beta2=0.995, weight_decay=0.01),
-            resid_lambdas=group(0.005, weight_decay=0.05),
-            x0_lambdas=group(0.5, beta1=0.96),
-            scalars=group(0.2),
+            # nanochat has eps=1e-10 for these, too: see OptimizerConfig
+            resid_lambdas=group(0.005, eps=1e-4, weight_decay=0.05),
+            x0_lambdas=group(0.5, eps=1e-4, beta1=0.96),
+            scalars=group(0.2, eps=1e-4),
             clip_norm=1e9,  # nanochat clips nothing
         ),
     )

@@ -1,13 +1,16 @@
 """Rows: how a stream of tokens becomes inputs and targets of equal length."""
 
+import io
 import shutil
-import tempfile
 from pathlib import Path
 from typing import NamedTuple, TypedDict
+from uuid import uuid4
 
 import numpy as np
 from jaxtyping import Float, Int, Integer
 
+from configs.files import write_whole
+from configs.schema import UserError
 from data.shards import TokenStream
 
 
@@ -137,17 +140,28 @@ def _fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndarray, 
 
 
 def save_plan(plan: Plan, folder: Path) -> None:
-    """Writes a plan, whole or not at all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=folder.parent))
-    for name, array in plan._asdict().items():
-        np.save(partial / f"{name}.npy", array)
+    """Writes a plan, whole or not at all. OSError where it cannot be written; nothing is left of it then."""
+    if folder.exists():
+        return
+    partial = folder.with_name(f"{folder.name}.{uuid4().hex}")  # several processes may make one plan
     try:
+        partial.mkdir(parents=True)
+        for name, array in plan._asdict().items():
+            content = io.BytesIO()
+            np.save(content, array)
+            write_whole(partial / f"{name}.npy", content.getvalue())
         partial.rename(folder)
-    except OSError:  # another process was first, with the same plan
-        shutil.rmtree(partial)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not folder.exists():  # else another process was first, with the same plan
+            raise
 
 
 def load_plan(folder: Path) -> Plan:
-    """Maps a plan into memory."""
-    return Plan(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in Plan._fields))
+    """Maps a plan into memory. UserError where it is damaged; PermissionError where it is another user's alone."""
+    try:
+        return Plan(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in Plan._fields))
+    except PermissionError:
+        raise
+    except Exception as error:  # numpy raises several kinds, for an array's file that is cut off or is none
+        raise UserError(f"{folder} is damaged ({error}); delete it, and it is made again") from error

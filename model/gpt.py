@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from configs.schema import SMEAR_CHANNELS, ModelConfig
 from model.attention import Attention, LayerCache
 from model.layers import Embedding, Linear, Scalars, relu_squared, rms_norm
-from model.parallel import join, split
+from model.parallel import join, split, tensor_size
 from model.rotary import Angles, rotary_angles
 
 
@@ -156,8 +156,8 @@ class GPT(nnx.Module):
         return x + self.smear_lambda.times(0, gate).astype(self.dtype) * before
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
-        """Room for `capacity` positions of `batch` rows."""
-        shape = (batch, capacity, self.config.kv_heads, self.config.head_dim)
+        """Room for `capacity` positions of `batch` rows, for this device's heads along `tensor`."""
+        shape = (batch, capacity, self.config.kv_heads // tensor_size(), self.config.head_dim)
         layers = [LayerCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in self.blocks]
         return KVCache(layers, jnp.zeros((batch, self.config.width), self.dtype))
 

@@ -3,13 +3,13 @@
 Inside the step (`jax.shard_map`) each device holds a share of every matrix: the dimension that is the residual stream's
 width is divided over the mesh axis `fsdp`, the other (heads, MLP width, vocabulary) over `tensor`. (Value embeddings
 have no such width: their vocabulary takes its place.) What is too small to divide is whole on every device. Outside,
-where sampling has whole parameters and where the mesh is one device, every function here does nothing.
+where the mesh is one device, every function here does nothing.
 """
 
 from typing import TypeVar
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 T = TypeVar("T")
 Axes = tuple[str | None, ...]
@@ -50,6 +50,21 @@ def join(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 def tensor_index() -> Array | int:
     """Which of the parts along `tensor` this device holds."""
     return jax.lax.axis_index("tensor") if inside() else 0
+
+
+def tensor_size() -> int:
+    """How many parts there are along `tensor`."""
+    return jax.lax.axis_size("tensor") if inside() else 1
+
+
+def whole_vocabulary(logits: Float[Array, "batch vocab_share"]) -> Float[Array, "batch vocab"]:
+    """The logits of all devices along `tensor`, put together."""
+    return jax.lax.all_gather(logits, "tensor", axis=1, tiled=True) if inside() else logits
+
+
+def agreed(tokens: Int[Array, "batch"]) -> Int[Array, "batch"]:
+    """The tokens that every device has drawn alike, as one value of the whole mesh."""
+    return jax.lax.pmax(tokens, ("data", "fsdp", "tensor")) if inside() else tokens
 
 
 def gather(share: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:

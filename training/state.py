@@ -94,12 +94,6 @@ def _initial_state(params: dict, optimizer: optax.GradientTransformation) -> Tra
     return TrainState(zero, params, optimizer.init(params), zero)
 
 
-def replicated(params: dict, dtype: jnp.dtype, mesh: Mesh) -> dict:
-    """The parameters in the compute type, whole on every device: what sampling reads token after token."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda params: jax.tree.map(lambda p: p.astype(dtype), params), out_shardings=everywhere)(params)
-
-
 def params_sha256(params: dict) -> str:
     """SHA-256 over each parameter's dotted name and its bytes, in the order of the names. Every process calls it."""
     digest = hashlib.sha256()

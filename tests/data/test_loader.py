@@ -60,6 +60,12 @@ def test_every_epoch_has_each_row_once_in_an_order_of_its_own(seed):
     assert len(orders | {tuple(range(len(ROWS)))}) == 4
 
 
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1])
+def test_a_mixture_takes_every_seed_that_one_dataset_takes(seed):
+    sequence = row_sequence([ROWS, VAL], [0.5, 0.5], seed)
+    assert {part for part, _ in (sequence[i] for i in range(4))} == {0, 1}
+
+
 def test_seeds_give_different_orders():
     assert not np.array_equal(sequence(len(ROWS), 0), sequence(len(ROWS), 1))
 
@@ -141,7 +147,9 @@ def test_rows_land_on_the_device_that_the_mesh_gives_them():
 @pytest.mark.parametrize("start", [0, 5, 1_000_000])
 def test_iterating_from_any_start_with_any_workers_equals_random_access(start, workers, kind):
     steps = step_batches(3, **kind)
-    batches = list(islice(train_batches(steps, sharding(), start, workers), 4))
+    rows_per_step = steps.shape[0] * steps.shape[1]
+    begun = step_batches(3, **kind, first_row=start * rows_per_step)
+    batches = list(islice(train_batches(begun, sharding(), workers), 4))
     assert all(equal(batch, steps[start + i]) for i, batch in enumerate(batches))
     assert all(array.sharding == sharding() for array in batches[0].values())
 

@@ -12,7 +12,7 @@ from configs.schema import MeshConfig, resolved
 from tests.helpers import tiny_config
 from training.mesh import make_mesh
 from training.optimizer import make_optimizer
-from training.state import abstract_state, compute_dtype, create_state, params_sha256, replicated
+from training.state import abstract_state, compute_dtype, create_state, params_sha256
 
 
 def state_on(devices, seed=0):
@@ -59,14 +59,6 @@ def test_sha256_sees_every_parameter():
     before = params_sha256(params)
     params["blocks"][1]["mlp"]["down"]["kernel"] = params["blocks"][1]["mlp"]["down"]["kernel"].at[0, 0].set(1e-30)
     assert params_sha256(params) != before
-
-
-def test_replicated():
-    state, _, mesh = state_on(8)
-    whole = replicated(state.params, np.dtype("bfloat16"), mesh)
-    for leaf, original in zip(jax.tree.leaves(whole), jax.tree.leaves(state.params)):
-        assert leaf.dtype == "bfloat16" and leaf.addressable_shards[3].data.shape == original.shape
-        np.testing.assert_array_equal(leaf, original.astype("bfloat16"))
 
 
 @pytest.mark.parametrize(
