@@ -7,6 +7,7 @@ blocks.N.mlp.up.kernel, down          model.layers.N.mlp.fc1.weight, fc2
 lm_head.kernel                        lm_head.weight
 """
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -72,11 +73,14 @@ def hf_config(config: Config, bos: int) -> dict[str, Any]:
 
 
 def beyond_hf(model: ModelConfig) -> list[str]:
-    """The options in use that transformers' class has not."""
-    windows = "S" in model.window_pattern[: max(model.depth - 1, 0)]
-    features = ("value_embeddings", "resid_lambdas", "x0_lambdas", "smear", "backout")
-    used = [name for name in features if getattr(model, name)]
-    return [*used, *(["window_pattern"] if windows else []), *(["qk_scale"] if model.qk_scale != 1 else [])]
+    """The options in use that transformers' class has not: whatever differs from the plain network's, but for what
+    `hf_config` says and what does not change the network."""
+    said = ("depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "softcap", "rotary_base")
+    no_matter = ("z_loss", "loss_chunks", "dtype", "remat", "short_window")
+    windows = "S" in model.window_pattern[: max(model.depth - 1, 0)]  # the last block has none
+    plain = {f.name: f.default for f in dataclasses.fields(ModelConfig)} | {"window_pattern": model.window_pattern}
+    used = [name for name, value in plain.items() if name not in said + no_matter and getattr(model, name) != value]
+    return [*used, *(["window_pattern"] if windows else [])]
 
 
 def write_hf(out: Path, params: dict, config: Config, tokenizer: TextTokenizer) -> None:
