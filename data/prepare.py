@@ -7,6 +7,11 @@ DIR/dataset.json              what it was made from, counts, a SHA-256 of each f
     val_000000.bin ...        the held-out documents among those that the training shard of the number was cut from
 """
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import fcntl
 import hashlib
 import json

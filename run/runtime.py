@@ -18,9 +18,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from configs.interrupt import INTERRUPTED, raise_at_interrupt
 from configs.schema import UserError
 
-FAILED, MISTAKEN, UNREADABLE, INTERRUPTED = 1, 2, 3, 130  # exit codes; 0: complete, or preempted and saved
+FAILED, MISTAKEN, UNREADABLE = 1, 2, 3  # exit codes, with INTERRUPTED; 0: complete, or preempted and saved
 SILENCE = 30  # seconds without a sign of life after which a process counts as lost
 
 
@@ -30,6 +31,7 @@ class NoCheckpoint(Exception):
 
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Runs a command and exits with its code; a UserError becomes its message and code 2."""
+    raise_at_interrupt()
     try:
         code = main()
     except (UserError, NoCheckpoint) as error:
