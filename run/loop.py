@@ -174,15 +174,16 @@ class Loop:
                     return self.end(results)
 
     def log(self) -> bool:
-        """Writes a line. Whether the save before failed; that is said."""
+        """Writes a line. Whether the save before failed and is to be tried again; that is said."""
         self.monitor.write()
         failed = self.checkpoints.failing(wait=False)
-        if failed:
+        retry = failed > 0 and not self.checkpoints.pending
+        if retry:
             self.say(f"{failed} save(s) in a row failed: {self.checkpoints.failure}; trying again")
         if self.checkpoints.deletion_failure:
             self.say(self.checkpoints.deletion_failure)
             self.checkpoints.deletion_failure = ""
-        return failed > 0
+        return retry
 
     def end_before_saving(self, stopping: bool) -> Outcome | None:
         """What the steps read so far, and the saves, say of going on."""

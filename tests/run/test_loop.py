@@ -46,7 +46,7 @@ class Saved:
 
     def __init__(self, steps=(), failing_steps=()):
         self.steps, self.failing_steps, self.facts = list(steps), set(failing_steps), {}
-        self.failed_saves, self.failure, self.deletion_failure = 0, "the disk is full", ""
+        self.failed_saves, self.failure, self.deletion_failure, self.pending = 0, "the disk is full", "", None
 
     @property
     def newest(self):
