@@ -29,7 +29,7 @@ from run.checkpoint import Checkpoints, whole_steps
 from run.events import Events, rollbacks_to
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
-from run.metrics import plot_loss, summarize, write_summary
+from run.metrics import plot_loss, read_metrics, summarize, write_summary
 from run.runtime import Stop, cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
 from training.build import Build, build
 from training.state import params_sha256
@@ -82,8 +82,7 @@ def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Ex
         first_row = start.position // length
         batches = StepBatches(text.train, text.weights, config.seed, built.batch_shape, mine, document_bos, first_row)
         loop = Loop(built, start, train_step, evaluator, batches.row_numbers, checkpoints, text.fingerprint, stop, say)
-        if past.changes:
-            loop.writer.write({"step": start.step, "changes": past.changes})
+        write_what_happened(loop, past)
         ended = loop.run(train_batches(batches, built.batch_sharding, config.data.workers))
         outcome = roll_back(config, ended, checkpoints, loop, say) if isinstance(ended, Jumped) else ended
         past = past._replace(changes=[], events=on_first_process(Events(config.run_dir).read))
@@ -134,10 +133,20 @@ def roll_back(
     if len(rollbacks_to(events, newest)) == config.stability.max_rollbacks:
         return GaveUp(spike["step"], f"{config.stability.max_rollbacks} rollbacks to step {newest} did not help")
     on_first_process(lambda: Events(config.run_dir).add("rollback", newest, position=jumped.position, **spike["spike"]))
-    loop.writer.write({"step": newest, "rollback": {**spike["spike"], "position": jumped.position}})
     loop.writer.close()
     say(f"back to step {newest}, and on without the batches up to that of step {spike['step']}")
     return Stopped(newest) if jumped.stopping else None
+
+
+def write_what_happened(loop: Loop, past: Past) -> None:
+    """To metrics.jsonl: options that changed, and rollbacks, each once, whenever the run was killed in between."""
+    step, writer = loop.step, loop.writer
+    if past.changes:
+        writer.write({"step": step, "changes": past.changes})
+    written = sum("rollback" in line and line["step"] == step for line in read_metrics(loop.config.run_dir))
+    for event in rollbacks_to(past.events, step)[written:]:
+        facts = {name: value for name, value in event.items() if name not in ("event", "step", "time")}
+        writer.write({"step": step, "rollback": facts})
 
 
 def describe(built: Build) -> str:

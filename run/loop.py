@@ -192,6 +192,7 @@ class Loop:
             return self.give_up(f"--max_skipped_steps={self.config.max_skipped_steps} in a row were skipped")
         if monitor.spike and self.config.stability.rollback:
             spike, monitor.spike = monitor.spike, None
+            checkpoints.failing()  # waits: which checkpoint is the newest must not depend on how fast it is written
             if checkpoints.newest:
                 return Jumped(spike, self.position_after(spike["step"]), stopping)
             self.say("there is no checkpoint from before the jump to go back to: the run goes on")
