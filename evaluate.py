@@ -1,5 +1,10 @@
 """Validation loss and bits per byte of a run's newest checkpoint: python evaluate.py --run_dir=runs/small."""
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import json
 from dataclasses import dataclass
 

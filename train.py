@@ -1,5 +1,10 @@
 """One run, from top to bottom: python train.py --config=configs/small.py. The same command again continues it."""
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import dataclasses
 import json
 import math
@@ -13,6 +18,7 @@ import jax
 from tqdm import tqdm
 
 from configs.command_line import parse
+from configs.exit_codes import Exit
 from configs.schema import Config, UserError, options
 from data.dataset import open_text
 from data.loader import StepBatches, local_rows, train_batches
@@ -24,7 +30,7 @@ from run.events import Events, rollbacks_to
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, summarize, write_summary
-from run.runtime import Exit, Stop, cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
+from run.runtime import Stop, cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
 from training.build import Build, build
 from training.state import params_sha256
 

@@ -4,6 +4,11 @@ The loader is measured at d12's shapes (256 rows of 2048 tokens a step, two read
 to arrays on the device; the plan, on documents of log-normal length (median 400 tokens, as web text).
 """
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import json
 import os
 import tempfile
@@ -14,9 +19,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import tyro
 
-from configs.schema import BatchConfig, DataConfig, MeshConfig, UserError
+from configs.command_line import parse_arguments
+from configs.schema import BatchConfig, DataConfig, MeshConfig, Positive
 from data.dataset import open_dataset
 from data.loader import StepBatches, local_rows, train_batches
 from data.packing import plan_best_fit
@@ -31,19 +36,16 @@ class Arguments:
 
     source: str = "stdlib"
     """Raw text to prepare."""
-    vocab_size: int = 4096
+    vocab_size: Positive[int] = 4096
     """Tokens of the tokenizer that is trained on it first, untimed."""
-    documents: int = 2_000_000
+    documents: Positive[int] = 2_000_000
     """Documents to plan."""
-    steps: int = 20
+    steps: Positive[int] = 20
     """Steps to load."""
 
 
 def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
-    for name in ("documents", "steps"):
-        if getattr(arguments, name) < 1:
-            raise UserError(f"--{name}={getattr(arguments, name)} cannot work: it must be positive")
+    arguments = parse_arguments(__doc__, Arguments)
     rates: dict[str, float | int | None] = {"cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

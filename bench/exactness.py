@@ -204,10 +204,11 @@ def gradient_program(config: Config, split: Split) -> tuple[Build, Any]:
     built = built_for(config, split)
     zeros = lambda tree: jax.tree.map(jnp.zeros_like, tree)
     keep = optax.GradientTransformationExtraArgs(zeros, lambda gradients, *_, **__: (zeros(gradients), gradients))  # pyright: ignore
+    abstract = abstract_state(built.config.model, keep, built.mesh)
     train_step = make_train_step(
-        built.config.model, built.dtype, built.mesh, keep, built.rates, built.config.optimizer.clip_norm
+        built.config.model, built.dtype, built.mesh, abstract, keep, built.rates, built.config.optimizer.clip_norm
     )
-    places = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(built.config.model, keep, built.mesh))
+    places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
     def gradients(params: dict, step: int) -> dict:
         state = TrainState(np.int32(step), params, zeros(params), np.int32(0))  # pyright: ignore
@@ -223,7 +224,7 @@ def noise(config: Config, split: Split, steps: int) -> list[dict[str, tuple[floa
     parted = gradient_program(config, split)[1]
     state, told = jax.device_get(built.create_state()), []
     params, opt_state = state.params, state.opt_state
-    groups = jax.tree.leaves(parameter_groups(built.abstract_state.params))
+    groups = jax.tree.leaves(parameter_groups(config.model))
     update = jax.jit(built.optimizer.update)
 
     def norms(tree: dict) -> dict[str, float]:

@@ -7,6 +7,11 @@
 A network of 1.8 M parameters (depth 4, width 128, vocabulary 4096) on rows of 128 tokens of the standard library.
 """
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import argparse
 import json
 from collections.abc import Callable, Hashable
@@ -32,6 +37,7 @@ from configs.schema import (
     ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
+    UserError,
 )
 from data.dataset import open_text
 from data.loader import StepBatches
@@ -303,6 +309,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps of each training run")
     parser.add_argument("--out", type=Path, default=Path("runs/gradient-accumulation"), help="folder of the results")
     arguments = parser.parse_args()
+    if arguments.steps < 10:
+        raise UserError(f"--steps={arguments.steps} cannot work: the held-out loss is measured every 10 steps")
     start_jax()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.part == "notebook":

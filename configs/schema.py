@@ -31,7 +31,7 @@ class Range(NamedTuple):
 class Role(Enum):
     """What an option is for, where that matters elsewhere."""
 
-    SPEED = "speed and reporting: it never changes the result, and may differ when a run is continued"
+    FREE = "speed, reporting, or the spelling of what a fingerprint holds: it may differ when a run is continued"
     TRAINING = "how the network is trained: whatever it is, the network computes the same function"
     PATH = "a file or folder: ~ is the home folder"
 
@@ -42,7 +42,7 @@ NotNegative = Annotated[T, Range(lambda n: n >= 0, "it must not be negative")]
 Share = Annotated[float, Range(lambda x: 0 <= x <= 1, "it is a share, from 0 to 1")]
 Decay = Annotated[float, Range(lambda x: 0 <= x < 1, "a moment's decay must be at least 0 and below 1")]
 Replicas = Annotated[int, Range(lambda n: n == -1 or n > 0, "give a number of replicas, or -1 for all")]
-Free = Annotated[T, Role.SPEED]
+Free = Annotated[T, Role.FREE]
 OfTraining = Annotated[T, Role.TRAINING]
 FilePath = Annotated[str, Role.PATH]
 
@@ -103,12 +103,12 @@ class ModelConfig:
 class DataConfig:
     """The text, and how it becomes rows."""
 
-    source: str = "stdlib"
+    source: Free[str] = "stdlib"
     """A dataset folder that data.prepare made; a folder of .bin token shards (llm.c, modded-nanogpt), with `tokenizer`;
     several of these with their shares of the rows (`0.7:DIR,0.3:DIR`); or raw text, prepared once in the cache:
     `stdlib` (this Python's standard library, its .py files), or a file, a folder or a glob of .txt, .md, .py, .jsonl
     and .parquet."""
-    tokenizer: str = ""
+    tokenizer: Free[str] = ""
     """A tokenizer.json, a folder with one, or `tiktoken:gpt2`. Empty: the dataset's own; for raw text a byte-level BPE
     of `model.vocab_size` tokens is trained."""
     shards: NotNegative[int] = 0
@@ -353,7 +353,7 @@ def roles(section: type = Config, prefix: str = "") -> dict[str, set[Role]]:
 
 def free_to_change(name: str) -> bool:
     """Whether an option may differ when a run is continued; whatever is no option may not."""
-    return Role.SPEED in roles().get(name, ())
+    return Role.FREE in roles().get(name, ())
 
 
 def misfit(value: Any, hint: Any) -> str:

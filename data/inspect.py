@@ -1,5 +1,10 @@
 """What is in a dataset, and what a step sees: python -m data.inspect DIR_OR_RUN [--step=N]."""
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import json
 import sys
 from dataclasses import dataclass

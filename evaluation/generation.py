@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 from configs.schema import ModelConfig, UserError
 from data.tokenizer import TextTokenizer
 from model import generate as model_generate
-from training.state import parameter_specs, split_model
+from training.state import abstract_params, split_model
 from training.step import all_gather_data, on_each_device
 
 Generate = Callable[..., Int[Array, "batch length"]]
@@ -26,7 +26,7 @@ def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate
     They are gathered over `data` in the compute type, and stay divided over `fsdp` and `tensor`, as in a step.
     """
     graphdef, _ = split_model(config, dtype)
-    specs = parameter_specs(config, mesh)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_params(config, mesh))
 
     @partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"))
     def generate(

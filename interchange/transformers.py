@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from configs.schema import Config, ModelConfig, Role, UserError, roles
+from configs.schema import Config, ModelConfig, UserError, roles
 from data.tokenizer import TextTokenizer
 from interchange.safetensors import arrays_of, write_folder
 
@@ -76,7 +76,7 @@ def beyond_hf(model: ModelConfig) -> list[str]:
     """The options in use that transformers' class has not: all that change the network, differ from the plain one's
     and are not in `hf_config`."""
     known = {"depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "softcap", "rotary_base", "short_window"}
-    change = {name for name, of in roles(ModelConfig).items() if not of & {Role.SPEED, Role.TRAINING}} - known
+    change = {name for name, of in roles(ModelConfig).items() if not of} - known
     if "S" not in model.window_pattern[: max(model.depth - 1, 0)]:  # the last block has no window
         change.remove("window_pattern")
     return [f.name for f in fields(model) if f.name in change and getattr(model, f.name) != f.default]

@@ -352,8 +352,8 @@ def copy(source: epath.Path, target: epath.Path) -> None:
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """A number for each array [...], the same on every mesh: the sum of its elements' bits, each times an odd number of
-    its own, modulo 2^32. So no single element can change unnoticed. Elements have 1, 2 or 4 bytes."""
+    """A number for each array [...] of elements of at most 4 bytes, the same on every mesh: the sum of its elements'
+    bits, each times an odd number of its own, modulo 2^32. So no single element can change unnoticed."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums = jax.device_get(_checksums([leaf for _, leaf in leaves]))
     return {path_name(path): int(total) for (path, _), total in zip(leaves, sums)}
@@ -365,8 +365,7 @@ def _checksums(leaves: list[Array]) -> list[UInt32[Array, ""]]:
         position = jnp.zeros(leaf.shape, jnp.uint32)
         for axis, size in enumerate(leaf.shape):
             position = position * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
-        bits = jax.lax.bitcast_convert_type(leaf, bits).astype(jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
         return jnp.sum(bits * (2 * position + 1), dtype=jnp.uint32)
 
     return [checksum(leaf) for leaf in leaves]

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from configs.command_line import config_from_json
 from configs.files import write_whole
 from configs.schema import Config, MeshConfig, UserError, free_to_change, options, validate
+from data.dataset import absolute
 from run.checkpoint import Checkpoints, copy, whole_steps
 from run.events import Events, saved_up_to
 from run.metrics import read_metrics
@@ -24,7 +25,6 @@ from training.build import build
 from training.state import TrainState, abstract_params
 
 RECORD = ("config.json", "metrics.jsonl", "events.jsonl")  # what continues a run, besides its checkpoints
-SAME_TEXT = ("data.source", "data.tokenizer")  # whose meaning the dataset's fingerprint holds, however they are spelled
 
 
 class RunLock:
@@ -124,7 +124,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     changes = [
         f"{name}: {before.get(name)} -> {now[name]}"
         for name in now
-        if before.get(name) != now[name] and not (free_to_change(name) or name in SAME_TEXT)
+        if before.get(name) != now[name] and not free_to_change(name)
     ]
     if changes and not accept_changes:
         raise UserError(
@@ -168,7 +168,7 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int) -> N
     folder = Path(config.run_dir)
     record = folder / "config.json"
     told, first = read_record(record)
-    respelled = any(options(first)[name] != options(config)[name] for name in SAME_TEXT)
+    respelled = absolute(first.data) != absolute(config.data)
     if changes or respelled:
         _write_record(record, config, fingerprint, told["changes"] + ([changes] if changes else []))
     if step < config.steps:
@@ -229,7 +229,8 @@ def read_record(record: Path) -> tuple[dict[str, Any], Config]:
 def _write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
     devices = jax.devices()
     told = {
-        "config": dataclasses.asdict(config),
+        # With paths that hold from anywhere: other commands find the text, whatever folder they are typed in.
+        "config": dataclasses.asdict(dataclasses.replace(config, data=absolute(config.data))),
         "dataset": fingerprint,
         "versions": versions(),
         "devices": {"kind": devices[0].device_kind, "count": len(devices), "processes": jax.process_count()},

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import IntEnum
 from glob import glob
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,27 +19,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from configs.exit_codes import Exit
+from configs.interrupt import raise_at_interrupt
 from configs.schema import UserError
 
 HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life after which a process counts as lost
-
-
-class Exit(IntEnum):
-    """How a command ends: the one table that everything reads (docs/checkpoints.md)."""
-
-    COMPLETE = 0
-    FAILED = 1
-    """Do not repeat it: it would fail again."""
-    MISTAKE = 2
-    """A user's mistake; nothing was changed."""
-    UNREADABLE = 3
-    """A run has checkpoints, and none can be read."""
-    PEER_LOST = 42
-    """Another process has stopped or cannot be reached: start all of them again."""
-    INTERRUPTED = 130
-    """By a person, with Ctrl-C; saved."""
-    PREEMPTED = 143
-    """By SIGTERM; saved: start again."""
 
 
 class NoCheckpoint(Exception):
@@ -49,6 +32,7 @@ class NoCheckpoint(Exception):
 
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Runs a command and exits with its code; a UserError becomes its message and code 2."""
+    raise_at_interrupt()
     try:
         code = main()
     except (UserError, NoCheckpoint) as error:

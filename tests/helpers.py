@@ -66,23 +66,38 @@ def perturbed(params: dict, seed: int = 0) -> dict:
 
 
 @cache
+def initial_state(model: ModelConfig, optimizer: OptimizerConfig):
+    """The state before step 0, on the host: the same for every mesh (test_state.py), so that it is made on one."""
+    return jax.device_get(
+        build(replace(tiny_config(), model=model, optimizer=optimizer), jax.devices()[:1]).create_state()
+    )
+
+
+@cache
 def step_of(config: Config, devices: int):
     """The jitted step, its mesh, and the state before step 0; one program for all tests that ask for the same."""
     built = build(config, jax.devices()[:devices])
-    return built.train_step, built.mesh, built.create_state(), built.rates
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state)
+    return (
+        built.train_step,
+        built.mesh,
+        jax.device_put(initial_state(config.model, config.optimizer), shardings),
+        built.rates,
+    )
 
 
 def start_params(config: Config) -> dict:
     """The parameters that `run_steps` starts from."""
-    return perturbed(step_of(config, 1)[2].params)
+    return perturbed(initial_state(config.model, config.optimizer).params)
 
 
 def run_steps(config: Config, rows: list[dict], devices: int = 1) -> tuple[dict, list[dict]]:
     """The parameters after a step on each of `rows`, from the perturbed start, and the steps' metrics."""
-    train_step, mesh, state, _ = step_of(config, devices)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    train_step, mesh, placed, _ = step_of(config, devices)
     # A copy, since the step is given its state for good.
-    state = jax.device_put(jax.device_get(state._replace(params=perturbed(state.params))), shardings)
+    state = initial_state(config.model, config.optimizer)
+    state = state._replace(params=perturbed(state.params))
+    state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, placed))
     shape = batch_shape(config.batch, mesh)
     told = []
     for step_rows in rows:

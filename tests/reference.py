@@ -3,6 +3,7 @@ differentiation. Nothing of the project's own mathematics is used, so that the t
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from configs.schema import Config, ModelConfig
 
@@ -71,14 +72,14 @@ def train(params: dict, batches: list[dict], config: Config, rates) -> tuple[dic
     `rates(step)` gives each group's learning rate.
     """
     with jax.enable_x64(True):
-        params = jax.tree.map(lambda p: jnp.asarray(p, jnp.float64), params)
-        first = second = jax.tree.map(jnp.zeros_like, params)
+        params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
+        first = second = jax.tree.map(np.zeros_like, params)
         told = []
         for step, batch in enumerate(batches):
             rows = {name: jnp.asarray(array).reshape(-1, array.shape[-1]) for name, array in batch.items()}
-            loss, gradient = _value_and_gradient(params, rows, config.model)
-            norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient)))
-            clip = jnp.minimum(1, config.optimizer.clip_norm / norm)
+            loss, gradient = jax.device_get(_value_and_gradient(params, rows, config.model))
+            norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(gradient)))
+            clip = np.minimum(1, config.optimizer.clip_norm / norm)
             gradient = jax.tree.map(lambda g, clip=clip: g * clip, gradient)
 
             def update(path, p, m, v, g, step=step):
@@ -90,7 +91,7 @@ def train(params: dict, batches: list[dict], config: Config, rates) -> tuple[dic
                 m = group.beta1 * m + (1 - group.beta1) * g
                 v = group.beta2 * v + (1 - group.beta2) * g**2
                 direction = m / (1 - group.beta1 ** (step + 1))
-                direction /= jnp.sqrt(v / (1 - group.beta2 ** (step + 1))) + group.eps
+                direction /= np.sqrt(v / (1 - group.beta2 ** (step + 1))) + group.eps
                 return p - rate * (direction + group.weight_decay * p), m, v
 
             updated = jax.tree_util.tree_map_with_path(update, params, first, second, gradient)
@@ -98,4 +99,4 @@ def train(params: dict, batches: list[dict], config: Config, rates) -> tuple[dic
                 jax.tree.structure(params), jax.tree.structure((0, 0, 0)), updated
             )
             told.append({"loss": float(loss), "grad_norm": float(norm)})
-        return jax.device_get(params), told
+        return params, told

@@ -179,7 +179,14 @@ def test_what_may_change_when_a_run_is_continued():
     sections = {"mesh", "log", "eval"}
     assert {name for name in free if name.split(".")[0] not in sections} == {
         *("run_dir", "resume", "max_skipped_steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
-        *("data.workers", "checkpoint.every_steps", "checkpoint.keep", "checkpoint.keep_every"),
+        *(
+            "data.source",
+            "data.tokenizer",
+            "data.workers",
+            "checkpoint.every_steps",
+            "checkpoint.keep",
+            "checkpoint.keep_every",
+        ),
         "checkpoint.max_failed_saves",
     }
     assert {name for name in options(BASE) if name.split(".")[0] in sections} <= free

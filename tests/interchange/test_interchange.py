@@ -93,6 +93,74 @@ def test_another_network_is_refused(written, options, told):
     assert told in str(error.value)
 
 
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory):
+    """A config that starts from plain safetensors, whose blocks see 5, all, and all positions."""
+    config, params = network(depth=3, window_pattern="SL", short_window=5)
+    folder = tmp_path_factory.mktemp("plain") / "out"
+    write_safetensors(folder, params, config, TOKENIZER)
+    return replace(config, init_from=str(folder)), folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"loss_chunks": 4}, {"z_loss": 1e-4}, {"remat": "block"}, {"dtype": "bfloat16"}, {"window_pattern": "SLS"}),
+        *({"window_pattern": "SLL"}, {"window_pattern": "SLLLL"}),
+    ],
+    ids=str,
+)
+def test_options_that_leave_the_function_as_it_is_may_differ(windows, options):
+    config, _ = windows
+    require_same_network(replace(config, model=replace(config.model, **options)), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"rotary_base": 1234.0}, "rotary_base: 100000.0, not 1234.0"),
+        ({"qk_scale": 1.1}, "qk_scale: 1.0, not 1.1"),
+        ({"short_window": 6}, r"short_window\): \[5, None, None\], not \[6, None, None\]"),
+        ({"short_window": 0}, r"\[5, None, None\], not \[512, None, None\]"),
+        ({"window_pattern": "L"}, r"not \[None, None, None\]"),
+        ({"width": 64, "heads": 8}, r"blocks\.0\.mlp\.up\.kernel: \(32, 128\), not \(64, 256\)"),
+    ],
+)
+def test_another_function_or_shape_is_refused(windows, options, told):
+    config, _ = windows
+    with pytest.raises(UserError, match=told):
+        require_same_network(replace(config, model=replace(config.model, **options)), TOKENIZER)
+
+
+def test_windows_that_no_block_uses_may_differ(tmp_path):
+    """As a config without short windows has, resolved for rows of another length."""
+    config, params = network(short_window=128)
+    write_safetensors(tmp_path / "plain", params, config, TOKENIZER)
+    longer = replace(config, init_from=str(tmp_path / "plain"), model=replace(config.model, short_window=512))
+    require_same_network(longer, TOKENIZER)
+
+
+@pytest.mark.parametrize("name", ["tokensum.json", "config.json"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", '"x"', "\xff"], ids=repr)
+def test_a_broken_description_is_one_message(windows, written, name, content):
+    config, folder = windows if name == "tokensum.json" else written
+    before = (folder / name).read_bytes()
+    (folder / name).write_bytes(content.encode("latin1"))
+    with pytest.raises(UserError, match=rf"{name} cannot be read: "):
+        require_same_network(config, TOKENIZER)
+    (folder / name).write_bytes(before)
+
+
+@pytest.mark.parametrize("model", [{"depth": "deep"}, {"window_pattern": 3}, {"short_window": -1}, {"softcap": None}])
+def test_a_description_of_no_network_is_one_message(windows, model):
+    config, folder = windows
+    before = (folder / "tokensum.json").read_text()
+    (folder / "tokensum.json").write_text(json.dumps(json.loads(before) | model))
+    with pytest.raises(UserError, match=r"tokensum\.json describes no network: --model\."):
+        require_same_network(config, TOKENIZER)
+    (folder / "tokensum.json").write_text(before)
+
+
 def test_another_vocabulary_is_refused(written):
     with pytest.raises(UserError, match="holds another vocabulary than the data"):
         require_same_network(written[0], OTHER)

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from configs.exit_codes import Exit
 from configs.schema import CheckpointConfig, EvalConfig, LogConfig, StabilityConfig
 from run.loop import Due, Finished, GaveUp, Jumped, Loop, Start, Stopped, due_after
 from run.metrics import read_metrics
 from run.monitor import ENOUGH
-from run.runtime import Exit, Stop
+from run.runtime import Stop
 from tests.helpers import tiny_config
 from training.state import TrainState
 

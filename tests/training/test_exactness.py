@@ -73,9 +73,9 @@ def disturbances(config: Config) -> dict[str, float]:
     """How far each group's update moves, the furthest of four steps, when the gradient is disturbed by as much as
     rounding does: it is taken where each parameter is off by at most a rounding of the compute type."""
     gradient, params = gradient_of(config.model)
-    optimizer, rates = make_optimizer(config.optimizer, params, config.model.width, config.steps)
+    optimizer, rates = make_optimizer(config.optimizer, config.model, config.steps)
     update, state, generator = jax.jit(optimizer.update), optimizer.init(params), np.random.default_rng(0)
-    groups = jax.tree.leaves(parameter_groups(params))
+    groups = jax.tree.leaves(parameter_groups(config.model))
     eps = float(jnp.finfo(config.model.dtype).eps)
     found = dict.fromkeys(rates, 0.0)
     for step in range(4):

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import replace
+from functools import cache
 
 import jax
 import numpy as np
@@ -15,7 +16,9 @@ from training.optimizer import make_optimizer
 from training.state import abstract_state, compute_dtype, create_state, params_sha256
 
 
+@cache
 def state_on(devices, seed=0):
+    """A state on so many devices, its shapes, and their mesh. Made once: give it to nothing that takes its memory."""
     config = tiny_config()
     optimizer, _ = make_optimizer(config.optimizer, config.model, 8)
     mesh = make_mesh(config.mesh, jax.devices()[:devices])

@@ -44,67 +44,80 @@ def weights(kind: str, rows: int, length: int, seed: int = 0) -> np.ndarray:
 KINDS = ("ones", "lengths", "empty micro-batches", "single token")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_split_and_mesh_gives_the_reference_update(kind):
-    """Three consecutive steps in float32: K = 1, 2, 4, 16 on one device, K = 1, 2 on eight."""
-    config = tiny_config()
-    rows = [random_rows(config, step, weights(kind, 16, 16, step)) for step in range(3)]
+def three_steps(kind: str) -> list[dict]:
+    return [random_rows(tiny_config(), step, weights(kind, 16, 16, step)) for step in range(3)]
+
+
+def assert_same_steps(config, others, expected_by=None) -> None:
+    """Three steps with each kind of weights: each of `others`, pairs of a config and devices, gives the update of
+    `config` on one device; and that one the update that `expected_by` (the reference) gives."""
     start, rates = start_params(config), step_of(config, 1)[3]
-    expected, expected_told = reference.train(
-        start, rows, config, lambda step: {name: float(rate(step)) for name, rate in rates.items()}
-    )
-    whole, whole_told = run_steps(config, rows)
-    assert distance(whole, expected) < 1e-5
-    moved = jax.tree.map(np.subtract, whole, start)
-    assert distance(moved, jax.tree.map(np.subtract, expected, start)) < 1e-3  # the update itself, not just the sum
-    for rows_per_device, devices in ((8, 1), (4, 1), (1, 1), (2, 8), (1, 8)):
-        params, told = run_steps(with_rows_per_device(config, rows_per_device), rows, devices)
-        assert distance(params, whole) < 1e-6
-        for step in range(3):
-            for name in ("loss", "grad_norm"):
-                assert told[step][name] == pytest.approx(whole_told[step][name], rel=1e-6)
-                assert told[step][name] == pytest.approx(expected_told[step][name], rel=1e-5)
-            assert told[step]["valid_tokens"] == rows[step]["weights"].sum()
+    for kind in KINDS:
+        rows = three_steps(kind)
+        whole, whole_told = run_steps(config, rows)
+        moved = jax.tree.map(np.subtract, whole, start)
+        if expected_by:
+            expected, expected_told = expected_by(
+                start, rows, config, lambda step: {name: float(rate(step)) for name, rate in rates.items()}
+            )
+            assert distance(whole, expected) < 1e-5
+            # The update itself, not just the sum.
+            assert distance(moved, jax.tree.map(np.subtract, expected, start)) < 1e-3
+            for ours, theirs in zip(whole_told, expected_told, strict=True):
+                for name in ("loss", "grad_norm"):
+                    assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
+        for other, devices in others:
+            params, told = run_steps(other, rows, devices)
+            assert distance(params, whole) < 1e-6, (kind, other.mesh, other.batch)
+            assert distance(jax.tree.map(np.subtract, params, start), moved) < 1e-4
+            for step, (ours, theirs) in enumerate(zip(told, whole_told, strict=True)):
+                assert ours["valid_tokens"] == rows[step]["weights"].sum()
+                for name in ("loss", "grad_norm"):
+                    assert ours[name] == pytest.approx(theirs[name], rel=1e-6)
+
+
+def on_mesh(config, rows_per_device: int, sizes: tuple):
+    divided = replace(with_rows_per_device(config, rows_per_device), mesh=MeshConfig(*sizes))
+    return divided, math.prod(sizes)
+
+
+ONE = (1, 1, 1)
+
+
+def test_every_split_and_mesh_gives_the_reference_update():
+    """Three consecutive steps in float32: K = 1, 4, 16 on one device, K = 1, 2 on eight."""
+    config = tiny_config()
+    others = [on_mesh(config, *sizes) for sizes in ((4, ONE), (1, ONE), (2, (8, 1, 1)), (1, (8, 1, 1)))]
+    assert_same_steps(config, others, reference.train)
 
 
 FACTORIZATIONS = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if d * f <= 8]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", FACTORIZATIONS, ids=str)
-def test_every_mesh_of_eight_gives_the_update_of_one(sizes):
+def test_every_mesh_of_eight_gives_the_update_of_one():
     """Three steps with each kind of weights, through micro-batches, in float32."""
-    config = tiny_config(rows=16, heads=8, kv_heads=8, head_dim=8)
-    divided = replace(with_rows_per_device(config, 1), mesh=MeshConfig(*sizes))
-    start = start_params(config)
-    for kind in KINDS:
-        rows = [random_rows(config, step, weights(kind, 16, 16, step)) for step in range(3)]
-        whole, whole_told = run_steps(config, rows)
-        params, told = run_steps(divided, rows, 8)
-        assert distance(params, whole) < 1e-6
-        moved = [jax.tree.map(np.subtract, p, start) for p in (params, whole)]
-        assert distance(*moved) < 1e-4
-        for ours, theirs in zip(told, whole_told, strict=True):
-            assert ours["valid_tokens"] == theirs["valid_tokens"]
-            for name in ("loss", "grad_norm"):
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-6)
+    config = tiny_config(depth=1, heads=8, kv_heads=8, head_dim=8)
+    assert_same_steps(config, [on_mesh(config, 1, sizes) for sizes in FACTORIZATIONS])
 
 
-@settings(max_examples=8)
-@given(
-    rows=st.sampled_from([2, 4, 6, 12]),
-    length=st.sampled_from([1, 5, 16]),
-    kv_heads=st.sampled_from([1, 2, 4]),
-    kind=st.sampled_from(KINDS),
-    data=st.data(),
+@pytest.mark.parametrize(
+    ("rows", "length", "kv_heads", "part"), [(12, 16, 4, 4), (6, 5, 2, 3), (4, 1, 1, 1)], ids="{}".format
 )
-def test_any_split_equals_no_split(rows, length, kv_heads, kind, data):
+@settings(max_examples=25)
+@given(data=st.data())
+def test_any_weights_in_any_split_equal_no_split(rows, length, kv_heads, part, data):
+    """Whichever targets count: two programs of each shape, and any masks through them."""
     config = tiny_config(rows, rows, length, depth=1, kv_heads=kv_heads)
-    part = data.draw(st.sampled_from([n for n in range(1, rows) if rows % n == 0]), label="rows of a micro-batch")
-    batches = [random_rows(config, step, weights(kind, rows, length, step)) for step in range(2)]
-    whole, _ = run_steps(config, batches)
-    split, _ = run_steps(with_rows_per_device(config, part), batches)
+    masks = st.lists(st.integers(0, 2**length - 1), min_size=rows, max_size=rows)
+    bits = lambda mask: (np.asarray(mask)[:, None] >> np.arange(length) & 1).astype(np.float32)
+    batches = [random_rows(config, step, bits(data.draw(masks, label="valid targets"))) for step in range(2)]
+    whole, whole_told = run_steps(config, batches)
+    split, told = run_steps(with_rows_per_device(config, part), batches)
     assert distance(split, whole) < 1e-6
+    for ours, theirs, batch in zip(told, whole_told, batches, strict=True):
+        assert ours["valid_tokens"] == batch["weights"].sum()
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
 
 
 def test_bfloat16_split_stays_close():
@@ -176,33 +189,18 @@ def test_documents_side_by_side_give_the_update_of_documents_apart(sizes, device
     assert distance(run_steps(config, without)[0], expected) > 1e-4
 
 
-MUON = {"optimizer": replace(OPTIMIZER, matrices=MatricesConfig(0.01, kind="muon"), muon=MuonConfig(schedule=SCHEDULE))}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_all_features_give_the_reference_update_whatever_the_split_and_mesh(kind):
-    config = tiny_config(heads=4, kv_heads=4, **ALL_FEATURES)
-    rows = [random_rows(config, step, weights(kind, 16, 16, step)) for step in range(3)]
-    start, rates = start_params(config), step_of(config, 1)[3]
-    expected, _ = reference.train(
-        start, rows, config, lambda step: {name: float(rate(step)) for name, rate in rates.items()}
-    )
-    whole, whole_told = run_steps(config, rows)
-    assert distance(whole, expected) < 1e-5
-    for rows_per_device, sizes in ((4, (1, 1, 1)), (1, (8, 1, 1)), (2, (2, 2, 2)), (4, (1, 2, 4))):
-        divided = replace(with_rows_per_device(config, rows_per_device), mesh=MeshConfig(*sizes))
-        params, told = run_steps(divided, rows, math.prod(sizes))
-        assert distance(params, whole) < 1e-6
-        for ours, theirs in zip(told, whole_told, strict=True):
-            for name in ("loss", "grad_norm"):
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-6)
+def test_all_features_give_the_reference_update_whatever_the_split_and_mesh():
+    config = tiny_config(heads=4, kv_heads=4, **ALL_FEATURES | {"depth": 3})
+    sizes = ((4, ONE), (1, (8, 1, 1)), (2, (2, 2, 2)), (4, (1, 2, 4)))
+    assert_same_steps(config, [on_mesh(config, *size) for size in sizes], reference.train)
 
 
 def test_muon_s_update_is_the_same_whatever_the_split_and_mesh():
-    config = replace(tiny_config(heads=4, kv_heads=4, **ALL_FEATURES), **MUON)
-    rows = [random_rows(config, step, weights("lengths", 16, 16, step)) for step in range(3)]
+    matrices = MatricesConfig(0.01, kind="muon")
+    config = tiny_config(heads=4, kv_heads=4)
+    config = replace(config, optimizer=replace(OPTIMIZER, matrices=matrices, muon=MuonConfig(schedule=SCHEDULE)))
+    rows = three_steps("lengths")
     whole, _ = run_steps(config, rows)
-    for rows_per_device, sizes in ((4, (1, 1, 1)), (1, (8, 1, 1)), (2, (2, 2, 2))):
-        divided = replace(with_rows_per_device(config, rows_per_device), mesh=MeshConfig(*sizes))
-        params, _ = run_steps(divided, rows, math.prod(sizes))
-        assert distance(params, whole) < 1e-6, sizes
+    for size in ((4, ONE), (1, (8, 1, 1)), (2, (2, 2, 2))):
+        divided, devices = on_mesh(config, *size)
+        assert distance(run_steps(divided, rows, devices)[0], whole) < 1e-6, size
