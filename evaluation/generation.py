@@ -14,7 +14,7 @@ from configs.schema import ModelConfig, UserError
 from data.tokenizer import TextTokenizer
 from model import generate as model_generate
 from training.state import abstract_params, split_model
-from training.step import gather, on_each_device
+from training.step import all_gather_data, on_each_device
 
 Generate = Callable[..., Int[Array, "batch length"]]
 
@@ -37,7 +37,7 @@ def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate
         **options: float,
     ) -> Int[Array, "batch length"]:
         def for_one_device(params: dict, *arrays: Array) -> Array:
-            model = nnx.merge(graphdef, gather(params, specs, dtype))
+            model = nnx.merge(graphdef, all_gather_data(params, specs, dtype))
             return model_generate.generate(model, *arrays, **options)  # pyright: ignore[reportArgumentType]
 
         everywhere = PartitionSpec()

@@ -7,15 +7,15 @@ blocks.N.mlp.up.kernel, down          model.layers.N.mlp.fc1.weight, fc2
 lm_head.kernel                        lm_head.weight
 """
 
-import dataclasses
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from configs.schema import Config, ModelConfig, UserError
+from configs.schema import Config, ModelConfig, UserError, roles
 from data.tokenizer import TextTokenizer
 from interchange.safetensors import arrays_of, write_folder
 
@@ -73,14 +73,13 @@ def hf_config(config: Config, bos: int) -> dict[str, Any]:
 
 
 def beyond_hf(model: ModelConfig) -> list[str]:
-    """The options in use that transformers' class has not: whatever differs from the plain network's, but for what
-    `hf_config` says and what does not change the network."""
-    said = ("depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "softcap", "rotary_base")
-    no_matter = ("z_loss", "loss_chunks", "dtype", "remat", "short_window")
-    windows = "S" in model.window_pattern[: max(model.depth - 1, 0)]  # the last block has none
-    plain = {f.name: f.default for f in dataclasses.fields(ModelConfig)} | {"window_pattern": model.window_pattern}
-    used = [name for name, value in plain.items() if name not in said + no_matter and getattr(model, name) != value]
-    return [*used, *(["window_pattern"] if windows else [])]
+    """The options in use that transformers' class has not: all that change the network, differ from the plain one's
+    and are not in `hf_config`."""
+    known = {"depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "softcap", "rotary_base", "short_window"}
+    change = {name for name, of in roles(ModelConfig).items() if not of} - known
+    if "S" not in model.window_pattern[: max(model.depth - 1, 0)]:  # the last block has no window
+        change.remove("window_pattern")
+    return [f.name for f in fields(model) if f.name in change and getattr(model, f.name) != f.default]
 
 
 def write_hf(out: Path, params: dict, config: Config, tokenizer: TextTokenizer) -> None:

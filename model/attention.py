@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
 from model.layers import Embedding, Linear, symmetric_uniform
-from model.parallel import join, platform, split
+from model.parallel import platform, psum_over_tensor, vary_over_tensor
 from model.rotary import Angles, rotate_and_norm
 from model.splash import fits, splash_attention
 
@@ -141,7 +141,7 @@ class Attention(nnx.Module):
         cache: LayerCache | None,
         segment_ids: Int[Array, "batch length"] | None,
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
-        x = split(x)
+        x = vary_over_tensor(x)
         heads = (*x.shape[:2], -1, self.head_dim)  # this device's own, along `tensor`
         q: Array = rotate_and_norm(self.query(x).reshape(heads), angles, self.qk_scale)
         k: Array = rotate_and_norm(self.key(x).reshape(heads), angles, self.qk_scale)
@@ -155,4 +155,4 @@ class Attention(nnx.Module):
             start = (0, positions[0], 0, 0)
             cache = LayerCache(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, (k, v))))
             y = attend(q, *cache, positions, window=self.window)
-        return join(self.out(y.reshape(*x.shape[:2], -1))), cache
+        return psum_over_tensor(self.out(y.reshape(*x.shape[:2], -1))), cache

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from model.gpt import GPT
 from model.loss import softcap
-from model.parallel import agreed, whole_vocabulary
+from model.parallel import all_gather_vocabulary, pmax_over_mesh
 
 
 def generate(
@@ -27,15 +27,15 @@ def generate(
     """Fills each row of `prompts` up from its own prompt's length.
 
     `prefill` is the shortest prompt's length (at least 1): that many positions are read in one pass. `temperature` 0
-    takes the likeliest token; `top_k` 0 draws from all tokens, else from the `top_k` likeliest. A row's tokens depend
-    on `seed`, its index and its prompt, not on how many rows there are beside it.
+    takes the likeliest token; `top_k` draws from so many of the likeliest, 0 from all tokens. A row's tokens depend on
+    `seed`, its index and its prompt, not on how many rows there are beside it.
     """
     batch, length = prompts.shape
     row_keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(batch))
 
     def next_tokens(logits: Float[Array, "batch vocab_share"], position: Int[Array, ""]) -> Int[Array, "batch"]:
         """The token at `position`: the prompt's where it is that long, else a sample."""
-        capped = softcap(whole_vocabulary(logits), model.config.softcap)
+        capped = softcap(all_gather_vocabulary(logits), model.config.softcap)
         if top_k:
             smallest = jax.lax.top_k(capped, min(top_k, capped.shape[-1]))[0][:, -1:]
             capped = jnp.where(capped < smallest, -jnp.inf, capped)
@@ -44,7 +44,7 @@ def generate(
         else:
             keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, position)
             sampled = jax.vmap(jax.random.categorical)(keys, capped / temperature)
-        return jnp.where(position < prompt_lengths, prompts[:, position], agreed(sampled.astype(prompts.dtype)))
+        return jnp.where(position < prompt_lengths, prompts[:, position], pmax_over_mesh(sampled.astype(prompts.dtype)))
 
     def decode(carry: tuple, position: Int[Array, ""]) -> tuple[tuple, Int[Array, "batch"]]:
         cache, tokens = carry

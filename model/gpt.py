@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from configs.schema import SMEAR_CHANNELS, ModelConfig
 from model.attention import Attention, LayerCache
 from model.layers import Embedding, Linear, Scalars, relu_squared, rms_norm
-from model.parallel import join, split, tensor_size
+from model.parallel import psum_over_tensor, tensor_size, vary_over_tensor
 from model.rotary import Angles, rotary_angles
 
 
@@ -36,7 +36,7 @@ class MLP(nnx.Module):
         self.down = matrix(4 * config.width, config.width, zeros, axes=("tensor", "fsdp"))
 
     def __call__(self, x: Float[Array, "batch length width"]) -> Float[Array, "batch length width"]:
-        return join(self.down(relu_squared(self.up(split(x)))))
+        return psum_over_tensor(self.down(relu_squared(self.up(vary_over_tensor(x)))))
 
 
 class Block(nnx.Module):
@@ -61,7 +61,7 @@ class Block(nnx.Module):
 
 
 def rematerialized(apply: Callable, remat: str) -> Callable:
-    """What the backward pass finds of a block: all its activations, its products, or its input alone."""
+    """`apply`, of which the backward pass finds all activations, the results of products, or the input alone."""
     if remat == "none":
         return apply
     policies = jax.checkpoint_policies
@@ -102,7 +102,7 @@ class GPT(nnx.Module):
         start: Int[Array, ""] | int = 0,
         segment_ids: Int[Array, "batch length"] | None = None,
     ) -> tuple[Float[Array, "batch length vocab"], KVCache | None]:
-        """Logits *before* the softcap (`model.loss.softcap`), in the compute type. Else as `activations`."""
+        """Logits *before* the softcap (`model.loss.softcap`), in the compute type; the cache as in `activations`."""
         x, cache = self.activations(tokens, cache, start, segment_ids)
         return self.lm_head(x), cache
 
@@ -121,7 +121,7 @@ class GPT(nnx.Module):
         config = self.config
         positions = start + jnp.arange(tokens.shape[1])
         angles = rotary_angles(positions, config.head_dim, config.rotary_base)
-        x = embedded = rms_norm(join(self.embed(tokens, self.dtype)))
+        x = embedded = rms_norm(psum_over_tensor(self.embed(tokens, self.dtype)))
         if config.smear:
             x = self._smeared(embedded, cache, segment_ids)
         first, middle, grown = x, x, []
@@ -138,7 +138,7 @@ class GPT(nnx.Module):
                 middle = x
         if config.backout:
             x = (x - self.backout_lambda.times(0, middle)).astype(self.dtype)
-        return split(rms_norm(x)), KVCache(grown, embedded[:, -1]) if cache else None
+        return vary_over_tensor(rms_norm(x)), KVCache(grown, embedded[:, -1]) if cache else None
 
     def _smeared(
         self,
