@@ -45,13 +45,10 @@ def tokens_of(sizes: MeshConfig, devices: int, seed=0, **options):
     return np.asarray(generate(params, buffer, lengths, np.int32(seed), prefill=1, **options))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [(MeshConfig(), GREEDY), (MeshConfig(fsdp=2, tensor=2), GREEDY), (MeshConfig(fsdp=2, tensor=2), DRAWN)],
-    ids=["data", "all axes", "all axes, drawn"],
-)
-def test_every_mesh_gives_the_tokens_of_one_device(sizes, options):
-    np.testing.assert_array_equal(tokens_of(sizes, 8, **options), tokens_of(MeshConfig(), 1, **options))
+@pytest.mark.parametrize("options", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_mesh_of_all_axes_gives_the_tokens_of_one_device(options):
+    mesh = MeshConfig(data=2, fsdp=2, tensor=2)
+    np.testing.assert_array_equal(tokens_of(mesh, 8, **options), tokens_of(MeshConfig(), 1, **options))
 
 
 def test_what_tensor_divides_is_never_whole():
@@ -71,17 +68,17 @@ def test_what_tensor_divides_is_never_whole():
 
 def test_on_a_tpu_slice_what_fsdp_divides_is_gathered_matrix_by_matrix():
     pytest.importorskip("libtpu")
-    config = ModelConfig(depth=4, width=512, heads=8, kv_heads=8, head_dim=64, vocab_size=4096)
+    config = ModelConfig(depth=2, width=512, heads=8, kv_heads=8, head_dim=64, vocab_size=512)
     mesh = make_mesh(MeshConfig(fsdp=4), devices_of("v5e:2x2"))
     params, of = abstract_params(config, mesh), lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
     generate, seed = make_generate(config, jnp.dtype("bfloat16"), mesh), jax.ShapeDtypeStruct((), np.int32)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled = generate.lower(params, of(2, 16), of(2), seed, prefill=1, **GREEDY).compile()
+        compiled = generate.lower(params, of(2, 6), of(2), seed, prefill=1, **GREEDY).compile()
     whole = sum(2 * leaf.size for leaf in jax.tree.leaves(params))
     assert compiled.memory_analysis().temp_size_in_bytes < whole / 2
     found = collectives(compiled.as_text(), dict(mesh.shape))
-    a_token = sum(c.bytes_each * c.times for c in found if c.kind == "all-gather" and c.in_loop) / 14
-    assert a_token == pytest.approx(whole, rel=0.01)  # each of 14 passes of the loop reads the network once
+    a_token = sum(c.bytes_each * c.times for c in found if c.kind == "all-gather" and c.in_loop) / 4
+    assert a_token == pytest.approx(whole, rel=0.01)  # each of 4 passes of the loop reads the network once
 
 
 def test_continuations_compile_once(monkeypatch):

@@ -3,16 +3,19 @@ are one is tested in test_transformers.py."""
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from configs.schema import Config, MeshConfig, UserError
 from data.tokenizer import train_tokenizer
+from interchange import safetensors
 from interchange.init_from import read_params, require_same_network
 from interchange.safetensors import write_safetensors
 from interchange.transformers import write_hf
@@ -183,6 +186,30 @@ def test_a_network_that_transformers_cannot_express_is_not_written(tmp_path, nam
     with pytest.raises(UserError, match=rf"NanoChatForCausalLM has no model\.{option}, which"):
         write_hf(tmp_path / "hf", params, config, TOKENIZER)
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("fails", ["write_text", "save_file"])
+def test_an_export_to_a_full_disk_leaves_nothing_in_the_way(tmp_path, monkeypatch, fails):
+    config, params = network()
+
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left") if fails == "save_file" else OSError(28, "No space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path if fails == "write_text" else safetensors, fails, full)
+        with pytest.raises(UserError, match=r"--out=.*out cannot be written: .*No space left"):
+            write_safetensors(tmp_path / "out", params, config, TOKENIZER)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out.partial").mkdir()  # of one that was killed
+    write_safetensors(tmp_path / "out", params, config, TOKENIZER)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    config, params = network()
+    with pytest.raises(UserError, match="cannot be written"):
+        write_safetensors(tmp_path / "file" / "out", params, config, TOKENIZER)
 
 
 def test_what_others_read(written):

@@ -234,6 +234,16 @@ def test_checksums_tell_every_element_and_every_bit_and_not_the_mesh():
     assert sums[0] == sums[1]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint8", "int32"])
+def test_checksums_take_elements_of_any_width(dtype):
+    leaf = np.arange(1, 13).reshape(3, 4).astype(dtype)
+    whole = checksums({"a": jax.numpy.asarray(leaf)})
+    for index in range(12):
+        other = leaf.copy()
+        other.reshape(-1).view(np.uint8)[index * leaf.itemsize] ^= 1
+        assert checksums({"a": jax.numpy.asarray(other)}) != whole
+
+
 def test_another_network_is_refused_with_the_sizes_that_differ(tmp_path):
     saved(tmp_path)
     config = tiny_config()
