@@ -255,7 +255,7 @@ def noise_table(arguments: Arguments) -> None:
 
 def picture(arguments: Arguments) -> None:
     """The largest difference over the splits, step by step: a line a config, and a dashed one with the old `eps`."""
-    figure = Figure(figsize=(11, 4.5))
+    figure = Figure(figsize=(12, 4.5))
     for axes, of in zip(figure.subplots(1, 2), BOUNDS):
         for i, name in enumerate(arguments.configs or shipped()):
             now, before = sized(name), sized(name, 1e-10)
@@ -267,8 +267,8 @@ def picture(arguments: Arguments) -> None:
                 axes.semilogy(steps, np.maximum(np.max(found, axis=0), 2**-25), style, color=f"C{i}", label=label)
         axes.hlines(BOUNDS[of], 1, BOUND_STEPS, color="black", linewidth=0.8, linestyle=":", label="bound")
         axes.set_xlabel("step")
-        axes.set_ylabel(f"relative difference of {of}, largest of {', '.join(arguments.splits)}")
-    axes.legend()
+        axes.set_ylabel(f"relative difference of {of}: {', '.join(arguments.splits)}")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     Path(arguments.out).mkdir(parents=True, exist_ok=True)
     figure.savefig(Path(arguments.out) / "exactness.png", dpi=100)
