@@ -1,5 +1,5 @@
 # make train [CONFIG=configs/small.py] [ARGS="--steps=100"]    set up, then train
-# make test                                                    set up, then run the tests
+# make test [ARGS="-m ''"]                                     set up, then run the quick tests [all]
 # make setup [EXTRA=cuda|tpu] [PYTHON=python3.12]              set up alone, with the newest Python here unless named
 
 CONFIG ?= configs/small.py
@@ -18,7 +18,7 @@ train: setup
 	$(BIN)/python train.py --config=$(CONFIG) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
