@@ -162,6 +162,6 @@ def test_machines_that_share_only_a_bucket_are_lost_and_replaced(folder, tmp_pat
     assert_same(second[0] / "runs" / "tiny", one_device)
     steps = [line["step"] for line in read_metrics(second[0] / "runs" / "tiny") if "loss" in line]
     assert steps == list(range(1, 61))
-    said = finish(start(folder, 4, 2, *options, folders=second))  # only the first sees summary.json, and tells the other
+    said = finish(start(folder, 4, 2, *options, folders=second))  # the first sees summary.json, and tells the other
     assert "is complete: 60 steps" in said[0]
     server.shutdown()
