@@ -84,8 +84,8 @@ class Checkpoints:
             """What had a checkpoint's name, and was put aside."""
             self.manager = self._open()
             steps = on_first_process(lambda: whole_steps(self.folder))
-            scores = on_first_process(lambda: [self._score(step) for step in steps]) if config else [None] * len(steps)
-            self.infos = [Info(step, score) for step, score in zip(steps, scores)]
+            scores = [self._score(step) if config else None for step in steps]  # read together, as Orbax asks for
+            self.infos = [Info(*info) for info in on_first_process(lambda: list(zip(steps, scores)))]
             """The whole checkpoints, in order; every process has the same."""
             if config:
                 on_first_process(self._copy_record)
