@@ -33,6 +33,7 @@ from matplotlib.figure import Figure
 
 from configs.command_line import load_config
 from configs.schema import Config, MeshConfig, UserError, resolved, with_options
+from program.compile import compile_step
 from run.runtime import run_command, start_jax
 from training.build import Build, build
 from training.optimizer import parameter_groups
@@ -140,9 +141,13 @@ def course(config: Config, split: Split, steps: int) -> Mapping[str, Float[np.nd
     if split.processes > jax.process_count():
         return _in_processes(config, split, steps)
     built = built_for(config, split)
+    train_step = compile_step(built)
+    if split.processes > 1:  # whose first sum fails where one compiles half a minute longer than the others
+        print("compiled", flush=True)
+        sys.stdin.read()
     state, told = built.create_state(), []
     for step in range(steps):
-        state, metrics = built.train_step(state, batch_of(built, step))
+        state, metrics = train_step(state, batch_of(built, step))
         told.append(jax.device_get([metrics[name] for name in BOUNDS]))
     return dict(zip(BOUNDS, np.array(told, np.float64).T))
 
@@ -153,7 +158,7 @@ def _in_processes(config: Config, split: Split, steps: int) -> Mapping[str, Floa
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     devices = int(np.prod(split.mesh)) // split.processes
-    members = []
+    members: list[Any] = []
     for index in range(split.processes):
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
@@ -164,7 +169,14 @@ def _in_processes(config: Config, split: Split, steps: int) -> Mapping[str, Floa
         }
         # The text of a dataclass is the expression that makes it.
         call = f"from bench.exactness import *; from configs.schema import *; member({config}, {split}, {steps})"
-        members.append(subprocess.Popen([sys.executable, "-c", call], env=environment, stdout=subprocess.PIPE))
+        pipe = subprocess.PIPE
+        members.append(subprocess.Popen([sys.executable, "-c", call], env=environment, stdin=pipe, stdout=pipe))
+    for member in members:
+        while member.stdout.readline() not in (b"compiled\n", b""):
+            pass
+    for member in members:
+        member.stdin.close()
+        member.stdin = None
     said = [member.communicate()[0] for member in members]
     if any(member.returncode for member in members):
         raise RuntimeError(f"a process of {split} ended with {[member.returncode for member in members]}")

@@ -45,6 +45,7 @@ Replicas = Annotated[int, Range(lambda n: n == -1 or n > 0, "give a number of re
 Free = Annotated[T, Role.FREE]
 OfTraining = Annotated[T, Role.TRAINING]
 FilePath = Annotated[str, Role.PATH]
+Packing = Literal["stream", "best_fit"]
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ class DataConfig:
     """Train on the first so many shards, held-out part included, of a dataset that is still being prepared; 0: all."""
     val_fraction: Annotated[float, Range(lambda x: 0 < x < 1, "it must lie between 0 and 1")] = 0.05
     """Of raw text: the share of the documents, chosen by a hash of their names, that is never trained on."""
-    packing: Literal["stream", "best_fit"] = "stream"
+    packing: Packing = "stream"
     """`stream`: documents, each after a BOS, in one long stream that is cut into rows; nothing is padded or lost.
     `best_fit`: whole documents side by side, every row starting with a BOS; longer ones are cut into rows."""
     mask_documents: bool = False

@@ -9,14 +9,14 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import tyro
 from matplotlib.backend_bases import FigureCanvasBase
 
 from configs.command_line import config_from_json
-from configs.schema import BatchConfig, Config, DataConfig, UserError
+from configs.schema import BatchConfig, Config, DataConfig, Packing, UserError
 from data.dataset import Dataset, open_dataset, open_text, split_sources
 from data.loader import row_sequence
 from data.packing import Row
@@ -34,7 +34,7 @@ class Arguments:
     """Show the batch of this step (the first is 0)."""
     rows: int = 4
     """Rows of the batch that are shown."""
-    packing: Literal["stream", "best_fit"] = "stream"
+    packing: Packing = "stream"
     """Of a dataset folder: how its rows are made."""
     sequence_length: int = 2048
     """Of a dataset folder: tokens of a row."""

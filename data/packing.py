@@ -40,7 +40,7 @@ class StreamRows:
 
 
 class Plan(NamedTuple):
-    """Which pieces of the stream each row of `best_fit` is made of."""
+    """Which pieces of the stream each row is made of."""
 
     rows: Int[np.ndarray, "rows_and_1"]
     """Row i has the pieces `rows[i]` to `rows[i + 1]`."""
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
 
 
 class BestFitRows:
-    """Whole documents side by side, by a plan.
+    """Whole documents side by side, by one of the `PLANS`.
 
     A row starts with a BOS, as each of its documents does. Documents longer than a row are cut into pieces that fill
     rows; a piece from inside a document gets a BOS before it, whose target does not count: it counted in the piece
@@ -137,6 +137,10 @@ def _fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndarray, 
             room |= 1 << (space - width)
     rows[order[full:]] = chosen
     return rows
+
+
+PLANS = {"best_fit": plan_best_fit}
+"""What plans the rows of each packing but `stream`, which needs no plan."""
 
 
 def save_plan(plan: Plan, folder: Path) -> None:

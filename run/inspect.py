@@ -10,7 +10,7 @@ from etils import epath
 
 from run.checkpoint import first_line
 from run.folder import open_for_reading
-from run.runtime import run_command
+from run.runtime import run_command, start_jax
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
 
 def main() -> int:
     arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    start_jax()
     checkpoints, abstract = open_for_reading(arguments.run_dir)
     print(f"{'step':>10} {'MB':>9} {'val_bpb':>9} {'hours old':>10}")
     for step in checkpoints.steps:
