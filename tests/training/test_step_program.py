@@ -40,8 +40,8 @@ def test_memory_of_the_plain_config():
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_memory_does_not_grow_with_the_number_of_micro_batches(devices):
-    one, two, eight, many = (memory(k, devices=devices) for k in (1, 2, 8, 32))
-    assert eight == pytest.approx(two, rel=0.02) and many == pytest.approx(two, rel=0.02)
+    one, two, many = (memory(k, devices=devices) for k in (1, 2, 32))
+    assert many == pytest.approx(two, rel=0.02)
     accumulator = 4 * sum(parameter_counts(tiny_config(**SIZES).model).values())
     # XLA on CPU also hoists a transposed copy of the head out of the loop, which K = 1 does not have.
     assert two <= one + accumulator + 0.02 * one
