@@ -113,9 +113,8 @@ def plan_rows(
 
 
 def _best_fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndarray, "pieces"]:
-    """The row of each piece. Best fit, the longest first (Johnson, 1973): a piece goes into the fullest row that has
-    room for it. The rows with room are the bits of one integer, so that a piece costs a few operations on `length` bits.
-    """
+    """The row of each piece. The longest first, a piece goes into the fullest row that has room for it (Johnson, 1973).
+    The rows with room are the bits of one integer, so that a piece costs a few operations on `length` bits."""
     order = np.argsort(-widths, kind="stable")
     rows = np.empty(len(widths), np.int64)
     full = int(np.count_nonzero(widths == length))
