@@ -24,7 +24,7 @@ from configs.command_line import parse_arguments
 from configs.schema import BatchConfig, DataConfig, MeshConfig, Positive
 from data.dataset import open_dataset
 from data.loader import StepBatches, local_rows, train_batches
-from data.packing import plan_best_fit
+from data.packing import plan_rows
 from data.prepare import Preparation, prepare
 from run.runtime import run_command
 from training.mesh import batch_shape, batch_sharding, make_mesh
@@ -60,7 +60,7 @@ def main() -> int:
 
         lengths = np.random.default_rng(0).lognormal(np.log(400), 1.0, arguments.documents).astype(np.int64) + 1
         start = time.perf_counter()
-        plan = plan_best_fit(np.cumsum(lengths) - lengths, int(lengths.sum()), 2048)
+        plan = plan_rows("best_fit", np.cumsum(lengths) - lengths, int(lengths.sum()), 2048)
         rates["plan_documents_per_minute"] = round(60 * arguments.documents / (time.perf_counter() - start))
         rates["plan_padding"] = 1 - lengths.sum() / 2048 / (len(plan.rows) - 1)
 

@@ -18,7 +18,7 @@ from jaxtyping import Integer
 
 from configs.schema import DataConfig, UserError
 from data.corpus import find_corpus
-from data.packing import PLANS, BestFitRows, Rows, StreamRows, load_plan, save_plan
+from data.packing import BestFitRows, Rows, StreamRows, load_plan, plan_rows, save_plan
 from data.prepare import Preparation, prepare
 from data.record import read_record
 from data.shards import TokenStream, examine, read_shard
@@ -68,7 +68,7 @@ class Dataset:
                 if os.path.exists(home):
                     return BestFitRows(stream, load_plan(home), self.tokenizer.bos, length)
         headless = stream.read(0, 1).tolist() != [self.tokenizer.bos]
-        plan = PLANS[packing](self.document_starts(part), len(stream), length, headless)
+        plan = plan_rows(packing, self.document_starts(part), len(stream), length, headless)
         for home in homes:
             with suppress(OSError):  # it cannot be written there
                 save_plan(plan, home)

@@ -51,7 +51,7 @@ class Plan(NamedTuple):
 
 
 class BestFitRows:
-    """Whole documents side by side, by one of the `PLANS`.
+    """Whole documents side by side, by a plan.
 
     A row starts with a BOS, as each of its documents does. Documents longer than a row are cut into pieces that fill
     rows; a piece from inside a document gets a BOS before it, whose target does not count: it counted in the piece
@@ -89,12 +89,11 @@ Rows = StreamRows | BestFitRows
 """Random access to a dataset's rows."""
 
 
-def plan_best_fit(starts: Integer[np.ndarray, "documents"], tokens: int, length: int, headless: bool = False) -> Plan:
+def plan_rows(
+    packing: str, starts: Integer[np.ndarray, "documents"], tokens: int, length: int, headless: bool = False
+) -> Plan:
     """The plan for documents that start at `starts` in a stream of `tokens`, each with a BOS; `headless`: the first has
-    none.
-
-    Best fit, the longest first (Johnson, 1973): a piece goes into the fullest row that has room for it. The rows with
-    room are the bits of one integer, so that a piece costs a few operations on `length` bits.
+    none. `packing` is one of `FITS`.
     """
     sizes = np.diff(starts, append=tokens)
     # A document's first piece takes up to `length` of its tokens; the others one less, after a BOS of their own.
@@ -107,14 +106,15 @@ def plan_best_fit(starts: Integer[np.ndarray, "documents"], tokens: int, length:
     lengths = np.minimum(np.where(number == 0, first[document], length - 1), sizes[document] - begins)
     widths = lengths + (number > 0)
     widths[0] += headless
-    rows = _fit(widths, length)
+    rows = FITS[packing](widths, length)
     order = np.lexsort((begins + starts[document], rows))
     bounds = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
     return Plan(bounds, (starts[document] + begins)[order], lengths[order].astype(np.int32))
 
 
-def _fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndarray, "pieces"]:
-    """The row of each piece."""
+def _best_fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndarray, "pieces"]:
+    """The row of each piece. The longest first, a piece goes into the fullest row that has room for it (Johnson, 1973).
+    The rows with room are the bits of one integer, so that a piece costs a few operations on `length` bits."""
     order = np.argsort(-widths, kind="stable")
     rows = np.empty(len(widths), np.int64)
     full = int(np.count_nonzero(widths == length))
@@ -139,8 +139,8 @@ def _fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndarray, 
     return rows
 
 
-PLANS = {"best_fit": plan_best_fit}
-"""What plans the rows of each packing but `stream`, which needs no plan."""
+FITS = {"best_fit": _best_fit}
+"""What puts pieces of so many tokens into rows of `length`, for each packing but `stream`, which needs no plan."""
 
 
 def save_plan(plan: Plan, folder: Path) -> None:

@@ -61,7 +61,7 @@ def test_best_fit_keeps_its_plan_beside_the_data_or_in_the_cache_and_makes_it_on
     first = opened(made, cache, packing="best_fit")
     home = made if writable else cache
     assert len(list((home / "plans").iterdir())) == 2
-    monkeypatch.setattr(module, "plan_best_fit", None)
+    monkeypatch.setattr(module, "plan_rows", None)
     again = opened(made, cache, packing="best_fit")
     for ours, theirs in zip(first.train + first.val, again.train + again.val):
         assert len(ours) == len(theirs) > 3

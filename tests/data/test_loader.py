@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 
 from configs.schema import MeshConfig
 from data.loader import StepBatches, held_out_batches, local_rows, row_sequence, to_devices, train_batches
-from data.packing import BestFitRows, StreamRows, plan_best_fit
+from data.packing import BestFitRows, StreamRows, plan_rows
 from data.shards import TokenStream
 from training.mesh import batch_sharding, make_mesh
 
@@ -21,7 +21,9 @@ SIZES = np.array([0, 1, 2, 3, 4])
 VAL = StreamRows(TokenStream([np.random.default_rng(0).integers(0, 5, 97 * LENGTH + 1)]), LENGTH)
 # Documents of one to three tokens, packed, with padding.
 DOCUMENTS = np.array([0, 5, 0, 6, 7, 0, 8, 0, 9, 10] * 30)
-PACKED = BestFitRows(TokenStream([DOCUMENTS]), plan_best_fit(np.flatnonzero(DOCUMENTS == 0), 300, LENGTH), 0, LENGTH)
+PACKED = BestFitRows(
+    TokenStream([DOCUMENTS]), plan_rows("best_fit", np.flatnonzero(DOCUMENTS == 0), 300, LENGTH), 0, LENGTH
+)
 KINDS: list[dict] = [
     {},
     {"rows": [PACKED]},
