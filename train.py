@@ -117,7 +117,10 @@ def resume(built: Build, checkpoints: Checkpoints, past: Past, say: Callable[[st
     step = facts["step"]
     if "position" not in facts:  # saved before positions were counted in tokens
         tokens_per_step = facts["config"]["batch"]["tokens_per_step"]
-        facts |= {"tokens": step * tokens_per_step, "position": facts["next_batch"] * tokens_per_step}
+        lines = on_first_process(partial(read_metrics, config.run_dir))
+        rollbacks = [line["rollback"] for line in lines if "rollback" in line and line["step"] <= step]
+        left_out = sum(rollback["skipped_batches"] for rollback in rollbacks)
+        facts |= {"tokens": step * tokens_per_step, "position": (step + left_out) * tokens_per_step}
     position = max([facts["position"], *(event["position"] for event in rollbacks_to(past.events, step))])
     say(f"continuing after step {step} of {config.steps}")
     return Start(state, step, facts["tokens"], position, facts["seconds"], tuple(facts["losses"]))
