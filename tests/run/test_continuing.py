@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import evaluate
 import export
 import train
 from run.events import Events
@@ -185,3 +186,20 @@ def test_a_network_to_start_from_is_checked_whatever_the_folder_holds(folder, mo
     for change in ("--model.rotary_base=5000", "--model.width=48"):
         assert start(monkeypatch, folder, "--run_dir=empty", "--init_from=exported", change) == 2
         assert "of another network than the options ask for" in capsys.readouterr().err
+
+
+def test_a_finished_run_whose_metrics_and_summary_are_gone_is_finished_again(folder, monkeypatch):
+    run_dir = copy_of(folder, "headless")
+    expected = json.loads((run_dir / "summary.json").read_text())["params_sha256"]
+    for name in ("summary.json", "metrics.jsonl"):
+        (run_dir / name).unlink()
+    assert start(monkeypatch, folder, "--run_dir=headless") == 0
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["params_sha256"] == expected and summary["loss"] is None
+
+
+def test_a_relative_source_is_found_from_another_folder(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["evaluate.py", f"--run_dir={folder}/finished"])
+    assert evaluate.main() == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 6
