@@ -1,8 +1,7 @@
 # make train [CONFIG=configs/small.py] [ARGS="--steps=100"]    set up, then train
 # make test [ARGS="-m ''"]                                     set up, then run the quick tests [all]
-# make setup [EXTRA=cuda|tpu] [PYTHON=python3.12]              set up alone
+# make setup [EXTRA=cuda|tpu] [PYTHON=python3.12]              set up alone, with the newest Python here unless named
 
-PYTHON ?= python3
 CONFIG ?= configs/small.py
 ARGS ?=
 EXTRA ?=
@@ -28,12 +27,28 @@ check: setup
 
 setup: $(STAMP)
 
+PYTHONS := $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
+# Ends with 0 where this is a Python that the dependencies are there for, else with its version as an error.
+SUITS := import sys; sys.exit(None if sys.version_info >= (3, 11) else "it is " + sys.version.split()[0])
+VERSION := import sys; print(sys.version_info[:2])
+
 $(STAMP): pyproject.toml
-	@if command -v uv >/dev/null; then \
-		test -x $(BIN)/python || uv venv --quiet --python $(PYTHON) $(VENV); \
+	@for python in $(PYTHONS); do \
+		if problem=$$($$python -c '$(SUITS)' 2>&1); then break; fi; \
+		problem="$$python: $$(echo "$$problem" | head -n 1)"; python=; \
+	done; \
+	if [ -z "$$python" ]; then \
+		echo "error: no Python 3.11 or later runs here ($$problem); make setup PYTHON=... names one" >&2; exit 2; \
+	fi; \
+	if ! $(BIN)/python -c '$(SUITS)' 2>/dev/null || \
+		[ -n "$(PYTHON)" -a "$$($(BIN)/python -c '$(VERSION)')" != "$$($$python -c '$(VERSION)')" ]; then \
+		rm -rf $(VENV); \
+	fi; \
+	if command -v uv >/dev/null; then \
+		test -d $(VENV) || uv venv --quiet --python "$$(command -v $$python)" $(VENV) || exit 2; \
 		uv pip install --quiet --python $(BIN)/python -e ".[$(EXTRAS)]"; \
 	else \
-		test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+		$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV); $$python -m venv $(VENV); } || exit 2; \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"; \
 	fi
 	@touch $@

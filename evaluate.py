@@ -1,12 +1,17 @@
 """Validation loss and bits per byte of a run's newest checkpoint: python evaluate.py --run_dir=runs/small."""
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import json
 from dataclasses import dataclass
 
 import jax
-import tyro
 
-from configs.schema import MeshConfig, UserError
+from configs.command_line import parse_arguments
+from configs.schema import FilePath, MeshConfig, Positive, UserError
 from data.dataset import open_text
 from data.loader import held_out_batches
 from evaluation.bits_per_byte import evaluate
@@ -21,21 +26,22 @@ from training.step import make_eval_step
 class Arguments:
     """Validation loss and bits per byte of a run's newest checkpoint, as one JSON line."""
 
-    run_dir: str
+    run_dir: FilePath
     """Folder of the run."""
-    tokens: int | None = None
+    tokens: Positive[int] | None = None
     """Tokens of the held-out set. Default: the run's own `eval.tokens`."""
+    mesh: MeshConfig = MeshConfig()
+    """Arrangement of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large for one."""
 
 
 def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
-    if arguments.tokens is not None and arguments.tokens < 1:
-        raise UserError(f"--tokens={arguments.tokens} cannot work: it must be positive")
+    arguments = parse_arguments(__doc__, Arguments)
     start_jax()
-    mesh = make_mesh(MeshConfig())
+    mesh = make_mesh(arguments.mesh)
     run = load_run(arguments.run_dir, mesh)
     config = run.config
-    shape = (1, config.batch.rows_per_device * mesh.size, config.batch.sequence_length)
+    rows = config.batch.rows_per_device * mesh.shape["data"] * mesh.shape["fsdp"]
+    shape = (1, rows, config.batch.sequence_length)
     text = open_text(config.data, config.model.vocab_size, shape[2], 1, cache_dir())
     if text.fingerprint != run.dataset:
         raise UserError(

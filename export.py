@@ -1,13 +1,17 @@
 """A run's network for other programs: python export.py --run_dir=runs/small --format=hf --out=DIR."""
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import jax
-import tyro
-
-from configs.schema import MeshConfig, UserError
+from configs.command_line import parse_arguments
+from configs.schema import FilePath, MeshConfig, UserError
 from data.tokenizer import load_tokenizer
 from interchange.safetensors import write_safetensors
 from interchange.transformers import write_hf
@@ -20,9 +24,9 @@ from training.mesh import make_mesh
 class Arguments:
     """Write a run's newest network for other programs."""
 
-    run_dir: str
+    run_dir: FilePath
     """Folder of the run whose newest checkpoint is written."""
-    out: str
+    out: FilePath
     """A new folder."""
     format: Literal["hf", "safetensors"] = "hf"
     """`hf`: what transformers' AutoModelForCausalLM and AutoTokenizer load, as NanoChatForCausalLM. `safetensors`: the
@@ -30,12 +34,12 @@ class Arguments:
 
 
 def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    arguments = parse_arguments(__doc__, Arguments)
     out = Path(arguments.out)
-    if out.exists():
+    if os.path.exists(out):  # unlike Path.exists, False where it may not look
         raise UserError(f"--out={out} is there already; give a new folder")
     start_jax()
-    run = load_run(arguments.run_dir, make_mesh(MeshConfig(), jax.devices()[:1]))
+    run = load_run(arguments.run_dir, make_mesh(MeshConfig()))
     tokenizer = load_tokenizer(Path(arguments.run_dir) / "tokenizer")
     write = write_hf if arguments.format == "hf" else write_safetensors
     write(out, run.params, run.config, tokenizer)

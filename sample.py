@@ -1,55 +1,64 @@
 """Continue a text with a trained network: python sample.py --run_dir=runs/small --prompt="def "."""
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-import tyro
 
-from configs.schema import MeshConfig, UserError
+from configs.command_line import parse_arguments
+from configs.schema import FilePath, MeshConfig, NotNegative, Positive, UserError
 from data.tokenizer import load_tokenizer
-from evaluation.generation import continuations, encode_prompts
+from evaluation.generation import continuations, encode_prompts, make_generate
 from run.folder import load_run
 from run.runtime import run_command, start_jax
 from training.mesh import make_mesh
-from training.state import compute_dtype, replicated, split_model
+from training.state import compute_dtype
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Continue a text with a trained network."""
 
-    run_dir: str
+    run_dir: FilePath
     """Folder of the run whose newest checkpoint is used."""
     prompt: tuple[str, ...] = ("",)
     """Texts to continue, together in one batch; an empty one starts a document."""
-    samples: int = 3
+    samples: Positive[int] = 3
     """Continuations of each prompt."""
-    tokens: int = 128
+    tokens: Positive[int] = 128
     """Most tokens of a continuation; with the prompt it must fit the network's sequence length. It ends where the
     network ends its document."""
-    temperature: float = 0.8
+    temperature: NotNegative[float] = 0.8
     """0 takes the likeliest token; higher is more varied."""
-    top_k: int = 50
+    top_k: NotNegative[int] = 50
     """Draw from this many likeliest tokens; 0 draws from all."""
-    seed: int = 0
+    seed: NotNegative[int] = 0
     """Seed of the draws."""
+    mesh: MeshConfig = MeshConfig(data=1)
+    """Arrangement of so many of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large
+    for one."""
 
 
 def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
-    if arguments.samples < 1 or arguments.tokens < 1 or arguments.temperature < 0 or arguments.top_k < 0:
-        raise UserError("--samples and --tokens must be at least 1, --temperature and --top_k must not be negative")
+    arguments = parse_arguments(__doc__, Arguments)
+    if not arguments.prompt:
+        raise UserError("--prompt is given without a text; leave it out to start a document")
     start_jax()
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    sizes = arguments.mesh
+    mesh = make_mesh(sizes, jax.devices()[: sizes.fsdp * sizes.tensor * sizes.data] if sizes.data > 0 else None)
     run = load_run(arguments.run_dir, mesh)
     dtype = compute_dtype(run.config.model, jax.default_backend())
     capacity = run.config.batch.sequence_length
     tokenizer = load_tokenizer(Path(arguments.run_dir) / "tokenizer")
     prompts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
     texts = continuations(
-        split_model(run.config.model, dtype)[0],
-        replicated(run.params, dtype, mesh),
+        make_generate(run.config.model, dtype, mesh),
+        run.params,
         tokenizer,
         encode_prompts(tokenizer, prompts, capacity),
         tokens=arguments.tokens,

@@ -1,31 +1,38 @@
 """One run, from top to bottom: python train.py --config=configs/small.py. The same command again continues it."""
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import dataclasses
-import gc
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from tqdm import tqdm
 
 from configs.command_line import parse
+from configs.exit_codes import Exit
 from configs.schema import Config, UserError, options
 from data.dataset import open_text
-from data.loader import StepBatches, held_out_batches, local_rows, train_batches
-from evaluation.bits_per_byte import evaluate
-from evaluation.generation import continuations, encode_prompts
+from data.loader import StepBatches, local_rows, train_batches
+from evaluation.evaluator import Evaluator
 from interchange.init_from import read_params, require_same_network
-from model.flops import flops_per_token, parameter_counts, peak_flops
-from run.checkpoint import Checkpoints
-from run.folder import RunLock, open_run, record_files
-from run.metrics import Clock, MetricsWriter, plot_loss, read_metrics, summarize, write_summary
-from run.monitor import Monitor
-from run.runtime import FAILED, Stop, cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
-from training.build import build
-from training.state import params_sha256, replicated, split_model
-
-ROLLED_BACK = -1  # no exit code
+from model.flops import parameter_counts
+from run.checkpoint import Checkpoints, whole_steps
+from run.events import Events, rollbacks_to
+from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
+from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
+from run.metrics import plot_loss, read_metrics, summarize, write_summary
+from run.runtime import Stop, cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
+from training.build import Build, build
+from training.state import params_sha256
 
 
 @dataclass(frozen=True)
@@ -37,196 +44,170 @@ class Arguments:
     config.json and metrics.jsonl."""
 
 
-def train(config: Config, lock: RunLock, accept_changes: bool = False) -> int:
-    """Trains, or goes on training, until `config.steps`. Returns the exit code, or ROLLED_BACK to be called again."""
+def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Exit:
+    """Trains, or goes on training, until `config.steps`."""
     start_jax()
-    first_process = jax.process_index() == 0
-    say = tqdm.write if first_process else lambda text: None  # which leaves the progress bar whole
     check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
+    say = tqdm.write if jax.process_index() == 0 else lambda text: None  # which leaves the progress bar whole
 
-    # The devices, and the sizes that follow from them.
+    # What is trained, and on what.
     built = build(config)
-    mesh, device, dtype = built.mesh, built.mesh.devices.flat[0], built.dtype
-    shape, sharding = built.batch_shape, built.batch_sharding
-    flops, peak = flops_per_token(config.model, config.batch.sequence_length), peak_flops(device.device_kind)
-
-    # The text, cut into rows.
-    text = open_text(config.data, config.model.vocab_size, shape[2], shape[0] * shape[1], cache_dir())
-    prompts = encode_prompts(text.tokenizer, config.eval.prompts, shape[2])
+    micro_batches, rows, length = built.batch_shape
+    text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir())
     check_hosts_agree("their text", text.fingerprint)
+    document_bos = text.tokenizer.bos if config.data.mask_documents else None
+    evaluator = Evaluator(built, text, document_bos)
 
-    # The run's folder, which no other process may write to meanwhile.
-    run_dir = Path(config.run_dir)
-    if config.init_from and not run_dir.exists():
+    # The run's folder, which no other process may write to meanwhile, and what has been saved of the run.
+    if config.init_from and not on_first_process(lambda: whole_steps(checkpoint_folder(config))):
         require_same_network(config, text.tokenizer)
-    text.tokenizer.require_same_in(run_dir / "tokenizer")
-    changes = on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock))
-    elsewhere = config.checkpoint.folder
-    checkpoints = Checkpoints(elsewhere or run_dir, config.checkpoint, record_files(run_dir) if elsewhere else ())
-    newest = max(checkpoints.steps(), default=0)
-    if newest == 0 and config.resume == "must":
-        raise UserError(f"--resume=must, but {run_dir} holds no checkpoint")
-    if newest > config.steps or (newest == config.steps and (run_dir / "summary.json").exists()):
-        print(f"{run_dir} is complete: {newest} steps; a longer run: --steps={2 * newest} --accept_changes")
-        return 0
+    text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer")
+    past = Past(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
+    checkpoints = open_checkpoints(config, past)
+    if past.finished == checkpoints.newest == config.steps:
+        longer = f"--steps={2 * config.steps} --accept_changes"
+        say(f"{config.run_dir} is complete: {config.steps} steps; a longer run: {longer}")
+        return Exit.COMPLETE
 
-    # The state, from the newest checkpoint that can be read; the record so far; the data from there on.
-    graphdef, _ = split_model(config.model, dtype)
-    state, facts = checkpoints.restore_newest(built.abstract_state, say) or (
-        built.create_state(),
-        {"step": 0, "seconds": 0.0, "losses": []},
-    )
-    start = facts["step"]
-    if start == 0 and config.init_from:
-        state = state._replace(params=read_params(config, built.abstract_state.params))
-    if first_process:
-        text.tokenizer.save(run_dir / "tokenizer")
-    writer = MetricsWriter(run_dir, start)
-    if changes:
-        writer.write({"step": start, "changes": changes})
-    rollbacks = on_first_process(lambda: [line for line in read_metrics(run_dir) if "rollback" in line])
-    skipped_batches = sum(line["rollback"]["skipped_batches"] for line in rollbacks)
-    bos = text.tokenizer.bos if config.data.mask_documents else None
-    steps = StepBatches(text.train, text.weights, config.seed, shape, local_rows(shape, sharding), bos)
-    batches = train_batches(steps, sharding, start + skipped_batches, config.data.workers)
-    held_out, held_out_bytes = held_out_batches(
-        text.val, text.weights, config.eval.tokens, text.tokenizer.token_bytes, shape, sharding, bos
-    )
-
-    batch = next(batches)
     # Compiled once, here: a compiled program refuses other shapes, so no step can compile anew.
-    train_step = built.train_step.lower(state, batch).compile()
-    say(
-        f"{config.name}: {sum(parameter_counts(config.model).values()):,} parameters, {dtype.name}, on {mesh.size} "
-        f"{device.device_kind} device(s); a step: {shape[0]} micro-batch(es) x {shape[1]} rows x {shape[2]} tokens"
-        + (f"; continuing after step {start} of {config.steps}" if start else "")
+    train_step = built.train_step.lower(built.abstract_state, built.abstract_batch()).compile()
+    say(describe(built))
+    outcome = None
+    while outcome is None:
+        start = resume(built, checkpoints, past, say)
+        on_first_process(partial(accept, config, text.fingerprint, past.changes, start.step))
+        if jax.process_index() == 0:
+            text.tokenizer.save(Path(config.run_dir) / "tokenizer")
+        mine = local_rows(built.batch_shape, built.batch_sharding)
+        first_row = start.position // length
+        batches = StepBatches(text.train, text.weights, config.seed, built.batch_shape, mine, document_bos, first_row)
+        loop = Loop(built, start, train_step, evaluator, batches.row_numbers, checkpoints, text.fingerprint, stop, say)
+        write_what_happened(loop, past)
+        ended = loop.run(train_batches(batches, built.batch_sharding, config.data.workers))
+        outcome = roll_back(config, ended, checkpoints, loop, say) if isinstance(ended, Jumped) else ended
+        past = past._replace(changes=[], events=on_first_process(Events(config.run_dir).read))
+    checkpoints.close()
+    return finish(config, outcome, loop, stop, say)
+
+
+def open_checkpoints(config: Config, past: Past) -> Checkpoints:
+    """The run's checkpoints. UserError where they are gone, or of more steps than the run is to have."""
+    run_dir, elsewhere = Path(config.run_dir), config.checkpoint.folder
+    on_first_process(lambda: require_checkpoints(config, past))
+    on_saved = lambda step: Events(run_dir).add("saved", step)
+    record = record_files(run_dir) if elsewhere else ()
+    checkpoints = Checkpoints(elsewhere or run_dir, config.checkpoint, record, on_saved)
+    if not checkpoints.steps and config.resume == "must":
+        raise UserError(f"--resume=must, but {run_dir} holds no checkpoint")
+    if checkpoints.newest > config.steps:
+        raise UserError(f"--steps={config.steps}, but {run_dir} has come to step {checkpoints.newest} already")
+    return checkpoints
+
+
+def resume(built: Build, checkpoints: Checkpoints, past: Past, say: Callable[[str], Any]) -> Start:
+    """The state and the data's position, from the newest checkpoint that can be read, or before step 0."""
+    config = built.config
+    found = checkpoints.restore_newest(built.abstract_state, say)
+    if found is None:
+        state = built.create_state()
+        if config.init_from:
+            state = state._replace(params=read_params(config, built.abstract_state.params))
+        return Start(state)
+    state, facts = found
+    step = facts["step"]
+    if "position" not in facts:  # saved before positions were counted in tokens
+        tokens_per_step = facts["config"]["batch"]["tokens_per_step"]
+        lines = on_first_process(partial(read_metrics, config.run_dir))
+        rollbacks = [line["rollback"] for line in lines if "rollback" in line and line["step"] <= step]
+        left_out = sum(rollback["skipped_batches"] for rollback in rollbacks)
+        facts |= {"tokens": step * tokens_per_step, "position": (step + left_out) * tokens_per_step}
+    position = max([facts["position"], *(event["position"] for event in rollbacks_to(past.events, step))])
+    say(f"continuing after step {step} of {config.steps}")
+    return Start(state, step, facts["tokens"], position, facts["seconds"], tuple(facts["losses"]))
+
+
+def roll_back(
+    config: Config, jumped: Jumped, checkpoints: Checkpoints, loop: Loop, say: Callable[[str], Any]
+) -> Stopped | GaveUp | None:
+    """Puts on record that the run goes on from its newest checkpoint, without the batches up to the jump's. None where
+    it is to do so at once."""
+    newest, spike = checkpoints.newest, jumped.spike
+    events = on_first_process(Events(config.run_dir).read)
+    if len(rollbacks_to(events, newest)) == config.stability.max_rollbacks:
+        return GaveUp(spike["step"], f"{config.stability.max_rollbacks} rollbacks to step {newest} did not help")
+    on_first_process(lambda: Events(config.run_dir).add("rollback", newest, position=jumped.position, **spike["spike"]))
+    loop.writer.close()
+    say(f"back to step {newest}, and on without the batches up to that of step {spike['step']}")
+    return Stopped(newest) if jumped.stopping else None
+
+
+def write_what_happened(loop: Loop, past: Past) -> None:
+    """To metrics.jsonl: options that changed, and rollbacks, each once, whenever the run was killed in between."""
+    step, writer = loop.step, loop.writer
+    if past.changes:
+        writer.write({"step": step, "changes": past.changes})
+    written = sum("rollback" in line and line["step"] == step for line in read_metrics(loop.config.run_dir))
+    for event in rollbacks_to(past.events, step)[written:]:
+        facts = {name: value for name, value in event.items() if name not in ("event", "step", "time")}
+        writer.write({"step": step, "rollback": facts})
+
+
+def describe(built: Build) -> str:
+    """The run in a line."""
+    config, (micro_batches, rows, length) = built.config, built.batch_shape
+    return (
+        f"{config.name}: {sum(parameter_counts(config.model).values()):,} parameters, {built.dtype.name}, on "
+        f"{built.mesh.size} {built.mesh.devices.flat[0].device_kind} device(s); a step: {micro_batches} "
+        f"micro-batch(es) x {rows} rows x {length} tokens"
     )
 
-    clock = Clock(facts["seconds"], start)
-    flops_share = flops / (peak * mesh.size) if peak else None  # MFU of one token a second
-    batch_of = lambda step: step - 1 + skipped_batches
-    rows_of = lambda step: {"batch": batch_of(step), "rows": steps.row_numbers(batch_of(step))}
-    monitor = Monitor(config, writer, clock, flops_share, rows_of, say, facts["losses"], int(state.skipped_steps))
 
-    def measure(step: int) -> dict[str, float]:
-        """Evaluates and samples the network as it is after `step` steps."""
-        results = evaluate(built.eval_step, state.params, held_out, held_out_bytes)
-        samples = continuations(
-            graphdef,
-            replicated(state.params, dtype, mesh),
-            text.tokenizer,
-            prompts,
-            tokens=config.eval.sample_tokens,
-            capacity=config.batch.sequence_length,
-            seed=config.seed,
-        )
-        writer.write({"step": step, "tokens": step * config.batch.tokens_per_step, **results, "samples": samples})
-        say(f"step {step}: validation loss {results['val_loss']:.4f}, {results['val_bpb']:.4f} bits per byte")
-        return results
+def finish(
+    config: Config, outcome: Finished | Stopped | GaveUp, loop: Loop, stop: Stop, say: Callable[[str], Any]
+) -> Exit:
+    """Says how the run ended; of a complete one writes the summary, the picture and the samples."""
+    run_dir = Path(config.run_dir)
+    if isinstance(outcome, GaveUp):
+        code = Exit.FAILED
+        say(f"stopped at step {outcome.step}: {outcome.reason}")
+    elif isinstance(outcome, Stopped):
+        code = stop.agreed_code()
+        say(f"stopped after step {outcome.step} of {config.steps}, saved in {run_dir}; the same command continues it")
+    else:
+        code = Exit.COMPLETE
+        digest = params_sha256(outcome.state.params)  # gathered from all processes
+    if jax.process_index() > 0:
+        return code
+    Events(run_dir).add("stop", loop.step, code=code)
+    if not isinstance(outcome, Finished):
+        loop.writer.close()
+        return code
 
-    def save(step: int, results: dict[str, float]) -> None:
-        kept = {"seconds": clock.seconds, "losses": list(monitor.losses), "next_batch": step + skipped_batches}
-        told = {"dataset": text.fingerprint, "config": dataclasses.asdict(config)}
-        checkpoints.save(step, state, {**kept, **told, **results})
-
-    def log() -> int:
-        """Writes a line. Returns how many saves in a row have failed by now, and tells of them."""
-        monitor.write()
-        failed_saves = checkpoints.failing(wait=False)
-        if failed_saves:
-            say(f"{failed_saves} save(s) in a row failed: {checkpoints.failure}; trying again")
-        return failed_saves
-
-    if start == 0:
-        measure(0)
-    step, due, last, failed_saves, results = start, False, start == config.steps, 0, {}
-    gc.freeze()  # else a collection within the loop would look through all that was set up: 0.3 s
-    clock.start()
-    with Stop() as stop:
-        while not last:
-            state, metrics = train_step(state, batch)
-            step += 1
-            if due:
-                failed_saves = log()  # up to the step before, while this one runs
-            with clock.waiting():
-                batch = next(batches)
-            monitor.add(step, metrics)
-            due = step % config.log.every_steps == 0 or step == config.steps
-            last = stop.after(step) or step == config.steps
-            evaluates = step % config.eval.every_steps == 0 or step == config.steps
-            saves = step % config.checkpoint.every_steps == 0 or last or failed_saves > 0
-            if due and (evaluates or saves):
-                failed_saves = log()  # what a checkpoint vouches for is written before it
-                due = False
-            elif saves:
-                monitor.read()
-            rolls_back = config.stability.rollback and monitor.spike and checkpoints.steps()
-            gives_up = failed_saves >= config.checkpoint.max_failed_saves
-            if monitor.skipped_in_a_row >= config.max_skipped_steps or rolls_back or gives_up:
-                break
-            results = {}
-            if evaluates:
-                jax.block_until_ready(state)
-                with clock.paused():
-                    results = measure(step)
-            if saves:
-                save(step, results)
-                failed_saves = 0
-    while last and 0 < checkpoints.failing() < config.checkpoint.max_failed_saves:
-        save(step, results)
-    failed_saves = checkpoints.failing()
-    checkpoints.close()
-    seconds = clock.seconds
-    monitor.bar.close()
-    newest = max(checkpoints.steps(), default=0)
-    where = f"the newest checkpoint is of step {newest}" if newest else "no checkpoint was saved"
-    if monitor.skipped_in_a_row >= config.max_skipped_steps:
-        say(f"stopped at step {step}: --max_skipped_steps={config.max_skipped_steps} in a row were skipped; {where}")
-        return FAILED
-    if monitor.spike and config.stability.rollback and newest:
-        if sum(line["step"] == newest for line in rollbacks) == config.stability.max_rollbacks:
-            say(f"stopped at step {step}: {config.stability.max_rollbacks} rollbacks to step {newest} did not help")
-            return FAILED
-        skips = monitor.spike["step"] - newest
-        writer.write({"step": newest, "rollback": {**monitor.spike["spike"], "skipped_batches": skips}})
-        say(f"back to step {newest}, and on without the {skips} batch(es) up to that of step {monitor.spike['step']}")
-        return ROLLED_BACK
-    if failed_saves:
-        say(f"stopped at step {step}: {failed_saves} save(s) in a row failed: {checkpoints.failure}; {where}")
-        return FAILED
-    if step < config.steps:
-        say(f"stopped after step {step} of {config.steps}, saved in {run_dir}; the same command continues it")
-        return stop.code or 0
-
-    # What came of it.
-    digest = params_sha256(state.params)  # gathered from all processes
-    if not first_process:
-        return 0
-    tokens = step * config.batch.tokens_per_step
-    skipped = int(state.skipped_steps)
-    summary, samples = summarize(run_dir, step, tokens, seconds, skipped_steps=skipped, params_sha256=digest)
-    writer.close(options(config), {name: summary[name] for name in ("loss", "val_loss", "val_bpb")})
+    skipped = int(outcome.state.skipped_steps)
+    summary, samples = summarize(
+        run_dir, config.steps, outcome.tokens, outcome.seconds, skipped_steps=skipped, params_sha256=digest
+    )
+    results = {name: summary[name] for name in ("loss", "val_loss", "val_bpb") if summary[name] is not None}
+    loop.writer.close(options(config), results)
     plot_loss(run_dir)
     write_summary(run_dir, summary)
     for sample in samples:
         print(f"---\n{sample}")
     print(
-        f"---\n{config.name}: {step} steps, {tokens:,} tokens in {seconds:.0f} s of training\n"
-        f"training loss {summary['loss']:.4f}, validation loss {summary['val_loss']:.4f}, "
-        f"{summary['val_bpb']:.4f} bits per byte\n"
+        f"---\n{config.name}: {config.steps} steps, {outcome.tokens:,} tokens in {outcome.seconds:.0f} s of training\n"
+        f"training loss {summary['loss'] or math.nan:.4f}, validation loss {summary['val_loss'] or math.nan:.4f}, "
+        f"{summary['val_bpb'] or math.nan:.4f} bits per byte\n"
         f"in {run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
         f"sample:       python sample.py --run_dir={run_dir} --prompt='...'\n"
-        f"train longer: the same command with --steps={2 * step} --accept_changes"
+        f"train longer: the same command with --steps={2 * config.steps} --accept_changes"
     )
-    return 0
+    return code
 
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
-    with RunLock(config.run_dir) as lock:
-        while (code := train(config, lock, arguments.accept_changes)) == ROLLED_BACK:
-            pass
-        return code
+    with RunLock(config.run_dir) as lock, Stop() as stop:
+        return train(config, arguments.accept_changes, lock, stop)
 
 
 if __name__ == "__main__":

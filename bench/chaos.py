@@ -6,6 +6,11 @@ At the end parameters, metrics and TensorBoard's series must be those of the unt
 left.
 """
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import json
 import random
 import subprocess
@@ -16,10 +21,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import tyro
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from configs.schema import UserError
+from configs.command_line import parse_arguments
+from configs.schema import FilePath, NotNegative, UserError
 from run.metrics import read_metrics
 from run.runtime import run_command
 
@@ -30,9 +35,9 @@ TIMES = ("seconds", "tokens_per_second", "mfu", "data_wait", "time")
 class Arguments:
     """Kills a run again and again until it completes, and compares it with one that was left alone."""
 
-    out: str = "runs/chaos"
+    out: FilePath = "runs/chaos"
     """A folder for the runs."""
-    config: str = "configs/small.py"
+    config: FilePath = "configs/small.py"
     """The run."""
     options: tuple[str, ...] = (
         *("--steps=400", "--model.depth=1", "--model.width=64", "--model.heads=1", "--model.kv_heads=1"),
@@ -40,9 +45,9 @@ class Arguments:
         *("--checkpoint.keep_every=100", "--eval.every_steps=100", "--eval.tokens=4096", "--log.every_steps=5"),
     )
     """What makes it short. Checkpoints are frequent, so that kills find them."""
-    kills: int = 100
+    kills: NotNegative[int] = 100
     """SIGKILLs, the last run being let go on to its end after them."""
-    seed: int = 0
+    seed: NotNegative[int] = 0
     """Seed of the moments."""
 
 
@@ -97,7 +102,7 @@ def torment(arguments: Arguments, run_dir: Path, generator: random.Random, recor
 
 
 def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    arguments = parse_arguments(__doc__, Arguments)
     generator, out = random.Random(arguments.seed), Path(arguments.out)
     if out.exists():
         raise UserError(f"{out} is there already; give another --out, or delete it")

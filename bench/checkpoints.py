@@ -5,6 +5,11 @@ to it, the bare copy of the state off the device. With `steps_between`, the time
 them, over that of as many without.
 """
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import json
 import statistics
 import tempfile
@@ -18,7 +23,7 @@ import numpy as np
 
 from bench.measure import random_batch
 from configs.command_line import parse
-from configs.schema import CheckpointConfig, Config, UserError
+from configs.schema import CheckpointConfig, Config, FilePath, NotNegative, Positive, UserError
 from run.checkpoint import Checkpoints, checksums
 from run.runtime import run_command
 from training.build import build
@@ -28,12 +33,12 @@ from training.build import build
 class Arguments:
     """What is measured."""
 
-    saves: int = 5
+    saves: Positive[int] = 5
     """Saves whose medians are told."""
-    steps_between: int = 0
+    steps_between: NotNegative[int] = 0
     """Steps timed with and without a save; 0: none, the state alone is saved."""
-    folder: str | None = None
-    """Where to save; a temporary folder, if none is given."""
+    folder: FilePath = ""
+    """Where to save. Empty: a temporary folder."""
 
 
 def seconds_of(work: Callable[[], Any]) -> float:

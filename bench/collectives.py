@@ -13,6 +13,11 @@ estimate of its own scheduled work: not of collectives, attention kernels or asy
 the bytes that their instructions read and write in memory stand there.
 """
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -21,6 +26,7 @@ import numpy as np
 
 from bench.measure import Sizes, sized
 from configs.command_line import parse
+from configs.schema import Positive
 from model.flops import parameter_counts
 from program.collectives import Collective, collectives
 from program.compile import compile_step
@@ -36,9 +42,9 @@ class Arguments:
 
     topology: str = ""
     """A TPU slice, as `v5e:4x4`, `v5p:4x4x4`, `v6e:4x4`, or GPUs of a machine, as `h200:8`. Empty: the devices here."""
-    rows: int = 4
+    rows: Positive[int] = 4
     """Rows of a micro-batch on one device."""
-    micro_batches: int = 4
+    micro_batches: Positive[int] = 4
     """Micro-batches of a step; of a single one the compiler would leave no loop to look into."""
 
 

@@ -4,6 +4,11 @@ The loader is measured at d12's shapes (256 rows of 2048 tokens a step, two read
 to arrays on the device; the plan, on documents of log-normal length (median 400 tokens, as web text).
 """
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import json
 import os
 import tempfile
@@ -14,12 +19,12 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import tyro
 
-from configs.schema import BatchConfig, DataConfig, MeshConfig
+from configs.command_line import parse_arguments
+from configs.schema import BatchConfig, DataConfig, MeshConfig, Positive
 from data.dataset import open_dataset
 from data.loader import StepBatches, local_rows, train_batches
-from data.packing import plan_best_fit
+from data.packing import plan_rows
 from data.prepare import Preparation, prepare
 from run.runtime import run_command
 from training.mesh import batch_shape, batch_sharding, make_mesh
@@ -31,16 +36,16 @@ class Arguments:
 
     source: str = "stdlib"
     """Raw text to prepare."""
-    vocab_size: int = 4096
+    vocab_size: Positive[int] = 4096
     """Tokens of the tokenizer that is trained on it first, untimed."""
-    documents: int = 2_000_000
+    documents: Positive[int] = 2_000_000
     """Documents to plan."""
-    steps: int = 20
+    steps: Positive[int] = 20
     """Steps to load."""
 
 
 def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    arguments = parse_arguments(__doc__, Arguments)
     rates: dict[str, float | int | None] = {"cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -55,7 +60,7 @@ def main() -> int:
 
         lengths = np.random.default_rng(0).lognormal(np.log(400), 1.0, arguments.documents).astype(np.int64) + 1
         start = time.perf_counter()
-        plan = plan_best_fit(np.cumsum(lengths) - lengths, int(lengths.sum()), 2048)
+        plan = plan_rows("best_fit", np.cumsum(lengths) - lengths, int(lengths.sum()), 2048)
         rates["plan_documents_per_minute"] = round(60 * arguments.documents / (time.perf_counter() - start))
         rates["plan_padding"] = 1 - lengths.sum() / 2048 / (len(plan.rows) - 1)
 
@@ -64,7 +69,7 @@ def main() -> int:
         for packing in ("stream", "best_fit"):
             rows = dataset.rows("train", packing, shape[2], folder / "cache")
             steps = StepBatches([rows], [1.0], 0, shape, local_rows(shape, sharding))
-            batches = train_batches(steps, sharding, 0, DataConfig().workers)
+            batches = train_batches(steps, sharding, DataConfig().workers)
             jax.block_until_ready([next(batches) for _ in range(3)])  # the files are in memory now, the threads awake
             start = time.perf_counter()
             for batch in islice(batches, arguments.steps):

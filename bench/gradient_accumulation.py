@@ -7,6 +7,11 @@
 A network of 1.8 M parameters (depth 4, width 128, vocabulary 4096) on rows of 128 tokens of the standard library.
 """
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import argparse
 import json
 from collections.abc import Callable, Hashable
@@ -32,6 +37,7 @@ from configs.schema import (
     ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
+    UserError,
 )
 from data.dataset import open_text
 from data.loader import StepBatches
@@ -98,7 +104,7 @@ class Experiment:
         config = self.config
         params = self.built.create_state().params
         params = jax.tree.map(lambda p: p.astype(params_dtype), params)
-        transform = wrap(plain_adamw(config, params, moments))
+        transform = wrap(plain_adamw(config, moments))
         state = transform.init(params)
 
         @partial(jax.jit, donate_argnums=(0, 1))
@@ -121,7 +127,7 @@ class Experiment:
         return losses, lost
 
 
-def plain_adamw(config: Config, params: dict, moments: str) -> optax.GradientTransformation:
+def plain_adamw(config: Config, moments: str) -> optax.GradientTransformation:
     """optax.adamw for each group with the config's rates; both moments in the type `moments`."""
 
     def group(name: str) -> optax.GradientTransformation:
@@ -137,7 +143,7 @@ def plain_adamw(config: Config, params: dict, moments: str) -> optax.GradientTra
             in_type, decay, optax.scale_by_learning_rate(lambda count: peak * schedule(jnp.asarray(count)))
         )
 
-    groups = parameter_groups(params)
+    groups = parameter_groups(config.model)
     by_group = optax.partition({name: group(name) for name in set(jax.tree.leaves(groups))}, groups)
     return optax.chain(optax.clip_by_global_norm(config.optimizer.clip_norm), by_group)
 
@@ -231,7 +237,7 @@ def notebook(schedule: str) -> float:
     params = jax.tree.map(lambda p: p + 0.05 * generator.standard_normal(p.shape, np.float32), state.params)
     state = state._replace(params=jax.tree.map(jnp.array, params))
     peaks, course = peak_rates(config.optimizer, config.model.width), make_schedule(group.schedule, config.steps)
-    groups = parameter_groups(params)
+    groups = parameter_groups(config.model)
     adamw: dict[Hashable, optax.GradientTransformation] = {
         name: optax.adamw(lambda count, p=peak: p * course(jnp.asarray(count)), 0.8, 0.95, 1e-4, weight_decay=0.0)
         for name, peak in peaks.items()
@@ -303,6 +309,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps of each training run")
     parser.add_argument("--out", type=Path, default=Path("runs/gradient-accumulation"), help="folder of the results")
     arguments = parser.parse_args()
+    if arguments.steps < 10:
+        raise UserError(f"--steps={arguments.steps} cannot work: the held-out loss is measured every 10 steps")
     start_jax()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.part == "notebook":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from configs.schema import Config, UserError, validate
+from configs.schema import Config, Positive, validate
 from model.flops import flops_per_token, parameter_counts, peak_flops
 from program.operations import top_operations
 from run.runtime import peak_memory_bytes
@@ -21,26 +21,24 @@ WARMUP_STEPS = 3
 class Sizes:
     """What is measured, where it differs from the config."""
 
-    depth: int | None = None
+    depth: Positive[int] | None = None
     """Blocks; the width becomes 64 x depth, rounded up to whole heads, as in nanochat."""
-    rows: int | None = None
+    rows: Positive[int] | None = None
     """Rows of a micro-batch on one device."""
-    micro_batches: int | None = None
+    micro_batches: Positive[int] | None = None
     """Micro-batches of a step."""
 
 
 def sized(config: Config, sizes: Sizes, devices: int) -> Config:
     """The config with the sizes of the command line. UserError as for a config."""
-    given = [n for n in (sizes.depth, sizes.rows, sizes.micro_batches) if n is not None]
-    if min(given, default=1) < 1:
-        raise UserError("--depth, --rows and --micro_batches must be at least 1")
     model, batch = config.model, config.batch
     if sizes.depth:
         heads = -(-64 * sizes.depth // model.head_dim)
         model = replace(model, depth=sizes.depth, width=heads * model.head_dim, heads=heads, kv_heads=heads)
     if sizes.rows or sizes.micro_batches:
         rows = sizes.rows or batch.rows_per_device
-        unit = rows * (devices // config.mesh.tensor) * batch.sequence_length
+        # Where tensor does not divide the devices, the mesh is refused.
+        unit = rows * max(devices // config.mesh.tensor, 1) * batch.sequence_length
         micro_batches = sizes.micro_batches or max(batch.tokens_per_step // unit, 1)
         batch = replace(batch, rows_per_device=rows, tokens_per_step=unit * micro_batches)
     config = replace(config, model=model, batch=batch)

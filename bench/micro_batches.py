@@ -2,9 +2,15 @@
 
 python -m bench.micro_batches --config=configs/small.py --rows 1 2 4 8 16 --out=micro-batches.png
 
-The step stays the config's; fewer rows are more micro-batches. With --topology it is compiled ahead of time for a TPU
-slice: nothing is run, and the compiler's estimate of its cycles (as in bench.collectives) stands for the time.
+The step stays the config's, or is one micro-batch where that is more; fewer rows are more micro-batches. With
+--topology it is compiled ahead of time for a TPU slice: nothing is run, and the compiler's estimate of its cycles (as
+in bench.collectives) stands for the time.
 """
+
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
 
 import json
 from dataclasses import dataclass
@@ -15,7 +21,7 @@ from matplotlib.figure import Figure
 
 from bench.measure import Sizes, measure, sized
 from configs.command_line import parse
-from configs.schema import UserError
+from configs.schema import FilePath, Positive, UserError
 from program.compile import compile_step
 from program.hlo import estimated_cycles
 from program.topologies import devices_of
@@ -27,18 +33,20 @@ from training.build import build
 class Arguments:
     """What is varied, and where."""
 
-    rows: tuple[int, ...] = (1, 2, 4, 8, 16)
+    rows: tuple[Positive[int], ...] = (1, 2, 4, 8, 16)
     """Rows of a micro-batch on one device."""
     topology: str = ""
     """A TPU slice, as `v5e:4x4`. Empty: the devices here."""
-    timed_steps: int = 9
+    timed_steps: Positive[int] = 9
     """Steps whose median is taken."""
-    out: str = "micro-batches.png"
+    out: FilePath = "micro-batches.png"
     """The plot."""
 
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
+    if not arguments.rows:
+        raise UserError("--rows is given without a number; leave it out for 1 2 4 8 16")
     devices = devices_of(arguments.topology)
     if arguments.topology and devices[0].platform != "tpu":
         raise UserError(f"--topology={arguments.topology}: only a TPU's compiler estimates cycles; as v5e:4x4")

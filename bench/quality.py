@@ -5,6 +5,11 @@ seeds each, the same data. Each run is train.py's, so the same command goes on w
 measured apart, one network after the other, when all runs are done.
 """
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import json
 import os
 import statistics
@@ -21,18 +26,16 @@ import tyro
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from configs.schema import UserError
+from configs import plain, small
+from configs.schema import UserError, options
 from run.metrics import read_metrics
 from run.runtime import run_command
 
+# The options of the network in which configs/small.py differs from configs/plain.py, each alone.
 FEATURES = {
-    "qk_scale": ("--model.qk_scale=1.2",),
-    "window_pattern": ("--model.window_pattern=SSSL",),
-    "value_embeddings": ("--model.value_embeddings",),
-    "resid_lambdas": ("--model.resid_lambdas",),
-    "x0_lambdas": ("--model.x0_lambdas",),
-    "smear": ("--model.smear",),
-    "backout": ("--model.backout",),
+    name: (f"--model.{name}" if value is True else f"--model.{name}={value}",)
+    for name, value in options(small.get_config().model).items()
+    if value != getattr(plain.get_config().model, name)
 }
 ALL = tuple(option for options in FEATURES.values() for option in options)
 MUON = ("--optimizer.matrices.kind=muon",)

@@ -3,6 +3,11 @@
 python -m bench.throughput --config=configs/d12.py --depth=20 --rows=16 --micro_batches=4 --profile
 """
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import json
 from dataclasses import dataclass
 
@@ -10,7 +15,7 @@ import jax
 
 from bench.measure import Sizes, measure, sized
 from configs.command_line import parse
-from configs.schema import UserError
+from configs.schema import Positive
 from run.runtime import run_command
 
 
@@ -18,7 +23,7 @@ from run.runtime import run_command
 class Arguments(Sizes):
     """What is measured, where it differs from the config."""
 
-    timed_steps: int = 9
+    timed_steps: Positive[int] = 9
     """Steps whose median is taken, after 3 that are not."""
     profile: bool = False
     """Before the line, a table of the instructions that take the most time, from steps that are not timed."""
@@ -26,8 +31,6 @@ class Arguments(Sizes):
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
-    if arguments.timed_steps < 1:
-        raise UserError(f"--timed_steps={arguments.timed_steps} cannot work: it must be at least 1")
     config = sized(config, arguments, jax.device_count())
     print(json.dumps(measure(config, arguments.timed_steps, arguments.profile)))
     return 0

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
-from configs.schema import Config, UserError, resolved, validate
+from configs.schema import Config, UserError, check_types, resolved, validate, with_homes
 
 T = TypeVar("T")
 Derive = Callable[[Config, set[str]], Config]
@@ -63,10 +63,21 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
         args=argv,
         use_underscores=True,
     )
-    given = {word.removeprefix("--").partition("=")[0] for word in argv if word.startswith("--")}
+    # tyro takes hyphens for underscores.
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+    check_types(both.config)  # which `derive` computes with
     config = resolved(derive(both.config, given))
     validate(config)
-    return config, both.extra
+    check_types(both.extra)
+    return config, with_homes(both.extra)
+
+
+def parse_arguments(description: str | None, arguments: type[T]) -> T:
+    """Parses the fields of the dataclass `arguments` alone, for a command that has no config. UserError for a value
+    that its field's type does not allow."""
+    parsed = tyro.cli(arguments, description=description, use_underscores=True)
+    check_types(parsed)
+    return with_homes(parsed)
 
 
 def _take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:

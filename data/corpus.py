@@ -5,15 +5,20 @@ import hashlib
 import io
 import itertools
 import json
+import os
+import re
+import stat
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import fsspec
 import pyarrow
 import pyarrow.parquet
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.utils import glob_translate
 
 from configs.schema import UserError
 
@@ -39,9 +44,11 @@ class SourceFile:
     name: str
     """Its path below the source, the same on every machine."""
     url: str
-    """Where fsspec, or for `hf:` the hub's client, opens it."""
+    """Where it is: a path of this machine, a URL, or for `hf:` what the hub's client takes."""
     size: int
     """Bytes, compressed as it lies there."""
+    problem: str = ""
+    """Why it (or the folder of this name) cannot be read: no permission, or a link that leads nowhere."""
 
 
 @dataclass(frozen=True)
@@ -52,31 +59,32 @@ class Corpus:
     files: list[SourceFile]
     version: str
     """Differs when a file does: the hub's revision, or a digest of names, sizes and times of change."""
+    filesystem: Any
+    """fsspec's, that opens them."""
     text_column: str = "text"
     on_error: Literal["stop", "skip"] = "stop"
 
     def documents(self, file: SourceFile) -> Iterator[Document]:
         """The file's documents, one by one. One that is empty or cannot be read is a UserError, or, with
-        `on_error="skip"`, a document with a problem."""
-        for name, content in self._records(file):
-            text, problem = "", ""
-            try:
-                lines = file.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
-                text = _json_text(content, self.text_column) if lines else content.decode()
-                problem = "" if text else "empty"
-            except UnicodeDecodeError:
-                problem = "not UTF-8"
-            except json.JSONDecodeError:
-                problem = "not JSON"
-            except KeyError:
-                problem = f"no text under {self.text_column!r}"
-            if problem and self.on_error == "stop":
-                raise UserError(f"{self.source}: {name}: {problem}; mend it, or count and skip such: --on_error=skip")
-            yield Document(name, text, problem)
+        `on_error="skip"`, a document with a problem. UserError where the file is damaged."""
+        if file.problem:
+            yield Document(file.name, "", file.problem)
+            return
+        try:
+            for name, content in self._records(file):
+                text, problem = _text_of(file, content, self.text_column)
+                if problem and self.on_error == "stop":
+                    raise UserError(
+                        f"{self.source}: {name}: {problem}; mend it, or count and skip such: --on_error=skip"
+                    )
+                yield Document(name, text, problem)
+        except (OSError, EOFError, pyarrow.ArrowException) as error:
+            raise UserError(f"{file.url}: cannot be read to its end: {error}") from error
 
     def _records(self, file: SourceFile) -> Iterator[tuple[str, bytes]]:
         """Name and raw content of each document."""
-        with _open(file) as opened:
+        path = _download(file.url) if file.url.startswith("hf:") else file.url
+        with self.filesystem.open(path, "rb") as opened:
             if file.name.endswith(".parquet"):
                 yield from _parquet(file, opened, self.text_column)
             elif file.name.endswith(TABLE_SUFFIXES):
@@ -89,54 +97,128 @@ class Corpus:
 
 def find_corpus(source: str, text_column: str = "text", on_error: Literal["stop", "skip"] = "stop") -> Corpus:
     """The files of `source`: `stdlib`, a file, a folder, a glob (local, or a URL that fsspec knows), or
-    `hf:OWNER/NAME[:FOLDER]`. UserError where there are none."""
-    files, version = _hub_files(source) if source.startswith("hf:") else _files(source)
+    `hf:OWNER/NAME[:FOLDER]`. A local path that exists is no glob, whatever its letters. UserError where there are no
+    files, and, unless `on_error="skip"`, where one of them or a folder cannot be read."""
+    filesystem: Any = LocalFileSystem()
+    if source.startswith("hf:"):
+        files, version = _hub_files(source)
+    elif "://" in source and not os.path.lexists(source):
+        filesystem, files, version = _remote_files(source)
+    else:
+        files, version = _local_files(source)
     if not files:
         raise UserError(
-            f"{source}: no file of text found there; give `stdlib`, `hf:OWNER/NAME`, or a file, a folder or a glob of "
-            f"{', '.join(TEXT_SUFFIXES + TABLE_SUFFIXES)}"
+            f"{source or 'an empty --source'}: no file of text found there; give `stdlib`, `hf:OWNER/NAME`, or a file, "
+            f"a folder or a glob of {', '.join(TEXT_SUFFIXES + TABLE_SUFFIXES)}"
         )
-    return Corpus(source, files, version, text_column, on_error)
+    if (broken := [file for file in files if file.problem]) and on_error == "stop":
+        raise UserError(
+            f"{source}: {len(broken)} file(s) or folder(s) cannot be read, {broken[0].url} the first: "
+            f"{broken[0].problem}; mend that, or count and skip such: --on_error=skip"
+        )
+    return Corpus(source, files, version, filesystem, text_column, on_error)
 
 
 def hash_share(name: str) -> float:
     """A number in [0, 1) from a name: a document is held out where it is below the fraction to hold out, and so keeps
     its side when others come and go."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    content = name.encode(errors="surrogateescape")  # a file's name may be any bytes
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
 
 
-def _files(source: str) -> tuple[list[SourceFile], str]:
-    location = sysconfig.get_path("stdlib") if source == "stdlib" else source
-    suffixes = (".py",) if source == "stdlib" else TEXT_SUFFIXES + TABLE_SUFFIXES
+def _local_files(source: str) -> tuple[list[SourceFile], str]:
+    """A path, or a glob below the longest part of it that exists as it is written."""
+    library = source == "stdlib"
+    location = sysconfig.get_path("stdlib") if library else os.path.expanduser(source.removeprefix("file://"))
+    root, pattern = Path(os.path.abspath(location)), []
+    while glob.has_magic(str(root)) and not os.path.lexists(root):
+        root, pattern = root.parent, [root.name, *pattern]
+    if not location or not os.path.lexists(root):
+        return [], ""
     try:
-        filesystem, root = fsspec.core.url_to_fs(location)
-        if glob.has_magic(root):
-            found = filesystem.glob(root, detail=True)
-            fixed = itertools.takewhile(lambda part: not glob.has_magic(part), root.split("/"))
-            root = "/".join(fixed)
-        else:
-            found = filesystem.find(root, detail=True)
-    except (ImportError, ValueError, OSError) as error:  # a scheme without its library, or no access
+        whole, steps = re.compile(glob_translate("/".join(pattern))), [re.compile(glob_translate(p)) for p in pattern]
+    except ValueError as error:
+        raise UserError(f"{source}: not a glob: {error}") from error
+    suffixes = (".py",) if library else TEXT_SUFFIXES + TABLE_SUFFIXES
+    fixed = pattern.index("**") if "**" in pattern else len(pattern)  # each of these steps is one folder's name
+
+    def enters(folder: str) -> bool:
+        names = folder.split("/")
+        if library:
+            return names[-1] not in ("site-packages", "dist-packages")
+        far_enough = bool(pattern) and fixed == len(pattern) <= len(names)
+        return not far_enough and all(step.match(name) for step, name in zip(steps[:fixed], names))
+
+    takes = lambda name: name.endswith(suffixes) and (not pattern or whole.match(name) is not None)
+    # What links in a system's library lead to is not of the library.
+    found = sorted(_walk(str(root), takes, enters, len(pattern), links=not library), key=lambda one: one[0].url)
+    return [file for file, _ in found], _version((f.name, f.size, [changed, None, None, None]) for f, changed in found)
+
+
+def _walk(
+    root: str, takes: Callable[[str], bool], enters: Callable[[str], bool], tail: int, links: bool
+) -> Iterator[tuple[SourceFile, float | None]]:
+    """The files below `root` whose names below it `takes` accepts, in folders that `enters` accepts, and when they
+    changed. Each is read once: under its own name, else under the first of those that links give it. So is a folder,
+    for each of its names' last `tail` parts: what a glob finds in it depends on them."""
+    files, folders, linked = set(), set(), [(root, os.path.realpath(root))]
+    while linked:
+        waiting, linked = sorted(linked, reverse=True), []
+        while waiting:
+            path, real = waiting.pop()
+            name, is_folder = path.removeprefix(root).lstrip("/") or os.path.basename(root), False
+            try:
+                status = os.stat(real)
+                is_folder = stat.S_ISDIR(status.st_mode)
+                key = (real, *(name.split("/")[-tail:] if tail else ()))
+                if is_folder and key not in folders and (path == root or enters(name)):
+                    folders.add(key)
+                    with os.scandir(real) as entries:
+                        for entry in entries:
+                            below = os.path.join(path, entry.name)
+                            if not entry.is_symlink():
+                                waiting.append((below, os.path.join(real, entry.name)))
+                            elif links:
+                                linked.append((below, os.path.realpath(entry.path)))
+                elif stat.S_ISREG(status.st_mode) and takes(name) and real not in files:
+                    files.add(real)
+                    problem = "" if os.access(real, os.R_OK) else "no permission to read it"
+                    yield SourceFile(name, path, status.st_size, problem), status.st_mtime
+            except OSError as error:
+                if is_folder or takes(name) or not PurePath(name).suffix:  # a link of such a name may lead to a folder
+                    problem = error.strerror if os.path.lexists(real) else "a link that leads nowhere"
+                    yield SourceFile(name, path, 0, problem or "it cannot be read"), None
+
+
+def _remote_files(source: str) -> tuple[Any, list[SourceFile], str]:
+    try:
+        filesystem, root = fsspec.core.url_to_fs(source)
+        found = (filesystem.glob if glob.has_magic(root) else filesystem.find)(root, detail=True)
+    except Exception as error:  # of the scheme's library: it may be missing, or have no access
         raise UserError(f"{source}: cannot be read: {error}") from error
-    files, digest = [], hashlib.sha256()
+    root = "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), root.split("/")))
+    files, facts_of_files = [], []
     for path, facts in sorted(found.items()):
         name = path.removeprefix(root).lstrip("/") or path.rpartition("/")[2]
-        installed = source == "stdlib" and {"site-packages", "dist-packages"} & set(name.split("/"))
-        if facts["type"] == "file" and name.endswith(suffixes) and not installed:
-            files.append(SourceFile(name, filesystem.unstrip_protocol(path), facts["size"]))
+        if facts.get("type", "file") == "file" and name.endswith(TEXT_SUFFIXES + TABLE_SUFFIXES):
+            files.append(SourceFile(name, filesystem.unstrip_protocol(path), facts.get("size") or 0))
             changed = [facts.get(key) for key in ("mtime", "LastModified", "updated", "etag")]
-            digest.update(repr((name, facts["size"], changed)).encode())
-    return files, digest.hexdigest()
+            facts_of_files.append((name, files[-1].size, changed))
+    return filesystem, files, _version(facts_of_files)
+
+
+def _version(facts: Iterable[tuple[str, int, list]]) -> str:
+    """A digest of each file's name, size and times of change."""
+    return hashlib.sha256("".join(map(repr, facts)).encode()).hexdigest()
 
 
 def _hub_files(source: str) -> tuple[list[SourceFile], str]:
     from huggingface_hub import HfApi  # half a second to import
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     repository, _, folder = source.removeprefix("hf:").partition(":")
     try:
         facts = HfApi().dataset_info(repository, files_metadata=True)
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
+    except Exception as error:  # of the network, of the hub, or of a name that cannot be one
         raise UserError(f"{source}: the hub does not give this dataset: {error}") from error
     every = [file for file in facts.siblings or [] if file.rfilename.endswith(TABLE_SUFFIXES)]
     chosen = [file for file in every if file.rfilename.startswith(f"{folder}/" if folder else "")]
@@ -148,51 +230,74 @@ def _hub_files(source: str) -> tuple[list[SourceFile], str]:
     return sorted(files, key=lambda file: file.name), f"{facts.sha}/{folder}"
 
 
-def _open(file: SourceFile) -> Any:
-    """The file's bytes; a file of the hub is downloaded first, from where a download stopped."""
-    url = file.url
-    if url.startswith("hf:"):
-        from huggingface_hub import hf_hub_download
+def _download(url: str) -> str:
+    """A file of the hub on this machine, downloaded from where a download stopped."""
+    from huggingface_hub import hf_hub_download
 
-        repository, _, rest = url.removeprefix("hf:").partition("@")
-        revision, _, name = rest.partition(":")
-        try:
-            url = hf_hub_download(repository, name, repo_type="dataset", revision=revision)
-        except Exception as error:  # of the network, the hub or the disk
-            raise UserError(f"{name} of {repository} was not downloaded ({error}); the same command goes on") from error
-    opened: Any = fsspec.open(url, "rb")
-    return opened.open()
+    repository, _, rest = url.removeprefix("hf:").partition("@")
+    revision, _, name = rest.partition(":")
+    try:
+        return hf_hub_download(repository, name, repo_type="dataset", revision=revision)
+    except Exception as error:  # of the network, the hub or the disk
+        raise UserError(f"{name} of {repository} was not downloaded ({error}); the same command goes on") from error
 
 
 def _lines(file: SourceFile, opened: Any) -> Iterator[tuple[str, bytes]]:
     packed = {".gz": "gzip", ".zst": "zstd"}.get(PurePath(file.name).suffix)
-    try:
-        stream = io.BufferedReader(pyarrow.CompressedInputStream(opened, packed), 2**20) if packed else opened
-        yield from ((f"{file.name} line {i}", line) for i, line in enumerate(stream, 1) if line.strip())
-    except OSError as error:
-        raise UserError(f"{file.url}: cannot be read to its end: {error}") from error
+    stream = io.BufferedReader(pyarrow.CompressedInputStream(opened, packed), 2**20) if packed else opened
+    yield from ((f"{file.name} line {i}", line) for i, line in enumerate(stream, 1) if line.strip())
 
 
 def _parquet(file: SourceFile, opened: Any, column: str) -> Iterator[tuple[str, bytes]]:
     try:
-        table = pyarrow.parquet.ParquetFile(opened)
-    except pyarrow.ArrowInvalid as error:
+        table = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True)
+        schema = table.schema_arrow
+        columns = dict(zip(schema.names, schema.types))
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last, of a column's name
         raise UserError(f"{file.url}: not a parquet file, or not a whole one: {error}") from error
-    if column not in table.schema_arrow.names:
-        names = ", ".join(table.schema_arrow.names)
-        raise UserError(f"{file.url} has no column {column!r}; give --text_column, one of: {names}")
+    kind = columns.get(column)
+    if kind is None or not _is_text(kind):
+        wrong = f"has no column {column!r}" if kind is None else f"has {kind} in its column {column!r}, not text"
+        texts = ", ".join(name for name in columns if _is_text(columns[name]))
+        raise UserError(
+            f"{file.url} {wrong}; " + (f"give --text_column, one of: {texts}" if texts else "nor elsewhere")
+        )
     number = 0
     for batch in table.iter_batches(1024, columns=[column]):
-        for value in batch.column(0).cast(pyarrow.binary()):
+        for value in batch.column(0).cast(pyarrow.large_binary()):
             number += 1
             yield f"{file.name} row {number}", value.as_py() or b""
+    if number != table.metadata.num_rows:
+        raise UserError(f"{file.url} is damaged: {number} rows, where it says that there are {table.metadata.num_rows}")
 
 
-def _json_text(line: bytes, column: str) -> str:
-    record = json.loads(line)
-    if not isinstance(record, dict) or not isinstance(record.get(column), str):
-        raise KeyError(column)
-    return record[column]
+def _is_text(kind: pyarrow.DataType) -> bool:
+    types = pyarrow.types
+    kind = kind.value_type if isinstance(kind, pyarrow.DictionaryType) else kind
+    binary = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+    return binary or types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def _text_of(file: SourceFile, content: bytes, column: str) -> tuple[str, str]:
+    """A document's text, and why there is none."""
+    try:
+        if not file.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+            text = content.decode()
+        else:
+            record = json.loads(content, parse_int=float)  # an int of more than 4,300 digits would be refused
+            text = record.get(column) if isinstance(record, dict) else None
+            if not isinstance(text, str):
+                return "", f"no text under {column!r}"
+            text.encode()
+    except UnicodeDecodeError:
+        return "", "not UTF-8"
+    except UnicodeEncodeError:
+        return "", "half a character (a lone surrogate)"
+    except json.JSONDecodeError:
+        return "", "not JSON"
+    except RecursionError:
+        return "", "nested too deeply"
+    return text, "" if text else "empty"
 
 
 def _cut(name: str, opened: Any) -> Iterator[tuple[str, bytes]]:

@@ -5,11 +5,12 @@ them, serves too: those with `val` in their names are held out, and `data.tokeni
 """
 
 import hashlib
-import json
 import os
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,9 @@ from jaxtyping import Integer
 
 from configs.schema import DataConfig, UserError
 from data.corpus import find_corpus
-from data.packing import BestFitRows, Rows, StreamRows, load_plan, plan_best_fit, save_plan
+from data.packing import BestFitRows, Rows, StreamRows, load_plan, plan_rows, save_plan
 from data.prepare import Preparation, prepare
+from data.record import read_record
 from data.shards import TokenStream, examine, read_shard
 from data.tokenizer import TextTokenizer, load_tokenizer
 
@@ -43,25 +45,36 @@ class Dataset:
         found, before = [np.zeros(1, np.int64)], 0
         for path in self.shards[part]:
             index, tokens = path.with_suffix(".starts.npy"), read_shard(path)
-            starts = np.load(index) if index.exists() else np.flatnonzero(tokens == self.tokenizer.bos)
-            if not (tokens[starts] == self.tokenizer.bos).all():
+            try:
+                starts = np.load(index) if index.exists() else np.flatnonzero(tokens == self.tokenizer.bos)
+                fits = starts.ndim == 1 and bool((tokens[starts] == self.tokenizer.bos).all())
+            except Exception:  # numpy raises several kinds, for a file that is cut off, is no array or not of places
+                fits, starts = False, np.zeros(0, np.int64)
+            if not fits:
                 raise UserError(f"{index} is not the index of {path.name}; delete it: BOS tokens are looked for then")
             found.append(before + starts)
             before += len(tokens)
         return np.unique(np.concatenate(found))
 
     def rows(self, part: str, packing: str, length: int, cache: Path) -> Rows:
-        """The part's rows of `length` tokens. A plan that this needs is made once, and kept beside the shards, or in
-        `cache` where their folder cannot be written."""
+        """The part's rows of `length` tokens. A plan that this needs is made once, and kept beside the shards, else in
+        `cache`; where neither can be written, each start makes it again, and says so."""
         stream = self.stream(part)
         if packing == "stream":
             return StreamRows(stream, length)
-        home = self.folder if os.access(self.folder, os.W_OK) else cache
-        plan = home / "plans" / f"{part}-{packing}-{length}-{self.fingerprint}"
-        if not plan.exists():
-            headless = stream.read(0, 1).tolist() != [self.tokenizer.bos]
-            save_plan(plan_best_fit(self.document_starts(part), len(stream), length, headless), plan)
-        return BestFitRows(stream, load_plan(plan), self.tokenizer.bos, length)
+        homes = [home / "plans" / f"{part}-{packing}-{length}-{self.fingerprint}" for home in (self.folder, cache)]
+        for home in homes:
+            with suppress(PermissionError):  # of another user, who alone may read it
+                if os.path.exists(home):
+                    return BestFitRows(stream, load_plan(home), self.tokenizer.bos, length)
+        headless = stream.read(0, 1).tolist() != [self.tokenizer.bos]
+        plan = plan_rows(packing, self.document_starts(part), len(stream), length, headless)
+        for home in homes:
+            with suppress(OSError):  # it cannot be written there
+                save_plan(plan, home)
+                return BestFitRows(stream, load_plan(home), self.tokenizer.bos, length)
+        print(f"{homes[0]} and {homes[1]} cannot be written: each start makes this plan again", file=sys.stderr)
+        return BestFitRows(stream, plan, self.tokenizer.bos, length)
 
 
 @dataclass(frozen=True)
@@ -114,16 +127,31 @@ def split_sources(source: str) -> tuple[list[float], list[str]]:
     if len(found) < len(parts) or min(found)[0] == 0:
         raise UserError(f"--data.source={source}: each dataset of a mixture needs its share: 0.7:DIR,0.3:DIR")
     total = sum(share for share, _ in found)
+    if total == float("inf"):
+        raise UserError(f"--data.source={source}: these shares are too large to add")
     return [share / total for share, _ in found], [name for _, name in found]
+
+
+def absolute(config: DataConfig) -> DataConfig:
+    """The same text and tokenizer, by paths that lead there from any working folder: what a run's record keeps."""
+
+    def place(name: str) -> str:
+        anywhere = name in ("", "stdlib") or name.startswith(("hf:", "tiktoken:")) or "://" in name
+        return name if anywhere else os.path.abspath(os.path.expanduser(name))
+
+    _, names = split_sources(config.source)
+    parts = config.source.split(",") if len(names) > 1 else [config.source]
+    source = ",".join(part.removesuffix(name) + place(name) for part, name in zip(parts, names))
+    return replace(config, source=source, tokenizer=place(config.tokenizer))
 
 
 def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path) -> Dataset:
     """The dataset in the folder `source`; of raw text, the one that is made of it, once, in `cache`. UserError where
     anything in it is not what it should be."""
-    folder = Path(source).expanduser()
-    if (folder / "dataset.json").exists():
+    folder = Path(os.path.expanduser(source))
+    if os.path.exists(folder / "dataset.json"):
         return _prepared(folder, config, cache)
-    if folder.is_dir() and any(folder.glob("*.bin")):
+    if source and os.path.isdir(folder) and any(folder.glob("*.bin")):
         return _made_by_others(folder, config, cache)
     if "://" in source or source.startswith("hf:"):
         raise UserError(
@@ -144,7 +172,7 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path) 
 
 
 def _prepared(folder: Path, config: DataConfig, cache: Path) -> Dataset:
-    facts = json.loads((folder / "dataset.json").read_text())
+    facts = read_record(folder)
     whole = len(facts["shards"])
     if whole < max(config.shards, 1) or not (facts["complete"] or config.shards):
         raise UserError(
@@ -182,6 +210,11 @@ def _checked(
     folder: Path, shards: dict[str, list[Path]], tokenizer: TextTokenizer, sha256s: dict[Path, str], cache: Path
 ) -> Dataset:
     paths = [path for part in shards.values() for path in part]
+    for part, paths_of_part in shards.items():
+        if not any(len(read_shard(path)) for path in paths_of_part):
+            raise UserError(
+                f"{folder} has no token of `{part}` in the {len(paths_of_part)} shard(s) that were asked for"
+            )
     with ThreadPoolExecutor() as threads:  # hashing lets other threads run
         examined = list(threads.map(lambda path: examine(path, cache / "examined"), paths))
     for path, (sha256, largest) in zip(paths, examined):

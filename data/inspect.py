@@ -1,18 +1,26 @@
 """What is in a dataset, and what a step sees: python -m data.inspect DIR_OR_RUN [--step=N]."""
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import tyro
+from matplotlib.backend_bases import FigureCanvasBase
 
 from configs.command_line import config_from_json
-from configs.schema import BatchConfig, Config, DataConfig, UserError
+from configs.schema import BatchConfig, Config, DataConfig, Packing, UserError
 from data.dataset import Dataset, open_dataset, open_text, split_sources
 from data.loader import row_sequence
 from data.packing import Row
+from data.record import read_record
 from data.tokenizer import TextTokenizer
 
 
@@ -26,7 +34,7 @@ class Arguments:
     """Show the batch of this step (the first is 0)."""
     rows: int = 4
     """Rows of the batch that are shown."""
-    packing: Literal["stream", "best_fit"] = "stream"
+    packing: Packing = "stream"
     """Of a dataset folder: how its rows are made."""
     sequence_length: int = 2048
     """Of a dataset folder: tokens of a row."""
@@ -53,9 +61,8 @@ def describe(dataset: Dataset) -> tuple[str, np.ndarray]:
             f"90% under {np.quantile(found, 0.9):,.0f}, longest {found.max():,}"
         )
     told.append(f"tokenizer of {dataset.tokenizer.vocab_size:,} tokens, BOS {dataset.tokenizer.bos}")
-    record = dataset.folder / "dataset.json"
-    if record.exists():
-        facts = json.loads(record.read_text())
+    if (dataset.folder / "dataset.json").exists():
+        facts = read_record(dataset.folder)
         skipped = ", ".join(f"{count} {why}" for why, count in facts.get("skipped", {}).items()) or "nothing"
         told.append(f"made from {facts['made_from']['source']}; skipped: {skipped}")
     return "\n".join(told), lengths["train"]
@@ -90,13 +97,34 @@ def plot_lengths(lengths: np.ndarray, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _validate(arguments: Arguments) -> None:
+    def require(condition: bool, name: str, expectation: str) -> None:
+        if not condition:
+            raise UserError(f"--{name}={getattr(arguments, name)} cannot work: {expectation}")
+
+    require(arguments.step is None or 0 <= arguments.step < 2**31, "step", "the first is 0, the last below 2^31")
+    require(arguments.rows > 0, "rows", "it must be positive")
+    require(arguments.sequence_length > 1, "sequence_length", "a row has at least 2 tokens")
+    at_least = f"a step has at least one row, of --sequence_length={arguments.sequence_length} tokens"
+    require(arguments.tokens_per_step >= arguments.sequence_length, "tokens_per_step", at_least)
+    require(0 <= arguments.seed < 2**32, "seed", "it must not be negative, and below 2^32")
+    suffix = Path(arguments.picture).suffix.lower().removeprefix(".")
+    known = FigureCanvasBase.get_supported_filetypes()
+    require(not arguments.picture or suffix in known, "picture", f"its suffix must be one of {', '.join(known)}")
+
+
 def main() -> int:
     from run.runtime import cache_dir
 
     arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    _validate(arguments)
     record = Path(arguments.path) / "config.json"
     if record.exists():
-        config = config_from_json(json.dumps(json.loads(record.read_text())["config"]))
+        try:
+            kept = json.loads(record.read_bytes())["config"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{record} is no run's record: {type(error).__name__}: {error}") from error
+        config = config_from_json(json.dumps(kept))
     else:
         batch = BatchConfig(arguments.sequence_length, arguments.tokens_per_step)
         source = DataConfig(arguments.path, arguments.tokenizer, packing=arguments.packing)
@@ -109,8 +137,13 @@ def main() -> int:
         told, lengths = describe(dataset)
         print(told + (f"\n{share:.1%} of the rows" if len(found) > 1 else ""))
     picture = Path(arguments.picture or Path(arguments.path, "document-lengths.png"))
-    plot_lengths(lengths, picture)
-    print(f"document lengths of {found[-1].folder}: {picture}")
+    try:
+        plot_lengths(lengths, picture)
+        print(f"document lengths of {found[-1].folder}: {picture}")
+    except OSError as error:
+        if arguments.picture:
+            raise UserError(f"--picture={picture} cannot be written: {error}") from error
+        print(f"{picture} cannot be written ({error.strerror}); give --picture=PATH", file=sys.stderr)
     if arguments.step is None:
         return 0
     length, size = config.batch.sequence_length, config.batch.tokens_per_step // config.batch.sequence_length

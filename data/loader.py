@@ -24,7 +24,7 @@ def row_sequence(rows: Sequence[Rows], weights: Sequence[float], seed: int) -> A
     """The endless sequence, by random access: position -> (dataset, row of it). Each row of a dataset comes once in an
     epoch of that dataset."""
     order = [
-        grain.MapDataset.range(len(part)).shuffle(seed=seed + i).repeat().map(lambda row, i=i: (i, int(row)))
+        grain.MapDataset.range(len(part)).shuffle(seed=(seed + i) % 2**32).repeat().map(lambda row, i=i: (i, int(row)))
         for i, part in enumerate(rows)
     ]
     return order[0] if len(order) == 1 else grain.MapDataset.mix(order, weights)
@@ -41,19 +41,22 @@ class StepBatches:
         shape: Shape,
         local_rows: Int[np.ndarray, "local_rows"],
         document_bos: int | None = None,
+        first_row: int = 0,
     ):
+        """Batch 0 begins at the sequence's row `first_row`."""
         self.rows = rows
         self.sequence = row_sequence(rows, weights, seed)
         self.shape = shape
         self.local_rows = local_rows
         self.document_bos = document_bos
+        self.first_row = first_row
 
     def __len__(self) -> int:
         return sys.maxsize
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         micro_batches, width, _ = self.shape
-        first = int(index) * micro_batches * width
+        first = self.first_row + int(index) * micro_batches * width
         positions = first + np.arange(micro_batches)[:, None] * width + self.local_rows
         found = [self.sequence[position] for position in positions.ravel().tolist()]
         return stack([self.rows[i][row] for i, row in found], positions.shape, self.document_bos)
@@ -61,7 +64,8 @@ class StepBatches:
     def row_numbers(self, index: int) -> list[tuple[int, int]]:
         """(dataset, row of it) of every row of a whole batch."""
         size = self.shape[0] * self.shape[1]
-        return [self.sequence[position] for position in range(index * size, (index + 1) * size)]
+        first = self.first_row + index * size
+        return [self.sequence[position] for position in range(first, first + size)]
 
 
 def stack(rows: list[Row], shape: tuple[int, ...], document_bos: int | None) -> dict[str, np.ndarray]:
@@ -85,10 +89,10 @@ def to_devices(batch: dict[str, np.ndarray], shape: Shape, sharding: NamedShardi
     return {name: make(sharding, array, shape) for name, array in batch.items()}
 
 
-def train_batches(batches: StepBatches, sharding: NamedSharding, start: int, workers: int) -> Iterator[Any]:
-    """The batches of steps `start`, `start + 1`, ... without end, on the devices, read ahead by `workers` threads."""
+def train_batches(batches: StepBatches, sharding: NamedSharding, workers: int) -> Iterator[Any]:
+    """The batches 0, 1, ... without end, on the devices, read ahead by `workers` threads."""
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
-    for batch in grain.MapDataset.source(batches)[start:].to_iter_dataset(options):
+    for batch in grain.MapDataset.source(batches).to_iter_dataset(options):
         yield to_devices(batch, batches.shape, sharding)
 
 

@@ -1,13 +1,16 @@
 """Rows: how a stream of tokens becomes inputs and targets of equal length."""
 
+import io
 import shutil
-import tempfile
 from pathlib import Path
 from typing import NamedTuple, TypedDict
+from uuid import uuid4
 
 import numpy as np
 from jaxtyping import Float, Int, Integer
 
+from configs.files import write_whole
+from configs.schema import UserError
 from data.shards import TokenStream
 
 
@@ -37,7 +40,7 @@ class StreamRows:
 
 
 class Plan(NamedTuple):
-    """Which pieces of the stream each row of `best_fit` is made of."""
+    """Which pieces of the stream each row is made of."""
 
     rows: Int[np.ndarray, "rows_and_1"]
     """Row i has the pieces `rows[i]` to `rows[i + 1]`."""
@@ -86,12 +89,11 @@ Rows = StreamRows | BestFitRows
 """Random access to a dataset's rows."""
 
 
-def plan_best_fit(starts: Integer[np.ndarray, "documents"], tokens: int, length: int, headless: bool = False) -> Plan:
+def plan_rows(
+    packing: str, starts: Integer[np.ndarray, "documents"], tokens: int, length: int, headless: bool = False
+) -> Plan:
     """The plan for documents that start at `starts` in a stream of `tokens`, each with a BOS; `headless`: the first has
-    none.
-
-    Best fit, the longest first (Johnson, 1973): a piece goes into the fullest row that has room for it. The rows with
-    room are the bits of one integer, so that a piece costs a few operations on `length` bits.
+    none. `packing` is one of `FITS`.
     """
     sizes = np.diff(starts, append=tokens)
     # A document's first piece takes up to `length` of its tokens; the others one less, after a BOS of their own.
@@ -104,14 +106,15 @@ def plan_best_fit(starts: Integer[np.ndarray, "documents"], tokens: int, length:
     lengths = np.minimum(np.where(number == 0, first[document], length - 1), sizes[document] - begins)
     widths = lengths + (number > 0)
     widths[0] += headless
-    rows = _fit(widths, length)
+    rows = FITS[packing](widths, length)
     order = np.lexsort((begins + starts[document], rows))
     bounds = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
     return Plan(bounds, (starts[document] + begins)[order], lengths[order].astype(np.int32))
 
 
-def _fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndarray, "pieces"]:
-    """The row of each piece."""
+def _best_fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndarray, "pieces"]:
+    """The row of each piece. The longest first, a piece goes into the fullest row that has room for it (Johnson, 1973).
+    The rows with room are the bits of one integer, so that a piece costs a few operations on `length` bits."""
     order = np.argsort(-widths, kind="stable")
     rows = np.empty(len(widths), np.int64)
     full = int(np.count_nonzero(widths == length))
@@ -136,18 +139,33 @@ def _fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndarray, 
     return rows
 
 
+FITS = {"best_fit": _best_fit}
+"""What puts pieces of so many tokens into rows of `length`, for each packing but `stream`, which needs no plan."""
+
+
 def save_plan(plan: Plan, folder: Path) -> None:
-    """Writes a plan, whole or not at all."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=folder.parent))
-    for name, array in plan._asdict().items():
-        np.save(partial / f"{name}.npy", array)
+    """Writes a plan, whole or not at all. OSError where it cannot be written; nothing is left of it then."""
+    if folder.exists():
+        return
+    partial = folder.with_name(f"{folder.name}.{uuid4().hex}")  # several processes may make one plan
     try:
+        partial.mkdir(parents=True)
+        for name, array in plan._asdict().items():
+            content = io.BytesIO()
+            np.save(content, array)
+            write_whole(partial / f"{name}.npy", content.getvalue())
         partial.rename(folder)
-    except OSError:  # another process was first, with the same plan
-        shutil.rmtree(partial)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        if not folder.exists():  # else another process was first, with the same plan
+            raise
 
 
 def load_plan(folder: Path) -> Plan:
-    """Maps a plan into memory."""
-    return Plan(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in Plan._fields))
+    """Maps a plan into memory. UserError where it is damaged; PermissionError where it is another user's alone."""
+    try:
+        return Plan(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in Plan._fields))
+    except PermissionError:
+        raise
+    except Exception as error:  # numpy raises several kinds, for an array's file that is cut off or is none
+        raise UserError(f"{folder} is damaged ({error}); delete it, and it is made again") from error

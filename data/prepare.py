@@ -5,10 +5,19 @@ DIR/dataset.json              what it was made from, counts, a SHA-256 of each f
     train_000000.bin ...      tokens, a BOS before each document (data/shards.py)
     train_000000.starts.npy   where in the shard its documents start
     val_000000.bin ...        the held-out documents among those that the training shard of the number was cut from
+    lock                      held by the process that prepares
+
+It runs in the repository's root, like every command, and works on folders anywhere.
 """
+
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
 
 import fcntl
 import hashlib
+import io
 import json
 import sys
 from array import array
@@ -25,8 +34,10 @@ import tyro
 from jaxtyping import Integer
 from tqdm import tqdm
 
+from configs.files import write_whole
 from configs.schema import MIN_VOCAB_SIZE, UserError
 from data.corpus import Corpus, Document, SourceFile, find_corpus, hash_share
+from data.record import read_record
 from data.shards import token_type, write_shard
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
@@ -63,31 +74,57 @@ def prepare(settings: Preparation, out: Path, max_files: int | None = None) -> N
     `max_files`: so many of the source's files for now; more can follow. UserError for text that is missing, damaged or
     too little, and where `out` holds something else.
     """
-    if not 0 < settings.val_fraction < 1:
-        raise UserError(f"--val_fraction={settings.val_fraction} cannot work: it must lie between 0 and 1")
-    if settings.shard_tokens < 1 or (max_files or 1) < 1:
-        raise UserError("--shard_tokens and --max_files must be positive")
+    _validate(settings, max_files)
+    try:
+        _prepare(settings, out, max_files)
+    except OSError as error:  # whatever fails in reading the text is a UserError already
+        raise UserError(f"{out} cannot be written: {error}; once it can be, the same command goes on") from error
+
+
+def _validate(settings: Preparation, max_files: int | None) -> None:
+    def require(condition: bool, name: str, expectation: str) -> None:
+        if not condition:
+            value = max_files if name == "max_files" else getattr(settings, name)
+            raise UserError(f"--{name}={value} cannot work: {expectation}")
+
+    require(0 < settings.val_fraction < 1, "val_fraction", "it must lie between 0 and 1")
+    require(max_files is None or max_files > 0, "max_files", "it must be positive")
+    require(settings.sample_bytes > 0, "sample_bytes", "it must be positive")
+    require(0 < settings.shard_tokens <= 2**30, "shard_tokens", "it must be positive, and 2^30 at most")
+    least = f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens; 2^22 at most are trained"
+    require(MIN_VOCAB_SIZE <= settings.vocab_size <= 2**22, "vocab_size", least)  # the trainer aborts without memory
+
+
+def _prepare(settings: Preparation, out: Path, max_files: int | None) -> None:
     record = out / "dataset.json"
-    if not record.exists() and any(path.suffix != ".partial" for path in out.glob("*")):
+    if not record.exists() and any(path.suffix != ".partial" and path.name != "lock" for path in out.glob("*")):
         raise UserError(f"--out={out} is not empty and holds no dataset (no dataset.json); choose another folder")
+    corpus = find_corpus(settings.source, settings.text_column, settings.on_error)
+    files, made_from = corpus.files[:max_files], {**asdict(settings), "version": corpus.version}
+    if record.exists() and _is_complete(_continued(out, made_from), files):
+        return  # without a lock, for a folder that may only be read
     with _only_one(out):
-        corpus = find_corpus(settings.source, settings.text_column, settings.on_error)
-        facts = _continued(record, {**asdict(settings), "version": corpus.version})
-        files = corpus.files[:max_files]
-        if facts["complete"] and facts["files"] == len(files):
+        facts = _continued(out, made_from)
+        if _is_complete(facts, files):
             return
         if facts["files"] > len(files):
             raise UserError(f"{out} was made from {facts['files']} files already, more than --max_files={max_files}")
         facts |= {"files": len(files), "complete": False}
         print(f"preparing {settings.source}: {len(files)} file(s), once, in {out}", file=sys.stderr)
         if "tokenizer" not in facts:
+            _write(record, facts | {"files": 0})  # which claims the folder
             threshold = _threshold(corpus, files, settings.val_fraction)
             tokenizer = _tokenizer(corpus, files, settings, threshold)
             tokenizer.save(out / "tokenizer")
             told = {"sha256": tokenizer.sha256, "bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
             facts |= {"val_threshold": threshold, "tokenizer": told}
             _write(record, facts)
-        _write_shards(corpus, files, load_tokenizer(out / "tokenizer"), facts, record)
+        elif facts["shards"] != read_record(out)["shards"]:
+            print(f"{out}: made again from shard {len(facts['shards'])} on, which is missing", file=sys.stderr)
+        tokenizer = load_tokenizer(out / "tokenizer")
+        if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
+            raise UserError(f"{out}/tokenizer is not what the dataset's first shards were made with; delete {out}")
+        _write_shards(corpus, files, tokenizer, facts, record)
 
 
 def _write_shards(corpus: Corpus, files: list[SourceFile], tokenizer: TextTokenizer, facts: dict, record: Path) -> None:
@@ -152,7 +189,9 @@ class _Part:
 
     def write(self, out: Path, name: str) -> dict:
         """Writes the shard and its index, and returns what dataset.json says of them."""
-        np.save(out / f"{name}.starts.npy", np.array(self.starts))
+        starts = io.BytesIO()
+        np.save(starts, np.array(self.starts))
+        write_whole(out / f"{name}.starts.npy", starts.getvalue())
         shard = out / f"{name}.bin"
         write_shard(shard, np.frombuffer(self.tokens, token_type(self.vocab_size)), self.vocab_size)
         with shard.open("rb") as file:
@@ -254,31 +293,30 @@ def _sample(corpus: Corpus, files: list[SourceFile], sample_bytes: int, threshol
                 yield document.text
 
 
-def _continued(record: Path, made_from: dict) -> dict:
+def _continued(out: Path, made_from: dict) -> dict:
     """What dataset.json says, up to the first shard that is not there any more; a fresh record where nothing is."""
-    facts = json.loads(record.read_text()) if record.exists() else {}
+    facts = read_record(out) if (out / "dataset.json").exists() else {}
     if "tokenizer" not in facts:  # nothing was made yet
-        facts = {"made_from": made_from, "files": 0, "shards": [], "complete": False}
-        _write(record, facts)
-        return facts
+        return {"made_from": made_from, "files": 0, "shards": [], "complete": False}
     facts["made_from"]["on_error"] = made_from["on_error"]  # what is whole holds no error
     if differ := [name for name, value in made_from.items() if facts["made_from"].get(name) != value]:
         told = ", ".join(f"{name}: {facts['made_from'].get(name)} -> {made_from[name]}" for name in differ)
         raise UserError(
-            f"{record.parent} holds a dataset made from something else ({told}; `version` changes with the source's "
+            f"{out} holds a dataset made from something else ({told}; `version` changes with the source's "
             "files); choose another --out, or delete that folder"
         )
     for number, shard in enumerate(facts["shards"]):
-        if not all((record.parent / shard[part]["file"]).exists() for part in ("train", "val") if part in shard):
-            print(f"{record.parent}: made again from shard {number} on, which is missing", file=sys.stderr)
+        if not all((out / shard[part]["file"]).exists() for part in ("train", "val") if part in shard):
             return facts | {"shards": facts["shards"][:number], "complete": False}
     return facts
 
 
+def _is_complete(facts: dict, files: list[SourceFile]) -> bool:
+    return facts["complete"] and facts["files"] == len(files)
+
+
 def _write(record: Path, facts: dict) -> None:
-    partial = record.with_suffix(".partial")
-    partial.write_text(json.dumps(facts, indent=1))
-    partial.rename(record)
+    write_whole(record, json.dumps(facts, indent=1))
 
 
 @contextmanager
@@ -286,9 +324,9 @@ def _only_one(out: Path) -> Iterator[None]:
     """Inside, this process alone prepares `out`; another waits, and then finds it done."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock = out.with_name(f".{out.name}.lock").open("w")
+        lock = (out / "lock").open("w")
     except OSError as error:
-        raise UserError(f"{out} cannot be made: {error}") from error
+        raise UserError(f"{out} cannot be made or written to: {error}") from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -307,10 +345,13 @@ class Arguments(Preparation):
 
 def main() -> int:
     arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
-    out = Path(arguments.out).expanduser()
+    try:
+        out = Path(arguments.out).expanduser()
+    except RuntimeError as error:  # ~ of a user without a home
+        raise UserError(f"--out={arguments.out}: {error}") from error
     settings = {name: getattr(arguments, name) for name in Preparation.__dataclass_fields__}
     prepare(Preparation(**settings), out, arguments.max_files)
-    facts = json.loads((out / "dataset.json").read_text())
+    facts = read_record(out)
     print(json.dumps({"out": str(out), **{name: facts[name] for name in ("train", "val", "skipped")}}))
     return 0
 

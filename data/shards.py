@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -30,12 +31,16 @@ def write_shard(path: Path, tokens: Integer[np.ndarray, "tokens"], vocab_size: i
     header = np.zeros(HEADER_BYTES // 4, "<i4")
     header[:3] = *kind, len(tokens)
     partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(header.tobytes())
-        file.write(tokens.astype(token_type(vocab_size)).data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(header.tobytes())
+            file.write(tokens.astype(token_type(vocab_size)).data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def read_shard(path: Path) -> Integer[np.ndarray, "tokens"]:
@@ -64,14 +69,21 @@ def examine(path: Path, remembered: Path) -> tuple[str, int]:
     tokens, status = read_shard(path), path.stat()
     key = hashlib.sha256(repr((str(path.resolve()), status.st_size, status.st_mtime_ns)).encode()).hexdigest()
     memory = remembered / key[:32]
-    if not memory.exists():
+    try:
+        digest, largest = json.loads(memory.read_bytes())
+        return digest, largest
+    except (OSError, ValueError, TypeError):  # never remembered, or half written
+        pass
+    try:
         with path.open("rb") as file:
-            told = [hashlib.file_digest(file, "sha256").hexdigest(), int(tokens.max(initial=0))]
+            digest, largest = hashlib.file_digest(file, "sha256").hexdigest(), int(tokens.max(initial=0))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    partial = memory.with_name(f"{memory.name}.{os.getpid()}")  # several processes may examine one shard
+    with suppress(OSError):  # where nothing can be remembered, the shard is read again
         remembered.mkdir(parents=True, exist_ok=True)
-        partial = memory.with_name(f"{memory.name}.{os.getpid()}")
-        partial.write_text(json.dumps(told))
-        partial.rename(memory)
-    digest, largest = json.loads(memory.read_text())
+        partial.write_text(json.dumps([digest, largest]))
+        partial.replace(memory)
     return digest, largest
 
 

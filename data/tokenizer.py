@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +14,7 @@ import numpy as np
 from jaxtyping import Int
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from configs.files import write_whole
 from configs.schema import UserError
 
 BOS = "<|bos|>"
@@ -21,6 +24,7 @@ BOS_NAMES = (BOS, "<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>")
 SPLIT = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
+LONGEST_PIECE = 4096  # characters of a piece that a tokenizer is trained on
 
 
 @dataclass(frozen=True)
@@ -97,10 +101,8 @@ class TextTokenizer:
         """Writes tokenizer.json, and beside it for other programs tokens.json: the BOS's id, and each token's bytes."""
         folder.mkdir(parents=True, exist_ok=True)
         told = json.dumps({"bos": self.bos, "token_bytes": self.token_bytes.tolist()})
-        for name, text in (("tokens.json", told), ("tokenizer.json", self.json)):
-            partial = folder / f"{name}.partial"
-            partial.write_text(text)
-            partial.rename(folder / name)
+        write_whole(folder / "tokens.json", told)
+        write_whole(folder / "tokenizer.json", self.json)
 
 
 def load_tokenizer(name: str | Path) -> TextTokenizer:
@@ -108,10 +110,10 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
     there is none."""
     if str(name).startswith("tiktoken:"):
         return _from_tiktoken(str(name).removeprefix("tiktoken:"))
-    path = Path(name).expanduser()
-    path = path / "tokenizer.json" if path.is_dir() else path
+    path = Path(os.path.expanduser(name))
+    path = path / "tokenizer.json" if os.path.isdir(path) else path
     try:
-        tokenizer = TextTokenizer(path.read_text())
+        tokenizer = TextTokenizer(path.read_bytes().decode())
         _ = tokenizer.library
     except Exception as error:  # the library has no type of its own for what it cannot parse
         raise UserError(f"{name}: no tokenizer.json can be read there ({error})") from error
@@ -119,25 +121,35 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Trains `vocab_size` tokens: the BOS (id 0), the 256 bytes, merges. Any text encodes, and decodes to itself."""
+    """Trains `vocab_size` tokens: the BOS (id 0), the 256 bytes, merges. Any text encodes, and decodes to itself.
+
+    The time that merges take grows with the square of a piece's length. So an unbroken run of letters, or of blanks, is
+    learned from in parts of LONGEST_PIECE characters.
+    """
     tokenizer = _byte_level(models.BPE(), SPLIT)
+    tokenizer.pre_tokenizer = _pieces(SPLIT, f"(?m:.{{{LONGEST_PIECE}}})")
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[BOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),  # it prints empty lines otherwise
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = _pieces(SPLIT)
     return TextTokenizer(tokenizer.to_str())
 
 
 def _byte_level(model: models.BPE, split: str) -> Tokenizer:
     tokenizer = Tokenizer(model)
-    pieces = pre_tokenizers.Split(Regex(split), behavior="isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, byte_level])
+    tokenizer.pre_tokenizer = _pieces(split)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _pieces(*splits: str) -> pre_tokenizers.Sequence:
+    """Text cut by the expressions, one after the other, and spelled with a letter for each byte."""
+    cuts = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in splits]
+    return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _text_bytes(token: str) -> int:

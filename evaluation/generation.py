@@ -1,14 +1,50 @@
 """Prompts, and what a network continues them with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Int
 
-from configs.schema import UserError
+from configs.schema import ModelConfig, UserError
 from data.tokenizer import TextTokenizer
-from model.generate import generate
-from model.gpt import GPT
+from model import generate as model_generate
+from training.state import abstract_params, split_model
+from training.step import all_gather_data, on_each_device
+
+Generate = Callable[..., Int[Array, "batch length"]]
+
+
+def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate:
+    """`generate(params, prompts, prompt_lengths, seed, *, prefill, temperature, top_k) -> tokens`, jitted: compiled
+    once for prompts of one shape. See `model.generate.generate` for all but `params`: the float32 shares of the state.
+
+    They are gathered over `data` in the compute type, and stay divided over `fsdp` and `tensor`, as in a step.
+    """
+    graphdef, _ = split_model(config, dtype)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_params(config, mesh))
+
+    @partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"))
+    def generate(
+        params: dict,
+        prompts: Int[Array, "batch length"],
+        prompt_lengths: Int[Array, "batch"],
+        seed: Int[Array, ""],
+        **options: float,
+    ) -> Int[Array, "batch length"]:
+        def for_one_device(params: dict, *arrays: Array) -> Array:
+            model = nnx.merge(graphdef, all_gather_data(params, specs, dtype))
+            return model_generate.generate(model, *arrays, **options)  # pyright: ignore[reportArgumentType]
+
+        everywhere = PartitionSpec()
+        in_specs = (specs, everywhere, everywhere, everywhere)
+        return on_each_device(for_one_device, mesh, in_specs, everywhere)(params, prompts, prompt_lengths, seed)
+
+    return generate
 
 
 def encode_prompts(tokenizer: TextTokenizer, prompts: Sequence[str], capacity: int) -> list[list[int]]:
@@ -24,7 +60,7 @@ def encode_prompts(tokenizer: TextTokenizer, prompts: Sequence[str], capacity: i
 
 
 def continuations(
-    graphdef: nnx.GraphDef[GPT],
+    generate: Generate,
     params: dict,
     tokenizer: TextTokenizer,
     prompts: list[list[int]],
@@ -37,14 +73,22 @@ def continuations(
 ) -> list[str]:
     """Each prompt (of `encode_prompts`) as text, with up to `tokens` sampled tokens after it, until its document ends.
 
-    `params` are in the compute type and whole on every device; every process must call it.
+    `generate` is of `make_generate`, `params` the state's; every process must call it.
     """
-    lengths = np.array([len(ids) for ids in prompts])
+    if not prompts:
+        return []
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
     buffer = np.zeros((len(prompts), min(int(lengths.max()) + tokens, capacity)), np.int32)
     for row, ids in zip(buffer, prompts):
         row[: len(ids)] = ids
     filled = generate(
-        graphdef, params, buffer, lengths, seed, prefill=int(lengths.min()), temperature=temperature, top_k=top_k
+        params,
+        buffer,
+        lengths,
+        np.int32(seed),
+        prefill=int(lengths.min()),
+        temperature=temperature,
+        top_k=top_k,
     )
     texts = []
     for row, length in zip(np.asarray(filled), lengths):

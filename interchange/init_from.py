@@ -1,24 +1,27 @@
 """Starting from a network in a folder: one that export.py wrote, or a published nanochat in transformers' format."""
 
-import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from configs.schema import Config, UserError
+from configs.schema import Config, ModelConfig, UserError, resolved, roles, validate
 from data.tokenizer import TextTokenizer, load_tokenizer
 from interchange.safetensors import stored_arrays
 from interchange.transformers import HF_TABLE, beyond_hf, hf_config, hf_name, turned
+from model.attention import window_of
 from training.optimizer import path_name
 from training.state import split_model
 
 
 def require_same_network(config: Config, tokenizer: TextTokenizer) -> None:
-    """UserError where `config.init_from` holds another network than the options ask for, or another vocabulary."""
+    """UserError where `config.init_from` holds a network that computes another function than the options ask for, or
+    another vocabulary."""
+    config = resolved(config)
     folder = Path(config.init_from)
     shapes = {name: tuple(array.get_shape()) for name, array in stored_arrays(folder).items()}
     if (folder / "tokenizer.json").exists():
@@ -58,14 +61,52 @@ def read_params(config: Config, abstract: dict) -> dict:
 def _other_options(folder: Path, config: Config) -> list[str]:
     """What the folder's config says that no shape does, where the options differ."""
     if (folder / "tokensum.json").exists():
-        told, asked = json.loads((folder / "tokensum.json").read_text()), dataclasses.asdict(config.model)
-        free = ["dtype", "remat"]  # of speed
+        theirs, asked = _function(_stored_model(folder / "tokensum.json", config)), _function(config.model)
     elif (folder / "config.json").exists():
-        told, asked = json.loads((folder / "config.json").read_text()), hf_config(config, 0)
+        theirs, asked = _read_json(folder / "config.json"), hf_config(config, 0)
         asked |= {f"model.{name}": "in use" for name in beyond_hf(config.model)}
-        told |= {name: "not there" for name in asked if name.startswith("model.")}
-        free = ["architectures", "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "max_position_embeddings"]
+        theirs |= {name: "not there" for name in asked if name.startswith("model.")}
+        for name in (
+            "architectures",
+            "max_position_embeddings",
+            "dtype",
+            "bos_token_id",
+            "eos_token_id",
+            "pad_token_id",
+        ):
+            del asked[name]
     else:
         return []
-    common = [name for name in asked if name in told and name not in free]
-    return [f"{name}: {told[name]}, not {asked[name]}" for name in common if told[name] != asked[name]]
+    different = [name for name in asked if theirs.get(name) not in (None, asked[name])]
+    return [f"{name}: {theirs[name]}, not {asked[name]}" for name in different]
+
+
+def _function(model: ModelConfig) -> dict[str, Any]:
+    """The options that make the function that a network computes; for how far its blocks see, the windows themselves,
+    since several options may come to the same."""
+    names = [name.removeprefix("model.") for name, of in roles().items() if name.startswith("model.") and not of]
+    windows = [window_of(model, layer) for layer in range(model.depth)]
+    values = {name: getattr(model, name) for name in names if name not in ("window_pattern", "short_window")}
+    return values | {"positions that the blocks see back (window_pattern, short_window)": windows}
+
+
+def _stored_model(path: Path, config: Config) -> ModelConfig:
+    """The network that export.py described; what it does not name is as it was before there was a choice."""
+    known = roles()
+    stored = {name: value for name, value in _read_json(path).items() if known.get(f"model.{name}") == set()}
+    try:
+        model = ModelConfig(**stored)
+        validate(Config(name="stored", model=model))
+        return resolved(Config(name="stored", model=model, batch=config.batch)).model
+    except UserError as error:
+        raise UserError(f"{path} describes no network: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} cannot be read: it holds no options by name")
+    return content

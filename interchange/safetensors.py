@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Float
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from configs.schema import Config, UserError
@@ -24,11 +25,20 @@ def write_safetensors(out: Path, params: dict, config: Config, tokenizer: TextTo
 
 
 def write_folder(out: Path, arrays: Arrays, tokenizer: TextTokenizer, files: dict[str, dict]) -> None:
-    out.mkdir(parents=True)
-    for name, content in files.items():
-        (out / name).write_text(json.dumps(content, indent=2))
-    (out / "tokenizer.json").write_text(tokenizer.json)
-    save_file(arrays, out / "model.safetensors", metadata={"format": "pt"})
+    """Writes the new folder `out`, whole or not at all. UserError where that cannot be."""
+    partial = out.with_name(f"{out.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+        partial.mkdir(parents=True)
+        for name, content in files.items():
+            (partial / name).write_text(json.dumps(content, indent=2))
+        (partial / "tokenizer.json").write_text(tokenizer.json)
+        save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
+        partial.rename(out)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--out={out} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def arrays_of(params: dict) -> Arrays:

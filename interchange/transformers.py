@@ -8,13 +8,14 @@ lm_head.kernel                        lm_head.weight
 """
 
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from configs.schema import Config, ModelConfig, UserError
+from configs.schema import Config, ModelConfig, UserError, roles
 from data.tokenizer import TextTokenizer
 from interchange.safetensors import arrays_of, write_folder
 
@@ -72,11 +73,13 @@ def hf_config(config: Config, bos: int) -> dict[str, Any]:
 
 
 def beyond_hf(model: ModelConfig) -> list[str]:
-    """The options in use that transformers' class has not."""
-    windows = "S" in model.window_pattern[: max(model.depth - 1, 0)]
-    features = ("value_embeddings", "resid_lambdas", "x0_lambdas", "smear", "backout")
-    used = [name for name in features if getattr(model, name)]
-    return [*used, *(["window_pattern"] if windows else []), *(["qk_scale"] if model.qk_scale != 1 else [])]
+    """The options in use that transformers' class has not: all that change the network, differ from the plain one's
+    and are not in `hf_config`."""
+    known = {"depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "softcap", "rotary_base", "short_window"}
+    change = {name for name, of in roles(ModelConfig).items() if not of} - known
+    if "S" not in model.window_pattern[: max(model.depth - 1, 0)]:  # the last block has no window
+        change.remove("window_pattern")
+    return [f.name for f in fields(model) if f.name in change and getattr(model, f.name) != f.default]
 
 
 def write_hf(out: Path, params: dict, config: Config, tokenizer: TextTokenizer) -> None:

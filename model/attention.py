@@ -1,5 +1,6 @@
 """Causal attention with grouped-query heads, rotary positions and QK-norm, and the cache that sampling reads."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
 from model.layers import Embedding, Linear, symmetric_uniform
-from model.parallel import join, platform, split
+from model.parallel import platform, psum_over_tensor, vary_over_tensor
 from model.rotary import Angles, rotate_and_norm
 from model.splash import fits, splash_attention
 
@@ -113,22 +114,23 @@ def has_value_embedding(config: ModelConfig, layer: int) -> bool:
 class Attention(nnx.Module):
     """One attention sub-layer, of block number `layer`."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs | None):
         self.head_dim, self.qk_scale = config.head_dim, config.qk_scale
         self.window = window_of(config, layer)
         # As nanochat: uniform of the same standard deviation as a normal of 1/sqrt(width), to avoid outliers.
         uniform = nnx.initializers.variance_scaling(1.0, "fan_in", "uniform")
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        self.query = Linear(config.width, queries, uniform, axes=("fsdp", "tensor"), rngs=rngs)
-        self.key = Linear(config.width, keys, uniform, axes=("fsdp", "tensor"), rngs=rngs)
-        self.value = Linear(config.width, keys, uniform, axes=("fsdp", "tensor"), rngs=rngs)
-        self.out = Linear(queries, config.width, nnx.initializers.zeros, axes=("tensor", "fsdp"), rngs=rngs)
+        matrix = partial(Linear, group="matrices", rngs=rngs)
+        self.query = matrix(config.width, queries, uniform, axes=("fsdp", "tensor"))
+        self.key = matrix(config.width, keys, uniform, axes=("fsdp", "tensor"))
+        self.value = matrix(config.width, keys, uniform, axes=("fsdp", "tensor"))
+        self.out = matrix(queries, config.width, nnx.initializers.zeros, axes=("tensor", "fsdp"))
         if has_value_embedding(config, layer):
             bound = (3 / config.width) ** 0.5  # as the value matrix
             table, gate = symmetric_uniform(bound), nnx.initializers.uniform(0.02)
             axes = ("fsdp", "tensor")
-            self.value_embedding = Embedding(config.vocab_size, keys, table, axes=axes, rngs=rngs)
-            self.value_gate = Linear(VALUE_GATE_CHANNELS, config.kv_heads, gate, axes=(None, "tensor"), rngs=rngs)
+            self.value_embedding = Embedding(config.vocab_size, keys, table, axes=axes, group="value_embeds", rngs=rngs)
+            self.value_gate = matrix(VALUE_GATE_CHANNELS, config.kv_heads, gate, axes=(None, "tensor"))
 
     def __call__(
         self,
@@ -139,7 +141,7 @@ class Attention(nnx.Module):
         cache: LayerCache | None,
         segment_ids: Int[Array, "batch length"] | None,
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
-        x = split(x)
+        x = vary_over_tensor(x)
         heads = (*x.shape[:2], -1, self.head_dim)  # this device's own, along `tensor`
         q: Array = rotate_and_norm(self.query(x).reshape(heads), angles, self.qk_scale)
         k: Array = rotate_and_norm(self.key(x).reshape(heads), angles, self.qk_scale)
@@ -153,4 +155,4 @@ class Attention(nnx.Module):
             start = (0, positions[0], 0, 0)
             cache = LayerCache(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, (k, v))))
             y = attend(q, *cache, positions, window=self.window)
-        return join(self.out(y.reshape(*x.shape[:2], -1))), cache
+        return psum_over_tensor(self.out(y.reshape(*x.shape[:2], -1))), cache

@@ -1,7 +1,14 @@
-"""Parameters and floating-point operations, counted from the sizes alone."""
+"""Parameters and floating-point operations, counted from the network's shapes alone."""
 
-from configs.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, ModelConfig
-from model.attention import has_value_embedding, window_of
+from collections import Counter
+
+import jax
+from flax import nnx
+
+from configs.schema import ModelConfig
+from model.attention import window_of
+from model.gpt import abstract_model, map_parameters
+from model.layers import Linear
 
 # Dense bfloat16 FLOP/s of one device, from the makers' data sheets, by a part of `jax.Device.device_kind`.
 PEAK_FLOPS = {
@@ -19,34 +26,24 @@ PEAK_FLOPS = {
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
     """Parameters by optimizer group; of `embed`, `matrices` and `lm_head` alone in the plain network."""
-    attention = config.width * config.head_dim * 2 * (config.heads + config.kv_heads)
-    mlp = 8 * config.width**2
-    table = config.vocab_size * config.width
-    tables = sum(has_value_embedding(config, layer) for layer in range(config.depth))
-    counts = {
-        "embed": table,
-        "matrices": config.depth * (attention + mlp) + tables * VALUE_GATE_CHANNELS * config.kv_heads,
-        "lm_head": table,
-        "value_embeds": tables * config.vocab_size * config.kv_heads * config.head_dim,
-        "resid_lambdas": config.resid_lambdas * config.depth,
-        "x0_lambdas": config.x0_lambdas * config.depth,
-        "scalars": config.smear * (SMEAR_CHANNELS + 1) + config.backout,
-    }
-    return {group: count for group, count in counts.items() if count}
+    declared = map_parameters(lambda param: (param.get_metadata("group"), param.size), config)
+    counts = Counter()
+    for group, size in jax.tree.leaves(declared, is_leaf=lambda leaf: isinstance(leaf, tuple)):
+        counts[group] += size
+    return dict(counts)
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
-    """FLOPs of one training token, forward and backward: 6 for each parameter of a matrix product, and
-    12 x heads x head_dim x sequence_length (or the window, where it is shorter) a block for attention, its causal half
-    not left out.
+    """FLOPs of one training token, forward and backward: 6 for each parameter of a matrix product (every `Linear`'s),
+    and 12 x heads x head_dim x sequence_length (or the window, where it is shorter) a block for attention, its causal
+    half not left out.
 
     The convention of PaLM (arXiv:2204.02311, appendix B) and of nanochat, so that MFU compares with theirs.
     """
-    counts = parameter_counts(config)
+    modules = [module for _, module in nnx.iter_modules(abstract_model(config))]
+    products = sum(module.kernel.size for module in modules if isinstance(module, Linear))
     seen = [min(window_of(config, layer) or sequence_length, sequence_length) for layer in range(config.depth)]
-    attention = 12 * config.heads * config.head_dim * sum(seen)
-    gate = SMEAR_CHANNELS if config.smear else 0
-    return 6 * (counts["matrices"] + counts["lm_head"] + gate) + attention
+    return 6 * products + 12 * config.heads * config.head_dim * sum(seen)
 
 
 def peak_flops(device_kind: str) -> float | None:

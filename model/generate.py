@@ -1,24 +1,24 @@
-"""Sampling: one forward pass over the prompts, then one of a single position for each new token."""
+"""Sampling: one forward pass over the prompts, then one of a single position for each new token.
+
+Written for one device, as the step is: each holds the cache of its own heads along `tensor`, and all hold every row.
+"""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from model.gpt import GPT
 from model.loss import softcap
+from model.parallel import all_gather_vocabulary, pmax_over_mesh
 
 
-@partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"))
 def generate(
-    graphdef: nnx.GraphDef[GPT],
-    params: dict,
-    prompts: Int[Array | np.ndarray, "batch length"],
-    prompt_lengths: Int[Array | np.ndarray, "batch"],
-    seed: int | Int[Array, ""],
+    model: GPT,
+    prompts: Int[Array, "batch length"],
+    prompt_lengths: Int[Array, "batch"],
+    seed: Int[Array, ""],
     *,
     prefill: int,
     temperature: float,
@@ -27,17 +27,15 @@ def generate(
     """Fills each row of `prompts` up from its own prompt's length.
 
     `prefill` is the shortest prompt's length (at least 1): that many positions are read in one pass. `temperature` 0
-    takes the likeliest token; `top_k` 0 draws from all tokens, else from the `top_k` likeliest. A row's tokens depend
-    on `seed`, its index and its prompt, not on how many rows there are beside it.
+    takes the likeliest token; `top_k` draws from so many of the likeliest, 0 from all tokens. A row's tokens depend on
+    `seed`, its index and its prompt, not on how many rows there are beside it.
     """
-    model = nnx.merge(graphdef, params)
-    prompts, prompt_lengths = jnp.asarray(prompts), jnp.asarray(prompt_lengths)
     batch, length = prompts.shape
     row_keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(batch))
 
-    def next_tokens(logits: Float[Array, "batch vocab"], position: Int[Array, ""]) -> Int[Array, "batch"]:
+    def next_tokens(logits: Float[Array, "batch vocab_share"], position: Int[Array, ""]) -> Int[Array, "batch"]:
         """The token at `position`: the prompt's where it is that long, else a sample."""
-        capped = softcap(logits, model.config.softcap)
+        capped = softcap(all_gather_vocabulary(logits), model.config.softcap)
         if top_k:
             smallest = jax.lax.top_k(capped, min(top_k, capped.shape[-1]))[0][:, -1:]
             capped = jnp.where(capped < smallest, -jnp.inf, capped)
@@ -46,7 +44,7 @@ def generate(
         else:
             keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, position)
             sampled = jax.vmap(jax.random.categorical)(keys, capped / temperature)
-        return jnp.where(position < prompt_lengths, prompts[:, position], sampled.astype(prompts.dtype))
+        return jnp.where(position < prompt_lengths, prompts[:, position], pmax_over_mesh(sampled.astype(prompts.dtype)))
 
     def decode(carry: tuple, position: Int[Array, ""]) -> tuple[tuple, Int[Array, "batch"]]:
         cache, tokens = carry

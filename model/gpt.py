@@ -1,8 +1,8 @@
 """The network: nanochat's GPT, read from top (tokens) to bottom (logits)."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from configs.schema import SMEAR_CHANNELS, ModelConfig
 from model.attention import Attention, LayerCache
 from model.layers import Embedding, Linear, Scalars, relu_squared, rms_norm
-from model.parallel import join, split
+from model.parallel import psum_over_tensor, tensor_size, vary_over_tensor
 from model.rotary import Angles, rotary_angles
 
 
@@ -28,20 +28,21 @@ class KVCache(NamedTuple):
 class MLP(nnx.Module):
     """width -> 4 width -> width, with relu squared (arXiv:2109.08668) between."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None):
         # 0.4 of the usual standard deviation, as nanochat
         uniform = nnx.initializers.variance_scaling(0.4**2, "fan_in", "uniform")
-        self.up = Linear(config.width, 4 * config.width, uniform, axes=("fsdp", "tensor"), rngs=rngs)
-        self.down = Linear(4 * config.width, config.width, nnx.initializers.zeros, axes=("tensor", "fsdp"), rngs=rngs)
+        zeros, matrix = nnx.initializers.zeros, partial(Linear, group="matrices", rngs=rngs)
+        self.up = matrix(config.width, 4 * config.width, uniform, axes=("fsdp", "tensor"))
+        self.down = matrix(4 * config.width, config.width, zeros, axes=("tensor", "fsdp"))
 
     def __call__(self, x: Float[Array, "batch length width"]) -> Float[Array, "batch length width"]:
-        return join(self.down(relu_squared(self.up(split(x)))))
+        return psum_over_tensor(self.down(relu_squared(self.up(vary_over_tensor(x)))))
 
 
 class Block(nnx.Module):
     """Attention, then MLP, each on the normed residual stream and added to it. Both start as zero."""
 
-    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs | None):
         self.attention = Attention(config, layer, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
 
@@ -60,7 +61,7 @@ class Block(nnx.Module):
 
 
 def rematerialized(apply: Callable, remat: str) -> Callable:
-    """What the backward pass finds of a block: all its activations, its products, or its input alone."""
+    """`apply`, of which the backward pass finds all activations, the results of products, or the input alone."""
     if remat == "none":
         return apply
     policies = jax.checkpoint_policies
@@ -70,26 +71,29 @@ def rematerialized(apply: Callable, remat: str) -> Callable:
 class GPT(nnx.Module):
     """nanochat's GPT: no biases, untied head, norms without parameters; its later features are options.
 
-    `dtype` is the type of the activations; parameters are float32.
+    `dtype` is the type of the activations; parameters are float32. Without `rngs` these are shapes and types alone.
     """
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs | None):
         self.config = config
         self.dtype = dtype
-        normal = nnx.initializers.normal
-        self.embed = Embedding(config.vocab_size, config.width, normal(0.8), axes=("tensor", "fsdp"), rngs=rngs)
+        vocab, width, normal = config.vocab_size, config.width, nnx.initializers.normal
+        self.embed = Embedding(vocab, width, normal(0.8), axes=("tensor", "fsdp"), group="embed", rngs=rngs)
         self.blocks = nnx.List([Block(config, layer, rngs=rngs) for layer in range(config.depth)])
-        self.lm_head = Linear(config.width, config.vocab_size, normal(0.001), axes=("fsdp", "tensor"), rngs=rngs)
+        self.lm_head = Linear(width, vocab, normal(0.001), axes=("fsdp", "tensor"), group="lm_head", rngs=rngs)
+        if config.smear:
+            gate = nnx.initializers.uniform(0.02)
+            self.smear_gate = Linear(SMEAR_CHANNELS, 1, gate, axes=(None, None), group="scalars", rngs=rngs)
+        # The numbers come last: they use up random keys, which must not change what the matrices start from.
         share = np.linspace(0, 1, config.depth)  # of the way up
         if config.resid_lambdas:
-            self.resid_lambdas = Scalars(1.15 - 0.10 * share)
+            self.resid_lambdas = Scalars(1.15 - 0.10 * share, group="resid_lambdas", rngs=rngs)
         if config.x0_lambdas:
-            self.x0_lambdas = Scalars(0.20 - 0.15 * share)
+            self.x0_lambdas = Scalars(0.20 - 0.15 * share, group="x0_lambdas", rngs=rngs)
         if config.smear:
-            self.smear_gate = Linear(SMEAR_CHANNELS, 1, nnx.initializers.uniform(0.02), axes=(None, None), rngs=rngs)
-            self.smear_lambda = Scalars([0.0])
+            self.smear_lambda = Scalars([0.0], group="scalars", rngs=rngs)
         if config.backout:
-            self.backout_lambda = Scalars([0.2])
+            self.backout_lambda = Scalars([0.2], group="scalars", rngs=rngs)
 
     def __call__(
         self,
@@ -98,7 +102,7 @@ class GPT(nnx.Module):
         start: Int[Array, ""] | int = 0,
         segment_ids: Int[Array, "batch length"] | None = None,
     ) -> tuple[Float[Array, "batch length vocab"], KVCache | None]:
-        """Logits *before* the softcap (`model.loss.softcap`), in the compute type. Else as `activations`."""
+        """Logits *before* the softcap (`model.loss.softcap`), in the compute type; the cache as in `activations`."""
         x, cache = self.activations(tokens, cache, start, segment_ids)
         return self.lm_head(x), cache
 
@@ -117,7 +121,7 @@ class GPT(nnx.Module):
         config = self.config
         positions = start + jnp.arange(tokens.shape[1])
         angles = rotary_angles(positions, config.head_dim, config.rotary_base)
-        x = embedded = rms_norm(join(self.embed(tokens, self.dtype)))
+        x = embedded = rms_norm(psum_over_tensor(self.embed(tokens, self.dtype)))
         if config.smear:
             x = self._smeared(embedded, cache, segment_ids)
         first, middle, grown = x, x, []
@@ -134,7 +138,7 @@ class GPT(nnx.Module):
                 middle = x
         if config.backout:
             x = (x - self.backout_lambda.times(0, middle)).astype(self.dtype)
-        return split(rms_norm(x)), KVCache(grown, embedded[:, -1]) if cache else None
+        return vary_over_tensor(rms_norm(x)), KVCache(grown, embedded[:, -1]) if cache else None
 
     def _smeared(
         self,
@@ -152,7 +156,21 @@ class GPT(nnx.Module):
         return x + self.smear_lambda.times(0, gate).astype(self.dtype) * before
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
-        """Room for `capacity` positions of `batch` rows."""
-        shape = (batch, capacity, self.config.kv_heads, self.config.head_dim)
+        """Room for `capacity` positions of `batch` rows, for this device's heads along `tensor`."""
+        shape = (batch, capacity, self.config.kv_heads // tensor_size(), self.config.head_dim)
         layers = [LayerCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in self.blocks]
         return KVCache(layers, jnp.zeros((batch, self.config.width), self.dtype))
+
+
+@cache
+def abstract_model(config: ModelConfig) -> GPT:
+    """The network with shapes and types in place of its parameters: nothing is computed. All who ask get the same one;
+    clone it to change it."""
+    return GPT(config, jnp.dtype("float32"), rngs=None)
+
+
+def map_parameters(of: Callable[[nnx.Param], Any], config: ModelConfig) -> dict:
+    """A tree like the parameters', with `of(param)` in each one's place. `param` has a shape, a type, and what it
+    declared where it was made: `param.get_metadata("axes")` and `"group"`."""
+    state = nnx.state(abstract_model(config))
+    return nnx.to_pure_dict(jax.tree.map(of, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))

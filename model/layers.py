@@ -1,9 +1,9 @@
 """The layers with parameters, and the norm without.
 
 Parameters are float32 `nnx.Param`s; a product casts its matrix to the activations' type. Its backward pass is written
-by hand so that, in bfloat16 compute, a matrix's gradient leaves the product in float32: left to itself, JAX would give
-it the type of the cast matrix, and round every micro-batch's gradient to 8 bits before it is summed. A matrix's shares
-are gathered where it is read, forward and backward, and so are never all held at once.
+by hand so that, in bfloat16 compute, a matrix's gradient leaves the product in float32: automatic differentiation would
+give it the type of the cast matrix, and round every micro-batch's gradient to 8 bits before it is summed. A matrix is
+all-gathered where it is read, forward and backward, so that only one whole matrix exists at a time.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from model.parallel import Axes, gather, scatter, tensor_index
+from model.parallel import Axes, all_gather_fsdp, reduce_scatter_fsdp, tensor_index
 
 
 @jax.custom_vjp
@@ -73,23 +73,23 @@ def symmetric_uniform(bound: float) -> nnx.Initializer:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul(x: Float[Array, "*shape i"], share: Float[Array, "i_share o_share"], axes: Axes) -> Float[Array, "*shape o"]:
-    """`x @ kernel` in x's type, `kernel` being the shares over `fsdp` made whole.
+    """`x @ kernel` in x's type, `kernel` being the shares, all-gathered over `fsdp`.
 
-    The gradient to `share` (float32) is accumulated, summed over shares, and returned in float32.
+    The gradient with respect to `share` (float32) is accumulated, reduce-scattered and returned in float32.
     """
-    return x @ gather(share.astype(x.dtype), axes)
+    return x @ all_gather_fsdp(share.astype(x.dtype), axes)
 
 
 def _matmul_forward(x: Array, share: Array, axes: Axes) -> tuple[Array, tuple[Array, Array]]:
     share = share.astype(x.dtype)
-    return x @ gather(share, axes), (x, share)
+    return x @ all_gather_fsdp(share, axes), (x, share)
 
 
 def _matmul_backward(axes: Axes, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, share = residuals
     rows = tuple(range(x.ndim - 1))
     dkernel = jax.lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
-    return dy @ gather(share, axes).T, scatter(dkernel, axes)
+    return dy @ all_gather_fsdp(share, axes).T, reduce_scatter_fsdp(dkernel, axes)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
@@ -101,9 +101,9 @@ def embed(
 ) -> Float[Array, "*shape width"]:
     """The tokens' rows of the table, in `dtype`; zeros for those whose rows lie on another device along `tensor`.
 
-    The gradient to `share` (float32) is accumulated in float32.
+    The gradient with respect to `share` (float32) is accumulated in float32.
     """
-    table = gather(share.astype(dtype), axes)
+    table = all_gather_fsdp(share.astype(dtype), axes)
     row = _row(tokens, table.shape[0], axes)
     return jnp.where((row < table.shape[0])[..., None], table.at[row].get(mode="clip"), 0)
 
@@ -114,14 +114,14 @@ def _embed_forward(tokens: Array, share: Array, axes: Axes, dtype: jnp.dtype) ->
 
 def _embed_backward(axes: Axes, dtype: jnp.dtype, residuals: tuple[Array, Array], dy: Array) -> tuple[None, Array]:
     tokens, share = residuals
-    rows = jax.eval_shape(lambda: gather(share, axes)).shape[0]
+    rows = jax.eval_shape(lambda: all_gather_fsdp(share, axes)).shape[0]
     table = jnp.zeros((rows, dy.shape[-1]), jnp.float32)
     row = _row(tokens, rows, axes)
-    return None, scatter(table.at[row].add(dy.astype(jnp.float32), mode="drop"), axes)
+    return None, reduce_scatter_fsdp(table.at[row].add(dy.astype(jnp.float32), mode="drop"), axes)
 
 
 def _row(tokens: Array, rows: int, axes: Axes) -> Array:
-    """The tokens' places among the table's rows on this device; those that lie elsewhere are past the end."""
+    """The tokens' row numbers in this device's share of the table; the number of rows for those of other devices."""
     if axes[0] != "tensor":
         return tokens
     local = tokens - tensor_index() * rows
@@ -131,23 +131,36 @@ def _row(tokens: Array, rows: int, axes: Axes) -> Array:
 embed.defvjp(_embed_forward, _embed_backward)
 
 
-class Linear(nnx.Module):
-    """A matrix without bias. `axes` are the mesh axes that its rows and its columns are divided over."""
+def parameter(
+    init: nnx.Initializer, shape: tuple[int, ...], *, axes: Axes, group: str, rngs: nnx.Rngs | None
+) -> nnx.Param:
+    """A float32 parameter, which declares the mesh axes that its dimensions are divided over, and its group: a field of
+    configs.schema.OptimizerConfig. Without `rngs` it is its shape and type alone."""
+    value = jax.ShapeDtypeStruct(shape, jnp.float32) if rngs is None else init(rngs.params(), shape, jnp.float32)
+    return nnx.Param(value, axes=axes, group=group)
 
-    def __init__(self, inputs: int, outputs: int, init: nnx.Initializer, *, axes: Axes, rngs: nnx.Rngs):
+
+class Linear(nnx.Module):
+    """A matrix without bias: a `parameter` [inputs, outputs]."""
+
+    def __init__(
+        self, inputs: int, outputs: int, init: nnx.Initializer, *, axes: Axes, group: str, rngs: nnx.Rngs | None
+    ):
         self.axes = axes
-        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32), axes=axes)
+        self.kernel = parameter(init, (inputs, outputs), axes=axes, group=group, rngs=rngs)
 
     def __call__(self, x: Float[Array, "*shape i"]) -> Float[Array, "*shape o"]:
         return matmul(x, self.kernel[...], self.axes)
 
 
 class Embedding(nnx.Module):
-    """A table of a vector a token. `axes` are the mesh axes that its rows and its columns are divided over."""
+    """A table of a vector a token: a `parameter` [vocab_size, width]."""
 
-    def __init__(self, vocab_size: int, width: int, init: nnx.Initializer, *, axes: Axes, rngs: nnx.Rngs):
+    def __init__(
+        self, vocab_size: int, width: int, init: nnx.Initializer, *, axes: Axes, group: str, rngs: nnx.Rngs | None
+    ):
         self.axes = axes
-        self.table = nnx.Param(init(rngs.params(), (vocab_size, width), jnp.float32), axes=axes)
+        self.table = parameter(init, (vocab_size, width), axes=axes, group=group, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape width"]:
         return embed(tokens, self.table[...], self.axes, dtype)
@@ -156,8 +169,9 @@ class Embedding(nnx.Module):
 class Scalars(nnx.Module):
     """A few numbers that the residual stream is multiplied by, the same on every device."""
 
-    def __init__(self, values: Sequence[float] | np.ndarray):
-        self.values = nnx.Param(jnp.array(values, jnp.float32), axes=(None,))
+    def __init__(self, values: Sequence[float] | np.ndarray, *, group: str, rngs: nnx.Rngs | None):
+        init = lambda key, shape, dtype: jnp.array(values, dtype)
+        self.values = parameter(init, (len(values),), axes=(None,), group=group, rngs=rngs)
 
     def times(self, i: int, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """x times the i-th, in float32."""

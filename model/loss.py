@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ModelConfig
 from model.gpt import GPT
-from model.parallel import Axes, gather, join, scatter, tensor_index
+from model.parallel import Axes, all_gather_fsdp, psum_over_tensor, reduce_scatter_fsdp, tensor_index
 
 
 def softcap(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
@@ -35,12 +35,12 @@ def cross_entropy(
     """
     cap, share = config.softcap, logits.shape[-1]
     local = targets - tensor_index() * share
-    log_sum = jnp.log(join(jnp.sum(jnp.exp(softcap(logits, cap)), axis=-1)))
+    log_sum = jnp.log(psum_over_tensor(jnp.sum(jnp.exp(softcap(logits, cap)), axis=-1)))
     target_logit = jnp.take_along_axis(logits, local[:, None], axis=-1, mode="clip")[:, 0]
-    target_logit = join(jnp.where((local >= 0) & (local < share), softcap(target_logit, cap), 0))
+    target_logit = psum_over_tensor(jnp.where((local >= 0) & (local < share), softcap(target_logit, cap), 0))
     loss = jnp.sum(weights * (log_sum - target_logit + config.z_loss * log_sum**2))
 
-    # Else XLA on a GPU shares the loss's tanh, and for that writes the logits once more, in float32.
+    # Without the barrier XLA on a GPU keeps the loss's tanh for the gradient: logits written once more, in float32.
     logits = jax.lax.optimization_barrier(logits)
     squashed = jnp.tanh(logits.astype(jnp.float32) / cap)
     probabilities = jnp.exp(cap * squashed - log_sum[:, None]) * (1 + 2 * config.z_loss * log_sum)[:, None]
@@ -58,14 +58,14 @@ def head_loss(
     axes: Axes,
     config: ModelConfig,
 ) -> Float[Array, ""]:
-    """`cross_entropy` of the logits `x @ kernel`, `kernel` being the head's shares over `fsdp` made whole."""
-    return _forward(x, share, targets, weights, axes, config)[0]  # less the gradients, which the compiler drops
+    """`cross_entropy` of the logits `x @ kernel`, `kernel` being the head's shares, all-gathered over `fsdp`."""
+    return _forward(x, share, targets, weights, axes, config)[0]  # without the gradients, which the compiler drops
 
 
 def _forward(
     x: Array, share: Array, targets: Array, weights: Array, axes: Axes, config: ModelConfig
 ) -> tuple[Array, tuple[Array, Array]]:
-    kernel = gather(share.astype(x.dtype), axes)
+    kernel = all_gather_fsdp(share.astype(x.dtype), axes)
 
     def chunk(dkernel: Array, rows: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         x, targets, weights = rows
@@ -75,7 +75,7 @@ def _forward(
 
     chunks = jax.tree.map(lambda a: a.reshape(config.loss_chunks, -1, *a.shape[1:]), (x, targets, weights))
     dkernel, (losses, dx) = jax.lax.scan(chunk, jnp.zeros_like(kernel, jnp.float32), chunks)
-    return jnp.sum(losses), (dx.reshape(x.shape), scatter(dkernel, axes))
+    return jnp.sum(losses), (dx.reshape(x.shape), reduce_scatter_fsdp(dkernel, axes))
 
 
 def _backward(axes: Axes, config: ModelConfig, gradients: tuple[Array, Array], dloss: Array) -> tuple:

@@ -1,23 +1,23 @@
-"""What the network says across devices, written out, so that a reader can count it.
+"""The collectives of the network, written out, so that a reader can count them.
 
-Inside the step (`jax.shard_map`) each device holds a share of every matrix: the dimension that is the residual stream's
-width is divided over the mesh axis `fsdp`, the other (heads, MLP width, vocabulary) over `tensor`. (Value embeddings
-have no such width: their vocabulary takes its place.) What is too small to divide is whole on every device. Outside,
-where sampling has whole parameters and where the mesh is one device, every function here does nothing.
+In the step (`jax.shard_map`, manual over all axes of the mesh) each device holds a share of every matrix: the dimension
+that is the residual stream's width is divided over the mesh axis `fsdp`, the other (heads, MLP width, vocabulary) over
+`tensor`. Value embeddings have no such width: their vocabulary takes its place. What is too small to divide is whole on
+every device. On a mesh of one device there is no `jax.shard_map`, and every function here returns what it is given.
 """
 
 from typing import TypeVar
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 T = TypeVar("T")
 Axes = tuple[str | None, ...]
 """For each dimension of a parameter, the mesh axis it is divided over."""
 
 
-def inside() -> bool:
-    """Whether this is traced for one device of the step's mesh."""
+def in_shard_map() -> bool:
+    """Whether this is traced for one device of a mesh, within `jax.shard_map`."""
     return "tensor" in jax.sharding.get_abstract_mesh().manual_axes
 
 
@@ -27,42 +27,60 @@ def platform() -> str:
     return device.platform if device else jax.default_backend()
 
 
-def own(x: T, axes: tuple[str, ...]) -> T:
-    """The same arrays, marked as this device's own along `axes`: their gradients are not summed over these."""
-    return jax.lax.pcast(x, axes, to="varying") if inside() else x
+def mark_varying(x: T, axes: tuple[str, ...]) -> T:
+    """The same arrays, marked as varying over the mesh `axes`. Nothing is sent. The transpose is a psum over `axes`: a
+    gradient with respect to the result is this device's own, and one with respect to `x` is summed."""
+    return jax.lax.pcast(x, axes, to="varying") if in_shard_map() else x
 
 
-def total(x: T, axes: tuple[str, ...]) -> T:
+def psum(x: T, axes: tuple[str, ...]) -> T:
     """The sums over the devices along `axes`."""
-    return jax.lax.psum(x, axes) if inside() else x
+    return jax.lax.psum(x, axes) if in_shard_map() else x
 
 
-def split(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Before work that is divided over `tensor`: the same values; their gradients are summed over `tensor`."""
-    return own(x, ("tensor",))
+def vary_over_tensor(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The input of work that is divided over `tensor`: the same values; their gradients are summed over `tensor`."""
+    return mark_varying(x, ("tensor",))
 
 
-def join(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """After it: the sum of the devices' parts."""
-    return total(x, ("tensor",))
+def psum_over_tensor(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The result of work that is divided over `tensor`: the sum of the devices' parts."""
+    return psum(x, ("tensor",))
 
 
 def tensor_index() -> Array | int:
-    """Which of the parts along `tensor` this device holds."""
-    return jax.lax.axis_index("tensor") if inside() else 0
+    """This device's position along `tensor`, which is also the number of its share."""
+    return jax.lax.axis_index("tensor") if in_shard_map() else 0
 
 
-def gather(share: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
-    """A parameter's shares over `fsdp`, made whole."""
-    if not inside() or "fsdp" not in axes:
+def tensor_size() -> int:
+    """The number of devices along `tensor`."""
+    return jax.lax.axis_size("tensor") if in_shard_map() else 1
+
+
+def all_gather_vocabulary(logits: Float[Array, "batch vocab_share"]) -> Float[Array, "batch vocab"]:
+    """The logits of all devices along `tensor`."""
+    return jax.lax.all_gather(logits, "tensor", axis=1, tiled=True) if in_shard_map() else logits
+
+
+def pmax_over_mesh(tokens: Int[Array, "batch"]) -> Int[Array, "batch"]:
+    """The largest over all devices: of tokens that every device has drawn alike these tokens, marked as varying over
+    no axis."""
+    return jax.lax.pmax(tokens, ("data", "fsdp", "tensor")) if in_shard_map() else tokens
+
+
+def all_gather_fsdp(share: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
+    """A parameter whose dimensions are divided over `axes`, whole along `fsdp`."""
+    if not in_shard_map() or "fsdp" not in axes:
         return share
     return jax.lax.all_gather(share, "fsdp", axis=axes.index("fsdp"), tiled=True)
 
 
-def scatter(gradient: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
-    """The gradient of `gather`: summed over `fsdp`, each device keeping its share."""
-    if not inside() or "fsdp" not in axes:
+def reduce_scatter_fsdp(gradient: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
+    """The gradient with respect to what `all_gather_fsdp` takes: the sum over `fsdp`, of which each device keeps its
+    share."""
+    if not in_shard_map() or "fsdp" not in axes:
         return gradient
     share = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=axes.index("fsdp"), tiled=True)
-    # Else XLA would move the sum out of the scan, and keep whole gradients in it, by the pass of openxla/xla#49143.
+    # Without the barrier XLA moves the sum out of the scan and keeps whole gradients in it (openxla/xla#49143's pass).
     return jax.lax.optimization_barrier(share)

@@ -30,8 +30,8 @@ def rotate(
 
 
 def _swap_halves(x: Array) -> Array:
-    """In float32. On a TPU moving channels takes passes over memory; a product with a permutation is as exact, and some
-    hundredth of the network's own."""
+    """[a, b] to [b, a], in float32. On a TPU moving channels takes passes over memory; a product with a permutation
+    matrix is as exact, and costs a hundredth of the network's own products."""
     half = x.shape[-1] // 2
     if platform() != "tpu":
         return jnp.roll(x, half, axis=-1).astype(jnp.float32)

@@ -1,11 +1,14 @@
-"""JAX's splash attention kernel for TPU, made fit for `jax.shard_map`."""
+"""JAX's splash attention kernel for TPU, called so that `jax.shard_map` takes it."""
 
-import importlib.util
-from functools import cache
-from types import SimpleNamespace
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 LANES = 128  # of a TPU's vector unit: heads and blocks come in these
@@ -26,58 +29,88 @@ def splash_attention(
     interpret: bool = False,
 ) -> Float[Array, "batch length heads head_dim"]:
     """Causal attention, scaled by head_dim^-0.5, without the matrix of scores, forward or backward (arXiv:2205.14135).
+    In shard_map, q, k and v vary over the same mesh axes.
 
     Each key head serves its group of query heads: nothing is repeated. Blocks that the mask leaves empty are skipped.
     `interpret` runs it anywhere, slowly.
     """
-    batch, length, heads, head_dim = q.shape
-    group = heads // k.shape[2]
-    q = (q * head_dim**-0.5).reshape(batch, length, -1, group, head_dim)
-    kernel = _kernel(length, group, window, interpret)
-    segments = None if segment_ids is None else _library().SegmentIds(segment_ids, segment_ids)
-    over_heads = jax.vmap(kernel, (0, 0, 0, None))
-    y = jax.vmap(over_heads)(
-        q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), segments
-    )  # [batch, kv_heads, group, length, head_dim]
-    return y.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, head_dim)
+    grouped = (q * q.shape[-1] ** -0.5).reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    y: Array = _attention(grouped, k, v, segment_ids, window, interpret)
+    return y.reshape(q.shape)
 
 
-def _kernel(length: int, group: int, window: int | None, interpret: bool) -> Any:
-    """The kernel of one key head."""
-    library, block = _library(), min(BLOCK, length)
-    shape = (length, length)
-    masks = library.mask_lib
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _attention(
+    q: Float[Array, "batch length kv_heads group head_dim"],
+    k: Float[Array, "batch length kv_heads head_dim"],
+    v: Float[Array, "batch length kv_heads head_dim"],
+    segment_ids: Int[Array, "batch length"] | None,
+    window: int | None,
+    interpret: bool,
+) -> Float[Array, "batch length kv_heads group head_dim"]:
+    kernel = _kernel(q.shape[1], q.shape[3], window, interpret)
+    attention = lambda q, k, v, ids: _rows_first(kernel(*map(_heads_first, (q, k, v)), ids))
+    return _varying_as(q, _unchecked(attention)(q, k, v, segment_ids))
+
+
+def _forward(
+    q: Array, k: Array, v: Array, segment_ids: Array | None, window: int | None, interpret: bool
+) -> tuple[Array, Any]:
+    kernel = _kernel(q.shape[1], q.shape[3], window, interpret)
+
+    def attention(q: Array, k: Array, v: Array, ids: Array | None) -> tuple[Array, Any]:
+        y, backward = jax.vjp(lambda q, k, v: kernel(q, k, v, ids), *map(_heads_first, (q, k, v)))
+        return _rows_first(y), backward
+
+    y, backward = _unchecked(attention)(q, k, v, segment_ids)
+    return _varying_as(q, y), backward
+
+
+def _backward(window: int | None, interpret: bool, backward: Any, dy: Array) -> tuple[Array | None, ...]:
+    gradients = lambda backward, dy: [_rows_first(gradient) for gradient in backward(_heads_first(dy))]
+    return *_varying_as(dy, _unchecked(gradients)(backward, dy)), None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _heads_first(x: Array) -> Array:
+    """[batch, length, heads..., head_dim] to [batch, heads..., length, head_dim], as the kernel reads it."""
+    return jnp.moveaxis(x, 1, -2)
+
+
+def _rows_first(x: Array) -> Array:
+    """`_heads_first` undone."""
+    return jnp.moveaxis(x, -2, 1)
+
+
+def _unchecked(function: Callable) -> Callable:
+    """`function` of this device's arrays, without jax.shard_map's check of the mesh axes that arrays vary over: the
+    kernel's results do not state theirs. Over no further axes, so nothing is divided and nothing is sent."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return function
+    return jax.shard_map(function, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+
+
+def _varying_as(like: Array, tree: Any) -> Any:
+    """The same arrays, marked as varying over the mesh axes that `like` varies over."""
+    axes = lambda x: jax.typeof(x).manual_axis_type.varying
+    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(axes(like) - axes(x)), to="varying"), tree)
+
+
+def _kernel(length: int, group: int, window: int | None, interpret: bool) -> Callable:
+    """The kernel of all rows and key heads: of queries [batch, kv_heads, group, length, head_dim], keys and values
+    [batch, kv_heads, length, head_dim], and segment ids [batch, length] or None."""
+    block, shape = min(BLOCK, length), (length, length)
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window, 0), 0)
     sizes = library.BlockSizes(
         **{"block_q": block, "block_kv": block, "block_kv_compute": block, "block_q_dkv": block},
-        # Whole rows of keys: else each block of them would write queries' gradients of its own, to be summed.
+        # Whole rows of keys: of blocks, each would write a gradient of all queries, and these would be summed.
         **{"block_kv_dkv": length, "block_kv_dkv_compute": block, "use_fused_bwd_kernel": True},
     )
-    return library.make_splash_mqa(
+    of_one_key_head = library.make_splash_mqa(
         masks.MultiHeadMask([mask] * group), block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
     )
-
-
-class _Varying(jax.ShapeDtypeStruct):
-    """An array that differs from device to device along every axis that the program is written for one device of."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: Any):
-        axes = jax.sharding.get_abstract_mesh().manual_axes
-        super().__init__(
-            shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=frozenset(axes)) if axes else None
-        )
-
-    @staticmethod
-    def like(array: Array) -> "_Varying":
-        return _Varying(array.shape, array.dtype)
-
-
-@cache
-def _library() -> Any:
-    """A copy of JAX's module whose results say along which axes they vary, which jax.shard_map asks for."""
-    spec = importlib.util.find_spec("jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel")
-    assert spec and spec.loader
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.jax = SimpleNamespace(**vars(jax) | {"ShapeDtypeStruct": _Varying})
-    return module
+    of_one_row = jax.vmap(of_one_key_head, (0, 0, 0, None))
+    segments = lambda ids: None if ids is None else library.SegmentIds(ids, ids)
+    return lambda q, k, v, ids: jax.vmap(of_one_row)(q, k, v, segments(ids))

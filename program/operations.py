@@ -31,8 +31,8 @@ def top_operations(compiled: jax.stages.Compiled, run: Callable[[], Any], steps:
             for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
                 for event in (event for line in plane.lines for event in line.events):
                     # A GPU's events are kernels that name their instruction, a TPU's whole lines of the program.
-                    told = dict(event.stats).get("hlo_op", event.name) if "GPU" in plane.name else event.name
-                    name = re.match(r"%?([\w.\-]*)", str(told))[1]  # pyright: ignore[reportOptionalSubscript]
+                    named = dict(event.stats).get("hlo_op", event.name) if "GPU" in plane.name else event.name
+                    name = re.match(r"%?([\w.\-]*)", str(named))[1]  # pyright: ignore[reportOptionalSubscript]
                     if name in known and known[name].opcode not in CONTAINERS:
                         nanoseconds[name] += event.duration_ns
                         calls[name] += 1

@@ -1,23 +1,26 @@
-"""Saving and restoring the state with Orbax, asynchronously and sharded: python -m run.checkpoint list RUN.
+"""Saving and restoring the state with Orbax, asynchronously and sharded.
 
 checkpoints/<step>/params/     float32 parameters: all that sampling and evaluation read
 checkpoints/<step>/rest/       optimizer state, skipped steps
-checkpoints/<step>/facts/      step, next batch, dataset fingerprint, config, versions, a checksum of each array
+checkpoints/<step>/facts/      step, tokens, position in the data, config, versions, a checksum of each array
 
 On a disk Orbax writes a folder under another name and renames it when it is whole; in a bucket, where nothing can be
 renamed at once, it is whole when commit_success.txt is there. Orbax does not notice flipped bits in the file of an
 array, so the arrays' checksums are saved with them, and compared when they are read.
+
+Which checkpoints are kept is decided by Orbax's preservation policies. Deleting the others is not left to Orbax: it
+deletes in place, so that a kill leaves a part of a checkpoint under a checkpoint's name, and a deletion that fails (a
+bucket that forbids it) fails the save that came before it.
 """
 
 import hashlib
 import json
-import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec.config
 import jax
@@ -27,47 +30,89 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 from jaxtyping import Array, UInt32
+from orbax.checkpoint import checkpoint_managers as managers
 
 from configs.schema import CheckpointConfig, UserError
-from run.runtime import NoCheckpoint, highest, run_command, versions
+from run.runtime import NoCheckpoint, highest, on_first_process, versions
 from training.optimizer import path_name
 from training.state import TrainState
 
 COMMITTED = "commit_success.txt"
+FACTS = "facts/metadata"
+HALF_DONE = (".orbax-checkpoint-tmp", ".deleted")
+
+
+def whole_steps(folder: epath.Path) -> list[int]:
+    """Steps of the whole checkpoints in a `checkpoints` folder, in order."""
+    if not folder.exists():
+        return []
+    last_written = COMMITTED if str(folder).startswith("gs://") else FACTS
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and (path / last_written).exists())
+
+
+class Info(NamedTuple):
+    """What Orbax's preservation policies ask of a checkpoint."""
+
+    step: int
+    metrics: dict[str, float] | None
+    """`val_bpb`, where it was evaluated."""
+    time: datetime | None = None
 
 
 class Checkpoints:
     """The checkpoints in one folder, a run's or `checkpoint.folder`, on a disk or in a bucket (`gs://BUCKET/FOLDER`).
     Without a config they are only read, while the run may go on."""
 
-    def __init__(self, folder: str | Path, config: CheckpointConfig | None = None, record: Sequence[Path] = ()):
-        """`record`: files of the run that are copied to the folder at once and before each save. UserError where the
-        folder cannot be used."""
-        self.config, self.record = config, record
+    def __init__(
+        self,
+        folder: str | Path,
+        config: CheckpointConfig | None = None,
+        record: Sequence[Path] = (),
+        on_saved: Callable[[int], None] = lambda step: None,
+    ):
+        """`record`: files of the run that are copied to the folder at once and before each save. `on_saved` is called
+        on the first process with the step of each checkpoint that has become whole. UserError where the folder cannot
+        be used. Every process must make one, and call its methods together."""
+        self.config, self.record, self.on_saved = config, record, on_saved
         self.in_bucket = str(folder).startswith("gs://")
-        # Other processes, and tensorstore, write to the bucket: what was listed before does not tell what is there.
-        fsspec.config.conf["gcs"] = {"use_listings_cache": False}
+        if self.in_bucket:
+            # Other processes, and tensorstore, write to the bucket: a listing kept from before may be out of date.
+            fsspec.config.conf["gcs"] = {**fsspec.config.conf.get("gcs", {}), "use_listings_cache": False}
         try:
             self.folder = epath.Path(folder if self.in_bucket else Path(folder).resolve()) / "checkpoints"
-            if config:
-                self._clear()
+            self.not_whole: list[str] = on_first_process(self._clear) if config else []
+            """What had a checkpoint's name, and was put aside."""
             self.manager = self._open()
-            self._copy_record()
+            steps = on_first_process(lambda: whole_steps(self.folder))
+            scores = [self._score(step) if config else None for step in steps]  # read together, as Orbax asks for
+            self.infos = [Info(*info) for info in on_first_process(lambda: list(zip(steps, scores)))]
+            """The whole checkpoints, in order; every process has the same."""
+            if config:
+                on_first_process(self._copy_record)
+        except UserError:
+            raise
         except Exception as error:  # of the disk or the store
-            raise UserError(f"checkpoints cannot be kept in {folder}: {_first_line(error)}") from error
-        self.scores: dict[int, float | None] = {}
-        self.pending = False
-        self.failed_saves = 0  # in a row
-        self.failure = ""
-        """Why the last one that failed did."""
+            raise UserError(f"checkpoints cannot be kept in {folder}: {first_line(error)}") from error
+        self.pending: Info | None = None
+        """What is being saved."""
+        self.failed_saves = 0
+        """How many saves in a row have failed; the same on every process."""
+        self.failure, self.deletion_failure = "", ""
+        """Why the last save, and the last deletion, failed on this process."""
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the whole checkpoints, in order."""
+        return [info.step for info in self.infos]
+
+    @property
+    def newest(self) -> int:
+        """The newest whole checkpoint's step; 0 where there is none."""
+        return max(self.steps, default=0)
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(read_only=self.config is None)
         return ocp.CheckpointManager(self.folder, options=options, item_names=("params", "rest", "facts"))
-
-    def steps(self) -> list[int]:
-        """Steps of the whole checkpoints, in order."""
-        return sorted(self.manager.all_steps())
 
     def save(self, step: int, state: TrainState, facts: dict) -> None:
         """Copies the state off the devices, and writes it while training goes on. `step` is `int(state.step)`.
@@ -83,58 +128,67 @@ class Checkpoints:
             rest=ocp.args.StandardSave(rest),  # pyright: ignore[reportCallIssue]
             facts=ocp.args.JsonSave({**facts, "sha256": _digest(facts)}),  # pyright: ignore[reportCallIssue]
         )
-        ready = self._settle() and self._try_to(self._copy_record)
-        if highest(not ready) or step in self.steps():
+        self._settle()
+        if step in self.steps:
             return
 
-        failed_before = highest(self.failed_saves)
-
         def write() -> None:
-            if failed_before:
-                self._close()
-                self._clear()  # what the one that failed has left: room for this one
-                self.manager = self._open()
-            self._delete_old()
+            on_first_process(self._copy_record)
             self.manager.save(step, args=items, force=True)
-            self.pending = True
 
-        self._try_to(write)
+        if self._succeeds(write):
+            self.pending = Info(step, _metrics(facts))
 
     def failing(self, wait: bool = True) -> int:
         """How many saves in a row have failed, that of the last save included: it is waited for, or, without `wait`,
-        counted if it failed already. Every process must call it."""
+        counted if it failed already."""
         self._settle(wait)
-        return highest(self.failed_saves)
+        return self.failed_saves
 
-    def _settle(self, wait: bool = True) -> bool:
-        """False where the last save turns out to have failed."""
-        if not self.pending or (not wait and self.manager.is_saving_in_progress()):
-            return True
-        self.pending = False
-        finished = self._try_to(self.manager.wait_until_finished)
-        self.failed_saves = 0 if finished else self.failed_saves
-        return finished
+    def _settle(self, wait: bool = True) -> None:
+        """Finds out what became of the last save. After one that succeeded, old checkpoints are deleted."""
+        if not self.pending or (not wait and highest(self.manager.is_saving_in_progress())):
+            return
+        saved, self.pending = self.pending, None
+        if not self._succeeds(self.manager.wait_until_finished):
+            return
+        self.failed_saves = 0
+        self.infos.append(saved)
+        if jax.process_index() == 0:
+            with suppress(OSError):  # the run's own disk is full: the checkpoint is whole all the same
+                self.on_saved(saved.step)
+        self._delete_old()
 
-    def _try_to(self, write: Callable[[], Any]) -> bool:
-        """Counts a failure of the disk or the store, whatever it is: training can go on."""
+    def _succeeds(self, write: Callable[[], Any]) -> bool:
+        """Whether it succeeds on every process. A failure of the disk or the store, whatever it is, is counted, and
+        what it left is removed, so that the disk has room: training can go on."""
+        failed = False
         try:
             write()
         except Exception as error:
-            self.failed_saves += 1
-            self.failure = _first_line(error)
-            return False
-        return True
+            failed, self.failure = True, first_line(error)
+        if not highest(failed):
+            return True
+        self.failed_saves += 1
+        self.failure = self.failure or "another process could not write its part"
+        self._close()
+        for _ in range(50):  # Orbax may still be writing other parts: after the first failure it waits for none
+            with suppress(Exception):
+                on_first_process(self._clear)
+                break
+            time.sleep(0.1)
+        self.manager = self._open()
+        return False
 
     def _copy_record(self) -> None:
         """Copies what a machine needs, besides the newest checkpoint, to continue a run whose folder is gone."""
-        for path in self.record if jax.process_index() == 0 else ():
+        for path in self.record:
             if path.exists():
                 copy(epath.Path(path), self.folder.parent / path.name)
 
     def close(self) -> None:
         """Waits until what was saved is written."""
-        if not self.failing():
-            self._delete_old()
+        self._settle()
         self._close()
 
     def _close(self) -> None:
@@ -143,21 +197,26 @@ class Checkpoints:
             with suppress(Exception):
                 return self.manager.close()
 
-    def _clear(self) -> None:
-        """Deletes what a kill or a failure left half written or half deleted."""
-        if jax.process_index() == 0 and self.folder.exists():
-            for path in self.folder.iterdir():
-                half_written = self.in_bucket and path.name.isdigit() and not (path / COMMITTED).exists()
-                if half_written or path.name.endswith((".orbax-checkpoint-tmp", ".deleted")):
-                    path.rmtree()
+    def _clear(self) -> list[str]:
+        """Deletes what a kill or a failure left half written or half deleted, and puts aside what has a checkpoint's
+        name and is none, whose names it returns. On the first process."""
+        put_aside = []
+        for path in self.folder.iterdir() if self.folder.exists() else ():
+            half_written = self.in_bucket and path.name.isdigit() and not (path / COMMITTED).exists()
+            if half_written or path.name.endswith(HALF_DONE):
+                path.rmtree()
+            elif path.name.isdigit() and not self.in_bucket and not (path / FACTS).exists():
+                self._put_aside(path)
+                put_aside.append(path.name)
+        return put_aside
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict]:
         """The state saved at `step`, as `abstract`'s shapes and shardings say, and the facts saved with it.
 
-        UserError where it is of another network; another exception where it is damaged.
+        UserError where it is of another network or optimizer; another exception where it is damaged.
         """
-        self._require_same_network(step, abstract.params)
         rest = {"opt_state": abstract.opt_state, "skipped_steps": abstract.skipped_steps}
+        self._require_same_state(step, {"params": abstract.params, **rest})
         found = self._restore(
             step,
             params=ocp.args.StandardRestore(abstract.params),  # pyright: ignore[reportCallIssue]
@@ -171,17 +230,21 @@ class Checkpoints:
     def restore_newest(self, abstract: TrainState, say: Callable[[str], Any]) -> tuple[TrainState, dict] | None:
         """The newest state that can be read, or None where there is no checkpoint at all. Those that cannot are named,
         and put aside in bad-checkpoints/. NoCheckpoint where none can."""
+        for name in self.not_whole:
+            say(f"checkpoint {name} cannot be read (it is not whole); it is in bad-checkpoints")
         bad = []
-        for step in reversed(self.steps()):
+        for step in reversed(self.steps):
             found, problem = None, ""
             try:
                 found = self.restore(step, abstract)
             except UserError:
                 raise
             except Exception as error:  # whatever a damaged file makes Orbax raise
-                problem = _first_line(error)
+                problem = first_line(error)
             if not highest(bool(problem)):
-                self._move(bad, self.folder.parent / "bad-checkpoints")
+                self._forget(bad)
+                on_first_process(lambda: [self._put_aside(self.folder / str(step)) for step in bad])
+                self._reload()
                 return found
             bad.append(step)
             say(f"checkpoint {step} cannot be read ({problem or 'by another process'}); trying the one before it")
@@ -191,14 +254,14 @@ class Checkpoints:
 
     def restore_params(self, abstract: dict) -> tuple[dict, int]:
         """The newest checkpoint's parameters alone, and their step. UserError where there is none, or it is damaged."""
-        if not (steps := self.steps()):
+        if not self.steps:
             raise UserError(f"{self.folder} holds no checkpoint yet")
         try:
-            found = self._restore(steps[-1], params=ocp.args.StandardRestore(abstract))  # pyright: ignore
+            found = self._restore(self.newest, params=ocp.args.StandardRestore(abstract))  # pyright: ignore
             _require_checksums(found.facts, {"params": found.params})
         except Exception as error:
-            raise UserError(f"checkpoint {steps[-1]} in {self.folder} cannot be read: {_first_line(error)}") from error
-        return found.params, steps[-1]
+            raise UserError(f"checkpoint {self.newest} in {self.folder} cannot be read: {first_line(error)}") from error
+        return found.params, self.newest
 
     def facts(self, step: int) -> dict:
         """What was saved beside the arrays."""
@@ -210,44 +273,73 @@ class Checkpoints:
             raise ValueError("facts/metadata is not what was saved")
         return found
 
-    def _require_same_network(self, step: int, params: dict) -> None:
-        saved, asked = self.facts(step)["shapes"], _shapes(params)
-        if names := [name for name in sorted(saved | asked) if saved.get(name) != asked.get(name)]:
-            told = "\n  ".join(f"{name}: {saved.get(name)}, not {asked.get(name)}" for name in names)
-            raise UserError(f"checkpoint {step} in {self.folder} is of another network:\n  {told}")
+    def _require_same_state(self, step: int, state: dict) -> None:
+        """UserError where the checkpoint's parameters have other shapes, or its optimizer other moments."""
+        facts = self.facts(step)
+        saved, asked = facts["shapes"], _shapes(state["params"])
+        differ = [
+            f"{name}: {saved.get(name, 'not there')}, not {asked.get(name, 'there')}"
+            for name in sorted(saved | asked)
+            if saved.get(name) != asked.get(name)
+        ]
+        if differ:
+            raise UserError(f"checkpoint {step} in {self.folder} is of another network:\n  " + "\n  ".join(differ))
+        if others := sorted(facts["checksums"].keys() ^ _shapes(state).keys()):
+            raise UserError(
+                f"checkpoint {step} in {self.folder} was made with another optimizer: {', '.join(others[:4])}"
+                f"{' and others' if len(others) > 4 else ''} are in one of the two alone; give the optimizer it was "
+                "made with, or start a new run from its network (export.py, then --init_from)"
+            )
+
+    def _score(self, step: int) -> dict[str, float] | None:
+        try:
+            return _metrics(self.facts(step))
+        except Exception:  # a damaged one is not the best
+            return None
 
     def _delete_old(self) -> None:
-        """Keeps the newest, every n-th, and the best."""
+        """Keeps the newest, every n-th, and the best by bits per byte. The others are first made no checkpoints, so
+        that none is ever there in part. One that cannot be deleted stays, and does not hold up what comes after it."""
         assert self.config
-        steps, newest, every = self.steps(), self.config.keep, self.config.keep_every
-        for step in set(steps) - self.scores.keys():
-            try:
-                self.scores[step] = self.facts(step).get("val_bpb")
-            except Exception:  # a damaged one is not the best
-                self.scores[step] = None
-        scored = {step: score for step in steps if (score := self.scores[step]) is not None}
-        best = min(scored, key=lambda step: scored[step], default=None)
-        kept = {step for step in steps if step == best or (every and step % every == 0)} | {*steps[-newest:]}
-        self._move([step for step in steps if step not in kept], None)
-
-    def _move(self, steps: list[int], to: epath.Path | None) -> None:
-        """Moves checkpoints into a folder, or deletes them: first they are made no checkpoints, so that none is ever
-        in part."""
-        if not steps:
+        policies: list[managers.PreservationPolicy] = [
+            managers.LatestN(self.config.keep),
+            managers.BestN(
+                get_metric_fn=lambda metrics: -metrics["val_bpb"], n=1, keep_checkpoints_without_metrics=False
+            ),
+        ]
+        if self.config.keep_every:
+            policies.append(managers.EveryNSteps(self.config.keep_every))
+        preserve = managers.AnyPreservationPolicy(policies).should_preserve
+        keep = preserve(self.infos, context=managers.PreservationContext())  # pyright: ignore[reportArgumentType]
+        old = [info.step for info, kept in zip(self.infos, keep) if not kept]
+        if not old:
             return
-        if jax.process_index() == 0:
-            for path in [self.folder / str(step) for step in steps]:
+        self._forget(old)
+        for path in [self.folder / str(step) for step in old] if jax.process_index() == 0 else ():
+            try:
                 if self.in_bucket:
                     (path / COMMITTED).unlink(missing_ok=True)
-                if to:
-                    to.mkdir(exist_ok=True)
-                    if self.in_bucket:  # where no folder is empty
-                        (to / "README").write_text("Checkpoints that could not be read.")
-                    path.rename(to / f"{path.name}-{int(time.time())}")
-                elif self.in_bucket:
                     path.rmtree()
                 else:
                     path.rename(self.folder / f"{path.name}.deleted").rmtree()
+            except Exception as error:
+                self.deletion_failure = f"checkpoint {path.name} could not be deleted: {first_line(error)}"
+        self._reload()
+
+    def _put_aside(self, path: epath.Path) -> None:
+        """Moves what cannot be read to bad-checkpoints/, on the first process."""
+        target = self.folder.parent / "bad-checkpoints"
+        target.mkdir(exist_ok=True)
+        if self.in_bucket:
+            (path / COMMITTED).unlink(missing_ok=True)
+            (target / "README").write_text("Checkpoints that could not be read.")  # where no folder is empty
+        path.rename(target / f"{path.name}-{int(time.time())}")
+
+    def _forget(self, steps: list[int]) -> None:
+        self.infos = [info for info in self.infos if info.step not in steps]
+
+    def _reload(self) -> None:
+        """Orbax looks again at what is there, once the first process has moved what it moves."""
         multihost_utils.sync_global_devices("checkpoints were moved")
         self.manager.reload()
 
@@ -260,8 +352,8 @@ def copy(source: epath.Path, target: epath.Path) -> None:
 
 
 def checksums(tree: Any) -> dict[str, int]:
-    """A number for each array [...] of 4-byte elements, the same on every mesh: the sum of its elements' bits, each
-    times an odd number of its own, modulo 2^32. So no single element can change unnoticed."""
+    """A number for each array [...] of elements of at most 4 bytes, the same on every mesh: the sum of its elements'
+    bits, each times an odd number of its own, modulo 2^32. So no single element can change unnoticed."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     sums = jax.device_get(_checksums([leaf for _, leaf in leaves]))
     return {path_name(path): int(total) for (path, _), total in zip(leaves, sums)}
@@ -273,9 +365,14 @@ def _checksums(leaves: list[Array]) -> list[UInt32[Array, ""]]:
         position = jnp.zeros(leaf.shape, jnp.uint32)
         for axis, size in enumerate(leaf.shape):
             position = position * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        return jnp.sum(jax.lax.bitcast_convert_type(leaf, jnp.uint32) * (2 * position + 1), dtype=jnp.uint32)
+        bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
+        return jnp.sum(bits * (2 * position + 1), dtype=jnp.uint32)
 
     return [checksum(leaf) for leaf in leaves]
+
+
+def _metrics(facts: dict) -> dict[str, float] | None:
+    return None if facts.get("val_bpb") is None else {"val_bpb": facts["val_bpb"]}
 
 
 def _shapes(tree: Any) -> dict[str, list[int]]:
@@ -292,33 +389,6 @@ def _digest(facts: dict) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """An exception in a line, for messages."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-
-
-def _files(folder: epath.Path) -> Iterator[epath.Path]:
-    for path in folder.iterdir():
-        yield from _files(path) if path.is_dir() else [path]
-
-
-def main() -> int:
-    from run.folder import open_for_reading  # which imports this module
-
-    if len(sys.argv) != 3 or sys.argv[1] != "list":
-        raise UserError("usage: python -m run.checkpoint list RUN")
-    checkpoints, abstract = open_for_reading(sys.argv[2])
-    print(f"{'step':>10} {'MB':>9} {'val_bpb':>9} {'hours old':>10}")
-    for step in checkpoints.steps():
-        megabytes = sum(path.stat().length for path in _files(checkpoints.folder / str(step))) / 1e6
-        try:
-            facts = checkpoints.restore(step, abstract)[1]
-            hours = (time.time() - facts["time"]) / 3600
-            told = f"{facts.get('val_bpb', math.nan):9.4f} {hours:10.1f}  verified"
-        except Exception as error:
-            told = f"{'':9} {'':10}  DAMAGED: {_first_line(error)}"
-        print(f"{step:>10} {megabytes:9.1f} {told}")
-    return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

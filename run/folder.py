@@ -7,18 +7,24 @@ import os
 import platform
 import time
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 from etils import epath
 from jax.sharding import Mesh
 
 from configs.command_line import config_from_json
-from configs.schema import FREE_TO_CHANGE, Config, MeshConfig, UserError, options
-from run.checkpoint import Checkpoints, copy
+from configs.files import write_whole
+from configs.schema import Config, MeshConfig, UserError, free_to_change, options, validate
+from data.dataset import absolute
+from run.checkpoint import Checkpoints, copy, whole_steps
+from run.events import Events, saved_up_to
+from run.metrics import read_metrics
 from run.runtime import versions
 from training.build import build
 from training.state import TrainState, abstract_params
+
+RECORD = ("config.json", "metrics.jsonl", "events.jsonl")  # what continues a run, besides its checkpoints
 
 
 class RunLock:
@@ -57,15 +63,29 @@ class RunLock:
 
 def record_files(run_dir: str | Path) -> list[Path]:
     """What continues a run, besides its checkpoints."""
-    return [Path(run_dir) / "config.json", Path(run_dir) / "metrics.jsonl"]
+    return [Path(run_dir) / name for name in RECORD]
 
 
-def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> list[str]:
-    """Claims `config.run_dir` for this config, before any compute, and returns what changed since its first start.
+class Past(NamedTuple):
+    """What a run's folder says of the run so far. JSON can hold it, so that one process reads for all."""
+
+    changes: list[str]
+    """Options that differ from the first start's, and change the result."""
+    events: list[dict]
+    finished: int
+    """Steps of its summary; 0: it has none."""
+    saved: int
+    """The newest step that was ever saved."""
+    saved_in: str
+    """The folder where."""
+
+
+def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> Past:
+    """Claims `config.run_dir` for this config, before any compute, and returns what is known of the run.
 
     UserError where the folder holds something else or cannot be written, where an option that makes the result differs
     and the change is not accepted, where `resume` forbids what was found, or another process writes to it. Nothing is
-    deleted. Only the first process may call it.
+    deleted, and no change is recorded yet (`accept`). Only the first process may call it.
     """
     try:
         return _open_run(config, fingerprint, accept_changes, lock)
@@ -73,35 +93,38 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLo
         raise UserError(f"--run_dir={config.run_dir} cannot be written: {error}") from error
 
 
-def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> list[str]:
+def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> Past:
     folder = Path(config.run_dir)
     record = folder / "config.json"
     if not record.exists():
-        # A start that was killed while it claimed the folder may have left its record half written.
-        if folder.exists() and any(path.name not in ("config.partial", "lock") for path in folder.iterdir()):
-            raise UserError(f"--run_dir={folder} is not empty and holds no run (no config.json); choose another folder")
         elsewhere = epath.Path(config.checkpoint.folder)
-        if not (config.checkpoint.folder and (elsewhere / record.name).exists()):
+        saved_elsewhere = config.checkpoint.folder != "" and (elsewhere / record.name).exists()
+        # A start that was killed while it claimed the folder may have left these.
+        harmless = ("lock", f"{record.name}.partial", *(RECORD if saved_elsewhere else ()))
+        if folder.exists() and any(path.name not in harmless for path in folder.iterdir()):
+            raise UserError(f"--run_dir={folder} is not empty and holds no run (no config.json); choose another folder")
+        if not saved_elsewhere:
             if config.resume == "must":
                 raise UserError(f"--resume=must, but there is no run in {folder}")
             lock.take()
             _write_record(record, config, fingerprint, [])
-            return []
+            return Past([], [], 0, 0, "")
         if config.resume == "never":
             raise UserError(f"--resume=never, but {elsewhere} holds a run already; choose another --checkpoint.folder")
         lock.take()
         for path in reversed(record_files(folder)):  # the one that claims the folder comes last
-            copy(elsewhere / path.name, epath.Path(path))
+            if (elsewhere / path.name).exists():
+                copy(elsewhere / path.name, epath.Path(path))
     if config.resume == "never":
         raise UserError(f"--resume=never, but {folder} holds a run already; choose another --run_dir or --name")
     lock.take()
-    told = json.loads(record.read_text())
-    before = options(config_from_json(json.dumps(told["config"]))) | {"dataset": told["dataset"]}
+    told, first = read_record(record)
+    before = options(first) | {"dataset": told["dataset"]}
     now = options(config) | {"dataset": fingerprint}
     changes = [
         f"{name}: {before.get(name)} -> {now[name]}"
         for name in now
-        if before.get(name) != now[name] and not name.startswith(FREE_TO_CHANGE)
+        if before.get(name) != now[name] and not free_to_change(name)
     ]
     if changes and not accept_changes:
         raise UserError(
@@ -109,9 +132,48 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
             "give the first start's settings to continue it, another --name to start a new run, "
             "or --accept_changes to continue it with these"
         )
-    if changes:
-        _write_record(record, config, fingerprint, [*told["changes"], changes])
-    return changes
+    events = Events(folder).read()
+    saved = saved_up_to(events)
+    if not events:  # a run of a version that wrote none: steps in its metrics say that it had come somewhere
+        saved = max((line["step"] for line in read_metrics(folder) if "loss" in line), default=0)
+    return Past(changes, events, _finished(folder), saved, first.checkpoint.folder or str(folder))
+
+
+def _finished(folder: Path) -> int:
+    try:
+        return int(json.loads((folder / "summary.json").read_text())["steps"])
+    except (OSError, ValueError, LookupError, TypeError):  # none, or damaged: it is made again
+        return 0
+
+
+def checkpoint_folder(config: Config) -> epath.Path:
+    """Where a run's checkpoints lie."""
+    return epath.Path(config.checkpoint.folder or config.run_dir) / "checkpoints"
+
+
+def require_checkpoints(config: Config, past: Past) -> None:
+    """UserError where a run has got somewhere and its checkpoints are gone: to start again would erase its record."""
+    folder = checkpoint_folder(config)
+    if past.saved and not whole_steps(folder):
+        raise UserError(
+            f"{config.run_dir} was saved up to step {past.saved} in {past.saved_in}/checkpoints, and {folder} holds no "
+            "checkpoint now: is its disk mounted, were they moved, or deleted? Bring them there, or start a new run "
+            "with another --name"
+        )
+
+
+def accept(config: Config, fingerprint: str, changes: list[str], step: int) -> None:
+    """Records that the run goes on from `step`, and what changed. Only the first process may call it, once the state
+    has been restored."""
+    folder = Path(config.run_dir)
+    record = folder / "config.json"
+    told, first = read_record(record)
+    respelled = absolute(first.data) != absolute(config.data)
+    if changes or respelled:
+        _write_record(record, config, fingerprint, told["changes"] + ([changes] if changes else []))
+    if step < config.steps:
+        (folder / "summary.json").unlink(missing_ok=True)  # of a shorter run
+    Events(folder).add("start", step)
 
 
 class Run(NamedTuple):
@@ -127,38 +189,52 @@ class Run(NamedTuple):
 
 
 def load_run(run_dir: str | Path, mesh: Mesh) -> Run:
-    """The run in `run_dir` with its newest checkpoint's parameters. UserError where there is no run or checkpoint."""
-    config, fingerprint = _read_record(run_dir)
+    """The run in `run_dir` with its newest checkpoint's parameters. UserError where there is no run or checkpoint, or
+    where the mesh cannot divide its network."""
+    told, config = _record_of(run_dir)
+    validate(dataclasses.replace(config, mesh=MeshConfig(**mesh.shape)))
     params, step = Checkpoints(config.checkpoint.folder or run_dir).restore_params(abstract_params(config.model, mesh))
-    return Run(config, fingerprint, params, step)
+    return Run(config, told["dataset"], params, step)
 
 
 def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
     """A run's checkpoints, and what to restore them as on one device."""
-    config, _ = _read_record(run_dir)
+    _, config = _record_of(run_dir)
     built = build(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
     return Checkpoints(config.checkpoint.folder or run_dir), built.abstract_state
 
 
-def _read_record(run_dir: str | Path) -> tuple[Config, str]:
-    record = Path(run_dir) / "config.json"
+def _record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
+    record = Path(run_dir).expanduser() / "config.json"
     if not record.is_file():
         runs = ", ".join(str(found.parent) for found in sorted(Path("runs").glob("*/config.json")))
         raise UserError(f"--run_dir={run_dir} holds no run (no config.json); runs here: {runs or 'none'}")
-    told = json.loads(record.read_text())
-    return config_from_json(json.dumps(told["config"])), told["dataset"]
+    return read_record(record)
+
+
+def read_record(record: Path) -> tuple[dict[str, Any], Config]:
+    """A run's config.json, and the Config in it. UserError where it cannot be read."""
+    try:
+        told = json.loads(record.read_text())
+        config = config_from_json(json.dumps(told["config"]))
+        _ = told["dataset"], told["changes"]
+        return told, config
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UserError(
+            f"{record} cannot be read ({type(error).__name__}: {error}); it says what the run is. Restore it: with "
+            "--checkpoint.folder there is a copy beside the checkpoints"
+        ) from error
 
 
 def _write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
     devices = jax.devices()
     told = {
-        "config": dataclasses.asdict(config),
+        # With paths that hold from anywhere: other commands find the text, whatever folder they are typed in.
+        "config": dataclasses.asdict(dataclasses.replace(config, data=absolute(config.data))),
         "dataset": fingerprint,
         "versions": versions(),
         "devices": {"kind": devices[0].device_kind, "count": len(devices), "processes": jax.process_count()},
         "changes": changes,
     }
     record.parent.mkdir(parents=True, exist_ok=True)
-    partial = record.with_suffix(".partial")
-    partial.write_text(json.dumps(told, indent=2))
-    partial.rename(record)
+    write_whole(record, json.dumps(told, indent=2))

@@ -1,14 +1,22 @@
-"""What a run writes down: metrics.jsonl, TensorBoard, loss.png."""
+"""What a run writes down: metrics.jsonl, TensorBoard, summary.json, loss.png."""
 
 import json
+import math
+import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
-from tensorboardX import SummaryWriter
+from tensorboardX import summary as events
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2
+
+from configs.files import append_whole, write_whole
 
 
 class Clock:
@@ -54,82 +62,134 @@ class MetricsWriter:
 
     A continued run first drops the lines after the checkpoint that it continues from, and shows the rest anew, so that
     each step stands in both once, whatever moment the run was killed at. Of several processes only the first writes.
+    Where the disk is full, lines wait in memory until there is room (`problem` says why), and training goes on.
     """
 
     def __init__(self, run_dir: str | Path, start_step: int):
         self.writes = jax.process_index() == 0
+        self.problem = ""
         if not self.writes:
             return
-        folder, path = Path(run_dir) / "tensorboard", Path(run_dir) / "metrics.jsonl"
+        self.path, self.waiting = Path(run_dir) / "metrics.jsonl", ""
         # Before the first checkpoint there is nothing to continue, and step 0 is evaluated again.
         kept = [line for line in read_metrics(run_dir) if line["step"] <= start_step] if start_step else []
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        partial.rename(path)
-        self.file = path.open("a")
-        shutil.rmtree(folder, ignore_errors=True)
-        # Seconds until an event is on disk.
-        self.tensorboard = SummaryWriter(str(folder), flush_secs=1)
-        for line in kept:
-            self._show(line)
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        self.tensorboard: TensorBoard | None = None
+        self._show(kept)
 
     def write(self, line: dict) -> None:
-        """One line, with the time: of a logged step, an evaluation with its samples, or a change of the config."""
+        """One line, with the time: of a logged step, an evaluation with its samples, or a change of the config. Numbers
+        that are not finite become null: JSON has none."""
         if not self.writes:
             return
-        line = {**line, "time": time.time()}
-        self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
-        self._show(line)
+        line = _finite({**line, "time": time.time()})
+        self.waiting += json.dumps(line, allow_nan=False) + "\n"
+        try:
+            append_whole(self.path, self.waiting)
+            self.waiting, self.problem = "", ""
+        except OSError as error:
+            self.problem = f"{self.path} cannot be written: {error.strerror or error}; its lines wait in memory"
+            return
+        self._show([line])
 
-    def _show(self, line: dict) -> None:
+    def _show(self, lines: list[dict]) -> None:
+        """In TensorBoard; all lines anew at the start, and after its file could not be written."""
+        try:
+            if self.tensorboard is None:
+                lines = read_metrics(self.path.parent)
+                self.tensorboard = TensorBoard(self.path.parent / "tensorboard")
+            for line in lines:
+                self.tensorboard.show(line)
+        except OSError as error:
+            self.tensorboard = None
+            self.problem = f"TensorBoard's file cannot be written: {error.strerror or error}"
+
+    def close(self, hparams: dict | None = None, results: dict | None = None) -> None:
+        """Ends the run's TensorBoard file; of a finished run with its options as hparams, and their results."""
+        if not self.writes or self.tensorboard is None:
+            return
+        self.tensorboard.close()
+        if hparams is not None and results is not None:
+            flat = {name: v if isinstance(v, bool | int | float) else str(v) for name, v in hparams.items()}
+            board = TensorBoard(self.path.parent / "tensorboard" / "hparams")
+            for summary in (*events.hparams(flat, results), *(events.scalar(*result) for result in results.items())):
+                board.add(summary, 0, time.time())
+            board.close()
+
+
+class TensorBoard:
+    """An event file, written at once: tensorboardX's own writer has a thread that dies of a full disk, and then a
+    queue that nobody empties, on which training would wait for ever."""
+
+    def __init__(self, folder: Path):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.writer = EventsWriter(str(folder / "events"))
+        self.flushed = 0.0
+
+    def show(self, line: dict) -> None:
         """Numbers as scalars, those of a nested dict as `key/subkey`; lists as texts."""
         step, when = line["step"], line["time"]
         for key, value in line.items():
             if isinstance(value, list):
                 for i, text in enumerate(value):
-                    self.tensorboard.add_text(f"{key}/{i}", f"```\n{text}\n```", step, walltime=when)
+                    self.add(events.text(f"{key}/{i}", f"```\n{text}\n```"), step, when)
             numbers = {f"{key}/{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
             for name, number in numbers.items():
                 if isinstance(number, int | float) and name not in ("step", "time"):
-                    self.tensorboard.add_scalar(name, number, step, walltime=when)
+                    self.add(events.scalar(name, number), step, when)
+        if time.monotonic() > self.flushed + 1:
+            self.writer.flush()
+            self.flushed = time.monotonic()
 
-    def close(self, hparams: dict, results: dict) -> None:
-        """Ends the run: its options as hparams, with their results."""
-        flat = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in hparams.items()}
-        self.tensorboard.add_hparams(flat, results, name="hparams")
-        self.tensorboard.close()
-        self.file.close()
+    def add(self, summary: Any, step: int, when: float) -> None:
+        event = event_pb2.Event(summary=summary, step=step, wall_time=when)  # pyright: ignore[reportAttributeAccessIssue]
+        self.writer.write_event(event)
+
+    def close(self) -> None:
+        """Writes what is not on disk yet."""
+        self.writer.close()
+
+
+def _finite(value: Any) -> Any:
+    """The same, with None in place of each number that is not finite."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(run_dir: str | Path) -> list[dict]:
-    """The lines of metrics.jsonl, none where there is none, without the one that a kill may have left half written."""
+    """The lines of metrics.jsonl, none where there is none. One that cannot be read is left out, and named, but for the
+    last, of which a kill may have left half."""
     path = Path(run_dir) / "metrics.jsonl"
+    texts = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() else []
     lines = []
-    for text in path.read_text().splitlines() if path.exists() else []:
+    for number, text in enumerate(texts, 1):
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            break
+            line = json.loads(text)
+            _ = line["step"] + 0, line["time"] + 0
+            lines.append(line)
+        except (ValueError, TypeError, LookupError):
+            if number < len(texts):
+                print(f"{path}: line {number} is damaged, and left out", file=sys.stderr)
     return lines
 
 
 def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:
     """What a run's summary says, with the newest losses that metrics.jsonl has; and the newest samples."""
     lines = read_metrics(run_dir)
-    logged = [line for line in lines if "loss" in line][-1]
-    measured = [line for line in lines if "val_loss" in line][-1]
-    losses = {"loss": logged["loss"], "val_loss": measured["val_loss"], "val_bpb": measured["val_bpb"]}
-    rate = tokens / seconds
+    newest = lambda name: next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
+    losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb")}
+    rate = tokens / seconds if seconds else None
     summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}
-    return summary, measured["samples"]
+    return summary, newest("samples") or []
 
 
 def write_summary(run_dir: str | Path, summary: dict) -> None:
     """Writes summary.json, which says that the run is complete: the last file, and never half of it."""
-    partial = Path(run_dir) / "summary.partial"
-    partial.write_text(json.dumps(summary, indent=2) + "\n")
-    partial.rename(Path(run_dir) / "summary.json")
+    write_whole(Path(run_dir) / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def plot_loss(run_dir: str | Path) -> Path:
@@ -137,15 +197,19 @@ def plot_loss(run_dir: str | Path) -> Path:
     from matplotlib.figure import Figure  # a second to import, and needed once, at the end
 
     lines = read_metrics(run_dir)
-    train = [(line["tokens"], line["loss"]) for line in lines if "loss" in line]
-    val = [(line["tokens"], line["val_loss"]) for line in lines if "val_loss" in line]
+    course = lambda name: [(line["tokens"], line[name]) for line in lines if line.get(name) is not None]
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(*zip(*train), color="tab:blue", linewidth=1, alpha=0.7, label="training")
-    axes.plot(*zip(*val), color="tab:orange", marker="o", label=f"validation ({val[-1][1]:.3f} at the end)")
+    if train := course("loss"):
+        axes.plot(*zip(*train), color="tab:blue", linewidth=1, alpha=0.7, label="training")
+    if val := course("val_loss"):
+        label = f"validation ({val[-1][1]:.3f} at the end)"
+        axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
     axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
     axes.grid(alpha=0.3)
     axes.legend()
     path = Path(run_dir) / "loss.png"
-    figure.savefig(path, dpi=150)
+    partial = path.with_suffix(".partial.png")
+    figure.savefig(partial, dpi=150)
+    os.replace(partial, path)
     return path

@@ -1,4 +1,4 @@
-"""What is told of the steps, and what they tell of the run's health."""
+"""The metrics of steps: read when they are done, judged, and written."""
 
 import math
 from collections import deque
@@ -14,7 +14,7 @@ from configs.schema import Config
 from run.metrics import Clock, MetricsWriter
 from training.step import Metrics
 
-WINDOW, LEAST = 64, 16  # steps that a loss is compared with
+WINDOW, ENOUGH = 64, 16  # steps that a loss is compared with: at most, and at least
 
 
 class Monitor:
@@ -25,29 +25,36 @@ class Monitor:
         config: Config,
         writer: MetricsWriter,
         clock: Clock,
+        *,
         flops_share: float | None,
+        tokens_after: Callable[[int], int],
         rows_of: Callable[[int], dict],
         say: Callable[[str], Any],
         losses: list[float],
+        step: int,
         skipped: int,
     ):
-        self.config, self.writer, self.clock, self.rows_of, self.say = config, writer, clock, rows_of, say
-        self.flops_share = flops_share
+        """`flops_share`: MFU of one token a second. `tokens_after(step)`: tokens of the run up to a step.
+        `rows_of(step)`: which batch and rows a step saw. `losses` and `skipped` are of the steps up to `step`, after
+        which the run goes on."""
+        self.config, self.writer, self.clock, self.say = config, writer, clock, say
+        self.flops_share, self.tokens_after, self.rows_of = flops_share, tokens_after, rows_of
         self.losses = deque(losses, WINDOW)
         """Of the newest steps: what a loss is compared with."""
         self.skipped, self.skipped_in_a_row = skipped, 0
         self.spike: dict | None = None
-        """The first step whose loss jumped: `step`, `loss`, `median`, and which batch and rows it saw."""
+        """The first step whose loss jumped, until somebody has dealt with it: `step`, and `spike` with the loss, the
+        median, and which batch and rows it saw."""
         self.unread: list[tuple[int, Metrics]] = []
         hidden = None if jax.process_index() == 0 else True  # None: where the output is no terminal
-        self.bar = tqdm(total=config.steps, unit="step", disable=hidden, dynamic_ncols=True)
+        self.bar = tqdm(total=config.steps, initial=step, unit="step", disable=hidden, dynamic_ncols=True)
 
     def add(self, step: int, metrics: Metrics) -> None:
         """The metrics of a step that may not be done yet: nothing waits for them here."""
         self.unread.append((step, metrics))
 
     def read(self) -> None:
-        """Waits for the newest step, and tells what went wrong since this was last called."""
+        """Waits for the newest step, and says what went wrong since this was last called."""
         for step, metrics in self.unread:
             self.step, self.values = step, jax.tree.map(lambda value: np.asarray(value).item(), metrics)
             self._count_skipped()
@@ -58,17 +65,18 @@ class Monitor:
         """Reads, and writes the newest step's line."""
         self.read()
         steps_per_second, data_wait = self.clock.rates(self.step)
-        tokens_per_step = self.config.batch.tokens_per_step
-        tokens_per_second = steps_per_second * tokens_per_step
+        tokens_per_second = steps_per_second * self.config.batch.tokens_per_step
         mfu = tokens_per_second * self.flops_share if self.flops_share else None
-        line = {"step": self.step, "tokens": self.step * tokens_per_step, **self.values}
+        line = {"step": self.step, "tokens": self.tokens_after(self.step), **self.values}
         line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "data_wait": data_wait}
         self.writer.write(line | {"seconds": self.clock.seconds})
-        told = f"loss {line['loss']:.4f}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
-        self.bar.set_postfix_str(told, refresh=False)
+        if self.writer.problem:
+            self.say(self.writer.problem)
+        shown = f"loss {line['loss']:.4f}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
+        self.bar.set_postfix_str(shown, refresh=False)
         self.bar.update(self.step - self.bar.n)
         if self.bar.disable:
-            self.say(f"step {self.step}/{self.config.steps}  {told}")
+            self.say(f"step {self.step}/{self.config.steps}  {shown}")
 
     def _count_skipped(self) -> None:
         skipped = self.values["skipped_steps"]
@@ -81,7 +89,7 @@ class Monitor:
 
     def _compare_loss(self) -> None:
         loss, factor = self.values["loss"], self.config.stability.spike_factor
-        usual = median(self.losses) if len(self.losses) >= LEAST else math.inf
+        usual = median(self.losses) if len(self.losses) >= ENOUGH else math.inf
         if factor and loss > factor * usual:
             spike = {"step": self.step, "spike": {"loss": loss, "median": usual, **self.rows_of(self.step)}}
             self.say(

@@ -1,4 +1,4 @@
-"""How a command starts and ends: JAX's settings, signals, exit codes."""
+"""How a command starts and ends: JAX's settings, several processes, signals, exit codes."""
 
 import hashlib
 import json
@@ -7,7 +7,8 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from glob import glob
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -18,10 +19,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from configs.exit_codes import Exit
+from configs.interrupt import raise_at_interrupt
 from configs.schema import UserError
 
-FAILED, MISTAKEN, UNREADABLE, INTERRUPTED = 1, 2, 3, 130  # exit codes; 0: complete, or preempted and saved
-SILENCE = 30  # seconds without a sign of life after which a process counts as lost
+HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life after which a process counts as lost
 
 
 class NoCheckpoint(Exception):
@@ -30,14 +32,15 @@ class NoCheckpoint(Exception):
 
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Runs a command and exits with its code; a UserError becomes its message and code 2."""
+    raise_at_interrupt()
     try:
         code = main()
     except (UserError, NoCheckpoint) as error:
         print(f"error: {error}", file=sys.stderr)
-        code = MISTAKEN if isinstance(error, UserError) else UNREADABLE
+        code = Exit.MISTAKE if isinstance(error, UserError) else Exit.UNREADABLE
     except KeyboardInterrupt:
-        print("interrupted outside of training; nothing was lost", file=sys.stderr)
-        code = INTERRUPTED
+        print("interrupted while no step was being taken; what was saved before is still there", file=sys.stderr)
+        code = Exit.INTERRUPTED
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise
@@ -47,13 +50,17 @@ def run_command(main: Callable[[], int]) -> NoReturn:
             file=sys.stderr,
             flush=True,
         )
-        os._exit(FAILED)  # an orderly end would wait for the others
+        os._exit(Exit.PEER_LOST)  # an orderly end would wait for the others
     sys.exit(code)
 
 
 def cache_dir() -> Path:
-    """Where prepared datasets and compiled programs are kept: TOKENSUM_CACHE, or ~/.cache/tokensum."""
-    return Path(os.environ.get("TOKENSUM_CACHE") or "~/.cache/tokensum").expanduser()
+    """Where prepared datasets and compiled programs are kept: TOKENSUM_CACHE, or ~/.cache/tokensum. UserError where
+    there is no home folder."""
+    try:
+        return Path(os.environ.get("TOKENSUM_CACHE") or "~/.cache/tokensum").expanduser()
+    except RuntimeError as error:
+        raise UserError(f"no home folder to keep prepared data in ({error}); set TOKENSUM_CACHE to a folder") from error
 
 
 def start_jax() -> None:
@@ -63,7 +70,7 @@ def start_jax() -> None:
     JAX_COORDINATOR_ADDRESS (host:port of the first), JAX_NUM_PROCESSES and JAX_PROCESS_ID name them.
     """
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
-    for library in ("absl", "asyncio"):  # what goes wrong is told where it matters
+    for library in ("absl", "asyncio"):  # whose messages repeat what the commands say themselves
         logging.getLogger(library).setLevel(logging.CRITICAL)
     if jax.distributed.is_initialized():
         return
@@ -76,9 +83,11 @@ def start_jax() -> None:
                 "JAX_COORDINATOR_ADDRESS (host:port), JAX_NUM_PROCESSES and JAX_PROCESS_ID (numbers) belong together; "
                 f"found {named}"
             )
-        jax.distributed.initialize(address, int(count or 0), int(index or 0), heartbeat_timeout_seconds=SILENCE)
+        jax.distributed.initialize(
+            address, int(count or 0), int(index or 0), heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT
+        )
     elif on_tpu or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-        jax.distributed.initialize(heartbeat_timeout_seconds=SILENCE)
+        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT)
 
 
 def check_hosts_agree(about: str, value: str) -> None:
@@ -97,23 +106,30 @@ def highest(value: int) -> int:
     return value if jax.process_count() == 1 else int(multihost_utils.process_allgather(np.int32(value)).max())
 
 
-def on_first_process(function: Callable[[], list]) -> list:
-    """What `function` returns on process 0, on every process; a UserError there is raised on every process."""
+def on_first_process(function: Callable[[], Any]) -> Any:
+    """What `function` returns on process 0 (something that JSON can hold), on every process. An exception there is
+    raised on every process: a UserError as one, any other as a RuntimeError elsewhere. Every process must call it."""
     if jax.process_count() == 1:
         return function()
-    told: dict = {}
+    answer: dict = {}
+    failure: Exception | None = None
     if jax.process_index() == 0:
         try:
-            told = {"result": function()}
-        except UserError as error:
-            told = {"error": str(error)}
-    text = np.frombuffer(json.dumps(told).encode(), np.uint8)
+            answer = {"result": function()}
+        except Exception as error:
+            failure = error
+            answer = {"mistake" if isinstance(error, UserError) else "failure": str(error)}
+    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
     text = multihost_utils.broadcast_one_to_all(np.resize(text, size))
-    told = json.loads(bytes(text))
-    if "error" in told:
-        raise UserError(told["error"])
-    return told["result"]
+    answer = json.loads(bytes(text))
+    if failure:
+        raise failure
+    if "mistake" in answer:
+        raise UserError(answer["mistake"])
+    if "failure" in answer:
+        raise RuntimeError(f"process 0 failed: {answer['failure']}")
+    return answer["result"]
 
 
 def versions() -> dict[str, str]:
@@ -123,27 +139,52 @@ def versions() -> dict[str, str]:
 
 
 class Stop:
-    """Inside `with`, Ctrl-C and SIGTERM (a preemption notice) become a request to stop, that all processes of a run
-    heed after the same step. A second Ctrl-C ends the process at once."""
+    """Inside `with`, Ctrl-C and SIGTERM (a preemption notice) end the command in order.
+
+    They end it at once, by an exception, but where steps are taken (`heeded`): there they become a request that all
+    processes of a run heed after the same step. A second Ctrl-C then ends the process at once.
+    """
 
     def __init__(self) -> None:
-        self.code: int | None = None
-        """The exit code of whoever asked this process to stop."""
+        self.code: Exit | None = None
+        """The exit code of whoever asked this process to stop. Kept because a callback of JAX's may swallow the
+        exception."""
+        self.training = False
 
     def __enter__(self) -> "Stop":
-        self.before = {signal.SIGINT: signal.signal(signal.SIGINT, self._interrupt)}
-        if jax.process_count() == 1:  # else JAX's preemption service has taken SIGTERM, and tells the others
-            self.before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._preempt)
+        # With several processes JAX's preemption service starts later, takes SIGTERM over, and informs the others.
+        handlers = {signal.SIGINT: self._interrupt, signal.SIGTERM: self._preempt}
+        self.before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
 
     def _interrupt(self, *_: object) -> None:
-        self.code = INTERRUPTED
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if self.code == Exit.INTERRUPTED and self.training:
+            os.write(2, b"interrupted again: ended at once; steps after the newest whole checkpoint are lost\n")
+            os._exit(Exit.INTERRUPTED)
+        self.code = Exit.INTERRUPTED
+        if not self.training:
+            raise KeyboardInterrupt
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _preempt(self, *_: object) -> None:
-        self.code = 0
+        self.code = self.code or Exit.PREEMPTED
+        if not self.training:
+            raise SystemExit(Exit.PREEMPTED)
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Inside, steps are taken, and a request waits for the end of one. Where JAX swallowed an exception that an
+        earlier request raised, it is raised again."""
+        if self.code == Exit.INTERRUPTED:
+            raise KeyboardInterrupt
+        if self.code:
+            raise SystemExit(self.code)
+        self.training = True
+        try:
+            yield
+        finally:
+            self.training = False
 
     def after(self, step: int) -> bool:
         """Whether the run is to stop after this step. Every process must ask after every step."""
@@ -151,13 +192,17 @@ class Stop:
             return self.code is not None
         return multihost_utils.reached_preemption_sync_point(step)
 
+    def agreed_code(self) -> Exit:
+        """The exit code of all processes: a person's wish counts before a preemption. Every process must call it."""
+        return Exit.INTERRUPTED if highest(self.code == Exit.INTERRUPTED) else Exit.PREEMPTED
+
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
 
 def peak_memory_bytes(compiled: jax.stages.Compiled) -> int:
-    """Peak bytes on the first device: as it reports them, else what the program's own analysis says."""
+    """Peak bytes on the first device: as it reports them, or, where it does not, by the program's own analysis."""
     measured = jax.local_devices()[0].memory_stats()
     if measured and "peak_bytes_in_use" in measured:
         return measured["peak_bytes_in_use"]

@@ -12,7 +12,7 @@ from configs.schema import Config
 from training.mesh import batch_shape, batch_sharding, make_mesh
 from training.optimizer import make_optimizer
 from training.schedule import Schedule
-from training.state import TrainState, abstract_state, compute_dtype, create_state, split_model
+from training.state import TrainState, abstract_state, compute_dtype, create_state
 from training.step import EvalStep, TrainStep, make_eval_step, make_train_step
 
 
@@ -52,8 +52,8 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Build:
     """For all devices here, or those given. UserError where the config does not fit them."""
     mesh = make_mesh(config.mesh, devices)
     dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
-    shapes = split_model(config.model, dtype)[1]
-    optimizer, rates = make_optimizer(config.optimizer, shapes, config.model.width, config.steps, mesh)
+    optimizer, rates = make_optimizer(config.optimizer, config.model, config.steps, mesh)
+    state = abstract_state(config.model, optimizer, mesh)
     return Build(
         config,
         mesh,
@@ -62,7 +62,7 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Build:
         batch_sharding(mesh),
         optimizer,
         rates,
-        abstract_state(config.model, optimizer, mesh),
-        make_train_step(config.model, dtype, mesh, optimizer, rates, config.optimizer.clip_norm),
+        state,
+        make_train_step(config.model, dtype, mesh, state, optimizer, rates, config.optimizer.clip_norm),
         make_eval_step(config.model, dtype, mesh),
     )

@@ -39,7 +39,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def xla_options(mesh: Mesh) -> dict[str, bool]:
-    """What XLA is told beside its defaults, by platform: only what a measurement showed to help (bench/LOG.md).
+    """Options of XLA that differ from its defaults, by platform: only what a measurement showed to help (bench/LOG.md).
 
     On a GPU: to round to bfloat16 where the network says so. Left to itself XLA drops such roundings, and so keeps and
     reads float32 copies of activations: 7 of 24 GiB, and 125 of 894 GB a step, at depth 12.

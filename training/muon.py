@@ -7,8 +7,8 @@
     decay              where it and the update agree (arXiv:2411.16085)
 
 optax.contrib.muon has no second moment, no agreement of decay and update, and no schedule that is a function of the
-step; and it would orthogonalise every matrix on every device. Here whole matrices are dealt out to the devices: each
-device orthogonalises its own, and no matrix is worked on twice.
+step; and it would orthogonalise every matrix on every device. Here matrices of one shape are stacked, and the stack is
+divided over all devices: each matrix is orthogonalised by one of them.
 """
 
 import math
@@ -66,8 +66,8 @@ def muon(config: MuonConfig, rate: Schedule, steps: int, mesh: Mesh | None) -> o
         def move(direction: Array, second: Array, param: Array) -> Array:
             direction = evened_out(direction, second)
             agree = direction * param >= 0
-            own_rate = rate(step) * max(1.0, param.shape[1] / param.shape[0]) ** 0.5
-            return -own_rate * (direction + decay * jnp.where(agree, param, 0))
+            matrix_rate = rate(step) * max(1.0, param.shape[1] / param.shape[0]) ** 0.5
+            return -matrix_rate * (direction + decay * jnp.where(agree, param, 0))
 
         return jax.tree.map(move, directions, nu, params), MuonState(mu, nu)
 

@@ -1,6 +1,6 @@
-"""One group for each kind of parameter, chosen by the parameter's path: AdamW, or Muon for the matrices."""
+"""One group for each kind of parameter, which it declares where it is made: AdamW, or Muon for the matrices."""
 
-import re
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -9,20 +9,10 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from configs.schema import GroupConfig, MuonConfig, OptimizerConfig, UserError
+from configs.schema import GroupConfig, ModelConfig, MuonConfig, OptimizerConfig, UserError
+from model.gpt import map_parameters
 from training.muon import muon
 from training.schedule import Schedule, make_schedule
-
-# The first pattern that a parameter's dotted path matches from its start names its group.
-GROUP_PATTERNS = {
-    "embed": r"embed\.table$",
-    "lm_head": r"lm_head\.kernel$",
-    "matrices": r"blocks\.\d+\.(attention|mlp)\.\w+\.kernel$",
-    "value_embeds": r"blocks\.\d+\.attention\.value_embedding\.table$",
-    "resid_lambdas": r"resid_lambdas\.values$",
-    "x0_lambdas": r"x0_lambdas\.values$",
-    "scalars": r"(smear_gate\.kernel|smear_lambda\.values|backout_lambda\.values)$",
-}
 
 
 def path_name(path: tuple) -> str:
@@ -30,24 +20,20 @@ def path_name(path: tuple) -> str:
     return ".".join(str(getattr(key, "key", key)) for key in path)
 
 
-def parameter_groups(params: dict) -> dict:
-    """The tree of `params` with each parameter's group name in its place. UserError names those that fit none."""
+def parameter_groups(model: ModelConfig) -> dict:
+    """A tree like the parameters', with the name of each one's group."""
+    return map_parameters(lambda param: param.get_metadata("group"), model)
 
-    def group(path: tuple, leaf: jax.ShapeDtypeStruct | Array) -> str | None:
-        return next((g for g, pattern in GROUP_PATTERNS.items() if re.match(pattern, path_name(path))), None)
 
-    groups = jax.tree_util.tree_map_with_path(group, params)
-    leaves = jax.tree_util.tree_leaves_with_path(groups, is_leaf=lambda g: g is None)
-    homeless = [path_name(path) for path, g in leaves if g is None]
-    if homeless:
-        raise UserError(f"no optimizer group takes {', '.join(homeless)}; see GROUP_PATTERNS in training/optimizer.py")
-    return groups
+def group_names(config: OptimizerConfig) -> list[str]:
+    """The groups there are: the fields of the config that are one."""
+    return [f.name for f in dataclasses.fields(config) if isinstance(getattr(config, f.name), GroupConfig)]
 
 
 def peak_rates(config: OptimizerConfig, width: int) -> dict[str, float]:
     """Each group's peak rate. Those of tables and of the head are given for width 768 and scale as width^-0.5."""
     scaled = lambda group: (width / 768) ** -0.5 if group in ("embed", "value_embeds", "lm_head") else 1.0
-    return {group: group_config(config, group).peak_rate * scaled(group) for group in GROUP_PATTERNS}
+    return {group: group_config(config, group).peak_rate * scaled(group) for group in group_names(config)}
 
 
 def group_config(config: OptimizerConfig, group: str) -> GroupConfig | MuonConfig:
@@ -68,16 +54,23 @@ def scale_by_rate(rate: Schedule) -> optax.GradientTransformationExtraArgs:
 
 
 def make_optimizer(
-    config: OptimizerConfig, params: dict, width: int, steps: int, mesh: Mesh | None = None
+    config: OptimizerConfig, model: ModelConfig, steps: int, mesh: Mesh | None = None
 ) -> tuple[optax.GradientTransformationExtraArgs, Mapping[str, Schedule]]:
-    """The transformation, and each present group's learning rate as a function of the step, for the log.
+    """The transformation of a network's parameters, and the learning rate of each group that it has as a function of
+    the step, for the log. UserError where a parameter declares a group that there is not.
 
     `update(gradients, state, params, step=...)` expects the divided and clipped gradient in float32. The devices of
     `mesh` share Muon's work.
     """
-    groups = parameter_groups(params)
+    groups = parameter_groups(model)
+    for path, name in jax.tree_util.tree_leaves_with_path(groups):
+        if name not in group_names(config):
+            raise UserError(
+                f"the parameter {path_name(path)} declares the optimizer group {name!r}, but OptimizerConfig in "
+                f"configs/schema.py has only {', '.join(group_names(config))}"
+            )
     present = sorted(set(jax.tree.leaves(groups)))
-    peaks = peak_rates(config, width)
+    peaks = peak_rates(config, model.width)
 
     def group(name: str) -> tuple[optax.GradientTransformation, Schedule]:
         options = group_config(config, name)

@@ -1,7 +1,8 @@
 """The state of a run: one pytree, created already sharded."""
 
 import hashlib
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from configs.schema import ModelConfig
-from model.gpt import GPT
+from model.gpt import GPT, abstract_model, map_parameters
 from training.mesh import parameter_spec
 from training.optimizer import path_name
 
@@ -39,42 +40,33 @@ def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:
 
 
 def split_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef[GPT], dict]:
-    """The network's structure, and the shapes of its parameters; nothing is computed."""
-    graphdef, params = nnx.split(_abstract_model(config, dtype))
+    """The network's structure, for activations of `dtype`, and the shapes of its parameters; nothing is computed."""
+    model = nnx.clone(abstract_model(config))
+    model.dtype = dtype
+    graphdef, params = nnx.split(model)
     return graphdef, nnx.to_pure_dict(params)
-
-
-def parameter_specs(config: ModelConfig, mesh: Mesh) -> dict:
-    """Where each parameter lies on the mesh."""
-    state = nnx.state(_abstract_model(config, jnp.dtype(jnp.float32)))
-    find = lambda param: parameter_spec(param.shape, param.get_metadata("axes"), mesh)
-    return nnx.to_pure_dict(jax.tree.map(find, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
-
-
-def _abstract_model(config: ModelConfig, dtype: jnp.dtype) -> GPT:
-    return nnx.eval_shape(lambda: GPT(config, dtype, rngs=nnx.Rngs(0)))
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh) -> dict:
     """Shapes, types and shardings of the float32 parameters."""
-    specs = parameter_specs(config, mesh)
-    shapes = split_model(config, jnp.dtype(jnp.float32))[1]
-    return jax.tree.map(lambda p, spec: _placed(p, mesh, spec), shapes, specs)
+    place = lambda param: _placed(param, mesh, parameter_spec(param.shape, param.get_metadata("axes"), mesh))
+    return map_parameters(place, config)
 
 
 def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Shapes, types and shardings of the whole state: a moment of its parameter's shape lies where the parameter does,
     the rest everywhere."""
-    params = {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(abstract_params(config, mesh))}
+    params = abstract_params(config, mesh)
+    by_path = {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
     def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         keys = _keys(path)
         # A moment's path in the optimizer state ends with its parameter's.
-        found = [params[keys[i:]] for i in range(len(keys)) if keys[i:] in params]
+        found = [by_path[keys[i:]] for i in range(len(keys)) if keys[i:] in by_path]
         alike = found and found[0].shape == leaf.shape
         return _placed(leaf, mesh, found[0].sharding.spec if alike else PartitionSpec())
 
-    shapes = jax.eval_shape(lambda: _initial_state(config, optimizer, 0))
+    shapes = jax.eval_shape(partial(_initial_state, optimizer=optimizer), params)
     return jax.tree_util.tree_map_with_path(place, shapes)
 
 
@@ -82,27 +74,24 @@ def _keys(path: tuple) -> tuple:
     return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
 
 
-def _placed(leaf: jax.ShapeDtypeStruct, mesh: Mesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+def _placed(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def create_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
     """The state before step 0. It depends on the seed and the sizes, not on the mesh."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh))
-    return jax.jit(lambda: _initial_state(config, optimizer, seed), out_shardings=shardings)()
+
+    def create() -> TrainState:
+        model = GPT(config, jnp.dtype(jnp.float32), rngs=nnx.Rngs(seed))
+        return _initial_state(nnx.to_pure_dict(nnx.state(model)), optimizer)
+
+    return jax.jit(create, out_shardings=shardings)()
 
 
-def _initial_state(config: ModelConfig, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-    model = GPT(config, jnp.dtype(jnp.float32), rngs=nnx.Rngs(seed))
-    params = nnx.to_pure_dict(nnx.state(model))
+def _initial_state(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
     zero = jnp.zeros((), jnp.int32)
     return TrainState(zero, params, optimizer.init(params), zero)
-
-
-def replicated(params: dict, dtype: jnp.dtype, mesh: Mesh) -> dict:
-    """The parameters in the compute type, whole on every device: what sampling reads token after token."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda params: jax.tree.map(lambda p: p.astype(dtype), params), out_shardings=everywhere)(params)
 
 
 def params_sha256(params: dict) -> str:

@@ -1,8 +1,8 @@
 """One optimizer step: sum over tokens, divide once.
 
-    cast, gather      parameters to the compute type, then over `data`                once a step
+    cast, all-gather  parameters to the compute type, then over `data`                once a step
     scan              K micro-batches: float32 sums of gradients, losses, tokens      no communication over `data`
-    reduce            the sums over `data`; each device keeps its share               once a step
+    reduce-scatter    the sums over `data`; each device keeps its share               once a step
     divide, clip      by the step's valid tokens; by the global norm                  once a step
     update            one tick of the optimizer and of every schedule                 once a step
 
@@ -24,11 +24,11 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ModelConfig
 from model.loss import loss_sums
-from model.parallel import inside, own, total
+from model.parallel import in_shard_map, mark_varying, psum
 from training.mesh import ROWS, dimension_over, xla_options
 from training.optimizer import parameter_groups
 from training.schedule import Schedule
-from training.state import TrainState, abstract_state, parameter_specs, split_model
+from training.state import TrainState, abstract_params, split_model
 
 
 class Batch(TypedDict):
@@ -45,45 +45,46 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 EvalStep = Callable[[dict, Batch], tuple[Float[Array, ""], Int[Array, ""]]]
 
 
-def gather(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
-    """For one device: its shares to the compute type, then those of all replicas put together."""
+def all_gather_data(params: dict, specs: dict, dtype: jnp.dtype) -> dict:
+    """For one device: its shares of the parameters cast to the compute type and all-gathered over `data`."""
 
     def whole(share: Array, spec: PartitionSpec) -> Array:
         # Single numbers keep their type: they cost nothing, and what they multiply is large.
         share = share if share.ndim == 1 else share.astype(dtype)
         axis = dimension_over(spec, "data")
-        if axis is not None and inside():
+        if axis is not None and in_shard_map():
             share = jax.lax.all_gather(share, "data", axis=axis, tiled=True)
-        # Else its gradient would be summed over these axes in every micro-batch.
-        return own(share, undivided(spec))
+        # Marked here, outside of the scan: otherwise every micro-batch would end in a psum of the gradient.
+        return mark_varying(share, replicated_axes(spec))
 
     return jax.tree.map(whole, params, specs)
 
 
-def reduce(gradients: dict, specs: dict) -> dict:
-    """For one device: the sum over replicas, of which it keeps its share."""
+def reduce_scatter_data(gradients: dict, specs: dict) -> dict:
+    """For one device: the gradients reduce-scattered over `data`; summed over `fsdp` too where that divides nothing."""
 
     def share(gradient: Array, spec: PartitionSpec) -> Array:
         axis = dimension_over(spec, "data")
-        if axis is not None and inside():
+        if axis is not None and in_shard_map():
             gradient = jax.lax.psum_scatter(gradient, "data", scatter_dimension=axis, tiled=True)
-        return total(gradient, undivided(spec))
+        return psum(gradient, replicated_axes(spec))
 
     return jax.tree.map(share, gradients, specs)
 
 
-def undivided(spec: PartitionSpec) -> tuple[str, ...]:
-    """The axes over which rows are divided, and this parameter is not."""
+def replicated_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """The axes along which this parameter is replicated though the rows of a batch are divided."""
     return tuple(axis for axis in ("data", "fsdp") if dimension_over(spec, axis) is None)
 
 
-def no_sums() -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """For one device: a loss sum and a token count of zero."""
-    return own((jnp.float32(0), jnp.int32(0)), ("data", "fsdp"))
+def zero_sums() -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """For one device: the loss sum and the token count that a scan starts from."""
+    return mark_varying((jnp.float32(0), jnp.int32(0)), ("data", "fsdp"))
 
 
 def on_each_device(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
-    """A function that is written for one device, over all of the mesh."""
+    """`function`, which is written for one device, as a function of whole arrays: in `jax.shard_map`, manual over all
+    axes of the mesh."""
     if mesh.size == 1:  # XLA on CPU copies whatever a collective among one device takes
         return function
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
@@ -93,27 +94,28 @@ def make_train_step(
     config: ModelConfig,
     dtype: jnp.dtype,
     mesh: Mesh,
+    abstract_state: TrainState,
     optimizer: optax.GradientTransformationExtraArgs,
     rates: Mapping[str, Schedule],
     clip_norm: float,
 ) -> TrainStep:
-    """`train_step(state, batch) -> (state, metrics)`, jitted; `state` is donated.
+    """`train_step(state, batch) -> (state, metrics)`, jitted. `state` lies as `abstract_state` says, and is donated.
 
     Metrics are scalars: `loss` (nats a valid token), `grad_norm` (before the clip), `grad_norms` and `learning_rate`
     (of each group), `valid_tokens`, and `skipped_steps`: how many so far changed nothing, for want of a valid token or
     of a finite gradient.
     """
-    graphdef, shapes = split_model(config, dtype)
-    groups = jax.tree.leaves(parameter_groups(shapes))
-    specs = parameter_specs(config, mesh)
-    placed = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh))
+    graphdef, _ = split_model(config, dtype)
+    groups = jax.tree.leaves(parameter_groups(config))
+    placed = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
+    specs = jax.tree.map(lambda sharding: sharding.spec, placed.params)
 
     def gradient_sums(params: dict, batch: Batch) -> tuple[Array, Array, dict]:
         """For one device: (loss_sum, token_count, gradient of loss_sum) of the whole step.
 
         `params` are its float32 shares, `batch` its rows [K, B / (data fsdp), T]; the gradient comes in like shares.
         """
-        compute_params = gather(params, specs, dtype)
+        compute_params = all_gather_data(params, specs, dtype)
 
         def micro_batch(sums: tuple, rows: Batch) -> tuple[tuple, None]:
             # Widened so that gradients are float32 (model/layers.py); the compiler drops the round trip of types.
@@ -123,12 +125,12 @@ def make_train_step(
             return jax.tree.map(jnp.add, sums, (loss_sum, tokens, gradients)), None
 
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), compute_params)
-        (loss_sum, tokens, gradients), _ = jax.lax.scan(micro_batch, (*no_sums(), zeros), batch)
-        return *total((loss_sum, tokens), ("data", "fsdp")), reduce(gradients, specs)
+        (loss_sum, tokens, gradients), _ = jax.lax.scan(micro_batch, (*zero_sums(), zeros), batch)
+        return *psum((loss_sum, tokens), ("data", "fsdp")), reduce_scatter_data(gradients, specs)
 
     summed = on_each_device(gradient_sums, mesh, (specs, ROWS), (PartitionSpec(), PartitionSpec(), specs))
 
-    # Left to the compiler, parts of the state could come out elsewhere than where the next step expects them.
+    # With the shardings given: the compiler could choose others, which the next step would not take.
     @partial(jax.jit, donate_argnums=0, out_shardings=(placed, None), compiler_options=xla_options(mesh))
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         loss_sum, tokens, gradients = summed(state.params, batch)
@@ -159,12 +161,13 @@ def make_train_step(
 
 def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalStep:
     """`eval_step(params, batch) -> (loss_sum, token_count)` over a whole batch [K, B, T], jitted; without z-loss."""
-    graphdef, _ = split_model(replace(config, z_loss=0.0), dtype)
-    specs = parameter_specs(config, mesh)
+    graphdef, _ = split_model(config, dtype)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_params(config, mesh))
 
     def sums(params: dict, batch: Batch) -> tuple[Array, Array]:
-        model = nnx.merge(graphdef, gather(params, specs, dtype))
+        model = nnx.merge(graphdef, all_gather_data(params, specs, dtype))
+        model.config = replace(config, z_loss=0.0)
         micro_batch = lambda sums, rows: (jax.tree.map(jnp.add, sums, loss_sums(model, **rows)), None)
-        return total(jax.lax.scan(micro_batch, no_sums(), batch)[0], ("data", "fsdp"))
+        return psum(jax.lax.scan(micro_batch, zero_sums(), batch)[0], ("data", "fsdp"))
 
     return jax.jit(on_each_device(sums, mesh, (specs, ROWS), PartitionSpec()))

@@ -2,13 +2,19 @@
 
 import json
 import sys
+from dataclasses import replace
 
+import jax
 import pytest
 
-from bench import throughput
+from bench import checkpoints, collectives, micro_batches, throughput
 from bench.measure import Sizes, sized
 from configs.plain import get_config
-from configs.schema import UserError
+from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, UserError
+from program.collectives import collectives as collectives_of
+from program.compile import compile_step
+from tests.helpers import TINY
+from training.build import build
 
 
 def test_one_json_line(monkeypatch, capsys):
@@ -24,8 +30,54 @@ def test_one_json_line(monkeypatch, capsys):
 def test_sizes():
     config = sized(get_config(), Sizes(depth=20), devices=4)
     assert (config.model.depth, config.model.width, config.model.heads) == (20, 1280, 20)
-    with pytest.raises(UserError, match="at least 1"):
-        sized(get_config(), Sizes(rows=0), devices=1)
+
+
+@pytest.mark.parametrize("program", [throughput, micro_batches, collectives, checkpoints])
+@pytest.mark.parametrize("word", ["--rows=0", "--rows", "--micro_batches=-1", "--timed_steps=0", "--saves=0"])
+def test_sizes_below_one_are_refused(monkeypatch, program, word):
+    """tyro ends with code 2 where the program has no such option, or the option no number."""
+    monkeypatch.setattr(sys, "argv", ["bench", "--config=configs/plain.py", word])
+    with pytest.raises((UserError, SystemExit)) as refused:
+        program.main()
+    if isinstance(refused.value, UserError):
+        assert word.split("=")[0] in str(refused.value)
+    else:
+        assert refused.value.code == 2
+
+
+def test_along_tensor_the_sizes_are_those_that_are_printed(monkeypatch, capsys, tmp_path):
+    """Rows of a micro-batch are a replica's: the devices along `tensor` share them."""
+    arguments = "--config=configs/plain.py --model.depth=1 --model.width=64 --batch.sequence_length=32 --timed_steps=1"
+    mesh = "--mesh.tensor=2 --mesh.fsdp=2"
+    words = f"{arguments} {mesh} --rows=3 --micro_batches=2"
+    monkeypatch.setattr(sys, "argv", ["throughput", *words.split()])
+    assert throughput.main() == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["rows"], line["micro_batches"], line["devices"]) == (3, 2, 8)
+    assert line["tokens_per_second"] == pytest.approx(2 * 3 * 4 * 32 / line["step_seconds"], rel=0.05)
+    words = f"{arguments} {mesh} --batch.tokens_per_step=768 --rows=2 --out={tmp_path}/out.png"
+    monkeypatch.setattr(sys, "argv", ["micro_batches", *words.split()])
+    assert micro_batches.main() == 0
+    line = json.loads(capsys.readouterr().out)
+    assert (line["rows"], line["micro_batches"]) == (2, 3)
+
+
+def test_more_along_tensor_than_there_are_devices_is_refused():
+    config = sized(replace(get_config(), mesh=MeshConfig(tensor=4)), Sizes(rows=1), devices=2)
+    with pytest.raises(UserError, match="does not fit the 2"):
+        build(config, jax.devices()[:2])
+
+
+def test_with_masked_documents_collectives_and_memory_are_of_the_batch_that_is_trained_on():
+    batch = BatchConfig(sequence_length=64, tokens_per_step=4 * 64 * 8, rows_per_device=1)
+    built = build(Config(name="x", model=TINY, batch=batch, data=DataConfig(mask_documents=True)))
+    compiled = compile_step(built)
+    state = sum(4 * leaf.size for leaf in jax.tree.leaves(built.abstract_state)) / 8
+    segment_ids = 4 * 64 * 4  # of a device, in bytes, as each of inputs, targets and weights
+    arguments = compiled.memory_analysis().argument_size_in_bytes
+    assert arguments == pytest.approx(state + 4 * segment_ids, abs=segment_ids / 2)
+    found = collectives_of(compiled.as_text(), dict(built.mesh.shape))
+    assert found and not [c for c in found if c.in_loop and "data" in c.axes]
 
 
 def test_the_profile_names_instructions_and_where_they_come_from(monkeypatch, capsys):

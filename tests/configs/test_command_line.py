@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.command_line import config_from_json, load_config, parse
+import sample
+from configs.command_line import config_from_json, load_config, parse, parse_arguments
 from configs.schema import Config, EvalConfig, UserError, options, validate
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,29 @@ def test_overrides_change_single_options(flag, first):
 )
 def test_run_dir_is_runs_name_unless_given(words, run_dir):
     assert parse("", argv=[f"--config={SMALL}", *words])[0].run_dir == run_dir
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--run_dir=x", "--temperature=nan"], "--temperature=nan cannot work: it must be a finite number"),
+        (["--run_dir=x", "--samples=0"], "--samples=0 cannot work: it must be positive"),
+        (["--run_dir=x", "--mesh.fsdp=0"], "--mesh.fsdp=0 cannot work: it must be positive"),
+        (["--run_dir=x", "--tokens=-1"], "--tokens=-1 cannot work: it must be positive"),
+        (["--run_dir=x", "--prompt", "\udcff"], "it must be text in UTF-8"),
+        (["--run_dir=~nobody-here/x"], "there is no such home folder"),
+    ],
+)
+def test_a_command_without_config_refuses_what_its_fields_types_do(words, told, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["sample", *words])
+    with pytest.raises(UserError, match=re.escape(told)):
+        parse_arguments("", sample.Arguments)
+
+
+def test_paths_of_a_command_know_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr("sys.argv", ["sample", "--run_dir=~/x", "--tokens=3"])
+    assert parse_arguments("", sample.Arguments) == sample.Arguments(run_dir="/home/me/x", tokens=3)
 
 
 def test_commands_own_options_are_parsed_beside_the_configs():
@@ -151,7 +175,7 @@ def test_help_exits_with_0_and_explains_every_option(words, capsys, monkeypatch)
         *(load_config(str(path))[0] for path in LADDER),
         Config(name="x", eval=EvalConfig(prompts=())),
         Config(name="x", eval=EvalConfig(prompts=("é\n", "two", "")), steps=3),
-        replace(load_config(SMALL)[0], run_dir="/somewhere", resume="must", seed=2**32 - 1),
+        replace(load_config(SMALL)[0], run_dir="/somewhere", resume="must", seed=2**31 - 1),
     ],
 )
 def test_config_survives_json(config):

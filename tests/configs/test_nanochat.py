@@ -45,6 +45,11 @@ def test_what_is_given_stays_and_what_depends_on_it_follows(capsys):
     assert dial("--model.depth", "12", "--model.width", "1024").model.width == 1024
 
 
+@pytest.mark.parametrize("word", ["--batch.tokens_per_step=4096", "--batch.tokens-per-step=4096"])
+def test_what_is_given_stays_however_it_is_written(word):
+    assert dial("--model.depth=12", word).batch.tokens_per_step == 4096
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -3,12 +3,28 @@ import dataclasses
 import inspect
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+import jax
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import configs.schema as schema
-from configs.schema import Config, UserError, nearest_multiples, options, validate
+from configs.schema import (
+    Config,
+    Range,
+    Role,
+    UserError,
+    free_to_change,
+    nearest_multiples,
+    options,
+    resolved,
+    roles,
+    validate,
+)
+from tests.helpers import tiny_config
+from training.build import build
 
 
 def changed(config: Any, name: str, value: object) -> Any:
@@ -30,7 +46,19 @@ def test_defaults_are_valid():
         ("name", "", "not empty"),
         ("name", "a/b", "without '/'"),
         ("seed", -1, "not be negative"),
-        ("seed", 2**32, "below 2\\^32"),
+        ("seed", 2**31, "below 2\\^31"),
+        ("name", "..", "not empty"),
+        ("name", "caf\udce9", "UTF-8"),
+        ("eval.prompts", ("one", "\udcff"), "UTF-8"),
+        ("eval.prompts", "one", "of type tuple"),
+        ("steps", 10.0, "of type int"),
+        ("steps", 2**31, "below 2\\^31"),
+        ("model.smear", 1, "of type bool"),
+        ("model.depth", True, "of type int"),
+        ("model.remat", "most", "one of none, products, block"),
+        ("mesh", BASE.model, "of type MeshConfig"),
+        ("optimizer.embed.peak_rate", float("nan"), "finite"),
+        ("optimizer.clip_norm", 1e300, "finite"),
         ("steps", 0, "positive"),
         ("model.depth", 0, "positive"),
         ("model.width", -768, "positive"),
@@ -81,7 +109,8 @@ def test_bad_value_is_refused_naming_the_option_its_value_and_what_would_work(na
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("seed", 2**32 - 1),
+        ("seed", 2**31 - 1),
+        ("optimizer.matrices.schedule.warmdown", 1),
         ("model.kv_heads", 1),
         ("model.vocab_size", 258),
         ("data.workers", 0),
@@ -127,3 +156,79 @@ def test_nearest_multiples_lie_on_both_sides(value, unit):
     multiples = [int(word) for word in re.findall(r"\d+", nearest_multiples(value, unit))]
     assert all(multiple % unit == 0 and 0 < abs(multiple - value) < unit for multiple in multiples)
     assert len(multiples) == (2 if value > unit else 1)
+
+
+def hints(section: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Every option's type."""
+    found = {}
+    for name, hint in get_type_hints(section, include_extras=True).items():
+        kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        nested = dataclasses.is_dataclass(kind)
+        found |= hints(kind, f"{prefix}{name}.") if nested else {prefix + name: hint}
+    return found
+
+
+def test_every_number_has_a_range():
+    numbers = [name for name, value in options(BASE).items() if type(value) in (int, float)]
+    bare = [n for n in numbers if not any(isinstance(part, Range) for part in getattr(hints()[n], "__metadata__", ()))]
+    assert len(numbers) > 60 and bare == []
+
+
+def test_what_may_change_when_a_run_is_continued():
+    free = {name for name in options(BASE) if free_to_change(name)}
+    sections = {"mesh", "log", "eval"}
+    assert {name for name in free if name.split(".")[0] not in sections} == {
+        *("run_dir", "resume", "max_skipped_steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
+        *(
+            "data.source",
+            "data.tokenizer",
+            "data.workers",
+            "checkpoint.every_steps",
+            "checkpoint.keep",
+            "checkpoint.keep_every",
+        ),
+        "checkpoint.max_failed_saves",
+    }
+    assert {name for name in options(BASE) if name.split(".")[0] in sections} <= free
+    assert not free_to_change("dataset")
+
+
+def test_home_folders(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = changed(changed(changed(BASE, "run_dir", "~/x"), "checkpoint.folder", "~/y"), "init_from", "~/z")
+    config = resolved(config)
+    assert (config.run_dir, config.checkpoint.folder, config.init_from) == ("/home/me/x", "/home/me/y", "/home/me/z")
+    with pytest.raises(UserError, match="--run_dir=~nobody-here/x cannot work: there is no such home folder"):
+        resolved(changed(BASE, "run_dir", "~nobody-here/x"))
+    assert [name for name, of in roles().items() if Role.PATH in of] == ["run_dir", "init_from", "checkpoint.folder"]
+
+
+ANY = st.one_of(
+    *(st.none(), st.booleans(), st.integers(-3, 70), st.integers(), st.floats(), st.text(max_size=3)),
+    *(st.lists(st.text(max_size=2), max_size=2), st.tuples(st.integers()), st.just(BASE.model)),
+)
+
+
+def fitting(hint: Any) -> st.SearchStrategy:
+    """Values near those that the type allows."""
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
+    plain = {int: st.sampled_from([1, 2, 3, 4, 8, 16, 258, 512]), float: st.floats(0.001, 3), bool: st.booleans()}
+    return plain.get(kind, ANY)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_validate_refuses_by_message_alone_and_what_it_accepts_builds(data):
+    """Options of every section, sensible and absurd, set at random in a small config."""
+    config = resolved(tiny_config())
+    names = data.draw(st.lists(st.sampled_from(sorted(hints())), max_size=6, unique=True))
+    for name in names:
+        config = changed(config, name, data.draw(ANY | fitting(hints()[name]) | fitting(hints()[name]), label=name))
+    try:
+        validate(config)
+        config = resolved(config)
+        build(config, jax.devices()[:1])
+    except UserError as error:
+        assert str(error).startswith("--")

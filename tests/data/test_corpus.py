@@ -162,7 +162,7 @@ def test_or_the_first_stops_it_with_its_place_and_reason(tmp_path, place):
 
 def test_a_parquet_without_the_column_says_which_it_has(tmp_path):
     parquet(tmp_path / "x.parquet", "body", "one")
-    with pytest.raises(UserError, match=r"no column 'text'; give --text_column, one of: id, body"):
+    with pytest.raises(UserError, match=r"no column 'text'; give --text_column, one of: body"):
         texts(find_corpus(str(tmp_path)))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import data.dataset as module
 from configs.schema import DataConfig, UserError
-from data.dataset import open_dataset, open_text, split_sources
+from data.dataset import absolute, open_dataset, open_text, split_sources
 from data.prepare import Preparation, prepare
 from data.shards import read_shard
 from data.tokenizer import train_tokenizer
@@ -56,11 +56,12 @@ def test_a_prepared_folder_gives_its_tokens_in_order(made, cache):
 
 @pytest.mark.parametrize("writable", [True, False])
 def test_best_fit_keeps_its_plan_beside_the_data_or_in_the_cache_and_makes_it_once(made, cache, monkeypatch, writable):
-    monkeypatch.setattr(os, "access", lambda *_: writable)
+    if not writable:
+        (made / "plans").write_text("in the way")
     first = opened(made, cache, packing="best_fit")
     home = made if writable else cache
     assert len(list((home / "plans").iterdir())) == 2
-    monkeypatch.setattr(module, "plan_best_fit", None)
+    monkeypatch.setattr(module, "plan_rows", None)
     again = opened(made, cache, packing="best_fit")
     for ours, theirs in zip(first.train + first.val, again.train + again.val):
         assert len(ours) == len(theirs) > 3
@@ -145,7 +146,24 @@ def test_sources_and_their_shares(source, weights, sources):
     assert split_sources(source) == (pytest.approx(weights), sources)
 
 
-@pytest.mark.parametrize("source", ["0.5:a,b", "0:a,1:b", "1:a,"])
+def test_a_relative_source_leads_to_the_same_text_from_any_folder(made, tokenizer, cache, tmp_path, monkeypatch):
+    monkeypatch.chdir(made.parent)
+    sources = (made.name, f"0.7:{made.name},0.3:./{made.name}", "raw/*.txt")
+    kept = [absolute(DataConfig(source=source, tokenizer="tok")) for source in sources]
+    here = opened(made.name, cache)
+    monkeypatch.chdir("/")
+    assert opened(kept[0].source, cache).fingerprint == here.fingerprint
+    assert [c.source for c in kept] == [str(made), f"0.7:{made},0.3:{made}", f"{tmp_path}/raw/*.txt"]
+    assert {c.tokenizer for c in kept} == {str(tokenizer)}
+
+
+@pytest.mark.parametrize("source", ["stdlib", "hf:a/b", "gs://bucket/x", "/a/b", "0.5:/a,2:/b", "1:/a"])
+def test_a_source_that_is_the_same_everywhere_stays_as_it_is(source):
+    config = DataConfig(source=source, tokenizer="tiktoken:gpt2")
+    assert absolute(config) == config
+
+
+@pytest.mark.parametrize("source", ["0.5:a,b", "0:a,1:b", "1:a,", f"{'9' * 400}:a,1:b"])
 def test_a_mixture_without_a_share_is_refused(source):
     with pytest.raises(UserError, match=re.escape(f"--data.source={source}")):
         split_sources(source)

@@ -16,6 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from configs.schema import UserError
+from data.corpus import find_corpus
 from data.shards import read_shard
 
 ROOT = Path(__file__).parents[2]
@@ -128,3 +130,10 @@ def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_resumes(en
 def test_what_the_hub_does_not_have_is_one_message_and_code_2(endpoint, tmp_path, source, says):
     code, output = prepare(endpoint, tmp_path, source)
     assert code == 2 and says in output and "Traceback" not in output
+
+
+def test_without_a_network_it_is_one_message(monkeypatch):
+    """The client's errors are no OSErrors."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"hf:owner/name: the hub does not give this dataset: .*refused"):
+        find_corpus("hf:owner/name")

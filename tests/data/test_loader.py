@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 
 from configs.schema import MeshConfig
 from data.loader import StepBatches, held_out_batches, local_rows, row_sequence, to_devices, train_batches
-from data.packing import BestFitRows, StreamRows, plan_best_fit
+from data.packing import BestFitRows, StreamRows, plan_rows
 from data.shards import TokenStream
 from training.mesh import batch_sharding, make_mesh
 
@@ -21,7 +21,9 @@ SIZES = np.array([0, 1, 2, 3, 4])
 VAL = StreamRows(TokenStream([np.random.default_rng(0).integers(0, 5, 97 * LENGTH + 1)]), LENGTH)
 # Documents of one to three tokens, packed, with padding.
 DOCUMENTS = np.array([0, 5, 0, 6, 7, 0, 8, 0, 9, 10] * 30)
-PACKED = BestFitRows(TokenStream([DOCUMENTS]), plan_best_fit(np.flatnonzero(DOCUMENTS == 0), 300, LENGTH), 0, LENGTH)
+PACKED = BestFitRows(
+    TokenStream([DOCUMENTS]), plan_rows("best_fit", np.flatnonzero(DOCUMENTS == 0), 300, LENGTH), 0, LENGTH
+)
 KINDS: list[dict] = [
     {},
     {"rows": [PACKED]},
@@ -30,8 +32,8 @@ KINDS: list[dict] = [
 ]
 
 
-def step_batches(seed=0, shape=SHAPE, local=None, rows=(ROWS,), weights=(1.0,), bos=None) -> StepBatches:
-    return StepBatches(rows, weights, seed, shape, np.arange(shape[1]) if local is None else local, bos)
+def step_batches(seed=0, shape=SHAPE, local=None, rows=(ROWS,), weights=(1.0,), bos=None, first_row=0) -> StepBatches:
+    return StepBatches(rows, weights, seed, shape, np.arange(shape[1]) if local is None else local, bos, first_row)
 
 
 def row_numbers(batch) -> np.ndarray:
@@ -58,6 +60,12 @@ def test_every_epoch_has_each_row_once_in_an_order_of_its_own(seed):
     assert (np.sort(epochs) == np.arange(len(ROWS))).all()
     orders = {tuple(epoch) for epoch in epochs.tolist()}
     assert len(orders | {tuple(range(len(ROWS)))}) == 4
+
+
+@pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1])
+def test_a_mixture_takes_every_seed_that_one_dataset_takes(seed):
+    sequence = row_sequence([ROWS, VAL], [0.5, 0.5], seed)
+    assert {part for part, _ in (sequence[i] for i in range(4))} == {0, 1}
 
 
 def test_seeds_give_different_orders():
@@ -141,7 +149,9 @@ def test_rows_land_on_the_device_that_the_mesh_gives_them():
 @pytest.mark.parametrize("start", [0, 5, 1_000_000])
 def test_iterating_from_any_start_with_any_workers_equals_random_access(start, workers, kind):
     steps = step_batches(3, **kind)
-    batches = list(islice(train_batches(steps, sharding(), start, workers), 4))
+    rows_per_step = steps.shape[0] * steps.shape[1]
+    begun = step_batches(3, **kind, first_row=start * rows_per_step)
+    batches = list(islice(train_batches(begun, sharding(), workers), 4))
     assert all(equal(batch, steps[start + i]) for i, batch in enumerate(batches))
     assert all(array.sharding == sharding() for array in batches[0].values())
 

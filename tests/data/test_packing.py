@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data.packing import BestFitRows, StreamRows, load_plan, plan_best_fit, save_plan
+from data.packing import BestFitRows, StreamRows, load_plan, plan_rows, save_plan
 from data.shards import TokenStream
 
 BOS = 0
@@ -57,7 +57,7 @@ def packed(sizes: list[int], length: int, headless: bool = False) -> tuple[np.nd
     starts = np.cumsum(sizes) - sizes
     tokens = np.arange(1, sum(sizes) + 1)
     tokens[starts[headless:]] = BOS
-    plan = plan_best_fit(starts, len(tokens), length, headless)
+    plan = plan_rows("best_fit", starts, len(tokens), length, headless)
     return tokens, BestFitRows(TokenStream(np.split(tokens, [len(tokens) // 2])), plan, BOS, length)
 
 
@@ -120,12 +120,12 @@ def test_best_fit_rows_are_those_of_the_textbook_algorithm(sizes):
 @pytest.mark.parametrize("length", [256, 2048])
 def test_best_fit_pads_under_two_percent_of_documents_like_the_standard_librarys(length):
     lengths = np.random.default_rng(0).lognormal(np.log(2000), 1.4, 1700).astype(int) + 1  # its median and spread
-    plan = plan_best_fit(np.cumsum(lengths) - lengths, int(lengths.sum()), length)
+    plan = plan_rows("best_fit", np.cumsum(lengths) - lengths, int(lengths.sum()), length)
     assert 1 - lengths.sum() / length / (len(plan.rows) - 1) < 0.02
 
 
 def test_a_plan_reads_back_mapped_and_a_second_writer_is_harmless(tmp_path):
-    plan = plan_best_fit(np.array([0, 7, 9]), 30, 8)
+    plan = plan_rows("best_fit", np.array([0, 7, 9]), 30, 8)
     for _ in range(2):
         save_plan(plan, tmp_path / "plans" / "x")
     loaded = load_plan(tmp_path / "plans" / "x")

@@ -2,9 +2,9 @@ import json
 
 import pytest
 import tiktoken
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from configs.schema import UserError
 from data.tokenizer import BOS, SPLIT, TextTokenizer, convert_tiktoken, load_tokenizer, train_tokenizer
@@ -128,3 +128,38 @@ def test_what_is_no_tokenizer_is_refused_and_named(tmp_path, content):
         path.write_text(content)
     with pytest.raises(UserError, match=str(path)):
         load_tokenizer(path)
+
+
+def directly_trained(texts: list[str], size: int) -> str:
+    """By the library alone, on whole pieces."""
+    library = Tokenizer.from_str(TOKENIZER.json)
+    library.model = models.BPE()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[BOS], initial_alphabet=alphabet, show_progress=False)
+    fresh = Tokenizer(models.BPE())
+    fresh.pre_tokenizer, fresh.decoder = library.pre_tokenizer, library.decoder
+    fresh.train_from_iterator(texts, trainer)
+    return fresh.to_str()
+
+
+LINE = "ordinary text, with numbers 1234 and_names, Größe 日本語。 " * 3 + "\n"
+LONG = [LINE * 50, " " * 4000 + "x" * 4000 + "=" * 4000, "\n".join(word * 9 for word in LINE.split())]
+
+
+def test_training_on_pieces_of_ordinary_length_is_the_librarys_to_the_byte():
+    assert train_tokenizer(LONG, 330).json == directly_trained(LONG, 330)
+
+
+def test_an_unbroken_run_is_learned_from_in_parts():
+    """Uncut, it would give tokens of up to 65,536 letters, in a time that grows with the square of its length."""
+    assert train_tokenizer(["a" * 70_000], 290).token_bytes.max() == 4096
+    runs = train_tokenizer(["ab" * 10_000 + " " * 10_000 + "=" * 10_000 + "é" * 10_000], 330)
+    assert runs.token_bytes.max() <= 2 * 4096  # é has two bytes
+
+
+@settings(max_examples=30)
+@given(st.lists(texts, max_size=5), st.integers(258, 300), texts)
+def test_whatever_it_is_trained_on_any_text_decodes_to_itself(trained_on, size, text):
+    tokenizer = train_tokenizer(trained_on, size)
+    assert 257 <= tokenizer.vocab_size <= size
+    assert tokenizer.decode(tokenizer.encode([text])[0]) == text

@@ -3,16 +3,19 @@ are one is tested in test_transformers.py."""
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from configs.schema import Config, MeshConfig, UserError
 from data.tokenizer import train_tokenizer
+from interchange import safetensors
 from interchange.init_from import read_params, require_same_network
 from interchange.safetensors import write_safetensors
 from interchange.transformers import write_hf
@@ -93,6 +96,74 @@ def test_another_network_is_refused(written, options, told):
     assert told in str(error.value)
 
 
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory):
+    """A config that starts from plain safetensors, whose blocks see 5, all, and all positions."""
+    config, params = network(depth=3, window_pattern="SL", short_window=5)
+    folder = tmp_path_factory.mktemp("plain") / "out"
+    write_safetensors(folder, params, config, TOKENIZER)
+    return replace(config, init_from=str(folder)), folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"loss_chunks": 4}, {"z_loss": 1e-4}, {"remat": "block"}, {"dtype": "bfloat16"}, {"window_pattern": "SLS"}),
+        *({"window_pattern": "SLL"}, {"window_pattern": "SLLLL"}),
+    ],
+    ids=str,
+)
+def test_options_that_leave_the_function_as_it_is_may_differ(windows, options):
+    config, _ = windows
+    require_same_network(replace(config, model=replace(config.model, **options)), TOKENIZER)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"rotary_base": 1234.0}, "rotary_base: 100000.0, not 1234.0"),
+        ({"qk_scale": 1.1}, "qk_scale: 1.0, not 1.1"),
+        ({"short_window": 6}, r"short_window\): \[5, None, None\], not \[6, None, None\]"),
+        ({"short_window": 0}, r"\[5, None, None\], not \[512, None, None\]"),
+        ({"window_pattern": "L"}, r"not \[None, None, None\]"),
+        ({"width": 64, "heads": 8}, r"blocks\.0\.mlp\.up\.kernel: \(32, 128\), not \(64, 256\)"),
+    ],
+)
+def test_another_function_or_shape_is_refused(windows, options, told):
+    config, _ = windows
+    with pytest.raises(UserError, match=told):
+        require_same_network(replace(config, model=replace(config.model, **options)), TOKENIZER)
+
+
+def test_windows_that_no_block_uses_may_differ(tmp_path):
+    """As a config without short windows has, resolved for rows of another length."""
+    config, params = network(short_window=128)
+    write_safetensors(tmp_path / "plain", params, config, TOKENIZER)
+    longer = replace(config, init_from=str(tmp_path / "plain"), model=replace(config.model, short_window=512))
+    require_same_network(longer, TOKENIZER)
+
+
+@pytest.mark.parametrize("name", ["tokensum.json", "config.json"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", '"x"', "\xff"], ids=repr)
+def test_a_broken_description_is_one_message(windows, written, name, content):
+    config, folder = windows if name == "tokensum.json" else written
+    before = (folder / name).read_bytes()
+    (folder / name).write_bytes(content.encode("latin1"))
+    with pytest.raises(UserError, match=rf"{name} cannot be read: "):
+        require_same_network(config, TOKENIZER)
+    (folder / name).write_bytes(before)
+
+
+@pytest.mark.parametrize("model", [{"depth": "deep"}, {"window_pattern": 3}, {"short_window": -1}, {"softcap": None}])
+def test_a_description_of_no_network_is_one_message(windows, model):
+    config, folder = windows
+    before = (folder / "tokensum.json").read_text()
+    (folder / "tokensum.json").write_text(json.dumps(json.loads(before) | model))
+    with pytest.raises(UserError, match=r"tokensum\.json describes no network: --model\."):
+        require_same_network(config, TOKENIZER)
+    (folder / "tokensum.json").write_text(before)
+
+
 def test_another_vocabulary_is_refused(written):
     with pytest.raises(UserError, match="holds another vocabulary than the data"):
         require_same_network(written[0], OTHER)
@@ -115,6 +186,30 @@ def test_a_network_that_transformers_cannot_express_is_not_written(tmp_path, nam
     with pytest.raises(UserError, match=rf"NanoChatForCausalLM has no model\.{option}, which"):
         write_hf(tmp_path / "hf", params, config, TOKENIZER)
     assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.parametrize("fails", ["write_text", "save_file"])
+def test_an_export_to_a_full_disk_leaves_nothing_in_the_way(tmp_path, monkeypatch, fails):
+    config, params = network()
+
+    def full(*_, **__):
+        raise SafetensorError("I/O error: No space left") if fails == "save_file" else OSError(28, "No space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path if fails == "write_text" else safetensors, fails, full)
+        with pytest.raises(UserError, match=r"--out=.*out cannot be written: .*No space left"):
+            write_safetensors(tmp_path / "out", params, config, TOKENIZER)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "out.partial").mkdir()  # of one that was killed
+    write_safetensors(tmp_path / "out", params, config, TOKENIZER)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    config, params = network()
+    with pytest.raises(UserError, match="cannot be written"):
+        write_safetensors(tmp_path / "file" / "out", params, config, TOKENIZER)
 
 
 def test_what_others_read(written):

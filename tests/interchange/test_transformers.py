@@ -20,9 +20,9 @@ transformers = pytest.importorskip("transformers")
 import export
 from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig
 from data.tokenizer import load_tokenizer, train_tokenizer
+from evaluation.generation import make_generate
 from interchange.init_from import read_params, require_same_network
 from interchange.transformers import hf_name, turned, write_hf
-from model.generate import generate
 from model.gpt import GPT
 from model.loss import loss_sums, softcap
 from run.metrics import read_metrics
@@ -68,11 +68,12 @@ def test_logits_are_equal(pair):
 
 
 def test_greedy_continuations_are_equal(pair):
-    _, graphdef, params, theirs, _ = pair
+    config, _, params, theirs, _ = pair
+    generate = make_generate(config.model, jnp.dtype("float32"), make_mesh(MeshConfig(), jax.devices()[:1]))
     prompts = TOKENS[:, :5]
     buffer = np.concatenate([prompts, np.zeros((2, 64), int)], axis=1).astype(np.int32)
     lengths = np.array([5, 5], np.int32)
-    ours = generate(graphdef, params, buffer, lengths, 0, prefill=5, temperature=0.0, top_k=0)
+    ours = generate(params, buffer, lengths, np.int32(0), prefill=5, temperature=0.0, top_k=0)
     expected = theirs.generate(
         torch.tensor(prompts), attention_mask=torch.ones(2, 5), max_new_tokens=64, do_sample=False, eos_token_id=None
     )

@@ -1,6 +1,7 @@
 """Sampling with the cache."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,11 @@ LENGTH = 16
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
 
+@partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"))
+def generated(graphdef, params, buffer, lengths, seed, **options):
+    return generate(nnx.merge(graphdef, params), buffer, lengths, seed, **options)
+
+
 @pytest.fixture(scope="module")
 def network():
     model, _ = build()
@@ -28,9 +34,9 @@ def sample(network, prompts=PROMPTS, seed=0, temperature=1.0, top_k=0):
     buffer = np.zeros((len(prompts), LENGTH), np.int32)
     for row, prompt in zip(buffer, prompts):
         row[: len(prompt)] = prompt
-    lengths = np.array([len(prompt) for prompt in prompts])
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     options = {"prefill": int(lengths.min()), "temperature": temperature, "top_k": top_k}
-    return np.asarray(generate(graphdef, params, buffer, lengths, seed, **options))
+    return np.asarray(generated(graphdef, params, buffer, lengths, np.int32(seed), **options))
 
 
 @networks

@@ -93,7 +93,7 @@ def test_activations_are_in_the_compute_type_and_close():
 def test_parameter_counts(options):
     config = replace(TINY, **options)
     _, params = build(config)
-    groups = parameter_groups(params)
+    groups = parameter_groups(config)
     built = dict.fromkeys(jax.tree.leaves(groups), 0)
     for group, leaf in zip(jax.tree.leaves(groups), jax.tree.leaves(params)):
         built[group] += leaf.size

@@ -49,7 +49,7 @@ def test_round_trip(bucket, saved_on, restored_on):
 def test_what_is_kept(bucket):
     saved(RUN, range(1, 8), CheckpointConfig(keep=2, keep_every=3), val_bpb={step: step % 4 for step in range(1, 8)})
     assert under(bucket, "checkpoints") == {"3", "4", "6", "7"}
-    assert Checkpoints(RUN).steps() == [3, 4, 6, 7]
+    assert Checkpoints(RUN).steps == [3, 4, 6, 7]
 
 
 @pytest.mark.parametrize("deleted_in_part", [False, True])
@@ -60,7 +60,7 @@ def test_one_half_written_or_half_deleted_is_none_and_is_cleared(bucket, deleted
     for name in lost if deleted_in_part else [f"runs/mine/checkpoints/2/{COMMITTED}"]:
         if not name.endswith("manifest.ocdbt"):
             del bucket.objects[name]
-    assert under(bucket, "checkpoints") == {"1", "2"} and Checkpoints(RUN).steps() == [1]
+    assert under(bucket, "checkpoints") == {"1", "2"} and Checkpoints(RUN).steps == [1]
     found, _ = Checkpoints(RUN, KEEP_ALL).restore_newest(state_on(1)[1], print)
     assert under(bucket, "checkpoints") == {"1"}
     assert_equal(found.params, state.params)
@@ -92,10 +92,10 @@ def test_a_store_that_answers_errors_costs_a_save_and_no_more(bucket, tmp_path, 
     checkpoints.save(2, state, {})
     assert checkpoints.failing() == 1 and "Forbidden" in checkpoints.failure
     bucket.full = False
-    assert checkpoints.steps() == [1]
+    assert checkpoints.steps == [1]
     checkpoints.save(3, state, {})
     checkpoints.close()
-    assert Checkpoints(RUN, KEEP_ALL).steps() == [3]
+    assert Checkpoints(RUN, KEEP_ALL).steps == [3]
     assert under(bucket, "checkpoints") == {"3"}  # what the one that failed was still writing is cleared
     assert not record or bucket.objects["runs/mine/metrics.jsonl"][1] == b"what was measured"
 

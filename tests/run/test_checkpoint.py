@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec.config
 import jax
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tests.helpers import tiny_config
 from tests.training.test_state import state_on
 from training.mesh import make_mesh
 from training.optimizer import make_optimizer
-from training.state import abstract_state, split_model
+from training.state import abstract_state
 
 KEEP_ALL = CheckpointConfig(keep=99)
 
@@ -60,7 +61,7 @@ MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2)]
 def abstract_on(sizes):
     config = tiny_config(heads=8, kv_heads=8, head_dim=8)
     mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])
-    optimizer, _ = make_optimizer(config.optimizer, split_model(config.model, np.dtype("float32"))[1], 32, 8)
+    optimizer, _ = make_optimizer(config.optimizer, config.model, 8)
     return abstract_state(config.model, optimizer, mesh)
 
 
@@ -106,7 +107,7 @@ def test_keeps_the_newest_every_nth_and_the_best(tmp_path, config, kept):
     steps = range(10, 61, 10)
     saved(tmp_path, steps, config, val_bpb={10: 2.0, 20: 1.0, 30: 1.5, 40: None, 50: None, 60: 1.2})
     assert names(tmp_path) == kept
-    assert [str(step) for step in Checkpoints(tmp_path).steps()] == kept
+    assert [str(step) for step in Checkpoints(tmp_path).steps] == kept
     assert [facts["step"] for facts in map(Checkpoints(tmp_path).facts, map(int, kept))] == [int(s) for s in kept]
 
 
@@ -131,7 +132,7 @@ def test_reading_leaves_what_a_run_is_writing_alone_and_a_start_clears_it(tmp_pa
 
 
 def test_no_checkpoint(tmp_path):
-    assert Checkpoints(tmp_path).steps() == []
+    assert Checkpoints(tmp_path).steps == []
     assert Checkpoints(tmp_path, KEEP_ALL).restore_newest(state_on(1)[1], print) is None
     with pytest.raises(UserError, match="no checkpoint"):
         Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
@@ -231,15 +232,78 @@ def test_checksums_tell_every_element_and_every_bit_and_not_the_mesh():
     assert sums[0] == sums[1]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "uint8", "int32"])
+def test_checksums_take_elements_of_any_width(dtype):
+    leaf = np.arange(1, 13).reshape(3, 4).astype(dtype)
+    whole = checksums({"a": jax.numpy.asarray(leaf)})
+    for index in range(12):
+        other = leaf.copy()
+        other.reshape(-1).view(np.uint8)[index * leaf.itemsize] ^= 1
+        assert checksums({"a": jax.numpy.asarray(other)}) != whole
+
+
 def test_another_network_is_refused_with_the_sizes_that_differ(tmp_path):
     saved(tmp_path)
     config = tiny_config()
     wider = replace(config.model, width=48)
-    optimizer, _ = make_optimizer(config.optimizer, split_model(wider, np.dtype("float32"))[1], 48, 8)
+    optimizer, _ = make_optimizer(config.optimizer, wider, 8)
     abstract = abstract_state(wider, optimizer, make_mesh(MeshConfig(), jax.devices()[:1]))
     with pytest.raises(UserError, match=r"of another network:(.|\n)*embed\.table: \[272, 32\], not \[272, 48\]"):
         Checkpoints(tmp_path, KEEP_ALL).restore_newest(abstract, print)
     assert names(tmp_path) == ["3"]
+
+
+def test_another_optimizer_is_refused_by_name(tmp_path):
+    saved(tmp_path)
+    abstract = state_on(1)[1]
+    moments = {"mu": abstract.params["embed"]}
+    with pytest.raises(UserError, match=r"was made with another optimizer: .*and others are in one of the two"):
+        Checkpoints(tmp_path, KEEP_ALL).restore_newest(abstract._replace(opt_state=moments), print)
+    assert names(tmp_path) == ["3"]
+
+
+def test_what_has_a_checkpoints_name_and_is_none_is_put_aside(tmp_path):
+    saved(tmp_path)
+    (tmp_path / "checkpoints" / "99").mkdir()
+    assert Checkpoints(tmp_path).newest == 3
+    checkpoints = Checkpoints(tmp_path, KEEP_ALL)
+    assert checkpoints.newest == 3 and names(tmp_path) == ["3"]
+    assert len(list((tmp_path / "bad-checkpoints").iterdir())) == 1
+    checkpoints.close()
+
+
+def test_a_deletion_that_fails_is_said_and_holds_up_no_save(tmp_path, monkeypatch):
+    seen: list[int] = []
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1), on_saved=seen.append)
+    with monkeypatch.context() as patch:
+        rename = type(checkpoints.folder).rename
+
+        def forbidden(path, target):
+            if str(target).endswith(".deleted"):
+                raise PermissionError("Forbidden")
+            return rename(path, target)
+
+        patch.setattr(type(checkpoints.folder), "rename", forbidden)
+        for step in (1, 2, 3):
+            checkpoints.save(step, state_on(1)[0], {})
+            assert checkpoints.failing() == 0
+        assert checkpoints.deletion_failure == "checkpoint 2 could not be deleted: Forbidden"
+    checkpoints.close()
+    assert seen == [1, 2, 3] and names(tmp_path) == ["1", "2", "3"]
+    Checkpoints(tmp_path, CheckpointConfig(keep=1)).close()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "float32", "int32"])
+def test_checksums_of_any_width(dtype):
+    leaf = jax.numpy.arange(6).astype(dtype).reshape(2, 3)
+    assert checksums({"a": leaf}) == checksums({"a": leaf + 0}) != checksums({"a": leaf + 1})
+
+
+def test_the_users_own_settings_of_the_store_stay(monkeypatch):
+    monkeypatch.setitem(fsspec.config.conf, "gcs", {"project": "mine"})
+    with pytest.raises(UserError):
+        Checkpoints("gs://nowhere-to-be-found/x", KEEP_ALL)
+    assert fsspec.config.conf["gcs"] == {"project": "mine", "use_listings_cache": False}
 
 
 # A disk that is full: files may not grow beyond a few bytes.
@@ -260,8 +324,8 @@ def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_
         for failed in (1, 2, 3):
             checkpoints.save(failed + 1, state_on(1)[0], {})
             assert checkpoints.failing() == failed
-            assert checkpoints.failure
-            assert checkpoints.steps() == [1]
+            assert checkpoints.failure and checkpoints.steps == [1]
+            assert names(tmp_path) == ["1"]  # so that the disk has room for the next
     assert_equal(checkpoints.restore(1, state_on(1)[1])[0], states[1])
     checkpoints.save(5, changed(state_on(1)[0], 5), {})
     assert checkpoints.failing() == 0

@@ -19,6 +19,8 @@ FREE = {
     "checkpoint.keep",
     "checkpoint.keep_every",
     "checkpoint.max_failed_saves",
+    "data.source",
+    "data.tokenizer",
     "data.workers",
     "eval.every_steps",
     "eval.prompts",
@@ -35,9 +37,11 @@ FREE = {
 
 
 def open_run(config: Config, fingerprint: str, accept_changes: bool) -> list[str]:
-    """As a command that ends again."""
+    """As a command that ends again, once it has found its state."""
     with RunLock(config.run_dir) as lock:
-        return run_folder.open_run(config, fingerprint, accept_changes, lock)
+        changes = run_folder.open_run(config, fingerprint, accept_changes, lock).changes
+        run_folder.accept(config, fingerprint, changes, 0)
+        return changes
 
 
 OTHERS = sorted(options(Config(name="x")).keys() - FREE - {"run_dir", "resume"})
@@ -75,7 +79,7 @@ def test_first_start_writes_the_config_and_what_it_ran_on(config):
     assert record["versions"]["jax"] == jax.__version__
     assert record["devices"] == {"kind": jax.devices()[0].device_kind, "count": 8, "processes": 1}
     assert record["changes"] == []
-    assert sorted(path.name for path in Path(config.run_dir).iterdir()) == ["config.json", "lock"]
+    assert sorted(path.name for path in Path(config.run_dir).iterdir()) == ["config.json", "events.jsonl", "lock"]
 
 
 @pytest.mark.parametrize("accept_changes", [False, True])
@@ -177,7 +181,7 @@ def test_a_start_killed_while_it_claimed_the_folder_can_be_repeated(config, monk
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "rename", die)
+        patch.setattr(Path, "replace", die)
         open_run(config, "print", accept_changes=False)
     assert open_run(config, "print", accept_changes=False) == []
 

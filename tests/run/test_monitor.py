@@ -6,7 +6,7 @@ import pytest
 
 from configs.schema import StabilityConfig
 from run.metrics import Clock, MetricsWriter, read_metrics
-from run.monitor import LEAST, WINDOW, Monitor
+from run.monitor import ENOUGH, WINDOW, Monitor
 from tests.helpers import tiny_config
 
 
@@ -24,7 +24,19 @@ def monitor(tmp_path):
         clock.start()
         rows_of = lambda step: {"batch": step - 1, "rows": [(0, step)]}
         writer = MetricsWriter(tmp_path, 0)
-        return Monitor(config, writer, clock, flops_share, rows_of, said.append, losses or [], 0), said
+        monitor = Monitor(
+            config,
+            writer,
+            clock,
+            flops_share=flops_share,
+            tokens_after=lambda step: 256 * step,
+            rows_of=rows_of,
+            say=said.append,
+            losses=losses or [],
+            step=0,
+            skipped=0,
+        )
+        return monitor, said
 
     return make
 
@@ -49,17 +61,17 @@ def test_a_line_tells_the_newest_step_and_reading_alone_writes_none(monitor, tmp
 
 def test_a_jump_is_told_with_batch_and_rows_and_the_first_is_kept(monitor, tmp_path):
     monitor, said = monitor()
-    feed(monitor, [2.0] * LEAST + [2.9, 3.1, 2.0, 9.0])
+    feed(monitor, [2.0] * ENOUGH + [2.9, 3.1, 2.0, 9.0])
     monitor.read()
     spikes = [line for line in read_metrics(tmp_path) if "spike" in line]
-    assert [line["step"] for line in spikes] == [LEAST + 2, LEAST + 4]
-    told = {"loss": 3.1, "median": 2.0, "batch": LEAST + 1, "rows": [[0, LEAST + 2]]}
-    assert spikes[0]["spike"] == told and monitor.spike["step"] == LEAST + 2
-    assert f"step {LEAST + 2}: the loss jumped to 3.1000 from a median of 2.0000" in said[0]
-    assert f"python -m data.inspect here --step={LEAST + 1}" in said[0]
+    assert [line["step"] for line in spikes] == [ENOUGH + 2, ENOUGH + 4]
+    told = {"loss": 3.1, "median": 2.0, "batch": ENOUGH + 1, "rows": [[0, ENOUGH + 2]]}
+    assert spikes[0]["spike"] == told and monitor.spike["step"] == ENOUGH + 2
+    assert f"step {ENOUGH + 2}: the loss jumped to 3.1000 from a median of 2.0000" in said[0]
+    assert f"python -m data.inspect here --step={ENOUGH + 1}" in said[0]
 
 
-@pytest.mark.parametrize(("factor", "before"), [(0.0, LEAST), (1.5, LEAST - 1)])
+@pytest.mark.parametrize(("factor", "before"), [(0.0, ENOUGH), (1.5, ENOUGH - 1)])
 def test_no_jump_is_told_when_off_or_before_there_is_anything_to_compare_with(monitor, factor, before):
     monitor, said = monitor(factor)
     feed(monitor, [2.0] * before + [9.0])

@@ -2,11 +2,17 @@
 
 import os
 import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from configs.schema import UserError
 from run.runtime import NoCheckpoint, Stop, run_command
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("raised", "code", "says"), [(UserError("do this"), 2, "error: do this\n"), (None, 0, "")])
@@ -35,14 +41,13 @@ def test_other_errors_keep_their_traceback():
         run_command(lambda: 1 // 0)
 
 
-@pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_signal_is_a_request_inside_and_what_it_was_outside(sign, code):
+@pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_a_request_while_steps_are_taken_and_what_it_was_outside(sign, code):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with Stop() as stop:
+    with Stop() as stop, stop.heeded():
         assert not stop.after(1)
         os.kill(os.getpid(), sign)
-        assert stop.after(2) and stop.code == code
-        assert (signal.getsignal(signal.SIGINT) == signal.SIG_DFL) == (sign == signal.SIGINT)  # a second one ends it
+        assert stop.after(2) and stop.code == stop.agreed_code() == code
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
@@ -53,3 +58,30 @@ def test_no_readable_checkpoint_is_code_3(capsys):
     with pytest.raises(SystemExit) as end:
         run_command(main)
     assert end.value.code == 3 and capsys.readouterr().err == "error: all are damaged\n"
+
+
+@pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_before_training_ends_it_at_once_even_where_a_callback_swallows_the_exception(sign, code):
+    def main():
+        with Stop() as stop:
+            with suppress(KeyboardInterrupt, SystemExit):  # as JAX's callbacks do
+                os.kill(os.getpid(), sign)
+            with stop.heeded():
+                pytest.fail("the run went on")
+
+    with pytest.raises(SystemExit) as end:
+        run_command(main)
+    assert end.value.code == code
+
+
+def test_a_second_ctrl_c_ends_the_process_and_says_what_is_lost():
+    script = (
+        "import os, signal, time\n"
+        "from run.runtime import Stop\n"
+        "with Stop() as stop, stop.heeded():\n"
+        "    for _ in range(2):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 130 and "steps after the newest whole checkpoint are lost" in ended.stderr

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from configs.schema import GroupConfig, MatricesConfig, OptimizerConfig, ScheduleConfig, UserError
-from tests.helpers import TINY
+from tests.helpers import ALL_FEATURES, TINY
 from training.optimizer import make_optimizer, parameter_groups, peak_rates
 from training.state import split_model
 
@@ -23,14 +23,23 @@ def random_tree(seed):
 
 
 def test_every_parameter_has_the_group_of_its_kind():
-    groups = parameter_groups(SHAPES)
+    groups = parameter_groups(TINY)
     assert groups["embed"] == {"table": "embed"} and groups["lm_head"] == {"kernel": "lm_head"}
     assert set(jax.tree.leaves(groups["blocks"])) == {"matrices"}
+    groups = parameter_groups(replace(TINY, **ALL_FEATURES))
+    attention = groups["blocks"][3]["attention"]
+    assert attention["value_embedding"] == {"table": "value_embeds"} and attention["value_gate"] == {
+        "kernel": "matrices"
+    }
+    assert groups["resid_lambdas"] == {"values": "resid_lambdas"} and groups["x0_lambdas"] == {"values": "x0_lambdas"}
+    assert groups["smear_gate"] == {"kernel": "scalars"}
+    assert groups["smear_lambda"] == groups["backout_lambda"] == {"values": "scalars"}
 
 
-def test_unknown_parameters_are_named():
-    with pytest.raises(UserError, match=r"blocks\.0\.gate\.kernel, positions\.table"):
-        parameter_groups({"positions": {"table": SHAPES["embed"]["table"]}, "blocks": {0: {"gate": SHAPES["lm_head"]}}})
+def test_a_group_that_there_is_not_is_refused_with_its_parameter(monkeypatch):
+    monkeypatch.setattr("training.optimizer.parameter_groups", lambda model: {"blocks": {0: {"gate": "gates"}}})
+    with pytest.raises(UserError, match=r"blocks\.0\.gate declares the optimizer group 'gates', but .* embed,"):
+        make_optimizer(OptimizerConfig(), TINY, 100)
 
 
 def test_rates_of_tables_scale_with_the_width():
@@ -48,7 +57,7 @@ def test_each_group_is_optax_adamw_with_its_own_options():
         "lm_head": GroupConfig(0.003, beta1=0.5, beta2=0.8, eps=1e-4, schedule=CONSTANT),
     }
     config = replace(OptimizerConfig(), **groups)
-    optimizer, _ = make_optimizer(config, SHAPES, 768, 100)
+    optimizer, _ = make_optimizer(config, replace(TINY, width=768), 100)
     params, state = random_tree(0), optimizer.init(random_tree(0))
     for step in range(3):
         updates, state = optimizer.update(random_tree(step + 1), state, params, step=jnp.array(step))
@@ -74,7 +83,7 @@ def test_rates_follow_the_step_that_is_given_not_the_calls():
     schedule = ScheduleConfig("constant", warmup_steps=10)
     group = GroupConfig(1.0, schedule=schedule)
     config = OptimizerConfig(group, MatricesConfig(1.0, schedule=schedule), group)
-    optimizer, rates = make_optimizer(config, SHAPES, 768, 100)
+    optimizer, rates = make_optimizer(config, replace(TINY, width=768), 100)
     params = random_tree(0)
     for step in (7, 2):
         updates, _ = optimizer.update(random_tree(1), optimizer.init(params), params, step=jnp.array(step))

@@ -1,5 +1,6 @@
 """The state is the same on every mesh, and divided over it."""
 
+import hashlib
 from dataclasses import replace
 from functools import cache
 
@@ -7,17 +8,19 @@ import jax
 import numpy as np
 import pytest
 
+from configs import small
+from configs.schema import MeshConfig, resolved
 from tests.helpers import tiny_config
 from training.mesh import make_mesh
 from training.optimizer import make_optimizer
-from training.state import abstract_state, compute_dtype, create_state, params_sha256, replicated, split_model
+from training.state import abstract_state, compute_dtype, create_state, params_sha256
 
 
 @cache
 def state_on(devices, seed=0):
     """A state on so many devices, its shapes, and their mesh. Made once: give it to nothing that takes its memory."""
     config = tiny_config()
-    optimizer, _ = make_optimizer(config.optimizer, split_model(config.model, np.dtype("float32"))[1], 32, 8)
+    optimizer, _ = make_optimizer(config.optimizer, config.model, 8)
     mesh = make_mesh(config.mesh, jax.devices()[:devices])
     return create_state(config.model, optimizer, mesh, seed), abstract_state(config.model, optimizer, mesh), mesh
 
@@ -25,6 +28,22 @@ def state_on(devices, seed=0):
 def test_the_seed_decides_the_parameters_and_the_mesh_does_not():
     one, eight, other = (params_sha256(state_on(n, seed)[0].params) for n, seed in ((1, 0), (8, 0), (8, 1)))
     assert one == eight != other
+
+
+def test_a_run_of_an_earlier_version_can_be_continued():
+    """What commit ecab6d7 made of configs/small.py at a tiny size: the initial parameters, and the state's tree."""
+    network = {"depth": 2, "width": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "vocab_size": 320}
+    config = small.get_config()
+    config = resolved(replace(config, model=replace(config.model, **network)))
+    optimizer, _ = make_optimizer(config.optimizer, config.model, config.steps)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_state(config.model, optimizer, mesh))
+    tree = "".join(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}\n" for path, leaf in leaves)
+    params = create_state(config.model, optimizer, mesh, config.seed).params
+    assert params_sha256(params) == "14f3bf346be3ce42f20f103db290919e13e24f7f58c6dc62d9dc236d976eed7c"
+    assert (
+        hashlib.sha256(tree.encode()).hexdigest() == "e478ed47d91b14482b2aa69cabcb42e50517b0f16b63b5205d6a32c9824d9006"
+    )
 
 
 def test_parameters_and_moments_are_divided_over_the_replicas():
@@ -43,14 +62,6 @@ def test_sha256_sees_every_parameter():
     before = params_sha256(params)
     params["blocks"][1]["mlp"]["down"]["kernel"] = params["blocks"][1]["mlp"]["down"]["kernel"].at[0, 0].set(1e-30)
     assert params_sha256(params) != before
-
-
-def test_replicated():
-    state, _, mesh = state_on(8)
-    whole = replicated(state.params, np.dtype("bfloat16"), mesh)
-    for leaf, original in zip(jax.tree.leaves(whole), jax.tree.leaves(state.params)):
-        assert leaf.dtype == "bfloat16" and leaf.addressable_shards[3].data.shape == original.shape
-        np.testing.assert_array_equal(leaf, original.astype("bfloat16"))
 
 
 @pytest.mark.parametrize(

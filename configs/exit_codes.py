@@ -1,0 +1,21 @@
+"""How commands end, for shells, schedulers and the commands themselves."""
+
+from enum import IntEnum
+
+
+class Exit(IntEnum):
+    """How a command ends: the one table that everything reads (docs/checkpoints.md)."""
+
+    COMPLETE = 0
+    FAILED = 1
+    """Do not repeat it: it would fail again."""
+    MISTAKE = 2
+    """A user's mistake; nothing was changed."""
+    UNREADABLE = 3
+    """A run has checkpoints, and none can be read."""
+    PEER_LOST = 42
+    """Another process has stopped or cannot be reached: start all of them again."""
+    INTERRUPTED = 130
+    """By a person, with Ctrl-C; saved."""
+    PREEMPTED = 143
+    """By SIGTERM; saved: start again."""

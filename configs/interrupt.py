@@ -1,0 +1,28 @@
+"""Ctrl-C while a command's modules are imported, which takes seconds: one line in place of a traceback.
+
+A command calls this before its other imports, where nothing else could catch it; `run.runtime.run_command` gives Ctrl-C
+back to Python once they are done. Nothing of ours, and nothing slow, is imported here.
+"""
+
+import os
+import signal
+from typing import NoReturn
+
+from configs.exit_codes import Exit
+
+
+def end_at_interrupt() -> None:
+    """From now on Ctrl-C ends the process at once, unless it was started to ignore it (as by nohup)."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def raise_at_interrupt() -> None:
+    """From now on Ctrl-C is a KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(*_: object) -> NoReturn:
+    os.write(2, b"interrupted before it started\n")
+    os._exit(Exit.INTERRUPTED)  # an exception could be swallowed by what is being imported

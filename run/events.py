@@ -1,0 +1,63 @@
+"""events.jsonl: what happened to a run, a line each, appended and never rewritten.
+
+`start` (from which step), `saved` (a checkpoint that is whole), `rollback` (to which checkpoint, and at how many tokens
+of the data it goes on), `stop` (after which step, with which exit code). A run whose checkpoints have gone is known by
+it, and the data's position after a rollback.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from configs.files import append_whole
+from configs.schema import UserError
+
+
+class Events:
+    """The events of one run. Only the first process may write."""
+
+    def __init__(self, run_dir: str | Path):
+        self.path = Path(run_dir) / "events.jsonl"
+
+    def add(self, event: str, step: int, **facts: Any) -> None:
+        """Appends one, on disk for certain, or not at all. OSError where that is impossible."""
+        line = json.dumps({"event": event, "step": step, **facts, "time": time.time()}) + "\n"
+        append_whole(self.path, line)
+
+    def read(self) -> list[dict]:
+        """All of them, after a half line that a kill left at the end was cut off. UserError for any other line that
+        cannot be read."""
+        if not self.path.exists():
+            return []
+        *lines, rest = self.path.read_bytes().split(b"\n")
+        if rest:
+            os.truncate(self.path, self.path.stat().st_size - len(rest))
+        events = []
+        for number, line in enumerate(lines, 1):
+            try:
+                events.append(json.loads(line))
+                _ = events[-1]["event"], int(events[-1]["step"])
+            except (ValueError, TypeError, LookupError) as error:
+                raise UserError(
+                    f"{self.path}: line {number} is damaged, and may say at which batch the run goes on; restore the "
+                    "file, or delete that line if the run was never rolled back"
+                ) from error
+        return events
+
+
+def saved_up_to(events: list[dict]) -> int:
+    """The newest step that was ever saved, as far as events tell; 0: none."""
+    return max((event["step"] for event in events if event["event"] in ("saved", "start")), default=0)
+
+
+def rollbacks_to(events: list[dict], step: int) -> list[dict]:
+    """The rollbacks to the checkpoint of `step`, since it was last saved."""
+    found: list[dict] = []
+    for event in events:
+        if event["step"] == step and event["event"] == "saved":
+            found = []
+        elif event["step"] == step and event["event"] == "rollback":
+            found.append(event)
+    return found

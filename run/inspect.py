@@ -1,0 +1,47 @@
+"""A run's checkpoints, each read whole and verified: python -m run.inspect RUN."""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import tyro
+from etils import epath
+
+from run.checkpoint import first_line
+from run.folder import open_for_reading
+from run.runtime import run_command, start_jax
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A table of a run's checkpoints: step, MB, bits per byte, age, and whether it is what was saved."""
+
+    run_dir: tyro.conf.Positional[str]
+    """Folder of the run."""
+
+
+def _files(folder: epath.Path) -> Iterator[epath.Path]:
+    for path in folder.iterdir():
+        yield from _files(path) if path.is_dir() else [path]
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    start_jax()
+    checkpoints, abstract = open_for_reading(arguments.run_dir)
+    print(f"{'step':>10} {'MB':>9} {'val_bpb':>9} {'hours old':>10}")
+    for step in checkpoints.steps:
+        megabytes = sum(path.stat().length for path in _files(checkpoints.folder / str(step))) / 1e6
+        try:
+            facts = checkpoints.restore(step, abstract)[1]
+            hours = (time.time() - facts["time"]) / 3600
+            verdict = f"{facts.get('val_bpb', math.nan):9.4f} {hours:10.1f}  verified"
+        except Exception as error:
+            verdict = f"{'':9} {'':10}  DAMAGED: {first_line(error)}"
+        print(f"{step:>10} {megabytes:9.1f} {verdict}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,232 @@
+"""The steps of a run: take one, read what it says, log, evaluate and save what is due, and find out how it ends."""
+
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any, NamedTuple
+
+import jax
+
+from configs.schema import Config
+from model.flops import flops_per_token, peak_flops
+from run.checkpoint import Checkpoints
+from run.metrics import Clock, MetricsWriter
+from run.monitor import Monitor
+from run.runtime import Stop
+from training.build import Build
+from training.state import TrainState
+from training.step import TrainStep
+
+
+class Start(NamedTuple):
+    """Where a run begins, or goes on."""
+
+    state: TrainState
+    step: int = 0
+    """Steps taken."""
+    tokens: int = 0
+    """Tokens of those steps."""
+    position: int = 0
+    """Tokens of the data's sequence before the next batch: those of the steps, and what rollbacks left out."""
+    seconds: float = 0.0
+    """Of training."""
+    losses: tuple[float, ...] = ()
+    """Of the newest steps: what a jump is compared with."""
+
+
+class Finished(NamedTuple):
+    """All steps are taken, and the last is saved."""
+
+    state: TrainState
+    tokens: int
+    seconds: float
+
+
+class Stopped(NamedTuple):
+    """Somebody asked for it, and the step is saved."""
+
+    step: int
+
+
+class Jumped(NamedTuple):
+    """The loss jumped at a step, and the run is to go back to the newest checkpoint and leave its batches out."""
+
+    spike: dict
+    position: int
+    """Tokens of the data's sequence up to the jump's batch, that batch included."""
+    stopping: bool
+    """Whether somebody asked the run to stop at the same time."""
+
+
+class GaveUp(NamedTuple):
+    """It makes no sense to go on."""
+
+    step: int
+    reason: str
+
+
+Outcome = Finished | Stopped | Jumped | GaveUp
+
+
+class Due(NamedTuple):
+    """What is to be done after a step."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+
+
+def due_after(step: int, config: Config, *, last: bool, retry: bool) -> Due:
+    """What is due after `step`. `last`: the run stops after it; `retry`: the save before failed."""
+    every = lambda interval: step % interval == 0 or step == config.steps
+    return Due(
+        log=every(config.log.every_steps),
+        evaluate=every(config.eval.every_steps),
+        save=every(config.checkpoint.every_steps) or last or retry,
+    )
+
+
+class Loop:
+    """The steps of one run from one start on."""
+
+    def __init__(
+        self,
+        built: Build,
+        start: Start,
+        train_step: TrainStep,
+        measure: Callable[[dict], dict],
+        rows_of: Callable[[int], list],
+        checkpoints: Checkpoints,
+        dataset: str,
+        stop: Stop,
+        say: Callable[[str], Any],
+    ):
+        """`train_step`: compiled. `measure(params)` evaluates and samples. `rows_of(i)`: the rows of the i-th batch
+        from the start on. `dataset`: the fingerprint that checkpoints are to carry."""
+        self.config = config = built.config
+        self.start, self.state, self.step = start, start.state, start.step
+        self.train_step, self.measure, self.checkpoints = train_step, measure, checkpoints
+        self.dataset, self.stop, self.say = dataset, stop, say
+        self.clock = Clock(start.seconds, start.step)
+        self.writer = MetricsWriter(config.run_dir, start.step)
+        tokens_per_step = config.batch.tokens_per_step
+        batch_of = lambda step: self.position_after(step - 1) // tokens_per_step
+        peak = peak_flops(built.mesh.devices.flat[0].device_kind)
+        flops = flops_per_token(config.model, config.batch.sequence_length)
+        self.monitor = Monitor(
+            config,
+            self.writer,
+            self.clock,
+            flops_share=flops / (peak * built.mesh.size) if peak else None,
+            tokens_after=self.tokens_after,
+            rows_of=lambda step: {"batch": batch_of(step), "rows": rows_of(step - 1 - start.step)},
+            say=say,
+            losses=list(start.losses),
+            step=start.step,
+            skipped=int(start.state.skipped_steps),
+        )
+
+    def tokens_after(self, step: int) -> int:
+        """Tokens of the run up to `step`."""
+        return self.start.tokens + (step - self.start.step) * self.config.batch.tokens_per_step
+
+    def position_after(self, step: int) -> int:
+        """Tokens of the data's sequence up to the batch of `step`."""
+        return self.start.position + (step - self.start.step) * self.config.batch.tokens_per_step
+
+    def run(self, batches: Iterator[Any]) -> Outcome:
+        """Takes steps until the last, or until something ends them."""
+        config, monitor = self.config, self.monitor
+        self.clock.start()
+        with closing(monitor.bar), self.stop.heeded():
+            if self.step == 0:
+                self.evaluate()
+            if self.step == config.steps:  # killed after its last checkpoint, before its summary
+                return Finished(self.state, self.start.tokens, self.clock.seconds)
+            batch = next(batches)
+            gc.freeze()  # so that no collection in the loop looks through all that was set up: 0.3 s
+            unlogged = retry = False
+            while True:
+                self.state, metrics = self.train_step(self.state, batch)
+                self.step += 1
+                if unlogged:
+                    retry = self.log()  # of the step before, while this one runs
+                with self.clock.waiting():
+                    batch = next(batches)
+                monitor.add(self.step, metrics)
+                stopping = self.stop.after(self.step)
+                last = stopping or self.step == config.steps
+                due = due_after(self.step, config, last=last, retry=retry)
+                unlogged = due.log
+                if due.log and (due.evaluate or due.save):
+                    retry = self.log()  # what a checkpoint vouches for is written before it
+                    unlogged = False
+                elif due.save:
+                    monitor.read()
+                if outcome := self.end_before_saving(stopping):
+                    return outcome
+                results = self.evaluate() if due.evaluate else {}
+                if due.save:
+                    self.save(results)
+                    retry = False
+                if last:
+                    return self.end(results)
+
+    def log(self) -> bool:
+        """Writes a line. Whether the save before failed and is to be tried again; that is said."""
+        self.monitor.write()
+        failed = self.checkpoints.failing(wait=False)
+        retry = failed > 0 and not self.checkpoints.pending
+        if retry:
+            self.say(f"{failed} save(s) in a row failed: {self.checkpoints.failure}; trying again")
+        if self.checkpoints.deletion_failure:
+            self.say(self.checkpoints.deletion_failure)
+            self.checkpoints.deletion_failure = ""
+        return retry
+
+    def end_before_saving(self, stopping: bool) -> Outcome | None:
+        """What the steps read so far, and the saves, say of going on."""
+        limit, checkpoints, monitor = self.config.checkpoint.max_failed_saves, self.checkpoints, self.monitor
+        if monitor.skipped_in_a_row >= self.config.max_skipped_steps:
+            return self.give_up(f"--max_skipped_steps={self.config.max_skipped_steps} in a row were skipped")
+        if monitor.spike and self.config.stability.rollback:
+            spike, monitor.spike = monitor.spike, None
+            checkpoints.failing()  # waits: which checkpoint is the newest must not depend on how fast it is written
+            if checkpoints.newest:
+                return Jumped(spike, self.position_after(spike["step"]), stopping)
+            self.say("there is no checkpoint from before the jump to go back to: the run goes on")
+        if checkpoints.failed_saves >= limit:
+            return self.give_up(f"{checkpoints.failed_saves} save(s) in a row failed: {checkpoints.failure}")
+        return None
+
+    def end(self, results: dict) -> Outcome:
+        """After the last step: waits for its checkpoint, and tries again where that fails."""
+        while 0 < (failed := self.checkpoints.failing()) < self.config.checkpoint.max_failed_saves:
+            self.save(results)
+        if failed:
+            return self.give_up(f"{failed} save(s) in a row failed: {self.checkpoints.failure}")
+        if self.step < self.config.steps:
+            return Stopped(self.step)
+        return Finished(self.state, self.tokens_after(self.step), self.clock.seconds)
+
+    def give_up(self, reason: str) -> GaveUp:
+        self.checkpoints.failing()  # waits for what is being saved
+        newest = self.checkpoints.newest
+        where = f"the newest checkpoint is of step {newest}" if newest else "no checkpoint was saved"
+        return GaveUp(self.step, f"{reason}; {where}")
+
+    def evaluate(self) -> dict:
+        """Evaluates and samples the network as it is now."""
+        jax.block_until_ready(self.state)
+        with self.clock.paused():
+            results = self.measure(self.state.params)
+        self.writer.write({"step": self.step, "tokens": self.tokens_after(self.step), **results})
+        self.say(f"step {self.step}: validation loss {results['val_loss']:.4f}, {results['val_bpb']:.4f} bits per byte")
+        return {name: results[name] for name in ("val_loss", "val_bpb")}
+
+    def save(self, results: dict) -> None:
+        position = {"tokens": self.tokens_after(self.step), "position": self.position_after(self.step)}
+        kept = {"seconds": self.clock.seconds, "losses": list(self.monitor.losses)}
+        told = {"dataset": self.dataset, "config": dataclasses.asdict(self.config)}
+        self.checkpoints.save(self.step, self.state, {**position, **kept, **told, **results})

@@ -1,0 +1,42 @@
+"""Ctrl-C while a command's modules are imported."""
+
+import ast
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMANDS = sorted(
+    path
+    for path in ROOT.rglob("*.py")
+    if ".venv" not in path.parts and "tests" not in path.parts and "\n    run_command(main)\n" in path.read_text()
+)
+START = "import os, signal\nfrom configs.interrupt import *\nfrom configs.interrupt import raise_at_interrupt\n"
+INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "said"),
+    [
+        ("end_at_interrupt()\n" + INTERRUPT, 130, "interrupted before it started\n"),
+        ("end_at_interrupt()\nraise_at_interrupt()\n" + INTERRUPT, -signal.SIGINT, "KeyboardInterrupt"),
+        ("signal.signal(signal.SIGINT, signal.SIG_IGN)\nend_at_interrupt()\n" + INTERRUPT, 0, ""),
+    ],
+    ids=["while importing", "after it", "ignored, as under nohup"],
+)
+def test_an_interrupt(program, code, said):
+    start = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + START
+    done = subprocess.run([sys.executable, "-c", start + program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code and (done.stderr == said or done.stderr.strip().endswith(said or "\0"))
+
+
+def test_every_command_starts_with_it():
+    assert len(COMMANDS) > 12
+    for path in COMMANDS:
+        first = ast.unparse(ast.parse(path.read_text()).body[1])
+        assert first == (
+            "if __name__ == '__main__':\n    from configs.interrupt import end_at_interrupt\n    end_at_interrupt()"
+        ), path

@@ -1,0 +1,102 @@
+"""Sampling on a mesh: the tokens of one device, without a parameter ever being whole where `tensor` or `fsdp` divide
+it, compiled once."""
+
+import re
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs.schema import MeshConfig, ModelConfig, UserError
+from data.tokenizer import train_tokenizer
+from evaluation.generation import continuations, encode_prompts, make_generate
+from program.collectives import collectives
+from program.topologies import devices_of
+from tests.helpers import ALL_FEATURES, TINY, perturbed
+from training.mesh import make_mesh
+from training.state import abstract_params, split_model
+
+FLOAT32 = jnp.dtype("float32")
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+NETWORK = replace(TINY, **ALL_FEATURES | {"depth": 2})
+TOKENIZER = train_tokenizer(["to be or not to be " * 20], 272)
+GREEDY, DRAWN = {"temperature": 0.0, "top_k": 0}, {"temperature": 1.0, "top_k": 20}
+
+
+@cache
+def sampler(sizes: MeshConfig, devices: int):
+    """The jitted function, and a network off its initial zeros on the mesh."""
+    mesh = make_mesh(sizes, jax.devices()[:devices])
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), split_model(NETWORK, FLOAT32)[1])
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(NETWORK, mesh))
+    return make_generate(NETWORK, FLOAT32, mesh), jax.device_put(perturbed(zeros), shardings)
+
+
+@cache
+def tokens_of(sizes: MeshConfig, devices: int, seed=0, **options):
+    generate, params = sampler(sizes, devices)
+    buffer = np.zeros((len(PROMPTS), 12), np.int32)
+    for row, prompt in zip(buffer, PROMPTS):
+        row[: len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
+    return np.asarray(generate(params, buffer, lengths, np.int32(seed), prefill=1, **options))
+
+
+@pytest.mark.parametrize("options", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_mesh_of_all_axes_gives_the_tokens_of_one_device(options):
+    mesh = MeshConfig(data=2, fsdp=2, tensor=2)
+    np.testing.assert_array_equal(tokens_of(mesh, 8, **options), tokens_of(MeshConfig(), 1, **options))
+
+
+def test_what_tensor_divides_is_never_whole():
+    """Along `tensor` heads, MLP width and vocabulary stay divided, the cache's heads too."""
+    config = ModelConfig(depth=2, width=64, heads=8, kv_heads=8, head_dim=24, vocab_size=2048)
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
+    params, of = abstract_params(config, mesh), lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
+    generate, seed = make_generate(config, FLOAT32, mesh), jax.ShapeDtypeStruct((), np.int32)
+    compiled = generate.lower(params, of(2, 16), of(2), seed, prefill=1, **GREEDY).compile()
+    shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())}
+    whole = {leaf.shape for leaf in jax.tree.leaves(params)}
+    assert not (shapes | {shape[::-1] for shape in shapes}) & whole
+    assert (2, 16, 2, 24) in shapes and (2, 16, 8, 24) not in shapes
+    arguments = sum(4 * leaf.size for leaf in jax.tree.leaves(params)) / 8
+    assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(arguments, rel=0.01)
+
+
+def test_on_a_tpu_slice_what_fsdp_divides_is_gathered_matrix_by_matrix():
+    pytest.importorskip("libtpu")
+    config = ModelConfig(depth=2, width=512, heads=8, kv_heads=8, head_dim=64, vocab_size=512)
+    mesh = make_mesh(MeshConfig(fsdp=4), devices_of("v5e:2x2"))
+    params, of = abstract_params(config, mesh), lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
+    generate, seed = make_generate(config, jnp.dtype("bfloat16"), mesh), jax.ShapeDtypeStruct((), np.int32)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        compiled = generate.lower(params, of(2, 6), of(2), seed, prefill=1, **GREEDY).compile()
+    whole = sum(2 * leaf.size for leaf in jax.tree.leaves(params))
+    assert compiled.memory_analysis().temp_size_in_bytes < whole / 2
+    found = collectives(compiled.as_text(), dict(mesh.shape))
+    a_token = sum(c.bytes_each * c.times for c in found if c.kind == "all-gather" and c.in_loop) / 4
+    assert a_token == pytest.approx(whole, rel=0.01)  # each of 4 passes of the loop reads the network once
+
+
+def test_continuations_compile_once(monkeypatch):
+    generate, params = sampler(MeshConfig(), 1)
+    compiled = generate._cache_size()
+    prompts = encode_prompts(TOKENIZER, ["to be", ""], 16)
+    sample = lambda params: continuations(generate, params, TOKENIZER, prompts, tokens=5, capacity=16)
+    first = sample(params)
+    assert sample(jax.tree.map(lambda p: p + 0.0, params)) == first and first[0].startswith("to be")
+    assert sample(jax.tree.map(lambda p: p + 1.0, params)) != first
+    assert generate._cache_size() == compiled + 1
+
+
+def test_no_prompts_have_no_continuations():
+    generate, params = sampler(MeshConfig(), 1)
+    assert continuations(generate, params, TOKENIZER, encode_prompts(TOKENIZER, (), 16), tokens=5, capacity=16) == []
+
+
+def test_a_prompt_that_leaves_no_room_is_refused():
+    with pytest.raises(UserError, match="the network's sequence has 4, so at most 3"):
+        encode_prompts(TOKENIZER, ["that is not"], 4)

@@ -1,0 +1,205 @@
+"""Runs that are continued after something went wrong: nothing is lost in silence, and nothing is done twice."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jax
+import pytest
+
+import evaluate
+import export
+import train
+from run.events import Events
+from run.metrics import read_metrics
+from run.runtime import run_command
+from training.build import build
+
+CONFIG = """
+from configs.schema import *
+
+STAYS = ScheduleConfig("constant")  # so that what a step does is the same, however many are to come
+
+def get_config():
+    return Config(
+        name="tiny",
+        steps=6,
+        model=ModelConfig(depth=1, width=32, heads=2, kv_heads=1, head_dim=16, vocab_size=300),
+        data=DataConfig(source="text", val_fraction=0.2),
+        batch=BatchConfig(sequence_length=32, tokens_per_step=128, rows_per_device=4),
+        optimizer=OptimizerConfig(
+            GroupConfig(0.2, schedule=STAYS), MatricesConfig(0.002, schedule=STAYS), GroupConfig(0.004, schedule=STAYS)
+        ),
+        checkpoint=CheckpointConfig(every_steps=2),
+        eval=EvalConfig(every_steps=100, tokens=500, prompts=(), sample_tokens=8),
+        log=LogConfig(every_steps=1),
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a config, text to train on, and a finished run."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "tiny.py").write_text(CONFIG)
+    (folder / "text").mkdir()
+    words = Path(train.__file__).read_text().split()
+    for i in range(20):
+        (folder / "text" / f"{i}.txt").write_text(" ".join(words[i:] + words[:i]))
+    with pytest.MonkeyPatch.context() as patch:
+        assert start(patch, folder, "--run_dir=finished") == 0
+    return folder
+
+
+def start(monkeypatch, folder: Path, *arguments: str) -> int:
+    """The exit code of train.py, in this process, on one device."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(train, "build", partial(build, devices=jax.devices()[:1]))
+    monkeypatch.setattr("sys.argv", ["train.py", "--config=tiny.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        run_command(train.main)
+    return end.value.code or 0
+
+
+def copy_of(folder: Path, name: str) -> Path:
+    return Path(shutil.copytree(folder / "finished", folder / name))
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in read_metrics(run_dir) if "loss" in line}
+
+
+def content(run_dir: Path) -> dict[str, bytes]:
+    files = (path for path in run_dir.rglob("*") if path.is_file() and path.name != "lock")
+    return {str(path): path.read_bytes() for path in files}
+
+
+def test_a_run_whose_checkpoints_are_gone_is_refused_and_keeps_its_record(folder, monkeypatch, capsys):
+    run_dir = copy_of(folder, "gone")
+    shutil.rmtree(run_dir / "checkpoints")
+    before = content(run_dir)
+    assert start(monkeypatch, folder, "--run_dir=gone", "--steps=8", "--accept_changes") == 2
+    assert "was saved up to step 6" in capsys.readouterr().err
+    assert content(run_dir) == before
+
+
+def test_so_is_one_whose_disk_is_not_mounted_or_that_is_sent_elsewhere(folder, monkeypatch, capsys):
+    disk = folder / "disk"
+    assert start(monkeypatch, folder, "--run_dir=far", f"--checkpoint.folder={disk}", "--steps=2") == 0
+    before = content(folder / "far")
+    disk.rename(folder / "unmounted")
+    longer = ("--run_dir=far", "--steps=4", "--accept_changes")
+    assert start(monkeypatch, folder, *longer, f"--checkpoint.folder={disk}") == 2
+    assert f"step 2 in {disk}/checkpoints" in capsys.readouterr().err and not disk.exists()
+    assert start(monkeypatch, folder, *longer, f"--checkpoint.folder={folder}/other") == 2
+    assert content(folder / "far") == before
+    (folder / "unmounted").rename(disk)
+    assert start(monkeypatch, folder, *longer, f"--checkpoint.folder={disk}") == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [("--model.width=48", "of another network"), ("--optimizer.matrices.kind=muon", "made with another optimizer")],
+)
+def test_a_change_that_the_checkpoint_cannot_follow_is_not_recorded(folder, monkeypatch, capsys, change, says):
+    run_dir = copy_of(folder, f"changed{change}")
+    before = content(run_dir)
+    assert start(monkeypatch, folder, f"--run_dir={run_dir}", "--accept_changes", "--steps=7", change) == 2
+    assert says in capsys.readouterr().err and content(run_dir) == before
+    assert start(monkeypatch, folder, f"--run_dir={run_dir}") == 0  # the original command still holds
+
+
+def test_a_summary_of_fewer_steps_and_a_folder_with_a_number_do_not_make_a_run_complete(folder, monkeypatch, capsys):
+    run_dir = copy_of(folder, "longer")
+    summary = (run_dir / "summary.json").read_text()
+    assert start(monkeypatch, folder, "--run_dir=longer", "--steps=8", "--accept_changes") == 0
+    (run_dir / "summary.json").write_text(summary)  # as if it had been killed before it wrote its own
+    (run_dir / "checkpoints" / "99").mkdir()
+    capsys.readouterr()
+    assert start(monkeypatch, folder, "--run_dir=longer", "--steps=8") == 0
+    assert "is complete" not in capsys.readouterr().out
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 8
+    assert start(monkeypatch, folder, "--run_dir=longer", "--steps=8") == 0
+    assert "is complete: 8 steps" in capsys.readouterr().out
+
+
+def test_fewer_steps_than_were_taken_are_a_mistake(folder, monkeypatch, capsys):
+    copy_of(folder, "fewer")
+    assert start(monkeypatch, folder, "--run_dir=fewer", "--steps=4", "--accept_changes") == 2
+    assert "has come to step 6 already" in capsys.readouterr().err
+
+
+def test_another_tokens_per_step_goes_on_in_the_data_where_the_run_was(folder, monkeypatch):
+    """Two steps of 8 rows see what four of 4 rows would have seen; with Adam's rates at 0 so do the losses."""
+    still = [f"--optimizer.{group}.peak_rate=1e-30" for group in ("embed", "matrices", "lm_head")]
+    rates = [*still, "--seed=3"]
+    assert start(monkeypatch, folder, "--run_dir=eights", "--steps=4", "--batch.tokens_per_step=256", *rates) == 0
+    assert start(monkeypatch, folder, "--run_dir=mixed", "--steps=4", *rates) == 0
+    change = ("--steps=6", "--batch.tokens_per_step=256", "--accept_changes")
+    assert start(monkeypatch, folder, "--run_dir=mixed", *change, *rates) == 0
+    eights, mixed = losses(folder / "eights"), losses(folder / "mixed")
+    assert eights[1] == pytest.approx((mixed[1] + mixed[2]) / 2, rel=1e-6)
+    assert [mixed[5], mixed[6]] == pytest.approx([eights[3], eights[4]], rel=1e-6)
+    tokens = [line["tokens"] for line in read_metrics(folder / "mixed") if "loss" in line]
+    assert tokens == [128, 256, 384, 512, 768, 1024]
+    assert json.loads((folder / "mixed" / "summary.json").read_text())["tokens"] == 1024
+
+
+def test_a_rollback_on_record_is_followed_however_often_the_run_is_started(folder, monkeypatch):
+    """The batches that it leaves out are left out after a kill, too."""
+    run_dir = copy_of(folder, "rolled")
+    events = Events(run_dir)
+    events.add("rollback", 6, position=9 * 128)  # three batches are left out
+    copy = shutil.copytree(run_dir, folder / "rolled-twice")
+    assert start(monkeypatch, folder, "--run_dir=rolled", "--steps=8", "--accept_changes") == 0
+    assert start(monkeypatch, folder, "--run_dir=rolled-twice", "--steps=7", "--accept_changes") == 0
+    assert start(monkeypatch, folder, "--run_dir=rolled-twice", "--steps=8", "--accept_changes") == 0
+    assert losses(run_dir)[8] == losses(copy)[8]
+    copy_of(folder, "straight")
+    assert start(monkeypatch, folder, "--run_dir=straight", "--steps=8", "--accept_changes") == 0
+    assert losses(run_dir)[7] != pytest.approx(losses(folder / "straight")[7], rel=1e-3)
+
+
+def test_a_source_may_be_spelled_in_another_way(folder, monkeypatch):
+    copy_of(folder, "respelled")
+    where = f"--data.source={folder}/text"
+    assert start(monkeypatch, folder, "--run_dir=respelled", where, "--steps=7", "--accept_changes") == 0
+    record = json.loads((folder / "respelled" / "config.json").read_text())
+    assert record["changes"] == [["steps: 6 -> 7"]] and record["config"]["data"]["source"] == f"{folder}/text"
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"config": {}}', "[]"])
+def test_a_broken_config_json_is_one_message(folder, monkeypatch, capsys, text):
+    run_dir = folder / "broken"
+    shutil.copytree(folder / "finished", run_dir, dirs_exist_ok=True)
+    (run_dir / "config.json").write_text(text)
+    assert start(monkeypatch, folder, "--run_dir=broken") == 2
+    assert "config.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_network_to_start_from_is_checked_whatever_the_folder_holds(folder, monkeypatch, capsys):
+    arguments = [f"--run_dir={folder}/finished", f"--out={folder}/exported", "--format=safetensors"]
+    monkeypatch.setattr("sys.argv", ["export.py", *arguments])
+    assert export.main() == 0
+    (folder / "empty").mkdir()
+    for change in ("--model.rotary_base=5000", "--model.width=48"):
+        assert start(monkeypatch, folder, "--run_dir=empty", "--init_from=exported", change) == 2
+        assert "of another network than the options ask for" in capsys.readouterr().err
+
+
+def test_a_finished_run_whose_metrics_and_summary_are_gone_is_finished_again(folder, monkeypatch):
+    run_dir = copy_of(folder, "headless")
+    expected = json.loads((run_dir / "summary.json").read_text())["params_sha256"]
+    for name in ("summary.json", "metrics.jsonl"):
+        (run_dir / name).unlink()
+    assert start(monkeypatch, folder, "--run_dir=headless") == 0
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["params_sha256"] == expected and summary["loss"] is None
+
+
+def test_a_relative_source_is_found_from_another_folder(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["evaluate.py", f"--run_dir={folder}/finished"])
+    assert evaluate.main() == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 6

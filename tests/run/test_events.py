@@ -1,0 +1,45 @@
+"""events.jsonl: what is appended stays, and what it says of rollbacks and saved steps."""
+
+import pytest
+
+from configs.schema import UserError
+from run.events import Events, rollbacks_to, saved_up_to
+
+
+def test_events_are_read_in_order_and_a_half_line_is_cut_off(tmp_path):
+    events = Events(tmp_path)
+    assert events.read() == []
+    events.add("start", 0)
+    events.add("saved", 10)
+    with events.path.open("ab") as file:
+        file.write(b'{"event": "sav\xff')
+    assert [(event["event"], event["step"]) for event in events.read()] == [("start", 0), ("saved", 10)]
+    events.add("stop", 12, code=130)
+    assert [event["event"] for event in events.read()] == ["start", "saved", "stop"]
+
+
+def test_a_damaged_line_is_refused_since_it_may_say_where_the_data_go_on(tmp_path):
+    events = Events(tmp_path)
+    events.add("start", 0)
+    with events.path.open("ab") as file:
+        file.write(b"\x00\x00\n")
+    events.add("saved", 10)
+    with pytest.raises(UserError, match=r"events\.jsonl: line 2 is damaged"):
+        events.read()
+
+
+def event(name, step, **facts):
+    return {"event": name, "step": step, **facts}
+
+
+def test_the_newest_step_that_was_saved():
+    assert saved_up_to([event("start", 0)]) == 0
+    assert saved_up_to([event("start", 0), event("saved", 20), event("start", 10)]) == 20
+    assert saved_up_to([event("start", 30), event("stop", 45)]) == 30  # killed before it could say "saved 30"
+
+
+def test_rollbacks_count_since_the_checkpoint_was_last_saved():
+    first, second = event("rollback", 20, position=1), event("rollback", 20, position=2)
+    assert rollbacks_to([event("saved", 20), first, second], 20) == [first, second]
+    assert rollbacks_to([event("saved", 20), first, event("saved", 10), event("saved", 20), second], 20) == [second]
+    assert rollbacks_to([event("saved", 20), first], 10) == []

@@ -1,0 +1,198 @@
+"""The loop: what is due after a step, and how it ends; with steps that cost nothing."""
+
+import itertools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from configs.exit_codes import Exit
+from configs.schema import CheckpointConfig, EvalConfig, LogConfig, StabilityConfig
+from run.loop import Due, Finished, GaveUp, Jumped, Loop, Start, Stopped, due_after
+from run.metrics import read_metrics
+from run.monitor import ENOUGH
+from run.runtime import Stop
+from tests.helpers import tiny_config
+from training.state import TrainState
+
+
+@pytest.mark.parametrize(
+    ("step", "last", "retry", "expected"),
+    [
+        (7, False, False, Due(log=False, evaluate=False, save=False)),
+        (10, False, False, Due(log=True, evaluate=False, save=False)),
+        (20, False, False, Due(log=True, evaluate=True, save=False)),
+        (25, False, False, Due(log=False, evaluate=False, save=True)),
+        (100, True, False, Due(log=True, evaluate=True, save=True)),
+        (99, True, False, Due(log=True, evaluate=True, save=True)),
+        (7, True, False, Due(log=False, evaluate=False, save=True)),
+        (7, False, True, Due(log=False, evaluate=False, save=True)),
+    ],
+)
+def test_what_is_due_after_a_step(step, last, retry, expected):
+    config = replace(
+        tiny_config(),
+        steps=99 if step == 99 else 100,
+        log=LogConfig(10),
+        eval=EvalConfig(20),
+        checkpoint=CheckpointConfig(every_steps=25),
+    )
+    assert due_after(step, config, last=last, retry=retry) == expected
+
+
+class Saved:
+    """Checkpoints in memory; those of `failing_steps` fail."""
+
+    def __init__(self, steps=(), failing_steps=()):
+        self.steps, self.failing_steps, self.facts = list(steps), set(failing_steps), {}
+        self.failed_saves, self.failure, self.deletion_failure, self.pending = 0, "the disk is full", "", None
+
+    @property
+    def newest(self):
+        return max(self.steps, default=0)
+
+    def save(self, step, state, facts):
+        if step in self.failing_steps:
+            self.failed_saves += 1
+        else:
+            self.failed_saves = 0
+            self.steps.append(step)
+            self.facts[step] = facts
+
+    def failing(self, wait=True):
+        return self.failed_saves
+
+
+@pytest.fixture
+def make(tmp_path):
+    """A loop of 40 steps whose losses are given, what it says, and what it saves."""
+
+    def make(losses, start=None, checkpoints=None, stop=None, **options):
+        config = replace(
+            tiny_config(),
+            steps=40,
+            run_dir=str(tmp_path),
+            log=LogConfig(5),
+            eval=EvalConfig(20),
+            stability=StabilityConfig(rollback=True),
+            **{"checkpoint": CheckpointConfig(every_steps=10, max_failed_saves=3), **options},
+        )
+        skipped = itertools.accumulate(int(not np.isfinite(loss)) for loss in losses)
+        steps = iter(list(zip(losses, skipped)))
+
+        def train_step(state, batch):
+            loss, skipped = next(steps)
+            metrics = {"loss": loss, "skipped_steps": skipped, "grad_norms": {"embed": loss}, "learning_rate": {}}
+            return state, metrics
+
+        mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind="cpu")]), size=1)
+        said, saved = [], Saved() if checkpoints is None else checkpoints
+        start = start or Start(TrainState(0, {}, (), 0))  # pyright: ignore
+        measure = lambda params: {"val_loss": 2.0, "val_bpb": 1.0, "samples": []}
+        rows_of = lambda i: [(0, i)]
+        built = SimpleNamespace(config=config, mesh=mesh)
+        return (
+            Loop(built, start, train_step, measure, rows_of, saved, "print", stop or Stop(), said.append),
+            said,
+            saved,
+        )
+
+    return make
+
+
+BATCHES = itertools.count()
+TOKENS = 256  # of a step
+
+
+def test_it_takes_all_steps_and_saves_the_last(make, tmp_path):
+    loop, _, saved = make([2.0] * 40)
+    outcome = loop.run(BATCHES)
+    assert isinstance(outcome, Finished) and outcome.tokens == 40 * TOKENS
+    assert saved.steps == [10, 20, 30, 40]
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines if "loss" in line] == list(range(5, 41, 5))
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 20, 40]
+    assert saved.facts[40]["val_bpb"] == 1.0 and "val_bpb" not in saved.facts[30]
+    assert saved.facts[30]["tokens"] == saved.facts[30]["position"] == 30 * TOKENS
+
+
+def test_tokens_and_position_go_on_from_where_they_were(make, tmp_path):
+    """Whatever a step's size was before, and whatever rollbacks left out."""
+    state = TrainState(20, {}, (), 0)  # pyright: ignore
+    loop, _, saved = make([2.0] * 20, Start(state, step=20, tokens=1000, position=1500))
+    assert loop.run(BATCHES).tokens == 1000 + 20 * TOKENS
+    assert saved.facts[30]["tokens"] == 1000 + 10 * TOKENS and saved.facts[30]["position"] == 1500 + 10 * TOKENS
+    assert read_metrics(tmp_path)[-1]["tokens"] == 1000 + 20 * TOKENS
+
+
+def test_a_jump_goes_back_to_the_newest_checkpoint_and_says_where_the_data_go_on(make):
+    loop, _, saved = make([2.0] * 26 + [9.0] + [2.0] * 13)
+    outcome = loop.run(BATCHES)
+    assert isinstance(outcome, Jumped) and saved.newest == 20
+    assert outcome.position == 27 * TOKENS and not outcome.stopping
+    assert outcome.spike["spike"]["batch"] == 26 and outcome.spike["spike"]["rows"] == [(0, 26)]
+
+
+def test_a_jump_before_the_first_checkpoint_is_said_and_forgotten(make):
+    losses = [2.0] * ENOUGH + [9.0] + [2.0] * 23
+    loop, said, saved = make(losses, checkpoint=CheckpointConfig(every_steps=20))
+    assert isinstance(loop.run(BATCHES), Finished) and saved.steps == [20, 40]
+    assert any("no checkpoint from before the jump" in text for text in said)
+
+
+def test_who_asks_to_stop_while_the_loss_jumps_is_heard(make):
+    stop = Stop()
+    loop, _, _ = make([2.0] * 24 + [9.0] + [2.0] * 15, stop=stop)
+
+    def batches():
+        for i in itertools.count():
+            stop.code = Exit.PREEMPTED if i == 25 else stop.code  # asked for while step 25 runs
+            yield i
+
+    outcome = loop.run(batches())
+    assert isinstance(outcome, Jumped) and outcome.stopping
+
+
+def test_a_request_to_stop_is_heeded_after_the_step_and_saved(make):
+    stop = Stop()
+    loop, _, saved = make([2.0] * 40, stop=stop)
+
+    def batches():
+        for i in itertools.count():
+            stop.code = Exit.INTERRUPTED if i == 13 else stop.code
+            yield i
+
+    assert loop.run(batches()) == Stopped(13) and saved.steps == [10, 13]
+
+
+def test_saves_that_fail_are_tried_again_at_each_step_logged_and_at_last_end_the_run(make):
+    loop, said, saved = make([2.0] * 40, checkpoints=Saved(failing_steps={10}))
+    assert isinstance(loop.run(BATCHES), Finished)
+    assert saved.steps[0] == 16  # the line of step 15 is written, and what failed is seen, while step 16 runs
+    assert sum("1 save(s) in a row failed" in text for text in said) == 1
+    loop, _, saved = make([2.0] * 40, checkpoints=Saved(failing_steps=range(41)))
+    outcome = loop.run(BATCHES)
+    assert isinstance(outcome, GaveUp) and "3 save(s) in a row failed: the disk is full" in outcome.reason
+    assert "no checkpoint was saved" in outcome.reason
+
+
+def test_a_last_save_that_fails_is_tried_again(make):
+    checkpoints = Saved()
+    checkpoints.failing_steps = {40}
+    loop, _, _ = make([2.0] * 40, checkpoints=checkpoints)
+    assert isinstance(loop.run(BATCHES), GaveUp) and checkpoints.failed_saves == 3
+
+
+def test_many_skipped_steps_in_a_row_end_the_run_and_their_lines_are_json(make, tmp_path):
+    loop, _, _ = make([2.0] * 10 + [float("nan")] * 30, max_skipped_steps=5)
+    outcome = loop.run(BATCHES)
+    assert isinstance(outcome, GaveUp) and "--max_skipped_steps=5 in a row were skipped" in outcome.reason
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+    assert read_metrics(tmp_path)[-1]["loss"] is None
+
+
+def test_a_run_that_was_killed_after_its_last_checkpoint_has_no_step_left(make):
+    loop, _, _ = make([], Start(TrainState(40, {}, (), 0), step=40, tokens=123, seconds=5.0))  # pyright: ignore
+    outcome = loop.run(iter(()))
+    assert isinstance(outcome, Finished) and outcome.tokens == 123 and outcome.seconds == pytest.approx(5, abs=1)

@@ -1,0 +1,90 @@
+"""`make setup`: which Python it takes, and what it says where none will do. Nothing is installed: the Pythons are
+scripts that say which version they are, and whose `-m venv` and `-m pip` write down that they were called."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+STUB = """#!/bin/sh
+case "$*" in
+  *"print(sys.version_info"*) echo "({0})" ;;
+  *sys.exit*) [ "{1}" = suits ] || {{ echo "it is {0}" >&2; exit 1; }} ;;
+  "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo "venv {0}" >> log ;;
+  "-m pip --version") ;;
+  "-m pip"*) echo "pip {0}" >> log; [ "{2}" = installs ] ;;
+esac
+"""
+SHIM = """#!/bin/sh
+echo "pyenv: $(basename $0): command not found" >&2
+echo "The command exists in these Python versions:" >&2
+exit 127
+"""
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """A copy of what `make setup` reads, on a PATH with make, the shell's own, and the Pythons that are asked for."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("make", "sh", "head", "cat", "rm", "mkdir", "cp", "touch", "basename", "test"):
+        (tools / tool).symlink_to(shutil.which(tool))  # pyright: ignore[reportArgumentType]
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def run(pythons: dict[str, str], *words: str) -> tuple[int, str, list[str]]:
+        """make's exit code, what it said, and which Python made the environment and installed into it."""
+        for name, text in pythons.items():
+            (tools / name).write_text(text)
+            (tools / name).chmod(0o755)
+        (tmp_path / "log").write_text("")
+        environment = {"PATH": str(tools), "HOME": os.environ.get("HOME", "/")}
+        done = subprocess.run(
+            ["make", "setup", *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stderr, (tmp_path / "log").read_text().split("\n")[:-1]
+
+    return run
+
+
+def stub(version: str, suits: str = "suits", installs: str = "installs") -> str:
+    return STUB.format(version, suits, installs)
+
+
+def test_the_newest_python_that_runs_is_taken(setup):
+    pythons = {"python3": stub("3.8", "no"), "python3.11": stub("3.11"), "python3.12": stub("3.12"), "python3.13": SHIM}
+    assert setup(pythons) == (0, "", ["venv 3.12", "pip 3.12"])
+    assert setup({}) == (0, "", [])  # nothing is left to do
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (stub("3.10", "no"), "python3.9: it is 3.10"),
+        (SHIM, "python3.9: pyenv: python3.9: command not found"),
+    ],
+)
+def test_a_python_that_will_not_do_is_named_with_what_is_wrong(setup, tmp_path, text, told):
+    code, said, log = setup({"python3.9": text, "python3.12": stub("3.12")}, "PYTHON=python3.9")
+    assert code == 2 and log == [] and not (tmp_path / ".venv").exists()
+    assert f"error: no Python 3.11 or later runs here ({told}); make setup PYTHON=... names one" in said
+
+
+def test_an_environment_of_an_old_python_or_another_is_made_anew(setup, tmp_path):
+    failing = {"python3.11": stub("3.11", installs="no")}
+    assert setup(failing)[0] != 0
+    assert setup({"python3.12": stub("3.12")}, "PYTHON=python3.12") == (0, "", ["venv 3.12", "pip 3.12"])
+    (tmp_path / ".venv/bin/python").write_text(stub("3.10", "no"))
+    for stamp in (tmp_path / ".venv").glob("installed-*"):
+        stamp.unlink()
+    assert setup({}) == (0, "", ["venv 3.12", "pip 3.12"])
+
+
+def test_uv_makes_it_with_the_same_python(setup, tmp_path):
+    uv = '#!/bin/sh\necho "uv $*" >> log\n[ $1 = pip ] || mkdir -p .venv/bin\n'
+    code, said, log = setup({"uv": uv, "python3.11": stub("3.11")})
+    assert (code, said) == (0, "")
+    assert log[0] == f"uv venv --quiet --python {tmp_path}/tools/python3.11 .venv" and log[1].startswith("uv pip")
