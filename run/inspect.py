@@ -1,5 +1,10 @@
 """A run's checkpoints, each read whole and verified: python -m run.inspect RUN."""
 
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
 import math
 import time
 from collections.abc import Iterator
