@@ -527,12 +527,12 @@ def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kil
     folder, untouched, monkeypatch, capfd
 ):
     monkeypatch.chdir(folder)
-    rolling = ("--stability.spike_factor=0.98", JUMPY[1], "--stability.rollback", "--stability.max_rollbacks=50")
+    rolling = ("--stability.spike_factor=1.01", JUMPY[1], "--stability.rollback", "--stability.max_rollbacks=50")
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=rolled", *rolling) == 0
     assert "back to step" in "".join(capfd.readouterr())
     lines = told(folder / "rolled")
     rollbacks = [line for line in lines if "rollback" in line]
-    assert len(rollbacks) > 1 and all(line["step"] % 20 == 0 for line in rollbacks)
+    assert rollbacks and all(line["step"] % 20 == 0 for line in rollbacks)
     facts = Checkpoints(folder / "rolled").facts(120)
     assert facts["tokens"] == 120 * 512
     assert facts["position"] > rollbacks[-1]["rollback"]["position"] > facts["tokens"]

@@ -31,7 +31,8 @@ def test_the_seed_decides_the_parameters_and_the_mesh_does_not():
 
 
 def test_a_run_of_an_earlier_version_can_be_continued():
-    """What commit ecab6d7 made of configs/small.py at a tiny size: the initial parameters, and the state's tree."""
+    """The state's tree that commit ecab6d7 made of configs/small.py at a tiny size. (Its initial bits depend on how far
+    LLVM optimises, which the tests turn off.)"""
     network = {"depth": 2, "width": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "vocab_size": 320}
     config = small.get_config()
     config = resolved(replace(config, model=replace(config.model, **network)))
@@ -39,8 +40,6 @@ def test_a_run_of_an_earlier_version_can_be_continued():
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     leaves = jax.tree_util.tree_leaves_with_path(abstract_state(config.model, optimizer, mesh))
     tree = "".join(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}\n" for path, leaf in leaves)
-    params = create_state(config.model, optimizer, mesh, config.seed).params
-    assert params_sha256(params) == "14f3bf346be3ce42f20f103db290919e13e24f7f58c6dc62d9dc236d976eed7c"
     assert (
         hashlib.sha256(tree.encode()).hexdigest() == "e478ed47d91b14482b2aa69cabcb42e50517b0f16b63b5205d6a32c9824d9006"
     )
