@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -178,7 +179,8 @@ def finish(
         digest = params_sha256(outcome.state.params)  # gathered from all processes
     if jax.process_index() > 0:
         return code
-    Events(run_dir).add("stop", loop.step, code=code)
+    with suppress(OSError):  # a full disk may be why it stopped, which has been said
+        Events(run_dir).add("stop", loop.step, code=code)
     if not isinstance(outcome, Finished):
         loop.writer.close()
         return code

@@ -4,13 +4,14 @@ import os
 from pathlib import Path
 
 
-def write_whole(path: Path, content: bytes | str) -> None:
-    """Writes a file under another name, on disk for certain, then renames it: a kill or a power cut leaves the old file
-    or the new one. OSError where that is impossible; the old file stays then."""
+def write_whole(path: Path, *parts: bytes | memoryview | str) -> None:
+    """Writes a file of these parts under another name, on disk for certain, then renames it: a kill or a power cut
+    leaves the old file or the new one. OSError where that is impossible; the old file stays then."""
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            for part in parts:
+                file.write(part.encode() if isinstance(part, str) else part)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
+from configs.files import write_whole
 from configs.schema import UserError
 
 TOKEN_TYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
@@ -26,21 +27,11 @@ def token_type(vocab_size: int) -> np.dtype:
 
 
 def write_shard(path: Path, tokens: Integer[np.ndarray, "tokens"], vocab_size: int) -> None:
-    """Writes and syncs one shard, under a name of its own until it is whole."""
+    """Writes one shard, whole or not at all."""
     kind = next(kind for kind, dtype in TOKEN_TYPES.items() if dtype == token_type(vocab_size))
     header = np.zeros(HEADER_BYTES // 4, "<i4")
     header[:3] = *kind, len(tokens)
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(header.tobytes())
-            file.write(tokens.astype(token_type(vocab_size)).data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
+    write_whole(path, header.tobytes(), tokens.astype(token_type(vocab_size)).data)
 
 
 def read_shard(path: Path) -> Integer[np.ndarray, "tokens"]:
