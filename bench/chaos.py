@@ -116,8 +116,8 @@ def main() -> int:
         found = state_of(out / f"killed-{runs}")
         differ += [f"{name} of killed-{runs}" for name in expected if expected[name] != found[name]]
         runs += 1
-    told = {"kills": record.total(), **record, "runs": runs, "differ": differ}
-    print(json.dumps({**told, "params_sha256": expected["params_sha256"]}))
+    result = {"kills": record.total(), **record, "runs": runs, "differ": differ}
+    print(json.dumps({**result, "params_sha256": expected["params_sha256"]}))
     return 1 if differ else 0
 
 

@@ -24,7 +24,8 @@ import numpy as np
 from bench.measure import random_batch
 from configs.command_line import parse
 from configs.schema import CheckpointConfig, Config, FilePath, NotNegative, Positive, UserError
-from run.checkpoint import Checkpoints, checksums
+from run.checkpoint import Checkpoints
+from run.checksums import checksums
 from run.runtime import run_command
 from training.build import build
 
@@ -34,7 +35,7 @@ class Arguments:
     """What is measured."""
 
     saves: Positive[int] = 5
-    """Saves whose medians are told."""
+    """Saves whose medians are printed."""
     steps_between: NotNegative[int] = 0
     """Steps timed with and without a save; 0: none, the state alone is saved."""
     folder: FilePath = ""
@@ -79,7 +80,7 @@ def measure(config: Config, arguments: Arguments, folder: str) -> dict:
         written.append(time.perf_counter() - start)
     restore = seconds_of(lambda: checkpoints.restore(arguments.saves + 1, built.abstract_state))
     median = lambda seconds: statistics.median(seconds[1:])  # the first compiles
-    told = {
+    result = {
         "config": config.name,
         "device": built.mesh.devices.flat[0].device_kind,
         "devices": built.mesh.size,
@@ -90,10 +91,10 @@ def measure(config: Config, arguments: Arguments, folder: str) -> dict:
         "seconds_restored_and_verified": round(restore, 2),
     }
     if not arguments.steps_between:
-        return told | {"seconds_until_written": round(median(written), 2)}
+        return result | {"seconds_until_written": round(median(written), 2)}
     ratios = [a / b for a, b in zip(saving, quiet)]
-    told |= {"steps_between": arguments.steps_between, "seconds_of_steps": round(median(quiet), 3)}
-    return told | {"slower": round(median(ratios) - 1, 4)}
+    result |= {"steps_between": arguments.steps_between, "seconds_of_steps": round(median(quiet), 3)}
+    return result | {"slower": round(median(ratios) - 1, 4)}
 
 
 def main() -> int:

@@ -150,11 +150,11 @@ def course(config: Config, split: Split, steps: int) -> Mapping[str, Float[np.nd
     if split.processes > 1:  # whose first sum fails where one compiles half a minute longer than the others
         print("compiled", flush=True)
         sys.stdin.read()
-    state, told = built.create_state(), []
+    state, values = built.create_state(), []
     for step in range(steps):
         state, metrics = train_step(state, batch_of(built, step))
-        told.append(jax.device_get([metrics[name] for name in BOUNDS]))
-    return dict(zip(BOUNDS, np.array(told, np.float64).T))
+        values.append(jax.device_get([metrics[name] for name in BOUNDS]))
+    return dict(zip(BOUNDS, np.array(values, np.float64).T))
 
 
 def _in_processes(config: Config, split: Split, steps: int) -> Mapping[str, Float[np.ndarray, "steps"]]:
@@ -239,7 +239,7 @@ def noise(config: Config, split: Split, steps: int) -> list[dict[str, tuple[floa
     its difference from the gradient of the step divided so, from the same state."""
     built, whole = gradient_program(config, WHOLE)
     parted = gradient_program(config, split)[1]
-    state, told = jax.device_get(built.create_state()), []
+    state, sizes = jax.device_get(built.create_state()), []
     params, opt_state = state.params, state.opt_state
     groups = jax.tree.leaves(parameter_groups(config.model))
     update = jax.jit(built.optimizer.update)
@@ -251,10 +251,10 @@ def noise(config: Config, split: Split, steps: int) -> list[dict[str, tuple[floa
     for step in range(steps):
         gradients = whole(params, step)
         differing = norms(jax.tree.map(np.subtract, parted(params, step), gradients))
-        told.append({name: (size, differing[name]) for name, size in norms(gradients).items()})
+        sizes.append({name: (size, differing[name]) for name, size in norms(gradients).items()})
         updates, opt_state = update(gradients, opt_state, params, step=step)
         params = jax.tree.map(np.add, params, jax.device_get(updates))
-    return told
+    return sizes
 
 
 def noise_table(arguments: Arguments) -> None:
@@ -264,9 +264,9 @@ def noise_table(arguments: Arguments) -> None:
     print("| --- " * (3 + len(chosen)) + "|", flush=True)
     for name in arguments.configs or shipped():
         for split in arguments.splits:
-            told = noise(sized(name, arguments.eps), SPLITS[split], arguments.steps)
-            for group in told[0]:
-                cells = " | ".join("{:.1e}, {:.1e}".format(*told[step - 1][group]) for step in chosen)
+            sizes = noise(sized(name, arguments.eps), SPLITS[split], arguments.steps)
+            for group in sizes[0]:
+                cells = " | ".join("{:.1e}, {:.1e}".format(*sizes[step - 1][group]) for step in chosen)
                 print(f"| {name} | {split} | {group} | {cells} |", flush=True)
 
 

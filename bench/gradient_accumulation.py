@@ -166,8 +166,8 @@ def types(steps: int) -> dict:
     for name, run in runs.items():
         losses, lost = run()
         results[name] = {"losses": losses, "lost": lost if isinstance(lost, list) else []}
-        told = f", {lost[-1]:.0%} of the updates lost" if isinstance(lost, list) else ""
-        print(f"{name}: held-out loss {losses[-1]:.4f}{told}", flush=True)
+        updates = f", {lost[-1]:.0%} of the updates lost" if isinstance(lost, list) else ""
+        print(f"{name}: held-out loss {losses[-1]:.4f}{updates}", flush=True)
     return results
 
 

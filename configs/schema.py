@@ -266,8 +266,8 @@ class StabilityConfig:
     """What happens when the loss jumps."""
 
     spike_factor: NotNegative[float] = 1.5
-    """A step whose loss is more than so many times the median of the 64 steps before it is told, with the rows it saw;
-    0: none is."""
+    """A step whose loss is more than so many times the median of the 64 steps before it is reported, with the rows it
+    saw; 0: none is."""
     rollback: bool = False
     """Then go back to the newest checkpoint, and skip the batches from there up to that step's. On record in
     metrics.jsonl, and the same whenever the run is killed and continued."""

@@ -184,9 +184,11 @@ def _prepared(folder: Path, config: DataConfig, cache: Path) -> Dataset:
         raise UserError(f"{folder}/tokenizer is not what the dataset was made with: its SHA-256 differs")
     if config.tokenizer and load_tokenizer(config.tokenizer).sha256 != tokenizer.sha256:
         raise UserError(f"--data.tokenizer={config.tokenizer} is not the tokenizer that {folder} was made with")
-    told = {part: [s[part] for s in facts["shards"][: config.shards or None] if part in s] for part in ("train", "val")}
-    shards = {part: [folder / shard["file"] for shard in told[part]] for part in told}
-    sha256s = {folder / shard["file"]: shard["sha256"] for part in told for shard in told[part]}
+    listed = {
+        part: [s[part] for s in facts["shards"][: config.shards or None] if part in s] for part in ("train", "val")
+    }
+    shards = {part: [folder / shard["file"] for shard in listed[part]] for part in listed}
+    sha256s = {folder / shard["file"]: shard["sha256"] for part in listed for shard in listed[part]}
     return _checked(folder, shards, tokenizer, sha256s, cache)
 
 

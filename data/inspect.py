@@ -50,37 +50,37 @@ class Arguments:
 
 def describe(dataset: Dataset) -> tuple[str, np.ndarray]:
     """Counts of a dataset as text, and the length in tokens of each document to train on."""
-    told, lengths = [f"{dataset.folder}  (fingerprint {dataset.fingerprint})"], {}
+    lines, lengths = [f"{dataset.folder}  (fingerprint {dataset.fingerprint})"], {}
     for part in ("train", "val"):
         stream = dataset.stream(part)
         found = lengths[part] = np.diff(dataset.document_starts(part), append=len(stream))
         text_bytes = sum(int(dataset.tokenizer.token_bytes[shard].sum()) for shard in stream.shards)
-        told.append(
+        lines.append(
             f"{part:5}  {len(found):,} documents, {len(stream):,} tokens, {text_bytes:,} bytes, in "
             f"{len(stream.shards)} shard(s); tokens a document: median {np.median(found):,.0f}, "
             f"90% under {np.quantile(found, 0.9):,.0f}, longest {found.max():,}"
         )
-    told.append(f"tokenizer of {dataset.tokenizer.vocab_size:,} tokens, BOS {dataset.tokenizer.bos}")
+    lines.append(f"tokenizer of {dataset.tokenizer.vocab_size:,} tokens, BOS {dataset.tokenizer.bos}")
     if (dataset.folder / "dataset.json").exists():
         facts = read_record(dataset.folder)
         skipped = ", ".join(f"{count} {why}" for why, count in facts.get("skipped", {}).items()) or "nothing"
-        told.append(f"made from {facts['made_from']['source']}; skipped: {skipped}")
-    return "\n".join(told), lengths["train"]
+        lines.append(f"made from {facts['made_from']['source']}; skipped: {skipped}")
+    return "\n".join(lines), lengths["train"]
 
 
 def describe_row(row: Row, tokenizer: TextTokenizer) -> str:
     """A row's documents, one a line: positions, targets that count, and how the text begins and ends."""
     starts = np.union1d(0, np.flatnonzero(row["inputs"] == tokenizer.bos))
     padding = len(row["weights"]) - np.flatnonzero(row["weights"]).max(initial=-1) - 1
-    told = []
+    lines = []
     for start, stop in zip(starts, [*starts[1:], len(row["inputs"])]):
         if start < len(row["inputs"]) - padding:
             text = tokenizer.decode(row["inputs"][start:stop].tolist())
             shown = repr(text) if len(text) <= 100 else f"{text[:60]!r} ... {text[-40:]!r}"
             count = np.count_nonzero(row["weights"][start:stop])
             begins = "" if row["inputs"][start] == tokenizer.bos else "goes on: "
-            told.append(f"  {start:6}..{stop - 1:<6} {count:6} targets  {begins}{shown}")
-    return "\n".join([*told, *([f"  {padding} positions of padding"] if padding else [])])
+            lines.append(f"  {start:6}..{stop - 1:<6} {count:6} targets  {begins}{shown}")
+    return "\n".join([*lines, *([f"  {padding} positions of padding"] if padding else [])])
 
 
 def plot_lengths(lengths: np.ndarray, path: Path) -> None:
@@ -134,8 +134,8 @@ def main() -> int:
     shares, sources = split_sources(config.data.source)
     found = [open_dataset(source, config.data, config.model.vocab_size, cache_dir()) for source in sources]
     for share, dataset in zip(shares, found):
-        told, lengths = describe(dataset)
-        print(told + (f"\n{share:.1%} of the rows" if len(found) > 1 else ""))
+        lines, lengths = describe(dataset)
+        print(lines + (f"\n{share:.1%} of the rows" if len(found) > 1 else ""))
     picture = Path(arguments.picture or Path(arguments.path, "document-lengths.png"))
     try:
         plot_lengths(lengths, picture)

@@ -116,8 +116,8 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None) -> None:
             threshold = _threshold(corpus, files, settings.val_fraction)
             tokenizer = _tokenizer(corpus, files, settings, threshold)
             tokenizer.save(out / "tokenizer")
-            told = {"sha256": tokenizer.sha256, "bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
-            facts |= {"val_threshold": threshold, "tokenizer": told}
+            about = {"sha256": tokenizer.sha256, "bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
+            facts |= {"val_threshold": threshold, "tokenizer": about}
             _write(record, facts)
         elif facts["shards"] != read_record(out)["shards"]:
             print(f"{out}: made again from shard {len(facts['shards'])} on, which is missing", file=sys.stderr)
@@ -159,8 +159,8 @@ def _write_shards(corpus: Corpus, files: list[SourceFile], tokenizer: TextTokeni
     total = sum((Counter(shard["skipped"]) for shard in facts["shards"]), Counter())
     _write(record, facts | {"skipped": dict(total), "complete": True})
     if total:
-        told = ", ".join(f"{count} {problem}" for problem, count in total.items())
-        print(f"{corpus.source}: skipped {total.total()} document(s): {told}", file=sys.stderr)
+        problems = ", ".join(f"{count} {problem}" for problem, count in total.items())
+        print(f"{corpus.source}: skipped {total.total()} document(s): {problems}", file=sys.stderr)
 
 
 class _Position(NamedTuple):
@@ -300,9 +300,9 @@ def _continued(out: Path, made_from: dict) -> dict:
         return {"made_from": made_from, "files": 0, "shards": [], "complete": False}
     facts["made_from"]["on_error"] = made_from["on_error"]  # what is whole holds no error
     if differ := [name for name, value in made_from.items() if facts["made_from"].get(name) != value]:
-        told = ", ".join(f"{name}: {facts['made_from'].get(name)} -> {made_from[name]}" for name in differ)
+        changed = ", ".join(f"{name}: {facts['made_from'].get(name)} -> {made_from[name]}" for name in differ)
         raise UserError(
-            f"{out} holds a dataset made from something else ({told}; `version` changes with the source's "
+            f"{out} holds a dataset made from something else ({changed}; `version` changes with the source's "
             "files); choose another --out, or delete that folder"
         )
     for number, shard in enumerate(facts["shards"]):

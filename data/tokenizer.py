@@ -100,8 +100,8 @@ class TextTokenizer:
     def save(self, folder: Path) -> None:
         """Writes tokenizer.json, and beside it for other programs tokens.json: the BOS's id, and each token's bytes."""
         folder.mkdir(parents=True, exist_ok=True)
-        told = json.dumps({"bos": self.bos, "token_bytes": self.token_bytes.tolist()})
-        write_whole(folder / "tokens.json", told)
+        facts = json.dumps({"bos": self.bos, "token_bytes": self.token_bytes.tolist()})
+        write_whole(folder / "tokens.json", facts)
         write_whole(folder / "tokenizer.json", self.json)
 
 

@@ -40,8 +40,8 @@ def require_same_network(config: Config, tokenizer: TextTokenizer) -> None:
         if wanted.get(name) != shapes.get(name):
             problems.append(f"{name}: {shapes.get(name, 'missing')}, not {wanted.get(name, 'there')}")
     if problems:
-        told = "\n  ".join(problems)
-        raise UserError(f"--init_from={folder} is of another network than the options ask for:\n  {told}")
+        differences = "\n  ".join(problems)
+        raise UserError(f"--init_from={folder} is of another network than the options ask for:\n  {differences}")
 
 
 def read_params(config: Config, abstract: dict) -> dict:

@@ -13,8 +13,6 @@ deletes in place, so that a kill leaves a part of a checkpoint under a checkpoin
 bucket that forbids it) fails the save that came before it.
 """
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,15 +22,13 @@ from typing import Any, NamedTuple
 
 import fsspec.config
 import jax
-import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
-from jaxtyping import Array, UInt32
 from orbax.checkpoint import checkpoint_managers as managers
 
 from configs.schema import CheckpointConfig, UserError
+from run.checksums import checksums, digest, require_checksums
 from run.runtime import NoCheckpoint, highest, on_first_process, versions
 from training.optimizer import path_name
 from training.state import TrainState
@@ -126,7 +122,7 @@ class Checkpoints:
         items = ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),  # pyright: ignore[reportCallIssue]
             rest=ocp.args.StandardSave(rest),  # pyright: ignore[reportCallIssue]
-            facts=ocp.args.JsonSave({**facts, "sha256": _digest(facts)}),  # pyright: ignore[reportCallIssue]
+            facts=ocp.args.JsonSave({**facts, "sha256": digest(facts)}),  # pyright: ignore[reportCallIssue]
         )
         self._settle()
         if step in self.steps:
@@ -216,16 +212,16 @@ class Checkpoints:
         UserError where it is of another network or optimizer; another exception where it is damaged.
         """
         rest = {"opt_state": abstract.opt_state, "skipped_steps": abstract.skipped_steps}
-        self._require_same_state(step, {"params": abstract.params, **rest})
-        found = self._restore(
-            step,
+        facts = self.facts(step)
+        self._require_same_state(facts, {"params": abstract.params, **rest})
+        items = ocp.args.Composite(
             params=ocp.args.StandardRestore(abstract.params),  # pyright: ignore[reportCallIssue]
             rest=ocp.args.StandardRestore(rest),  # pyright: ignore[reportCallIssue]
         )
-        _require_checksums(found.facts, {"params": found.params, **found.rest})
-        step_array = jax.device_put(abstract.step.dtype.type(found.facts["step"]), abstract.step.sharding)
-        state = TrainState(step_array, found.params, found.rest["opt_state"], found.rest["skipped_steps"])
-        return state, found.facts
+        found: Any = self.manager.restore(step, args=items)
+        require_checksums(facts["checksums"], {"params": found.params, **found.rest})
+        step_array = jax.device_put(abstract.step.dtype.type(facts["step"]), abstract.step.sharding)
+        return TrainState(step_array, found.params, found.rest["opt_state"], found.rest["skipped_steps"]), facts
 
     def restore_newest(self, abstract: TrainState, say: Callable[[str], Any]) -> tuple[TrainState, dict] | None:
         """The newest state that can be read, or None where there is no checkpoint at all. Those that cannot are named,
@@ -256,27 +252,26 @@ class Checkpoints:
         """The newest checkpoint's parameters alone, and their step. UserError where there is none, or it is damaged."""
         if not self.steps:
             raise UserError(f"{self.folder} holds no checkpoint yet")
+        params = ocp.args.StandardRestore(abstract)  # pyright: ignore[reportCallIssue]
         try:
-            found = self._restore(self.newest, params=ocp.args.StandardRestore(abstract))  # pyright: ignore
-            _require_checksums(found.facts, {"params": found.params})
+            facts = self.facts(self.newest)
+            found: Any = self.manager.restore(self.newest, args=ocp.args.Composite(params=params))
+            require_checksums(facts["checksums"], {"params": found.params})
         except Exception as error:
             raise UserError(f"checkpoint {self.newest} in {self.folder} cannot be read: {first_line(error)}") from error
         return found.params, self.newest
 
     def facts(self, step: int) -> dict:
-        """What was saved beside the arrays."""
-        return self._restore(step).facts
-
-    def _restore(self, step: int, **items: Any) -> Any:
-        found: Any = self.manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore(), **items))
-        if found.facts.pop("sha256", None) != _digest(found.facts):
+        """What was saved beside the arrays. An exception where it is damaged."""
+        found: Any = self.manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))
+        facts: dict = found.facts
+        if facts.pop("sha256", None) != digest(facts):
             raise ValueError("facts/metadata is not what was saved")
-        return found
+        return facts
 
-    def _require_same_state(self, step: int, state: dict) -> None:
+    def _require_same_state(self, facts: dict, state: dict) -> None:
         """UserError where the checkpoint's parameters have other shapes, or its optimizer other moments."""
-        facts = self.facts(step)
-        saved, asked = facts["shapes"], _shapes(state["params"])
+        step, saved, asked = facts["step"], facts["shapes"], _shapes(state["params"])
         differ = [
             f"{name}: {saved.get(name, 'not there')}, not {asked.get(name, 'there')}"
             for name in sorted(saved | asked)
@@ -351,42 +346,12 @@ def copy(source: epath.Path, target: epath.Path) -> None:
     partial.replace(target)
 
 
-def checksums(tree: Any) -> dict[str, int]:
-    """A number for each array [...] of elements of at most 4 bytes, the same on every mesh: the sum of its elements'
-    bits, each times an odd number of its own, modulo 2^32. So no single element can change unnoticed."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    sums = jax.device_get(_checksums([leaf for _, leaf in leaves]))
-    return {path_name(path): int(total) for (path, _), total in zip(leaves, sums)}
-
-
-@jax.jit
-def _checksums(leaves: list[Array]) -> list[UInt32[Array, ""]]:
-    def checksum(leaf: Array) -> UInt32[Array, ""]:
-        position = jnp.zeros(leaf.shape, jnp.uint32)
-        for axis, size in enumerate(leaf.shape):
-            position = position * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
-        bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
-        return jnp.sum(bits * (2 * position + 1), dtype=jnp.uint32)
-
-    return [checksum(leaf) for leaf in leaves]
-
-
 def _metrics(facts: dict) -> dict[str, float] | None:
     return None if facts.get("val_bpb") is None else {"val_bpb": facts["val_bpb"]}
 
 
 def _shapes(tree: Any) -> dict[str, list[int]]:
     return {path_name(path): list(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _require_checksums(facts: dict, tree: Any) -> None:
-    found = checksums(tree)
-    if wrong := [name for name, total in found.items() if facts["checksums"].get(name) != total]:
-        raise ValueError(f"{len(wrong)} array(s) are not what was saved: {', '.join(wrong[:3])}")
-
-
-def _digest(facts: dict) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def first_line(error: Exception) -> str:

@@ -118,8 +118,8 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     if config.resume == "never":
         raise UserError(f"--resume=never, but {folder} holds a run already; choose another --run_dir or --name")
     lock.take()
-    told, first = read_record(record)
-    before = options(first) | {"dataset": told["dataset"]}
+    facts, first = read_record(record)
+    before = options(first) | {"dataset": facts["dataset"]}
     now = options(config) | {"dataset": fingerprint}
     changes = [
         f"{name}: {before.get(name)} -> {now[name]}"
@@ -167,10 +167,10 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int) -> N
     has been restored."""
     folder = Path(config.run_dir)
     record = folder / "config.json"
-    told, first = read_record(record)
+    facts, first = read_record(record)
     respelled = absolute(first.data) != absolute(config.data)
     if changes or respelled:
-        _write_record(record, config, fingerprint, told["changes"] + ([changes] if changes else []))
+        _write_record(record, config, fingerprint, facts["changes"] + ([changes] if changes else []))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # of a shorter run
     Events(folder).add("start", step)
@@ -191,10 +191,10 @@ class Run(NamedTuple):
 def load_run(run_dir: str | Path, mesh: Mesh) -> Run:
     """The run in `run_dir` with its newest checkpoint's parameters. UserError where there is no run or checkpoint, or
     where the mesh cannot divide its network."""
-    told, config = _record_of(run_dir)
+    facts, config = _record_of(run_dir)
     validate(dataclasses.replace(config, mesh=MeshConfig(**mesh.shape)))
     params, step = Checkpoints(config.checkpoint.folder or run_dir).restore_params(abstract_params(config.model, mesh))
-    return Run(config, told["dataset"], params, step)
+    return Run(config, facts["dataset"], params, step)
 
 
 def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
@@ -215,10 +215,10 @@ def _record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
 def read_record(record: Path) -> tuple[dict[str, Any], Config]:
     """A run's config.json, and the Config in it. UserError where it cannot be read."""
     try:
-        told = json.loads(record.read_text())
-        config = config_from_json(json.dumps(told["config"]))
-        _ = told["dataset"], told["changes"]
-        return told, config
+        facts = json.loads(record.read_text())
+        config = config_from_json(json.dumps(facts["config"]))
+        _ = facts["dataset"], facts["changes"]
+        return facts, config
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"{record} cannot be read ({type(error).__name__}: {error}); it says what the run is. Restore it: with "
@@ -228,7 +228,7 @@ def read_record(record: Path) -> tuple[dict[str, Any], Config]:
 
 def _write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
     devices = jax.devices()
-    told = {
+    facts = {
         # With paths that hold from anywhere: other commands find the text, whatever folder they are typed in.
         "config": dataclasses.asdict(dataclasses.replace(config, data=absolute(config.data))),
         "dataset": fingerprint,
@@ -237,4 +237,4 @@ def _write_record(record: Path, config: Config, fingerprint: str, changes: list[
         "changes": changes,
     }
     record.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(record, json.dumps(told, indent=2))
+    write_whole(record, json.dumps(facts, indent=2))

@@ -228,5 +228,5 @@ class Loop:
     def save(self, results: dict) -> None:
         position = {"tokens": self.tokens_after(self.step), "position": self.position_after(self.step)}
         kept = {"seconds": self.clock.seconds, "losses": list(self.monitor.losses)}
-        told = {"dataset": self.dataset, "config": dataclasses.asdict(self.config)}
-        self.checkpoints.save(self.step, self.state, {**position, **kept, **told, **results})
+        origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config)}
+        self.checkpoints.save(self.step, self.state, {**position, **kept, **origin, **results})

@@ -155,8 +155,8 @@ class Handler(BaseHTTPRequestHandler):
             where = f"{self.server.url}/upload/storage/v1/b/bucket/o?uploadType=resumable&upload_id={identity}"
             return self.answer(200, Location=where)
         if asked.get("uploadType") == "multipart":
-            told = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()
-            about, content = message_from_bytes(told + body).get_payload()
+            header = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()
+            about, content = message_from_bytes(header + body).get_payload()
             name = json.loads(about.get_payload())["name"]
             start = body.index(b"\r\n\r\n", body.index(b"\r\n\r\n") + 4) + 4
             size = body.rindex(b"\r\n--") - start if b"\r\n--" in body[start:] else body.rindex(b"\n--") - start

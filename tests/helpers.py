@@ -99,12 +99,12 @@ def run_steps(config: Config, rows: list[dict], devices: int = 1) -> tuple[dict,
     state = state._replace(params=perturbed(state.params))
     state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, placed))
     shape = batch_shape(config.batch, mesh)
-    told = []
+    metrics = []
     for step_rows in rows:
         batch = {name: array.reshape(shape) for name, array in step_rows.items()}
-        state, metrics = train_step(state, jax.device_put(batch, batch_sharding(mesh)))
-        told.append(jax.device_get(metrics))
-    return jax.device_get(state.params), told
+        state, step_metrics = train_step(state, jax.device_put(batch, batch_sharding(mesh)))
+        metrics.append(jax.device_get(step_metrics))
+    return jax.device_get(state.params), metrics
 
 
 def distance(a: dict, b: dict) -> float:

@@ -74,7 +74,7 @@ def train(params: dict, batches: list[dict], config: Config, rates) -> tuple[dic
     with jax.enable_x64(True):
         params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
         first = second = jax.tree.map(np.zeros_like, params)
-        told = []
+        metrics = []
         for step, batch in enumerate(batches):
             rows = {name: jnp.asarray(array).reshape(-1, array.shape[-1]) for name, array in batch.items()}
             loss, gradient = jax.device_get(_value_and_gradient(params, rows, config.model))
@@ -98,5 +98,5 @@ def train(params: dict, batches: list[dict], config: Config, rates) -> tuple[dic
             params, first, second = jax.tree.transpose(
                 jax.tree.structure(params), jax.tree.structure((0, 0, 0)), updated
             )
-            told.append({"loss": float(loss), "grad_norm": float(norm)})
-        return params, told
+            metrics.append({"loss": float(loss), "grad_norm": float(norm)})
+        return params, metrics

@@ -61,16 +61,16 @@ def test_the_newest_python_that_runs_is_taken(setup):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (stub("3.10", "no"), "python3.9: it is 3.10"),
         (SHIM, "python3.9: pyenv: python3.9: command not found"),
     ],
 )
-def test_a_python_that_will_not_do_is_named_with_what_is_wrong(setup, tmp_path, text, told):
+def test_a_python_that_will_not_do_is_named_with_what_is_wrong(setup, tmp_path, text, message):
     code, said, log = setup({"python3.9": text, "python3.12": stub("3.12")}, "PYTHON=python3.9")
     assert code == 2 and log == [] and not (tmp_path / ".venv").exists()
-    assert f"error: no Python 3.11 or later runs here ({told}); make setup PYTHON=... names one" in said
+    assert f"error: no Python 3.11 or later runs here ({message}); make setup PYTHON=... names one" in said
 
 
 def test_an_environment_of_an_old_python_or_another_is_made_anew(setup, tmp_path):

@@ -54,7 +54,7 @@ def one_device(folder):  # noqa: F811
 
 
 def assert_same(run_dir: Path, other: Path, steps=20) -> None:
-    """Losses, norms and evaluations agree within 1e-5 over the first steps, and each step is told once."""
+    """Losses, norms and evaluations agree within 1e-5 over the first steps, and each step is logged once."""
     ours, theirs = read_metrics(run_dir), read_metrics(other)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     for line, expected in zip(ours, theirs):

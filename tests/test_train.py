@@ -92,7 +92,7 @@ def wait_until(condition, process):
         time.sleep(0.01)
 
 
-def told(run_dir):
+def lines_of(run_dir):
     """The lines of metrics.jsonl, without what a clock says."""
     return [{key: value for key, value in line.items() if key not in TIMES} for line in read_metrics(run_dir)]
 
@@ -145,7 +145,7 @@ def series_of(run_dir: Path) -> list[list[tuple[int, float]]]:
 
 
 def assert_as_untouched(run_dir: Path, untouched: Path) -> None:
-    assert told(run_dir) == told(untouched)
+    assert lines_of(run_dir) == lines_of(untouched)
     assert summary(run_dir)["params_sha256"] == summary(untouched)["params_sha256"]
 
 
@@ -174,7 +174,7 @@ def test_killed_interrupted_and_preempted_it_ends_as_the_untouched_one(folder, u
 def test_eight_devices_give_the_result_of_one(folder, untouched):
     output = finish(start(folder, "--run_dir=one", devices=1))
     assert "120 steps" in output and "bits per byte" in output and "the " in output
-    for ours, theirs in zip(told(untouched), told(folder / "one"), strict=True):
+    for ours, theirs in zip(lines_of(untouched), lines_of(folder / "one"), strict=True):
         for name in ours.keys() & {"loss", "val_loss", "val_bpb"}:
             # Rounding grows with every step; a different batch or update would differ in the second digit.
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5 if ours["step"] <= 20 else 3e-3)
@@ -211,7 +211,7 @@ def test_a_complete_run_says_so_and_goes_on_when_asked(folder, untouched, monkey
     assert "steps: 120 -> 130" in capsys.readouterr().err
     assert run("train", monkeypatch, *command, "--steps=130", "--accept_changes") == 0
     assert summary(folder / "longer")["steps"] == 130
-    assert ["steps: 120 -> 130"] in [line.get("changes") for line in told(folder / "longer")]
+    assert ["steps: 120 -> 130"] in [line.get("changes") for line in lines_of(folder / "longer")]
     assert json.loads((folder / "longer" / "config.json").read_text())["changes"] == [["steps: 120 -> 130"]]
 
 
@@ -221,7 +221,7 @@ def test_the_end_of_a_run_that_was_killed_after_its_last_checkpoint_is_made_up(f
     (folder / "headless" / "summary.json").unlink()
     command = ("--config=tiny.py", "--run_dir=headless")
     assert run("train", monkeypatch, *command) == 0
-    assert told(folder / "headless") == told(untouched)
+    assert lines_of(folder / "headless") == lines_of(untouched)
     ours, theirs = summary(folder / "headless"), summary(untouched)
     assert all(ours[name] == theirs[name] for name in ours if name not in TIMES)
 
@@ -355,7 +355,7 @@ def damage(path: Path) -> None:
 
 @pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, PREEMPTED)])
 def test_a_signal_stops_after_the_step_and_saves_it(folder, untouched, monkeypatch, capfd, sign, code):
-    """The signal comes while checkpoint 20 is saved; what follows is told and saved, and goes on as if nothing was."""
+    """The signal comes while checkpoint 20 is saved; what follows is written, saved, and goes on as if nothing was."""
     monkeypatch.chdir(folder)
     command = ("--config=tiny.py", f"--run_dir={sign.name}", f"--checkpoint.folder=safe/{sign.name}")
 
@@ -436,10 +436,10 @@ def test_with_no_readable_checkpoint_it_ends_with_code_3_and_starts_nothing(fold
     (folder / "lost" / "summary.json").unlink()
     for path in (folder / "lost" / "checkpoints").iterdir():
         damage(path)
-    before = told(folder / "lost")
+    before = lines_of(folder / "lost")
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=lost", *FAST) == 3
     assert "none of the checkpoints in" in capfd.readouterr().err
-    assert told(folder / "lost") == before and len(list((folder / "lost" / "checkpoints").iterdir())) == 2
+    assert lines_of(folder / "lost") == before and len(list((folder / "lost" / "checkpoints").iterdir())) == 2
 
 
 def test_the_list_of_checkpoints_says_which_are_sound(folder, untouched, monkeypatch, capfd):
@@ -486,7 +486,7 @@ def test_a_full_disk_ends_the_run_only_if_it_stays_full(folder, untouched, monke
         assert "20" in [path.name for path in (folder / name / "checkpoints").iterdir()]
         monkeypatch.setattr(Checkpoints, "save", save)
         assert run("train", monkeypatch, *command) == 0
-    losses = [(line["step"], line["loss"]) for line in told(folder / name) if "loss" in line]
+    losses = [(line["step"], line["loss"]) for line in lines_of(folder / name) if "loss" in line]
     assert len(losses) == 30
 
 
@@ -513,7 +513,7 @@ JUMPY = ("--stability.spike_factor=1.02", "--eval.every_steps=900")
 def test_a_jump_of_the_loss_is_told_with_the_rows_that_the_step_saw(folder, untouched, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=jumpy", *JUMPY) == 0
-    spikes = [line for line in told(folder / "jumpy") if "spike" in line]
+    spikes = [line for line in lines_of(folder / "jumpy") if "spike" in line]
     assert spikes and all(line["spike"]["loss"] > 1.02 * line["spike"]["median"] for line in spikes)
     step, batch = spikes[0]["step"], spikes[0]["spike"]["batch"]
     assert batch == step - 1 and len(spikes[0]["spike"]["rows"]) == 16
@@ -530,7 +530,7 @@ def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kil
     rolling = ("--stability.spike_factor=1.01", JUMPY[1], "--stability.rollback", "--stability.max_rollbacks=50")
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=rolled", *rolling) == 0
     assert "back to step" in "".join(capfd.readouterr())
-    lines = told(folder / "rolled")
+    lines = lines_of(folder / "rolled")
     rollbacks = [line for line in lines if "rollback" in line]
     assert rollbacks and all(line["step"] % 20 == 0 for line in rollbacks)
     facts = Checkpoints(folder / "rolled").facts(120)
@@ -545,7 +545,7 @@ def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kil
         process.kill()
         process.communicate()
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=again", *rolling) == 0
-    assert told(folder / "again") == lines
+    assert lines_of(folder / "again") == lines
     assert summary(folder / "again")["params_sha256"] == summary(folder / "rolled")["params_sha256"]
 
 

@@ -19,5 +19,5 @@ def test_ten_kills_change_nothing(tmp_path, monkeypatch, capfd):
     options = (f"--out={tmp_path}/chaos", f"--config={tmp_path}/tiny.py", "--kills=10", "--options")
     monkeypatch.setattr(sys, "argv", ["bench.chaos", *options])
     assert bench.chaos.main() == 0, capfd.readouterr()
-    told = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert told["kills"] == 10 and told["differ"] == []
+    result = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert result["kills"] == 10 and result["differ"] == []

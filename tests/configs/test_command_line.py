@@ -72,7 +72,7 @@ def test_run_dir_is_runs_name_unless_given(words, run_dir):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--run_dir=x", "--temperature=nan"], "--temperature=nan cannot work: it must be a finite number"),
         (["--run_dir=x", "--samples=0"], "--samples=0 cannot work: it must be positive"),
@@ -82,9 +82,9 @@ def test_run_dir_is_runs_name_unless_given(words, run_dir):
         (["--run_dir=~nobody-here/x"], "there is no such home folder"),
     ],
 )
-def test_a_command_without_config_refuses_what_its_fields_types_do(words, told, monkeypatch):
+def test_a_command_without_config_refuses_what_its_fields_types_do(words, message, monkeypatch):
     monkeypatch.setattr("sys.argv", ["sample", *words])
-    with pytest.raises(UserError, match=re.escape(told)):
+    with pytest.raises(UserError, match=re.escape(message)):
         parse_arguments("", sample.Arguments)
 
 
@@ -102,7 +102,7 @@ def test_commands_own_options_are_parsed_beside_the_configs():
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ("--batch.rows_per_devices=4", "--batch.rows_per_device"),
         ("--accept_changes", "--accept_changes"),
@@ -112,11 +112,11 @@ def test_commands_own_options_are_parsed_beside_the_configs():
         ("stray", "stray"),
     ],
 )
-def test_words_that_are_no_options_exit_with_code_2_and_name_what_is_wrong(word, told, capsys):
+def test_words_that_are_no_options_exit_with_code_2_and_name_what_is_wrong(word, message, capsys):
     with pytest.raises(SystemExit) as exit_info:
         parse("", argv=[f"--config={SMALL}", word])
     assert exit_info.value.code == 2
-    assert told in words_of(capsys)
+    assert message in words_of(capsys)
 
 
 def test_bad_value_is_refused_by_validate():
@@ -138,7 +138,7 @@ def test_config_file_that_is_not_there_is_refused_with_those_that_are(monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("c.py", "x = 1", "must define get_config"),
         ("c.py", "def get_config(): return {'steps': 3}", "must define get_config"),
@@ -149,9 +149,9 @@ def test_config_file_that_is_not_there_is_refused_with_those_that_are(monkeypatc
         ("c.yaml", "steps: 3", r"ends in \.py"),
     ],
 )
-def test_config_file_that_gives_no_config_is_refused_with_the_reason(tmp_path, name, text, told):
+def test_config_file_that_gives_no_config_is_refused_with_the_reason(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=told) as error:
+    with pytest.raises(UserError, match=message) as error:
         parse("", argv=[f"--config={tmp_path / name}"])
     assert str(error.value).startswith(f"--config={tmp_path / name}: ")
 
@@ -162,11 +162,11 @@ def test_help_exits_with_0_and_explains_every_option(words, capsys, monkeypatch)
     with pytest.raises(SystemExit) as exit_info:
         parse("What it does.", Extra, words)
     assert exit_info.value.code == 0
-    told = words_of(capsys)
-    assert all(f"--{name} " in told or f"--{name}, " in told for name in options(Config(name="x")))
+    output = words_of(capsys)
+    assert all(f"--{name} " in output or f"--{name}, " in output for name in options(Config(name="x")))
     for text in ("What it does.", "--config FILE", "--accept_changes", "Continue all the same."):
-        assert text in told
-    assert "Rows of a micro-batch on one device: what fits its memory; it never changes the result." in told
+        assert text in output
+    assert "Rows of a micro-batch on one device: what fits its memory; it never changes the result." in output
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,8 @@ def test_what_is_given_stays_and_what_depends_on_it_follows(capsys):
     assert config.batch.tokens_per_step == 131072 and config.optimizer.muon.peak_rate == 0.5
     assert config.steps == dial("--model.depth=12").steps * 4 + 1 or config.steps == dial("--model.depth=12").steps * 4
     assert config.optimizer.embed.peak_rate == pytest.approx(0.15) and config.name == "mine"
-    told = capsys.readouterr().out.split("--model.width", 2)[1]
-    assert "--optimizer.muon.peak_rate" not in told and "--optimizer.embed.peak_rate=0.15  nanochat's" in told
+    output = capsys.readouterr().out.split("--model.width", 2)[1]
+    assert "--optimizer.muon.peak_rate" not in output and "--optimizer.embed.peak_rate=0.15  nanochat's" in output
     assert dial("--model.depth", "12", "--model.width", "1024").model.width == 1024
 
 
@@ -51,7 +51,7 @@ def test_what_is_given_stays_however_it_is_written(word):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--model.depth=0", "model.depth=0 cannot work"),
         ("--model.window_pattern=SXL", "model.window_pattern=SXL cannot work: letters S"),
@@ -59,6 +59,6 @@ def test_what_is_given_stays_however_it_is_written(word):
         ("--model.kv_heads=4", "it must divide model.heads=10"),
     ],
 )
-def test_bad_values_are_refused(words, told):
-    with pytest.raises(UserError, match=told):
+def test_bad_values_are_refused(words, message):
+    with pytest.raises(UserError, match=message):
         dial(words)

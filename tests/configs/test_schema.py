@@ -41,7 +41,7 @@ def test_defaults_are_valid():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "message"),
     [
         ("name", "", "not empty"),
         ("name", "a/b", "without '/'"),
@@ -100,8 +100,8 @@ def test_defaults_are_valid():
         ("log.every_steps", 0, "positive"),
     ],
 )
-def test_bad_value_is_refused_naming_the_option_its_value_and_what_would_work(name, value, told):
-    with pytest.raises(UserError, match=told) as error:
+def test_bad_value_is_refused_naming_the_option_its_value_and_what_would_work(name, value, message):
+    with pytest.raises(UserError, match=message) as error:
         validate(changed(BASE, name, value))
     assert str(error.value).startswith(f"--{name}={value} cannot work: ")
 

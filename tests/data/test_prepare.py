@@ -45,7 +45,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def told(folder: Path) -> dict:
+def facts_of(folder: Path) -> dict:
     return json.loads((folder / "dataset.json").read_text())
 
 
@@ -61,7 +61,7 @@ def documents(folder: Path, part: str) -> list[str]:
 
 def test_both_parts_hold_all_text_a_bos_before_each_document_in_many_shards(settings, tmp_path):
     prepare(settings, tmp_path / "out")
-    facts, parts = told(tmp_path / "out"), {part: documents(tmp_path / "out", part) for part in ("train", "val")}
+    facts, parts = facts_of(tmp_path / "out"), {part: documents(tmp_path / "out", part) for part in ("train", "val")}
     assert Counter(parts["train"] + parts["val"]) == Counter(texts_of(settings))
     assert len(facts["shards"]) > 5 and facts["complete"]
     for part, found in parts.items():
@@ -91,7 +91,7 @@ def test_each_side_gets_a_document_however_few_there_are(tmp_path, fraction, cou
     for i in range(count):
         (tmp_path / "text" / f"{i}.txt").write_text("some words and more of them " * 9)
     prepare(Preparation(source=str(tmp_path / "text"), vocab_size=262, val_fraction=fraction), tmp_path / "out")
-    counts = [told(tmp_path / "out")[part]["documents"] for part in ("train", "val")]
+    counts = [facts_of(tmp_path / "out")[part]["documents"] for part in ("train", "val")]
     assert counts == ([count - 1, 1] if fraction < 0.5 else [1, count - 1])
 
 
@@ -219,7 +219,7 @@ def test_the_command_killed_by_the_system_goes_on_and_gives_the_same_bytes(setti
             time.sleep(0.003)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        assert not told(tmp_path / "out")["complete"]
+        assert not facts_of(tmp_path / "out")["complete"]
     process = start(command(settings, tmp_path / "out"))
     output = process.communicate()[0]
     assert process.returncode == 0 and '"documents"' in output, output
@@ -267,7 +267,7 @@ def test_skipped_documents_are_said_and_counted_even_where_nothing_follows_them(
     Path(settings.source, "zzlast.txt").write_text("")
     Path(settings.source, "table.jsonl").write_text("no json\n")
     prepare(replace(settings, on_error="skip"), tmp_path / "out")
-    assert told(tmp_path / "out")["skipped"] == {"not UTF-8": 3, "empty": 1, "not JSON": 1}
+    assert facts_of(tmp_path / "out")["skipped"] == {"not UTF-8": 3, "empty": 1, "not JSON": 1}
     said = capfd.readouterr()
     assert "skipped 5 document(s)" in said.err and "3 not UTF-8" in said.err and not said.out
 
@@ -319,7 +319,7 @@ def test_a_start_that_failed_does_not_claim_the_folder(settings, tmp_path):
     with pytest.raises(UserError, match="vocab_size"):
         prepare(replace(settings, vocab_size=9999), tmp_path / "out")
     prepare(settings, tmp_path / "out")
-    assert told(tmp_path / "out")["complete"]
+    assert facts_of(tmp_path / "out")["complete"]
 
 
 def test_after_a_bad_document_the_rest_can_be_made_without_it(settings, tmp_path, monkeypatch):
@@ -329,11 +329,11 @@ def test_after_a_bad_document_the_rest_can_be_made_without_it(settings, tmp_path
     with pytest.raises(UserError, match=r"table\.jsonl line 41: not JSON"):
         prepare(replace(settings, tokenizer=str(made_tokenizer(tmp_path))), tmp_path / "out")
     skipping = replace(settings, tokenizer=str(made_tokenizer(tmp_path)), on_error="skip")
-    assert len(told(tmp_path / "out")["shards"]) > 3
+    assert len(facts_of(tmp_path / "out")["shards"]) > 3
     prepare(skipping, tmp_path / "out")
     prepare(skipping, tmp_path / "whole")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert told(tmp_path / "out")["skipped"] == {"not JSON": 1}
+    assert facts_of(tmp_path / "out")["skipped"] == {"not JSON": 1}
 
 
 def made_tokenizer(folder: Path) -> Path:

@@ -34,7 +34,7 @@ def test_writes_what_llm_c_reads_and_leaves_nothing_else(tmp_path, vocab_size, k
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (llm_c_bytes([1, 2, 3])[:-1], "damaged"),
         (llm_c_bytes([1, 2, 3])[:-2], "damaged"),
@@ -49,11 +49,11 @@ def test_writes_what_llm_c_reads_and_leaves_nothing_else(tmp_path, vocab_size, k
         (None, "cannot be read: No such file"),
     ],
 )
-def test_what_is_no_whole_shard_is_refused_and_named(tmp_path, content, told):
+def test_what_is_no_whole_shard_is_refused_and_named(tmp_path, content, message):
     path = tmp_path / "x.bin"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UserError, match=told) as error:
+    with pytest.raises(UserError, match=message) as error:
         read_shard(path)
     assert str(path) in str(error.value)
 

@@ -44,8 +44,8 @@ def test_saved_tokenizer_is_the_same_to_the_byte_and_other_programs_find_its_bos
         loaded = load_tokenizer(name)
         assert loaded.sha256 == TOKENIZER.sha256
         assert loaded.encode([TRICKY, *TEXTS]) == TOKENIZER.encode([TRICKY, *TEXTS])
-    told = json.loads((tmp_path / "tokens.json").read_text())
-    assert told == {"bos": 0, "token_bytes": TOKENIZER.token_bytes.tolist()}
+    facts = json.loads((tmp_path / "tokens.json").read_text())
+    assert facts == {"bos": 0, "token_bytes": TOKENIZER.token_bytes.tolist()}
     assert {path.name for path in tmp_path.iterdir()} == {"tokens.json", "tokenizer.json"}
 
 

@@ -79,7 +79,7 @@ def test_arrays_that_are_missing_extra_or_misshapen_are_all_named(written):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"softcap": 20.0}, "final_logit_softcapping: 15.0, not 20.0"),
         ({"heads": 2, "kv_heads": 1, "head_dim": 16}, "num_attention_heads: 4, not 2"),
@@ -89,11 +89,11 @@ def test_arrays_that_are_missing_extra_or_misshapen_are_all_named(written):
         ({"depth": 3}, "model.layers.2.mlp.fc1.weight: missing"),
     ],
 )
-def test_another_network_is_refused(written, options, told):
+def test_another_network_is_refused(written, options, message):
     config, _ = written
     with pytest.raises(UserError, match="is of another network than the options ask for") as error:
         require_same_network(replace(config, model=replace(config.model, **options)), TOKENIZER)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_options_that_leave_the_function_as_it_is_may_differ(windows, options):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"rotary_base": 1234.0}, "rotary_base: 100000.0, not 1234.0"),
         ({"qk_scale": 1.1}, "qk_scale: 1.0, not 1.1"),
@@ -129,9 +129,9 @@ def test_options_that_leave_the_function_as_it_is_may_differ(windows, options):
         ({"width": 64, "heads": 8}, r"blocks\.0\.mlp\.up\.kernel: \(32, 128\), not \(64, 256\)"),
     ],
 )
-def test_another_function_or_shape_is_refused(windows, options, told):
+def test_another_function_or_shape_is_refused(windows, options, message):
     config, _ = windows
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         require_same_network(replace(config, model=replace(config.model, **options)), TOKENIZER)
 
 
@@ -213,7 +213,7 @@ def test_an_export_below_a_file_is_refused(tmp_path):
 
 
 def test_what_others_read(written):
-    told = json.loads((written[1] / "config.json").read_text())
-    assert (told["architectures"], told["model_type"]) == (["NanoChatForCausalLM"], "nanochat")
+    config = json.loads((written[1] / "config.json").read_text())
+    assert (config["architectures"], config["model_type"]) == (["NanoChatForCausalLM"], "nanochat")
     arrays = load_file(written[1] / "model.safetensors")
     assert len(arrays) == 2 + 6 * TINY.depth and arrays["model.layers.0.mlp.fc1.weight"].shape == (128, 32)

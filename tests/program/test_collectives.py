@@ -203,9 +203,9 @@ def test_before_any_pass_of_the_compiler_nothing_in_the_scan_reduces_over_data(m
     assert inner == bool([c for c in found if c.in_loop])  # the scan is found, and what it holds is over other axes
 
 
-def sums(told: str) -> tuple[int, int]:
+def sums(output: str) -> tuple[int, int]:
     """Bytes reduced over data, and bytes of a chip's gradients, as the program printed them."""
-    both = re.search(r"over data: ([\d,]+) bytes; gradients: ([\d,]+)", told)
+    both = re.search(r"over data: ([\d,]+) bytes; gradients: ([\d,]+)", output)
     return int(both[1].replace(",", "")), int(both[2].replace(",", ""))
 
 
@@ -219,10 +219,10 @@ def run_main(monkeypatch, *more: str) -> int:
 
 def test_the_program_passes_the_step(monkeypatch, capsys):
     assert run_main(monkeypatch) == 0
-    told = capsys.readouterr().out
-    reduced, gradients = sums(told)
+    output = capsys.readouterr().out
+    reduced, gradients = sums(output)
     assert gradients <= reduced < gradients + 1024
-    assert re.search(r"reduce-scatter +f32 +data +once", told) and "temporaries" in told and "FAIL" not in told
+    assert re.search(r"reduce-scatter +f32 +data +once", output) and "temporaries" in output and "FAIL" not in output
 
 
 def test_the_program_fails_a_step_that_reduces_every_micro_batch(monkeypatch, capsys):
@@ -258,15 +258,15 @@ def on_tpu(monkeypatch, capsys):
 def test_on_a_tpu_slice_gradients_are_scattered_over_fsdp_in_the_scan(on_tpu):
     """Where they were written: XLA:TPU would move the sum out and keep whole gradients in the loop, by the pass of
     openxla/xla#49143. With it, the recomputed blocks' memory."""
-    told = on_tpu("v5e:4x4", "--mesh.fsdp=4", "--model.remat=block")
-    rows = [line.split()[:4] for line in told.splitlines()]
+    output = on_tpu("v5e:4x4", "--mesh.fsdp=4", "--model.remat=block")
+    rows = [line.split()[:4] for line in output.splitlines()]
     assert ["reduce-scatter", "f32", "fsdp", "loop"] in rows and ["all-gather", "bf16", "fsdp", "loop"] in rows
     assert not [row for row in rows if row[:1] == ["reduce-scatter"] and row[2:] == ["fsdp", "once"]]
-    reduced, gradients = sums(told)
+    reduced, gradients = sums(output)
     assert gradients == (2 * 32768 * 768 + 12 * 12 * 768**2)  # 4 bytes of each, over fsdp=4
     assert gradients <= reduced < gradients + 1024
     # 3.53 GiB where every activation is kept
-    assert float(re.search(r"temporaries ([\d.]+) GiB", told)[1]) < 1.5
+    assert float(re.search(r"temporaries ([\d.]+) GiB", output)[1]) < 1.5
 
 
 @pytest.mark.slow
@@ -281,24 +281,24 @@ def test_on_tpu_slices(on_tpu, topology):
 @pytest.mark.slow
 def test_memory_and_cycles_of_d12_on_a_tpu_slice(on_tpu):
     """docs/performance.md: 266 M, 3.7 GiB."""
-    told = on_tpu("v5e:4x4")
-    reduced, gradients = sums(told)
+    output = on_tpu("v5e:4x4")
+    reduced, gradients = sums(output)
     assert gradients == 4 * (2 * 32768 * 768 + 12 * 12 * 768**2)
     assert gradients <= reduced < gradients + 1024
-    assert 1e8 < int(re.search(r"estimated cycles: ([\d,]+)", told)[1].replace(",", "")) < 2.8e8
-    assert float(re.search(r"temporaries ([\d.]+) GiB", told)[1]) < 4.5
+    assert 1e8 < int(re.search(r"estimated cycles: ([\d,]+)", output)[1].replace(",", "")) < 2.8e8
+    assert float(re.search(r"temporaries ([\d.]+) GiB", output)[1]) < 4.5
 
 
 @pytest.mark.slow
 def test_on_a_tpu_slice_with_all_features_and_muon(on_tpu):
     """Nothing more crosses `data` in the scan; matrices to be orthogonalised change hands once, and not as a whole."""
-    told = on_tpu("v5e:4x4", "--model.depth=4", "--batch.rows_per_device=4", config="nanochat")
-    reduced, gradients = sums(told)
+    output = on_tpu("v5e:4x4", "--model.depth=4", "--batch.rows_per_device=4", config="nanochat")
+    reduced, gradients = sums(output)
     width = 64 * 4  # and two heads, and two blocks with value embeddings
     gates = 2 * 12 * 2 + 24 + 1 + 1 + 2 * 4
     assert gradients == 4 * ((2 + 2) * 32768 * width + 4 * 12 * width**2 + gates)
     assert gradients <= reduced < gradients + 1e6  # and the norms of Muon
-    rows = [line.split() for line in told.splitlines() if " data " in line]
+    rows = [line.split() for line in output.splitlines() if " data " in line]
     assert {row[3] for row in rows} == {"once"}
     dealt = sum(int(row[5].replace(",", "")) for row in rows if row[0] == "all-to-all")
     assert 0 < dealt < 2 * 4 * 4 * 12 * width**2 / 16 * 2  # each chip's share of the matrices, out and back

@@ -61,7 +61,7 @@ def config(tmp_path: Path) -> Config:
     return Config(name="run", run_dir=str(tmp_path / "runs/run"), steps=10, eval=EvalConfig(prompts=()))
 
 
-def told(config: Config) -> dict:
+def record_of(config: Config) -> dict:
     return json.loads((Path(config.run_dir) / "config.json").read_text())
 
 
@@ -72,7 +72,7 @@ def differences(error: pytest.ExceptionInfo) -> list[str]:
 
 def test_first_start_writes_the_config_and_what_it_ran_on(config):
     assert open_run(config, "print", accept_changes=False) == []
-    record = told(config)
+    record = record_of(config)
     assert config_from_json(json.dumps(record["config"])) == config
     assert record["dataset"] == "print"
     assert record["versions"] == versions()
@@ -86,9 +86,9 @@ def test_first_start_writes_the_config_and_what_it_ran_on(config):
 def test_same_config_again_continues_and_changes_nothing(config, accept_changes):
     config = replace(config, eval=EvalConfig(prompts=("a", "b")))
     open_run(config, "print", accept_changes=False)
-    before = told(config)
+    before = record_of(config)
     assert open_run(config, "print", accept_changes) == []
-    assert told(config) == before
+    assert record_of(config) == before
 
 
 def test_options_of_speed_and_reporting_may_differ(config):
@@ -106,11 +106,11 @@ def test_a_run_may_be_moved(config, tmp_path):
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_other_difference_is_refused(config, name):
     open_run(config, "print", accept_changes=False)
-    before, now = told(config), other(config, name)
+    before, now = record_of(config), other(config, name)
     with pytest.raises(UserError, match="--accept_changes") as error:
         open_run(now, "print", accept_changes=False)
     assert differences(error) == [f"{name}: {options(config)[name]} -> {options(now)[name]}"]
-    assert told(config) == before
+    assert record_of(config) == before
 
 
 def test_refusal_lists_exactly_what_differs(config):
@@ -138,7 +138,7 @@ def test_accepted_changes_are_recorded_and_from_then_on_the_runs_own(config):
     assert open_run(longer, "print", accept_changes=True) == ["steps: 10 -> 20"]
     assert open_run(longer, "print", accept_changes=False) == []
     assert open_run(longest, "another", accept_changes=True) == ["steps: 20 -> 30", "dataset: print -> another"]
-    record = told(config)
+    record = record_of(config)
     assert record["changes"] == [["steps: 10 -> 20"], ["steps: 20 -> 30", "dataset: print -> another"]]
     assert (record["config"]["steps"], record["dataset"]) == (30, "another")
     with pytest.raises(UserError, match="steps: 30 -> 10"):
@@ -173,7 +173,7 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(config, resume)
 def test_an_empty_folder_becomes_the_runs(config):
     Path(config.run_dir).mkdir(parents=True)
     assert open_run(config, "print", accept_changes=False) == []
-    assert told(config)["dataset"] == "print"
+    assert record_of(config)["dataset"] == "print"
 
 
 def test_a_start_killed_while_it_claimed_the_folder_can_be_repeated(config, monkeypatch):

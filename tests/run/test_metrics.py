@@ -109,8 +109,8 @@ def test_a_finished_run_shows_its_options_and_results_as_hparams(tmp_path):
     writer.close({"steps": 3, "model.dtype": "auto", "eval.prompts": ("a", "b")}, {"val_loss": 2.5})
     hparams = shown(tmp_path / "tensorboard/hparams")
     assert [event.value for event in hparams.Scalars("val_loss")] == [2.5]
-    told = str(hparams.summary_metadata["_hparams_/session_start_info"].plugin_data.content)
-    assert all(text in told for text in ("steps", "model.dtype", "auto", "eval.prompts"))
+    content = str(hparams.summary_metadata["_hparams_/session_start_info"].plugin_data.content)
+    assert all(text in content for text in ("steps", "model.dtype", "auto", "eval.prompts"))
 
 
 def test_loss_is_drawn_from_the_lines(tmp_path):

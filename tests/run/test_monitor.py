@@ -1,4 +1,4 @@
-"""What is told of the steps: skipped ones, jumps of the loss, and the logged lines."""
+"""What is reported of the steps: skipped ones, jumps of the loss, and the logged lines."""
 
 from dataclasses import replace
 
@@ -65,8 +65,8 @@ def test_a_jump_is_told_with_batch_and_rows_and_the_first_is_kept(monitor, tmp_p
     monitor.read()
     spikes = [line for line in read_metrics(tmp_path) if "spike" in line]
     assert [line["step"] for line in spikes] == [ENOUGH + 2, ENOUGH + 4]
-    told = {"loss": 3.1, "median": 2.0, "batch": ENOUGH + 1, "rows": [[0, ENOUGH + 2]]}
-    assert spikes[0]["spike"] == told and monitor.spike["step"] == ENOUGH + 2
+    expected = {"loss": 3.1, "median": 2.0, "batch": ENOUGH + 1, "rows": [[0, ENOUGH + 2]]}
+    assert spikes[0]["spike"] == expected and monitor.spike["step"] == ENOUGH + 2
     assert f"step {ENOUGH + 2}: the loss jumped to 3.1000 from a median of 2.0000" in said[0]
     assert f"python -m data.inspect here --step={ENOUGH + 1}" in said[0]
 

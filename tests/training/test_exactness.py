@@ -36,16 +36,16 @@ def test_every_shipped_config_gives_the_same_run_whatever_the_split(name, split)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--configs=tiny", r"--configs: \['tiny'\] are not among"),
         ("--splits=K=3", "are not among"),
         ("--steps=4", "the bounds are for the first 8"),
     ],
 )
-def test_bad_options_are_refused(words, told, monkeypatch):
+def test_bad_options_are_refused(words, message, monkeypatch):
     monkeypatch.setattr("sys.argv", ["exactness", words])
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         main()
 
 

@@ -54,23 +54,23 @@ def assert_same_steps(config, others, expected_by=None) -> None:
     start, rates = start_params(config), step_of(config, 1)[3]
     for kind in KINDS:
         rows = three_steps(kind)
-        whole, whole_told = run_steps(config, rows)
+        whole, whole_metrics = run_steps(config, rows)
         moved = jax.tree.map(np.subtract, whole, start)
         if expected_by:
-            expected, expected_told = expected_by(
+            expected, expected_metrics = expected_by(
                 start, rows, config, lambda step: {name: float(rate(step)) for name, rate in rates.items()}
             )
             assert distance(whole, expected) < 1e-5
             # The update itself, not just the sum.
             assert distance(moved, jax.tree.map(np.subtract, expected, start)) < 1e-3
-            for ours, theirs in zip(whole_told, expected_told, strict=True):
+            for ours, theirs in zip(whole_metrics, expected_metrics, strict=True):
                 for name in ("loss", "grad_norm"):
                     assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
         for other, devices in others:
-            params, told = run_steps(other, rows, devices)
+            params, metrics = run_steps(other, rows, devices)
             assert distance(params, whole) < 1e-6, (kind, other.mesh, other.batch)
             assert distance(jax.tree.map(np.subtract, params, start), moved) < 1e-4
-            for step, (ours, theirs) in enumerate(zip(told, whole_told, strict=True)):
+            for step, (ours, theirs) in enumerate(zip(metrics, whole_metrics, strict=True)):
                 assert ours["valid_tokens"] == rows[step]["weights"].sum()
                 for name in ("loss", "grad_norm"):
                     assert ours[name] == pytest.approx(theirs[name], rel=1e-6)
@@ -112,10 +112,10 @@ def test_any_weights_in_any_split_equal_no_split(rows, length, kv_heads, part, d
     masks = st.lists(st.integers(0, 2**length - 1), min_size=rows, max_size=rows)
     bits = lambda mask: (np.asarray(mask)[:, None] >> np.arange(length) & 1).astype(np.float32)
     batches = [random_rows(config, step, bits(data.draw(masks, label="valid targets"))) for step in range(2)]
-    whole, whole_told = run_steps(config, batches)
-    split, told = run_steps(with_rows_per_device(config, part), batches)
+    whole, whole_metrics = run_steps(config, batches)
+    split, metrics = run_steps(with_rows_per_device(config, part), batches)
     assert distance(split, whole) < 1e-6
-    for ours, theirs, batch in zip(told, whole_told, batches, strict=True):
+    for ours, theirs, batch in zip(metrics, whole_metrics, batches, strict=True):
         assert ours["valid_tokens"] == batch["weights"].sum()
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
 
@@ -146,22 +146,22 @@ def test_mean_of_means_would_fail():
 def test_step_without_valid_tokens_changes_nothing():
     config = tiny_config()
     good, empty = random_rows(config, 0), random_rows(config, 1, np.zeros((16, 16), np.float32))
-    params, told = run_steps(config, [good, empty])
+    params, metrics = run_steps(config, [good, empty])
     expected, _ = run_steps(config, [good])
     assert distance(params, expected) == 0
-    assert [t["skipped_steps"] for t in told] == [0, 1]
-    assert told[1]["loss"] == 0 and told[1]["valid_tokens"] == 0
+    assert [t["skipped_steps"] for t in metrics] == [0, 1]
+    assert metrics[1]["loss"] == 0 and metrics[1]["valid_tokens"] == 0
 
 
 def test_step_with_a_gradient_that_is_not_finite_changes_nothing():
     config = tiny_config()
     good, bad = random_rows(config, 0), random_rows(config, 1)
     bad["weights"][3, 3] = np.nan
-    params, told = run_steps(config, [good, bad, good])
+    params, metrics = run_steps(config, [good, bad, good])
     # The moments and bias corrections saw two steps; the schedules three, since each is a function of the step.
-    assert [t["skipped_steps"] for t in told] == [0, 1, 1]
+    assert [t["skipped_steps"] for t in metrics] == [0, 1, 1]
     assert all(np.isfinite(p).all() for p in jax.tree.leaves(params))
-    assert told[0]["learning_rate"]["embed"] < told[1]["learning_rate"]["embed"]
+    assert metrics[0]["learning_rate"]["embed"] < metrics[1]["learning_rate"]["embed"]
     only, _ = run_steps(config, [good, bad])
     assert distance(only, run_steps(config, [good])[0]) == 0
 
@@ -180,10 +180,10 @@ def packed_and_apart(seed: int) -> tuple[dict, dict]:
 def test_documents_side_by_side_give_the_update_of_documents_apart(sizes, devices):
     config, separate = tiny_config(rows=8, rows_per_device=2, kv_heads=4), tiny_config(rows=16, kv_heads=4)
     packed, apart = zip(*(packed_and_apart(step) for step in range(3)))
-    expected, expected_told = run_steps(separate, list(apart))
-    params, told = run_steps(replace(config, mesh=MeshConfig(*sizes)), list(packed), devices)
+    expected, expected_metrics = run_steps(separate, list(apart))
+    params, metrics = run_steps(replace(config, mesh=MeshConfig(*sizes)), list(packed), devices)
     assert distance(params, expected) < 1e-6
-    for ours, theirs in zip(told, expected_told, strict=True):
+    for ours, theirs in zip(metrics, expected_metrics, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
     without = [{name: array for name, array in rows.items() if name != "segment_ids"} for rows in packed]
     assert distance(run_steps(config, without)[0], expected) > 1e-4

@@ -51,10 +51,10 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(devices):
 def test_what_saves_memory_does_not_change_the_result(option):
     config = tiny_config(rows_per_device=4)
     rows = [random_rows(config, step) for step in range(2)]
-    params, told = run_steps(replace(config, model=replace(config.model, **option)), rows)
-    expected, expected_told = run_steps(config, rows)
+    params, metrics = run_steps(replace(config, model=replace(config.model, **option)), rows)
+    expected, expected_metrics = run_steps(config, rows)
     assert distance(params, expected) < 1e-6
-    assert [float(t["loss"]) for t in told] == pytest.approx([float(t["loss"]) for t in expected_told], rel=1e-6)
+    assert [float(t["loss"]) for t in metrics] == pytest.approx([float(t["loss"]) for t in expected_metrics], rel=1e-6)
 
 
 def test_chunks_and_z_loss_on_a_mesh_equal_one_device_and_the_whole():
@@ -62,12 +62,12 @@ def test_chunks_and_z_loss_on_a_mesh_equal_one_device_and_the_whole():
     config = replace(config, model=replace(config.model, z_loss=0.01))
     rows = [random_rows(config, step) for step in range(2)]
     chunks = replace(config, model=replace(config.model, loss_chunks=4), mesh=MeshConfig(data=2, fsdp=2, tensor=2))
-    params, told = run_steps(config, rows)
-    mesh_params, mesh_told = run_steps(chunks, rows, devices=8)
+    params, metrics = run_steps(config, rows)
+    mesh_params, mesh_metrics = run_steps(chunks, rows, devices=8)
     assert distance(mesh_params, params) < 1e-6
-    assert mesh_told[1]["loss"] == pytest.approx(told[1]["loss"], rel=1e-6)
+    assert mesh_metrics[1]["loss"] == pytest.approx(metrics[1]["loss"], rel=1e-6)
     without = replace(config, model=replace(config.model, z_loss=0.0))
-    assert run_steps(without, rows)[1][0]["loss"] < told[0]["loss"] - 0.1  # 0.01 log(272)^2 = 0.31
+    assert run_steps(without, rows)[1][0]["loss"] < metrics[0]["loss"] - 0.1  # 0.01 log(272)^2 = 0.31
 
 
 def test_memory_of_chunks():
@@ -82,10 +82,10 @@ def test_bfloat16_gradients_are_summed_in_float32():
     row = {name: array[:1] for name, array in random_rows(config, 0).items()}
     many = {name: np.repeat(array, 256, axis=0) for name, array in row.items()}
     alone = replace(config, batch=replace(config.batch, tokens_per_step=16))
-    _, (told,) = run_steps(config, [many])
+    _, (metrics,) = run_steps(config, [many])
     _, (expected,) = run_steps(alone, [row])
-    assert told["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-    assert told["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
 def test_a_run_compiles_its_step_once(caplog):
