@@ -76,7 +76,7 @@ def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Ex
     outcome = None
     while outcome is None:
         start = resume(built, checkpoints, past, say)
-        on_first_process(partial(accept, config, text.fingerprint, past.changes, start.step))
+        on_first_process(partial(accept, config, text.fingerprint, past.changes, start.step, start.position))
         if jax.process_index() == 0:
             text.tokenizer.save(Path(config.run_dir) / "tokenizer")
         mine = local_rows(built.batch_shape, built.batch_sharding)

@@ -31,7 +31,7 @@ class Arguments:
     path: Annotated[str, tyro.conf.Positional]
     """A dataset folder, or a run's, whose own text, seed, packing and sizes are used then."""
     step: int | None = None
-    """Show the batch of this step (the first is 0)."""
+    """Show the batch of this step (the first is 0). Of a run: what it saw there, after rollbacks too."""
     rows: int = 4
     """Rows of the batch that are shown."""
     packing: Packing = "stream"
@@ -114,6 +114,7 @@ def _validate(arguments: Arguments) -> None:
 
 
 def main() -> int:
+    from run.events import Events, batch_of
     from run.runtime import cache_dir
 
     arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
@@ -146,11 +147,13 @@ def main() -> int:
         print(f"{picture} cannot be written ({error.strerror}); give --picture=PATH", file=sys.stderr)
     if arguments.step is None:
         return 0
-    length, size = config.batch.sequence_length, config.batch.tokens_per_step // config.batch.sequence_length
+    length = config.batch.sequence_length
+    position, tokens = batch_of(Events(arguments.path).read(), arguments.step, config.batch.tokens_per_step)
+    first, size = position // length, tokens // length
     vocab_size = max(config.model.vocab_size, found[0].tokenizer.vocab_size)  # a dataset folder knows its own
     text = open_text(config.data, vocab_size, length, size, cache_dir())
     sequence = row_sequence(text.train, text.weights, config.seed)
-    chosen = [sequence[arguments.step * size + i] for i in range(size)]
+    chosen = [sequence[first + i] for i in range(size)]
     print(f"step {arguments.step}: {size} rows of {length} tokens, of which {min(arguments.rows, size)} follow")
     for i, (part, number) in enumerate(chosen[: arguments.rows]):
         row = text.train[part][number]

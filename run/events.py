@@ -1,8 +1,8 @@
 """events.jsonl: what happened to a run, a line each, appended and never rewritten.
 
-`start` (from which step), `saved` (a checkpoint that is whole), `rollback` (to which checkpoint, and at how many tokens
-of the data it goes on), `stop` (after which step, with which exit code). A run whose checkpoints have gone is known by
-it, and the data's position after a rollback.
+`start` (from which step, at how many tokens of the data, with how many a step), `saved` (a checkpoint that is whole),
+`rollback` (to which checkpoint, and at how many tokens of the data it goes on), `stop` (after which step, with which
+exit code). A run whose checkpoints have gone is known by it, and the batch that each step saw.
 """
 
 import json
@@ -22,20 +22,17 @@ class Events:
         self.path = Path(run_dir) / "events.jsonl"
 
     def add(self, event: str, step: int, **facts: Any) -> None:
-        """Appends one, on disk for certain, or not at all. OSError where that is impossible."""
+        """Appends one, on disk for certain, or not at all; a half line that a kill left is cut off before. OSError
+        where that is impossible."""
+        if self.path.exists() and self.path.stat().st_size > (whole := len(self._whole_lines())):
+            os.truncate(self.path, whole)
         line = json.dumps({"event": event, "step": step, **facts, "time": time.time()}) + "\n"
         append_whole(self.path, line)
 
     def read(self) -> list[dict]:
-        """All of them, after a half line that a kill left at the end was cut off. UserError for any other line that
-        cannot be read."""
-        if not self.path.exists():
-            return []
-        *lines, rest = self.path.read_bytes().split(b"\n")
-        if rest:
-            os.truncate(self.path, self.path.stat().st_size - len(rest))
+        """All of them, but for a half line at the end. UserError for any other line that cannot be read."""
         events = []
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(self._whole_lines().splitlines(), 1):
             try:
                 events.append(json.loads(line))
                 _ = events[-1]["event"], int(events[-1]["step"])
@@ -46,10 +43,24 @@ class Events:
                 ) from error
         return events
 
+    def _whole_lines(self) -> bytes:
+        text = self.path.read_bytes() if self.path.exists() else b""
+        return text[: text.rfind(b"\n") + 1]
+
 
 def saved_up_to(events: list[dict]) -> int:
     """The newest step that was ever saved, as far as events tell; 0: none."""
     return max((event["step"] for event in events if event["event"] in ("saved", "start")), default=0)
+
+
+def batch_of(events: list[dict], step: int, tokens_per_step: int) -> tuple[int, int]:
+    """Tokens of the data's sequence before the batch that is trained on after `step` steps, and tokens of that batch.
+    `tokens_per_step` holds where no start is on record."""
+    for event in reversed(events):
+        if event["event"] == "start" and event["step"] <= step and "position" in event:
+            size = event["tokens_per_step"]
+            return event["position"] + (step - event["step"]) * size, size
+    return step * tokens_per_step, tokens_per_step
 
 
 def rollbacks_to(events: list[dict], step: int) -> list[dict]:

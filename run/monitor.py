@@ -94,7 +94,7 @@ class Monitor:
             spike = {"step": self.step, "spike": {"loss": loss, "median": usual, **self.rows_of(self.step)}}
             self.say(
                 f"step {self.step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}; what it saw: "
-                f"python -m data.inspect {self.config.run_dir} --step={spike['spike']['batch']}"
+                f"python -m data.inspect {self.config.run_dir} --step={self.step - 1}"
             )
             self.writer.write(spike)
             self.spike = self.spike or spike

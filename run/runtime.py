@@ -1,5 +1,6 @@
 """How a command starts and ends: JAX's settings, several processes, signals, exit codes."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -31,7 +32,7 @@ class NoCheckpoint(Exception):
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Runs a command and exits with its code; a UserError becomes its message and code 2."""
+    """Runs a command and exits with its code; a UserError becomes its message and code 2, a full disk one and 1."""
     raise_at_interrupt()
     try:
         code = main()
@@ -41,6 +42,11 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted while no step was being taken; what was saved before is still there", file=sys.stderr)
         code = Exit.INTERRUPTED
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        print(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
+        code = Exit.FAILED
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise

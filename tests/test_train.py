@@ -29,6 +29,7 @@ import run.inspect as inspect_run
 import sample
 import train
 from run.checkpoint import Checkpoints
+from run.events import Events, batch_of
 from run.folder import RunLock
 from run.metrics import read_metrics
 from run.runtime import run_command
@@ -536,6 +537,7 @@ def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kil
     facts = Checkpoints(folder / "rolled").facts(120)
     assert facts["tokens"] == 120 * 512
     assert facts["position"] > rollbacks[-1]["rollback"]["position"] > facts["tokens"]
+    assert batch_of(Events(folder / "rolled").read(), 120, 1) == (facts["position"], 512)
     assert [line["step"] for line in lines if "loss" in line] == list(range(4, 121, 4))
     # Killed anywhere, also right after a rollback, it takes the same way.
     seen = lambda: [line for line in read_metrics(folder / "again") if "rollback" in line]

@@ -3,7 +3,7 @@
 import pytest
 
 from configs.schema import UserError
-from run.events import Events, rollbacks_to, saved_up_to
+from run.events import Events, batch_of, rollbacks_to, saved_up_to
 
 
 def test_events_are_read_in_order_and_a_half_line_is_cut_off(tmp_path):
@@ -13,7 +13,9 @@ def test_events_are_read_in_order_and_a_half_line_is_cut_off(tmp_path):
     events.add("saved", 10)
     with events.path.open("ab") as file:
         file.write(b'{"event": "sav\xff')
+    size = events.path.stat().st_size
     assert [(event["event"], event["step"]) for event in events.read()] == [("start", 0), ("saved", 10)]
+    assert events.path.stat().st_size == size  # whoever reads changes nothing: the run may be writing that line
     events.add("stop", 12, code=130)
     assert [event["event"] for event in events.read()] == ["start", "saved", "stop"]
 
@@ -43,3 +45,15 @@ def test_rollbacks_count_since_the_checkpoint_was_last_saved():
     assert rollbacks_to([event("saved", 20), first, second], 20) == [first, second]
     assert rollbacks_to([event("saved", 20), first, event("saved", 10), event("saved", 20), second], 20) == [second]
     assert rollbacks_to([event("saved", 20), first], 10) == []
+
+
+def test_the_batch_after_a_rollback_and_after_another_size_of_a_step():
+    assert batch_of([], 7, 100) == batch_of([event("start", 0)], 7, 100) == (700, 100)
+    events = [
+        event("start", 0, position=0, tokens_per_step=100),
+        event("start", 10, position=1500, tokens_per_step=100),  # which left five batches out
+        event("start", 20, position=2500, tokens_per_step=200),
+        event("start", 15, position=9000, tokens_per_step=200),  # back to before that
+    ]
+    expected = {9: (900, 100), 10: (1500, 100), 14: (1900, 100), 15: (9000, 200), 20: (10_000, 200)}
+    assert {step: batch_of(events, step, 1) for step in expected} == expected

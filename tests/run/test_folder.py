@@ -40,7 +40,7 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool) -> list[str
     """As a command that ends again, once it has found its state."""
     with RunLock(config.run_dir) as lock:
         changes = run_folder.open_run(config, fingerprint, accept_changes, lock).changes
-        run_folder.accept(config, fingerprint, changes, 0)
+        run_folder.accept(config, fingerprint, changes, 0, 0)
         return changes
 
 

@@ -1,5 +1,6 @@
 """How a command ends."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -34,6 +35,17 @@ def test_ctrl_c_outside_of_training(capsys):
         run_command(lambda: os.kill(os.getpid(), signal.SIGINT) or 0)
     signal.signal(signal.SIGINT, before)
     assert end.value.code == 130 and "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_named_without_a_traceback(number, capsys):
+    def main():
+        raise OSError(number, "no space", "runs/x/config.json")
+
+    with pytest.raises(SystemExit) as end:
+        run_command(main)
+    assert end.value.code == 1
+    assert capsys.readouterr().err == "error: runs/x/config.json cannot be written: no space\n"
 
 
 def test_other_errors_keep_their_traceback():
