@@ -53,6 +53,7 @@ def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Ex
 
     # What is trained, and on what.
     built = build(config)
+    config = built.config
     micro_batches, rows, length = built.batch_shape
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir())
     check_hosts_agree("their text", text.fingerprint)

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,8 @@ from training.optimizer import parameter_groups
 from training.state import TrainState, abstract_state
 from training.step import Batch, make_train_step
 
-BOUNDS, BOUND_STEPS = {"loss": 1e-5, "grad_norm": 1e-4}, 8
+METRICS, BOUND_STEPS = ("loss", "grad_norm"), 8
+BOUNDS = {"float32": (1e-5, 1e-4), "bfloat16": (1e-3, 1e-2)}
 SIZES = ("depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "loss_chunks")
 CANCELLED = ("x0_lambdas", "resid_lambdas", "scalars")  # groups whose first gradient cancels, but for rounding
 
@@ -81,6 +82,8 @@ class Arguments:
     """Steps of each run, for the picture and for the noise."""
     eps: float | None = None
     """In place of the `eps` of x0_lambdas, resid_lambdas and scalars."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the activations."""
     noise: bool = False
     """Print the sizes of gradients and of their noise."""
     out: str = ""
@@ -92,11 +95,12 @@ def shipped() -> list[str]:
     return sorted(path.stem for path in Path("configs").glob("*.py") if "\ndef get_config(" in path.read_text())
 
 
-def sized(name: str, eps: float | None = None) -> Config:
+def sized(name: str, eps: float | None = None, dtype: str = "float32") -> Config:
     """A shipped config's network, optimizer and schedule at the sizes of small.py, its 300 steps included. (d12, d20
     and plain are one run then.)"""
     small, config = (load_config(f"configs/{of}.py")[0] for of in ("small", name))
     values: dict[str, object] = {f"model.{size}": getattr(small.model, size) for size in SIZES}
+    values["model.dtype"] = dtype
     if eps is not None:
         values |= {f"optimizer.{group}.eps": eps for group in CANCELLED}
     run = replace(small, seed=config.seed, model=config.model, optimizer=config.optimizer)
@@ -153,8 +157,8 @@ def course(config: Config, split: Split, steps: int) -> Mapping[str, Float[np.nd
     state, values = built.create_state(), []
     for step in range(steps):
         state, metrics = train_step(state, batch_of(built, step))
-        values.append(jax.device_get([metrics[name] for name in BOUNDS]))
-    return dict(zip(BOUNDS, np.array(values, np.float64).T))
+        values.append(jax.device_get([metrics[name] for name in METRICS]))
+    return dict(zip(METRICS, np.array(values, np.float64).T))
 
 
 def _in_processes(config: Config, split: Split, steps: int) -> Mapping[str, Float[np.ndarray, "steps"]]:
@@ -197,18 +201,18 @@ def member(config: Config, split: Split, steps: int) -> None:
 def differences(config: Config, split: Split, steps: int) -> dict[str, Float[np.ndarray, "steps"]]:
     """Relative differences, at each step, between the run divided so and the run that is not divided."""
     run, whole = course(config, split, steps), course(config, WHOLE, steps)
-    return {name: np.abs(run[name] / whole[name] - 1) for name in BOUNDS}
+    return {name: np.abs(run[name] / whole[name] - 1) for name in METRICS}
 
 
 def table(arguments: Arguments) -> bool:
     """Prints a line a config and split. Whether all are within the bounds."""
     within = True
-    print(f"| config | split | {' | '.join(BOUNDS)} | |\n| --- | --- | --- | --- | --- |", flush=True)
+    print(f"| config | split | {' | '.join(METRICS)} | |\n| --- | --- | --- | --- | --- |", flush=True)
     for name in arguments.configs or shipped():
         for split in arguments.splits:
-            found = differences(sized(name, arguments.eps), SPLITS[split], arguments.steps)
+            found = differences(sized(name, arguments.eps, arguments.dtype), SPLITS[split], arguments.steps)
             largest = {of: np.max(values[:BOUND_STEPS]) for of, values in found.items()}
-            good = all(largest[of] <= bound for of, bound in BOUNDS.items())
+            good = all(largest[of] <= bound for of, bound in zip(METRICS, BOUNDS[arguments.dtype]))
             cells = " | ".join(f"{value:.1e}" for value in largest.values())
             print(f"| {name} | {split} | {cells} | {'' if good else 'FAIL'} |", flush=True)
             within &= good
@@ -264,7 +268,7 @@ def noise_table(arguments: Arguments) -> None:
     print("| --- " * (3 + len(chosen)) + "|", flush=True)
     for name in arguments.configs or shipped():
         for split in arguments.splits:
-            sizes = noise(sized(name, arguments.eps), SPLITS[split], arguments.steps)
+            sizes = noise(sized(name, arguments.eps, arguments.dtype), SPLITS[split], arguments.steps)
             for group in sizes[0]:
                 cells = " | ".join("{:.1e}, {:.1e}".format(*sizes[step - 1][group]) for step in chosen)
                 print(f"| {name} | {split} | {group} | {cells} |", flush=True)
@@ -273,16 +277,16 @@ def noise_table(arguments: Arguments) -> None:
 def picture(arguments: Arguments) -> None:
     """The largest difference over the splits, step by step: a line a config, and a dashed one with the old `eps`."""
     figure = Figure(figsize=(12, 4.5))
-    for axes, of in zip(figure.subplots(1, 2), BOUNDS):
+    for axes, of, bound in zip(figure.subplots(1, 2), METRICS, BOUNDS[arguments.dtype]):
         for i, name in enumerate(arguments.configs or shipped()):
-            now, before = sized(name), sized(name, 1e-10)
+            now, before = sized(name, None, arguments.dtype), sized(name, 1e-10, arguments.dtype)
             for config, style, label in ((now, "-", name), (before, "--", f"{name}, before")):
                 if config is before and not (now.model.x0_lambdas or now.model.resid_lambdas or now.model.backout):
                     continue  # none of the groups: nothing changed
                 found = [differences(config, SPLITS[split], arguments.steps)[of] for split in arguments.splits]
                 steps = np.arange(1, arguments.steps + 1)
                 axes.semilogy(steps, np.maximum(np.max(found, axis=0), 2**-25), style, color=f"C{i}", label=label)
-        axes.hlines(BOUNDS[of], 1, BOUND_STEPS, color="black", linewidth=0.8, linestyle=":", label="bound")
+        axes.hlines(bound, 1, BOUND_STEPS, color="black", linewidth=0.8, linestyle=":", label="bound")
         axes.set_xlabel("step")
         axes.set_ylabel(f"relative difference of {of}: {', '.join(arguments.splits)}")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1))

@@ -93,8 +93,8 @@ class ModelConfig:
     backout: bool = False
     """Takes a learned share of the middle block's residual stream away before the head."""
     dtype: OfTraining[Literal["auto", "bfloat16", "float32"]] = "auto"
-    """Type of activations and of the parameters' copy in a step. `auto`: float32 on CPU, bfloat16 elsewhere.
-    Parameters, gradients, moments and sums are float32 whatever it is."""
+    """Type of activations and of the parameters' copy in a step. `auto`: bfloat16, but float32 on a CPU with JAX before
+    0.12, where that is as fast. Parameters, gradients, moments and sums are float32 whatever it is."""
     remat: Free[Literal["none", "products", "block"]] = "none"
     """What a block keeps for its backward pass: everything; the results of its products, the rest being computed
     again; or its input alone. Less memory, more time, the same result."""

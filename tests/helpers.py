@@ -18,7 +18,7 @@ from configs.schema import (
 from training.build import build
 from training.mesh import batch_shape, batch_sharding
 
-TINY = ModelConfig(depth=2, width=32, heads=4, kv_heads=2, head_dim=8, vocab_size=272)
+TINY = ModelConfig(depth=2, width=32, heads=4, kv_heads=2, head_dim=8, vocab_size=272, dtype="float32")
 FEATURES = {
     "qk_scale": {"qk_scale": 1.2},
     "windows": {"window_pattern": "SSL", "short_window": 5},

@@ -43,7 +43,7 @@ def get_config():
     return Config(
         name="tiny",
         steps=120,
-        model=ModelConfig(depth=2, width=32, heads=2, kv_heads=1, head_dim=16, vocab_size=300),
+        model=ModelConfig(depth=2, width=32, heads=2, kv_heads=1, head_dim=16, vocab_size=300, dtype="float32"),
         data=DataConfig(source="text", val_fraction=0.2),
         batch=BatchConfig(sequence_length=32, tokens_per_step=512, rows_per_device=2),
         checkpoint=CheckpointConfig(every_steps=20),

@@ -1,6 +1,7 @@
 """From a config and devices to all that a step needs: the one place where mesh, sizes, optimizer and programs meet."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ class Build(NamedTuple):
     """What follows from a config on a mesh. Nothing in it is compiled or on a device yet."""
 
     config: Config
+    """With `model.dtype` as it is here."""
     mesh: Mesh
     dtype: jnp.dtype
     """Type of the activations."""
@@ -52,6 +54,7 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Build:
     """For all devices here, or those given. UserError where the config does not fit them."""
     mesh = make_mesh(config.mesh, devices)
     dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
+    config = replace(config, model=replace(config.model, dtype=dtype.name))
     optimizer, rates = make_optimizer(config.optimizer, config.model, config.steps, mesh)
     state = abstract_state(config.model, optimizer, mesh)
     return Build(

@@ -58,7 +58,8 @@ def other(config: Any, name: str) -> Any:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return Config(name="run", run_dir=str(tmp_path / "runs/run"), steps=10, eval=EvalConfig(prompts=()))
+    model = ModelConfig(dtype="float32")  # a run is recorded with its type
+    return Config(name="run", run_dir=str(tmp_path / "runs/run"), steps=10, model=model, eval=EvalConfig(prompts=()))
 
 
 def record_of(config: Config) -> dict:
@@ -118,7 +119,7 @@ def test_refusal_lists_exactly_what_differs(config):
     now = replace(
         config,
         steps=20,
-        model=ModelConfig(depth=3),
+        model=ModelConfig(depth=3, dtype="float32"),
         mesh=MeshConfig(data=2),
         batch=BatchConfig(tokens_per_step=2048, rows_per_device=1),
     )
@@ -207,3 +208,17 @@ def test_a_folder_that_cannot_be_made_is_refused(config, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="cannot be written"):
         open_run(replace(config, run_dir=str(tmp_path / "file" / "run")), "print", False)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("cpu", "float32"), ("TPU v5 lite", "bfloat16")])
+def test_the_type_of_a_run_of_an_older_version_is_what_auto_then_meant(config, kind, dtype):
+    """It goes on in that type, or is refused: JAX's version must not change it in silence."""
+    open_run(config, "print", accept_changes=False)
+    path, record = Path(config.run_dir) / "config.json", record_of(config)
+    record["config"]["model"]["dtype"], record["devices"]["kind"] = "auto", kind
+    path.write_text(json.dumps(record))
+    same = replace(config, model=replace(config.model, dtype=dtype))
+    other = replace(config, model=replace(config.model, dtype="bfloat16" if dtype == "float32" else "float32"))
+    with pytest.raises(UserError, match=f"model.dtype: {dtype} -> "):
+        open_run(other, "print", accept_changes=False)
+    assert open_run(same, "print", accept_changes=False) == []

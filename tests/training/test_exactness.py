@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from bench.exactness import BOUND_STEPS, BOUNDS, SPLITS, differences, main, shipped, sized
+from bench.exactness import BOUND_STEPS, BOUNDS, METRICS, SPLITS, differences, main, shipped, sized
 from configs.schema import Config, ModelConfig, UserError, with_options
 from model.gpt import GPT
 from model.loss import loss_sums
@@ -40,7 +40,7 @@ def test_small_py_gives_the_same_first_steps_on_three_axes():
 
 def assert_within_bounds(config: Config, split: str, steps: int) -> None:
     largest = {of: np.max(values) for of, values in differences(config, SPLITS[split], steps).items()}
-    assert all(largest[of] <= bound for of, bound in BOUNDS.items()), largest
+    assert all(largest[of] <= bound for of, bound in zip(METRICS, BOUNDS[config.model.dtype])), largest
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,15 @@ def test_sha256_sees_every_parameter():
 
 
 @pytest.mark.parametrize(
-    ("configured", "platform", "expected"),
+    ("configured", "platform", "jax_version", "expected"),
     [
-        ("auto", "cpu", "float32"),
-        ("auto", "gpu", "bfloat16"),
-        ("auto", "tpu", "bfloat16"),
-        ("float32", "gpu", "float32"),
+        ("auto", "cpu", (0, 11, 2), "float32"),
+        ("auto", "cpu", (0, 12, 0), "bfloat16"),
+        ("auto", "gpu", (0, 11, 2), "bfloat16"),
+        ("auto", "tpu", (0, 11, 2), "bfloat16"),
+        ("float32", "gpu", (0, 12, 0), "float32"),
     ],
 )
-def test_compute_dtype(configured, platform, expected):
+def test_compute_dtype(configured, platform, jax_version, expected, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", jax_version)
     assert compute_dtype(replace(tiny_config().model, dtype=configured), platform) == expected
