@@ -31,8 +31,9 @@ from run.events import Events, rollbacks_to
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, read_metrics, summarize, write_summary
-from run.runtime import Stop, cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
+from run.runtime import Stop, cache_dir, check_hosts_agree, first_told, on_first_process, run_command, start_jax
 from training.build import Build, build
+from training.mesh import make_mesh, told_between
 from training.state import params_sha256
 
 
@@ -47,9 +48,10 @@ class Arguments:
 
 def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Exit:
     """Trains, or goes on training, until `config.steps`."""
-    start_jax()
-    check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
+    cluster = start_jax()
     say = tqdm.write if jax.process_index() == 0 else lambda text: None  # which leaves the progress bar whole
+    say(first_told(cluster, make_mesh(config.mesh)))
+    check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
 
     # What is trained, and on what.
     built = build(config)
@@ -73,6 +75,8 @@ def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Ex
     # Compiled once, here: a compiled program refuses other shapes, so no step can compile anew.
     train_step = built.train_step.lower(built.abstract_state, built.abstract_batch()).compile()
     say(describe(built))
+    if slow := told_between(built.mesh, config.model, built.batch_shape):
+        say(slow)
     outcome = None
     while outcome is None:
         start = resume(built, checkpoints, past, say)

@@ -33,7 +33,7 @@ from jaxtyping import Array, UInt32
 from orbax.checkpoint import checkpoint_managers as managers
 
 from configs.schema import CheckpointConfig, UserError
-from run.runtime import NoCheckpoint, highest, on_first_process, versions
+from run.runtime import NoCheckpoint, first_line, highest, on_first_process, versions
 from training.optimizer import path_name
 from training.state import TrainState
 
@@ -387,8 +387,3 @@ def _require_checksums(facts: dict, tree: Any) -> None:
 
 def _digest(facts: dict) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def first_line(error: Exception) -> str:
-    """An exception in a line, for messages."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
