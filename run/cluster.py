@@ -118,7 +118,11 @@ def of_slurm(environ: Mapping[str, str], gpus: int) -> Found:
         return Found("SLURM", 1)
     tasks = per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))[int(environ.get("SLURM_NODEID", 0))]
     # With these SLURM shows a task its own GPUs alone.
-    bound = any(environ.get(name) for name in ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK"))
+    bound = (
+        "SLURM_GPUS_PER_TASK" in environ
+        or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
+        or environ.get("SLURM_GPU_BIND", "none") != "none"
+    )
     devices = None if bound else share(gpus, tasks, int(environ["SLURM_LOCALID"]))
     port = int(environ["SLURM_JOB_ID"]) % 2**12 + HIGH_PORTS
     host = first_host(environ["SLURM_STEP_NODELIST"])

@@ -1,8 +1,9 @@
 """events.jsonl: what happened to a run, a line each, appended and never rewritten.
 
-`start` (from which step), `saved` (a checkpoint that is whole), `rollback` (to which checkpoint, and at how many tokens
-of the data it goes on), `stop` (after which step, with which exit code). A run whose checkpoints have gone is known by
-it, and the data's position after a rollback.
+`start` (from which step), `running` (at which step; once a minute), `saved` (a checkpoint that is whole), `rollback`
+(to which checkpoint, and at how many tokens of the data it goes on), `stop` (after which step, with which exit code). A
+run whose checkpoints have gone is known by it, the data's position after a rollback, and where the time went: `start`,
+`running` and `stop` carry when their process began, and its seconds by what they went to (run/goodput.py).
 """
 
 import json

@@ -162,9 +162,9 @@ def require_checkpoints(config: Config, past: Past) -> None:
         )
 
 
-def accept(config: Config, fingerprint: str, changes: list[str], step: int) -> None:
-    """Records that the run goes on from `step`, and what changed. Only the first process may call it, once the state
-    has been restored."""
+def accept(config: Config, fingerprint: str, changes: list[str], step: int, **facts: Any) -> None:
+    """Records that the run goes on from `step`, what changed, and these facts. Only the first process may call it, once
+    the state has been restored."""
     folder = Path(config.run_dir)
     record = folder / "config.json"
     told, first = read_record(record)
@@ -173,7 +173,7 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int) -> N
         _write_record(record, config, fingerprint, told["changes"] + ([changes] if changes else []))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # of a shorter run
-    Events(folder).add("start", step)
+    Events(folder).add("start", step, **facts)
 
 
 class Run(NamedTuple):

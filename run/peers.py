@@ -216,6 +216,39 @@ def _answer(
         time.sleep(1)
 
 
+_exchanged = 0  # how often; every process counts alike, so that no two exchanges have one name
+
+
+def exchange(what: str, value: str, timeout: float = START_TIMEOUT) -> list[str]:
+    """Every process's `value`, in order. Through JAX's service, not through the devices. PeerLost, which names them,
+    where some have not given theirs after `timeout` seconds. Every process must call it."""
+    client: Any = distributed.global_state.client
+    if client is None:
+        return [value]
+    global _exchanged
+    _exchanged += 1
+    index, count = distributed.global_state.process_id, distributed.global_state.num_processes
+    name = f"tokensum/{_exchanged}"
+    client.key_value_set(f"{name}/{index}", value)
+    start = time.monotonic()
+    found: dict[int, str] = {}
+    while len(found) < count:
+        first = next(i for i in range(count) if i not in found)
+        try:
+            found[first] = client.blocking_key_value_get(f"{name}/{first}", 1000 * TELL_EVERY)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            found |= {int(key.rpartition("/")[2]): told for key, told in client.key_value_dir_get(f"{name}/")}
+            silent = [i for i in range(count) if i not in found]
+            line = f"{time.monotonic() - start:.0f} s: waiting for {what} of process {silent[:16]} of {count}"
+            if silent and time.monotonic() - start > timeout:
+                raise PeerLost(line) from None
+            if silent and index == 0:
+                print(line, flush=True)
+    return [found[i] for i in range(count)]
+
+
 def end_all(code: int, reason: str) -> NoReturn:
     """Ends this process, and all others of the run, with `code`; or with the code of the one that ended first. An
     orderly end would wait for them."""

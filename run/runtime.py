@@ -28,8 +28,10 @@ from configs.exit_codes import Exit
 from configs.interrupt import raise_at_interrupt
 from configs.schema import UserError
 from run.cluster import Cluster, detect
-from run.peers import PeerLost, end_all, join
+from run.peers import PeerLost, end_all, exchange, join
 from training.mesh import axes_between, islands
+
+OF_THE_PROGRAM = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # errors that would come again
 
 
 def first_line(error: BaseException) -> str:
@@ -57,24 +59,21 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except PeerLost as error:
         print(f"error: {error}; start all again", file=sys.stderr, flush=True)
         os._exit(Exit.PEER_LOST)  # an orderly end would wait for the others
-    except jax.errors.JaxRuntimeError as error:
-        if not jax.distributed.is_initialized():
-            raise
-        print(
-            f"error: process {jax.process_index()} cannot go on: another one has stopped, or cannot be reached; start "
-            f"all again, and they continue ({first_line(error)[:200]})",
-            file=sys.stderr,
-            flush=True,
-        )
-        end_all(Exit.PEER_LOST, "another one has stopped, or cannot be reached")
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0 if end.code is None else Exit.FAILED
-        ended = end
+        code, ended = end.code if isinstance(end.code, int) else Exit.FAILED if end.code else Exit.COMPLETE, end
     except Exception as error:
         if not jax.distributed.is_initialized():
             raise
-        traceback.print_exc()
         code, ended = Exit.FAILED, error
+        if isinstance(error, jax.errors.JaxRuntimeError) and not str(error).startswith(OF_THE_PROGRAM):
+            code = Exit.PEER_LOST
+            print(
+                f"error: process {jax.process_index()} cannot go on: another one has stopped, or cannot be reached; "
+                f"start all again, and they continue ({first_line(error)[:200]})",
+                file=sys.stderr,
+            )
+        else:
+            traceback.print_exc()
     if ended and jax.distributed.is_initialized():  # maybe this process alone
         end_all(code, f"{type(ended).__name__}: {first_line(ended)}")
     sys.exit(code)
@@ -135,12 +134,13 @@ def first_told(cluster: Cluster, mesh: Mesh) -> str:
 
 def check_hosts_agree(about: str, value: str) -> None:
     """UserError on every process where their `value`s are not all the same. Every process must call it."""
-    digest = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint8)
-    digests = multihost_utils.process_allgather(digest).reshape(-1, digest.size)
-    different = [i for i, other in enumerate(digests) if (other != digests[0]).any()]
+    digests = exchange(about, f"{hashlib.sha256(value.encode()).hexdigest()} {platform.node()}")
+    values, hosts = zip(*(told.split(" ", 1) for told in digests))
+    different = [i for i, other in enumerate(values) if other != values[0]]
     if different:
         raise UserError(
-            f"of {len(digests)} processes, {different} differ from process 0 in {about}; start all with one command"
+            f"of {len(digests)} processes, {different} differ from process 0 in {about} (on "
+            f"{', '.join(hosts[i] for i in different[:8])}; process 0 on {hosts[0]}); start all with one command"
         )
 
 

@@ -60,6 +60,11 @@ NAMES = ("a-0.a", "a-1.a")
         (SLURM, {"gpus": 8}, Cluster("SLURM", 2, 1, "gpu007:61444")),  # all eight are the task's
         (SLURM | A_TASK_A_GPU, {"gpus": 8}, Cluster("SLURM", 16, 11, "gpu007:61444", (3,))),
         (SLURM | A_TASK_A_GPU | {"SLURM_GPUS_PER_TASK": "1"}, {"gpus": 8}, Cluster("SLURM", 16, 11, "gpu007:61444")),
+        (
+            SLURM | A_TASK_A_GPU | {"SLURM_TRES_PER_TASK": "cpu:12", "SLURM_GPU_BIND": "none"},
+            {"gpus": 8},
+            Cluster("SLURM", 16, 11, "gpu007:61444", (3,)),
+        ),
         (SLURM | A_TASK_A_GPU | {"CUDA_VISIBLE_DEVICES": "3"}, {"gpus": 8}, Cluster("SLURM", 16, 11, "gpu007:61444")),
         (SLURM | A_TASK_A_GPU | {"JAX_LOCAL_DEVICE_IDS": "5"}, {"gpus": 8}, Cluster("SLURM", 16, 11, "gpu007:61444")),
         (
