@@ -29,10 +29,13 @@ from model.flops import parameter_counts
 from run.checkpoint import Checkpoints, whole_steps
 from run.events import Events, rollbacks_to
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
+from run.goodput import Times, goodput, told
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, read_metrics, summarize, write_summary
-from run.runtime import Stop, cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
+from run.preflight import preflight
+from run.runtime import Stop, cache_dir, check_hosts_agree, first_told, on_first_process, run_command, start_jax
 from training.build import Build, build
+from training.mesh import make_mesh, told_between
 from training.state import params_sha256
 
 
@@ -47,9 +50,11 @@ class Arguments:
 
 def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Exit:
     """Trains, or goes on training, until `config.steps`."""
-    start_jax()
-    check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
+    times = Times()
+    cluster = start_jax()
     say = tqdm.write if jax.process_index() == 0 else lambda text: None  # which leaves the progress bar whole
+    say(first_told(cluster, make_mesh(config.mesh)))
+    check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
 
     # What is trained, and on what.
     built = build(config)
@@ -71,24 +76,34 @@ def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Ex
         say(f"{config.run_dir} is complete: {config.steps} steps; a longer run: {longer}")
         return Exit.COMPLETE
 
+    preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
     # Compiled once, here: a compiled program refuses other shapes, so no step can compile anew.
-    train_step = built.train_step.lower(built.abstract_state, built.abstract_batch()).compile()
+    with times.during("compilation"):
+        train_step = built.train_step.lower(built.abstract_state, built.abstract_batch()).compile()
     say(describe(built))
+    if slow := told_between(built.mesh, config.model, built.batch_shape):
+        say(slow)
     outcome = None
     while outcome is None:
-        start = resume(built, checkpoints, past, say)
-        on_first_process(partial(accept, config, text.fingerprint, past.changes, start.step, start.position))
+        with times.during("restore"):
+            start = resume(built, checkpoints, past, say)
+        accepted = partial(accept, config, text.fingerprint, past.changes, start.step, start.position, **times.note())
+        on_first_process(accepted)
         if jax.process_index() == 0:
             text.tokenizer.save(Path(config.run_dir) / "tokenizer")
         mine = local_rows(built.batch_shape, built.batch_sharding)
         first_row = start.position // length
         batches = StepBatches(text.train, text.weights, config.seed, built.batch_shape, mine, document_bos, first_row)
-        loop = Loop(built, start, train_step, evaluator, batches.row_numbers, checkpoints, text.fingerprint, stop, say)
+        rows_of, fingerprint = batches.row_numbers, text.fingerprint
+        loop = Loop(built, start, train_step, evaluator, rows_of, checkpoints, fingerprint, stop, say, times)
         write_what_happened(loop, past)
         ended = loop.run(train_batches(batches, built.batch_sharding, config.data.workers))
+        if isinstance(ended, Jumped) and jax.process_index() == 0:
+            Events(config.run_dir).add("running", loop.step, **times.note())  # these steps will be done again
         outcome = roll_back(config, ended, checkpoints, loop, say) if isinstance(ended, Jumped) else ended
         past = past._replace(changes=[], events=on_first_process(Events(config.run_dir).read))
-    checkpoints.close()
+    with times.during("saving"):
+        checkpoints.close()
     return finish(config, outcome, loop, stop, say)
 
 
@@ -181,15 +196,18 @@ def finish(
     if jax.process_index() > 0:
         return code
     with suppress(OSError):  # a full disk may be why it stopped, which has been said
-        Events(run_dir).add("stop", loop.step, code=code)
+        Events(run_dir).add("stop", loop.step, code=code, **loop.times.note())
+    spent = goodput(Events(run_dir).read())
     if not isinstance(outcome, Finished):
         loop.writer.close()
+        say(told(spent))
         return code
 
     skipped = int(outcome.state.skipped_steps)
     summary, samples = summarize(
         run_dir, config.steps, outcome.tokens, outcome.seconds, skipped_steps=skipped, params_sha256=digest
     )
+    summary["goodput"] = spent
     results = {name: summary[name] for name in ("loss", "val_loss", "val_bpb") if summary[name] is not None}
     loop.writer.close(options(config), results)
     plot_loss(run_dir)
@@ -200,6 +218,7 @@ def finish(
         f"---\n{config.name}: {config.steps} steps, {outcome.tokens:,} tokens in {outcome.seconds:.0f} s of training\n"
         f"training loss {summary['loss'] or math.nan:.4f}, validation loss {summary['val_loss'] or math.nan:.4f}, "
         f"{summary['val_bpb'] or math.nan:.4f} bits per byte\n"
+        f"{told(spent)}\n"
         f"in {run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
         f"sample:       python sample.py --run_dir={run_dir} --prompt='...'\n"
         f"train longer: the same command with --steps={2 * config.steps} --accept_changes"

@@ -4,7 +4,8 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """How a command ends: the one table that everything reads (docs/checkpoints.md)."""
+    """How a command ends: the one table that everything reads (docs/checkpoints.md). All processes of a run end with
+    one code. Other codes come from elsewhere (134, 137, 139: signals), and may be worth a few new starts."""
 
     COMPLETE = 0
     FAILED = 1
@@ -14,8 +15,13 @@ class Exit(IntEnum):
     UNREADABLE = 3
     """A run has checkpoints, and none can be read."""
     PEER_LOST = 42
-    """Another process has stopped or cannot be reached: start all of them again."""
+    """Another process has stopped or cannot be reached, or a step hangs: start all of them again."""
     INTERRUPTED = 130
     """By a person, with Ctrl-C; saved."""
     PREEMPTED = 143
     """By SIGTERM; saved: start again."""
+
+    @property
+    def start_again(self) -> bool:
+        """Whether what started the command is to start it again, all processes of it, however often."""
+        return self in (Exit.PEER_LOST, Exit.PREEMPTED)

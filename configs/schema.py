@@ -252,6 +252,9 @@ class CheckpointConfig:
     outlives the machine, or `gs://BUCKET/FOLDER`. A machine without the run's folder continues from what lies there."""
     every_steps: Free[Positive[int]] = 250
     """Steps between checkpoints, written while training goes on."""
+    every_minutes: Free[NotNegative[float]] = 0.0
+    """And a checkpoint once so many minutes have passed since the last one, which is looked at when a step is logged;
+    what a kill can cost then does not depend on the speed of steps. 0: only `every_steps`."""
     keep: Free[Positive[int]] = 2
     """Newest checkpoints kept; the best by val_bpb is kept too."""
     keep_every: Free[NotNegative[int]] = 0
@@ -298,6 +301,26 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class HangConfig:
+    """When a step counts as hung. Then every thread's place is printed, and the run ends with code 42: start again."""
+
+    seconds: NotNegative[int] = 600
+    """Seconds that a step may take in any case, the wait for its batch included (the first of a process six times as
+    long); 0: for ever. More than any step, any stall of a disk or of a network that passes by itself."""
+    factor: Annotated[float, Range(lambda x: x >= 2, "it must be at least 2")] = 10.0
+    """And so many times the median step."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """A trace of the devices and the host, for TensorBoard, XProf or Perfetto."""
+
+    steps: str = ""
+    """FIRST:LAST, as 10:15: a trace of these steps, of the first process, in the run's folder under profile/. Not the
+    first steps of a process, which take longer. Empty: none."""
+
+
+@dataclass(frozen=True)
 class Config:
     """One run."""
 
@@ -324,6 +347,8 @@ class Config:
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     eval: Free[EvalConfig] = field(default_factory=EvalConfig)
     log: Free[LogConfig] = field(default_factory=LogConfig)
+    hang: Free[HangConfig] = field(default_factory=HangConfig)
+    profile: Free[ProfileConfig] = field(default_factory=ProfileConfig)
 
 
 SMEAR_CHANNELS, VALUE_GATE_CHANNELS = 24, 12  # of the residual stream, that gates read: nanochat's
@@ -417,6 +442,8 @@ def validate(config: Config) -> None:
     elsewhere = config.checkpoint.folder
     known = "://" not in elsewhere or elsewhere.startswith("gs://")
     require(known, "checkpoint.folder", "give a folder, or gs://BUCKET/FOLDER, the only store that Orbax can write to")
+    first, last = profiled_steps(config) or (1, 1)
+    require(1 <= first <= last, "profile.steps", "give FIRST:LAST, the first at least 1, such as 10:15")
     model, batch = config.model, config.batch
     require(batch.sequence_length > 1, "batch.sequence_length", "a row has at least 2 tokens")
     divides = f"it must divide batch.sequence_length={batch.sequence_length}"
@@ -449,6 +476,14 @@ def validate(config: Config) -> None:
         f"it must be a multiple of batch.sequence_length={batch.sequence_length}; "
         f"nearest: {nearest_multiples(batch.tokens_per_step, batch.sequence_length)}",
     )
+
+
+def profiled_steps(config: Config) -> tuple[int, int] | None:
+    """The first and the last step of `profile.steps`; (0, 0) where they cannot be read; None where it is empty."""
+    first, _, last = config.profile.steps.partition(":")
+    if not config.profile.steps:
+        return None
+    return (int(first), int(last)) if first.isdecimal() and last.isdecimal() else (0, 0)
 
 
 def with_options(config: T, values: Mapping[str, object]) -> T:

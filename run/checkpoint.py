@@ -29,7 +29,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from configs.schema import CheckpointConfig, UserError
 from run.checksums import checksums, digest, require_checksums
-from run.runtime import NoCheckpoint, highest, on_first_process, versions
+from run.runtime import NoCheckpoint, first_line, highest, on_first_process, versions
 from training.optimizer import path_name
 from training.state import TrainState
 
@@ -352,8 +352,3 @@ def _metrics(facts: dict) -> dict[str, float] | None:
 
 def _shapes(tree: Any) -> dict[str, list[int]]:
     return {path_name(path): list(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def first_line(error: Exception) -> str:
-    """An exception in a line, for messages."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -164,9 +164,9 @@ def require_checkpoints(config: Config, past: Past) -> None:
         )
 
 
-def accept(config: Config, fingerprint: str, changes: list[str], step: int, position: int) -> None:
-    """Records that the run goes on from `step`, at `position` tokens of the data, and what changed. Only the first
-    process may call it, once the state has been restored."""
+def accept(config: Config, fingerprint: str, changes: list[str], step: int, position: int, **seconds: Any) -> None:
+    """Records that the run goes on from `step`, at `position` tokens of the data, what changed, and these facts. Only
+    the first process may call it, once the state has been restored."""
     folder = Path(config.run_dir)
     record = folder / "config.json"
     facts, first = read_record(record)
@@ -175,7 +175,7 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int, posi
         _write_record(record, config, fingerprint, facts["changes"] + ([changes] if changes else []))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # of a shorter run
-    Events(folder).add("start", step, position=position, tokens_per_step=config.batch.tokens_per_step)
+    Events(folder).add("start", step, position=position, tokens_per_step=config.batch.tokens_per_step, **seconds)
 
 
 class Run(NamedTuple):

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import tyro
 from etils import epath
 
-from run.checkpoint import first_line
 from run.folder import open_for_reading
-from run.runtime import run_command, start_jax
+from run.runtime import first_line, run_command, start_jax
 
 
 @dataclass(frozen=True)

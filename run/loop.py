@@ -2,8 +2,9 @@
 
 import dataclasses
 import gc
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +12,13 @@ import jax
 from configs.schema import Config
 from model.flops import flops_per_token, peak_flops
 from run.checkpoint import Checkpoints
+from run.events import Events
+from run.goodput import Times
 from run.metrics import Clock, MetricsWriter
 from run.monitor import Monitor
-from run.runtime import Stop
+from run.profile import Profile
+from run.runtime import Stop, highest
+from run.watchdog import Watchdog
 from training.build import Build
 from training.state import TrainState
 from training.step import TrainStep
@@ -77,13 +82,14 @@ class Due(NamedTuple):
     save: bool
 
 
-def due_after(step: int, config: Config, *, last: bool, retry: bool) -> Due:
-    """What is due after `step`. `last`: the run stops after it; `retry`: the save before failed."""
+def due_after(step: int, config: Config, *, last: bool, retry: bool, old: bool = False) -> Due:
+    """What is due after `step`. `last`: the run stops after it; `retry`: the save before failed, and `old`: it is
+    `checkpoint.every_minutes` ago."""
     every = lambda interval: step % interval == 0 or step == config.steps
     return Due(
         log=every(config.log.every_steps),
         evaluate=every(config.eval.every_steps),
-        save=every(config.checkpoint.every_steps) or last or retry,
+        save=every(config.checkpoint.every_steps) or last or retry or old,
     )
 
 
@@ -101,13 +107,17 @@ class Loop:
         dataset: str,
         stop: Stop,
         say: Callable[[str], Any],
+        times: Times | None = None,
     ):
         """`train_step`: compiled. `measure(params)` evaluates and samples. `rows_of(i)`: the rows of the i-th batch
-        from the start on. `dataset`: the fingerprint that checkpoints are to carry."""
+        from the start on. `dataset`: the fingerprint that checkpoints are to carry. `times`: this process's."""
         self.config = config = built.config
         self.start, self.state, self.step = start, start.state, start.step
         self.train_step, self.measure, self.checkpoints = train_step, measure, checkpoints
         self.dataset, self.stop, self.say = dataset, stop, say
+        self.times, self.watchdog = times or Times(), Watchdog(config.hang)
+        self.profile = Profile(config)
+        self.saved = time.monotonic()
         self.clock = Clock(start.seconds, start.step)
         self.writer = MetricsWriter(config.run_dir, start.step)
         tokens_per_step = config.batch.tokens_per_step
@@ -139,7 +149,7 @@ class Loop:
         """Takes steps until the last, or until something ends them."""
         config, monitor = self.config, self.monitor
         self.clock.start()
-        with closing(monitor.bar), self.stop.heeded():
+        with closing(monitor.bar), self.stop.heeded(), self.watchdog, closing(self.profile), self.times.during("steps"):
             if self.step == 0:
                 self.evaluate()
             if self.step == config.steps:  # killed after its last checkpoint, before its summary
@@ -148,22 +158,25 @@ class Loop:
             gc.freeze()  # so that no collection in the loop looks through all that was set up: 0.3 s
             unlogged = retry = False
             while True:
+                self.watchdog.step(self.step + 1)
+                self.profile.before(self.step + 1, self.state)
                 self.state, metrics = self.train_step(self.state, batch)
                 self.step += 1
+                self.profile.after(self.step, self.state)
                 if unlogged:
                     retry = self.log()  # of the step before, while this one runs
-                with self.clock.waiting():
+                with self.clock.waiting(), self.times.during("data"):
                     batch = next(batches)
                 monitor.add(self.step, metrics)
                 stopping = self.stop.after(self.step)
                 last = stopping or self.step == config.steps
-                due = due_after(self.step, config, last=last, retry=retry)
+                due = due_after(self.step, config, last=last, retry=retry, old=self.save_is_old())
                 unlogged = due.log
                 if due.log and (due.evaluate or due.save):
                     retry = self.log()  # what a checkpoint vouches for is written before it
                     unlogged = False
-                elif due.save:
-                    monitor.read()
+                elif due.save or not self.watchdog.each:
+                    self.read()  # of the first step, too: how long it takes is the only thing known of the next ones
                 if outcome := self.end_before_saving(stopping):
                     return outcome
                 results = self.evaluate() if due.evaluate else {}
@@ -173,9 +186,25 @@ class Loop:
                 if last:
                     return self.end(results)
 
+    def save_is_old(self) -> bool:
+        """Whether `checkpoint.every_minutes` have passed, by any process's clock; asked when a step is logged."""
+        minutes = self.config.checkpoint.every_minutes
+        if not minutes or self.step % self.config.log.every_steps:
+            return False
+        return highest(time.monotonic() - self.saved > 60 * minutes) > 0
+
+    def read(self) -> None:
+        """Waits for the steps before."""
+        self.monitor.read()
+        self.watchdog.done_with(self.monitor.step)
+
     def log(self) -> bool:
         """Writes a line. Whether the save before failed and is to be tried again; that is said."""
+        self.read()
         self.monitor.write()
+        if self.times.due and jax.process_index() == 0:
+            with suppress(OSError):  # a full disk is told of elsewhere
+                Events(self.config.run_dir).add("running", self.monitor.step, **self.times.note())
         failed = self.checkpoints.failing(wait=False)
         retry = failed > 0 and not self.checkpoints.pending
         if retry:
@@ -192,7 +221,8 @@ class Loop:
             return self.give_up(f"--max_skipped_steps={self.config.max_skipped_steps} in a row were skipped")
         if monitor.spike and self.config.stability.rollback:
             spike, monitor.spike = monitor.spike, None
-            checkpoints.failing()  # waits: which checkpoint is the newest must not depend on how fast it is written
+            with self.watchdog.elsewhere(), self.times.during("saving"):
+                checkpoints.failing()  # waits: which checkpoint is the newest must not depend on how fast it is written
             if checkpoints.newest:
                 return Jumped(spike, self.position_after(spike["step"]), stopping)
             self.say("there is no checkpoint from before the jump to go back to: the run goes on")
@@ -202,8 +232,9 @@ class Loop:
 
     def end(self, results: dict) -> Outcome:
         """After the last step: waits for its checkpoint, and tries again where that fails."""
-        while 0 < (failed := self.checkpoints.failing()) < self.config.checkpoint.max_failed_saves:
-            self.save(results)
+        with self.watchdog.elsewhere(), self.times.during("saving"):
+            while 0 < (failed := self.checkpoints.failing()) < self.config.checkpoint.max_failed_saves:
+                self.save(results)
         if failed:
             return self.give_up(f"{failed} save(s) in a row failed: {self.checkpoints.failure}")
         if self.step < self.config.steps:
@@ -211,7 +242,8 @@ class Loop:
         return Finished(self.state, self.tokens_after(self.step), self.clock.seconds)
 
     def give_up(self, reason: str) -> GaveUp:
-        self.checkpoints.failing()  # waits for what is being saved
+        with self.watchdog.elsewhere(), self.times.during("saving"):
+            self.checkpoints.failing()  # waits for what is being saved
         newest = self.checkpoints.newest
         where = f"the newest checkpoint is of step {newest}" if newest else "no checkpoint was saved"
         return GaveUp(self.step, f"{reason}; {where}")
@@ -219,7 +251,7 @@ class Loop:
     def evaluate(self) -> dict:
         """Evaluates and samples the network as it is now."""
         jax.block_until_ready(self.state)
-        with self.clock.paused():
+        with self.clock.paused(), self.watchdog.elsewhere(), self.times.during("evaluation"):
             results = self.measure(self.state.params)
         self.writer.write({"step": self.step, "tokens": self.tokens_after(self.step), **results})
         self.say(f"step {self.step}: validation loss {results['val_loss']:.4f}, {results['val_bpb']:.4f} bits per byte")
@@ -229,4 +261,6 @@ class Loop:
         position = {"tokens": self.tokens_after(self.step), "position": self.position_after(self.step)}
         kept = {"seconds": self.clock.seconds, "losses": list(self.monitor.losses)}
         origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config)}
-        self.checkpoints.save(self.step, self.state, {**position, **kept, **origin, **results})
+        with self.watchdog.elsewhere(), self.times.during("saving"):
+            self.checkpoints.save(self.step, self.state, {**position, **kept, **origin, **results})
+        self.saved = time.monotonic()

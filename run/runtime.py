@@ -8,6 +8,10 @@ import os
 import platform
 import signal
 import sys
+import time
+import traceback
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from glob import glob
@@ -19,12 +23,21 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from configs.exit_codes import Exit
 from configs.interrupt import raise_at_interrupt
 from configs.schema import UserError
+from run.cluster import Cluster, detect
+from run.peers import PeerLost, end_all, exchange, join
+from training.mesh import axes_between, islands
 
-HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life after which a process counts as lost
+OF_THE_PROGRAM = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # errors that would come again
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in a line, for messages."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 class NoCheckpoint(Exception):
@@ -32,31 +45,41 @@ class NoCheckpoint(Exception):
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Runs a command and exits with its code; a UserError becomes its message and code 2, a full disk one and 1."""
+    """Runs a command and exits with its code; a UserError becomes its message and code 2, a full disk one and 1. Of
+    several processes one that ends by an exception ends all, with its code."""
     raise_at_interrupt()
+    ended: BaseException | None = None
     try:
         code = main()
     except (UserError, NoCheckpoint) as error:
         print(f"error: {error}", file=sys.stderr)
-        code = Exit.MISTAKE if isinstance(error, UserError) else Exit.UNREADABLE
-    except KeyboardInterrupt:
+        code, ended = Exit.MISTAKE if isinstance(error, UserError) else Exit.UNREADABLE, error
+    except KeyboardInterrupt as error:
         print("interrupted while no step was being taken; what was saved before is still there", file=sys.stderr)
-        code = Exit.INTERRUPTED
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        print(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
-        code = Exit.FAILED
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
-            raise
-        print(
-            f"error: process {jax.process_index()} cannot go on: another one has stopped, or cannot be reached; start "
-            f"all again, and they continue ({str(error).splitlines()[0][:200]})",
-            file=sys.stderr,
-            flush=True,
-        )
+        code, ended = Exit.INTERRUPTED, error
+    except PeerLost as error:
+        print(f"error: {error}; start all again", file=sys.stderr, flush=True)
         os._exit(Exit.PEER_LOST)  # an orderly end would wait for the others
+    except SystemExit as end:
+        code, ended = end.code if isinstance(end.code, int) else Exit.FAILED if end.code else Exit.COMPLETE, end
+    except Exception as error:
+        disk_is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if not (disk_is_full or jax.distributed.is_initialized()):
+            raise
+        code, ended = Exit.FAILED, error
+        if disk_is_full:
+            print(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
+        elif isinstance(error, jax.errors.JaxRuntimeError) and not str(error).startswith(OF_THE_PROGRAM):
+            code = Exit.PEER_LOST
+            print(
+                f"error: process {jax.process_index()} cannot go on: another one has stopped, or cannot be reached; "
+                f"start all again, and they continue ({first_line(error)[:200]})",
+                file=sys.stderr,
+            )
+        else:
+            traceback.print_exc()
+    if ended and jax.distributed.is_initialized():  # maybe this process alone
+        end_all(code, f"{type(ended).__name__}: {first_line(ended)}")
     sys.exit(code)
 
 
@@ -69,41 +92,59 @@ def cache_dir() -> Path:
         raise UserError(f"no home folder to keep prepared data in ({error}); set TOKENSUM_CACHE to a folder") from error
 
 
-def start_jax() -> None:
+def start_jax() -> Cluster:
     """Joins the other processes of the run, if there are any, and keeps compiled programs on disk between runs.
 
-    Every process is started with the same command. JAX finds the others on TPU pods and under SLURM; elsewhere
-    JAX_COORDINATOR_ADDRESS (host:port of the first), JAX_NUM_PROCESSES and JAX_PROCESS_ID name them.
+    Every process is started with the same command; run/cluster.py finds the others. UserError where what is known of
+    them cannot be meant, PeerLost where one does not come.
     """
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
     for library in ("absl", "asyncio"):  # whose messages repeat what the commands say themselves
         logging.getLogger(library).setLevel(logging.CRITICAL)
-    if jax.distributed.is_initialized():
-        return
-    named = [os.environ.get(name) for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
-    on_tpu = find_spec("libtpu") and (glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*"))
-    if any(named):
-        address, count, index = named
-        if not (address and (count or "").isdigit() and (index or "").isdigit()):
-            raise UserError(
-                "JAX_COORDINATOR_ADDRESS (host:port), JAX_NUM_PROCESSES and JAX_PROCESS_ID (numbers) belong together; "
-                f"found {named}"
-            )
-        jax.distributed.initialize(
-            address, int(count or 0), int(index or 0), heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT
-        )
-    elif on_tpu or int(os.environ.get("SLURM_NTASKS", "1")) > 1:
-        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT)
+    tpus = len(glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")) if find_spec("libtpu") else 0
+    cluster = detect(os.environ, tpus, len(glob("/dev/nvidia[0-9]*")), google_metadata)
+    if cluster.processes > 1 and not jax.distributed.is_initialized():
+        join(cluster)
+    return cluster
+
+
+def google_metadata(key: str) -> str:
+    """An attribute of the Google Cloud machine that this is; empty where it has none, or is no such machine."""
+    host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
+    address = f"http://{host}/computeMetadata/v1/instance/attributes/{key}"
+    request = urllib.request.Request(address, headers={"Metadata-Flavor": "Google"})
+    for _ in range(3):
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return answer.read().decode()
+        except urllib.error.HTTPError:
+            return ""
+        except OSError:
+            time.sleep(1)
+    return ""
+
+
+def first_told(cluster: Cluster, mesh: Mesh) -> str:
+    """What was found, in a line: the launcher, the processes, devices, slices, and how the mesh lies on them."""
+    groups = islands(list(mesh.devices.flat))
+    between = axes_between(mesh)
+    axes = ", ".join(f"{name} {size}{' (across them)' * (name in between)}" for name, size in mesh.shape.items())
+    device, here = mesh.devices.flat[0], len(mesh.local_devices)
+    return (
+        f"launcher: {cluster.launcher}; process {cluster.index} of {cluster.processes}; {here} of {mesh.size} "
+        f"{device.device_kind} device(s) here, in {len(groups)} slice(s) or node(s); mesh: {axes}"
+    )
 
 
 def check_hosts_agree(about: str, value: str) -> None:
     """UserError on every process where their `value`s are not all the same. Every process must call it."""
-    digest = np.frombuffer(hashlib.sha256(value.encode()).digest(), np.uint8)
-    digests = multihost_utils.process_allgather(digest).reshape(-1, digest.size)
-    different = [i for i, other in enumerate(digests) if (other != digests[0]).any()]
+    digests = exchange(about, f"{hashlib.sha256(value.encode()).hexdigest()} {platform.node()}")
+    values, hosts = zip(*(told.split(" ", 1) for told in digests))
+    different = [i for i, other in enumerate(values) if other != values[0]]
     if different:
         raise UserError(
-            f"of {len(digests)} processes, {different} differ from process 0 in {about}; start all with one command"
+            f"of {len(digests)} processes, {different} differ from process 0 in {about} (on "
+            f"{', '.join(hosts[i] for i in different[:8])}; process 0 on {hosts[0]}); start all with one command"
         )
 
 

@@ -131,7 +131,7 @@ def test_a_run_leaves_what_it_promises(untouched):
     assert logged[-1]["loss"] < logged[0]["loss"] - 0.5
     assert summary(untouched).keys() == {
         *("steps", "tokens", "seconds", "tokens_per_second", "loss", "val_loss", "val_bpb"),
-        *("skipped_steps", "params_sha256"),
+        *("skipped_steps", "params_sha256", "goodput"),
     }
     assert summary(untouched)["tokens"] == 120 * 512
     assert (untouched / "loss.png").read_bytes()[:4] == b"\x89PNG"

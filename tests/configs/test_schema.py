@@ -75,6 +75,11 @@ def test_defaults_are_valid():
         ("batch.sequence_length", 0, "positive"),
         ("batch.tokens_per_step", 5000, "multiple of batch.sequence_length=2048; nearest: 4096 or 6144"),
         ("batch.tokens_per_step", 100, "nearest: 2048"),
+        ("profile.steps", "10", "give FIRST:LAST"),
+        ("profile.steps", "10:9", "give FIRST:LAST"),
+        ("profile.steps", "0:9", "at least 1"),
+        ("hang.factor", 1.0, "at least 2"),
+        ("checkpoint.every_minutes", -1.0, "must not be negative"),
         ("batch.rows_per_device", 0, "positive"),
         ("mesh.fsdp", 5, "divide model.width=768"),
         ("mesh.tensor", 4, r"divide model.heads=6: one of \[1, 2, 3, 6\]"),
@@ -176,13 +181,14 @@ def test_every_number_has_a_range():
 
 def test_what_may_change_when_a_run_is_continued():
     free = {name for name in options(BASE) if free_to_change(name)}
-    sections = {"mesh", "log", "eval"}
+    sections = {"mesh", "log", "eval", "hang", "profile"}
     assert {name for name in free if name.split(".")[0] not in sections} == {
         *("run_dir", "resume", "max_skipped_steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
         *(
             "data.source",
             "data.tokenizer",
             "data.workers",
+            "checkpoint.every_minutes",
             "checkpoint.every_steps",
             "checkpoint.keep",
             "checkpoint.keep_every",

@@ -15,6 +15,7 @@ from run.runtime import versions
 
 FREE = {
     "batch.rows_per_device",
+    "checkpoint.every_minutes",
     "checkpoint.every_steps",
     "checkpoint.keep",
     "checkpoint.keep_every",
@@ -26,6 +27,8 @@ FREE = {
     "eval.prompts",
     "eval.sample_tokens",
     "eval.tokens",
+    "hang.factor",
+    "hang.seconds",
     "log.every_steps",
     "max_skipped_steps",
     "mesh.data",
@@ -33,6 +36,7 @@ FREE = {
     "mesh.tensor",
     "model.remat",
     "model.loss_chunks",
+    "profile.steps",
 }
 
 

@@ -4,11 +4,12 @@ import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
 from configs.exit_codes import Exit
-from configs.schema import CheckpointConfig, EvalConfig, LogConfig, StabilityConfig
+from configs.schema import CheckpointConfig, EvalConfig, LogConfig, ProfileConfig, StabilityConfig
 from run.loop import Due, Finished, GaveUp, Jumped, Loop, Start, Stopped, due_after
 from run.metrics import read_metrics
 from run.monitor import ENOUGH
@@ -115,6 +116,27 @@ def test_it_takes_all_steps_and_saves_the_last(make, tmp_path):
     assert [line["step"] for line in lines if "val_loss" in line] == [0, 20, 40]
     assert saved.facts[40]["val_bpb"] == 1.0 and "val_bpb" not in saved.facts[30]
     assert saved.facts[30]["tokens"] == saved.facts[30]["position"] == 30 * TOKENS
+
+
+def test_minutes_make_a_checkpoint_due_when_a_step_is_logged(make, monkeypatch):
+    clock = itertools.count(step=13.0)  # asked at the start, at each logged step, and at each save
+    monkeypatch.setattr("run.loop.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    loop, _, saved = make([2.0] * 40, checkpoint=CheckpointConfig(every_steps=1000, every_minutes=0.5))
+    loop.run(BATCHES)
+    assert saved.steps == [15, 30, 40]  # 39 seconds, at the third
+
+
+def test_steps_of_a_profile_are_traced_into_the_runs_folder(make, tmp_path, monkeypatch):
+    traced = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: traced.append((folder, loop.step)))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: traced.append(loop.step))
+    loop, _, _ = make([2.0] * 40, profile=ProfileConfig("10:15"))
+    loop.run(BATCHES)
+    assert traced == [(tmp_path / "profile", 9), 15]
+    traced.clear()
+    loop, _, _ = make([2.0] * 40, profile=ProfileConfig("38:50"))
+    loop.run(BATCHES)
+    assert traced == [(tmp_path / "profile", 37), 40]  # what there is of it
 
 
 def test_tokens_and_position_go_on_from_where_they_were(make, tmp_path):

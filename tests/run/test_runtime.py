@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.exit_codes import Exit
 from configs.schema import UserError
 from run.runtime import NoCheckpoint, Stop, run_command
 
@@ -26,6 +27,17 @@ def test_exit_codes(raised, code, says, capsys):
     with pytest.raises(SystemExit) as end:
         run_command(main)
     assert end.value.code == code and capsys.readouterr().err == says
+
+
+def test_what_started_a_command_starts_it_again_after_two_codes():
+    assert [int(code) for code in Exit if code.start_again] == [42, 143]
+    assert [int(code) for code in Exit] == [0, 1, 2, 3, 42, 130, 143]
+
+
+def test_a_peer_that_does_not_come_is_code_42():
+    script = "from run.runtime import *\ndef main(): raise PeerLost('process 3 has not come')\nrun_command(main)"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 42 and ended.stderr == "error: process 3 has not come; start all again\n"
 
 
 def test_ctrl_c_outside_of_training(capsys):

@@ -1,0 +1,48 @@
+"""The checks that a run makes before it compiles anything, alone: python -m run.doctor --config=FILE [OPTIONS].
+
+Start it as the run is to be started: the same command on every host, with the run's options. Exit code 0 where all
+hosts can train together, 2 where not, with a line for each thing that is wrong and the host that it is wrong on.
+"""
+
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
+import dataclasses
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+
+from configs.command_line import parse
+from data.dataset import open_text
+from run.preflight import preflight
+from run.runtime import cache_dir, check_hosts_agree, first_told, run_command, start_jax
+from training.build import build
+
+
+def main() -> int:
+    config, _ = parse(__doc__)
+    cluster = start_jax()
+    built = build(config)
+    first = jax.process_index() == 0
+    if first:
+        print(first_told(cluster, built.mesh), flush=True)
+    check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
+    micro_batches, rows, length = built.batch_shape
+    text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir())
+    hosts = preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
+    if first:
+        for i, host in enumerate(hosts):
+            print(f"process {i} on {host.name}: {host.same['devices']}")
+        print(", ".join(f"{name} {value}" for name, value in hosts[0].same.items() if name != "devices"))
+        print(f"all {len(hosts)} process(es) can train together: {config.run_dir} can be written, the devices add up")
+        with suppress(OSError):
+            Path(config.run_dir).rmdir()  # made by the check, and empty
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

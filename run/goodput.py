@@ -1,0 +1,170 @@
+"""Where a run's time went, over all its starts: python -m run.goodput RUN.
+
+    start         from the process's start on: imports, waiting for other hosts, the text, checks
+    compilation   of the training step (that of evaluation is in `evaluation`)
+    restore       of a checkpoint, or making the state before step 0
+    steps         training steps: goodput is their share
+    data          waiting for the next batch
+    evaluation    on held-out text, and sampling
+    saving        what a checkpoint holds training up for
+    lost          steps that were done again, after a kill or a rollback
+    down          between a process's last sign of life and the next one's start
+
+A process notes its seconds in events.jsonl at its start, at its end, and once a minute between: what a kill leaves
+unnoted, at most a minute, counts as `down`. The parts sum to the wall time.
+"""
+
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import tyro
+
+from configs.schema import UserError
+from run.events import Events
+
+OF_A_PROCESS: tuple[str, ...] = ("start", "compilation", "restore", "steps", "data", "evaluation", "saving")
+PARTS: tuple[str, ...] = (*OF_A_PROCESS, "lost", "down")
+NOTED_EVERY = 60  # seconds
+
+
+class Times:
+    """Seconds of this process, in parts that sum to all that has passed since it began."""
+
+    def __init__(self) -> None:
+        passed = seconds_of_process()
+        self.began = time.time() - passed
+        """By the clock: what tells one process's events from another's."""
+        self.spent = dict.fromkeys(OF_A_PROCESS, 0.0)
+        self.part, self.since = "start", time.monotonic() - passed
+        self.noted = time.monotonic()
+
+    def enter(self, part: str) -> str:
+        """From now on seconds are this part's. Returns the part before."""
+        now = time.monotonic()
+        self.spent[self.part] += now - self.since
+        before, self.part, self.since = self.part, part, now
+        return before
+
+    @contextmanager
+    def during(self, part: str) -> Iterator[None]:
+        """What happens inside is this part's."""
+        before = self.enter(part)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def note(self) -> dict:
+        """What an event is to carry."""
+        self.enter(self.part)
+        self.noted = time.monotonic()
+        return {"began": self.began, "seconds": {part: round(spent, 3) for part, spent in self.spent.items()}}
+
+    @property
+    def due(self) -> bool:
+        """Whether the last note is old."""
+        return time.monotonic() - self.noted > NOTED_EVERY
+
+
+def seconds_of_process() -> float:
+    """How long ago this process was started; 0 where Linux does not say (proc(5), starttime)."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, AttributeError, IndexError):
+        return 0.0
+
+
+class Piece(NamedTuple):
+    """Steps that were taken one after the other, in so many seconds."""
+
+    first: int
+    last: int
+    seconds: float
+
+
+def goodput(events: list[dict]) -> dict[str, float]:
+    """Seconds of each of PARTS, which sum to those from the first start to the last sign of life. Events of versions
+    that noted none count for nothing."""
+    spent = dict.fromkeys(PARTS, 0.0)
+    pieces: list[Piece] = []
+    began, ended = math.nan, math.nan  # of the process whose events are read; nan: of none yet
+    step, before = 0, dict.fromkeys(OF_A_PROCESS, 0.0)
+    for event in events:
+        if "seconds" not in event or "began" not in event:
+            continue
+        if event["began"] != began:
+            spent["down"] += max(0.0, event["began"] - ended) if not math.isnan(ended) else 0.0
+            began, before = event["began"], dict.fromkeys(OF_A_PROCESS, 0.0)
+            step = event["step"]
+        now = {part: float(event["seconds"].get(part, 0.0)) for part in OF_A_PROCESS}
+        passed = {part: now[part] - before[part] for part in OF_A_PROCESS}
+        for part, seconds in passed.items():
+            spent[part] += seconds
+        if event["step"] > step:
+            pieces.append(Piece(step, event["step"], passed["steps"]))
+        if event["event"] == "start":  # whatever came after that step is done again
+            again = [piece for piece in pieces if piece.last > event["step"]]
+            for piece in again:
+                share = (piece.last - max(piece.first, event["step"])) / (piece.last - piece.first)
+                spent["lost"] += piece.seconds * share
+                spent["steps"] -= piece.seconds * share
+            pieces = [piece for piece in pieces if piece.last <= event["step"]] + [
+                Piece(
+                    piece.first,
+                    event["step"],
+                    piece.seconds * (event["step"] - piece.first) / (piece.last - piece.first),
+                )
+                for piece in again
+                if piece.first < event["step"]
+            ]
+        step, before = event["step"], now
+        ended = began + sum(now.values())
+    return spent
+
+
+def told(spent: dict[str, float]) -> str:
+    """A line: the share of steps in the wall time, and what the rest was."""
+    wall = sum(spent.values())
+    if not wall:
+        return "goodput: nothing was noted"
+    rest = sorted(((seconds, part) for part, seconds in spent.items() if part != "steps" and seconds), reverse=True)
+    parts = ", ".join(f"{part} {seconds / wall:.1%}" for seconds, part in rest)
+    return f"goodput: {spent['steps'] / wall:.1%} of {wall:.0f} s were steps; {parts}"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Seconds of a run over all its starts, by what they went to."""
+
+    run_dir: tyro.conf.Positional[str]
+    """Folder of the run."""
+
+
+def main() -> int:
+    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    if not (Path(arguments.run_dir) / "config.json").is_file():
+        raise UserError(f"{arguments.run_dir} holds no run (no config.json)")
+    spent = goodput(Events(arguments.run_dir).read())
+    wall = sum(spent.values())
+    for part, seconds in spent.items():
+        print(f"{part:12} {seconds:12.1f} s {seconds / (wall or 1):8.1%}")
+    print(f"{'wall time':12} {wall:12.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    from run.runtime import run_command
+
+    run_command(main)

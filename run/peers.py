@@ -1,0 +1,314 @@
+"""The processes of a run: they wait for each other at the start, and end with one code.
+
+JAX's own start gives up by an abort (exit code 134), and does not say who is missing. So before it, process 0 calls
+the roll on the coordinator's port: each process connects, says who it is, and answers once all are there. Then JAX's
+service takes the port over.
+
+Later JAX's coordination service, which every process is connected to, carries the exit code: the first process that
+ends otherwise than all together (an exception, a Ctrl-C, a hang) writes it there, and the others end with it.
+"""
+
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NoReturn
+
+import jax
+from jax._src import distributed  # as Orbax does: the service's store has no other door
+
+from configs.exit_codes import Exit
+from configs.schema import UserError
+from run.cluster import Cluster, split_address
+
+START_TIMEOUT = 30 * 60  # seconds to wait for the last host: as long as a cluster takes to start it
+TELL_EVERY = 60  # seconds between lines that say who is missing
+JOIN_TIMEOUT = 120  # seconds for JAX's own start, once all have answered
+HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life after which a process counts as lost
+ENDING = "tokensum/exit"  # in the service's store: the code, and who was first to end with it
+GRACE = 2  # seconds in which a process that learns of it may end in its own words
+
+
+class PeerLost(Exception):
+    """Another process has stopped, or cannot be reached: start all again."""
+
+
+def join(cluster: Cluster) -> None:
+    """Waits for all, then starts JAX's service. PeerLost where one does not come; UserError where that cannot be."""
+    roll_call(cluster)
+    end_aborts_as_lost_peers()
+    jax.distributed.initialize(
+        cluster.address,
+        cluster.processes,
+        cluster.index,
+        local_device_ids=cluster.local_devices,
+        cluster_detection_method="deactivate",
+        initialization_timeout=JOIN_TIMEOUT,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+    )
+    threading.Thread(target=_end_with_others, daemon=True).start()
+
+
+def roll_call(
+    cluster: Cluster,
+    timeout: float = START_TIMEOUT,
+    tell_every: float = TELL_EVERY,
+    say: Callable[[str], Any] = lambda text: print(text, flush=True),
+) -> None:
+    """Returns on every process once all have come and answered. PeerLost, on those that are there, where one is
+    missing after `timeout` seconds; every `tell_every` seconds each `say`s which. UserError where two of them were told
+    different things."""
+    host, port = split_address(cluster.address)
+    if cluster.index == 0:
+        _call(cluster, int(port), timeout, tell_every, say)
+    else:
+        _answer(cluster, (host, int(port)), timeout, tell_every, say)
+
+
+def missing(cluster: Cluster, came: dict[int, str], silent: list[int]) -> str:
+    """Who has not come, or has and does not answer, in a line. `came`: each process's host."""
+    name = lambda i: f"{i} ({came.get(i) or cluster.hosts[i]})" if i in came or cluster.hosts else str(i)
+    absent = [name(i) for i in range(cluster.processes) if i not in came]
+    parts = [f"process {', '.join(absent[:16])}{f' and {len(absent) - 16} others' if absent[16:] else ''}"] * bool(
+        absent
+    )
+    parts += [f"an answer of process {', '.join(map(name, silent[:16]))}, which came"] * bool(silent)
+    return " and ".join(parts)
+
+
+def _call(cluster: Cluster, port: int, timeout: float, tell_every: float, say: Callable[[str], Any]) -> None:
+    """Process 0: lets the others come, asks each for an answer once all have, and then lets them go."""
+    start = told = time.monotonic()
+    server = _listen(port)
+    lines: dict[socket.socket, bytes] = {}  # what a connection has sent of a line
+    of: dict[int, socket.socket] = {0: server}
+    came = {0: socket.gethostname()}
+    answered = {0}
+
+    def leave(connection: socket.socket) -> None:
+        lines.pop(connection, None)
+        selector.unregister(connection)
+        connection.close()
+        for index in [i for i, its in of.items() if its is connection]:
+            del of[index], came[index]
+            answered.discard(index)
+
+    def tell(line: str) -> None:
+        for connection in list(lines):
+            try:
+                connection.sendall(line.encode() + b"\n")
+            except OSError:
+                leave(connection)
+
+    def heard(connection: socket.socket, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        if word == "yes":
+            answered.update(i for i, its in of.items() if its is connection)
+            return
+        index, count, host = rest.split(" ", 2)
+        if int(count) != cluster.processes:
+            problem = f"process {index} on {host} was told of {count} processes, process 0 of {cluster.processes}"
+            tell(f"no {problem}")
+            raise UserError(problem)
+        if int(index) in of:  # it was started again, and this connection is not known yet to be gone; or there are two
+            with suppress(OSError):
+                of[int(index)].sendall(f"no another process, on {host}, is process {index}, too\n".encode())
+            leave(of[int(index)])
+        of[int(index)], came[int(index)] = connection, host
+        if len(of) == cluster.processes:
+            tell("ready?")
+
+    with server, selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        while len(answered) < cluster.processes:
+            now = time.monotonic()
+            silent = [i for i in of if i not in answered] if len(of) == cluster.processes else []
+            line = f"{now - start:.0f} s: waiting for {missing(cluster, came, silent)} of {cluster.processes}"
+            if now - start > timeout:
+                tell(f"lost {line}")
+                raise PeerLost(line)
+            if now - told > tell_every:
+                told = now
+                say(line)
+                tell(f"say {line}")
+            for key, _ in selector.select(min(1.0, tell_every)):
+                connection: Any = key.fileobj
+                if connection is server:
+                    connection, _ = server.accept()
+                    connection.settimeout(5)
+                    lines[connection] = b""
+                    selector.register(connection, selectors.EVENT_READ)
+                    continue
+                try:
+                    more = connection.recv(4096)
+                    if not more:
+                        raise OSError
+                    *whole, lines[connection] = (lines[connection] + more).split(b"\n")
+                    for text in whole:
+                        heard(connection, text.decode())
+                except (OSError, ValueError):  # it left, or is no process of ours: a port scanner
+                    if connection in lines:
+                        leave(connection)
+        tell("go")
+        for connection in list(lines):  # who closes first keeps the port for a while; let it be the other side
+            with suppress(OSError):
+                while connection.recv(4096):
+                    pass
+            connection.close()
+
+
+def _listen(port: int) -> socket.socket:
+    """UserError where the port stays taken."""
+    for attempt in range(30):
+        try:
+            if socket.has_dualstack_ipv6():
+                with suppress(OSError):
+                    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+            return socket.create_server(("", port), backlog=4096)
+        except OSError as error:
+            if attempt == 29:
+                raise UserError(
+                    f"process 0 cannot listen on port {port} ({error.strerror}): is another run on this machine? "
+                    "JAX_COORDINATOR_PORT names another port, the same for all"
+                ) from error
+            time.sleep(1)  # the run before may still be ending
+    raise AssertionError
+
+
+def _answer(
+    cluster: Cluster, address: tuple[str, int], timeout: float, tell_every: float, say: Callable[[str], Any]
+) -> None:
+    """Any other process."""
+    start = told = time.monotonic()
+    while True:
+        try:
+            with socket.create_connection(address, timeout=10) as connection:
+                connection.settimeout(2 * tell_every + 10)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                connection.sendall(f"here {cluster.index} {cluster.processes} {socket.gethostname()}\n".encode())
+                for line in connection.makefile():
+                    word, _, rest = line.strip().partition(" ")
+                    if word == "go":
+                        return
+                    if word == "ready?":
+                        connection.sendall(b"yes\n")
+                    elif word == "say":
+                        say(rest)
+                    elif word == "no":
+                        raise UserError(rest)
+                    elif word == "lost":
+                        raise PeerLost(rest)
+                problem = "it closed the connection"
+        except OSError as error:  # not there yet, not known yet, or it was started again
+            problem = str(error)
+        now = time.monotonic()
+        if now - start > timeout:
+            raise PeerLost(f"{now - start:.0f} s: process 0 at {cluster.address} cannot be reached: {problem}")
+        if now - told > tell_every:
+            told = now
+            say(f"{now - start:.0f} s: waiting for process 0 at {cluster.address}: {problem}")
+        time.sleep(1)
+
+
+_exchanged = 0  # how often; every process counts alike, so that no two exchanges have one name
+
+
+def exchange(what: str, value: str, timeout: float = START_TIMEOUT) -> list[str]:
+    """Every process's `value`, in order. Through JAX's service, not through the devices. PeerLost, which names them,
+    where some have not given theirs after `timeout` seconds. Every process must call it."""
+    client: Any = distributed.global_state.client
+    if client is None:
+        return [value]
+    global _exchanged
+    _exchanged += 1
+    index, count = distributed.global_state.process_id, distributed.global_state.num_processes
+    name = f"tokensum/{_exchanged}"
+    client.key_value_set(f"{name}/{index}", value)
+    start = time.monotonic()
+    found: dict[int, str] = {}
+    while len(found) < count:
+        first = next(i for i in range(count) if i not in found)
+        try:
+            found[first] = client.blocking_key_value_get(f"{name}/{first}", 1000 * TELL_EVERY)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            found |= {int(key.rpartition("/")[2]): told for key, told in client.key_value_dir_get(f"{name}/")}
+            silent = [i for i in range(count) if i not in found]
+            line = f"{time.monotonic() - start:.0f} s: waiting for {what} of process {silent[:16]} of {count}"
+            if silent and time.monotonic() - start > timeout:
+                raise PeerLost(line) from None
+            if silent and index == 0:
+                print(line, flush=True)
+    return [found[i] for i in range(count)]
+
+
+def end_all(code: int, reason: str) -> NoReturn:
+    """Ends this process, and all others of the run, with `code`; or with the code of the one that ended first. An
+    orderly end would wait for them."""
+    client = distributed.global_state.client
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if client is not None:
+        with suppress(Exception):  # another was first, or the service is gone: then they end with 42
+            client.key_value_set(ENDING, f"{int(code)} {distributed.global_state.process_id} {reason}")
+        with suppress(Exception):
+            code = int(client.key_value_try_get(ENDING).split()[0])
+        _acknowledge(client)
+    os._exit(code)
+
+
+def _acknowledge(client: Any) -> None:
+    """Says that this process ends, too. The service is in process 0, which waits until all others have said so."""
+    state = distributed.global_state
+    with suppress(Exception):
+        client.key_value_set(f"{ENDING}-known/{state.process_id}", "")
+        until = time.monotonic() + 3 * GRACE
+        while state.process_id == 0 and time.monotonic() < until:
+            if len(client.key_value_dir_get(f"{ENDING}-known/")) == state.num_processes:
+                break
+            time.sleep(0.1)
+
+
+def _end_with_others() -> NoReturn:
+    """A thread: looks every second whether another process has ended the run."""
+    client: Any = distributed.global_state.client
+    while True:
+        time.sleep(1)
+        with suppress(Exception):
+            code, index, reason = client.key_value_try_get(ENDING).split(" ", 2)
+            time.sleep(GRACE)
+            print(f"error: process {index} ended the run: {reason}", file=sys.stderr, flush=True)
+            _acknowledge(client)
+            os._exit(int(code))
+
+
+_abort_handler: Any = None  # kept: C holds no reference
+
+
+def end_aborts_as_lost_peers() -> None:
+    """From now on the abort by which JAX's client ends a process that has lost another one ends it with 42.
+
+    It happens in a thread of C++; an abort in a thread of Python's, such as a failed check of the compiler, stays one.
+    (jaxlib has a callback for it, `missed_heartbeat_callback`, and cannot call it: std::bad_cast, seen in 0.10.2.)
+    """
+    global _abort_handler
+
+    def ended(_: int) -> None:
+        if not isinstance(threading.current_thread(), threading._DummyThread):
+            libc.signal(signal.SIGABRT, None)  # the default; abort() raises it once more
+            return
+        os.write(2, b"error: another process of the run was lost (JAX's message is above); start all again\n")
+        os._exit(Exit.PEER_LOST)
+
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, kind], ctypes.c_void_p
+    _abort_handler = kind(ended)
+    libc.signal(signal.SIGABRT, _abort_handler)

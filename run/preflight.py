@@ -1,0 +1,164 @@
+"""Before anything is compiled: what the hosts of a run must have in common, and what each needs. What is wrong is named
+by host.
+
+The hosts tell each other through JAX's coordination service, not through the devices, so that a device that does not
+answer cannot keep them from it. Then all devices add up one sum whose result is known.
+"""
+
+import hashlib
+import json
+import platform
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from configs.schema import Config, UserError
+from model.flops import parameter_counts
+from run.peers import exchange
+from run.runtime import first_line, versions
+from run.watchdog import end_as_hung
+
+ROOT = Path(__file__).parents[1]
+CLOCKS = 60  # seconds by which hosts' clocks may differ: stores refuse requests signed at another time
+SUM_TIMEOUT = 180  # seconds for the sum, the connection of all devices included
+SEEN = 10  # seconds for a shared folder to show what another host wrote
+
+
+class Host(NamedTuple):
+    """What a host says of itself. JSON can hold it."""
+
+    name: str
+    same: dict[str, str]
+    """What must be the same on all, by its name."""
+    clock: float
+    """Unix seconds, told by all at one moment."""
+    problems: list[str]
+    """What it lacks."""
+
+
+def code_digest(root: Path = ROOT) -> str:
+    """Of the Python files of the repository that a run may import: their names and bytes."""
+    digest = hashlib.sha256()
+    for path in sorted([*root.glob("*.py"), *root.glob("[a-z]*/*.py")]):
+        digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def compare(hosts: Sequence[Host]) -> list[str]:
+    """What is wrong, a line each, named by host. What most hosts have counts as right; of two, what the first has."""
+    name = lambda i: f"process {i} ({hosts[i].name})"
+    wrong = [f"{name(i)}: {problem}" for i, host in enumerate(hosts) for problem in host.problems]
+    for what in hosts[0].same:
+        values = [host.same.get(what, "nothing") for host in hosts]
+        usual = max(values, key=lambda value: (values.count(value), value == values[0]))
+        differ = [i for i, value in enumerate(values) if value != usual]
+        wrong += [f"{name(i)} has {what} {values[i]}, the others {usual}" for i in differ[:8]]
+        wrong += [f"and {len(differ) - 8} other processes differ in {what}"] * (len(differ) > 8)
+    middle = float(np.median([host.clock for host in hosts]))
+    for i, host in enumerate(hosts):
+        if abs(host.clock - middle) > CLOCKS:
+            wrong.append(f"{name(i)} has a clock that is {host.clock - middle:+.0f} s from the others'")
+    return wrong
+
+
+def needs(config: Config) -> list[str]:
+    """What this host lacks: room, and somewhere to write that all share. Every process must call it."""
+    index, run_dir = jax.process_index(), epath.Path(config.run_dir)
+    shared = epath.Path(config.checkpoint.folder or config.run_dir)
+    problems, written = [], []
+    for target in dict.fromkeys([shared, run_dir] if index == 0 else [shared]):
+        probe = target / f".preflight-{index}"
+        try:
+            if index == 0:
+                target.mkdir(parents=True, exist_ok=True)
+                probe.write_text("written by the preflight, and deleted")
+                written.append(probe)
+        except Exception as error:  # of the disk or the store
+            problems.append(f"cannot write to {target}: {first_line(error)}")
+    exchange("the preflight's first file", "")
+    if index > 0:
+        first, until = shared / ".preflight-0", time.monotonic() + SEEN
+        try:
+            while not first.exists() and time.monotonic() < until:
+                time.sleep(0.5)
+            if first.exists():
+                written.append(shared / f".preflight-{index}")
+                written[-1].write_text("written by the preflight, and deleted")
+            else:
+                problems.append(
+                    f"does not see what process 0 wrote to {shared}: all hosts must share it; or give "
+                    "--checkpoint.folder=gs://BUCKET/FOLDER"
+                )
+        except Exception as error:
+            problems.append(f"cannot write to {shared}: {first_line(error)}")
+    exchange("the preflight's files", "")
+    for probe in written:
+        with suppress(Exception):  # a store that lets nothing be deleted is one to train on
+            probe.unlink()
+    checkpoint = 12 * sum(parameter_counts(config.model).values())  # float32 parameters and two moments
+    if not str(shared).startswith("gs://"):
+        with suppress(OSError):
+            free = shutil.disk_usage(shared).free
+            if free < checkpoint:
+                problems.append(f"{free / 1e9:.1f} GB are free at {shared}; a checkpoint takes {checkpoint / 1e9:.1f}")
+    return problems
+
+
+def about(config: Config, fingerprint: str, tokenizer: str) -> Host:
+    """This host. Every process must call it."""
+    devices = jax.local_devices()
+    digest = lambda text: hashlib.sha256(text.encode()).hexdigest()[:12]
+    same = {
+        "code": code_digest(),
+        **versions(),
+        "config": digest(json.dumps(config, default=vars, sort_keys=True)),
+        "data": fingerprint[:12],
+        "tokenizer": tokenizer[:12],
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+    }
+    problems = needs(config)
+    exchange("the preflight", "")  # so that all look at their clocks together
+    return Host(platform.node(), same, time.time(), problems)
+
+
+def preflight(config: Config, mesh: Mesh, fingerprint: str, tokenizer: str) -> list[Host]:
+    """Every host, once nothing is wrong with them. UserError, the same on all of them, where something is. Every
+    process must call it."""
+    mine = json.dumps(about(config, fingerprint, tokenizer))
+    hosts = [Host(*json.loads(told)) for told in exchange("the preflight's answer", mine)]
+    if wrong := compare(hosts):
+        raise UserError("the hosts of this run cannot train together:\n  " + "\n  ".join(wrong))
+    checked_sum(mesh)
+    return hosts
+
+
+def checked_sum(mesh: Mesh) -> None:
+    """One sum over all devices, whose result is known. UserError where it is another; ends all processes with code 42
+    where it does not come."""
+    numbers = np.arange(1, mesh.size + 1, dtype=np.int32)
+    at = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    placed = jax.make_array_from_callback(numbers.shape, at, lambda index: numbers[index])
+    total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    late = threading.Timer(SUM_TIMEOUT, end_as_hung, [f"the sum over all devices takes longer than {SUM_TIMEOUT} s"])
+    late.daemon = True
+    late.start()
+    try:
+        found = int(total(placed).addressable_data(0))
+    finally:
+        late.cancel()
+    expected = int(numbers.sum())
+    told = exchange("the sum over all devices", str(found))
+    if wrong := [f"process {i} found {sum_}" for i, sum_ in enumerate(told) if sum_ != str(expected)]:
+        raise UserError(
+            f"the sum over all devices is {expected}, but {', '.join(wrong[:8])}: a device or link is broken"
+        )

@@ -1,0 +1,98 @@
+"""A step that does not end: on one process of many it holds up all the others for ever.
+
+A thread looks how long it is since the devices were last known to be done with a step. Steps are handed to the devices
+ahead of time, so a single one cannot be timed; so many steps may take what so many of their like took.
+"""
+
+import faulthandler
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from statistics import median
+from typing import Any
+
+from configs.exit_codes import Exit
+from configs.schema import HangConfig
+from run.peers import end_all
+
+FIRST = 6  # so many times `hang.seconds` are allowed to the first step, which has no like: it connects the devices
+
+
+class Watchdog:
+    """Inside `with`, ends all processes with code 42 where a step takes far longer than its like."""
+
+    def __init__(
+        self,
+        config: HangConfig,
+        bark: Callable[[str], Any] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ):
+        """`bark(reason)` is called in the thread; it ends the processes unless given."""
+        self.config, self.bark, self.now = config, bark or end_as_hung, now
+        self.each: deque[float] = deque(maxlen=64)  # seconds of a step, each time that the devices were done
+        self.given = self.done = -1
+        self.since = now()
+        self.paused = 0
+        self.ended = threading.Event()
+
+    def __enter__(self) -> "Watchdog":
+        self.since = self.now()
+        if self.config.seconds:
+            threading.Thread(target=self._watch, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+
+    def step(self, step: int) -> None:
+        """A step was given to the devices."""
+        self.given = step
+        if self.done < 0:
+            self.done = step - 1
+
+    def done_with(self, step: int) -> None:
+        """The devices are done with all steps up to this one."""
+        if step > self.done:
+            now = self.now()
+            self.each.append((now - self.since) / (step - self.done))
+            self.since, self.done = now, step
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """What happens inside is no step: an evaluation, a save. It may take what it takes."""
+        self.paused += 1
+        began = self.now()
+        try:
+            yield
+        finally:
+            self.since += self.now() - began
+            self.paused -= 1
+
+    @property
+    def allowed(self) -> float:
+        """Seconds that the steps that were given, and one more, may take."""
+        if not self.each:
+            return FIRST * self.config.seconds
+        return max(self.config.seconds, self.config.factor * median(self.each) * (self.given - self.done + 1))
+
+    def check(self) -> None:
+        """Barks where they have taken longer."""
+        passed, allowed = self.now() - self.since, self.allowed
+        if not self.paused and passed > allowed:
+            usual = f"one takes {median(self.each):.3g} s" if self.each else "none has come to its end yet"
+            self.bark(f"no step after {self.done} has ended for {passed:.0f} s (--hang.seconds; {usual})")
+
+    def _watch(self) -> None:
+        while not self.ended.wait(min(1.0, self.config.seconds / 4)):
+            self.check()
+
+
+def end_as_hung(reason: str) -> None:
+    """Says why, and where every thread is, and ends all processes of the run."""
+    print(f"error: {reason}; every thread of this process:", file=sys.stderr, flush=True)
+    with suppress(Exception):  # where stderr is no file
+        faulthandler.dump_traceback(sys.__stderr__ or 2)
+    end_all(Exit.PEER_LOST, f"a hang: {reason}")

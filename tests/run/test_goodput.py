@@ -1,0 +1,84 @@
+"""Where the time went: parts that sum to the wall time, and steps done again."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from run.events import Events
+from run.goodput import OF_A_PROCESS, Times, goodput, told
+
+ROOT = Path(__file__).parents[2]
+
+
+def event(kind: str, step: int, began: float, **seconds: float) -> dict:
+    return {"event": kind, "step": step, "began": began, "seconds": dict.fromkeys(OF_A_PROCESS, 0.0) | seconds}
+
+
+def nonzero(spent: dict) -> dict:
+    return {part: seconds for part, seconds in spent.items() if seconds}
+
+
+def test_one_process():
+    events = [event("start", 0, 1000.0, start=5, compilation=3), event("saved", 10, 1000.0, start=5, compilation=3)]
+    events.append(event("stop", 20, 1000.0, start=5, compilation=3, steps=20, data=1, evaluation=2, saving=4))
+    expected = {"start": 5, "compilation": 3, "steps": 20, "data": 1, "evaluation": 2, "saving": 4}
+    assert nonzero(goodput(events)) == expected
+    assert told(goodput(events)).startswith("goodput: 57.1% of 35 s were steps; start 14.3%, saving 11.4%")
+
+
+def test_a_kill_loses_the_steps_after_the_checkpoint_and_the_time_until_the_next_start():
+    events = [
+        event("start", 0, 1000.0, start=10),
+        event("running", 10, 1000.0, start=10, steps=20),
+        {"event": "saved", "step": 15, "time": 1033.0},  # without seconds
+        event("running", 20, 1000.0, start=10, steps=40),  # killed here, 1050
+        event("start", 15, 1100.0, start=7, restore=1),
+        event("stop", 30, 1100.0, start=7, restore=1, steps=30),
+    ]
+    spent = goodput(events)
+    assert nonzero(spent) == {"start": 17, "restore": 1, "steps": 30 + 30, "lost": 10, "down": 50}
+    assert sum(spent.values()) == 1138 - 1000
+
+
+def test_a_rollback_loses_steps_once_and_so_does_a_second_start_from_the_same_checkpoint():
+    events = [
+        event("start", 0, 0.0),
+        event("running", 30, 0.0, steps=30),
+        event("start", 20, 0.0, steps=30),  # of the same process
+        event("running", 25, 0.0, steps=35),
+        event("start", 20, 40.0),
+        event("stop", 21, 40.0, steps=1),
+    ]
+    assert nonzero(goodput(events)) == {"steps": 21, "lost": 15, "down": 5}
+
+
+def test_events_of_older_versions_count_for_nothing():
+    assert nonzero(goodput([{"event": "start", "step": 0, "time": 1.0}, event("start", 5, 10.0, start=2)])) == {
+        "start": 2
+    }
+    assert told(goodput([])) == "goodput: nothing was noted"
+
+
+def test_the_parts_of_a_process_sum_to_the_time_since_it_began():
+    times = Times()
+    with times.during("compilation"):
+        time.sleep(0.02)
+        with times.during("data"):
+            time.sleep(0.02)
+    note = times.note()
+    assert note["seconds"]["compilation"] >= 0.02 and note["seconds"]["data"] >= 0.02 and times.part == "start"
+    assert note["began"] + sum(note["seconds"].values()) == pytest.approx(time.time(), abs=0.5)
+    assert note["seconds"]["start"] > 0  # and what came before this file
+
+
+def test_the_command_prints_a_table_and_refuses_what_is_no_run(tmp_path):
+    command = [sys.executable, "-m", "run.goodput", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2 and "holds no run" in ended.stderr and "Traceback" not in ended.stderr
+    (tmp_path / "config.json").write_text("{}")
+    Events(tmp_path).add("start", 0, began=0.0, seconds={"start": 3.0, "steps": 1.0})
+    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "start                 3.0 s    75.0%" in table and "wall time             4.0 s" in table

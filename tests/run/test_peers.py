@@ -1,0 +1,159 @@
+"""How processes wait for each other, and end together."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from configs.schema import UserError
+from run.cluster import Cluster
+from run.peers import PeerLost, missing, roll_call
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class Caller(threading.Thread):
+    """A process of a run, waiting for the others in a thread."""
+
+    def __init__(self, port: int, index: int, processes: int, timeout: float = 30.0):
+        super().__init__(daemon=True)
+        self.cluster = Cluster("test", processes, index, f"127.0.0.1:{port}")
+        self.timeout, self.said, self.ended = timeout, [], "waiting"
+        self.start()
+
+    def run(self):
+        try:
+            roll_call(self.cluster, self.timeout, 0.1, self.said.append)
+            self.ended = "together"
+        except (PeerLost, UserError) as error:
+            self.ended = f"{type(error).__name__}: {error}"
+
+
+def wait_for(condition):
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_all_wait_for_the_last_and_every_one_is_told_who_is_missing(port):
+    callers = [Caller(port, i, 3) for i in (1, 0)]
+    wait_for(lambda: all(any("waiting for process 2 of 3" in line for line in caller.said) for caller in callers))
+    with socket.create_connection(("127.0.0.1", port)) as scanner:
+        scanner.sendall(b"GET / HTTP/1.0\n\n")  # is no process, and harms nothing
+    callers.append(Caller(port, 2, 3))
+    wait_for(lambda: all(caller.ended == "together" for caller in callers))
+    socket.create_server(("127.0.0.1", port)).close()  # the port is free for JAX
+
+
+def test_one_that_went_away_is_missing_again_and_one_that_does_not_answer_is_named(port):
+    first, hello = Caller(port, 0, 2), f"here 1 2 {'host-b'}\n".encode()
+    with socket.create_connection(("127.0.0.1", port)) as gone:
+        gone.sendall(hello)
+        wait_for(lambda: any("waiting for an answer of process 1 (host-b), which came" in line for line in first.said))
+    first.said.clear()
+    wait_for(lambda: any("waiting for process 1 of 2" in line for line in first.said))
+    second = Caller(port, 1, 2)
+    wait_for(lambda: first.ended == second.ended == "together")
+
+
+def test_one_that_does_not_come_ends_the_others_by_its_name(port):
+    callers = [Caller(port, i, 3, timeout=0.5) for i in (0, 1)]
+    wait_for(lambda: all(caller.ended.startswith("PeerLost: ") for caller in callers))
+    assert all("waiting for process 2 of 3" in caller.ended for caller in callers)
+    alone = Caller(port, 1, 2, timeout=0.5)
+    wait_for(lambda: alone.ended != "waiting")
+    assert f"PeerLost: 2 s: process 0 at 127.0.0.1:{port} cannot be reached" in alone.ended.replace("1 s:", "2 s:")
+
+
+def test_processes_that_were_told_different_things_are_a_mistake(port):
+    callers = [Caller(port, 0, 2), Caller(port, 1, 4)]
+    wait_for(lambda: all("UserError" in caller.ended for caller in callers))
+    assert all("was told of 4 processes, process 0 of 2" in caller.ended for caller in callers)
+
+
+def test_the_missing_are_named_by_host_where_it_is_known():
+    cluster = Cluster("GKE", 4, 0, "a:1", hosts=("a", "b", "c", "d"))
+    assert missing(cluster, {0: "a", 2: "pod-c"}, []) == "process 1 (b), 3 (d)"
+    assert missing(cluster, {0: "a", 1: "b", 2: "pod-c", 3: "d"}, [2]) == "an answer of process 2 (pod-c), which came"
+    assert missing(Cluster("SLURM", 40), {0: "a"}, []).endswith("15, 16 and 23 others")
+
+
+PROCESS = """
+import sys, time, signal, os
+import run.runtime as runtime
+from run.runtime import run_command, start_jax, Stop
+from configs.schema import UserError
+def main():
+    start_jax()
+    print("joined", flush=True)
+    if sys.argv[1] == "abort":
+        time.sleep(60)
+    with Stop():
+        if sys.argv[1] == "mistake":
+            raise UserError("this host's disk is gone")
+        if sys.argv[1] == "failure":
+            raise ZeroDivisionError("a bug")
+        time.sleep(60)
+run_command(main)
+"""
+
+
+def start(port: int, *acts: str) -> list[subprocess.Popen]:
+    """Processes that join, and then each do as they are told."""
+    import os
+
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(len(acts))}
+    started = []
+    for i, act in enumerate(acts):
+        environment = os.environ | names | {"JAX_PROCESS_ID": str(i)}
+        started.append(subprocess.Popen([sys.executable, "-c", PROCESS, act], cwd=ROOT, env=environment, **pipe))
+    return started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("acts", "code", "says"),
+    [
+        (("wait", "mistake"), 2, "process 1 ended the run: UserError: this host's disk is gone"),
+        (("failure", "wait"), 1, "process 0 ended the run: ZeroDivisionError: a bug"),
+    ],
+)
+def test_all_processes_end_with_the_code_of_the_first(port, acts, code, says):
+    processes = start(port, *acts)
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [code] * 2, "\n---\n".join(said)
+    assert says in said[acts.index("wait")]
+
+
+@pytest.mark.slow
+def test_a_ctrl_c_of_one_before_training_ends_all_with_130(port):
+    processes = start(port, "wait", "wait")
+    assert all(process.stdout.readline() == "joined\n" for process in processes)
+    time.sleep(0.5)
+    processes[1].send_signal(signal.SIGINT)
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [130, 130], "\n---\n".join(said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_what_jax_ends_by_an_abort_is_42(port, killed):
+    processes = start(port, "abort", "abort")
+    assert all(process.stdout.readline() == "joined\n" for process in processes)
+    processes[killed].kill()
+    said = processes[1 - killed].communicate(timeout=120)[0]
+    assert processes[1 - killed].returncode == 42 and "another process of the run was lost" in said, said

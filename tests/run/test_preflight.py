@@ -1,0 +1,126 @@
+"""What hosts must have in common, named by host."""
+
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import pytest
+
+from configs.schema import CheckpointConfig, MeshConfig, UserError
+from run.preflight import Host, checked_sum, code_digest, compare, needs, preflight
+from tests.helpers import tiny_config
+from tests.run.test_peers import port  # noqa: F401
+from tests.test_train import environment_of, folder  # noqa: F401
+from training.mesh import make_mesh
+
+ROOT = Path(__file__).parents[2]
+SAME = {"code": "abc", "jax": "0.10.2", "data": "d", "devices": "8 x H200"}
+
+
+def host(name: str, clock: float = 1000.0, problems=(), **differs: str) -> Host:
+    return Host(name, SAME | differs, clock, list(problems))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "wrong"),
+    [
+        ([host("a")], []),
+        ([host("a"), host("b", clock=1059.0)], []),
+        ([host("a"), host("b", jax="0.9")], ["process 1 (b) has jax 0.9, the others 0.10.2"]),
+        ([host("a", code="x"), host("b"), host("c")], ["process 0 (a) has code x, the others abc"]),
+        (
+            [host("a"), host("b"), host("c", devices="7 x H200")],
+            ["process 2 (c) has devices 7 x H200, the others 8 x H200"],
+        ),
+        ([host("a"), host("b"), host("c", clock=900.0)], ["process 2 (c) has a clock that is -100 s from the others'"]),
+        (
+            [host("a"), host("b", problems=["cannot write to /x: read-only"])],
+            ["process 1 (b): cannot write to /x: read-only"],
+        ),
+    ],
+)
+def test_what_is_wrong_is_named_by_host(hosts, wrong):
+    assert compare(hosts) == wrong
+
+
+def test_the_code_is_what_a_run_may_import(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "train.py").write_text("a")
+    (tmp_path / "model" / "gpt.py").write_text("b")
+    before = code_digest(tmp_path)
+    (tmp_path / "runs" / "x" / "metrics.jsonl").write_text("c")
+    assert code_digest(tmp_path) == before
+    (tmp_path / "model" / "gpt.py").write_text("c")
+    assert code_digest(tmp_path) != before
+    assert code_digest() == code_digest(ROOT)
+
+
+def test_one_process_passes_and_leaves_nothing(tmp_path):
+    config = replace(tiny_config(), run_dir=str(tmp_path / "run"))
+    hosts = preflight(config, make_mesh(MeshConfig(fsdp=2, tensor=2)), "data", "tokenizer")
+    assert len(hosts) == 1 and hosts[0].same["devices"] == "8 x cpu" and hosts[0].same["jax"] == jax.__version__
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_or_is_full_is_a_mistake(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    config = replace(tiny_config(), run_dir=str(tmp_path / "run"), checkpoint=CheckpointConfig(str(tmp_path / "file")))
+    with pytest.raises(UserError, match=r"process 0 .*: cannot write to .*/file"):
+        preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000}))
+    config = replace(tiny_config(), run_dir=str(tmp_path / "run"))
+    assert needs(config) == [f"0.0 GB are free at {tmp_path}/run; a checkpoint takes 0.0"]
+
+
+def test_a_wrong_sum_is_a_mistake(monkeypatch):
+    monkeypatch.setattr("jax.numpy.sum", lambda x: x[0])
+    with pytest.raises(UserError, match="the sum over all devices is 36, but process 0 found 1"):
+        checked_sum(make_mesh(MeshConfig()))
+
+
+DOCTOR = """
+import sys
+import run.preflight as preflight
+if "package" in sys.argv:
+    preflight.versions = lambda: {"jax": "0.1"}
+sys.argv = [word for word in sys.argv if word != "package"]
+from run.doctor import main
+from run.runtime import run_command
+run_command(main)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sabotage", "code", "says"),
+    [
+        ("", 0, "all 2 process(es) can train together"),
+        ("package", 2, "process 1 ({host}) has jax 0.1, the others"),
+        ("devices", 2, "process 1 ({host}) has devices 3 x cpu, the others 4 x cpu"),
+        ("folder", 2, "process 1 ({host}): does not see what process 0 wrote to runs/tiny"),
+    ],
+)
+def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, port, sabotage, code, says):  # noqa: F811
+    """The second of two has another package, a device less, or a folder of its own."""
+    names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    shutil.copytree(folder, tmp_path / "other")
+    doctors = []
+    for i in (0, 1):
+        sabotaged = sabotage if i else ""
+        environment = environment_of(3 if sabotaged == "devices" else 4) | names | {"JAX_PROCESS_ID": str(i)}
+        batch = "--batch.tokens_per_step=896"  # 28 rows: for seven devices
+        mesh = [] if sabotage != "devices" else [batch, "--batch.rows_per_device=4"]
+        command = [sys.executable, "-c", DOCTOR, "--config=tiny.py", *mesh, *(["package"] * (sabotaged == "package"))]
+        where = tmp_path / "other" if sabotaged == "folder" else folder
+        doctors.append(subprocess.Popen(command, cwd=where, env=environment, **pipe))
+    said = [doctor.communicate(timeout=300)[0] for doctor in doctors]
+    assert [doctor.returncode for doctor in doctors] == [code] * 2, "\n---\n".join(said)
+    assert says.format(host=platform.node()) in said[0] and "Traceback" not in "".join(said)
+    assert "launcher: JAX_* variables; process 0 of 2" in said[0].splitlines()[0]
+    assert not (folder / "runs" / "tiny" / "config.json").exists()

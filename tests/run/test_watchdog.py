@@ -1,0 +1,81 @@
+"""A step that does not end."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from configs.schema import HangConfig
+from run.watchdog import Watchdog
+
+ROOT = Path(__file__).parents[2]
+
+
+class Watched:
+    """A watchdog with a clock that is set by hand."""
+
+    def __init__(self, **options):
+        self.time, self.barks = 0.0, []
+        self.dog = Watchdog(HangConfig(**options), self.barks.append, lambda: self.time)
+
+    def take(self, steps: int, seconds: float) -> None:
+        """So many steps that take so long, and are known to be done at the end."""
+        for _ in range(steps):
+            self.dog.step(max(self.dog.given, 0) + 1)
+        self.time += steps * seconds
+        self.dog.done_with(self.dog.given)
+
+    def barks_after(self, seconds: float) -> bool:
+        self.time += seconds
+        self.dog.check()
+        self.time -= seconds
+        return bool(self.barks)
+
+
+def test_a_step_may_take_the_least_time_or_many_times_its_like():
+    watched = Watched(seconds=100, factor=10.0)
+    for _ in range(5):
+        watched.take(10, seconds=2)
+    assert watched.dog.allowed == 100
+    watched.take(10, seconds=20)  # a slow stretch changes little: the median counts
+    assert watched.dog.allowed == 100
+    assert not watched.barks_after(99) and watched.barks_after(101)
+    assert watched.barks == ["no step after 60 has ended for 101 s (--hang.seconds; one takes 2 s)"]
+
+
+def test_steps_that_were_given_ahead_of_time_may_take_as_many_times_as_long():
+    watched = Watched(seconds=100, factor=10.0)
+    watched.take(1, seconds=20)
+    for step in range(2, 11):
+        watched.dog.step(step)
+    assert watched.dog.allowed == 10 * 20 * 10
+
+
+def test_the_first_step_may_take_longer():
+    watched = Watched(seconds=100)
+    watched.dog.step(41)
+    assert not watched.barks_after(599) and watched.barks_after(601)
+
+
+def test_an_evaluation_is_no_step():
+    watched = Watched(seconds=100)
+    watched.take(1, seconds=1)
+    with watched.dog.elsewhere():
+        assert not watched.barks_after(1e6)
+        watched.time += 1e6
+    assert not watched.barks_after(99) and watched.barks_after(101)
+
+
+def test_it_says_where_every_thread_is_and_ends_the_process_with_42():
+    script = (
+        "import threading, time\n"
+        "from configs.schema import HangConfig\n"
+        "from run.watchdog import Watchdog\n"
+        "def a_loader_that_is_stuck(): time.sleep(60)\n"
+        "threading.Thread(target=a_loader_that_is_stuck, daemon=True).start()\n"
+        "with Watchdog(HangConfig(seconds=1)) as dog:\n"
+        "    dog.step(1), dog.done_with(1), dog.step(2)\n"
+        "    time.sleep(60)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 42
+    assert "no step after 1 has ended" in ended.stderr and "a_loader_that_is_stuck" in ended.stderr
