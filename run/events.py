@@ -2,9 +2,9 @@
 
 `start` (from which step, at how many tokens of the data, with how many a step), `running` (at which step; each minute),
 `saved` (a checkpoint that is whole), `rollback` (to which checkpoint, and at how many tokens of the data it goes on),
-`stop` (after which step, with which exit code). A run whose checkpoints have gone is known by it, the batch that each step
-saw, and where the time went: `start`, `running` and `stop` carry when their process began, and its seconds by what they
-went to (run/goodput.py).
+`stop` (after which step, with which exit code). A run whose checkpoints have gone is known by it, the batch that each
+step saw, and where the time went: `start`, `running` and `stop` carry when their process began, and its seconds by what
+they went to (run/goodput.py).
 """
 
 import json

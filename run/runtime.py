@@ -63,11 +63,11 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except SystemExit as end:
         code, ended = end.code if isinstance(end.code, int) else Exit.FAILED if end.code else Exit.COMPLETE, end
     except Exception as error:
-        disk_is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if not (disk_is_full or jax.distributed.is_initialized()):
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        if not (full or jax.distributed.is_initialized()):
             raise
         code, ended = Exit.FAILED, error
-        if disk_is_full:
+        if isinstance(error, OSError) and full:
             print(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
         elif isinstance(error, jax.errors.JaxRuntimeError) and not str(error).startswith(OF_THE_PROGRAM):
             code = Exit.PEER_LOST
