@@ -36,5 +36,5 @@ def get_config() -> Config:
         batch=BatchConfig(sequence_length=256, tokens_per_step=4096, rows_per_device=8),
         optimizer=OptimizerConfig(matrices=replace(OptimizerConfig().matrices, kind="muon")),
         checkpoint=CheckpointConfig(every_steps=100),
-        eval=EvalConfig(every_steps=100, tokens=65_536, prompts=("def", "class", "import")),
+        eval=EvalConfig(every_steps=150, tokens=65_536, prompts=("def", "class", "import")),
     )
