@@ -8,8 +8,8 @@ def _case(codes: tuple[int, ...]) -> str:
 
 
 VERDICT = f"""\
-# Of lines "CODE HOST", one a process: what follows, and the line it follows from. A code that must not be repeated counts
-# before a crash, and a crash before what its peers say of it (42).
+# Of lines "CODE HOST", one a process: what follows, and the line it follows from. A code that must not be repeated
+# counts before a crash, and a crash before what its peers say of it (42).
 verdict() {{
     local code host answer="done"
     while read -r code host; do

@@ -16,13 +16,15 @@ class Shell:
 
     dry_run: bool = False
 
-    def change(self, words: Sequence[str], check: bool = True, shown: str = "") -> subprocess.CompletedProcess[str]:
-        """Runs a command that changes something, what it says being shown. UserError where it fails, unless `check` is
-        False. `shown` is printed in a dry run in place of the words."""
+    def change(
+        self, words: Sequence[str], check: bool = True, stdin: bytes = b"", shown: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs a command that changes something, or shows it in a dry run, with the text that it reads; `shown` is
+        printed there in place of both. UserError where it fails, unless `check` is False."""
         if self.dry_run:
-            print(shown or join(words))
+            print(shown or (f"{join(words)} <<'END'\n{stdin.decode()}END" if stdin else join(words)))
             return subprocess.CompletedProcess(words, 0, "", "")
-        return self._run(words, check)
+        return self._run(words, check, stdin)
 
     def ask(self, words: Sequence[str], check: bool = True) -> subprocess.CompletedProcess[str]:
         """Runs a command that changes nothing. UserError where it fails, unless `check` is False. Not in a dry run."""
@@ -39,11 +41,13 @@ class Shell:
         else:
             print(f"cat > {quote(str(path))} <<'END'\n{content}END")
 
-    def _run(self, words: Sequence[str], check: bool) -> subprocess.CompletedProcess[str]:
+    def _run(self, words: Sequence[str], check: bool, stdin: bytes = b"") -> subprocess.CompletedProcess[str]:
         try:
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            ran = subprocess.run(words, input=stdin, capture_output=True, check=False)
         except FileNotFoundError as error:
             raise UserError(f"{words[0]} is not installed here; --dry_run shows what it would be asked") from error
+        said, errors = (stream.decode(errors="replace") for stream in (ran.stdout, ran.stderr))
+        done = subprocess.CompletedProcess(words, ran.returncode, said, errors)
         if check and done.returncode:
             said = (done.stderr.strip() or done.stdout.strip())[-2000:]
             raise UserError(f"{join(words)[:300]} ended with {done.returncode}: {said}")

@@ -96,8 +96,8 @@ export codes="$folder/codes/$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"
 rm -rf "$codes" && mkdir -p "$codes" || exit 2
 echo "--- $(date -u +%FT%TZ) job $SLURM_JOB_ID, start ${{SLURM_RESTART_COUNT:-0}}, on $SLURM_JOB_NODELIST"
 
-# Each task waits for train.py when it is told to end, and notes how that ended. No task is killed for another's end: all
-# save together. Lines begin with the task's number.
+# Each task waits for train.py when it is told to end, and notes how that ended. No task is killed for another's end:
+# all save together. Lines begin with the task's number.
 srun --label --kill-on-bad-exit=0 --wait=0 --cpu-bind=none bash -c '
     trap : TERM
     export JAX_PROCESS_ID=$SLURM_PROCID

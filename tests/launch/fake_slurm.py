@@ -1,7 +1,7 @@
-"""A stand-in for SLURM: sbatch, srun, scontrol, squeue and scancel, by the name it is called by, on local processes.
+"""A stand-in for SLURM: sbatch, srun, scontrol, squeue and scancel, by its first word, on local processes.
 
-What it knows of its jobs lies in the folder FAKE_SLURM. As in SLURM, a job's script is not started again unless it asks;
-a signal goes to every process of the tasks and spares the script; srun ends with the highest code of its tasks.
+What it knows of its jobs lies in the folder FAKE_SLURM. As in SLURM, a job's script is not started again unless it
+asks; a signal goes to every process of the tasks and spares the script; srun ends with the highest code of its tasks.
 """
 
 import json
@@ -63,7 +63,7 @@ def run(job: str) -> int:
 
 
 def srun(*words: str) -> int:
-    options = [word for word in words[: words.index("bash")]]
+    options = words[: words.index("bash")]
     assert "--kill-on-bad-exit=0" in options  # else a task that ends first would end the others while they save
     command, job, tasks = words[len(options) :], os.environ["SLURM_JOB_ID"], []
     for number in range(int(os.environ["SLURM_NTASKS"])):
@@ -125,8 +125,5 @@ def scancel(*words: str) -> int:
 
 
 if __name__ == "__main__":
-    name = Path(sys.argv[0]).name
-    words = sys.argv[1:]
-    if name == "fake_slurm.py":
-        name, words = words[0], words[1:]
+    name, *words = sys.argv[1:]
     sys.exit({f.__name__: f for f in (sbatch, run, srun, scontrol, squeue, scancel)}[name](*words))

@@ -85,7 +85,8 @@ def repository(path: Path) -> Path:
 def test_the_code_is_what_lies_here_without_what_git_ignores(tmp_path):
     root = repository(tmp_path)
     (root / "new.py").write_text("not added")
-    names = sorted(tarfile.open(fileobj=BytesIO(pack(root).archive)).getnames())
+    with tarfile.open(fileobj=BytesIO(pack(root).archive)) as archive:
+        names = sorted(archive.getnames())
     assert names == [".gitignore", "link", "new.py", "run.sh", "train.py"]
 
 

@@ -6,7 +6,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,7 @@ def fake(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_SLURM", str(tmp_path / "slurm"))
 
 
+@contextmanager
 def real(tmp_path, monkeypatch):
     """A SLURM of this test's own: a controller and two nodes that are this machine."""
     if not (shutil.which("slurmctld") and shutil.which("slurmd")):
@@ -72,15 +75,26 @@ def real(tmp_path, monkeypatch):
     monkeypatch.setenv("LAUNCH_PAUSE", "1")
     daemons = [["slurmctld", "-D"], ["slurmd", "-D", "-N", "node0"], ["slurmd", "-D", "-N", "node1"]]
     started = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for words in daemons]
-    deadline = time.time() + 60
-    while subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True).stdout.strip() != b"2":
-        assert time.time() < deadline, (folder / "slurmctld.log").read_text()[-3000:]
-        time.sleep(0.5)
-    yield
-    subprocess.run(["scancel", "--me"], check=False)
-    for process in started:
-        process.terminate()
-        process.wait()
+    deadline, over = time.time() + 60, threading.Event()
+    try:
+        while subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True).stdout.strip() != b"2":
+            told = [(folder / name).read_text()[-1500:] for name in ("slurmctld.log", "node0.log")]
+            assert time.time() < deadline, "\n".join(told)
+            time.sleep(0.5)
+
+        def hurry() -> None:  # SLURM holds a job that is queued again back for two minutes
+            while not over.wait(1):
+                subprocess.run(["scontrol", "update", "JobId=1", "StartTime=now"], capture_output=True, check=False)
+
+        threading.Thread(target=hurry).start()
+        yield
+        subprocess.run(["scancel", "--me"], check=False)
+    finally:
+        over.set()
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait()
 
 
 @pytest.fixture(params=["stand-in", pytest.param("slurm", marks=pytest.mark.slow)])
@@ -90,10 +104,8 @@ def cluster(request, tmp_path, monkeypatch):
         fake(tmp_path, monkeypatch)
         yield 120
     else:
-        servers = real(tmp_path, monkeypatch)
-        next(servers)
-        yield 300
-        next(servers, None)
+        with real(tmp_path, monkeypatch):
+            yield 300
 
 
 @pytest.fixture
