@@ -246,7 +246,7 @@ def test_one_that_is_there_is_left_alone(repository, tmp_path, monkeypatch):
         (["--image=x", "--", "--config=tiny.py"], "--claim or --checkpoint.folder"),
         (["--image=x", "--hardware=v9:4x4", "--", "--config=tiny.py", BUCKET], "v9 is unknown"),
         (["--image=x", "--node_selector", "a", "--", "--config=tiny.py", BUCKET], "key=value"),
-        (["--image=x", "--", "--config=tiny.py", BUCKET, "--mesh.tensor=3"], "does not fit"),
+        (["--image=x", "--", "--config=tiny.py", BUCKET, "--mesh.fsdp=3"], "does not fit"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_made(repository, tmp_path, monkeypatch, words, told):
