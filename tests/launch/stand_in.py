@@ -13,7 +13,7 @@ TRAIN = """
 import json, os, pathlib, signal, sys, time
 
 folder = pathlib.Path(@FOLDER@)
-number = int(os.environ.get("JAX_PROCESS_ID", "0"))
+number = int(os.environ.get("STAND_IN_PROCESS") or os.environ.get("JAX_PROCESS_ID", "0"))
 mine = folder / f"starts.{number}"
 past = len(mine.read_text().splitlines()) if mine.exists() else 0
 about = {"arguments": sys.argv[1:], "cwd": os.getcwd(), "pid": os.getpid()}
@@ -21,6 +21,9 @@ about |= {name: value for name, value in os.environ.items() if name.startswith((
 with mine.open("a") as file:
     print(json.dumps(about), file=file)
 print(f"start {past} of process {number}", flush=True)
+run_dir = [word.split("=")[1] for word in sys.argv if word.startswith("--run_dir=")]
+if run_dir:
+    pathlib.Path(run_dir[0]).mkdir(parents=True, exist_ok=True)
 plan = json.loads((folder / "plan").read_text())
 code = plan[min(int(os.environ.get("STAND_IN_START", past)), len(plan) - 1)][number]
 if code == "wait":
