@@ -253,9 +253,12 @@ def test_a_dry_run_shows_every_command_and_needs_no_gcloud(every_command):
 def test_gcloud_itself_accepts_every_command(every_command):
     if not shutil.which("gcloud"):
         pytest.skip("gcloud is not installed: `gcloud meta lint-gcloud-commands` did not run")
-    texts = {shlex.join(word.replace("\n", " ") for word in words) for words in every_command}
-    for text in sorted(texts):
+    # One of each kind: a verb with the same options is checked once, whatever the options' values.
+    kinds = {tuple(word.partition("=")[0] for word in words): words for words in every_command}
+    for command in kinds.values():
+        text = shlex.join("--command=shell" if word.startswith("--command=") else word for word in command)
         words = ["gcloud", "meta", "lint-gcloud-commands", f"--command-string={text}"]
-        told = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+        told = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+        assert told.stdout.startswith("["), (text, told.stdout, told.stderr)
         (result,) = json.loads(told.stdout)
         assert result["success"], (text[:200], result["error_message"])
