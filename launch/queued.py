@@ -64,7 +64,7 @@ class Slices:
             done = self.shell.ask(self.words("describe", self.name, "--format=json"), check=False)
             if done.returncode == 0:
                 return json.loads(done.stdout).get("state", {}).get("state", "STATE_UNSPECIFIED")
-            if "NOT_FOUND" in done.stderr or "not found" in done.stderr.lower():
+            if "NOT_FOUND" in done.stderr and self.name in done.stderr:  # and not: the project is not found
                 return GONE
             pause(attempt / TRIES)
         raise UserError(f"gcloud cannot describe {self.name} in {self.zone}: {done.stderr.strip()[-500:]}")

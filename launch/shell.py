@@ -55,8 +55,9 @@ class Shell:
 
 
 def say(text: str) -> None:
-    """A line for the person who waits, at once."""
-    print(text, flush=True)
+    """Lines for the person who waits, at once; nothing where there are none."""
+    if text:
+        print(text, flush=True)
 
 
 def warn(text: str) -> None:

@@ -7,6 +7,7 @@ described. As gcloud does, ssh runs a command again whose connection broke, and 
     breaks    so many times a connection breaks after the command has run
     deaf      so many times ssh ends with 255 without having run anything
     refuses   so many times a deletion is refused
+    denied    so many times nothing is told of a resource
     workers   the hosts of a slice; 2 unless it is there
 """
 
@@ -68,6 +69,8 @@ def create(path: Path, given: dict[str, str]) -> int:
 
 
 def describe(path: Path) -> int:
+    if counted("denied"):
+        return fail("PERMISSION_DENIED: project not found, or no permission")
     if not path.exists():
         return fail(f"NOT_FOUND: Resource {path.name} was not found")
     facts = update(path)

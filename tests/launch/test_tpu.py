@@ -170,6 +170,15 @@ def test_a_deletion_that_is_refused_is_tried_again_and_told_where_it_fails(repos
     assert launch(repository, "down") == 0 and not cloud.left()
 
 
+def test_what_cannot_be_seen_is_not_taken_for_gone(repository, cloud):
+    cloud.set("denied", 100)
+    with pytest.raises(UserError, match="cannot describe"):
+        launch(repository, "down")
+    cloud.set("denied", 3)
+    repository.plan([0, 0])
+    assert launch(repository, "run") == 0 and not cloud.left()
+
+
 def test_everything_is_saved_and_deleted_at_the_deadline(repository, cloud):
     repository.plan(["wait", "wait"])
     assert launch(repository, "run", f"--hours={4 / 3600}") == 143
