@@ -131,6 +131,11 @@ def test_the_next_zone_is_tried_when_one_has_none(repository, cloud, capsys):
     assert starts(repository) == [2, 2] and not cloud.left()
 
 
+def test_up_leaves_no_request_behind_where_no_zone_has_any(repository, cloud):
+    cloud.plan(us_central1_a=["stockout"], us_west4_a=["waits"])
+    assert launch(repository, "up", "--wait_minutes=0.005") == 1 and not cloud.left()
+
+
 def test_a_slice_that_is_taken_is_made_anew(repository, cloud):
     repository.plan(["wait", "wait"], ["wait", "wait"], [0, 0])
     cloud.plan(us_central1_a=["active", "stockout"], us_west4_a=["active"])
