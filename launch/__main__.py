@@ -1,0 +1,58 @@
+"""Starts train.py elsewhere: python -m launch tpu|k8s|slurm COMMAND [options] -- arguments of train.py.
+
+`python -m launch tpu up --help` shows one command's options; docs/pods.md goes through each.
+"""
+
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
+import importlib
+import sys
+
+import tyro
+
+from configs.exit_codes import Exit
+from configs.interrupt import raise_at_interrupt
+from configs.schema import UserError, check_types
+
+SCHEDULERS = ("k8s", "slurm", "tpu")
+
+
+def main(argv: list[str]) -> int:
+    """Runs `argv`, the words after `python -m launch`. UserError for a mistake."""
+    given, train = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    if not given or given[0] not in SCHEDULERS:
+        if given and given[0] in ("-h", "--help"):
+            print(__doc__)
+            return Exit.COMPLETE
+        raise UserError(f"python -m launch takes one of {', '.join(SCHEDULERS)}; --help shows more")
+    room = importlib.import_module(f"launch.{given[0]}")
+    if len(given) < 2 or given[1] not in room.COMMANDS:
+        if {"-h", "--help"} & set(given):
+            print(room.__doc__)
+            return Exit.COMPLETE
+        raise UserError(f"python -m launch {given[0]} takes one of {', '.join(room.COMMANDS)}; --help shows more")
+    command, options = room.COMMANDS[given[1]]
+    program = f"python -m launch {given[0]} {given[1]}"
+    parsed = tyro.cli(options, prog=program, description=command.__doc__, args=given[2:], use_underscores=True)
+    check_types(parsed)
+    return command(parsed, train)
+
+
+def run() -> int:
+    """`main`, with a mistake as its message and code 2."""
+    raise_at_interrupt()
+    try:
+        return main(sys.argv[1:])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return Exit.MISTAKE
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on, and `down` clears up", file=sys.stderr)
+        return Exit.INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(run())

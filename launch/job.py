@@ -1,0 +1,111 @@
+"""One job, as all schedulers read it: a name, the arguments of train.py, and what it runs on."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.command_line import parse
+from configs.exit_codes import Exit
+from configs.schema import Config, NotNegative, UserError
+from launch.hardware import Hardware, parse_hardware
+
+DONE, AGAIN = (Exit.COMPLETE,), (Exit.PEER_LOST, Exit.PREEMPTED)
+NEVER = (Exit.FAILED, Exit.MISTAKE, Exit.UNREADABLE, Exit.INTERRUPTED)
+"""How each exit code of train.py is answered: the run is over; start all of it again; leave it. Any other code (134 an
+abort, 137 killed, 139 a segmentation fault) is a crash, after which all start again `max_crashes` times."""
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Options of every `python -m launch`. Arguments of train.py follow after `--`."""
+
+    hardware: str = ""
+    """`v5e:4x4`, `"2x v5e:4x4"` (slices), `"64x h200:8"` (nodes); kinds are in launch/machines.toml."""
+    name: str = ""
+    """The job's name; empty: the name of the run's config."""
+    max_crashes: NotNegative[int] = 10
+    """So many crashes (exit codes 134, 137, 139 and the like) are followed by a new start, in the job's whole life. A
+    preemption (143) or a lost peer (42) is no crash, and is not counted."""
+    dry_run: bool = False
+    """Print exactly what would be done, and do nothing."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """train.py's own options, beside the config's."""
+
+    accept_changes: bool = False
+    """As in train.py."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to run."""
+
+    name: str
+    hardware: Hardware
+    train: tuple[str, ...]
+    """Arguments of train.py, as typed."""
+    config: Config
+    """What they amount to."""
+    max_crashes: int = 10
+
+
+def make_job(options: JobOptions, train: list[str]) -> Job:
+    """The job, checked as far as it can be without its machines. UserError for what cannot work; what tyro finds
+    wrong with train.py's arguments ends the process with code 2, as it does in train.py."""
+    if not options.hardware:
+        raise UserError('--hardware is missing; try --hardware=v5e:4x4 or --hardware="2x h200:8"')
+    hardware = parse_hardware(options.hardware)
+    if not train:
+        raise UserError("train.py's arguments are missing; they follow after --: -- --config=configs/small.py")
+    config, _ = parse("Arguments of train.py, after --.", TrainOptions, train)
+    require_fit(config, hardware)
+    return Job(job_name(options.name, config.name), hardware, tuple(train), config, options.max_crashes)
+
+
+def job_name(given: str, otherwise: str = "") -> str:
+    """A name that every scheduler takes. UserError for a given one that none does."""
+    name = given or re.sub(r"[^a-z0-9]+", "-", otherwise.lower()).strip("-")[:40].rstrip("-")
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
+        raise UserError(
+            f"--name={name}: up to 40 small letters, digits and '-', that begin with a letter and do not end with '-'"
+        )
+    return name
+
+
+def require_fit(config: Config, hardware: Hardware) -> None:
+    """UserError where the mesh is not as large as the hardware, or a step's rows do not divide (training/mesh.py says
+    the rest at the start)."""
+    mesh, batch = config.mesh, config.batch
+    inner = mesh.fsdp * mesh.tensor
+    data = hardware.devices // inner if mesh.data == -1 else mesh.data
+    if data * inner != hardware.devices or data == 0:
+        raise UserError(
+            f"--mesh.data={mesh.data} x fsdp={mesh.fsdp} x tensor={mesh.tensor} does not fit the {hardware.devices} "
+            f"devices of {hardware}"
+        )
+    replicas, rows = data * mesh.fsdp, batch.tokens_per_step // batch.sequence_length
+    if rows % replicas:
+        raise UserError(
+            f"--batch.tokens_per_step={batch.tokens_per_step} is {rows} rows of {batch.sequence_length} tokens, which "
+            f"{replicas} devices of {hardware} cannot share evenly"
+        )
+
+
+def require_bucket(job: Job, why: str) -> str:
+    """The run's folder in a bucket. UserError where it has none."""
+    folder = job.config.checkpoint.folder
+    if not folder.startswith("gs://") or not folder.removeprefix("gs://").split("/")[0]:
+        raise UserError(f"--checkpoint.folder=gs://BUCKET/FOLDER is missing: {why}")
+    return folder
+
+
+def given_folder(text: str, option: str) -> Path:
+    """An absolute folder. UserError where it is not one."""
+    if not text:
+        raise UserError(f"--{option} is missing: a folder on a disk that all nodes share")
+    path = Path(text).expanduser()
+    if not path.is_absolute() or not re.fullmatch(r"[\w./+@=-]+", str(path)):
+        raise UserError(f"--{option}={text}: give the whole path, from /, without spaces, quotes or the like")
+    return path

@@ -1,0 +1,195 @@
+"""SLURM: python -m launch slurm up|status|logs|down. One task a node; the job puts itself back into the queue.
+
+`--requeue` alone does not cover a job that ends by itself, so the batch script asks for it (`scontrol requeue`) when
+the run's exit code says that it is to go on. Options of sbatch are from its manual, of SLURM 22.05 and later.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import join, quote
+
+from configs.schema import FilePath, Positive, UserError
+from launch.code import environment, pack, unpack
+from launch.job import Job, JobOptions, given_folder, job_name, make_job
+from launch.restart import VERDICT
+from launch.shell import Shell, say
+
+
+@dataclass(frozen=True)
+class SlurmOptions(JobOptions):
+    """Options of `python -m launch slurm`."""
+
+    folder: FilePath = ""
+    """A folder on a disk that all nodes share: FOLDER/NAME holds the job's code, log and run."""
+    time: str = "24:00:00"
+    """The time limit of one stretch (sbatch --time); the run goes on in the next."""
+    notice: Positive[int] = 300
+    """Seconds before the time limit at which the run is told to save and end."""
+    sbatch: str = ""
+    """More options of sbatch: --sbatch="--partition=gpu --account=mine"."""
+    setup: str = ""
+    """The command that makes .venv in the code's folder, on the machine where this is typed; empty: `make setup`, with
+    EXTRA=cuda for GPUs."""
+
+
+def up(options: SlurmOptions, train: list[str]) -> int:
+    """Puts a run into SLURM's queue. The same command again changes nothing while the job is there."""
+    job = make_job(options, train)
+    if job.hardware.is_tpu:
+        raise UserError(f"--hardware={job.hardware}: TPUs are launched by `python -m launch tpu` or `k8s`")
+    folder, shell = given_folder(options.folder, "folder") / job.name, Shell(options.dry_run)
+    code = pack(Path.cwd())
+    if not shell.dry_run:
+        require_writable(folder)
+        if queued := shell.ask(["squeue", "--me", f"--name={job.name}", "--noheader", "--format=%i"]).stdout.split():
+            say(f"{job.name} is in the queue already, as {queued[0]}; `slurm down` takes it out")
+            return 0
+    archive, home = folder / f"{code.name}.tar", folder / "code" / code.name
+    shell.write(archive, code.archive)
+    shell.change(["bash", "-c", unpack(code, str(archive), str(folder / "code"))])
+    setup = options.setup or ("make setup" if job.hardware.kind == "cpu" else "make setup EXTRA=cuda")
+    shell.change(["bash", "-c", f"cd {quote(str(home))} && {environment(setup)}"])
+    shell.change(["rm", "-f", str(folder / "stop"), str(folder / "crashes"), str(archive)])
+    shell.write(folder / "job.sh", script(job, options, folder, home))
+    said = shell.change(["sbatch", str(folder / "job.sh")]).stdout.strip()
+    if not shell.dry_run:
+        say(f"{said}\npython -m launch slurm logs --folder={options.folder} --name={job.name}   # or status, down")
+    return 0
+
+
+def script(job: Job, options: SlurmOptions, folder: Path, home: Path) -> str:
+    """The batch script. SIGTERM reaches the tasks `notice` seconds before the time limit (sbatch --signal without B:
+    spares the script itself); each task notes its own exit code, since srun tells but the highest."""
+    count = job.hardware.devices_per_host
+    gpus = [] if job.hardware.kind == "cpu" else [f"--gpus-per-node={count}"]
+    if count == job.hardware.facts.get("devices_per_host"):
+        gpus += ["--exclusive", "--mem=0"]  # all of a node whose GPUs are all taken
+    lines = [
+        f"--job-name={job.name}",
+        f"--nodes={job.hardware.hosts}",
+        "--ntasks-per-node=1",
+        *gpus,
+        f"--time={options.time}",
+        f"--signal=TERM@{options.notice}",
+        "--requeue",
+        "--open-mode=append",
+        f"--output={folder}/log",
+        *options.sbatch.split(),
+    ]
+    header = "\n".join(f"#SBATCH {line}" for line in lines)
+    own = [word for word in job.train if word.split("=")[0] in ("--run_dir", "--run-dir")]
+    train = [*job.train, *([] if own else [f"--run_dir={folder}/run"])]
+    return f"""\
+#!/bin/bash
+{header}
+# Written by python -m launch slurm up.
+folder={quote(str(folder))}
+cd {quote(str(home))} || exit 2
+if [ -e "$folder/stop" ]; then exit 0; fi
+
+{VERDICT}
+export JAX_COORDINATOR_ADDRESS="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+export JAX_COORDINATOR_ADDRESS="$JAX_COORDINATOR_ADDRESS:$((20000 + SLURM_JOB_ID % 20000))"
+export JAX_NUM_PROCESSES=$SLURM_NTASKS
+export codes="$folder/codes/$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"
+rm -rf "$codes" && mkdir -p "$codes" || exit 2
+echo "--- $(date -u +%FT%TZ) job $SLURM_JOB_ID, start ${{SLURM_RESTART_COUNT:-0}}, on $SLURM_JOB_NODELIST"
+
+# Each task waits for train.py when it is told to end, and notes how that ended. No task is killed for another's end:
+# all save together. Lines begin with the task's number.
+srun --label --kill-on-bad-exit=0 --wait=0 --cpu-bind=none bash -c '
+    trap : TERM
+    export JAX_PROCESS_ID=$SLURM_PROCID
+    "$@"
+    code=$?
+    echo "$code $(hostname)" > "$codes/$SLURM_PROCID"
+    exit $code' task {join([".venv/bin/python", "train.py", *train])}
+for ((task = 0; task < SLURM_NTASKS; task++)); do  # one that left no note was killed with its node
+    [ -s "$codes/$task" ] || echo "137 task-$task" > "$codes/$task"
+done
+read -r answer code _ host <<< "$(cat "$codes"/* | verdict)"
+echo "--- $(date -u +%FT%TZ) ${{answer}} ${{code:+($code on $host)}}"
+if [ "$answer" = "done" ]; then exit 0; fi
+if [ "$answer" = never ]; then exit "$code"; fi
+if [ "$answer" = crash ]; then
+    echo "$code $host" >> "$folder/crashes"
+    if [ "$(grep -c " $host\\$" "$folder/crashes")" -gt 1 ]; then
+        echo "$host has crashed $(grep -c " $host\\$" "$folder/crashes") times; --sbatch=--exclude=$host leaves it out"
+    fi
+    if [ "$(wc -l < "$folder/crashes")" -gt {job.max_crashes} ]; then
+        echo "more than {job.max_crashes} crashes: not started again"
+        exit "$code"
+    fi
+fi
+if [ -e "$folder/stop" ]; then
+    echo "stopped by launch slurm down"
+    exit "$code"
+fi
+for attempt in 1 2 3 4 5; do
+    scontrol requeue "$SLURM_JOB_ID" && exit "$code"
+    sleep $((attempt * ${{LAUNCH_PAUSE:-10}}))
+done
+echo "scontrol requeue failed: the same launch command goes on with the run"
+exit "$code"
+"""
+
+
+def require_writable(folder: Path) -> None:
+    """UserError where the job's folder cannot be made and written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "codes").mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--folder={folder.parent}: {error}") from error
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--folder={folder.parent}: {folder} cannot be written to")
+
+
+def named(options: SlurmOptions) -> tuple[str, Path]:
+    """The job's name and folder, for a command that is given no train.py arguments."""
+    if not options.name:
+        raise UserError("--name is missing: the job's name, as `slurm up` printed it")
+    name = job_name(options.name)
+    return name, given_folder(options.folder, "folder") / name
+
+
+def status(options: SlurmOptions, train: list[str]) -> int:
+    """Shows where the job stands in SLURM's queue, and its crashes."""
+    name, folder = named(options)
+    shell = Shell(options.dry_run)
+    say(shell.change(["squeue", "--me", f"--name={name}"]).stdout.rstrip())
+    if not shell.dry_run and (folder / "crashes").exists():
+        say(f"crashes (exit code, host):\n{(folder / 'crashes').read_text()}")
+    return 0
+
+
+def logs(options: SlurmOptions, train: list[str]) -> int:
+    """Follows the job's log from its first line, over all its stretches, until Ctrl-C."""
+    words = ["tail", "-n", "+1", "-F", str(named(options)[1] / "log")]
+    if options.dry_run:
+        say(join(words))
+        return 0
+    os.execvp(words[0], words)
+
+
+def down(options: SlurmOptions, train: list[str]) -> int:
+    """Ends the job: the run is told to save, and is not started again. What it saved stays."""
+    name, folder = named(options)
+    shell = Shell(options.dry_run)
+    if not shell.dry_run and not folder.is_dir():
+        raise UserError(f"{folder} does not exist: no job of that name was started from --folder={options.folder}")
+    shell.change(["touch", str(folder / "stop")])  # else the job would put itself back into the queue
+    running = ["--me", f"--name={name}"]
+    shell.change(["scancel", *running, "--state=PENDING"])
+    shell.change(["scancel", *running, "--state=RUNNING", "--signal=TERM"])
+    say(f"it saves and ends; at once, without saving: scancel {join(running)}")
+    return 0
+
+
+COMMANDS = {
+    "up": (up, SlurmOptions),
+    "status": (status, SlurmOptions),
+    "logs": (logs, SlurmOptions),
+    "down": (down, SlurmOptions),
+}

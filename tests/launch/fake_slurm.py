@@ -1,0 +1,129 @@
+"""A stand-in for SLURM: sbatch, srun, scontrol, squeue and scancel, by its first word, on local processes.
+
+What it knows of its jobs lies in the folder FAKE_SLURM. As in SLURM, a job's script is not started again unless it
+asks; a signal goes to every process of the tasks and spares the script; srun ends with the highest code of its tasks.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+HOME = Path(os.environ["FAKE_SLURM"])
+
+
+def jobs() -> dict[str, dict]:
+    return {path.parent.name: json.loads(path.read_text()) for path in sorted(HOME.glob("*/job.json"))}
+
+
+def update(job: str, **facts) -> None:
+    path = HOME / job / "job.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps(known | facts))
+    fresh.rename(path)
+
+
+def sbatch(script: str) -> int:
+    job = str(len(jobs()) + 1)
+    (HOME / job).mkdir()
+    text = Path(script).read_text()
+    options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.MULTILINE))
+    (HOME / job / "script").write_text(text)  # SLURM keeps a copy
+    update(job, state="PENDING", restarts=0, options=options)
+    null = subprocess.DEVNULL  # whoever called sbatch does not wait for the job's output
+    subprocess.Popen([sys.executable, __file__, "run", job], stdout=null, stderr=null, start_new_session=True)
+    print(f"Submitted batch job {job}")
+    return 0
+
+
+def run(job: str) -> int:
+    while True:
+        facts = jobs()[job]
+        update(job, state="RUNNING")
+        environment = os.environ | {
+            "SLURM_JOB_ID": job,
+            "SLURM_NTASKS": facts["options"]["nodes"],
+            "SLURM_JOB_NODELIST": "localhost",
+            "SLURM_RESTART_COUNT": str(facts["restarts"]),
+            "LAUNCH_PAUSE": "0",
+        }
+        with open(facts["options"]["output"], "ab") as log:
+            done = subprocess.run(["bash", HOME / job / "script"], env=environment, stdout=log, stderr=log)
+        if not (HOME / job / "requeue").exists():
+            update(job, state="ENDED", code=done.returncode)
+            return 0
+        (HOME / job / "requeue").unlink()
+        update(job, state="PENDING", restarts=facts["restarts"] + 1)
+
+
+def srun(*words: str) -> int:
+    options = words[: words.index("bash")]
+    assert "--kill-on-bad-exit=0" in options  # else a task that ends first would end the others while they save
+    command, job, tasks = words[len(options) :], os.environ["SLURM_JOB_ID"], []
+    for number in range(int(os.environ["SLURM_NTASKS"])):
+        environment = os.environ | {"SLURM_PROCID": str(number)}
+        tasks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True))
+    (HOME / job / "tasks").write_text(" ".join(str(task.pid) for task in tasks))
+
+    def label(number: int) -> None:
+        for line in tasks[number].stdout:
+            sys.stdout.buffer.write(f"{number}: ".encode() + line)
+            sys.stdout.buffer.flush()
+
+    labels = [threading.Thread(target=label, args=(number,)) for number in range(len(tasks))]
+    for thread in labels:
+        thread.start()
+    codes = [task.wait() for task in tasks]
+    for thread in labels:
+        thread.join()
+    (HOME / job / "tasks").unlink()
+    return max(code if code >= 0 else 128 - code for code in codes)
+
+
+def scontrol(*words: str) -> int:
+    if words[:2] == ("show", "hostnames"):
+        print("localhost\notherhost")
+        return 0
+    assert words[0] == "requeue"
+    deaf = HOME / "deaf"  # so many times it does not answer
+    if deaf.exists() and (times := int(deaf.read_text())):
+        deaf.write_text(str(times - 1))
+        print("scontrol: error: Unable to contact slurm controller", file=sys.stderr)
+        return 1
+    (HOME / words[1] / "requeue").touch()
+    return 0
+
+
+def mine(words: tuple[str, ...]) -> dict[str, dict]:
+    name = next(word.split("=")[1] for word in words if word.startswith("--name="))
+    return {
+        job: facts
+        for job, facts in jobs().items()
+        if facts["options"]["job-name"] == name and facts["state"] != "ENDED"
+    }
+
+
+def squeue(*words: str) -> int:
+    print("\n".join(job if "--format=%i" in words else f"{job} {facts['state']}" for job, facts in mine(words).items()))
+    return 0
+
+
+def scancel(*words: str) -> int:
+    for job, facts in mine(words).items():
+        if "--signal=TERM" in words and facts["state"] == "RUNNING":
+            while not (HOME / job / "tasks").exists():
+                time.sleep(0.01)
+            for task in (HOME / job / "tasks").read_text().split():
+                os.killpg(int(task), signal.SIGTERM)
+    return 0
+
+
+if __name__ == "__main__":
+    name, *words = sys.argv[1:]
+    sys.exit({f.__name__: f for f in (sbatch, run, srun, scontrol, squeue, scancel)}[name](*words))

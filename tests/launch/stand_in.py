@@ -1,0 +1,69 @@
+"""A repository with a train.py that ends as it is told to, for tests of how it is launched.
+
+`plan` holds, for each start, the exit code of each process: a number, `wait` (until SIGTERM, then 143), or `kill`
+(itself). The last start is repeated. What happened is in one line a start and process.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+TRAIN = """
+import json, os, pathlib, signal, sys, time
+
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(1))  # before anyone can see that it has started
+folder = pathlib.Path(@FOLDER@)
+number = int(os.environ.get("STAND_IN_PROCESS") or os.environ.get("JAX_PROCESS_ID", "0"))
+mine = folder / f"starts.{number}"
+past = len(mine.read_text().splitlines()) if mine.exists() else 0
+about = {"arguments": sys.argv[1:], "cwd": os.getcwd(), "pid": os.getpid()}
+about |= {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "LAUNCH_"))}
+with mine.open("a") as file:
+    print(json.dumps(about), file=file)
+print(f"start {past} of process {number}", flush=True)
+run_dir = [word.split("=")[1] for word in sys.argv if word.startswith("--run_dir=")]
+if run_dir:
+    pathlib.Path(run_dir[0]).mkdir(parents=True, exist_ok=True)
+plan = json.loads((folder / "plan").read_text())
+code = plan[min(int(os.environ.get("STAND_IN_START", past)), len(plan) - 1)][number]
+if code == "wait":
+    until = time.time() + 600  # it does not outlive a test that was killed for long
+    while not told and time.time() < until:
+        time.sleep(0.01)
+    print(f"saved by process {number}", flush=True)
+    code = 143
+if code == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(code)
+"""
+CONFIG = """
+from configs.schema import BatchConfig, Config
+
+def get_config():
+    return Config(name="tiny", batch=BatchConfig(sequence_length=32, tokens_per_step=2048, rows_per_device=2))
+"""
+
+
+class StandIn:
+    """The repository at `root`; what its runs do is told and noted in `folder`."""
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        self.root, self.folder = root, folder
+        root.mkdir()
+        folder.mkdir()
+        (root / "train.py").write_text(TRAIN.replace("@FOLDER@", repr(str(folder))))
+        (root / "tiny.py").write_text(CONFIG)
+        (root / ".gitignore").write_text(".venv\n")
+        subprocess.run(["git", "init", "--quiet", root], check=True)
+        self.setup = f"mkdir -p .venv/bin && ln -sf {sys.executable} .venv/bin/python"
+        """What makes .venv there: this test's own Python."""
+
+    def plan(self, *starts: list) -> None:
+        (self.folder / "plan").write_text(json.dumps(starts))
+
+    def starts(self, process: int = 0) -> list[dict]:
+        """What each start of a process was given."""
+        path = self.folder / f"starts.{process}"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

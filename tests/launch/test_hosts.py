@@ -1,0 +1,72 @@
+"""What is done on a TPU host, each thing twice, as when gcloud repeats it."""
+
+import os
+import subprocess
+import time
+
+import pytest
+
+from launch import hosts
+from launch.code import pack
+from launch.job import JobOptions, make_job
+from tests.launch.stand_in import StandIn
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """Runs a command as ssh does, twice, and returns what it said; and the repository that is sent there."""
+    repository = StandIn(tmp_path / "repository", tmp_path / "told")
+    monkeypatch.chdir(repository.root)
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = os.environ | {"HOME": str(home), "LAUNCH_PAUSE": "0.02"}
+
+    def ssh(command: str) -> str:
+        for _ in range(2):
+            done = subprocess.run(["bash", "-c", command], cwd=home, env=environment, capture_output=True, timeout=60)
+            assert done.returncode == 0, done.stderr.decode()
+        return done.stdout.decode()
+
+    code = pack(repository.root)
+    job = make_job(JobOptions("v5e:1x1"), ["--config=tiny.py", "--checkpoint.folder=gs://bucket/it's"])
+    (home / f"launch-{code.name}.tar").write_bytes(code.archive)
+    ssh(hosts.prepare(job, code, f"echo set up >> {tmp_path}/set-up && {repository.setup}"))
+    assert (tmp_path / "set-up").read_text() == "set up\n"
+    return ssh, repository
+
+
+def wait_for(happened) -> None:
+    deadline = time.time() + 60
+    while not happened():
+        assert time.time() < deadline
+        time.sleep(0.02)
+
+
+def test_a_start_that_is_repeated_after_the_end_starts_nothing(host):
+    ssh, repository = host
+    repository.plan([0])
+    ssh(hosts.start("tiny", "1"))
+    wait_for(lambda: " ended 0" in ssh(hosts.state("tiny")))
+    ssh(hosts.start("tiny", "1"))
+    assert " ended 0" in ssh(hosts.state("tiny"))
+    ssh(hosts.start("tiny", "2"))  # one that a person asks for does
+    wait_for(lambda: " ended 0" in ssh(hosts.state("tiny")))
+    assert len(repository.starts()) == 2
+    assert repository.starts()[0]["arguments"][1] == "--checkpoint.folder=gs://bucket/it's"
+
+
+def test_a_stop_saves_and_lasts(host):
+    ssh, repository = host
+    repository.plan(["wait"])
+    assert ssh(hosts.state("tiny")).split()[1] == "idle"
+    ssh(hosts.start("tiny", "1"))
+    wait_for(lambda: len(repository.starts()) == 1)
+    assert ssh(hosts.state("tiny")).split()[1] == "running"
+    ssh(hosts.stop("tiny"))
+    wait_for(lambda: " ended 143" in ssh(hosts.state("tiny")))
+    assert len(repository.starts()) == 1
+
+
+def test_where_nothing_was_prepared_nothing_is_known_or_stopped(host):
+    ssh, _ = host
+    assert ssh(hosts.state("other")).split()[1] == "none" and ssh(hosts.stop("other")) == ""

@@ -1,0 +1,162 @@
+"""What every launcher reads: hardware, the job, the archive of the code, and the command line."""
+
+import subprocess
+import sys
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from configs.exit_codes import Exit
+from configs.schema import UserError
+from launch.code import LARGEST, pack, unpack
+from launch.hardware import machines, parse_hardware
+from launch.job import AGAIN, DONE, NEVER, JobOptions, job_name, make_job
+from launch.restart import VERDICT
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "per_host", "devices"),
+    [
+        ("v5e:1x1", 1, 1, 1),
+        ("v5e:2x4", 1, 8, 8),
+        ("v5e:4x4", 4, 4, 16),
+        ("2x v5e:4x4", 8, 4, 32),
+        ("v5p:2x2x1", 1, 4, 4),
+        ("v4:4x4x8", 32, 4, 128),
+        ("64x h200:8", 64, 8, 512),
+        ("2x cpu:1", 2, 1, 2),
+    ],
+)
+def test_hardware_is_read_as_it_is_written(text, hosts, per_host, devices):
+    hardware = parse_hardware(text)
+    assert (hardware.hosts, hardware.devices_per_host, hardware.devices) == (hosts, per_host, devices)
+    assert str(hardware) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "v5e", "v5e:3x3", "v5e:16", "v5p:4x4", "v5p:8x4x4", "h200:9", "h200:2x2", "0x cpu:1"]
+)
+def test_hardware_that_there_is_not_is_refused(text):
+    with pytest.raises(UserError, match="--hardware"):
+        parse_hardware(text)
+
+
+def test_every_kind_is_read_with_what_its_launchers_ask_for():
+    for kind, facts in machines().items():
+        if "dimensions" in facts:
+            assert facts["zones"] and facts["runtime"] and facts["type"] and facts["units_per_chip"], kind
+
+
+def test_each_exit_code_is_answered_once():
+    answered = [*DONE, *AGAIN, *NEVER]
+    assert sorted(answered) == sorted(Exit)
+    for lines, expected in (
+        (["0 a", "0 b"], "done"),
+        (["143 a", "143 b"], "again 143 on b"),
+        (["42 a", "1 b"], "never 1 on b"),
+        (["137 a", "42 b"], "crash 137 on a"),
+        (["42 a", "0 b"], "again 42 on a"),
+        (["42 a", "127 b"], "crash 127 on b"),
+    ):
+        done = subprocess.run(
+            ["bash", "-c", f"{VERDICT}\nverdict"], input="\n".join(lines) + "\n", capture_output=True, text=True
+        )
+        assert done.stdout.strip() == expected
+
+
+def repository(path: Path) -> Path:
+    subprocess.run(["git", "init", "--quiet", path], check=True)
+    (path / ".gitignore").write_text("ignored\n")
+    (path / "train.py").write_text("one")
+    (path / "run.sh").write_text("two")
+    (path / "run.sh").chmod(0o755)
+    (path / "link").symlink_to("train.py")
+    (path / "gone").write_text("")
+    subprocess.run(["git", "-C", path, "add", "."], check=True)
+    (path / "gone").unlink()
+    (path / "ignored").write_text("secret")
+    return path
+
+
+def test_the_code_is_what_lies_here_without_what_git_ignores(tmp_path):
+    root = repository(tmp_path)
+    (root / "new.py").write_text("not added")
+    with tarfile.open(fileobj=BytesIO(pack(root).archive)) as archive:
+        names = sorted(archive.getnames())
+    assert names == [".gitignore", "link", "new.py", "run.sh", "train.py"]
+
+
+def test_the_hash_follows_the_files_and_nothing_else(tmp_path):
+    root = repository(tmp_path)
+    before = pack(root).digest
+    (root / "train.py").touch()
+    assert pack(root).digest == before
+    (root / "train.py").write_text("uncommitted")
+    assert pack(root).digest != before
+
+
+def test_unpacking_twice_or_at_once_leaves_it_whole_and_damage_is_refused(tmp_path):
+    (tmp_path / "code").mkdir()
+    code = pack(repository(tmp_path / "code"))
+    archive = tmp_path / "archive.tar"
+    archive.write_bytes(code.archive)
+    shell = unpack(code, str(archive), str(tmp_path / "there"))
+    both = [subprocess.Popen(["bash", "-c", shell]) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
+    assert subprocess.run(["bash", "-c", shell], check=False).returncode == 0
+    assert [path.name for path in (tmp_path / "there").iterdir()] == [code.name]
+    assert (tmp_path / "there" / code.name / "train.py").read_text() == "one"
+    archive.write_bytes(code.archive[:-1000])
+    elsewhere = unpack(code, str(archive), str(tmp_path / "elsewhere"))
+    assert subprocess.run(["bash", "-c", elsewhere], check=False, capture_output=True).returncode != 0
+    assert not (tmp_path / "elsewhere" / code.name).exists()
+
+
+def test_what_is_no_code_is_refused(tmp_path):
+    with pytest.raises(UserError, match="git"):
+        pack(tmp_path)
+    root = repository(tmp_path)
+    with (root / "large.bin").open("wb") as file:
+        file.truncate(LARGEST + 1)
+    with pytest.raises(UserError, match=r"large\.bin"):
+        pack(root)
+
+
+def test_a_job_is_checked_as_train_py_would(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert make_job(JobOptions("v5e:4x4"), ["--config=configs/d12.py"]).name == "d12"
+    for hardware, train, told in (
+        ("v5e:4x4", [], "arguments are missing"),
+        ("v5e:4x4", ["--config=none.py"], "no such file"),
+        ("v5e:4x4", ["--config=configs/d12.py", "--mesh.fsdp=3"], "does not fit the 16 devices"),
+        ("3x v5e:1x1", ["--config=configs/d12.py"], "cannot share evenly"),
+    ):
+        with pytest.raises(UserError, match=told):
+            make_job(JobOptions(hardware), train)
+    with pytest.raises(SystemExit) as ended:
+        make_job(JobOptions("v5e:4x4"), ["--config=configs/d12.py", "--steps=many"])
+    assert ended.value.code == 2
+
+
+def test_names_are_what_every_scheduler_takes():
+    assert job_name("", "My run/2") == "my-run-2"
+    for name in ("-a", "a-", "A", "a_b", "a" * 41, "1"):
+        with pytest.raises(UserError, match="--name"):
+            job_name(name)
+
+
+def test_launch_starts_without_jax():
+    code = "import sys, launch.__main__, launch.k8s, launch.slurm, launch.tpu; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("words", [[], ["cloud"], ["slurm"], ["slurm", "start"], ["slurm", "up", "--hardware=v5e:3x3"]])
+def test_a_mistake_is_one_message_and_code_2(words):
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("error: ")

@@ -1,0 +1,253 @@
+"""`python -m launch slurm`: what it prints, and jobs of two tasks that end in every way, on a stand-in for SLURM and,
+where slurmctld and slurmd are installed, on SLURM itself, of one node that passes for two."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from configs.schema import UserError
+from launch.__main__ import main
+from tests.launch.stand_in import StandIn
+
+STAND_IN = Path(__file__).with_name("fake_slurm.py")
+SLURM_CONF = """
+ClusterName=test
+SlurmctldHost=localhost
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthType=auth/none
+CryptoType=crypto/none
+CredType=cred/none
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n.spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+MpiDefault=none
+ReturnToService=2
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
+KillWait=2
+{extra}
+NodeName=node0 NodeHostname=localhost NodeAddr=localhost Port={ports[1]} CPUs=2
+NodeName=node1 NodeHostname=localhost NodeAddr=localhost Port={ports[2]} CPUs=2
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def fake(tmp_path, monkeypatch):
+    """The stand-in's commands, ahead of any other on PATH."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "slurm").mkdir()
+    for name in ("sbatch", "srun", "scontrol", "squeue", "scancel"):
+        script = tmp_path / "bin" / name
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} {name} "$@"\n')
+        script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_SLURM", str(tmp_path / "slurm"))
+
+
+@contextmanager
+def real(tmp_path, monkeypatch):
+    """A SLURM of this test's own: a controller and two nodes that are this machine."""
+    if not (shutil.which("slurmctld") and shutil.which("slurmd")):
+        pytest.skip("SLURM itself is not installed (Debian: slurm-wlm): slurmctld and slurmd did not run")
+    folder, ports = tmp_path / "slurm", []
+    for name in ("state", "node0.spool", "node1.spool"):
+        (folder / name).mkdir(parents=True)
+    for _ in range(3):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    extra = f"PluginDir={os.environ['SLURM_PLUGINS']}" if "SLURM_PLUGINS" in os.environ else ""
+    (folder / "slurm.conf").write_text(SLURM_CONF.format(ports=ports, folder=folder, extra=extra))
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    monkeypatch.setenv("LAUNCH_PAUSE", "1")
+    daemons = [["slurmctld", "-D"], ["slurmd", "-D", "-N", "node0"], ["slurmd", "-D", "-N", "node1"]]
+    started = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for words in daemons]
+    deadline, over = time.time() + 60, threading.Event()
+    try:
+        while subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True).stdout.strip() != b"2":
+            told = [(folder / name).read_text()[-1500:] for name in ("slurmctld.log", "node0.log")]
+            assert time.time() < deadline, "\n".join(told)
+            time.sleep(0.5)
+
+        def hurry() -> None:  # SLURM holds a job that is queued again back for two minutes
+            while not over.wait(1):
+                subprocess.run(["scontrol", "update", "JobId=1", "StartTime=now"], capture_output=True, check=False)
+
+        threading.Thread(target=hurry).start()
+        yield
+        subprocess.run(["scancel", "--me"], check=False)
+    finally:
+        over.set()
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.wait()
+
+
+@pytest.fixture(params=["stand-in", pytest.param("slurm", marks=pytest.mark.slow)])
+def cluster(request, tmp_path, monkeypatch):
+    """Where sbatch and the others are, and how long a job may take."""
+    if request.param == "stand-in":
+        fake(tmp_path, monkeypatch)
+        yield 120
+    else:
+        with real(tmp_path, monkeypatch):
+            yield 300
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    made = StandIn(tmp_path / "repository", tmp_path / "told")
+    monkeypatch.chdir(made.root)
+    return made
+
+
+def launch(repository: StandIn, command: str, *options: str, hardware: str = "2x cpu:1") -> int:
+    jobs = repository.folder.parent / "jobs"
+    if command != "up":
+        return main(["slurm", command, f"--folder={jobs}", "--name=tiny", *options])
+    words = [f"--hardware={hardware}", f"--folder={jobs}", f"--setup={repository.setup}", *options]
+    return main(["slurm", "up", *words, "--", "--config=tiny.py"])
+
+
+def job_folder(repository: StandIn) -> Path:
+    return repository.folder.parent / "jobs" / "tiny"
+
+
+def wait_for(happened, seconds: float, log: Path) -> None:
+    deadline = time.time() + seconds
+    while not happened():
+        assert time.time() < deadline, log.read_text() if log.exists() else "no log"
+        time.sleep(0.05)
+
+
+def queued() -> str:
+    words = ["squeue", "--me", "--name=tiny", "--noheader", "--format=%i"]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def run_to_its_end(repository: StandIn, seconds: float, *options: str) -> str:
+    """Starts it, waits until it is out of the queue, and returns its log."""
+    assert launch(repository, "up", *options) == 0
+    log = job_folder(repository) / "log"
+    wait_for(lambda: not queued(), seconds, log)
+    return log.read_text()
+
+
+def test_it_starts_again_after_143_and_42_and_ends_when_complete(cluster, repository, capsys):
+    repository.plan([143, 143], [42, 42], [0, 0])
+    log = run_to_its_end(repository, cluster)
+    assert [len(repository.starts(process)) for process in range(2)] == [3, 3]
+    assert "again (143 on" in log and "again (42 on" in log and "--- done" not in log
+    assert "0: start 0 of process 0" in log and "1: start 2 of process 1" in log  # appended, over all starts
+    first, other = repository.starts(0)[0], repository.starts(1)[0]
+    assert first["JAX_NUM_PROCESSES"] == "2" and first["JAX_COORDINATOR_ADDRESS"] == other["JAX_COORDINATOR_ADDRESS"]
+    assert first["arguments"] == ["--config=tiny.py", f"--run_dir={job_folder(repository)}/run"]
+    assert first["cwd"].startswith(str(job_folder(repository) / "code"))
+    assert "python -m launch slurm logs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("codes", [[1, 42], [2, 2], [3, 3], [130, 130], [143, 1]])
+def test_a_code_that_must_not_be_repeated_is_not_whatever_its_peers_say(repository, tmp_path, monkeypatch, codes):
+    fake(tmp_path, monkeypatch)
+    repository.plan(codes, [0, 0])
+    log = run_to_its_end(repository, 120)
+    assert len(repository.starts()) == 1 and "never" in log
+
+
+def test_a_crash_is_repeated_a_bounded_number_of_times_and_its_host_named(cluster, repository):
+    repository.plan(["kill", 42], [134, 42], [139, 139], [0, 0])
+    log = run_to_its_end(repository, cluster, "--max_crashes=2")
+    assert len(repository.starts()) == 3
+    assert "has crashed 2 times" in log and "more than 2 crashes" in log
+    assert [line.split()[0] for line in (job_folder(repository) / "crashes").read_text().splitlines()] == [
+        "137",
+        "134",
+        "139",
+    ]
+    run_to_its_end(repository, cluster, "--max_crashes=2")  # a person may go on
+    assert len(repository.starts()) == 4
+
+
+def test_a_notice_is_waited_for_and_down_saves_and_ends_it_for_good(cluster, repository, capsys):
+    repository.plan(["wait", "wait"])
+    assert launch(repository, "up") == 0
+    log = job_folder(repository) / "log"
+    wait_for(lambda: len(repository.starts(0)) == len(repository.starts(1)) == 1, cluster, log)
+    assert launch(repository, "up") == 0 and "in the queue already" in capsys.readouterr().out
+    subprocess.run(
+        ["scancel", "--me", "--name=tiny", "--state=RUNNING", "--signal=TERM"], check=True
+    )  # as at the limit
+    wait_for(lambda: len(repository.starts(0)) == len(repository.starts(1)) == 2, cluster, log)
+    assert launch(repository, "status") == 0 and "tiny" not in capsys.readouterr().err
+    assert launch(repository, "down") == 0
+    wait_for(lambda: not queued(), cluster, log)
+    said = log.read_text()
+    assert len(repository.starts()) == 2 and said.count("saved by process") == 4 and "stopped by launch" in said
+
+
+def test_a_controller_that_does_not_answer_is_asked_again(repository, tmp_path, monkeypatch):
+    fake(tmp_path, monkeypatch)
+    (tmp_path / "slurm" / "deaf").write_text("2")
+    repository.plan([143, 143], [0, 0])
+    run_to_its_end(repository, 120)
+    assert len(repository.starts()) == 2
+
+
+def test_a_changed_file_is_not_seen_by_a_job_that_is_queued(repository, tmp_path, monkeypatch):
+    fake(tmp_path, monkeypatch)
+    repository.plan(["wait", "wait"], [0, 0])
+    launch(repository, "up")
+    log = job_folder(repository) / "log"
+    wait_for(lambda: len(repository.starts(0)) == len(repository.starts(1)) == 1, 120, log)
+    (repository.root / "train.py").write_text("raise SystemExit(1)")
+    subprocess.run(["scancel", "--me", "--name=tiny", "--signal=TERM"], check=True)
+    wait_for(lambda: not queued(), 120, log)
+    assert len(repository.starts()) == 2
+
+
+def test_a_dry_run_shows_the_script_and_needs_no_slurm(repository, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert launch(repository, "up", "--dry_run", "--sbatch=--partition=gpu --account=mine", hardware="4x h200:8") == 0
+    said = capsys.readouterr().out
+    for line in ("--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8", "--signal=TERM@300", "--partition=gpu"):
+        assert f"#SBATCH {line}\n" in said
+    assert said.splitlines()[-1] == f"sbatch {job_folder(repository)}/job.sh"
+    assert not job_folder(repository).exists()
+    for command in ("status", "logs", "down"):
+        assert launch(repository, command, "--dry_run") == 0
+    script = said.split("<<'END'\n")[1].split("\nEND\n")[0]
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--folder=jobs"], "give the whole path"),
+        ([], "--folder is missing"),
+        (["--folder=/proc/none"], "--folder=/proc/none"),
+        (["--folder=/tmp/x", "--hardware=v5e:4x4"], "TPUs are launched by"),
+        (["--folder=/tmp/x", "--hardware=h2000:8"], "h2000 is unknown"),
+        (["--folder=/tmp/x", "--hardware=h200:9"], "1 to 8"),
+        (["--folder=/tmp/x", "--hardware=3x cpu:1"], "cannot share evenly"),
+        (["--folder=/tmp/x", "--name=Not this"], "small letters"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_made(repository, tmp_path, monkeypatch, words, told):
+    fake(tmp_path, monkeypatch)
+    with pytest.raises(UserError, match=told):
+        main(["slurm", "up", "--hardware=2x cpu:1", *words, "--", "--config=tiny.py"])
+    assert not list((tmp_path / "slurm").iterdir())

@@ -1,0 +1,278 @@
+"""`python -m launch tpu` on a stand-in for gcloud (fake_gcloud.py): runs on two hosts that meet stockouts, broken
+connections, slices that are taken, and deletions that are refused. Nothing may be left of any."""
+
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from configs.schema import UserError
+from launch.__main__ import main
+from tests.launch.stand_in import StandIn
+
+STAND_IN = Path(__file__).with_name("fake_gcloud.py")
+ZONES = ("us-central1-a", "us-west4-a")
+BUCKET = "--checkpoint.folder=gs://bucket/tiny"
+HARDWARE = "v5e:2x4"
+"""Of one host in truth. The stand-in's slices have two."""
+
+
+class Cloud:
+    """The stand-in's folder, and what may be asked and done of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def plan(self, **zones: list[str]) -> None:
+        (self.folder / "plan").write_text(json.dumps({zone.replace("_", "-"): turns for zone, turns in zones.items()}))
+
+    def set(self, name: str, times: int) -> None:
+        (self.folder / name).write_text(str(times))
+
+    def asked(self, verb: str = "") -> list[list[str]]:
+        path = self.folder / "log"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [words for words in lines if not verb or verb in words]
+
+    def left(self) -> list[str]:
+        """Resources that are there, and cost."""
+        return [str(path.parent) for path in self.folder.glob("resources/*/*/facts")]
+
+    def take(self) -> None:
+        """Takes the slices away that are there, as a preemption does."""
+        spec = importlib.util.spec_from_file_location("fake_gcloud", STAND_IN)
+        fake = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(fake)
+        for path in self.left():
+            fake.take(Path(path))
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    made = StandIn(tmp_path / "repository", tmp_path / "told")
+    monkeypatch.chdir(made.root)
+    return made
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch):
+    made = Cloud(tmp_path / "cloud")
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "gcloud"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {STAND_IN} "$@"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    for name, value in {"FAKE_GCLOUD": made.folder, "LAUNCH_PAUSE": "0.02", "TOKENSUM_CACHE": tmp_path / "c"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr("launch.hardware.Hardware.hosts_per_group", 2)
+    made.plan(us_central1_a=["active"], us_west4_a=["active"])
+    yield made
+    made.take()
+
+
+def launch(repository: StandIn, command: str, *options: str, train: tuple[str, ...] = (BUCKET,)) -> int:
+    words = [f"--hardware={HARDWARE}", "--project=project", f"--setup={repository.setup}", "--zones", *ZONES, *options]
+    if command not in ("up", "run"):
+        return main(["tpu", command, "--project=project", "--name=tiny", *options])
+    return main(["tpu", command, *words, "--", "--config=tiny.py", *train])
+
+
+def wait_for(happened, seconds: float = 60) -> None:
+    deadline = time.time() + seconds
+    while not happened():
+        assert time.time() < deadline
+        time.sleep(0.02)
+
+
+def starts(repository: StandIn) -> list[int]:
+    return [len(repository.starts(process)) for process in range(2)]
+
+
+def test_run_takes_a_job_to_its_end_and_leaves_nothing(repository, cloud, capsys):
+    repository.plan([143, 143], [42, 42], [0, 0])
+    assert launch(repository, "run", "--price=0.5") == 0
+    assert starts(repository) == [3, 3] and not cloud.left()
+    said = capsys.readouterr().out
+    assert "8 chips (on_demand) x $0.5 = $4.00 an hour, $96.00 in 24 h" in said and "nothing is left" in said
+    assert repository.starts()[0]["arguments"] == ["--config=tiny.py", BUCKET, "--run_dir=runs/tiny"]
+    assert (repository.root / "runs" / "tiny").is_dir()  # the record, brought back
+
+
+@pytest.mark.parametrize(("codes", "code"), [([1, "wait"], 1), ([2, 2], 2), ([3, 3], 3), ([130, 130], 130)])
+def test_a_code_that_must_not_be_repeated_ends_it_and_the_others_save(repository, cloud, codes, code):
+    repository.plan(codes)
+    assert launch(repository, "run") == code
+    assert starts(repository) == [1, 1] and not cloud.left()
+
+
+def test_crashes_are_repeated_a_bounded_number_of_times(repository, cloud):
+    repository.plan(["kill", "wait"])
+    assert launch(repository, "run", "--max_crashes=2") == 137
+    assert starts(repository) == [3, 1] and not cloud.left()
+
+
+def test_the_next_zone_is_tried_when_one_has_none(repository, cloud, capsys):
+    repository.plan([0, 0])
+    cloud.plan(us_central1_a=["stockout"], us_west4_a=["active"])
+    assert launch(repository, "run") == 0
+    assert "us-central1-a: FAILED" in capsys.readouterr().out and not cloud.left()
+    cloud.plan(us_central1_a=["waits"], us_west4_a=["refused", "active"])
+    shutil.rmtree(repository.root / "runs")
+    assert launch(repository, "run", "--wait_minutes=0.005") == 0  # all zones are asked again until one has some
+    assert starts(repository) == [2, 2] and not cloud.left()
+
+
+def test_up_leaves_no_request_behind_where_no_zone_has_any(repository, cloud):
+    cloud.plan(us_central1_a=["stockout"], us_west4_a=["waits"])
+    assert launch(repository, "up", "--wait_minutes=0.005") == 1 and not cloud.left()
+
+
+def test_a_slice_that_is_taken_is_made_anew(repository, cloud):
+    repository.plan(["wait", "wait"], ["wait", "wait"], [0, 0])
+    cloud.plan(us_central1_a=["active", "stockout"], us_west4_a=["active"])
+
+    def harm() -> None:
+        for times in (1, 2):
+            wait_for(lambda times=times: starts(repository) == [times, times])
+            cloud.take()
+
+    harming = threading.Thread(target=harm)
+    harming.start()
+    assert launch(repository, "run", "--capacity=spot") == 0
+    harming.join()
+    assert starts(repository) == [3, 3] and not cloud.left()
+    assert all("--spot" in words for words in cloud.asked("create"))
+
+
+def test_commands_that_run_again_and_connections_that_break_are_harmless(repository, cloud):
+    repository.plan([143, 143], [0, 0])
+    cloud.set("breaks", 12)
+    cloud.set("deaf", 2)
+    assert launch(repository, "run") == 0
+    assert starts(repository) == [2, 2] and not cloud.left()
+
+
+def test_a_deletion_that_is_refused_is_tried_again_and_told_where_it_fails(repository, cloud, capsys):
+    repository.plan([0, 0])
+    cloud.set("refuses", 2)
+    assert launch(repository, "run") == 0 and not cloud.left()
+    cloud.set("refuses", 100)
+    with pytest.raises(
+        UserError, match="MAY COST MONEY: python -m launch tpu down --project=project --zones us-central1-a"
+    ):
+        launch(repository, "run")
+    assert cloud.left()
+    cloud.set("refuses", 0)
+    assert launch(repository, "down") == 0 and not cloud.left()
+
+
+def test_what_cannot_be_seen_is_not_taken_for_gone(repository, cloud):
+    cloud.set("denied", 100)
+    with pytest.raises(UserError, match="cannot describe"):
+        launch(repository, "down")
+    cloud.set("denied", 3)
+    repository.plan([0, 0])
+    assert launch(repository, "run") == 0 and not cloud.left()
+
+
+def test_everything_is_saved_and_deleted_at_the_deadline(repository, cloud):
+    repository.plan(["wait", "wait"])
+    assert launch(repository, "run", f"--hours={4 / 3600}") == 143
+    assert not cloud.left() and starts(repository) == [1, 1]
+
+
+def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, capsys, tmp_path):
+    repository.plan(["wait", "wait"], ["wait", "wait"], [0, 0])
+    assert launch(repository, "up") == 0
+    wait_for(lambda: starts(repository) == [1, 1])
+    assert launch(repository, "up") == 0  # again: nothing is asked for or started twice
+    assert len(cloud.left()) == 1 and starts(repository) == [1, 1]
+    os.kill(repository.starts()[0]["pid"], 15)
+    os.kill(repository.starts(1)[0]["pid"], 15)
+    wait_for(lambda: starts(repository) == [2, 2])
+    capsys.readouterr()
+    assert launch(repository, "status") == 0
+    assert "host-0-0: running" in capsys.readouterr().out
+    following = subprocess.Popen(
+        [sys.executable, "-m", "launch", "tpu", "logs", "--project=project", "--name=tiny", "--zones", ZONES[0]],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+    )
+    assert following.stdout.readline().decode().startswith("host-0-0: ---")
+    following.kill()
+    assert launch(repository, "stop") == 0
+    assert "stopped on 2 host(s)" in capsys.readouterr().out and starts(repository) == [2, 2] and cloud.left()
+    assert launch(repository, "down") == 0 and not cloud.left()
+    assert launch(repository, "down") == 0  # again: nothing is left to do
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--", "--config=tiny.py", BUCKET], "--project is missing"),
+        (["--project=p", "--zones", "mars-a", "--", "--config=tiny.py", BUCKET], "mars-a has no v5e"),
+        (["--project=p", "--", "--config=tiny.py"], "checkpoint.folder=gs://BUCKET/FOLDER is missing"),
+        (["--project=project", "--", "--config=tiny.py", "--checkpoint.folder=gs://none/x"], "does not exist"),
+        (["--project=p", "--hardware=v5e:5x5", "--", "--config=tiny.py", BUCKET], "a slice or node of v5e is"),
+        (["--project=p", "--hardware=h200:8", "--", "--config=tiny.py", BUCKET], "no TPU"),
+        (["--project=p", "--", "--config=tiny.py", BUCKET, "--run_dir=x"], "--run_dir cannot be given"),
+        (["--project=p", "--", "--config=tiny.py", BUCKET, "--mesh.fsdp=3"], "does not fit"),
+    ],
+)
+def test_a_mistake_is_told_before_anything_is_made(repository, cloud, words, told):
+    with pytest.raises(UserError, match=told):
+        main(["tpu", "up", f"--hardware={HARDWARE}", *words])
+    assert not cloud.asked("create")
+
+
+@pytest.fixture
+def every_command(repository, monkeypatch, tmp_path, capsys) -> list[list[str]]:
+    """The words of every command of gcloud's that dry runs show, for one slice and two; gcloud is not there."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "git").symlink_to(shutil.which("git"))
+    monkeypatch.setenv("PATH", str(tmp_path / "tools"))
+    shown = []
+    monkeypatch.setattr("launch.shell.join", lambda words: shown.append(list(words)) or "")
+    monkeypatch.setattr("launch.tpu.join", lambda words: shown.append(list(words)) or "")
+    for hardware, zone in (("v5e:4x4", "us-west4-a"), ("2x v5e:4x4", "us-west4-a"), ("2x v5p:2x2x2", "us-east5-a")):
+        for capacity in ("on_demand", "spot", "reserved"):
+            words = ["--project=p", "--zones", zone, f"--capacity={capacity}", "--service_account=a@p", "--dry_run"]
+            assert main(["tpu", "run", f"--hardware={hardware}", *words, "--", "--config=tiny.py", BUCKET]) == 0
+    for command in ("status", "logs", "stop", "down"):
+        assert main(["tpu", command, "--project=p", "--zones", "us-west4-a", "--name=tiny", "--dry_run"]) == 0
+    monkeypatch.undo()
+    return shown
+
+
+def test_a_dry_run_shows_every_command_and_needs_no_gcloud(every_command):
+    verbs = {words[-4 if words[1] == "storage" else words.index("queued-resources") + 1] for words in every_command}
+    assert verbs >= {"create", "scp", "ssh", "delete", "describe"}
+    creates = [words for words in every_command if "create" in words]
+    assert any(
+        {"--node-count=2", "--node-prefix=tiny", "--accelerator-type=v5litepod-16"} <= set(words) for words in creates
+    )
+    assert any({"alpha", "--type=v5p", "--topology=2x2x2", "--reserved"} <= set(words) for words in creates)
+
+
+@pytest.mark.slow
+def test_gcloud_itself_accepts_every_command(every_command):
+    if not shutil.which("gcloud"):
+        pytest.skip("gcloud is not installed: `gcloud meta lint-gcloud-commands` did not run")
+    # One of each kind: a verb with the same options is checked once, whatever the options' values.
+    kinds = {tuple(word.partition("=")[0] for word in words): words for words in every_command}
+    for command in kinds.values():
+        text = shlex.join("--command=shell" if word.startswith("--command=") else word for word in command)
+        words = ["gcloud", "meta", "lint-gcloud-commands", f"--command-string={text}"]
+        told = subprocess.run(words, capture_output=True, text=True, timeout=100, check=False)
+        assert told.stdout.startswith("["), (text, told.stdout, told.stderr)
+        (result,) = json.loads(told.stdout)
+        assert result["success"], (text[:200], result["error_message"])
