@@ -29,13 +29,13 @@ from model.flops import parameter_counts
 from run.checkpoint import Checkpoints, whole_steps
 from run.events import Events, rollbacks_to
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
-from run.goodput import Times, goodput, told
+from run.goodput import Times, goodput, summed_up
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, read_metrics, summarize, write_summary
 from run.preflight import preflight
-from run.runtime import Stop, cache_dir, check_hosts_agree, first_told, on_first_process, run_command, start_jax
+from run.runtime import Stop, cache_dir, check_hosts_agree, describe_processes, on_first_process, run_command, start_jax
 from training.build import Build, build
-from training.mesh import make_mesh, told_between
+from training.mesh import cost_of_slow_links, make_mesh
 from training.state import params_sha256
 
 
@@ -53,7 +53,7 @@ def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Ex
     times = Times()
     cluster = start_jax()
     say = tqdm.write if jax.process_index() == 0 else lambda text: None  # which leaves the progress bar whole
-    say(first_told(cluster, make_mesh(config.mesh)))
+    say(describe_processes(cluster, make_mesh(config.mesh)))
     check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
 
     # What is trained, and on what.
@@ -81,7 +81,7 @@ def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Ex
     with times.during("compilation"):
         train_step = built.train_step.lower(built.abstract_state, built.abstract_batch()).compile()
     say(describe(built))
-    if slow := told_between(built.mesh, config.model, built.batch_shape):
+    if slow := cost_of_slow_links(built.mesh, config.model, built.batch_shape):
         say(slow)
     outcome = None
     while outcome is None:
@@ -200,7 +200,7 @@ def finish(
     spent = goodput(Events(run_dir).read())
     if not isinstance(outcome, Finished):
         loop.writer.close()
-        say(told(spent))
+        say(summed_up(spent))
         return code
 
     skipped = int(outcome.state.skipped_steps)
@@ -218,7 +218,7 @@ def finish(
         f"---\n{config.name}: {config.steps} steps, {outcome.tokens:,} tokens in {outcome.seconds:.0f} s of training\n"
         f"training loss {summary['loss'] or math.nan:.4f}, validation loss {summary['val_loss'] or math.nan:.4f}, "
         f"{summary['val_bpb'] or math.nan:.4f} bits per byte\n"
-        f"{told(spent)}\n"
+        f"{summed_up(spent)}\n"
         f"in {run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
         f"sample:       python sample.py --run_dir={run_dir} --prompt='...'\n"
         f"train longer: the same command with --steps={2 * config.steps} --accept_changes"

@@ -25,7 +25,7 @@ HIGH_PORTS = 65536 - 2**12  # of these one by the job's number: jax/_src/cluster
 
 
 class Cluster(NamedTuple):
-    """The processes of a run, as this one was told."""
+    """The processes of a run, as this one's environment says."""
 
     launcher: str
     processes: int = 1
@@ -70,10 +70,10 @@ def detect(
     if not any(named.values()) and (processes or 1) == 1:
         return Cluster(found.launcher)
     if not (host and port.isdigit() and processes and place is not None and place < processes):
-        told = ", ".join(f"{name}={value or '(not set)'}" for name, value in named.items())
+        values = ", ".join(f"{name}={value or '(not set)'}" for name, value in named.items())
         raise UserError(
-            f"the processes of this run are not told ({found.launcher}): JAX_COORDINATOR_ADDRESS (host:port of the "
-            f"first), JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0) belong together; found {told}"
+            f"the processes of this run are not clear ({found.launcher}): JAX_COORDINATOR_ADDRESS (host:port of the "
+            f"first), JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0) belong together; found {values}"
         )
     launcher = found.launcher if found.processes else "JAX_* variables"
     if processes == 1:

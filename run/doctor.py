@@ -19,7 +19,7 @@ import jax
 from configs.command_line import parse
 from data.dataset import open_text
 from run.preflight import preflight
-from run.runtime import cache_dir, check_hosts_agree, first_told, run_command, start_jax
+from run.runtime import cache_dir, check_hosts_agree, describe_processes, run_command, start_jax
 from training.build import build
 
 
@@ -29,7 +29,7 @@ def main() -> int:
     built = build(config)
     first = jax.process_index() == 0
     if first:
-        print(first_told(cluster, built.mesh), flush=True)
+        print(describe_processes(cluster, built.mesh), flush=True)
     check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
     micro_batches, rows, length = built.batch_shape
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir())

@@ -134,7 +134,7 @@ def goodput(events: list[dict]) -> dict[str, float]:
     return spent
 
 
-def told(spent: dict[str, float]) -> str:
+def summed_up(spent: dict[str, float]) -> str:
     """A line: the share of steps in the wall time, and what the rest was."""
     wall = sum(spent.values())
     if not wall:

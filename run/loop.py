@@ -203,7 +203,7 @@ class Loop:
         self.read()
         self.monitor.write()
         if self.times.due and jax.process_index() == 0:
-            with suppress(OSError):  # a full disk is told of elsewhere
+            with suppress(OSError):  # a full disk is reported elsewhere
                 Events(self.config.run_dir).add("running", self.monitor.step, **self.times.note())
         failed = self.checkpoints.failing(wait=False)
         retry = failed > 0 and not self.checkpoints.pending

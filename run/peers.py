@@ -84,7 +84,7 @@ def missing(cluster: Cluster, came: dict[int, str], silent: list[int]) -> str:
 
 def _call(cluster: Cluster, port: int, timeout: float, tell_every: float, say: Callable[[str], Any]) -> None:
     """Process 0: lets the others come, asks each for an answer once all have, and then lets them go."""
-    start = told = time.monotonic()
+    start = reported = time.monotonic()
     server = _listen(port)
     lines: dict[socket.socket, bytes] = {}  # what a connection has sent of a line
     of: dict[int, socket.socket] = {0: server}
@@ -133,8 +133,8 @@ def _call(cluster: Cluster, port: int, timeout: float, tell_every: float, say: C
             if now - start > timeout:
                 tell(f"lost {line}")
                 raise PeerLost(line)
-            if now - told > tell_every:
-                told = now
+            if now - reported > tell_every:
+                reported = now
                 say(line)
                 tell(f"say {line}")
             for key, _ in selector.select(min(1.0, tell_every)):
@@ -185,7 +185,7 @@ def _answer(
     cluster: Cluster, address: tuple[str, int], timeout: float, tell_every: float, say: Callable[[str], Any]
 ) -> None:
     """Any other process."""
-    start = told = time.monotonic()
+    start = reported = time.monotonic()
     while True:
         try:
             with socket.create_connection(address, timeout=10) as connection:
@@ -210,8 +210,8 @@ def _answer(
         now = time.monotonic()
         if now - start > timeout:
             raise PeerLost(f"{now - start:.0f} s: process 0 at {cluster.address} cannot be reached: {problem}")
-        if now - told > tell_every:
-            told = now
+        if now - reported > tell_every:
+            reported = now
             say(f"{now - start:.0f} s: waiting for process 0 at {cluster.address}: {problem}")
         time.sleep(1)
 
@@ -239,7 +239,7 @@ def exchange(what: str, value: str, timeout: float = START_TIMEOUT) -> list[str]
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-            found |= {int(key.rpartition("/")[2]): told for key, told in client.key_value_dir_get(f"{name}/")}
+            found |= {int(key.rpartition("/")[2]): value for key, value in client.key_value_dir_get(f"{name}/")}
             silent = [i for i in range(count) if i not in found]
             line = f"{time.monotonic() - start:.0f} s: waiting for {what} of process {silent[:16]} of {count}"
             if silent and time.monotonic() - start > timeout:

@@ -41,7 +41,7 @@ class Host(NamedTuple):
     same: dict[str, str]
     """What must be the same on all, by its name."""
     clock: float
-    """Unix seconds, told by all at one moment."""
+    """Unix seconds, read by all at one moment."""
     problems: list[str]
     """What it lacks."""
 
@@ -135,7 +135,7 @@ def preflight(config: Config, mesh: Mesh, fingerprint: str, tokenizer: str) -> l
     """Every host, once nothing is wrong with them. UserError, the same on all of them, where something is. Every
     process must call it."""
     mine = json.dumps(about(config, fingerprint, tokenizer))
-    hosts = [Host(*json.loads(told)) for told in exchange("the preflight's answer", mine)]
+    hosts = [Host(*json.loads(answer)) for answer in exchange("the preflight's answer", mine)]
     if wrong := compare(hosts):
         raise UserError("the hosts of this run cannot train together:\n  " + "\n  ".join(wrong))
     checked_sum(mesh)
@@ -157,8 +157,8 @@ def checked_sum(mesh: Mesh) -> None:
     finally:
         late.cancel()
     expected = int(numbers.sum())
-    told = exchange("the sum over all devices", str(found))
-    if wrong := [f"process {i} found {sum_}" for i, sum_ in enumerate(told) if sum_ != str(expected)]:
+    sums = exchange("the sum over all devices", str(found))
+    if wrong := [f"process {i} found {sum_}" for i, sum_ in enumerate(sums) if sum_ != str(expected)]:
         raise UserError(
             f"the sum over all devices is {expected}, but {', '.join(wrong[:8])}: a device or link is broken"
         )

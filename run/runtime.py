@@ -124,7 +124,7 @@ def google_metadata(key: str) -> str:
     return ""
 
 
-def first_told(cluster: Cluster, mesh: Mesh) -> str:
+def describe_processes(cluster: Cluster, mesh: Mesh) -> str:
     """What was found, in a line: the launcher, the processes, devices, slices, and how the mesh lies on them."""
     groups = islands(list(mesh.devices.flat))
     between = axes_between(mesh)
@@ -139,7 +139,7 @@ def first_told(cluster: Cluster, mesh: Mesh) -> str:
 def check_hosts_agree(about: str, value: str) -> None:
     """UserError on every process where their `value`s are not all the same. Every process must call it."""
     digests = exchange(about, f"{hashlib.sha256(value.encode()).hexdigest()} {platform.node()}")
-    values, hosts = zip(*(told.split(" ", 1) for told in digests))
+    values, hosts = zip(*(answer.split(" ", 1) for answer in digests))
     different = [i for i, other in enumerate(values) if other != values[0]]
     if different:
         raise UserError(

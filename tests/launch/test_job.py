@@ -129,13 +129,13 @@ def test_what_is_no_code_is_refused(tmp_path):
 def test_a_job_is_checked_as_train_py_would(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert make_job(JobOptions("v5e:4x4"), ["--config=configs/d12.py"]).name == "d12"
-    for hardware, train, told in (
+    for hardware, train, message in (
         ("v5e:4x4", [], "arguments are missing"),
         ("v5e:4x4", ["--config=none.py"], "no such file"),
         ("v5e:4x4", ["--config=configs/d12.py", "--mesh.fsdp=3"], "does not fit the 16 devices"),
         ("3x v5e:1x1", ["--config=configs/d12.py"], "cannot share evenly"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             make_job(JobOptions(hardware), train)
     with pytest.raises(SystemExit) as ended:
         make_job(JobOptions("v5e:4x4"), ["--config=configs/d12.py", "--steps=many"])

@@ -240,7 +240,7 @@ def test_one_that_is_there_is_left_alone(repository, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--", "--config=tiny.py", BUCKET], "--image is missing"),
         (["--image=x", "--", "--config=tiny.py"], "--claim or --checkpoint.folder"),
@@ -249,9 +249,9 @@ def test_one_that_is_there_is_left_alone(repository, tmp_path, monkeypatch):
         (["--image=x", "--", "--config=tiny.py", BUCKET, "--mesh.fsdp=3"], "does not fit"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_made(repository, tmp_path, monkeypatch, words, told):
+def test_a_mistake_is_told_before_anything_is_made(repository, tmp_path, monkeypatch, words, message):
     log = stand_ins(tmp_path, monkeypatch)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         main(["k8s", "up", "--hardware=2x cpu:1", *words])
     assert log.read_text() == ""
 

@@ -234,7 +234,7 @@ def test_a_dry_run_shows_the_script_and_needs_no_slurm(repository, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--folder=jobs"], "give the whole path"),
         ([], "--folder is missing"),
@@ -246,8 +246,8 @@ def test_a_dry_run_shows_the_script_and_needs_no_slurm(repository, monkeypatch, 
         (["--folder=/tmp/x", "--name=Not this"], "small letters"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_made(repository, tmp_path, monkeypatch, words, told):
+def test_a_mistake_is_told_before_anything_is_made(repository, tmp_path, monkeypatch, words, message):
     fake(tmp_path, monkeypatch)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         main(["slurm", "up", "--hardware=2x cpu:1", *words, "--", "--config=tiny.py"])
     assert not list((tmp_path / "slurm").iterdir())

@@ -216,7 +216,7 @@ def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, caps
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--", "--config=tiny.py", BUCKET], "--project is missing"),
         (["--project=p", "--zones", "mars-a", "--", "--config=tiny.py", BUCKET], "mars-a has no v5e"),
@@ -228,8 +228,8 @@ def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, caps
         (["--project=p", "--", "--config=tiny.py", BUCKET, "--mesh.fsdp=3"], "does not fit"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_made(repository, cloud, words, told):
-    with pytest.raises(UserError, match=told):
+def test_a_mistake_is_told_before_anything_is_made(repository, cloud, words, message):
+    with pytest.raises(UserError, match=message):
         main(["tpu", "up", f"--hardware={HARDWARE}", *words])
     assert not cloud.asked("create")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from run.events import Events
-from run.goodput import OF_A_PROCESS, Times, goodput, told
+from run.goodput import OF_A_PROCESS, Times, goodput, summed_up
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ def test_one_process():
     events.append(event("stop", 20, 1000.0, start=5, compilation=3, steps=20, data=1, evaluation=2, saving=4))
     expected = {"start": 5, "compilation": 3, "steps": 20, "data": 1, "evaluation": 2, "saving": 4}
     assert nonzero(goodput(events)) == expected
-    assert told(goodput(events)).startswith("goodput: 57.1% of 35 s were steps; start 14.3%, saving 11.4%")
+    assert summed_up(goodput(events)).startswith("goodput: 57.1% of 35 s were steps; start 14.3%, saving 11.4%")
 
 
 def test_a_kill_loses_the_steps_after_the_checkpoint_and_the_time_until_the_next_start():
@@ -59,7 +59,7 @@ def test_events_of_older_versions_count_for_nothing():
     assert nonzero(goodput([{"event": "start", "step": 0, "time": 1.0}, event("start", 5, 10.0, start=2)])) == {
         "start": 2
     }
-    assert told(goodput([])) == "goodput: nothing was noted"
+    assert summed_up(goodput([])) == "goodput: nothing was noted"
 
 
 def test_the_parts_of_a_process_sum_to_the_time_since_it_began():
