@@ -41,7 +41,8 @@ class Arguments:
     """For which machine, and the sizes that differ from the config's."""
 
     topology: str = ""
-    """A TPU slice, as `v5e:4x4`, `v5p:4x4x4`, `v6e:4x4`, or GPUs of a machine, as `h200:8`. Empty: the devices here."""
+    """A TPU slice, as `v5e:4x4`, `v5p:4x4x4`, `v6e:4x4`; GPUs of a machine, as `h200:8`; or several of them, as
+    `2x v5e:4x4`, `64x h200:8`. Empty: the devices here."""
     rows: Positive[int] = 4
     """Rows of a micro-batch on one device."""
     micro_batches: Positive[int] = 4

@@ -36,7 +36,7 @@ class Arguments:
     rows: tuple[Positive[int], ...] = (1, 2, 4, 8, 16)
     """Rows of a micro-batch on one device."""
     topology: str = ""
-    """A TPU slice, as `v5e:4x4`. Empty: the devices here."""
+    """A TPU slice, as `v5e:4x4`, or several, as `2x v5e:4x4`. Empty: the devices here."""
     timed_steps: Positive[int] = 9
     """Steps whose median is taken."""
     out: FilePath = "micro-batches.png"

@@ -1,7 +1,9 @@
 """Devices that programs can be compiled for without having them."""
 
 import os
-from typing import Any
+import re
+from math import prod
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -37,18 +39,55 @@ runtime_version { major: 13 }
 """
 
 
+class Topology(NamedTuple):
+    """Devices as a command names them."""
+
+    slices: int
+    """TPU slices, or GPU machines."""
+    kind: str
+    """`v5e`, `v5p`, `v6e`, ...; `h200`."""
+    chips: tuple[int, ...]
+    """A slice's chips in each direction; (GPUs of one machine,)."""
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether `chips` are GPUs."""
+        return self.kind == "h200"
+
+    @property
+    def devices(self) -> int:
+        """Chips of all slices, or GPUs of all machines."""
+        return self.slices * prod(self.chips)
+
+
+def parse_topology(text: str) -> Topology:
+    """`v5e:4x4`, `2x v5e:4x4`, `h200:8`, `64x h200:8`; without the number before, it is one. UserError for others."""
+    form = re.fullmatch(r"(?:([1-9]\d*)x\s*)?([a-z]\w*):([1-9]\d*(?:x[1-9]\d*)*)", text.strip().lower())
+    if form is None:
+        raise UserError(
+            f"--topology={text}: give a TPU slice (v5e:4x4, v5p:4x4x4), GPUs of a machine (h200:8), or several of them "
+            "('2x v5e:4x4', '64x h200:8')"
+        )
+    topology = Topology(int(form[1] or 1), form[2], tuple(map(int, form[3].split("x"))))
+    if topology.is_gpu and len(topology.chips) > 1:
+        raise UserError(f"--topology={text}: GPUs of a machine are one number, as h200:8")
+    return topology
+
+
 def devices_of(topology: str) -> Any:
-    """The chips of a TPU slice, or the GPUs of a machine, that need not be there; or the devices here."""
+    """The chips of TPU slices, or the GPUs of machines, that need not be there; or the devices here (empty). UserError
+    for a topology that there is not."""
     if not topology:
         return jax.devices()
+    slices, kind, chips = asked = parse_topology(topology)
     # Before JAX first looks for devices: else it, and libtpu, would wait for a TPU.
     jax.config.update("jax_platforms", "cpu")
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
-    name, _, count = topology.partition(":")
     try:
-        if name == "h200":
-            options = {"topology": f"1x1x{count}", "target_config": H200}  # slices x machines x GPUs of one
+        if asked.is_gpu:
+            options = {"topology": f"{slices}x1x{chips[0]}", "target_config": H200}  # slices x machines x GPUs of one
             return topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices
-        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        name, several = f"{kind}:{'x'.join(map(str, chips))}", {"num_slices": slices} if slices > 1 else {}
+        return topologies.get_topology_desc(platform="tpu", topology_name=name, **several).devices
     except Exception as error:
         raise UserError(f"--topology={topology}: {error}") from error

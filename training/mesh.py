@@ -6,15 +6,23 @@
 
 Parameters and optimizer state are divided over `data` besides (ZeRO stage 1, arXiv:1910.02054): whole replicas exist
 only within a step, in the compute type.
+
+Devices of several TPU slices or GPU nodes: `data` spans them, `fsdp` and `tensor` stay inside one, on its fast links,
+as far as they fit.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
+from math import gcd
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from configs.schema import BatchConfig, MeshConfig, UserError
+from configs.schema import BatchConfig, MeshConfig, ModelConfig, UserError
+from model.flops import parameter_counts
 from model.parallel import Axes
 
 AXES = ("data", "fsdp", "tensor")
@@ -35,7 +43,78 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
             f"--mesh.data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} does not fit the {len(devices)} "
             f"{devices[0].platform} device(s) here; use --mesh.data={fits}"
         )
-    return jax.make_mesh((data, config.fsdp, config.tensor), AXES, (AxisType.Auto,) * 3, devices=devices)
+    shape = (data, config.fsdp, config.tensor)
+    if len(groups := islands(devices)) == 1:
+        return jax.make_mesh(shape, AXES, (AxisType.Auto,) * 3, devices=devices)
+    return Mesh(arrange(shape, groups), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def islands(devices: Sequence[Any]) -> list[list[Any]]:
+    """The devices by what their fast links join: a TPU slice, a GPU node or NVLink domain (their `slice_index`); a
+    process, where no `slice_index` tells: on CPUs, and of GPUs that are only described, which say 0 on every node."""
+    tells = all(hasattr(device, "slice_index") for device in devices)
+    if devices[0].platform == "gpu" and all(device.local_hardware_id is None for device in devices):
+        tells = False
+    groups = defaultdict(list)
+    for device in devices:
+        groups[device.slice_index if tells else device.process_index].append(device)
+    return [groups[index] for index in sorted(groups)]
+
+
+def arrange(shape: tuple[int, int, int], groups: Sequence[Sequence[Any]]) -> np.ndarray:
+    """The devices of several islands as an array [data, fsdp, tensor] of `shape`: `tensor` inside one as far as it
+    fits, then `fsdp`; `data` takes what is left inside, and goes across. UserError where islands differ in size."""
+    sizes = {len(group) for group in groups}
+    if len(sizes) > 1:
+        raise UserError(f"the {len(groups)} slices or nodes have {sorted(sizes)} devices; a mesh takes as many of each")
+    size, (data, fsdp, tensor) = sizes.pop(), shape
+    tensor_inside = gcd(tensor, size)
+    fsdp_inside = gcd(fsdp, size // tensor_inside)
+    data_inside = size // (tensor_inside * fsdp_inside)  # which divides `data`: what does not fit leaves none
+    inside = (data_inside, fsdp_inside, tensor_inside)
+    # As create_hybrid_device_mesh knows them, whatever told the islands apart.
+    by_process = len({getattr(group[0], "slice_index", None) for group in groups}) == 1
+    return mesh_utils.create_hybrid_device_mesh(
+        inside,
+        (data // data_inside, fsdp // fsdp_inside, tensor // tensor_inside),
+        [device for group in groups for device in group],
+        process_is_granule=by_process,
+        allow_split_physical_axes=groups[0][0].device_kind in ("TPU v5 lite", "TPU v5e"),  # as jax.make_mesh does
+    )
+
+
+def axes_between(mesh: Mesh) -> list[str]:
+    """The axes along which neighbours lie in different islands, so that what crosses them takes slower links."""
+    groups = islands(list(mesh.devices.flat))
+    island = {device: i for i, group in enumerate(groups) for device in group}
+    index = np.vectorize(island.__getitem__, otypes=[int])(mesh.devices)
+    return [name for axis, name in enumerate(AXES) if np.ptp(index, axis).any()]
+
+
+def told_between(mesh: Mesh, model: ModelConfig, batch: tuple[int, int, int]) -> str:
+    """What it costs, in a line, that `fsdp` or `tensor` go across islands; else empty. `batch` is K, B, T.
+
+    Bytes are a device's payload a step, in a compute type of two bytes (docs/mesh.md): for `fsdp` each parameter
+    gathered and its gradient scattered, for `tensor` four sums of the residual stream a block, in each micro-batch.
+    """
+    between = axes_between(mesh)
+    micro_batches, rows, length = batch
+    costs = []
+    if "fsdp" in between:
+        size = 6 * micro_batches * sum(parameter_counts(model).values()) / mesh.shape["tensor"]
+        costs.append(f"parameters and gradients over fsdp, {size / 1e9:.3g} GB")
+    if "tensor" in between:
+        mine = rows // (mesh.shape["data"] * mesh.shape["fsdp"])
+        size = 4 * 2 * micro_batches * model.depth * mine * length * model.width
+        costs.append(f"activations over tensor, {size / 1e9:.3g} GB")
+    if not costs:
+        return ""
+    inner, island = mesh.shape["fsdp"] * mesh.shape["tensor"], mesh.size // len(islands(list(mesh.devices.flat)))
+    return (
+        f"note: fsdp x tensor = {inner} do not fit the {island} device(s) of a slice, node or process, so slower links "
+        f"carry, in each of {micro_batches} micro-batch(es), {' and '.join(costs)} a step and device in all; with "
+        f"fsdp x tensor that divide {island}, only data crosses them, once a step"
+    )
 
 
 def xla_options(mesh: Mesh) -> dict[str, bool]:

@@ -1,5 +1,5 @@
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from configs.schema import BatchConfig, MeshConfig, UserError
-from training.mesh import batch_shape, batch_sharding, dimension_over, make_mesh, parameter_spec
+from model.flops import parameter_counts
+from tests.helpers import TINY
+from training.mesh import (
+    arrange,
+    batch_shape,
+    batch_sharding,
+    dimension_over,
+    islands,
+    make_mesh,
+    parameter_spec,
+    told_between,
+)
 
 
 def mesh(replicas: int) -> Mesh:
@@ -38,6 +49,74 @@ def test_mesh_takes_all_devices_it_is_given(replicas):
 def test_mesh_of_another_size_than_the_devices_is_refused(config, works):
     with pytest.raises(UserError, match=f"does not fit the 8 cpu .*{works}"):
         make_mesh(config)
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What a mesh asks of a device."""
+
+    id: int
+    slice_index: int
+    process_index: int
+    local_hardware_id: int | None = 0
+    platform: str = "gpu"
+    device_kind: str = "H200"
+
+
+def gpus(nodes: int, each: int, tasks: int = 1) -> list[GPU]:
+    """GPUs of several nodes, in `tasks` processes a node."""
+    return [GPU(i, i // each, i * tasks // each) for i in range(nodes * each)]
+
+
+def test_islands_are_what_slice_index_tells_and_processes_where_it_does_not():
+    assert [len(island) for island in islands(gpus(2, 8))] == [8, 8]
+    assert [len(island) for island in islands(gpus(2, 8, tasks=8))] == [8, 8]  # a task a GPU: still two nodes
+    one_domain = [replace(gpu, slice_index=0) for gpu in gpus(2, 4)]  # an NVLink domain of several machines
+    assert [len(island) for island in islands(one_domain)] == [8]
+    described = [replace(gpu, local_hardware_id=None) for gpu in one_domain]
+    assert [len(island) for island in islands(described)] == [4, 4]
+    assert len(islands(jax.devices())) == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each", "shape", "across"),
+    [
+        (2, 8, (16, 1, 1), (True, False, False)),
+        (2, 8, (4, 2, 2), (True, False, False)),
+        (2, 8, (2, 8, 1), (True, False, False)),
+        (2, 8, (1, 16, 1), (False, True, False)),  # larger than a node: fsdp goes across before tensor does
+        (4, 8, (2, 8, 2), (True, True, False)),
+        (2, 4, (1, 1, 8), (False, False, True)),
+        (3, 8, (2, 12, 1), (False, True, False)),
+        (3, 8, (8, 3, 1), (False, True, False)),
+    ],
+)
+def test_data_spans_nodes_and_the_rest_stays_inside_as_far_as_it_fits(nodes, each, shape, across):
+    devices = gpus(nodes, each)
+    mesh = arrange(shape, islands(devices[::-1]))
+    assert mesh.shape == shape and set(mesh.flat) == set(devices)
+    node = np.vectorize(lambda device: device.slice_index)(mesh)
+    assert tuple(bool(np.ptp(node, axis).any()) for axis in range(3)) == across
+
+
+def test_what_does_not_fit_a_node_is_told_with_its_cost(monkeypatch):
+    def told(*sizes):
+        devices = make_mesh(MeshConfig(*sizes))
+        with monkeypatch.context() as patch:
+            patch.setattr("training.mesh.islands", lambda devices: [jax.devices()[:4], jax.devices()[4:]])
+            return told_between(devices, TINY, (4, 16, 16))
+
+    assert told(4, 2, 1) == told(2, 2, 2) == ""
+    assert "fsdp x tensor = 8 do not fit the 4 device(s)" in told(1, 8, 1)
+    gathered = 6 * 4 * sum(parameter_counts(TINY).values())
+    assert f"gradients over fsdp, {gathered / 1e9:.3g} GB" in told(1, 8, 1) and "over tensor" not in told(1, 8, 1)
+    summed = 4 * 2 * 4 * 2 * (16 * 16 * 32)  # four sums of two bytes, in 4 micro-batches, in 2 blocks
+    assert f"activations over tensor, {summed / 1e9:.3g} GB" in told(1, 1, 8)
+
+
+def test_nodes_of_different_sizes_are_refused():
+    with pytest.raises(UserError, match=r"have \[4, 8\] devices"):
+        arrange((12, 1, 1), islands(gpus(2, 8)[:12]))
 
 
 @pytest.mark.parametrize(
