@@ -33,6 +33,7 @@ from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, read_metrics, summarize, write_summary
 from run.runtime import Stop, cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
 from training.build import Build, build
+from training.mesh import cost_of_slow_links
 from training.state import params_sha256
 
 
@@ -74,6 +75,8 @@ def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Ex
     # Compiled once, here: a compiled program refuses other shapes, so no step can compile anew.
     train_step = built.train_step.lower(built.abstract_state, built.abstract_batch()).compile()
     say(describe(built))
+    if slow := cost_of_slow_links(built.mesh, config.model, built.batch_shape):
+        say(slow)
     outcome = None
     while outcome is None:
         start = resume(built, checkpoints, past, say)

@@ -91,7 +91,7 @@ def axes_between(mesh: Mesh) -> list[str]:
     return [name for axis, name in enumerate(AXES) if np.ptp(index, axis).any()]
 
 
-def told_between(mesh: Mesh, model: ModelConfig, batch: tuple[int, int, int]) -> str:
+def cost_of_slow_links(mesh: Mesh, model: ModelConfig, batch: tuple[int, int, int]) -> str:
     """What it costs, in a line, that `fsdp` or `tensor` go across islands; else empty. `batch` is K, B, T.
 
     Bytes are a device's payload a step, in a compute type of two bytes (docs/mesh.md): for `fsdp` each parameter

@@ -15,11 +15,11 @@ from training.mesh import (
     arrange,
     batch_shape,
     batch_sharding,
+    cost_of_slow_links,
     dimension_over,
     islands,
     make_mesh,
     parameter_spec,
-    told_between,
 )
 
 
@@ -100,18 +100,18 @@ def test_data_spans_nodes_and_the_rest_stays_inside_as_far_as_it_fits(nodes, eac
 
 
 def test_what_does_not_fit_a_node_is_told_with_its_cost(monkeypatch):
-    def told(*sizes):
+    def note(*sizes):
         devices = make_mesh(MeshConfig(*sizes))
         with monkeypatch.context() as patch:
             patch.setattr("training.mesh.islands", lambda devices: [jax.devices()[:4], jax.devices()[4:]])
-            return told_between(devices, TINY, (4, 16, 16))
+            return cost_of_slow_links(devices, TINY, (4, 16, 16))
 
-    assert told(4, 2, 1) == told(2, 2, 2) == ""
-    assert "fsdp x tensor = 8 do not fit the 4 device(s)" in told(1, 8, 1)
+    assert note(4, 2, 1) == note(2, 2, 2) == ""
+    assert "fsdp x tensor = 8 do not fit the 4 device(s)" in note(1, 8, 1)
     gathered = 6 * 4 * sum(parameter_counts(TINY).values())
-    assert f"gradients over fsdp, {gathered / 1e9:.3g} GB" in told(1, 8, 1) and "over tensor" not in told(1, 8, 1)
+    assert f"gradients over fsdp, {gathered / 1e9:.3g} GB" in note(1, 8, 1) and "over tensor" not in note(1, 8, 1)
     summed = 4 * 2 * 4 * 2 * (16 * 16 * 32)  # four sums of two bytes, in 4 micro-batches, in 2 blocks
-    assert f"activations over tensor, {summed / 1e9:.3g} GB" in told(1, 1, 8)
+    assert f"activations over tensor, {summed / 1e9:.3g} GB" in note(1, 1, 8)
 
 
 def test_nodes_of_different_sizes_are_refused():
