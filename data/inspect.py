@@ -135,8 +135,8 @@ def main() -> int:
     shares, sources = split_sources(config.data.source)
     found = [open_dataset(source, config.data, config.model.vocab_size, cache_dir()) for source in sources]
     for share, dataset in zip(shares, found):
-        lines, lengths = describe(dataset)
-        print(lines + (f"\n{share:.1%} of the rows" if len(found) > 1 else ""))
+        described, lengths = describe(dataset)
+        print(described + (f"\n{share:.1%} of the rows" if len(found) > 1 else ""))
     picture = Path(arguments.picture or Path(arguments.path, "document-lengths.png"))
     try:
         plot_lengths(lengths, picture)
@@ -153,9 +153,10 @@ def main() -> int:
     vocab_size = max(config.model.vocab_size, found[0].tokenizer.vocab_size)  # a dataset folder knows its own
     text = open_text(config.data, vocab_size, length, size, cache_dir())
     sequence = row_sequence(text.train, text.weights, config.seed)
-    chosen = [sequence[first + i] for i in range(size)]
-    print(f"step {arguments.step}: {size} rows of {length} tokens, of which {min(arguments.rows, size)} follow")
-    for i, (part, number) in enumerate(chosen[: arguments.rows]):
+    shown = min(arguments.rows, size)
+    print(f"step {arguments.step}: {size} rows of {length} tokens, of which {shown} follow")
+    for i in range(shown):
+        part, number = sequence[first + i]
         row = text.train[part][number]
         print(f"row {i} of the step, row {number:,} of {sources[part]}:\n{describe_row(row, text.tokenizer)}")
     return 0

@@ -1,8 +1,8 @@
 """What a run writes down: metrics.jsonl, TensorBoard, summary.json, loss.png."""
 
+import io
 import json
 import math
-import os
 import shutil
 import sys
 import time
@@ -208,8 +208,7 @@ def plot_loss(run_dir: str | Path) -> Path:
     axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
     axes.grid(alpha=0.3)
     axes.legend()
-    path = Path(run_dir) / "loss.png"
-    partial = path.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=150)
-    os.replace(partial, path)
+    path, picture = Path(run_dir) / "loss.png", io.BytesIO()
+    figure.savefig(picture, dpi=150)
+    write_whole(path, picture.getbuffer())
     return path

@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("user")
     (folder / "tiny.py").write_text(CONFIG)
     (folder / "text").mkdir()
-    words = (ROOT / "tests" / "words.txt").read_text().split()  # which does not change: losses that jump depend on it
+    words = (ROOT / "tests" / "words.txt").read_text().split()  # not train.py itself, which changes
     for i in range(30):
         (folder / "text" / f"{i}.txt").write_text(" ".join(words[i:] + words[:i]))
     return folder
