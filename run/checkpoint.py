@@ -148,6 +148,9 @@ class Checkpoints:
         saved, self.pending = self.pending, None
         if not self._succeeds(self.manager.wait_until_finished):
             return
+        if self.failed_saves:  # some of their parts may have been written after what they left was removed
+            with suppress(Exception):
+                on_first_process(self._clear)
         self.failed_saves = 0
         self.infos.append(saved)
         if jax.process_index() == 0:

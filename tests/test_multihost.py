@@ -122,8 +122,8 @@ def test_two_processes_stopped_killed_and_continued_end_as_one_device(folder, on
 
     subprocess.run(["cp", "-r", "two", "elsewhere"], cwd=folder, check=True)
     said = finish(start(folder, 4, 2, "--run_dir=two", fsdp))
-    first = "launcher: JAX_* variables; process 0 of 2; 4 of 8 cpu device(s) here, in 2 slice(s) or node(s); mesh: "
-    assert first + "data 4 (across them), fsdp 2, tensor 1\n" in said[0] and "goodput: " in said[0]
+    first = "launcher: JAX_* variables; process 0 of 2; 4 of 8 cpu device(s) here, in 1 slice(s) or node(s); mesh: "
+    assert first + "data 4, fsdp 2, tensor 1\n" in said[0] and "goodput: " in said[0]
     assert "continuing after step" in said[0]
     assert "bits per byte" in said[0] and "bits per byte" not in said[1]
     assert_same(run_dir, one_device)

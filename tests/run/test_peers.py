@@ -41,6 +41,17 @@ class Caller(threading.Thread):
             self.ended = f"{type(error).__name__}: {error}"
 
 
+def connect(port: int) -> socket.socket:
+    """A connection to process 0, as soon as it listens."""
+    until = time.monotonic() + 30
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port))
+        except ConnectionRefusedError:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+
+
 def wait_for(condition):
     until = time.monotonic() + 30
     while not condition():
@@ -51,7 +62,7 @@ def wait_for(condition):
 def test_all_wait_for_the_last_and_every_one_is_told_who_is_missing(port):
     callers = [Caller(port, i, 3) for i in (1, 0)]
     wait_for(lambda: all(any("waiting for process 2 of 3" in line for line in caller.said) for caller in callers))
-    with socket.create_connection(("127.0.0.1", port)) as scanner:
+    with connect(port) as scanner:
         scanner.sendall(b"GET / HTTP/1.0\n\n")  # is no process, and harms nothing
     callers.append(Caller(port, 2, 3))
     wait_for(lambda: all(caller.ended == "together" for caller in callers))
@@ -60,7 +71,7 @@ def test_all_wait_for_the_last_and_every_one_is_told_who_is_missing(port):
 
 def test_one_that_went_away_is_missing_again_and_one_that_does_not_answer_is_named(port):
     first, hello = Caller(port, 0, 2), f"here 1 2 {'host-b'}\n".encode()
-    with socket.create_connection(("127.0.0.1", port)) as gone:
+    with connect(port) as gone:
         gone.sendall(hello)
         wait_for(lambda: any("waiting for an answer of process 1 (host-b), which came" in line for line in first.said))
     first.said.clear()
