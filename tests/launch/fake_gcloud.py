@@ -8,6 +8,7 @@ described. As gcloud does, ssh runs a command again whose connection broke, and 
     deaf      so many times ssh ends with 255 without having run anything
     refuses   so many times a deletion is refused
     denied    so many times nothing is told of a resource
+    workers   the hosts of a slice; 2 unless it is there
 """
 
 import json
@@ -120,7 +121,8 @@ def delete(path: Path, given: dict[str, str]) -> int:
 
 def hosts(path: Path, given: dict[str, str]) -> list[Path]:
     nodes = range(update(path)["nodes"]) if given["node"] == "all" else [int(given["node"])]
-    workers = range(2) if given["worker"] == "all" else [int(given["worker"])]
+    many = int((HOME / "workers").read_text()) if (HOME / "workers").exists() else 2
+    workers = range(many) if given["worker"] == "all" else [int(given["worker"])]
     found = [path / f"host-{node}-{worker}" for node in nodes for worker in workers]
     for host in found:
         (host / "bin").mkdir(parents=True, exist_ok=True)
