@@ -30,6 +30,7 @@ def loop(job: Job, home: str) -> str:
 #!/bin/bash
 # Written by python -m launch tpu.
 here="{folder(job.name)}"
+[ ! -e "$here/ended" ] || exit 0
 crashes=0
 tell() {{ echo "--- $(date -u +%FT%TZ) $*"; }}
 end() {{ tell "ended with $1"; echo "$1" > "$here/ended.new"; mv "$here/ended.new" "$here/ended"; exit 0; }}
@@ -54,23 +55,23 @@ end "$code"
 
 
 def prepare(job: Job, code: Code, setup: str) -> str:
-    """Shell that unpacks the code, which lies in the home folder as launch-HASH.tar, and sets it up, one at a time."""
+    """Shell that unpacks the code, which lies in the home folder as launch-HASH.tar, and sets it up, one at a time.
+    Whatever ended the run before is forgotten."""
     here, home = folder(job.name), f"{folder(job.name)}/code/{code.name}"
     steps = (
         f'{unpack(code, f"$HOME/launch-{code.name}.tar", f"{here}/code")} && cd "{home}" && '
         f"{{ test -e .launch-ready || {{ bash -c {quote(setup)} && touch .launch-ready; }}; }} && "
-        f'printf %s {quote(loop(job, home))} > "{here}/loop.$$" && mv "{here}/loop.$$" "{here}/loop.sh"'
+        f'printf %s {quote(loop(job, home))} > "{here}/loop.$$" && mv "{here}/loop.$$" "{here}/loop.sh" && '
+        f'rm -f "{here}/ended" "{here}/stop"'
     )
     return f'mkdir -p "{here}" && flock "{here}/preparing" bash -c {quote(steps)}'
 
 
-def start(name: str, number: str) -> str:
-    """Shell that starts the loop, detached, unless it runs. A repetition with the same `number` does nothing, so that a
-    run that has ended meanwhile is not started again by it."""
+def start(name: str) -> str:
+    """Shell that starts the loop, detached, unless it runs, or has ended since `prepare`."""
     return (
-        f'cd "{folder(name)}" && mkdir -p started && {{ ! mkdir started/{number} 2>/dev/null || '
-        "! flock --nonblock lock true || { rm -f ended stop; "
-        "setsid nohup flock --timeout 5 lock bash loop.sh >> log 2>&1 < /dev/null & }; }"
+        f'cd "{folder(name)}" && {{ test -e ended || ! flock --nonblock lock true || '
+        "{ setsid nohup flock --timeout 5 lock bash loop.sh >> log 2>&1 < /dev/null & }; }"
     )
 
 

@@ -127,7 +127,7 @@ def start(slices: Slices, job: Job, code: Code, options: TpuOptions) -> None:
         raise UserError(f"the code could not be sent to the hosts of {slices.name}")
     slices.ssh(hosts.prepare(job, code, options.setup))
     for _ in range(3):  # a connection may break after a host was told, and before it did it
-        slices.ssh(hosts.start(job.name, f"{time.time_ns()}"))
+        slices.ssh(hosts.start(job.name))
         if options.dry_run or not {"none", "idle"} & {state for state, _ in states(slices).values()}:
             return
         pause(0.2)
@@ -165,7 +165,7 @@ def watch(slices: Slices, job: Job, deadline: float) -> str:
             fetch(slices)
             return "ended 0"
         if {"none", "idle"} & {state for state, _ in known.values()}:  # a host was started anew
-            slices.ssh(hosts.start(slices.name, f"{time.time_ns()}"), check=False)
+            slices.ssh(hosts.start(slices.name), check=False)
         if time.time() > deadline:
             save(slices)
             return "deadline"

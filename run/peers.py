@@ -28,10 +28,12 @@ from configs.schema import UserError
 from run.cluster import Cluster, split_address
 
 START_TIMEOUT = 30 * 60  # seconds to wait for the last host: as long as a cluster takes to start it
+TELL_FIRST = 10  # seconds until a line says which process, of those that have joined, does not answer
 TELL_EVERY = 60  # seconds between lines that say who is missing
 JOIN_TIMEOUT = 120  # seconds for JAX's own start, once all have answered
 HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life after which a process counts as lost
-ENDING = "tokensum/exit"  # in the service's store: the code, and who was first to end with it
+HOSTS = "tokensum/host"  # in the service's store: each process's host
+ENDING = "tokensum/exit"  # there, too: the code, and who was first to end with it
 GRACE = 2  # seconds in which a process that learns of it may end in its own words
 
 
@@ -52,6 +54,8 @@ def join(cluster: Cluster) -> None:
         initialization_timeout=JOIN_TIMEOUT,
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
     )
+    client: Any = distributed.global_state.client
+    client.key_value_set(f"{HOSTS}/{cluster.index}", socket.gethostname())
     threading.Thread(target=_end_with_others, daemon=True).start()
 
 
@@ -235,13 +239,17 @@ def exchange(what: str, value: str, timeout: float = START_TIMEOUT) -> list[str]
     while len(found) < count:
         first = next(i for i in range(count) if i not in found)
         try:
-            found[first] = client.blocking_key_value_get(f"{name}/{first}", 1000 * TELL_EVERY)
+            seconds = TELL_EVERY if time.monotonic() - start > TELL_FIRST else TELL_FIRST
+            found[first] = client.blocking_key_value_get(f"{name}/{first}", 1000 * seconds)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-            found |= {int(key.rpartition("/")[2]): value for key, value in client.key_value_dir_get(f"{name}/")}
+            by_process = lambda folder: {int(key.rpartition("/")[2]): value for key, value in folder}
+            found |= by_process(client.key_value_dir_get(f"{name}/"))
+            hosts = by_process(client.key_value_dir_get(f"{HOSTS}/"))
             silent = [i for i in range(count) if i not in found]
-            line = f"{time.monotonic() - start:.0f} s: waiting for {what} of process {silent[:16]} of {count}"
+            names = ", ".join(f"{i} ({hosts.get(i, 'not known')})" for i in silent[:16])
+            line = f"{time.monotonic() - start:.0f} s: waiting for {what} of process {names} of {count}"
             if silent and time.monotonic() - start > timeout:
                 raise PeerLost(line) from None
             if silent and index == 0:

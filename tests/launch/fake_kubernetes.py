@@ -150,7 +150,8 @@ class Cluster:
 
 
 def environment_with(python: str, folder: Path) -> dict[str, str]:
-    """The environment of the image: its `python` is `python`."""
+    """The environment of the image: its `python` is `python` (a link to it would not find its packages)."""
     folder.mkdir(exist_ok=True)
-    (folder / "python").symlink_to(python)
+    (folder / "python").write_text(f'#!/bin/sh\nexec {python} "$@"\n')
+    (folder / "python").chmod(0o755)
     return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}

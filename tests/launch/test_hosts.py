@@ -30,9 +30,10 @@ def host(tmp_path, monkeypatch):
     code = pack(repository.root)
     job = make_job(JobOptions("v5e:1x1"), ["--config=tiny.py", "--checkpoint.folder=gs://bucket/it's"])
     (home / f"launch-{code.name}.tar").write_bytes(code.archive)
-    ssh(hosts.prepare(job, code, f"echo set up >> {tmp_path}/set-up && {repository.setup}"))
+    prepare = lambda: ssh(hosts.prepare(job, code, f"echo set up >> {tmp_path}/set-up && {repository.setup}"))
+    prepare()
     assert (tmp_path / "set-up").read_text() == "set up\n"
-    return ssh, repository
+    return ssh, repository, prepare
 
 
 def wait_for(happened) -> None:
@@ -42,24 +43,25 @@ def wait_for(happened) -> None:
         time.sleep(0.02)
 
 
-def test_a_start_that_is_repeated_after_the_end_starts_nothing(host):
-    ssh, repository = host
+def test_a_start_after_the_end_starts_nothing_until_it_is_prepared_again(host):
+    ssh, repository, prepare = host
     repository.plan([0])
-    ssh(hosts.start("tiny", "1"))
+    ssh(hosts.start("tiny"))
     wait_for(lambda: " ended 0" in ssh(hosts.state("tiny")))
-    ssh(hosts.start("tiny", "1"))
+    ssh(hosts.start("tiny"))
     assert " ended 0" in ssh(hosts.state("tiny"))
-    ssh(hosts.start("tiny", "2"))  # one that a person asks for does
+    prepare()
+    ssh(hosts.start("tiny"))
     wait_for(lambda: " ended 0" in ssh(hosts.state("tiny")))
     assert len(repository.starts()) == 2
     assert repository.starts()[0]["arguments"][1] == "--checkpoint.folder=gs://bucket/it's"
 
 
 def test_a_stop_saves_and_lasts(host):
-    ssh, repository = host
+    ssh, repository, _ = host
     repository.plan(["wait"])
     assert ssh(hosts.state("tiny")).split()[1] == "idle"
-    ssh(hosts.start("tiny", "1"))
+    ssh(hosts.start("tiny"))
     wait_for(lambda: len(repository.starts()) == 1)
     assert ssh(hosts.state("tiny")).split()[1] == "running"
     ssh(hosts.stop("tiny"))
@@ -68,5 +70,5 @@ def test_a_stop_saves_and_lasts(host):
 
 
 def test_where_nothing_was_prepared_nothing_is_known_or_stopped(host):
-    ssh, _ = host
+    ssh, _, _ = host
     assert ssh(hosts.state("other")).split()[1] == "none" and ssh(hosts.stop("other")) == ""

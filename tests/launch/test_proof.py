@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from shlex import quote
 
 import pytest
 
@@ -65,7 +66,8 @@ def test_a_slice_that_is_taken_from_a_run_leaves_no_trace_in_it(folder, cloud, t
     server = FakeGCS()
     for name, value in (server.environment() | environment_of(8)).items():
         monkeypatch.setenv(name, value)
-    setup = f"mkdir -p .venv/bin && ln -sf {sys.executable} .venv/bin/python"
+    python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'  # a link would not find its packages
+    setup = f"mkdir -p .venv/bin && printf %s {quote(python)} > .venv/bin/python && chmod +x .venv/bin/python"
     options = ["--hardware=v5e:2x4", "--project=project", "--zones", "us-central1-a", "us-west4-a", f"--setup={setup}"]
     arguments = [f"--config={folder}/tiny.py", f"--data.source={folder}/text"]
 

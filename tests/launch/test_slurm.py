@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
@@ -58,11 +59,12 @@ def fake(tmp_path, monkeypatch):
 
 
 @contextmanager
-def real(tmp_path, monkeypatch):
+def real(monkeypatch):
     """A SLURM of this test's own: a controller and two nodes that are this machine."""
     if not (shutil.which("slurmctld") and shutil.which("slurmd")):
         pytest.skip("SLURM itself is not installed (Debian: slurm-wlm): slurmctld and slurmd did not run")
-    folder, ports = tmp_path / "slurm", []
+    temporary = tempfile.TemporaryDirectory(prefix="slurm-")  # a short path: it holds Unix sockets
+    folder, ports = Path(temporary.name), []
     for name in ("state", "node0.spool", "node1.spool"):
         (folder / name).mkdir(parents=True)
     for _ in range(3):
@@ -95,6 +97,7 @@ def real(tmp_path, monkeypatch):
             process.terminate()
         for process in started:
             process.wait()
+        temporary.cleanup()
 
 
 @pytest.fixture(params=["stand-in", pytest.param("slurm", marks=pytest.mark.slow)])
@@ -104,7 +107,7 @@ def cluster(request, tmp_path, monkeypatch):
         fake(tmp_path, monkeypatch)
         yield 120
     else:
-        with real(tmp_path, monkeypatch):
+        with real(monkeypatch):
             yield 300
 
 

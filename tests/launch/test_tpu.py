@@ -127,7 +127,7 @@ def test_the_next_zone_is_tried_when_one_has_none(repository, cloud, capsys):
     assert "us-central1-a: FAILED" in capsys.readouterr().out and not cloud.left()
     cloud.plan(us_central1_a=["waits"], us_west4_a=["refused", "active"])
     shutil.rmtree(repository.root / "runs")
-    assert launch(repository, "run", "--wait_minutes=0.005") == 0  # all zones are asked again until one has some
+    assert launch(repository, "run", "--wait_minutes=0.02") == 0  # all zones are asked again until one has some
     assert starts(repository) == [2, 2] and not cloud.left()
 
 

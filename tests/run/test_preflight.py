@@ -2,6 +2,7 @@
 
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -84,11 +85,13 @@ def test_a_wrong_sum_is_a_mistake(monkeypatch):
 
 
 DOCTOR = """
-import sys
+import os, signal, sys
 import run.preflight as preflight
 if "package" in sys.argv:
     preflight.versions = lambda: {"jax": "0.1"}
-sys.argv = [word for word in sys.argv if word != "package"]
+if "stopped" in sys.argv:
+    preflight.code_digest = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+sys.argv = [word for word in sys.argv if word not in ("package", "stopped")]
 from run.doctor import main
 from run.runtime import run_command
 run_command(main)
@@ -103,10 +106,11 @@ run_command(main)
         ("package", 2, "process 1 ({host}) has jax 0.1, the others"),
         ("devices", 2, "process 1 ({host}) has devices 3 x cpu, the others 4 x cpu"),
         ("folder", 2, "process 1 ({host}): does not see what process 0 wrote to runs/tiny"),
+        ("stopped", 42, "waiting for the preflight's first file of process 1 ({host}) of 2"),
     ],
 )
 def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, port, sabotage, code, says):  # noqa: F811
-    """The second of two has another package, a device less, or a folder of its own."""
+    """The second of two has another package, a device less, a folder of its own, or is stopped."""
     names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     shutil.copytree(folder, tmp_path / "other")
@@ -116,11 +120,15 @@ def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, port, sa
         environment = environment_of(3 if sabotaged == "devices" else 4) | names | {"JAX_PROCESS_ID": str(i)}
         batch = "--batch.tokens_per_step=896"  # 28 rows: for seven devices
         mesh = [] if sabotage != "devices" else [batch, "--batch.rows_per_device=4"]
-        command = [sys.executable, "-c", DOCTOR, "--config=tiny.py", *mesh, *(["package"] * (sabotaged == "package"))]
+        command = [sys.executable, "-c", DOCTOR, "--config=tiny.py", *mesh, *[word for word in ("package", "stopped") if word == sabotaged]]
         where = tmp_path / "other" if sabotaged == "folder" else folder
         doctors.append(subprocess.Popen(command, cwd=where, env=environment, **pipe))
-    said = [doctor.communicate(timeout=300)[0] for doctor in doctors]
-    assert [doctor.returncode for doctor in doctors] == [code] * 2, "\n---\n".join(said)
+    said = [doctors[0].communicate(timeout=300)[0]]
+    if sabotage == "stopped":
+        doctors[1].kill()
+    said.append(doctors[1].communicate(timeout=300)[0])
+    codes = [code, -signal.SIGKILL if sabotage == "stopped" else code]
+    assert [doctor.returncode for doctor in doctors] == codes, "\n---\n".join(said)
     assert says.format(host=platform.node()) in said[0] and "Traceback" not in "".join(said)
     assert "launcher: JAX_* variables; process 0 of 2" in said[0].splitlines()[0]
     assert not (folder / "runs" / "tiny" / "config.json").exists()
