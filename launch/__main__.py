@@ -1,4 +1,4 @@
-"""Starts train.py elsewhere: python -m launch tpu|k8s|slurm COMMAND [options] -- arguments of train.py.
+"""Starts train.py elsewhere: python -m launch tpu|k8s|slurm|sky COMMAND [options] -- arguments of train.py.
 
 `python -m launch tpu up --help` shows one command's options; docs/pods.md goes through each.
 """
@@ -17,7 +17,7 @@ from configs.exit_codes import Exit
 from configs.interrupt import raise_at_interrupt
 from configs.schema import UserError, check_types
 
-SCHEDULERS = ("k8s", "slurm", "tpu")
+SCHEDULERS = ("k8s", "sky", "slurm", "tpu")
 
 
 def main(argv: list[str]) -> int:

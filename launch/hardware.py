@@ -1,7 +1,6 @@
 """What a job runs on, as it is written: `v5e:4x4`, `2x v5e:4x4` (two slices), `64x h200:8` (64 nodes of eight GPUs)."""
 
 import math
-import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import UserError
+from program.topologies import parse_topology
 
 MACHINES = Path(__file__).with_name("machines.toml")
 TWO_DIMENSIONS = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
@@ -73,10 +73,8 @@ def machines() -> dict[str, dict[str, Any]]:
 
 def parse_hardware(text: str) -> Hardware:
     """UserError, with what would be right, for a kind or a size that there is not."""
-    found = re.fullmatch(r"(?:(\d+)x )?\s*([a-z0-9-]+):(\d+(?:x\d+)*)", text.strip())
-    if not found:
-        raise UserError(f'--hardware="{text}": write it like v5e:4x4, "2x v5e:4x4" or "64x h200:8"')
-    groups, kind, topology = int(found[1] or 1), found[2], found[3]
+    asked = parse_topology(text, "--hardware")
+    groups, kind, topology = asked.slices, asked.kind, "x".join(map(str, asked.chips))
     if kind not in machines():
         raise UserError(f'--hardware="{text}": {kind} is unknown; {MACHINES} has {", ".join(machines())}')
     dimensions = machines()[kind].get("dimensions", 1)
@@ -88,8 +86,8 @@ def parse_hardware(text: str) -> Hardware:
         fits, right = cube or topology in SMALL_CUBES, f"{', '.join(SMALL_CUBES)}, or rising multiples of 4 (4x4x8)"
     else:
         most = machines()[kind].get("devices_per_host", 8)
-        fits = "x" not in topology and 0 < int(topology) <= most
+        fits = "x" not in topology and int(topology) <= most
         right = f"a number of devices of one node, 1 to {most}"
-    if not fits or groups < 1:
+    if not fits:
         raise UserError(f'--hardware="{text}": a slice or node of {kind} is {right}')
     return Hardware(kind, groups, topology)

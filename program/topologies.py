@@ -1,12 +1,9 @@
-"""Devices that programs can be compiled for without having them."""
+"""Devices as commands name them, and as programs can be compiled for without having them."""
 
 import os
 import re
 from math import prod
 from typing import Any, NamedTuple
-
-import jax
-from jax.experimental import topologies
 
 from configs.schema import UserError
 
@@ -60,23 +57,27 @@ class Topology(NamedTuple):
         return self.slices * prod(self.chips)
 
 
-def parse_topology(text: str) -> Topology:
-    """`v5e:4x4`, `2x v5e:4x4`, `h200:8`, `64x h200:8`; without the number before, it is one. UserError for others."""
+def parse_topology(text: str, option: str = "--topology") -> Topology:
+    """`v5e:4x4`, `2x v5e:4x4`, `h200:8`, `64x h200:8`; without the number before, it is one. UserError, which names the
+    `option`, for others."""
     form = re.fullmatch(r"(?:([1-9]\d*)x\s*)?([a-z]\w*):([1-9]\d*(?:x[1-9]\d*)*)", text.strip().lower())
     if form is None:
         raise UserError(
-            f"--topology={text}: give a TPU slice (v5e:4x4, v5p:4x4x4), GPUs of a machine (h200:8), or several of them "
+            f"{option}={text}: give a TPU slice (v5e:4x4, v5p:4x4x4), GPUs of a machine (h200:8), or several of them "
             "('2x v5e:4x4', '64x h200:8')"
         )
     topology = Topology(int(form[1] or 1), form[2], tuple(map(int, form[3].split("x"))))
     if topology.is_gpu and len(topology.chips) > 1:
-        raise UserError(f"--topology={text}: GPUs of a machine are one number, as h200:8")
+        raise UserError(f"{option}={text}: GPUs of a machine are one number, as h200:8")
     return topology
 
 
 def devices_of(topology: str) -> Any:
     """The chips of TPU slices, or the GPUs of machines, that need not be there; or the devices here (empty). UserError
     for a topology that there is not."""
+    import jax  # here: `python -m launch` reads topologies on machines without JAX
+    from jax.experimental import topologies
+
     if not topology:
         return jax.devices()
     slices, kind, chips = asked = parse_topology(topology)

@@ -150,7 +150,9 @@ def test_names_are_what_every_scheduler_takes():
 
 
 def test_launch_starts_without_jax():
-    code = "import sys, launch.__main__, launch.k8s, launch.slurm, launch.tpu; sys.exit('jax' in sys.modules)"
+    code = (
+        "import sys, launch.__main__, launch.k8s, launch.sky, launch.slurm, launch.tpu; sys.exit('jax' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 

@@ -120,7 +120,14 @@ def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, port, sa
         environment = environment_of(3 if sabotaged == "devices" else 4) | names | {"JAX_PROCESS_ID": str(i)}
         batch = "--batch.tokens_per_step=896"  # 28 rows: for seven devices
         mesh = [] if sabotage != "devices" else [batch, "--batch.rows_per_device=4"]
-        command = [sys.executable, "-c", DOCTOR, "--config=tiny.py", *mesh, *[word for word in ("package", "stopped") if word == sabotaged]]
+        command = [
+            sys.executable,
+            "-c",
+            DOCTOR,
+            "--config=tiny.py",
+            *mesh,
+            *[word for word in ("package", "stopped") if word == sabotaged],
+        ]
         where = tmp_path / "other" if sabotaged == "folder" else folder
         doctors.append(subprocess.Popen(command, cwd=where, env=environment, **pipe))
     said = [doctors[0].communicate(timeout=300)[0]]

@@ -1,0 +1,61 @@
+"""`python -m launch sky yaml`: what it prints, and what a node runs of it. (SkyPilot 0.14.1 has read such tasks.)"""
+
+import os
+import subprocess
+
+import pytest
+import yaml
+
+from configs.schema import UserError
+from launch.__main__ import main
+from tests.launch.stand_in import StandIn
+
+BUCKET = "--checkpoint.folder=gs://bucket/tiny"
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    made = StandIn(tmp_path / "repository", tmp_path / "told")
+    monkeypatch.chdir(made.root)
+    return made
+
+
+def printed(capsys, *options: str) -> dict:
+    assert main(["sky", "yaml", *options, "--", "--config=tiny.py", BUCKET]) == 0
+    return yaml.safe_load(capsys.readouterr().out)
+
+
+def test_every_node_starts_as_one_of_all_and_the_exit_codes_decide(repository, capsys):
+    task = printed(capsys, "--hardware=2x h200:8", "--spot", f"--setup={repository.setup}")
+    recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [42, 143]}
+    assert task["resources"] == {"accelerators": "H200:8", "use_spot": True, "job_recovery": recovery}
+    assert task["num_nodes"] == 2
+    repository.plan([0, 0])
+    subprocess.run(["bash", "-c", task["setup"]], check=True)
+    for rank in range(2):
+        node = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(rank)}
+        subprocess.run(["bash", "-c", task["run"]], env=os.environ | node, check=True)
+        (start,) = repository.starts(rank)
+        assert start["arguments"] == ["--config=tiny.py", BUCKET]
+        found = {name: start[name] for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
+        assert list(found.values()) == ["10.0.0.1:8476", "2", str(rank)]
+
+
+def test_a_slice_is_named_as_skypilot_does_and_its_hosts_find_each_other(repository, capsys):
+    task = printed(capsys, "--hardware=v5p:2x2x2")
+    assert task["resources"]["accelerators"] == "tpu-v5p-16" and task["num_nodes"] == 1
+    assert task["resources"]["accelerator_args"] == {"runtime_version": "v2-alpha-tpuv5"}
+    assert "JAX_" not in task["run"] and task["setup"] == "make setup EXTRA=tpu,gcs"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hardware=2x v5e:4x4", "--", "--config=tiny.py", BUCKET], "no job of several slices"),
+        (["--hardware=2x cpu:1", "--", "--config=tiny.py", BUCKET], "no SkyPilot name for cpu"),
+        (["--hardware=2x h200:8", "--", "--config=tiny.py"], "checkpoint.folder=gs://BUCKET/FOLDER is missing"),
+    ],
+)
+def test_a_mistake_is_one_message(repository, words, message):
+    with pytest.raises(UserError, match=message):
+        main(["sky", "yaml", *words])
