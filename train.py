@@ -79,7 +79,9 @@ def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Ex
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
     # Compiled once, here: a compiled program refuses other shapes, so no step can compile anew.
     with times.during("compilation"):
-        train_step = built.train_step.lower(built.abstract_state, built.abstract_batch()).compile()
+        compiled = lambda step: step.lower(built.abstract_state, built.abstract_batch()).compile()
+        train_step = compiled(built.train_step)
+        measuring_step = compiled(built.measuring_step) if config.diagnostics.every_steps else None
     say(describe(built))
     if slow := cost_of_slow_links(built.mesh, config.model, built.batch_shape):
         say(slow)
@@ -95,7 +97,9 @@ def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Ex
         first_row = start.position // length
         batches = StepBatches(text.train, text.weights, config.seed, built.batch_shape, mine, document_bos, first_row)
         rows_of, fingerprint = batches.row_numbers, text.fingerprint
-        loop = Loop(built, start, train_step, evaluator, rows_of, checkpoints, fingerprint, stop, say, times)
+        loop = Loop(
+            built, start, train_step, evaluator, rows_of, checkpoints, fingerprint, stop, say, times, measuring_step
+        )
         write_what_happened(loop, past)
         ended = loop.run(train_batches(batches, built.batch_sharding, config.data.workers))
         if isinstance(ended, Jumped) and jax.process_index() == 0:

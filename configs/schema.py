@@ -301,6 +301,15 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class DiagnosticsConfig:
+    """What a step measures of itself (docs/diagnostics.md): the gradient noise scale, whether micro-batches agree, and
+    norms of gradients, parameters and updates."""
+
+    every_steps: NotNegative[int] = 0
+    """Steps between measured ones; 0: none is. A second program is compiled for them; the result stays the same."""
+
+
+@dataclass(frozen=True)
 class HangConfig:
     """When a step counts as hung. Then every thread's place is printed, and the run ends with code 42: start again."""
 
@@ -347,6 +356,7 @@ class Config:
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     eval: Free[EvalConfig] = field(default_factory=EvalConfig)
     log: Free[LogConfig] = field(default_factory=LogConfig)
+    diagnostics: Free[DiagnosticsConfig] = field(default_factory=DiagnosticsConfig)
     hang: Free[HangConfig] = field(default_factory=HangConfig)
     profile: Free[ProfileConfig] = field(default_factory=ProfileConfig)
 

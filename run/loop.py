@@ -108,12 +108,15 @@ class Loop:
         stop: Stop,
         say: Callable[[str], Any],
         times: Times | None = None,
+        measuring_step: TrainStep | None = None,
     ):
-        """`train_step`: compiled. `measure(params)` evaluates and samples. `rows_of(i)`: the rows of the i-th batch
+        """`train_step` and `measuring_step`, which takes its place at every `diagnostics.every_steps`: compiled.
+        `measure(params)` evaluates and samples. `rows_of(i)`: the rows of the i-th batch
         from the start on. `dataset`: the fingerprint that checkpoints are to carry. `times`: this process's."""
         self.config = config = built.config
         self.start, self.state, self.step = start, start.state, start.step
-        self.train_step, self.measure, self.checkpoints = train_step, measure, checkpoints
+        self.train_step, self.measuring_step = train_step, measuring_step
+        self.measure, self.checkpoints = measure, checkpoints
         self.dataset, self.stop, self.say = dataset, stop, say
         self.times, self.watchdog = times or Times(), Watchdog(config.hang)
         self.profile = Profile(config)
@@ -160,7 +163,7 @@ class Loop:
             while True:
                 self.watchdog.step(self.step + 1)
                 self.profile.before(self.step + 1, self.state)
-                self.state, metrics = self.train_step(self.state, batch)
+                self.state, metrics = self.step_program()(self.state, batch)
                 self.step += 1
                 self.profile.after(self.step, self.state)
                 if unlogged:
@@ -185,6 +188,11 @@ class Loop:
                     retry = False
                 if last:
                     return self.end(results)
+
+    def step_program(self) -> TrainStep:
+        """The program of the next step."""
+        due = self.measuring_step and (self.step + 1) % self.config.diagnostics.every_steps == 0
+        return self.measuring_step if due else self.train_step
 
     def save_is_old(self) -> bool:
         """Whether `checkpoint.every_minutes` have passed, by any process's clock; asked when a step is logged."""

@@ -128,15 +128,14 @@ class TensorBoard:
         self.flushed = 0.0
 
     def show(self, line: dict) -> None:
-        """Numbers as scalars, those of a nested dict as `key/subkey`; lists as texts."""
+        """Numbers as scalars, those of nested dicts as `key/subkey`; lists as texts."""
         step, when = line["step"], line["time"]
         for key, value in line.items():
             if isinstance(value, list):
                 for i, text in enumerate(value):
                     self.add(events.text(f"{key}/{i}", f"```\n{text}\n```"), step, when)
-            numbers = {f"{key}/{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
-            for name, number in numbers.items():
-                if isinstance(number, int | float) and name not in ("step", "time"):
+            for name, number in _numbers(key, value):
+                if name not in ("step", "time"):
                     self.add(events.scalar(name, number), step, when)
         if time.monotonic() > self.flushed + 1:
             self.writer.flush()
@@ -149,6 +148,15 @@ class TensorBoard:
     def close(self) -> None:
         """Writes what is not on disk yet."""
         self.writer.close()
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """The numbers in nested dicts, each with its keys as a path."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _numbers(f"{name}/{key}", part)
+    elif isinstance(value, int | float):
+        yield name, value
 
 
 def _finite(value: Any) -> Any:

@@ -11,7 +11,8 @@ import numpy as np
 from tqdm import tqdm
 
 from configs.schema import Config
-from run.metrics import Clock, MetricsWriter
+from run.diagnosis import Diagnosis
+from run.metrics import Clock, MetricsWriter, read_metrics
 from training.step import Metrics
 
 WINDOW, ENOUGH = 64, 16  # steps that a loss is compared with: at most, and at least
@@ -45,6 +46,7 @@ class Monitor:
         self.spike: dict | None = None
         """The first step whose loss jumped, until somebody has dealt with it: `step`, and `spike` with the loss, the
         median, and which batch and rows it saw."""
+        self.diagnosis = Diagnosis(line for line in read_metrics(config.run_dir) if line["step"] <= step)
         self.unread: list[tuple[int, Metrics]] = []
         hidden = None if jax.process_index() == 0 else True  # None: where the output is no terminal
         self.bar = tqdm(total=config.steps, initial=step, unit="step", disable=hidden, dynamic_ncols=True)
@@ -59,6 +61,9 @@ class Monitor:
             self.step, self.values = step, jax.tree.map(lambda value: np.asarray(value).item(), metrics)
             self._count_skipped()
             self._compare_loss()
+            if "diagnostics" in self.values:
+                line = {"step": step, "tokens": self.tokens_after(step)}
+                self.writer.write(line | {"diagnostics": self.diagnosis.line(self.values.pop("diagnostics"))})
         self.unread.clear()
 
     def write(self) -> None:
