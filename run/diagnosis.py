@@ -79,7 +79,7 @@ class Diagnosis:
         return noise_scale(*zip(*sound)) if sound else None
 
 
-def _by_name(values: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+def _by_name(values: dict[str, dict[str, float]]) -> dict[str, dict[str, float | None]]:
     """{name: {quantity: value}} from {quantity: {name: value}}."""
     names = sorted({name for of in values.values() for name in of})
     return {name: {quantity: of[name] for quantity, of in values.items() if name in of} for name in names}

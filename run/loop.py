@@ -111,8 +111,8 @@ class Loop:
         measuring_step: TrainStep | None = None,
     ):
         """`train_step` and `measuring_step`, which takes its place at every `diagnostics.every_steps`: compiled.
-        `measure(params)` evaluates and samples. `rows_of(i)`: the rows of the i-th batch
-        from the start on. `dataset`: the fingerprint that checkpoints are to carry. `times`: this process's."""
+        `measure(params)` evaluates and samples. `rows_of(i)`: the rows of the i-th batch from the start on. `dataset`:
+        the fingerprint that checkpoints are to carry. `times`: this process's."""
         self.config = config = built.config
         self.start, self.state, self.step = start, start.state, start.step
         self.train_step, self.measuring_step = train_step, measuring_step
@@ -191,8 +191,9 @@ class Loop:
 
     def step_program(self) -> TrainStep:
         """The program of the next step."""
-        due = self.measuring_step and (self.step + 1) % self.config.diagnostics.every_steps == 0
-        return self.measuring_step if due else self.train_step
+        if self.measuring_step and (self.step + 1) % self.config.diagnostics.every_steps == 0:
+            return self.measuring_step
+        return self.train_step
 
     def save_is_old(self) -> bool:
         """Whether `checkpoint.every_minutes` have passed, by any process's clock; asked when a step is logged."""

@@ -151,6 +151,26 @@ def assert_as_untouched(run_dir: Path, untouched: Path) -> None:
     assert summary(run_dir)["params_sha256"] == summary(untouched)["params_sha256"]
 
 
+def test_a_run_that_measures_itself_ends_as_one_that_does_not(folder, untouched, monkeypatch):
+    """To the bit; and where it is stopped and goes on, its noise scales are those of a run that was not."""
+    monkeypatch.chdir(folder)
+    measured = ("--diagnostics.every_steps=4", "--log.every_steps=4")
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=measured", *measured) == 0
+    without = [line for line in lines_of(folder / "measured") if "diagnostics" not in line]
+    assert without == lines_of(untouched)
+    assert summary(folder / "measured")["params_sha256"] == summary(untouched)["params_sha256"]
+    found = [line for line in lines_of(folder / "measured") if "diagnostics" in line]
+    assert [line["step"] for line in found] == list(range(4, 121, 4))
+    last = found[-1]["diagnostics"]
+    assert last["noise_scale_low"] > 0 and last["groups"].keys() == {"embed", "matrices", "lm_head"}
+    assert 0 < last["groups"]["matrices"]["update_norm"] < last["groups"]["matrices"]["parameter_norm"]
+
+    shutil.rmtree(folder / "measured" / "checkpoints" / "120")
+    (folder / "measured" / "summary.json").unlink()
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=measured", *measured) == 0
+    assert [line for line in lines_of(folder / "measured") if "diagnostics" in line] == found
+
+
 def test_killed_interrupted_and_preempted_it_ends_as_the_untouched_one(folder, untouched, monkeypatch):
     """SIGKILL after the first checkpoint, then Ctrl-C, then SIGTERM, and the same command each time."""
     run_dir = folder / "killed"

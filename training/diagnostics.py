@@ -26,7 +26,6 @@ from jaxtyping import Array, Float, Int
 
 from model.parallel import mark_varying, psum, tensor_size
 from training.mesh import dimension_over
-from training.muon import MuonState
 
 
 class Layout(NamedTuple):
@@ -160,8 +159,8 @@ def measure(
     sums: UnitSums,
     clip: Float[Array, ""],
     params: dict,
-    updates: dict,
-    opt_state: optax.OptState,
+    updates: Any,
+    opt_state: Any,
     layout: Layout,
 ) -> dict[str, Any]:
     """Scalars, by name. `gradients`: S / N, before the clip; `params`: before the update; `opt_state`: after it."""
@@ -175,28 +174,26 @@ def measure(
     same = jax.tree.map(lambda p, u: (p + u == p).astype(jnp.float32), params, updates)
     sizes = layout.by_group(params, lambda leaf: leaf.size)
     unchanged = {name: count / sizes[name] for name, count in layout.by_group(same, jnp.sum).items()}
-    first, second = _moments(opt_state, layout)
     return {
         "signal": signal,
         "noise": noise,
         "coherence_running": sums.coherence,
         "clipped": (clip < 1).astype(jnp.float32),
-        "groups": norms(layout.by_group) | {"unchanged_share": unchanged, "moment_ratio": _ratios(first, second)},
+        "groups": norms(layout.by_group) | {"unchanged_share": unchanged, "moment_ratio": moment_ratios(opt_state)},
         "blocks": norms(layout.by_block),
     }
 
 
-def _moments(opt_state: optax.OptState, layout: Layout) -> tuple[dict, dict]:
-    """Sums of squared first moments, and of second moments, of each group that AdamW updates."""
-    first, second = {}, {}
-    known = lambda node: isinstance(node, optax.ScaleByAdamState | MuonState)
+def moment_ratios(opt_state: Any) -> dict[str, Float[Array, ""]]:
+    """Of each group that AdamW updates, the sum of the squared first moments over that of the second ones: near 1 where
+    gradients agree from step to step, near (1 - beta1) / (1 + beta1) where they are noise."""
+    adam = lambda node: isinstance(node, optax.ScaleByAdamState)
+    ratios = {}
     for name, of_group in opt_state.inner_states.items():  # optax.partition's
-        for state in jax.tree.leaves(of_group, is_leaf=known):
-            if isinstance(state, optax.ScaleByAdamState):
-                first[name] = sum(square_sum(m) for m in jax.tree.leaves(state.mu))
-                second[name] = sum(jnp.sum(v) for v in jax.tree.leaves(state.nu))
-    return first, second
-
-
-def _ratios(first: dict, second: dict) -> dict[str, Float[Array, ""]]:
-    return {name: first[name] / jnp.maximum(second[name], 1e-30) for name in first}
+        for state in filter(adam, jax.tree.leaves(of_group, is_leaf=adam)):
+            first, second = (
+                sum(function(leaf) for leaf in jax.tree.leaves(moments))
+                for function, moments in ((square_sum, state.mu), (jnp.sum, state.nu))
+            )
+            ratios[name] = first / jnp.maximum(second, 1e-30)
+    return ratios
