@@ -30,8 +30,9 @@ from run.checkpoint import Checkpoints, whole_steps
 from run.events import Events, rollbacks_to
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
 from run.goodput import Times, goodput, summed_up
+from run.lines import read_metrics
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
-from run.metrics import plot_loss, read_metrics, summarize, write_summary
+from run.metrics import plot_loss, summarize, write_summary
 from run.preflight import preflight
 from run.runtime import Stop, cache_dir, check_hosts_agree, describe_processes, on_first_process, run_command, start_jax
 from training.build import Build, build

@@ -4,7 +4,6 @@ import io
 import json
 import math
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
 from configs.files import append_whole, write_whole
+from run.lines import read_metrics
 
 
 class Clock:
@@ -158,23 +158,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_metrics(run_dir: str | Path) -> list[dict]:
-    """The lines of metrics.jsonl, none where there is none. One that cannot be read is left out, and named, but for the
-    last, of which a kill may have left half."""
-    path = Path(run_dir) / "metrics.jsonl"
-    texts = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() else []
-    lines = []
-    for number, text in enumerate(texts, 1):
-        try:
-            line = json.loads(text)
-            _ = line["step"] + 0, line["time"] + 0
-            lines.append(line)
-        except (ValueError, TypeError, LookupError):
-            if number < len(texts):
-                print(f"{path}: line {number} is damaged, and left out", file=sys.stderr)
-    return lines
 
 
 def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:

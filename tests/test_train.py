@@ -32,7 +32,7 @@ import train
 from run.checkpoint import Checkpoints
 from run.events import Events, batch_of
 from run.folder import RunLock
-from run.metrics import read_metrics
+from run.lines import read_metrics
 from run.runtime import run_command
 
 ROOT = Path(__file__).parent.parent

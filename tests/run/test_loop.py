@@ -10,8 +10,8 @@ import pytest
 
 from configs.exit_codes import Exit
 from configs.schema import CheckpointConfig, EvalConfig, LogConfig, ProfileConfig, StabilityConfig
+from run.lines import read_metrics
 from run.loop import Due, Finished, GaveUp, Jumped, Loop, Start, Stopped, due_after
-from run.metrics import read_metrics
 from run.monitor import ENOUGH
 from run.runtime import Stop
 from tests.helpers import tiny_config
