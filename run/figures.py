@@ -89,6 +89,7 @@ def _of_diagnostics(runs: list[Run]) -> list[Figure]:
         legend = run.name if len(runs) > 1 else ""
         course = lambda name, run=run: run.course("diagnostics", name)
         low, high, scale = (course(f"noise_scale{end}") for end in ("_low", "_high", ""))
+        batch = run.course("valid_tokens") if low.steps or scale.steps else Course([], [])
         both = set(low.steps) & set(high.steps)  # an interval without an upper end has no band
         edge = {"line": {"width": 0}, "hoverinfo": "skip", "hovertemplate": None, "legendgroup": run.name}
         band = edge | {"fill": "tonexty", "fillcolor": f"{color}22"}
@@ -99,7 +100,7 @@ def _of_diagnostics(runs: list[Run]) -> list[Figure]:
             Line(run, "high", _only(high, both), color, band | {"showlegend": False}),
             Line(run, "noise scale", scale, color, {}, legend),
             Line(run, "at least", _only(low, set(low.steps) - both), color, ends, legend),
-            Line(run, "batch", _only(run.course("valid_tokens"), {*low.steps, *scale.steps}), color, dashed, legend),
+            Line(run, "batch", batch, color, dashed, legend),
         ]
         dotted = {"line": {"width": 1.5, "color": color, "dash": "dot"}}
         coherence.append(Line(run, "successive", course("coherence_successive"), color, {}, legend))

@@ -157,7 +157,7 @@ def noise(run: Run) -> list[Sentence]:
     if line is None:
         return []
     scale, least, most = (number(line, "diagnostics", name) for name in ("noise_scale", low, "noise_scale_high"))
-    batch = number(line, "valid_tokens") or run.options["batch.tokens_per_step"]
+    batch = (run.course("valid_tokens").values or [run.options["batch.tokens_per_step"]])[-1]
     size = f"The batch of {quantity(batch)} tokens is"
     if scale is None or scale <= 0 or (least is not None and most is None):
         if not least or least <= 0:

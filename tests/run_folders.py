@@ -49,9 +49,10 @@ def write_run(
                 | {"learning_rate": dict.fromkeys(GROUPS, 0.01 * (1 - step / steps) + 1e-4)}
                 | {"valid_tokens": batch, "skipped_steps": 0, "data_wait": 0.01, "mfu": 0.41 + chance.gauss(0, 0.004)}
                 | {"tokens_per_second": batch * (1 + chance.gauss(0, 0.01)), "seconds": float(step), **when}
-                | ({"diagnostics": _diagnostics(step, noise, chance)} if diagnostics else {})
                 | (line or {})
             )
+            if diagnostics:
+                lines.append({"step": step, "tokens": tokens, "diagnostics": _diagnostics(step, noise, chance), **when})
         if step % 50 == 0:
             val = loss_at(step) + 0.03
             samples = [f"The {step}th sample <b>is</b> text.", "def main():\n    return 0"]
