@@ -162,12 +162,9 @@ def noise(run: Run) -> list[Sentence]:
     if scale is None or scale <= 0 or (least is not None and most is None):
         if not least or least <= 0:
             return [Sentence("The noise scale cannot be told from what was measured so far.")]
-        where = "below that" if batch < least else "above that: whether it is too large cannot be told yet"
-        return [
-            Sentence(
-                f"The noise scale is at least {quantity(least)} tokens; the batch of {quantity(batch)} is {where}."
-            )
-        ]
+        where = "smaller" if batch < least else "larger: whether it is too large cannot be told yet"
+        at_least = f"The noise scale is at least {quantity(least)} tokens"
+        return [Sentence(f"{at_least}; the batch, {quantity(batch)}, is {where}.")]
     interval = f", between {quantity(least)} and {quantity(most)}" if least is not None and most is not None else ""
     ratio, known = batch / scale, f"the noise scale ({quantity(scale)}{interval})"
     if ratio >= 2:
