@@ -58,7 +58,7 @@ def _of_training(runs: list[Run]) -> list[Figure]:
     loss = []
     for run, color in zip(runs, cycle(COLORS)):
         validation = color if len(runs) > 1 else COLORS[1]
-        thin = {"line": {"width": 1, "color": color}, "opacity": 0.6}
+        thin = {"line": {"width": 1, "color": color}, "opacity": 0.8}
         dots = {"mode": "lines+markers", "line": {"width": 2, "color": validation}, "marker": {"size": 6}}
         legend = run.name if len(runs) > 1 else ""
         loss.append(Line(run, "validation", run.course("val_loss"), validation, dots, legend))
