@@ -32,7 +32,7 @@ import train
 from run.checkpoint import Checkpoints
 from run.events import Events, batch_of
 from run.folder import RunLock
-from run.metrics import read_metrics
+from run.lines import read_metrics
 from run.runtime import run_command
 
 ROOT = Path(__file__).parent.parent
@@ -55,7 +55,7 @@ COMMANDS = {
     **{"train": train.main, "sample": sample.main, "evaluate": evaluate.main},
     **{"prepare": data.prepare.main, "inspect": data.inspect.main},
 }
-TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "goodput"}
+TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "goodput", "peak_memory_bytes"}
 PREEMPTED = 143  # the exit code of a run that SIGTERM stopped
 
 

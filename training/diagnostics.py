@@ -27,6 +27,8 @@ from jaxtyping import Array, Float, Int
 from model.parallel import mark_varying, psum, tensor_size
 from training.mesh import dimension_over
 
+DIVIDED, UNDIVIDED = 0, 1  # over `fsdp`: whose units are those of a replica, or of a device
+
 
 class Layout(NamedTuple):
     """Where the leaves of a tree of parameters belong, in the tree's order."""
@@ -47,6 +49,11 @@ class Layout(NamedTuple):
     def names(self) -> list[str]:
         """The groups there are."""
         return sorted(set(self.groups))
+
+    @property
+    def kinds(self) -> list[int]:
+        """Of each leaf, DIVIDED or UNDIVIDED."""
+        return [UNDIVIDED if dimension_over(spec, "fsdp") is None else DIVIDED for spec in self.specs]
 
     def by_group(self, tree: Any, function: Callable[[Array], Any]) -> dict[str, Any]:
         """The sums of `function(leaf)` over each group."""
@@ -75,7 +82,7 @@ def square_sum(leaf: Float[Array, "..."]) -> Float[Array, ""]:
 
 
 class Units(NamedTuple):
-    """What the scan keeps of each micro-batch on one device; axes after K: whole along `fsdp` or not, group."""
+    """What the scan keeps of each micro-batch on one device; axes after K: DIVIDED or UNDIVIDED, group."""
 
     tokens: Int[Array, "*K"]
     squares: Float[Array, "*K 2 groups"]
@@ -88,7 +95,7 @@ class UnitSums(NamedTuple):
     """Of all units of the step; the same on every device."""
 
     token_squares: Float[Array, "2"]
-    """M, for parameters that are divided over `fsdp` and for those that are not."""
+    """M."""
     squares: Float[Array, "2 groups"]
     """Q."""
     coherence: Float[Array, ""]
@@ -102,53 +109,50 @@ def unit(tokens: Int[Array, ""], gradients: dict, sums: dict, layout: Layout) ->
 
 def _squares(tree: dict, layout: Layout) -> Float[Array, "2 groups"]:
     zero = mark_varying(jnp.float32(0), ("data", "fsdp", "tensor"))
-    totals = {(whole, name): zero for whole in (0, 1) for name in layout.names}
-    for leaf, spec, group in zip(jax.tree.leaves(tree), layout.specs, layout.groups):
+    totals = {(kind, name): zero for kind in (DIVIDED, UNDIVIDED) for name in layout.names}
+    for leaf, spec, kind, group in zip(jax.tree.leaves(tree), layout.specs, layout.kinds, layout.groups):
         square = square_sum(leaf)
         if dimension_over(spec, "tensor") is None:  # every device along `tensor` has the same: each counts its part
             square = mark_varying(square / tensor_size(), ("tensor",))
-        totals[int(dimension_over(spec, "fsdp") is None), group] += square
+        totals[kind, group] += square
     return jnp.stack(list(totals.values())).reshape(2, -1)
 
 
 def sum_units(units: Units) -> UnitSums:
     """For one device: the sums over all units, from what the scan kept on each device. [K, ...] arrays of numbers cross
     the mesh, nothing else."""
-    squares, running = psum((units.squares, units.running), ("tensor",))
-    tokens = units.tokens.astype(jnp.float32)
-    whole_tokens, whole_squares, whole_running = psum((tokens, squares[:, 0], running[:, 0]), ("fsdp",))
-    before, dots = whole_running.sum(-1)[:-1], jnp.diff(whole_running.sum(-1)) - whole_squares.sum(-1)[1:]
-    lengths = jnp.sqrt(before * whole_squares.sum(-1)[1:])
-    cosines = jnp.where(lengths > 0, dots / 2 / jnp.where(lengths > 0, lengths, 1), 0)
+    own_tokens = units.tokens.astype(jnp.float32)
+    own_squares, running = psum((units.squares, units.running), ("tensor",))
+    tokens, squares, running = psum((own_tokens, own_squares[:, DIVIDED], running[:, DIVIDED]), ("fsdp",))
+    each, so_far = squares.sum(-1), running.sum(-1)  # over the groups
+    dots = (jnp.diff(so_far) - each[1:]) / 2  # |A + g|^2 = |A|^2 + |g|^2 + 2 A.g
+    lengths = jnp.sqrt(so_far[:-1] * each[1:])
+    cosines = jnp.where(lengths > 0, dots / jnp.where(lengths > 0, lengths, 1), 0)
     replicas = psum(mark_varying(jnp.float32(1), ("data",)), ("data",))
-    coherence = psum(jnp.mean(cosines) if cosines.size else whole_tokens.sum() * jnp.nan, ("data",)) / replicas
-    token_squares = jnp.stack([psum(jnp.sum(whole_tokens**2), ("data",)), psum(jnp.sum(tokens**2), ("data", "fsdp"))])
-    squares_whole = psum(jnp.sum(whole_squares, 0), ("data",))
-    squares_own = psum(jnp.sum(squares[:, 1], 0), ("data", "fsdp"))
-    return UnitSums(token_squares, jnp.stack([squares_whole, squares_own]), coherence)
+    mean_cosine = jnp.mean(cosines) if cosines.size else jnp.nan * each.sum()
+    return UnitSums(
+        jnp.stack([psum(jnp.sum(tokens**2), ("data",)), psum(jnp.sum(own_tokens**2), ("data", "fsdp"))]),
+        jnp.stack(
+            [psum(jnp.sum(squares, 0), ("data",)), psum(jnp.sum(own_squares[:, UNDIVIDED], 0), ("data", "fsdp"))]
+        ),
+        psum(mean_cosine, ("data",)) / replicas,
+    )
 
 
 def signal_and_noise(
     gradients: dict, tokens: Int[Array, ""], sums: UnitSums, layout: Layout
 ) -> tuple[dict[str, Float[Array, ""]], dict[str, Float[Array, ""]]]:
     """|G|^2 and tr Sigma of each group, and of `all`; nan where there is one unit. `gradients`: S / N, not clipped."""
-    count = tokens.astype(jnp.float32)
-    signal, noise = {}, {}
-    for i, name in enumerate(layout.names):
-        signal[name], noise[name] = jnp.float32(0), jnp.float32(0)
-        for whole in (0, 1):
-            of = [
-                leaf
-                for leaf, spec, group in zip(jax.tree.leaves(gradients), layout.specs, layout.groups)
-                if group == name and int(dimension_over(spec, "fsdp") is None) == whole
-            ]
-            if not of:
-                continue
-            mean_square = sum(square_sum(leaf) for leaf in of)  # |S|^2 / N^2
-            pairs = 1 - sums.token_squares[whole] / count**2
-            truth = (mean_square - sums.squares[whole, i] / count**2) / jnp.where(pairs > 0, pairs, jnp.nan)
-            signal[name] += truth
-            noise[name] += count * (mean_square - truth)
+    count, pairs = tokens.astype(jnp.float32), 1 - sums.token_squares / tokens.astype(jnp.float32) ** 2
+    signal, noise = dict.fromkeys(layout.names, jnp.float32(0)), dict.fromkeys(layout.names, jnp.float32(0))
+    places = list(zip(layout.kinds, layout.groups))
+    for kind, name in sorted(set(places)):
+        of = [leaf for leaf, place in zip(jax.tree.leaves(gradients), places) if place == (kind, name)]
+        mean_square = sum(square_sum(leaf) for leaf in of)  # |S|^2 / N^2
+        squares = sums.squares[kind, layout.names.index(name)] / count**2
+        truth = (mean_square - squares) / jnp.where(pairs[kind] > 0, pairs[kind], jnp.nan)
+        signal[name] += truth
+        noise[name] += count * (mean_square - truth)
     signal["all"], noise["all"] = sum(signal.values()), sum(noise.values())
     return signal, noise
 
