@@ -144,7 +144,8 @@ def signal_and_noise(
 ) -> tuple[dict[str, Float[Array, ""]], dict[str, Float[Array, ""]]]:
     """|G|^2 and tr Sigma of each group, and of `all`; nan where there is one unit. `gradients`: S / N, not clipped."""
     count, pairs = tokens.astype(jnp.float32), 1 - sums.token_squares / tokens.astype(jnp.float32) ** 2
-    signal, noise = dict.fromkeys(layout.names, jnp.float32(0)), dict.fromkeys(layout.names, jnp.float32(0))
+    signal: dict[str, Array] = {name: jnp.float32(0) for name in layout.names}
+    noise = dict(signal)
     places = list(zip(layout.kinds, layout.groups))
     for kind, name in sorted(set(places)):
         of = [leaf for leaf, place in zip(jax.tree.leaves(gradients), places) if place == (kind, name)]
@@ -153,7 +154,7 @@ def signal_and_noise(
         truth = (mean_square - squares) / jnp.where(pairs[kind] > 0, pairs[kind], jnp.nan)
         signal[name] += truth
         noise[name] += count * (mean_square - truth)
-    signal["all"], noise["all"] = sum(signal.values()), sum(noise.values())
+    signal["all"], noise["all"] = (jnp.sum(jnp.stack(list(of.values()))) for of in (signal, noise))
     return signal, noise
 
 
