@@ -181,10 +181,8 @@ def status(options: SlurmOptions, train: list[str]) -> int:
 def logs(options: SlurmOptions, train: list[str]) -> int:
     """Follows the job's log from its first line, over all its stretches, until Ctrl-C."""
     words = ["tail", "-n", "+1", "-F", str(named(options)[1] / "log")]
-    if options.dry_run:
-        say(join(words))
-        return 0
-    os.execvp(words[0], words)
+    Shell(options.dry_run).become(words)
+    return 0
 
 
 def down(options: SlurmOptions, train: list[str]) -> int:

@@ -48,7 +48,8 @@ class Monitor:
         self.spike: dict | None = None
         """The first step whose loss jumped, until somebody has dealt with it: `step`, and `spike` with the loss, the
         median, and which batch and rows it saw."""
-        self.diagnosis = Diagnosis(line for line in read_metrics(config.run_dir) if line["step"] <= step)
+        lines = read_metrics(config.run_dir) if config.diagnostics.every_steps else []
+        self.diagnosis = Diagnosis(line for line in lines if line["step"] <= step)
         self.unread: list[tuple[int, Metrics]] = []
         hidden = None if jax.process_index() == 0 else True  # None: where the output is no terminal
         self.bar = tqdm(total=config.steps, initial=step, unit="step", disable=hidden, dynamic_ncols=True)
