@@ -34,7 +34,7 @@ def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate
         prompts: Int[Array, "batch length"],
         prompt_lengths: Int[Array, "batch"],
         seed: Int[Array, ""],
-        **options: float,
+        **options: float | int,
     ) -> Int[Array, "batch length"]:
         def for_one_device(params: dict, *arrays: Array) -> Array:
             model = nnx.merge(graphdef, all_gather_data(params, specs, dtype))

@@ -34,7 +34,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
-install_import_hook(["model", "training", "data", "interchange"], "beartype.beartype")
+install_import_hook(["model", "training", "data", "program", "evaluation", "interchange"], "beartype.beartype")
 # Examples compile programs, which takes what it takes on a shared machine.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("tests")
