@@ -21,7 +21,7 @@ from configs.schema import FilePath, MeshConfig, Positive, Range, UserError
 from data.dataset import open_text
 from data.loader import held_out_batches
 from data.tokenizer import load_tokenizer
-from evaluation.benchmarks import Benchmarks, append_to_log, open_log, plot, require_known
+from evaluation.benchmarks import Benchmarks, append_to_log, open_log, plot
 from evaluation.bits_per_byte import evaluate
 from evaluation.core import read_bundle
 from run.folder import Run, load_run
@@ -55,10 +55,10 @@ class Arguments:
 
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
-    if arguments.tasks:
-        require_known(arguments.tasks)
-        if not arguments.bundle:
-            raise UserError("--tasks=core needs --bundle=DIR, the folder that holds core.yaml")
+    if arguments.tasks not in ("", "core"):
+        raise UserError(f"--tasks={arguments.tasks} cannot work: core is the only benchmark")
+    if arguments.tasks and not arguments.bundle:
+        raise UserError("--tasks=core needs --bundle=DIR, the folder that holds core.yaml")
     start_jax()
     mesh = make_mesh(arguments.mesh)
     run = load_run(arguments.run_dir, mesh)

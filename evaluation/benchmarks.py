@@ -17,13 +17,6 @@ from evaluation.core import TIES, Task, encode, figures, judge
 from evaluation.scorer import make_score, score_questions
 
 AT_A_TIME = 512  # items whose tokens are held, sorted by length, and logged
-KNOWN = ("core",)
-
-
-def require_known(names: str) -> None:
-    """UserError where one of the names, parted by commas, is no benchmark."""
-    if unknown := [name for name in names.split(",") if name not in KNOWN]:
-        raise UserError(f"--tasks={names}: there is no {', '.join(unknown)}; known: {', '.join(KNOWN)}")
 
 
 class Benchmarks:

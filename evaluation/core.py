@@ -73,11 +73,11 @@ def read_bundle(folder: str, items: int | None) -> list[Task]:
             percent = {row["Eval Task"]: float(row[BASELINE]) for row in csv.DictReader(file)}
     except OSError as error:
         raise UserError(
-            f"--bundle={folder}: {error.filename} cannot be read ({error.strerror}); a bundle, as DCLM's and "
+            f"bundle {folder}: {error.filename} cannot be read ({error.strerror}); a bundle, as DCLM's and "
             "nanochat's, is a folder with core.yaml, eval_meta_data.csv and eval_data/"
         ) from error
     except (ValueError, LookupError, TypeError, yaml.YAMLError) as error:
-        raise UserError(f"--bundle={folder}: core.yaml or eval_meta_data.csv is damaged: {error!r}") from error
+        raise UserError(f"bundle {folder}: core.yaml or eval_meta_data.csv is damaged: {error!r}") from error
     tasks = []
     for entry in entries:
         try:
@@ -120,7 +120,7 @@ def _read_items(task: Task, path: Path, most: int | None) -> list[dict[str, Any]
     if len(items) < least:
         raise UserError(
             f"{task.label} shows {task.shots} other items before each, so it needs {least}, and has {len(items)}; "
-            f"give at least --items={least}, and a bundle that has them"
+            f"take at least {least}, of a bundle that has them"
         )
     return items
 
