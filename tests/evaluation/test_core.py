@@ -69,7 +69,7 @@ def require_equal(lines, theirs, tasks):
             np.testing.assert_allclose(ours, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["one", pytest.param("eight", marks=pytest.mark.slow)])
 def test_every_item_is_as_nanochat_s_core_eval_has_it(bundle, lines_on, mesh):
     """Its results were kept by tests/evaluation/nanochat_core.py."""
     theirs = json.loads(nanochat_core.RESULTS.read_text())
@@ -77,6 +77,7 @@ def test_every_item_is_as_nanochat_s_core_eval_has_it(bundle, lines_on, mesh):
     assert all(0 < sum(item["correct"] for item in theirs[label]) < len(theirs[label]) for label in LABELS)
 
 
+@pytest.mark.slow
 def test_a_mesh_gives_the_losses_of_one_device_and_what_it_may_turn_is_a_tie(lines_on):
     for one, other in zip(lines_on("one"), lines_on("eight")):
         ours, theirs = (np.array(line["losses"], np.float64) for line in (one, other))
@@ -87,6 +88,7 @@ def test_a_mesh_gives_the_losses_of_one_device_and_what_it_may_turn_is_a_tie(lin
     assert len(ties) == 1 and (ties[0]["margin"] == 0) == ties[0]["tie"]  # where the two are the best
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="NANOCHAT_DIR names no checkout of nanochat")
 def test_a_subset_is_as_nanochat_beside_us_has_it(bundle, monkeypatch):
     """Of 16 items a task; the shots come from among them."""
