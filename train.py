@@ -27,11 +27,14 @@ from evaluation.evaluator import Evaluator
 from interchange.init_from import read_params, require_same_network
 from model.flops import parameter_counts
 from run.checkpoint import Checkpoints, whole_steps
+from run.cluster import Cluster
 from run.events import Events, rollbacks_to
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
 from run.goodput import Times, goodput, summed_up
+from run.lines import read_metrics
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
-from run.metrics import plot_loss, read_metrics, summarize, write_summary
+from run.metrics import plot_loss, summarize, write_summary
+from run.notify import failures_told, tell
 from run.preflight import preflight
 from run.runtime import Stop, cache_dir, check_hosts_agree, describe_processes, on_first_process, run_command, start_jax
 from training.build import Build, build
@@ -48,10 +51,9 @@ class Arguments:
     config.json and metrics.jsonl."""
 
 
-def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Exit:
+def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock, stop: Stop) -> Exit:
     """Trains, or goes on training, until `config.steps`."""
     times = Times()
-    cluster = start_jax()
     say = tqdm.write if jax.process_index() == 0 else lambda text: None  # which leaves the progress bar whole
     say(describe_processes(cluster, make_mesh(config.mesh)))
     check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
@@ -81,7 +83,9 @@ def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Ex
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
     # Compiled once, here: a compiled program refuses other shapes, so no step can compile anew.
     with times.during("compilation"):
-        train_step = built.train_step.lower(built.abstract_state, built.abstract_batch()).compile()
+        compiled = lambda step: step.lower(built.abstract_state, built.abstract_batch()).compile()
+        train_step = compiled(built.train_step)
+        measuring_step = compiled(built.measuring_step) if config.diagnostics.every_steps else None
     say(describe(built))
     if slow := cost_of_slow_links(built.mesh, config.model, built.batch_shape):
         say(slow)
@@ -96,8 +100,8 @@ def train(config: Config, accept_changes: bool, lock: RunLock, stop: Stop) -> Ex
         mine = local_rows(built.batch_shape, built.batch_sharding)
         first_row = start.position // length
         batches = StepBatches(text.train, text.weights, config.seed, built.batch_shape, mine, document_bos, first_row)
-        rows_of, fingerprint = batches.row_numbers, text.fingerprint
-        then = (rows_of, checkpoints, fingerprint, stop, say, times)
+        seen, fingerprint = lambda i, batches=batches: text.seen(batches.row_numbers(i)), text.fingerprint
+        then = (seen, checkpoints, fingerprint, stop, say, times, measuring_step)
         loop = Loop(built, start, train_step, evaluator, *then, measure_tasks=evaluator.tasks)
         write_what_happened(loop, past)
         ended = loop.run(train_batches(batches, built.batch_sharding, config.data.workers))
@@ -157,7 +161,9 @@ def roll_back(
         return GaveUp(spike["step"], f"{config.stability.max_rollbacks} rollbacks to step {newest} did not help")
     on_first_process(lambda: Events(config.run_dir).add("rollback", newest, position=jumped.position, **spike["spike"]))
     loop.writer.close()
-    say(f"back to step {newest}, and on without the batches up to that of step {spike['step']}")
+    back = f"back to step {newest}, and on without the batches up to that of step {spike['step']}"
+    say(back)
+    tell(config, "rollback", back, newest)
     return Stopped(newest) if jumped.stopping else None
 
 
@@ -204,6 +210,8 @@ def finish(
     if not isinstance(outcome, Finished):
         loop.writer.close()
         say(summed_up(spent))
+        failed = outcome.reason if isinstance(outcome, GaveUp) else ""
+        tell(config, "failure" if failed else "end", failed or f"stopped, exit code {int(code)}", loop.step)
         return code
 
     skipped = int(outcome.state.skipped_steps)
@@ -226,13 +234,16 @@ def finish(
         f"sample:       python sample.py --run_dir={run_dir} --prompt='...'\n"
         f"train longer: the same command with --steps={2 * config.steps} --accept_changes"
     )
+    tell(config, "end", f"complete, validation loss {summary['val_loss'] or math.nan:.4f}", config.steps)
     return code
 
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
     with RunLock(config.run_dir) as lock, Stop() as stop:
-        return train(config, arguments.accept_changes, lock, stop)
+        cluster = start_jax()
+        with failures_told(config):
+            return train(config, cluster, arguments.accept_changes, lock, stop)
 
 
 if __name__ == "__main__":

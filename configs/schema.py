@@ -306,6 +306,23 @@ class LogConfig:
 
     every_steps: Positive[int] = 10
     """Steps between lines of metrics.jsonl and points in TensorBoard."""
+    on_event: str = ""
+    """A command for the shell, started on the first process at a jump of the loss, a rollback, a failure and the end.
+    TOKENSUM_EVENT (`spike`, `rollback`, `failure`, `end`), TOKENSUM_MESSAGE, TOKENSUM_STEP, TOKENSUM_RUN and
+    TOKENSUM_RUN_DIR tell it which. The run neither waits for it nor fails of it. config.json records it as it is
+    written: let it take secrets from the environment (`curl -d "$TOKENSUM_MESSAGE" "$HOOK"`)."""
+    wandb: str = ""
+    """PROJECT or ENTITY/PROJECT of Weights & Biases (`pip install wandb`), which is sent the numbers too. Its key is
+    taken from WANDB_API_KEY, or from where `wandb login` put it. Empty: nothing is sent."""
+
+
+@dataclass(frozen=True)
+class DiagnosticsConfig:
+    """What a step measures of itself (docs/diagnostics.md): the gradient noise scale, whether micro-batches agree, and
+    norms of gradients, parameters and updates."""
+
+    every_steps: NotNegative[int] = 0
+    """Steps between measured ones; 0: none is. A second program is compiled for them; the result stays the same."""
 
 
 @dataclass(frozen=True)
@@ -355,6 +372,7 @@ class Config:
     stability: StabilityConfig = field(default_factory=StabilityConfig)
     eval: Free[EvalConfig] = field(default_factory=EvalConfig)
     log: Free[LogConfig] = field(default_factory=LogConfig)
+    diagnostics: Free[DiagnosticsConfig] = field(default_factory=DiagnosticsConfig)
     hang: Free[HangConfig] = field(default_factory=HangConfig)
     profile: Free[ProfileConfig] = field(default_factory=ProfileConfig)
 

@@ -24,6 +24,8 @@ from data.record import read_record
 from data.shards import TokenStream, examine, read_shard
 from data.tokenizer import TextTokenizer, load_tokenizer
 
+SHOWN, BEGINNING = 8, 128  # rows, and tokens of each, that tell a person what a step saw
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -87,6 +89,11 @@ class Text:
     """Each dataset's share of the rows; they sum to 1."""
     tokenizer: TextTokenizer
     fingerprint: str
+
+    def seen(self, rows: list[tuple[int, int]]) -> dict[str, list]:
+        """A step's rows (dataset, row of it), and how the first of them begin, for a person to read."""
+        inputs = [self.train[part][row]["inputs"][:BEGINNING] for part, row in rows[:SHOWN]]
+        return {"rows": rows, "texts": [self.tokenizer.decode(ids.tolist()) for ids in inputs]}
 
 
 def open_text(config: DataConfig, vocab_size: int, length: int, rows_per_step: int, cache: Path) -> Text:

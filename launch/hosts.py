@@ -9,6 +9,7 @@ from shlex import join, quote
 
 from launch.code import Code, unpack
 from launch.job import AGAIN, DONE, NEVER, Job
+from launch.restart import pattern
 
 SETUP = (
     "python3 -m pip install --user --quiet uv && ~/.local/bin/uv python install --quiet 3.12 && "
@@ -24,7 +25,6 @@ def folder(name: str) -> str:
 
 def loop(job: Job, home: str) -> str:
     """The loop: starts train.py in `home` again and again. A SIGTERM to it reaches train.py, which saves."""
-    case = lambda codes: "|".join(str(int(code)) for code in codes)
     train = join([*job.train, f"--run_dir=runs/{job.name}"])
     return f"""\
 #!/bin/bash
@@ -43,8 +43,8 @@ while [ ! -e "$here/stop" ]; do
     wait $!
     code=$?
     case "$code" in
-        {case(DONE)}|{case(NEVER)}) end "$code" ;;
-        {case(AGAIN)}) ;;
+        {pattern(DONE)}|{pattern(NEVER)}) end "$code" ;;
+        {pattern(AGAIN)}) ;;
         *) crashes=$((crashes + 1)); [ "$crashes" -le {job.max_crashes} ] || end "$code" ;;
     esac
     tell "train.py ended with $code: it starts again"

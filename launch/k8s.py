@@ -8,7 +8,6 @@ A run's exit code decides what follows. Kubernetes itself counts, restarts and s
 """
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
@@ -231,13 +230,8 @@ def logs(options: K8sOptions, train: list[str]) -> int:
     kubectl, name = named(options)
     words = [*kubectl, "logs", f"--selector={LABEL}={name}", "--prefix", "--follow", "--tail=-1"]
     words += ["--max-log-requests=1000", "--ignore-errors"]
-    if options.dry_run:
-        say(join(words))
-        return 0
-    try:
-        os.execvp(words[0], words)
-    except FileNotFoundError as error:
-        raise UserError("kubectl is not installed here; --dry_run shows what it would be asked") from error
+    Shell(options.dry_run).become(words)
+    return 0
 
 
 def down(options: K8sOptions, train: list[str]) -> int:

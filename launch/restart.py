@@ -3,7 +3,8 @@
 from launch.job import AGAIN, DONE, NEVER
 
 
-def _case(codes: tuple[int, ...]) -> str:
+def pattern(codes: tuple[int, ...]) -> str:
+    """What the shell's `case` takes for any of these codes."""
     return "|".join(str(int(code)) for code in codes)
 
 
@@ -14,9 +15,9 @@ verdict() {{
     local code host answer="done"
     while read -r code host; do
         case "$code" in
-            {_case(DONE)}) ;;
-            {_case(NEVER)}) echo "never $code on $host"; return ;;
-            {_case(AGAIN)}) [ "${{answer%% *}}" = crash ] || answer="again $code on $host" ;;
+            {pattern(DONE)}) ;;
+            {pattern(NEVER)}) echo "never $code on $host"; return ;;
+            {pattern(AGAIN)}) [ "${{answer%% *}}" = crash ] || answer="again $code on $host" ;;
             *) [ "${{answer%% *}}" = crash ] || answer="crash $code on $host" ;;
         esac
     done

@@ -1,5 +1,6 @@
 """Commands of others (gcloud, kubectl, sbatch): run, or in a dry run printed as they would be typed."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,15 @@ class Shell:
             print(f"# write {quote(str(path))}: {len(content):,} bytes")
         else:
             print(f"cat > {quote(str(path))} <<'END'\n{content}END")
+
+    def become(self, words: Sequence[str]) -> None:
+        """Runs a command in place of this process, or shows it in a dry run. UserError where it is not installed."""
+        if self.dry_run:
+            return print(join(words))
+        try:
+            os.execvp(words[0], words)
+        except FileNotFoundError as error:
+            raise UserError(f"{words[0]} is not installed here; --dry_run shows what it would be asked") from error
 
     def _run(self, words: Sequence[str], check: bool, stdin: bytes = b"") -> subprocess.CompletedProcess[str]:
         try:

@@ -103,10 +103,11 @@ srun --label --kill-on-bad-exit=0 --wait=0 --cpu-bind=none bash -c '
     export JAX_PROCESS_ID=$SLURM_PROCID
     "$@"
     code=$?
-    echo "$code $(hostname)" > "$codes/$SLURM_PROCID"
+    echo "$code $SLURMD_NODENAME" > "$codes/$SLURM_PROCID"
     exit $code' task {join([".venv/bin/python", "train.py", *train])}
 for ((task = 0; task < SLURM_NTASKS; task++)); do  # one that left no note was killed with its node
-    [ -s "$codes/$task" ] || echo "137 task-$task" > "$codes/$task"
+    [ -s "$codes/$task" ] ||
+        echo "137 $(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n "$((task + 1))p")" > "$codes/$task"
 done
 read -r answer code _ host <<< "$(cat "$codes"/* | verdict)"
 echo "--- $(date -u +%FT%TZ) ${{answer}} ${{code:+($code on $host)}}"
@@ -115,7 +116,7 @@ if [ "$answer" = never ]; then exit "$code"; fi
 if [ "$answer" = crash ]; then
     echo "$code $host" >> "$folder/crashes"
     if [ "$(grep -c " $host\\$" "$folder/crashes")" -gt 1 ]; then
-        echo "$host has crashed $(grep -c " $host\\$" "$folder/crashes") times; --sbatch=--exclude=$host leaves it out"
+        echo "$host has crashed $(grep -c " $host\\$" "$folder/crashes") times"
     fi
     if [ "$(wc -l < "$folder/crashes")" -gt {job.max_crashes} ]; then
         echo "more than {job.max_crashes} crashes: not started again"
@@ -126,8 +127,21 @@ if [ -e "$folder/stop" ]; then
     echo "stopped by launch slurm down"
     exit "$code"
 fi
+# Leaves out the nodes that have crashed twice, where the partition has others. SLURM takes that for a job in its queue.
+leave_out() {{
+    local bad listed nodes
+    bad=$(awk '{{ if (++times[$2] == 2) print $2 }}' "$folder/crashes" 2>/dev/null | paste -sd,)
+    [ -n "$bad" ] || return
+    listed=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\\([^ ]*\\).*/\\1/p')
+    [ "$listed" = "(null)" ] || bad="$bad,$listed"
+    nodes=$(sinfo --noheader --partition="$SLURM_JOB_PARTITION" --states=idle,alloc,mix --format=%D)
+    nodes=$(echo "$nodes" | awk '{{ n += $1 }} END {{ print n + 0 }}')
+    [ "$nodes" -ge $((SLURM_JOB_NUM_NODES + $(scontrol show hostnames "$bad" | sort -u | wc -l))) ] || return
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="$bad" && echo "left out from now on: $bad"
+}}
+trap '' TERM  # which a script gets that puts its job back into the queue
 for attempt in 1 2 3 4 5; do
-    scontrol requeue "$SLURM_JOB_ID" && exit "$code"
+    scontrol requeue "$SLURM_JOB_ID" && {{ leave_out; exit "$code"; }}
     sleep $((attempt * ${{LAUNCH_PAUSE:-10}}))
 done
 echo "scontrol requeue failed: the same launch command goes on with the run"
@@ -167,10 +181,8 @@ def status(options: SlurmOptions, train: list[str]) -> int:
 def logs(options: SlurmOptions, train: list[str]) -> int:
     """Follows the job's log from its first line, over all its stretches, until Ctrl-C."""
     words = ["tail", "-n", "+1", "-F", str(named(options)[1] / "log")]
-    if options.dry_run:
-        say(join(words))
-        return 0
-    os.execvp(words[0], words)
+    Shell(options.dry_run).become(words)
+    return 0
 
 
 def down(options: SlurmOptions, train: list[str]) -> int:

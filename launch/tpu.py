@@ -223,10 +223,8 @@ def logs(options: TpuOptions, train: list[str]) -> int:
         raise UserError(f"there are no slices of {options.name}; its checkpoints and metrics are in its bucket")
     command = f"--command={hosts.logs(options.name, 100)}"
     words = places[0].words("ssh", options.name, "--node=all", "--worker=all", command)
-    if options.dry_run:
-        say(join(words))
-        return Exit.COMPLETE
-    os.execvp(words[0], words)
+    places[0].shell.become(words)
+    return Exit.COMPLETE
 
 
 def stop(options: TpuOptions, train: list[str]) -> int:

@@ -19,7 +19,7 @@ from configs.schema import Config, MeshConfig, UserError, free_to_change, option
 from data.dataset import absolute
 from run.checkpoint import Checkpoints, copy, whole_steps
 from run.events import Events, saved_up_to
-from run.metrics import read_metrics
+from run.lines import read_metrics
 from run.runtime import versions
 from training.build import build
 from training.state import TrainState, abstract_params

@@ -5,6 +5,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,9 +17,11 @@ from run.events import Events
 from run.goodput import Times
 from run.metrics import Clock, MetricsWriter
 from run.monitor import Monitor
+from run.notify import tell
 from run.profile import Profile
 from run.runtime import Stop, highest
-from run.watchdog import Watchdog
+from run.watchdog import Watchdog, end_as_hung
+from run.weights_and_biases import Wandb
 from training.build import Build
 from training.state import TrainState
 from training.step import TrainStep
@@ -104,27 +107,29 @@ class Loop:
         start: Start,
         train_step: TrainStep,
         measure: Callable[[dict], dict],
-        rows_of: Callable[[int], list],
+        seen: Callable[[int], dict],
         checkpoints: Checkpoints,
         dataset: str,
         stop: Stop,
         say: Callable[[str], Any],
         times: Times | None = None,
+        measuring_step: TrainStep | None = None,
         measure_tasks: Callable[[dict], dict] = lambda params: {},
     ):
-        """`train_step`: compiled. `measure(params)` evaluates and samples. `rows_of(i)`: the rows of the i-th batch
-        from the start on. `dataset`: the fingerprint that checkpoints are to carry. `times`: this process's.
-        `measure_tasks(params)` gives the figures of `eval.tasks`."""
+        """`train_step` and `measuring_step`, which takes its place at every `diagnostics.every_steps`: compiled.
+        `measure(params)` evaluates and samples, `measure_tasks(params)` gives the figures of `eval.tasks`. `seen(i)`:
+        what the i-th batch from the start on held, for the record of a jump. `dataset`: the fingerprint that
+        checkpoints are to carry. `times`: this process's."""
         self.config = config = built.config
         self.start, self.state, self.step = start, start.state, start.step
-        self.train_step, self.measure, self.checkpoints = train_step, measure, checkpoints
-        self.measure_tasks = measure_tasks
+        self.train_step, self.measuring_step = train_step, measuring_step
+        self.measure, self.measure_tasks, self.checkpoints = measure, measure_tasks, checkpoints
         self.dataset, self.stop, self.say = dataset, stop, say
-        self.times, self.watchdog = times or Times(), Watchdog(config.hang)
+        self.times, self.watchdog = times or Times(), Watchdog(config.hang, self.end_as_hung)
         self.profile = Profile(config)
         self.saved = time.monotonic()
         self.clock = Clock(start.seconds, start.step)
-        self.writer = MetricsWriter(config.run_dir, start.step)
+        self.writer = MetricsWriter(config.run_dir, start.step, partial(Wandb, config) if config.log.wandb else None)
         tokens_per_step = config.batch.tokens_per_step
         batch_of = lambda step: self.position_after(step - 1) // tokens_per_step
         peak = peak_flops(built.mesh.devices.flat[0].device_kind)
@@ -135,7 +140,7 @@ class Loop:
             self.clock,
             flops_share=flops / (peak * built.mesh.size) if peak else None,
             tokens_after=self.tokens_after,
-            rows_of=lambda step: {"batch": batch_of(step), "rows": rows_of(step - 1 - start.step)},
+            rows_of=lambda step: {"batch": batch_of(step), **seen(step - 1 - start.step)},
             say=say,
             losses=list(start.losses),
             step=start.step,
@@ -165,7 +170,7 @@ class Loop:
             while True:
                 self.watchdog.step(self.step + 1)
                 self.profile.before(self.step + 1, self.state)
-                self.state, metrics = self.train_step(self.state, batch)
+                self.state, metrics = self.step_program()(self.state, batch)
                 self.step += 1
                 self.profile.after(self.step, self.state)
                 if unlogged:
@@ -192,6 +197,12 @@ class Loop:
                     retry = False
                 if last:
                     return self.end(results)
+
+    def step_program(self) -> TrainStep:
+        """The program of the next step."""
+        if self.measuring_step and (self.step + 1) % self.config.diagnostics.every_steps == 0:
+            return self.measuring_step
+        return self.train_step
 
     def save_is_old(self) -> bool:
         """Whether `checkpoint.every_minutes` have passed, by any process's clock; asked when a step is logged."""
@@ -254,6 +265,11 @@ class Loop:
         newest = self.checkpoints.newest
         where = f"the newest checkpoint is of step {newest}" if newest else "no checkpoint was saved"
         return GaveUp(self.step, f"{reason}; {where}")
+
+    def end_as_hung(self, reason: str) -> None:
+        """Ends all processes, from the watchdog's thread."""
+        tell(self.config, "failure", f"a hang: {reason}", self.step)
+        end_as_hung(reason)
 
     def evaluate(self) -> dict:
         """Evaluates and samples the network as it is now."""

@@ -4,9 +4,8 @@ import io
 import json
 import math
 import shutil
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto import event_pb2
 
 from configs.files import append_whole, write_whole
+from run.lines import read_metrics
+from run.weights_and_biases import Wandb
 
 
 class Clock:
@@ -65,7 +66,8 @@ class MetricsWriter:
     Where the disk is full, lines wait in memory until there is room (`problem` says why), and training goes on.
     """
 
-    def __init__(self, run_dir: str | Path, start_step: int):
+    def __init__(self, run_dir: str | Path, start_step: int, wandb: Callable[[], Wandb] | None = None):
+        """`wandb`: makes what is sent the new lines, where there is to be one."""
         self.writes = jax.process_index() == 0
         self.problem = ""
         if not self.writes:
@@ -75,6 +77,7 @@ class MetricsWriter:
         kept = [line for line in read_metrics(run_dir) if line["step"] <= start_step] if start_step else []
         write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self.tensorboard: TensorBoard | None = None
+        self.wandb = wandb() if wandb else None
         self._show(kept)
 
     def write(self, line: dict) -> None:
@@ -91,6 +94,8 @@ class MetricsWriter:
             self.problem = f"{self.path} cannot be written: {error.strerror or error}; its lines wait in memory"
             return
         self._show([line])
+        if self.wandb:
+            self.wandb.show(line)
 
     def _show(self, lines: list[dict]) -> None:
         """In TensorBoard; all lines anew at the start, and after its file could not be written."""
@@ -106,7 +111,11 @@ class MetricsWriter:
 
     def close(self, hparams: dict | None = None, results: dict | None = None) -> None:
         """Ends the run's TensorBoard file; of a finished run with its options as hparams, and their results."""
-        if not self.writes or self.tensorboard is None:
+        if not self.writes:
+            return
+        if self.wandb:
+            self.wandb.close()
+        if self.tensorboard is None:
             return
         self.tensorboard.close()
         if hparams is not None and results is not None:
@@ -128,15 +137,14 @@ class TensorBoard:
         self.flushed = 0.0
 
     def show(self, line: dict) -> None:
-        """Numbers as scalars, those of a nested dict as `key/subkey`; lists as texts."""
+        """Numbers as scalars, those of nested dicts as `key/subkey`; lists as texts."""
         step, when = line["step"], line["time"]
         for key, value in line.items():
             if isinstance(value, list):
                 for i, text in enumerate(value):
                     self.add(events.text(f"{key}/{i}", f"```\n{text}\n```"), step, when)
-            numbers = {f"{key}/{k}": v for k, v in value.items()} if isinstance(value, dict) else {key: value}
-            for name, number in numbers.items():
-                if isinstance(number, int | float) and name not in ("step", "time"):
+            for name, number in _numbers(key, value):
+                if name not in ("step", "time"):
                     self.add(events.scalar(name, number), step, when)
         if time.monotonic() > self.flushed + 1:
             self.writer.flush()
@@ -151,6 +159,15 @@ class TensorBoard:
         self.writer.close()
 
 
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """The numbers in nested dicts, each with its keys as a path."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _numbers(f"{name}/{key}", part)
+    elif isinstance(value, int | float):
+        yield name, value
+
+
 def _finite(value: Any) -> Any:
     """The same, with None in place of each number that is not finite."""
     if isinstance(value, dict):
@@ -158,23 +175,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def read_metrics(run_dir: str | Path) -> list[dict]:
-    """The lines of metrics.jsonl, none where there is none. One that cannot be read is left out, and named, but for the
-    last, of which a kill may have left half."""
-    path = Path(run_dir) / "metrics.jsonl"
-    texts = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() else []
-    lines = []
-    for number, text in enumerate(texts, 1):
-        try:
-            line = json.loads(text)
-            _ = line["step"] + 0, line["time"] + 0
-            lines.append(line)
-        except (ValueError, TypeError, LookupError):
-            if number < len(texts):
-                print(f"{path}: line {number} is damaged, and left out", file=sys.stderr)
-    return lines
 
 
 def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:

@@ -11,7 +11,10 @@ import numpy as np
 from tqdm import tqdm
 
 from configs.schema import Config
+from run.diagnosis import Diagnosis
+from run.lines import read_metrics
 from run.metrics import Clock, MetricsWriter
+from run.notify import tell
 from training.step import Metrics
 
 WINDOW, ENOUGH = 64, 16  # steps that a loss is compared with: at most, and at least
@@ -35,8 +38,8 @@ class Monitor:
         skipped: int,
     ):
         """`flops_share`: MFU of one token a second. `tokens_after(step)`: tokens of the run up to a step.
-        `rows_of(step)`: which batch and rows a step saw. `losses` and `skipped` are of the steps up to `step`, after
-        which the run goes on."""
+        `rows_of(step)`: which batch, rows and texts a step saw. `losses` and `skipped` are of the steps up to `step`,
+        after which the run goes on."""
         self.config, self.writer, self.clock, self.say = config, writer, clock, say
         self.flops_share, self.tokens_after, self.rows_of = flops_share, tokens_after, rows_of
         self.losses = deque(losses, WINDOW)
@@ -45,6 +48,8 @@ class Monitor:
         self.spike: dict | None = None
         """The first step whose loss jumped, until somebody has dealt with it: `step`, and `spike` with the loss, the
         median, and which batch and rows it saw."""
+        lines = read_metrics(config.run_dir) if config.diagnostics.every_steps else []
+        self.diagnosis = Diagnosis(line for line in lines if line["step"] <= step)
         self.unread: list[tuple[int, Metrics]] = []
         hidden = None if jax.process_index() == 0 else True  # None: where the output is no terminal
         self.bar = tqdm(total=config.steps, initial=step, unit="step", disable=hidden, dynamic_ncols=True)
@@ -59,6 +64,9 @@ class Monitor:
             self.step, self.values = step, jax.tree.map(lambda value: np.asarray(value).item(), metrics)
             self._count_skipped()
             self._compare_loss()
+            if "diagnostics" in self.values:
+                line = {"step": step, "tokens": self.tokens_after(step)}
+                self.writer.write(line | {"diagnostics": self.diagnosis.line(self.values.pop("diagnostics"))})
         self.unread.clear()
 
     def write(self) -> None:
@@ -69,6 +77,8 @@ class Monitor:
         mfu = tokens_per_second * self.flops_share if self.flops_share else None
         line = {"step": self.step, "tokens": self.tokens_after(self.step), **self.values}
         line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "data_wait": data_wait}
+        memory = jax.local_devices()[0].memory_stats() or {}  # a CPU has none
+        line["peak_memory_bytes"] = memory.get("peak_bytes_in_use")
         self.writer.write(line | {"seconds": self.clock.seconds})
         if self.writer.problem:
             self.say(self.writer.problem)
@@ -92,11 +102,10 @@ class Monitor:
         usual = median(self.losses) if len(self.losses) >= ENOUGH else math.inf
         if factor and loss > factor * usual:
             spike = {"step": self.step, "spike": {"loss": loss, "median": usual, **self.rows_of(self.step)}}
-            self.say(
-                f"step {self.step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}; what it saw: "
-                f"python -m data.inspect {self.config.run_dir} --step={self.step - 1}"
-            )
+            jumped = f"step {self.step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}"
+            self.say(f"{jumped}; what it saw: python -m data.inspect {self.config.run_dir} --step={self.step - 1}")
             self.writer.write(spike)
+            tell(self.config, "spike", jumped, self.step)
             self.spike = self.spike or spike
         if math.isfinite(loss):
             self.losses.append(loss)

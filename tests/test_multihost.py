@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from run.metrics import read_metrics
+from run.lines import read_metrics
 from tests.fake_gcs import FakeGCS
 from tests.test_train import PREEMPTED, ROOT, environment_of, folder, run, summary  # noqa: F401
 

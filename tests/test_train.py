@@ -32,7 +32,7 @@ import train
 from run.checkpoint import Checkpoints
 from run.events import Events, batch_of
 from run.folder import RunLock
-from run.metrics import read_metrics
+from run.lines import read_metrics
 from run.runtime import run_command
 from tests.evaluation.core_bundle import make_bundle
 
@@ -56,7 +56,7 @@ COMMANDS = {
     **{"train": train.main, "sample": sample.main, "evaluate": evaluate.main},
     **{"prepare": data.prepare.main, "inspect": data.inspect.main},
 }
-TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "goodput"}
+TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "goodput", "peak_memory_bytes"}
 PREEMPTED = 143  # the exit code of a run that SIGTERM stopped
 
 
@@ -150,6 +150,26 @@ def series_of(run_dir: Path) -> list[list[tuple[int, float]]]:
 def assert_as_untouched(run_dir: Path, untouched: Path) -> None:
     assert lines_of(run_dir) == lines_of(untouched)
     assert summary(run_dir)["params_sha256"] == summary(untouched)["params_sha256"]
+
+
+def test_a_run_that_measures_itself_ends_as_one_that_does_not(folder, untouched, monkeypatch):
+    """To the bit; and where it is stopped and goes on, its noise scales are those of a run that was not."""
+    monkeypatch.chdir(folder)
+    measured = ("--diagnostics.every_steps=4", "--log.every_steps=4")
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=measured", *measured) == 0
+    without = [line for line in lines_of(folder / "measured") if "diagnostics" not in line]
+    assert without == lines_of(untouched)
+    assert summary(folder / "measured")["params_sha256"] == summary(untouched)["params_sha256"]
+    found = [line for line in lines_of(folder / "measured") if "diagnostics" in line]
+    assert [line["step"] for line in found] == list(range(4, 121, 4))
+    last = found[-1]["diagnostics"]
+    assert last["noise_scale_low"] > 0 and last["groups"].keys() == {"embed", "matrices", "lm_head"}
+    assert 0 < last["groups"]["matrices"]["update_norm"] < last["groups"]["matrices"]["parameter_norm"]
+
+    shutil.rmtree(folder / "measured" / "checkpoints" / "120")
+    (folder / "measured" / "summary.json").unlink()
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=measured", *measured) == 0
+    assert [line for line in lines_of(folder / "measured") if "diagnostics" in line] == found
 
 
 def test_killed_interrupted_and_preempted_it_ends_as_the_untouched_one(folder, untouched, monkeypatch):

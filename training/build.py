@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -34,6 +35,8 @@ class Build(NamedTuple):
     abstract_state: TrainState
     """Shapes, types and shardings."""
     train_step: TrainStep
+    measuring_step: TrainStep
+    """The same step, which measures itself: its metrics hold `diagnostics`."""
     eval_step: EvalStep
 
     def create_state(self) -> TrainState:
@@ -57,6 +60,7 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Build:
     config = replace(config, model=replace(config.model, dtype=dtype.name))
     optimizer, rates = make_optimizer(config.optimizer, config.model, config.steps, mesh)
     state = abstract_state(config.model, optimizer, mesh)
+    step = partial(make_train_step, config.model, dtype, mesh, state, optimizer, rates, config.optimizer.clip_norm)
     return Build(
         config,
         mesh,
@@ -66,6 +70,7 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Build:
         optimizer,
         rates,
         state,
-        make_train_step(config.model, dtype, mesh, state, optimizer, rates, config.optimizer.clip_norm),
+        step(),
+        step(diagnose=True),
         make_eval_step(config.model, dtype, mesh),
     )

@@ -188,7 +188,7 @@ def test_every_number_has_a_range():
 
 def test_what_may_change_when_a_run_is_continued():
     free = {name for name in options(BASE) if free_to_change(name)}
-    sections = {"mesh", "log", "eval", "hang", "profile"}
+    sections = {"mesh", "log", "eval", "hang", "profile", "diagnostics"}
     assert {name for name in free if name.split(".")[0] not in sections} == {
         *("run_dir", "resume", "max_skipped_steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
         *(

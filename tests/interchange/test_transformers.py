@@ -25,7 +25,7 @@ from interchange.init_from import read_params, require_same_network
 from interchange.transformers import hf_name, turned, write_hf
 from model.gpt import GPT
 from model.loss import loss_sums, softcap
-from run.metrics import read_metrics
+from run.lines import read_metrics
 from tests.helpers import perturbed
 from training.mesh import make_mesh
 from training.optimizer import path_name

@@ -1,4 +1,4 @@
-"""A stand-in for SLURM: sbatch, srun, scontrol, squeue and scancel, by its first word, on local processes.
+"""A stand-in for SLURM: sbatch, srun, scontrol, squeue, scancel and sinfo, by its first word, on local processes.
 
 What it knows of its jobs lies in the folder FAKE_SLURM. As in SLURM, a job's script is not started again unless it
 asks; a signal goes to every process of the tasks and spares the script; srun ends with the highest code of its tasks.
@@ -49,7 +49,9 @@ def run(job: str) -> int:
         environment = os.environ | {
             "SLURM_JOB_ID": job,
             "SLURM_NTASKS": facts["options"]["nodes"],
-            "SLURM_JOB_NODELIST": "localhost",
+            "SLURM_JOB_NODELIST": "localhost,otherhost",
+            "SLURM_JOB_NUM_NODES": facts["options"]["nodes"],
+            "SLURM_JOB_PARTITION": "all",
             "SLURM_RESTART_COUNT": str(facts["restarts"]),
             "LAUNCH_PAUSE": "0",
         }
@@ -67,7 +69,8 @@ def srun(*words: str) -> int:
     assert "--kill-on-bad-exit=0" in options  # else a task that ends first would end the others while they save
     command, job, tasks = words[len(options) :], os.environ["SLURM_JOB_ID"], []
     for number in range(int(os.environ["SLURM_NTASKS"])):
-        environment = os.environ | {"SLURM_PROCID": str(number)}
+        host = ("localhost", "otherhost")[number]
+        environment = os.environ | {"SLURM_PROCID": str(number), "SLURMD_NODENAME": host}
         tasks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True))
     (HOME / job / "tasks").write_text(" ".join(str(task.pid) for task in tasks))
 
@@ -88,7 +91,10 @@ def srun(*words: str) -> int:
 
 def scontrol(*words: str) -> int:
     if words[:2] == ("show", "hostnames"):
-        print("localhost\notherhost")
+        print(words[2].replace(",", "\n"))
+        return 0
+    if words[:2] == ("show", "job"):
+        print("   ReqNodeList=(null) ExcNodeList=(null)")
         return 0
     assert words[0] == "requeue"
     deaf = HOME / "deaf"  # so many times it does not answer
@@ -114,6 +120,11 @@ def squeue(*words: str) -> int:
     return 0
 
 
+def sinfo(*words: str) -> int:
+    print(2)  # nodes: none to spare
+    return 0
+
+
 def scancel(*words: str) -> int:
     for job, facts in mine(words).items():
         if "--signal=TERM" in words and facts["state"] == "RUNNING":
@@ -126,4 +137,4 @@ def scancel(*words: str) -> int:
 
 if __name__ == "__main__":
     name, *words = sys.argv[1:]
-    sys.exit({f.__name__: f for f in (sbatch, run, srun, scontrol, squeue, scancel)}[name](*words))
+    sys.exit({f.__name__: f for f in (sbatch, run, srun, scontrol, squeue, scancel, sinfo)}[name](*words))

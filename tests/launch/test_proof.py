@@ -12,7 +12,7 @@ import pytest
 
 from launch.__main__ import main
 from launch.code import pack
-from run.metrics import read_metrics
+from run.lines import read_metrics
 from tests.fake_gcs import FakeGCS
 from tests.launch.fake_kubernetes import Cluster, environment_with
 from tests.launch.test_tpu import Cloud, cloud, repository, wait_for  # noqa: F401

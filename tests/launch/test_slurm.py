@@ -1,5 +1,5 @@
 """`python -m launch slurm`: what it prints, and jobs of two tasks that end in every way, on a stand-in for SLURM and,
-where slurmctld and slurmd are installed, on SLURM itself, of one node that passes for two."""
+where slurmctld and slurmd are installed, on SLURM itself, of one machine that passes for three."""
 
 import os
 import shutil
@@ -42,6 +42,7 @@ KillWait=2
 {extra}
 NodeName=node0 NodeHostname=localhost NodeAddr=localhost Port={ports[1]} CPUs=2
 NodeName=node1 NodeHostname=localhost NodeAddr=localhost Port={ports[2]} CPUs=2
+NodeName=node2 NodeHostname=localhost NodeAddr=localhost Port={ports[3]} CPUs=2
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -50,7 +51,7 @@ def fake(tmp_path, monkeypatch):
     """The stand-in's commands, ahead of any other on PATH."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "slurm").mkdir()
-    for name in ("sbatch", "srun", "scontrol", "squeue", "scancel"):
+    for name in ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo"):
         script = tmp_path / "bin" / name
         script.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} {name} "$@"\n')
         script.chmod(0o755)
@@ -60,14 +61,14 @@ def fake(tmp_path, monkeypatch):
 
 @contextmanager
 def real(monkeypatch):
-    """A SLURM of this test's own: a controller and two nodes that are this machine."""
+    """A SLURM of this test's own: a controller and three nodes that are this machine."""
     if not (shutil.which("slurmctld") and shutil.which("slurmd")):
         pytest.skip("SLURM itself is not installed (Debian: slurm-wlm): slurmctld and slurmd did not run")
     temporary = tempfile.TemporaryDirectory(prefix="slurm-")  # a short path: it holds Unix sockets
     folder, ports = Path(temporary.name), []
-    for name in ("state", "node0.spool", "node1.spool"):
+    for name in ("state", "node0.spool", "node1.spool", "node2.spool"):
         (folder / name).mkdir(parents=True)
-    for _ in range(3):
+    for _ in range(4):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             ports.append(free.getsockname()[1])
@@ -75,11 +76,11 @@ def real(monkeypatch):
     (folder / "slurm.conf").write_text(SLURM_CONF.format(ports=ports, folder=folder, extra=extra))
     monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
     monkeypatch.setenv("LAUNCH_PAUSE", "1")
-    daemons = [["slurmctld", "-D"], ["slurmd", "-D", "-N", "node0"], ["slurmd", "-D", "-N", "node1"]]
+    daemons = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", f"node{i}"] for i in range(3))]
     started = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for words in daemons]
     deadline, over = time.time() + 60, threading.Event()
     try:
-        while subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True).stdout.strip() != b"2":
+        while subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True).stdout.strip() != b"3":
             told = [(folder / name).read_text()[-1500:] for name in ("slurmctld.log", "node0.log")]
             assert time.time() < deadline, "\n".join(told)
             time.sleep(0.5)
@@ -183,6 +184,15 @@ def test_a_crash_is_repeated_a_bounded_number_of_times_and_its_host_named(cluste
     ]
     run_to_its_end(repository, cluster, "--max_crashes=2")  # a person may go on
     assert len(repository.starts()) == 4
+
+
+@pytest.mark.slow
+def test_a_node_that_crashed_twice_is_left_out(repository, monkeypatch):
+    repository.plan(["kill", 42], ["kill", 42], [0, 0])
+    with real(monkeypatch):
+        log = run_to_its_end(repository, 300)
+    assert "node0 has crashed 2 times" in log and "left out from now on: node0" in log
+    assert log.count(" on node[0-1]") == 2 and " on node[1-2]" in log
 
 
 def test_a_notice_is_waited_for_and_down_saves_and_ends_it_for_good(cluster, repository, capsys):

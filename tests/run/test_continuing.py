@@ -12,7 +12,7 @@ import evaluate
 import export
 import train
 from run.events import Events
-from run.metrics import read_metrics
+from run.lines import read_metrics
 from run.runtime import run_command
 from training.build import build
 

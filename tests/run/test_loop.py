@@ -10,8 +10,8 @@ import pytest
 
 from configs.exit_codes import Exit
 from configs.schema import CheckpointConfig, EvalConfig, LogConfig, ProfileConfig, StabilityConfig
+from run.lines import read_metrics
 from run.loop import Due, Finished, GaveUp, Jumped, Loop, Start, Stopped, due_after
-from run.metrics import read_metrics
 from run.monitor import ENOUGH
 from run.runtime import Stop
 from tests.helpers import tiny_config
@@ -98,10 +98,10 @@ def make(tmp_path):
         said, saved = [], Saved() if checkpoints is None else checkpoints
         start = start or Start(TrainState(0, {}, (), 0))  # pyright: ignore
         measure = lambda params: {"val_loss": 2.0, "val_bpb": 1.0, "samples": []}
-        rows_of = lambda i: [(0, i)]
+        seen = lambda i: {"rows": [(0, i)], "texts": [f"row {i}"]}
         built = SimpleNamespace(config=config, mesh=mesh)
         return (
-            Loop(built, start, train_step, measure, rows_of, saved, "print", stop or Stop(), said.append),
+            Loop(built, start, train_step, measure, seen, saved, "print", stop or Stop(), said.append),
             said,
             saved,
         )

@@ -5,7 +5,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import run.metrics
-from run.metrics import Clock, MetricsWriter, plot_loss, read_metrics
+from run.lines import read_metrics
+from run.metrics import Clock, MetricsWriter, plot_loss
 
 
 def line(step: int, loss: float = 1.0) -> dict:

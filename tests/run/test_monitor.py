@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from configs.schema import StabilityConfig
-from run.metrics import Clock, MetricsWriter, read_metrics
+from run.lines import read_metrics
+from run.metrics import Clock, MetricsWriter
 from run.monitor import ENOUGH, WINDOW, Monitor
 from tests.helpers import tiny_config
 

@@ -1,0 +1,105 @@
+"""One page on one or more runs: python report.py RUN [RUN...] --out=report.html.
+
+It needs no accelerator and does not start JAX. --follow serves the page on this machine alone, and keeps it up to date.
+"""
+
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
+import json
+import sys
+import time
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import tyro
+
+from configs.command_line import parse_arguments
+from configs.exit_codes import Exit
+from configs.files import write_whole
+from configs.interrupt import raise_at_interrupt
+from configs.schema import FilePath, NotNegative, Positive, UserError
+from run.page import contents, page
+from run.report import read_runs
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """One page on one or more runs."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Folders of runs, each with a config.json."""
+    out: FilePath = "report.html"
+    """The page: it opens from the disk, without a network."""
+    follow: bool = False
+    """Serve the page at http://localhost:PORT in place of writing it, and look at the runs anew while it is open."""
+    port: NotNegative[int] = 8420
+    """Of `follow`; 0: any that is free."""
+    every_seconds: Positive[int] = 10
+    """Of `follow`: between two looks."""
+
+
+def serve(folders: list[str], port: int, every_seconds: int) -> None:
+    """Serves the page to this machine until somebody interrupts. UserError where the port is taken."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            kinds = {"/": "text/html; charset=utf-8", "/report.json": "application/json"}
+            if self.path not in kinds:
+                return self.send_error(404)
+            try:
+                shown = contents(read_runs(folders), time.time())
+            except UserError as error:  # a run that is being moved, or deleted
+                return self.send_error(503, explain=str(error))
+            body = (page(shown, every_seconds) if self.path == "/" else json.dumps(shown)).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", kinds[self.path])
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing: a line a look would hide what matters."""
+
+    try:
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--port={port} cannot be served ({error}); 0 takes any that is free") from error
+    with server:
+        print(f"http://localhost:{server.server_port}  (Ctrl-C ends it)", flush=True)
+        server.serve_forever()
+
+
+def main() -> int:
+    arguments = parse_arguments(__doc__, Arguments)
+    if not arguments.runs:
+        raise UserError("name at least one run's folder: python report.py runs/small")
+    runs = read_runs(list(arguments.runs))
+    if arguments.follow:
+        serve(list(arguments.runs), arguments.port, arguments.every_seconds)
+    out = Path(arguments.out)
+    try:
+        write_whole(out, page(contents(runs, time.time())))
+    except OSError as error:
+        raise UserError(f"--out={out} cannot be written: {error}") from error
+    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB, on {', '.join(run.name for run in runs)}")
+    return Exit.COMPLETE
+
+
+def run() -> int:
+    """`main`, with a mistake as its message and code 2, as run/runtime.py does it for commands that start JAX."""
+    raise_at_interrupt()
+    try:
+        return main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return Exit.MISTAKE
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(run())

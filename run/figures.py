@@ -1,0 +1,243 @@
+"""The plots of a report: what plotly.js draws, as plain dicts (plotly.com/javascript/reference).
+
+The x of a course is the steps of its points: the page puts them on the axis that is asked for, by each run's table of
+steps, tokens and seconds (`axes`).
+"""
+
+from itertools import cycle
+from typing import Any, NamedTuple
+
+from run.goodput import PARTS
+from run.report import AXES, Course, Run, number
+from run.sentences import ratio
+
+COLORS = ("#4269d0", "#ff725c", "#3ca951", "#e5a50a", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5", "#9498a0")
+DASHES = ("solid", "dash", "dot", "dashdot")
+GRID, TEXT, GRAY = "#e8e8e8", "#333333", "#777777"
+LOGGED, MEASURED = "a logged step", "--diagnostics.every_steps=10"  # what a plot needs
+
+
+class Line(NamedTuple):
+    """A line of a plot, of one run."""
+
+    run: Run
+    name: str
+    course: Course
+    color: str
+    style: dict[str, Any] = {}  # noqa: RUF012
+    """Of plotly's trace, over the defaults."""
+    legend: str = ""
+    """What the legend calls this line and all others of the same, which it shows and hides together; else its name."""
+
+
+class Figure(NamedTuple):
+    """A plot, or why there is none."""
+
+    id: str
+    title: str
+    about: str
+    """The unit, and what to look for."""
+    traces: list[dict]
+    layout: dict[str, Any]
+    missing: str = ""
+    """What would have to be known for it; said where there are no traces."""
+
+
+def figures(runs: list[Run]) -> list[Figure]:
+    """All plots, those without a line included."""
+    return [*_of_training(runs), *_of_diagnostics(runs), *_of_speed(runs)]
+
+
+def axes(run: Run) -> dict[str, list[float]]:
+    """Where each step that a line may have lies on each axis."""
+    steps = sorted({line["step"] for line in run.lines})
+    return {axis: _short(run.along(axis, steps)) for axis in AXES}
+
+
+def _of_training(runs: list[Run]) -> list[Figure]:
+    loss = []
+    for run, color in zip(runs, cycle(COLORS)):
+        validation = color if len(runs) > 1 else COLORS[1]
+        thin = {"line": {"width": 1, "color": color}, "opacity": 0.8}
+        dots = {"mode": "lines+markers", "line": {"width": 2, "color": validation}, "marker": {"size": 6}}
+        legend = run.name if len(runs) > 1 else ""
+        loss.append(Line(run, "validation", run.course("val_loss"), validation, dots, legend))
+        loss.append(Line(run, "training", run.course("loss"), color, thin, legend))
+    norms = [
+        Line(run, "all", run.course("grad_norm"), "#000000", {"line": {"width": 1.5, "color": "#000000", "dash": dash}})
+        for run, dash in zip(runs, cycle(DASHES))
+    ]
+    bounds = [
+        Line(run, "bound of the clip", Course(steps, [bound] * len(steps)), GRAY, {"line": {"width": 1, "color": GRAY}})
+        for run in runs
+        if (bound := number(run.options, "optimizer.clip_norm")) and (steps := run.course("grad_norm").steps)
+    ]
+    norms += _groups(runs, "grad_norms") + bounds
+    rates = _groups(runs, "learning_rate")
+    about = "nats a token; thin: training, dots: validation"
+    return [
+        _figure("loss", "Loss", about, loss, LOGGED),
+        _figure("bits", "Validation", "bits per byte", _each(runs, "val_bpb"), "an evaluation"),
+        _figure("gradients", "Norms of gradients", f"before the clip, {_by(runs, 'group')}", norms, LOGGED, log=True),
+        _figure("rates", "Learning rates", _by(runs, "group"), rates, LOGGED, log=True),
+    ]
+
+
+def _of_diagnostics(runs: list[Run]) -> list[Figure]:
+    noise, coherence = [], []
+    for run, color in zip(runs, cycle(COLORS)):
+        legend = run.name if len(runs) > 1 else ""
+        course = lambda name, run=run: run.course("diagnostics", name)
+        low, high, scale = (course(f"noise_scale{end}") for end in ("_low", "_high", ""))
+        batch = run.course("valid_tokens") if low.steps or scale.steps else Course([], [])
+        both = set(low.steps) & set(high.steps)  # an interval without an upper end has no band
+        edge = {"line": {"width": 0}, "hoverinfo": "skip", "hovertemplate": None, "legendgroup": run.name}
+        band = edge | {"fill": "tonexty", "fillcolor": f"{color}22"}
+        ends = {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 7, "color": color}}
+        dashed = {"line": {"width": 1.5, "dash": "dash", "color": color if legend else GRAY}}
+        noise += [
+            Line(run, "low", _only(low, both), color, edge | {"showlegend": False}),
+            Line(run, "high", _only(high, both), color, band | {"showlegend": False}),
+            Line(run, "noise scale", scale, color, {}, legend),
+            Line(run, "at least", _only(low, set(low.steps) - both), color, ends, legend),
+            Line(run, "batch", batch, color, dashed, legend),
+        ]
+        dotted = {"line": {"width": 1.5, "color": color, "dash": "dot"}}
+        coherence.append(Line(run, "successive", course("coherence_successive"), color, {}, legend))
+        coherence.append(Line(run, "with the sum", course("coherence_running"), color, dotted, legend))
+    groups = lambda name: _groups(runs, "diagnostics", "groups", inner=name)
+    ratios = lambda place: [
+        line._replace(course=ratio(line.run, place, line.name))
+        for line in _groups(runs, "diagnostics", place, inner="update_norm")
+    ]
+    gradients = _groups(runs, "diagnostics", "blocks", inner="gradient_norm")
+    about_noise = "tokens; band: its interval; triangles: at least; dashed: the batch"
+    about_cosine = "cosine of a micro-batch's gradient and the one before; dotted: and the sum before"
+    by_group, by_block = _by(runs, "group"), _by(runs, "block")
+    return [
+        _figure("noise", "Noise scale", about_noise, noise, MEASURED, log=True),
+        _figure("coherence", "Coherence", about_cosine, coherence, MEASURED),
+        _figure("ratios", "Update over parameter", f"norms, {by_group}", ratios("groups"), MEASURED, log=True),
+        _figure("updates", "Norms of updates", by_group, groups("update_norm"), MEASURED, log=True),
+        _figure("snr", "Optimizer's signal over noise", by_group, groups("snr"), MEASURED, log=True),
+        _figure("unchanged", "Unchanged by a step", f"share, {by_group}", groups("unchanged_share"), MEASURED),
+        _figure("blocks", "Norms of gradients", by_block, gradients, MEASURED, log=True),
+        _figure("block-ratios", "Update over parameter", f"norms, {by_block}", ratios("blocks"), MEASURED, log=True),
+    ]
+
+
+def _of_speed(runs: list[Run]) -> list[Figure]:
+    spent = [run.goodput for run in runs]
+    names = [run.name for run in runs]
+    bars = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": part,
+            "y": names,
+            "x": _short([100 * each[part] / (sum(each.values()) or 1) for each in spent]),
+            "marker": {"color": color},
+            "hovertemplate": "%{x:.1f}%",
+        }
+        for part, color in zip(("steps", *(part for part in PARTS if part != "steps")), cycle(COLORS))
+        if any(each[part] for each in spent)
+    ]
+    layout = _layout(False) | {"barmode": "stack", "hovermode": "closest", "showlegend": True}
+    layout["xaxis"] |= {"title": {"text": "% of the wall time"}, "range": [0, 100]}
+    layout["yaxis"] |= {"type": "category", "automargin": True, "fixedrange": True}
+    memory = _each(runs, "peak_memory_bytes", scale=2**-30)
+    plots = [
+        _figure("speed", "Throughput", "tokens a second", _each(runs, "tokens_per_second"), LOGGED),
+        _figure("mfu", "MFU", "share of the devices' peak", _each(runs, "mfu"), "the peak of its device"),
+        _figure("waiting", "Waiting for data", "share of the time", _each(runs, "data_wait"), LOGGED),
+        _figure("memory", "Peak memory of a device", "GiB", memory, "a device that reports it"),
+    ]
+    for plot in plots:  # what is small against itself shall not look large
+        plot.layout["yaxis"]["rangemode"] = "tozero"
+    return [*plots, Figure("goodput", "Where the time went", "over all starts", bars, layout, "an event with seconds")]
+
+
+def _figure(id: str, title: str, about: str, lines: list[Line], missing: str, log: bool = False) -> Figure:
+    """A plot of lines over the training's course; of the lines that have points."""
+    runs = list(dict.fromkeys(line.run.name for line in lines))
+    traces: list[dict] = []
+    shown: set[str] = set()
+    for line in lines:
+        if not line.course.steps:
+            continue
+        legend = line.legend or line.name
+        of = f", {line.run.name}" if len(runs) > 1 and line.name != line.run.name else ""
+        trace = {
+            "type": "scatter",
+            "mode": "lines" if len(line.course.steps) > 1 else "markers",
+            "name": legend,
+            "legendgroup": legend,
+            "showlegend": legend not in shown,
+            "x": line.course.steps,
+            "y": _short(line.course.values),
+            "meta": runs.index(line.run.name),
+            "line": {"width": 1.5, "color": line.color},
+            "hovertemplate": f"%{{y:.4~g}}<extra>{line.name}{of}</extra>",
+        }
+        traces.append(trace | line.style)
+        shown |= {legend} if traces[-1]["showlegend"] else set()
+    return Figure(id, title, about, traces, _layout(log) | {"showlegend": len(shown) > 1}, missing)
+
+
+def _layout(log: bool) -> dict[str, Any]:
+    axis = {"gridcolor": GRID, "linecolor": "#999999", "zeroline": False}
+    return {
+        "margin": {"l": 56, "r": 12, "t": 8, "b": 44},
+        "font": {"family": "inherit", "size": 12, "color": TEXT},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "hovermode": "x unified",
+        "hoverlabel": {"font": {"size": 12}},
+        "xaxis": {**axis, "title": {"standoff": 8}},
+        "yaxis": {**axis, "type": "log", "tickformat": "~g"} if log else {**axis, "type": "linear"},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 11}},
+        "uirevision": "kept",  # zoom and hidden lines stay when a page that is followed is drawn anew
+    }
+
+
+def _each(runs: list[Run], *path: str, scale: float = 1.0) -> list[Line]:
+    """One line a run."""
+    courses = [run.course(*path) for run in runs]
+    scaled = [Course(course.steps, [scale * value for value in course.values]) for course in courses]
+    return [Line(run, run.name, course, color) for run, course, color in zip(runs, scaled, cycle(COLORS))]
+
+
+def _groups(runs: list[Run], *path: str, inner: str | None = None) -> list[Line]:
+    """One line a run and group: a color a group, a dash a run."""
+    groups = list(dict.fromkeys(group for run in runs for group in run.names(*path)))
+    colors = dict(zip(groups, cycle(COLORS)))
+    if all(group.isdecimal() for group in groups):  # blocks, in their order: from light to dark
+        lightness = lambda i: 80 - 55 * i / max(1, len(groups) - 1)
+        colors = {group: f"hsl(222, 60%, {lightness(i):.0f}%)" for i, group in enumerate(groups)}
+    return [
+        Line(
+            run,
+            group,
+            run.course(*path, group, *([inner] if inner else [])),
+            colors[group],
+            {"line": {"width": 1.5, "color": colors[group], "dash": dash}},
+        )
+        for group in groups
+        for run, dash in zip(runs, cycle(DASHES))
+    ]
+
+
+def _by(runs: list[Run], part: str) -> str:
+    """What colors and dashes mean in a plot by groups or blocks."""
+    dashes = "; ".join(f"{dash}: {run.name}" for run, dash in zip(runs, cycle(DASHES)))
+    return f"by {part}" + f"; {dashes}" * (len(runs) > 1)
+
+
+def _only(course: Course, steps: set[int]) -> Course:
+    kept = [(step, value) for step, value in zip(*course) if step in steps]
+    return Course([step for step, _ in kept], [value for _, value in kept])
+
+
+def _short(values: list[float]) -> list[float]:
+    """Six digits of each, which no eye tells from the number itself: half of the page's size."""
+    return [float(f"{value:.6g}") for value in values]

@@ -1,0 +1,22 @@
+"""metrics.jsonl, read: without JAX and without what writes it, for who only looks at a run."""
+
+import json
+import sys
+from pathlib import Path
+
+
+def read_metrics(run_dir: str | Path) -> list[dict]:
+    """The lines of metrics.jsonl, none where there is none. One that cannot be read is left out, and named, but for the
+    last, of which a kill may have left half."""
+    path = Path(run_dir) / "metrics.jsonl"
+    texts = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() else []
+    lines = []
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+            _ = line["step"] + 0, line["time"] + 0
+            lines.append(line)
+        except (ValueError, TypeError, LookupError):
+            if number < len(texts):
+                print(f"{path}: line {number} is damaged, and left out", file=sys.stderr)
+    return lines

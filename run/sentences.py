@@ -1,0 +1,247 @@
+"""What a person should know of a run, in sentences with figures; those that ask for something are marked."""
+
+import math
+from statistics import mean, median, stdev
+from typing import NamedTuple
+
+from configs.exit_codes import Exit
+from run.report import Course, Run, number
+
+ALIVE = 300  # seconds since anything was written, within which a run that has not stopped counts as running
+WAITING = 0.05  # share of the time that waiting for data, or steps done again, may take before it is worth a thought
+SLOWER = 0.85  # of its first rate: the run has become slower
+USUAL_UPDATE, HIGH_UPDATE, LOW_UPDATE = 1e-3, 1e-2, 1e-5  # norm of a step's update over that of its parameters
+UNCHANGED = 0.1  # share of a group's parameters that an update is too small for
+
+
+class Sentence(NamedTuple):
+    """A sentence, or two."""
+
+    text: str
+    heed: bool = False
+    """Whether somebody may want to do something about it."""
+
+
+def sentences(run: Run, now: float) -> list[Sentence]:
+    """What a person should know of one run, at the time `now` (seconds since 1970)."""
+    said = state(run, now)
+    for part in (losses, jumps, speed, time_spent, noise, coherence, updates):
+        said += part(run)
+    if run.lines and not run.measured:
+        switch = "--diagnostics.every_steps=10 switches them on"
+        said.append(Sentence(f"Noise scale, coherence and sizes of updates were not measured: {switch}."))
+    return said
+
+
+def state(run: Run, now: float) -> list[Sentence]:
+    """How far the run is, and how it stands."""
+    steps, step = run.options.get("steps", 0), run.last_step
+    if run.summary:
+        tokens, seconds = (number(run.summary, name) or 0 for name in ("tokens", "seconds"))
+        text = f"Complete: {steps:,} steps, {quantity(tokens)} tokens in {duration(seconds)} of training."
+        return [Sentence(text)]
+    last = next((event for event in reversed(run.events) if event["event"] in ("start", "stop")), {})
+    if last.get("event") == "stop":
+        code = last.get("code")
+        name = Exit(code).name.lower().replace("_", " ") if code in set(Exit) else "of another version"
+        again = code in (Exit.INTERRUPTED, Exit.PREEMPTED)
+        mend = "; the same command continues it" if again else ""
+        return [Sentence(f"Stopped after step {step:,} of {steps:,} with exit code {code} ({name}){mend}.", not again)]
+    if not run.lines:
+        return [Sentence("Nothing has been logged yet.")]
+    silence = now - run.last_sign
+    if silence > ALIVE:
+        text = (
+            f"Nothing was written for {duration(silence)}, after step {step:,} of {steps:,}: it was killed, or hangs."
+        )
+        return [Sentence(text, True)]
+    rates = run.course("tokens_per_second").values
+    left = (steps - step) * run.options["batch.tokens_per_step"] / median(rates[-8:]) if rates else 0
+    rest = f"; {duration(left)} of training are left at its present rate" if left else ""
+    return [Sentence(f"Running: step {step:,} of {steps:,} ({percent(step / max(steps, 1))}){rest}.")]
+
+
+def losses(run: Run) -> list[Sentence]:
+    """Where the losses are, and where they go."""
+    said = []
+    loss, val, bpb = run.course("loss"), run.course("val_loss"), run.course("val_bpb")
+    if val.values:
+        (tokens,), bits = (
+            run.along("tokens", val.steps[-1:]),
+            f" ({bpb.values[-1]:.3f} bits per byte)" * bool(bpb.values),
+        )
+        text = f"Validation loss is {val.values[-1]:.3f} nats a token{bits} after {quantity(tokens)} tokens"
+        said.append(Sentence(text + (f"; it began at {val.values[0]:.3f}." if len(val.values) > 1 else ".")))
+        best = min(val.values)
+        if val.values[-1] > 1.005 * best:
+            where = f"Validation loss was lowest, {best:.3f}, at step {val.steps[val.values.index(best)]:,}"
+            said.append(Sentence(f"{where}, and is {val.values[-1] - best:.3f} above that now.", True))
+    tenth = len(loss.values) // 10
+    if tenth >= 4:
+        newest, before = loss.values[-tenth:], loss.values[-2 * tenth : -tenth]
+        fell, noise = mean(before) - mean(newest), math.hypot(stdev(newest), stdev(before)) / math.sqrt(tenth)
+        changed = f"{'fell' if fell > 0 else 'rose'} by {abs(fell):.3f} nats"
+        text = changed if abs(fell) > 2 * noise else f"changed by less than its noise ({2 * noise:.3f} nats)"
+        rising = fell < -2 * noise
+        said.append(Sentence(f"In the newest tenth of the steps the training loss {text}.", rising))
+        if val.values and (gap := val.values[-1] - mean(newest)) > 0.1 and val.steps[-1] >= loss.steps[-tenth]:
+            learned = "the network knows what it was trained on better than other text"
+            said.append(Sentence(f"Validation loss is {gap:.2f} nats above training loss: {learned}.", gap > 0.3))
+    return said
+
+
+def jumps(run: Run) -> list[Sentence]:
+    """Spikes, rollbacks, skipped steps, and how often the gradient was clipped."""
+    said = []
+    for rolled_back in (False, True):
+        if found := sorted({spike.step for spike in run.spikes if spike.rolled_back == rolled_back}):
+            shown = ", ".join(f"{step:,}" for step in found[:6]) + (", ..." if len(found) > 6 else "")
+            what = f"The loss jumped at {counted(len(found), 'step')} ({shown}); the text of each stands below."
+            back = f"A jump of the loss made the run go back {counted(len(found), 'time')}, to step {shown}."
+            said.append(Sentence(back if rolled_back else what, True))
+    if skipped := int(max(run.course("skipped_steps").values, default=0)):
+        why = "for want of a finite gradient, or of a valid token"
+        said.append(Sentence(f"{counted(skipped, 'step')} changed nothing, {why}.", True))
+    norms, bound = run.course("grad_norm").values, number(run.options, "optimizer.clip_norm")
+    if bound and norms and (share := sum(norm > bound for norm in norms) / len(norms)) >= 0.1:
+        said.append(
+            Sentence(f"The gradient was clipped to a norm of {bound:g} at {percent(share)} of the logged steps.")
+        )
+    return said
+
+
+def speed(run: Run) -> list[Sentence]:
+    """Tokens a second, MFU and memory."""
+    rates, mfu = run.course("tokens_per_second").values, run.course("mfu").values
+    if not rates:
+        return []
+    of_peak = f", an MFU of {percent(median(mfu))}" if mfu else "; the device's peak is not known, so there is no MFU"
+    said = [Sentence(f"It trains on {quantity(median(rates))} tokens a second{of_peak}.")]
+    quarter = len(rates) // 4
+    if quarter >= 4 and median(rates[-quarter:]) < SLOWER * median(rates[:quarter]):
+        early, late = (quantity(median(part)) for part in (rates[:quarter], rates[-quarter:]))
+        said.append(
+            Sentence(f"It has become slower: {late} tokens a second in its last quarter, {early} before.", True)
+        )
+    if memory := run.course("peak_memory_bytes").values:
+        said.append(Sentence(f"A device held {max(memory) / 2**30:.1f} GiB at most."))
+    return said
+
+
+def time_spent(run: Run) -> list[Sentence]:
+    """Where the wall time went."""
+    said, spent = [], run.goodput
+    if wall := sum(spent.values()):
+        rest = sorted(((seconds / wall, part) for part, seconds in spent.items() if part != "steps"), reverse=True)
+        parts = ", ".join(f"{part} {percent(share)}" for share, part in rest[:3] if share >= 0.005)
+        others = f"; the rest is mostly {parts}" if parts else ""
+        steps = f"Steps took {percent(spent['steps'] / wall)} of {duration(wall)} of wall time"
+        said.append(Sentence(f"{steps}{others}."))
+        lost, down = spent["lost"] / wall, spent["down"] / wall
+        if lost + down > WAITING:
+            text = f"{percent(lost)} of the wall time went to steps that were done again, {percent(down)} to no process"
+            said.append(Sentence(f"{text} (--checkpoint.every_minutes bounds the first).", True))
+    if (waits := run.course("data_wait").values) and (waited := mean(waits)) > WAITING:
+        workers = f"--data.workers ({run.options.get('data.workers')} now)"
+        mend = f"more {workers}, or text on a faster disk, would help"
+        said.append(Sentence(f"Waiting for data took {percent(waited)} of the time: {mend}.", True))
+    return said
+
+
+def noise(run: Run) -> list[Sentence]:
+    """The batch against the gradient noise scale, by the rule of arXiv:1812.06162: with batch b and noise scale B a
+    loss takes 1 + B/b times the fewest possible steps, and 1 + b/B times the fewest possible tokens."""
+    low = "noise_scale_low"
+    line = next((line for line in reversed(run.lines) if number(line, "diagnostics", low) is not None), None)
+    line = line or next((line for line in reversed(run.lines) if number(line, "diagnostics", "noise_scale")), None)
+    if line is None:
+        return []
+    scale, least, most = (number(line, "diagnostics", name) for name in ("noise_scale", low, "noise_scale_high"))
+    batch = (run.course("valid_tokens").values or [run.options["batch.tokens_per_step"]])[-1]
+    size = f"The batch of {quantity(batch)} tokens is"
+    if scale is None or scale <= 0 or (least is not None and most is None):
+        if not least or least <= 0:
+            return [Sentence("The noise scale cannot be told from what was measured so far.")]
+        where = "smaller" if batch < least else "larger: whether it is too large cannot be told yet"
+        at_least = f"The noise scale is at least {quantity(least)} tokens"
+        return [Sentence(f"{at_least}; the batch, {quantity(batch)}, is {where}.")]
+    interval = f", between {quantity(least)} and {quantity(most)}" if least is not None and most is not None else ""
+    ratio, known = batch / scale, f"the noise scale ({quantity(scale)}{interval})"
+    if ratio >= 2:
+        steps, tokens = (1 + 2 / ratio) / (1 + 1 / ratio) - 1, 1 - (1 + ratio / 2) / (1 + ratio)
+        cost = f"{percent(steps)} more steps and {percent(tokens)} fewer tokens"
+        half = f"half of it would lose little: by arXiv:1812.06162, {cost} for the same loss"
+        return [Sentence(f"{size} {ratio:.2g} times {known}: {half}.", True)]
+    if ratio <= 0.5:
+        steps, tokens = 1 - (1 + 0.5 / ratio) / (1 + 1 / ratio), (1 + 2 * ratio) / (1 + ratio) - 1
+        cost = f"{percent(steps)} fewer steps for {percent(tokens)} more tokens"
+        return [Sentence(f"{size} {ratio:.2g} times {known}: twice of it would take, by arXiv:1812.06162, {cost}.")]
+    return [Sentence(f"{size} {ratio:.2g} times {known}: neither steps nor tokens are wasted.")]
+
+
+def coherence(run: Run) -> list[Sentence]:
+    """How far the micro-batches of a step agree."""
+    successive = run.course("diagnostics", "coherence_successive").values
+    running = run.course("diagnostics", "coherence_running").values
+    if not (found := successive or running):
+        return []
+    between = "those of successive micro-batches" if successive else "a micro-batch's and the sum of those before it"
+    cosine = median(found[-8:])
+    if cosine > 0.9:
+        meaning = "they say nearly the same, and further micro-batches in a step add little"
+    else:
+        meaning = "each is mostly noise, which summing them reduces" if cosine < 0.3 else "they agree in part"
+    return [Sentence(f"The cosine between gradients, {between}, is {cosine:.2f}: {meaning}.", cosine > 0.9)]
+
+
+def updates(run: Run) -> list[Sentence]:
+    """Sizes of updates against those of their parameters, by group, after the first tenth of the measured steps."""
+    said = []
+    for group in run.names("diagnostics", "groups"):
+        ratios = ratio(run, "groups", group).values
+        usual = median(ratios[len(ratios) // 10 :]) if ratios else USUAL_UPDATE
+        if not LOW_UPDATE <= usual <= HIGH_UPDATE:
+            verdict = f"{'high' if usual > HIGH_UPDATE else 'low'} ({percent(USUAL_UPDATE)} is usual)"
+            said.append(Sentence(f"A step's update of {group} is {percent(usual)} of its size: {verdict}.", True))
+        shares = run.course("diagnostics", "groups", group, "unchanged_share").values
+        if shares and (share := median(shares[-8:])) > UNCHANGED:
+            why = "a step changes nothing, since float32 rounds their updates away, or there are none"
+            said.append(Sentence(f"In {percent(share)} of the parameters of {group} {why}."))
+    return said
+
+
+def ratio(run: Run, *place: str) -> Course:
+    """Norm of the update over that of the parameters: of ("groups", GROUP) or ("blocks", BLOCK)."""
+    found = [
+        (line["step"], update / parameter)
+        for line in run.lines
+        if (update := number(line, "diagnostics", *place, "update_norm")) is not None
+        and (parameter := number(line, "diagnostics", *place, "parameter_norm"))
+    ]
+    return Course([step for step, _ in found], [value for _, value in found])
+
+
+def counted(count: int, what: str) -> str:
+    """1 step, 2 steps."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def quantity(value: float) -> str:
+    """A count as people write it: 65,536; 1.23 M; 4.5 B."""
+    for size, letter in ((1e9, "B"), (1e6, "M")):
+        if abs(value) >= size:
+            return f"{value / size:.3g} {letter}"
+    return f"{value:,.0f}"
+
+
+def percent(share: float) -> str:
+    """A share: 62%, 3.1%, 0.0042%."""
+    return f"{100 * share:.0f}%" if abs(share) >= 0.1 else f"{100 * share:.2g}%"
+
+
+def duration(seconds: float) -> str:
+    """As people say it: 45 s, 12 min, 3.4 h, 2.1 days."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

@@ -1,0 +1,60 @@
+"""A run's numbers in Weights & Biases, where --log.wandb asks for it. Training never waits for it, nor fails of it."""
+
+import queue
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from configs.schema import Config, options
+from run.events import Events
+from run.runtime import first_line
+
+WAITING = 10_000  # lines that may wait while it cannot be reached; further ones are left out
+LAST = 30  # seconds that the end of a run waits for what is not sent yet
+
+
+class Wandb:
+    """Lines of metrics.jsonl, sent by a thread of its own. What goes wrong there is said once, and ends it."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.lines: queue.Queue[dict | None] = queue.Queue(WAITING)
+        self.thread = threading.Thread(target=self._send, daemon=True)
+        self.thread.start()
+
+    def show(self, line: dict) -> None:
+        """The numbers of a line; texts stay in the run's folder."""
+        with suppress(queue.Full):
+            self.lines.put_nowait({name: value for name, value in line.items() if not isinstance(value, list)})
+
+    def close(self) -> None:
+        """Sends what waits, as far as that takes no more than LAST seconds."""
+        with suppress(queue.Full):
+            self.lines.put_nowait(None)
+        self.thread.join(LAST)
+
+    def _send(self) -> None:
+        config = self.config
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+
+            entity, _, project = config.log.wandb.rpartition("/")
+            # One run there for all starts of this one, wherever they happen: events.jsonl travels with checkpoints.
+            first = next((event["time"] for event in Events(config.run_dir).read()), time.time())
+            run = wandb.init(
+                project=project,
+                entity=entity or None,
+                name=config.name,
+                id=f"{int(1000 * first):x}",
+                resume="allow",
+                dir=config.run_dir,
+                config=options(config),
+                settings=wandb.Settings(console="off", silent=True, login_timeout=LAST),
+            )
+            run.define_metric("*", step_metric="step")  # steps that are done again after a kill may come again
+            while line := self.lines.get():
+                run.log(line)
+            run.finish()
+        except (Exception, SystemExit) as error:
+            print(f"--log.wandb: {first_line(error)}; the run goes on without it", file=sys.stderr)

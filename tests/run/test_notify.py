@@ -1,0 +1,130 @@
+"""The user's command at events, and Weights & Biases: told of a run that never waits for them nor fails of them."""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from configs.schema import LogConfig
+from run import notify, weights_and_biases
+from run.events import Events
+from run.metrics import MetricsWriter
+from run.notify import failures_told, tell
+from run.weights_and_biases import Wandb
+from tests.helpers import tiny_config
+
+
+def config_with(folder, **log):
+    return dataclasses.replace(tiny_config(), run_dir=str(folder), log=LogConfig(**log))
+
+
+def test_the_command_is_told_which_event_and_run(tmp_path):
+    shown = "$TOKENSUM_EVENT,$TOKENSUM_STEP,$TOKENSUM_RUN,$TOKENSUM_RUN_DIR,$TOKENSUM_MESSAGE"
+    tell(config_with(tmp_path, on_event=f'echo "{shown}"'), "end", "it's \0 done", 7)
+    assert (tmp_path / "on_event.log").read_text() == f"end,7,tiny,{tmp_path},it's  done\n"
+
+
+def test_a_jump_does_not_wait_for_the_command(tmp_path):
+    began = time.monotonic()
+    tell(config_with(tmp_path, on_event="sleep 5; touch late"), "spike", "", 3)
+    assert time.monotonic() - began < 4 and (tmp_path / "on_event.log").exists()
+
+
+def test_the_end_waits_only_so_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(notify, "LAST", 0.1)
+    began = time.monotonic()
+    tell(config_with(tmp_path, on_event="sleep 60 & echo $! > pid; mv pid $TOKENSUM_RUN_DIR; wait"), "end", "", 3)
+    assert time.monotonic() - began < 30
+    while not (tmp_path / "pid").exists():
+        time.sleep(0.01)
+    os.kill(int((tmp_path / "pid").read_text()), 15)
+
+
+def test_what_cannot_be_started_is_said_and_nothing_more(tmp_path, capfd):
+    tell(config_with(tmp_path / "gone", on_event="true"), "failure", "", 3)
+    assert "--log.on_event was not started: " in capfd.readouterr().err
+    tell(config_with(tmp_path, on_event="exit 9"), "failure", "", 3)
+    tell(config_with(tmp_path, on_event="no-such-program"), "failure", "", 3)
+    assert "not found" in (tmp_path / "on_event.log").read_text()
+
+
+def test_only_the_first_process_tells(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    tell(config_with(tmp_path, on_event="true"), "end", "", 3)
+    assert not (tmp_path / "on_event.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(ValueError("too hot\nand"), "failure ValueError: too hot\n"), (SystemExit(143), "")]
+)
+def test_an_exception_is_a_failure_and_a_request_to_stop_is_none(tmp_path, error, expected):
+    with (
+        pytest.raises(type(error)),
+        failures_told(config_with(tmp_path, on_event='echo "$TOKENSUM_EVENT $TOKENSUM_MESSAGE"')),
+    ):
+        raise error
+    log = tmp_path / "on_event.log"
+    assert (log.read_text() if log.exists() else "") == expected
+
+
+class FakeWandb:
+    """What of the package is used; `wrong` is raised by init."""
+
+    def __init__(self, wrong: BaseException | None = None):
+        self.Settings, self.wrong, self.logged, self.finished = SimpleNamespace, wrong, [], False
+
+    def init(self, **options):
+        if self.wrong:
+            raise self.wrong
+        self.options = options
+        return self
+
+    def define_metric(self, *_, **__):
+        pass
+
+    def log(self, line):
+        self.logged.append(line)
+
+    def finish(self):
+        self.finished = True
+
+
+def test_weights_and_biases_gets_the_numbers_under_one_id(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", fake := FakeWandb())
+    config = config_with(tmp_path, wandb="team/gpts")
+    Events(tmp_path).add("start", 0)
+    writer = MetricsWriter(tmp_path, 0, lambda: Wandb(config))
+    writer.write({"step": 4, "loss": 2.5, "grad_norms": {"embed": 1.0}})
+    writer.write({"step": 4, "val_loss": 2.0, "samples": ["text"]})
+    writer.close()
+    assert [{**line, "time": 0} for line in fake.logged] == [
+        {"step": 4, "loss": 2.5, "grad_norms": {"embed": 1.0}, "time": 0},
+        {"step": 4, "val_loss": 2.0, "time": 0},
+    ]
+    assert fake.finished and fake.options["entity"] == "team" and fake.options["project"] == "gpts"
+    json.dumps(fake.options["config"])
+    first = fake.options["id"]
+    MetricsWriter(tmp_path, 4, lambda: Wandb(config)).close()
+    assert fake.options["id"] == first and fake.options["resume"] == "allow"
+
+
+@pytest.mark.parametrize("wrong", [None, OSError("no network\nat all"), SystemExit(1)])
+def test_a_run_goes_on_without_weights_and_biases(tmp_path, monkeypatch, capfd, wrong):
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(wrong) if wrong else None)  # None: it is not installed
+    monkeypatch.setattr(weights_and_biases, "WAITING", 2)
+    wandb = Wandb(config_with(tmp_path, wandb="gpts"))
+    wandb.thread.join()
+    for step in range(5):  # nobody takes the lines any more
+        wandb.show({"step": step})
+    wandb.close()
+    error = capfd.readouterr().err
+    assert (
+        error.startswith("--log.wandb: ")
+        and error.endswith("; the run goes on without it\n")
+        and error.count("\n") == 1
+    )

@@ -1,0 +1,238 @@
+"""What a report reads from runs' folders, and what it says of them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.schema import DataConfig, UserError
+from run.comparison import compared, differences
+from run.figures import figures
+from run.report import read_run, read_runs
+from run.sentences import duration, percent, quantity, sentences
+from tests.run_folders import BEGAN, write_run
+
+ROOT = Path(__file__).parents[2]
+LATER = BEGAN + 100_000
+
+
+def said(folder: Path, now: float = LATER) -> dict[str, bool]:
+    """The sentences of a run, each with its mark."""
+    return {sentence.text: sentence.heed for sentence in sentences(read_run(folder), now)}
+
+
+def scale(noise: float | None, low: float | None, high: float | None) -> dict:
+    return {"diagnostics": {"noise_scale": noise, "noise_scale_low": low, "noise_scale_high": high}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence", "heed"),
+    [
+        ({}, "Complete: 400 steps, 26.2 M tokens in 6.67 min of training.", False),
+        (
+            {"complete": False, "logged": 100, "code": 143},
+            "Stopped after step 100 of 400 with exit code 143 (preempted); the same command continues it.",
+            False,
+        ),
+        ({"complete": False, "code": 1}, "Stopped after step 400 of 400 with exit code 1 (failed).", True),
+        (
+            {"complete": False, "logged": 100},
+            "Nothing was written for 27.7 h, after step 100 of 400: it was killed, or hangs.",
+            True,
+        ),
+        (
+            {},
+            "Validation loss is 3.243 nats a token (1.318 bits per byte) after 26.2 M tokens; it began at 8.330.",
+            False,
+        ),
+        ({"slope": 0.0}, "In the newest tenth of the steps the training loss changed by less than its noise", False),
+        ({"line": {"loss": 2.0}}, "Validation loss is 1.24 nats above training loss", True),
+        ({}, "The loss jumped at 1 step (205); the text of each stands below.", True),
+        ({"line": {"skipped_steps": 2}}, "2 steps changed nothing, for want of a finite gradient", True),
+        ({"line": {"grad_norm": 7.0}}, "The gradient was clipped to a norm of 1 at 100% of the logged steps.", False),
+        ({"line": {"tokens_per_second": 3000.0}}, "It trains on 3,000 tokens a second, an MFU of 41%.", False),
+        ({"line": {"mfu": None}}, "the device's peak is not known, so there is no MFU", False),
+        ({"line": {"peak_memory_bytes": 2**36}}, "A device held 64.0 GiB at most.", False),
+        ({}, "Steps took 84% of 7.17 min of wall time; the rest is mostly evaluation 5.6%", False),
+        (
+            {"line": {"data_wait": 0.12}, "data": DataConfig(workers=3)},
+            "Waiting for data took 12% of the time: more --data.workers (3 now), or text on a faster disk, would help.",
+            True,
+        ),
+        (
+            {"batch": 65_536, "line": scale(16_384, 12_000, 20_000)},
+            "The batch of 65,536 tokens is 4 times the noise scale (16,384, between 12,000 and 20,000): half of it "
+            "would lose little: by arXiv:1812.06162, 20% more steps and 40% fewer tokens for the same loss.",
+            True,
+        ),
+        (
+            {"line": scale(262_144, 2e5, 3e5)},
+            "is 0.25 times the noise scale (262,144, between 200,000 and 300,000): twice of it would take, by "
+            "arXiv:1812.06162, 40% fewer steps for 20% more tokens.",
+            False,
+        ),
+        ({"line": scale(65_536, 5e4, 8e4)}, "neither steps nor tokens are wasted", False),
+        (
+            {"line": scale(None, 1e6, None)},
+            "The noise scale is at least 1 M tokens; the batch, 65,536, is smaller.",
+            False,
+        ),
+        ({"line": scale(1e5, 1e4, None)}, "at least 10,000 tokens; the batch, 65,536, is larger: whether it", False),
+        ({"line": scale(-5.0, -10.0, None)}, "The noise scale cannot be told from what was measured so far.", False),
+        ({"line": {"diagnostics": {"coherence_running": 0.993}}}, "is 0.99: they say nearly the same", True),
+        ({}, "A step's update of lm_head is 1.6% of its size: high (0.1% is usual).", True),
+        ({}, "In 25% of the parameters of embed a step changes nothing", False),
+        (
+            {"diagnostics": False},
+            "sizes of updates were not measured: --diagnostics.every_steps=10 switches them on.",
+            False,
+        ),
+    ],
+)
+def test_sentences(tmp_path, changes, sentence, heed):
+    diagnostics = changes.pop("diagnostics", "diagnostics" not in changes.get("line", {}))
+    found = said(write_run(tmp_path / "run", diagnostics=diagnostics, **changes))
+    assert [mark for text, mark in found.items() if sentence in text] == [heed], "\n".join(found)
+
+
+def test_a_run_that_goes_on_says_how_far_it_is_and_how_long_it_takes(tmp_path):
+    running = write_run(tmp_path / "run", complete=False, logged=100)
+    text = next(iter(said(running, now=BEGAN + 140)))
+    assert text.startswith("Running: step 100 of 400 (25%); 5") and text.endswith(
+        "training are left at its present rate."
+    )
+
+
+def test_a_run_that_has_logged_nothing_says_so(tmp_path):
+    started = write_run(tmp_path / "run", complete=False, logged=0)
+    (started / "metrics.jsonl").unlink()
+    assert next(iter(said(started))) == "Nothing has been logged yet."
+    assert not [figure for figure in figures([read_run(started)]) if figure.traces and figure.id != "goodput"]
+
+
+def test_steps_done_again_and_time_without_a_process_are_told(tmp_path):
+    run = write_run(tmp_path / "run", complete=False, logged=100)
+    seconds = {"start": 10.0, "steps": 1.0}
+    start = {"event": "start", "step": 50, "began": BEGAN + 1000, "seconds": seconds, "time": BEGAN + 1010}
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(start) + "\n")
+    (lost,) = (text for text, heed in said(run).items() if "done again" in text and heed)
+    assert lost.startswith("4.5% of the wall time went to steps that were done again, 86% to no process")
+
+
+def test_runs_beside_each_other(tmp_path):
+    slow = write_run(tmp_path / "slow", name="slow", steps=200, spike=False)
+    fast = write_run(tmp_path / "fast", name="fast", steps=200, slope=2.0, line={"tokens_per_second": 99.0})
+    runs = read_runs([str(slow), str(fast)])
+    assert differences(runs) == {}  # a run's name is its own
+    texts = [sentence.text for sentence in compared(runs)]
+    assert texts[0] == "No option differs."
+    assert (
+        "At 13.1 M tokens" in texts[1]
+        and "fast has the lowest validation loss, 3.230; slow at 3.243 (+0.013)" in texts[1]
+    )
+    assert texts[2].startswith("fast reaches the last validation loss of slow after ")
+    assert texts[3].startswith("slow trains on 65,") and texts[3].endswith(" tokens a second, fast on 99.")
+
+
+def test_what_differs_is_listed_and_losses_of_different_texts_are_not_compared(tmp_path):
+    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", batch=32_768)]
+    record = json.loads((folders[1] / "config.json").read_text())
+    record["config"]["novelty"] = {"every": 3}  # an option of another version
+    record["dataset"], record["versions"]["jax"] = "another", "0.99"
+    (folders[1] / "config.json").write_text(json.dumps(record))
+    runs = read_runs([str(folder) for folder in folders])
+    assert [run.name for run in runs] == [str(folder) for folder in folders]  # since both are called the same
+    assert differences(runs) == {
+        "batch.tokens_per_step": ["65536", "32768"],
+        "novelty.every": ["", "3"],
+        "dataset (fingerprint)": ["5220a8abef52476f", "another"],
+        "version of jax": ["0.12.0.1", "0.99"],
+    }
+    first, second, *rest = compared(runs)
+    assert first.text == "They differ in 2 options: batch.tokens_per_step, novelty.every."
+    assert second.heed and "different texts" in second.text
+    assert not any("lowest" in sentence.text for sentence in rest)
+
+
+def test_a_folder_named_twice_is_one_run(tmp_path, monkeypatch):
+    write_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert len(read_runs(["run", "./run", str(tmp_path / "run")])) == 1
+
+
+def test_courses_lie_on_every_axis(tmp_path):
+    run = read_run(write_run(tmp_path / "run", batch=32_768))
+    assert run.along("tokens", [0, 10, 205, 400]) == [0, 327_680, 205 * 32_768, 400 * 32_768]
+    assert run.along("seconds", [0, 10, 205, 400]) == [0, 10, 205, 400]
+    assert run.course("grad_norms", "embed").steps == run.course("loss").steps == list(range(10, 401, 10))
+    assert run.names("diagnostics", "blocks")[-1] == "11" and run.names("nothing") == []
+
+
+@pytest.mark.parametrize(
+    "hurt", [None, {}, [], "much", {"groups": None}, {"groups": {"embed": None}}, {"noise_scale": "x"}]
+)
+def test_diagnostics_are_read_whatever_they_lack(tmp_path, hurt):
+    run = read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": hurt, "grad_norms": hurt}))
+    assert sentences(run, LATER) and figures([run])
+
+
+def test_a_rollback_is_a_jump_whose_text_is_shown(tmp_path):
+    folder = write_run(tmp_path / "run", spike=False)
+    facts = {"loss": None, "median": 3.0, "batch": 47, "rows": [[0, 1]], "position": 9}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 40, "rollback": facts, "time": BEGAN}) + "\n")
+    (spike,) = read_run(folder).spikes
+    assert (spike.step, spike.loss, spike.median, spike.batch, spike.texts, spike.rolled_back) == (
+        40,
+        None,
+        3,
+        47,
+        [],
+        True,
+    )
+    assert said(folder)["A jump of the loss made the run go back 1 time, to step 40."]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "holds no run (no config.json)"),
+        ("{", "is not the record of a run that this version can read"),
+        ('{"model": {}}', "is not the record of a run that this version can read (KeyError: 'config')"),
+        ('{"config": {"name": "x", "lr": 1}}', "make its report with the version that trained it"),
+        ('["config"]', "is not the record of a run"),
+    ],
+)
+def test_what_is_no_run_is_refused_by_name(tmp_path, text, problem):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError) as error:
+        read_run(tmp_path)
+    assert problem in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_it_reads_without_jax_and_without_what_writes_a_run():
+    code = "import sys, report; sys.exit(bool({'jax', 'tensorboardX', 'torch', 'numpy'} & sys.modules.keys()))"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (quantity(65_536), "65,536"),
+        (quantity(26_214_400), "26.2 M"),
+        (quantity(4.5e9), "4.5 B"),
+        (percent(0.62), "62%"),
+        (percent(0.031), "3.1%"),
+        (percent(0.0), "0%"),
+        (percent(0.00042), "0.042%"),
+        (duration(45.0), "45 s"),
+        (duration(720.0), "12 min"),
+        (duration(200_000.0), "2.31 days"),
+    ],
+)
+def test_figures_in_sentences(written, expected):
+    assert written == expected

@@ -1,0 +1,99 @@
+"""Made-up folders of runs, as train.py would have left them."""
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+
+from configs.schema import BatchConfig, Config
+from run.goodput import OF_A_PROCESS
+
+GROUPS = ("embed", "lm_head", "matrices")
+BEGAN = 1_800_000_000.0
+
+
+def write_run(
+    folder: Path,
+    *,
+    name: str = "made-up",
+    steps: int = 400,
+    logged: int | None = None,
+    diagnostics: bool = True,
+    spike: bool = True,
+    complete: bool = True,
+    slope: float = 1.0,
+    batch: int = 65_536,
+    line: dict | None = None,
+    code: int | None = None,
+    **options: object,
+) -> Path:
+    """A run of `logged` of its steps, a line each tenth; `line` overrides what each logged line says, and `code` ends
+    the run with this exit code. `options` are of Config."""
+    folder.mkdir(parents=True)
+    config = Config(name=name, steps=steps, batch=BatchConfig(2048, batch), **options)  # pyright: ignore
+    devices = {"kind": "NVIDIA H200", "count": 8, "processes": 1}
+    versions = {"python": "3.12.1", "jax": "0.12.0.1"}
+    record = {"config": dataclasses.asdict(config), "dataset": "5220a8abef52476f", "versions": versions}
+    (folder / "config.json").write_text(json.dumps(record | {"devices": devices, "changes": []}))
+    chance, lines, last = random.Random(0), [], steps if logged is None else logged
+    loss_at = lambda step: 3.2 + 5.1 * math.exp(-slope * 6 * step / steps)
+    for step in range(0, last + 1, 10):
+        tokens, when = step * batch, {"time": BEGAN + 30 + step}
+        noise = 4000 + 60 * step
+        if step:
+            loss = loss_at(step) + chance.gauss(0, 0.04)
+            lines.append(
+                {"step": step, "tokens": tokens, "loss": loss, "grad_norm": 1.5 / math.sqrt(step) + 0.2}
+                | {"grad_norms": {group: (i + 1) / math.sqrt(step) / 3 for i, group in enumerate(GROUPS)}}
+                | {"learning_rate": dict.fromkeys(GROUPS, 0.01 * (1 - step / steps) + 1e-4)}
+                | {"valid_tokens": batch, "skipped_steps": 0, "data_wait": 0.01, "mfu": 0.41 + chance.gauss(0, 0.004)}
+                | {"tokens_per_second": batch * (1 + chance.gauss(0, 0.01)), "seconds": float(step), **when}
+                | (line or {})
+            )
+            if diagnostics:
+                lines.append({"step": step, "tokens": tokens, "diagnostics": _diagnostics(step, noise, chance), **when})
+        if step % 50 == 0:
+            val = loss_at(step) + 0.03
+            samples = [f"The {step}th sample <b>is</b> text.", "def main():\n    return 0"]
+            lines.append(
+                {"step": step, "tokens": tokens, "val_loss": val, "val_bpb": val / 2.46, "samples": samples, **when}
+            )
+        if spike and step == 200:
+            texts = ["for k in </script><script>alert(1)</script>", "0x00 " * 60]
+            facts = {"loss": 6.1, "median": 3.9, "batch": 204, "rows": [[0, 17], [0, 4]], "texts": texts}
+            lines.append({"step": step + 5, "spike": facts, **when})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    spent = dict.fromkeys(OF_A_PROCESS, 0.0) | {"start": 10.0, "compilation": 20.0}
+    events = [{"event": "start", "step": 0, "position": 0, "tokens_per_step": batch, "seconds": spent}]
+    spent = spent | {"steps": 0.9 * last, "data": 0.02 * last, "evaluation": 0.06 * last, "saving": 0.02 * last}
+    events.append({"event": "running", "step": last, "seconds": spent})
+    if complete or code is not None:
+        events.append({"event": "stop", "step": last, "code": code or 0, "seconds": spent})
+    stamped = ({**event, "began": BEGAN, "time": BEGAN + 30 + event["step"]} for event in events)
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in stamped))
+    if complete:
+        summary = {"steps": steps, "tokens": steps * batch, "seconds": float(steps)}
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def _diagnostics(step: int, noise: float, chance: random.Random) -> dict:
+    """As training/diagnostics.py writes them; early the noise scale has no upper bound."""
+    unbounded = step < 40
+    norms = {"gradient_norm": 0.1 + 1 / step, "parameter_norm": 20.0}
+    return {
+        "noise_scale": None if unbounded else noise * (1 + chance.gauss(0, 0.05)),
+        "noise_scale_low": 0.7 * noise,
+        "noise_scale_high": None if unbounded else 1.5 * noise,
+        "coherence_successive": 0.6 * math.exp(-step / 100) + 0.05 + chance.gauss(0, 0.01),
+        "coherence_running": 0.7 * math.exp(-step / 100) + 0.2 + chance.gauss(0, 0.01),
+        "clipped": 0.1,
+        "groups": {
+            group: norms
+            | {"update_norm": (0.02, 0.6, 0.03)[i] * (1.1 - step / 400)}
+            | {"snr": 0.3 + 0.1 * i, "unchanged_share": 0.25 if group == "embed" else 0.001, "noise_scale": noise}
+            for i, group in enumerate(GROUPS)
+        },
+        "blocks": {str(i): norms | {"gradient_norm": (i + 1) / step, "update_norm": 0.02 * (i + 1)} for i in range(12)},
+    }
