@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from configs.files import append_whole, write_whole
@@ -57,7 +58,7 @@ class Benchmarks:
             for first in range(0, len(left), AT_A_TIME):
                 questions = encode(task, left[first : first + AT_A_TIME], self.tokenizer, self.longest)
                 scored = score_questions(self.score, params, questions, self.mesh, self.tokens_per_device)
-                judged = [judge(task, question, *scores, self.tie) for question, scores in scored]
+                judged = [judge(task, question, *map(np.asarray, scores), self.tie) for question, scores in scored]
                 record(judged)
                 lines += judged
             say(in_words(task.label, figures([task], lines)["tasks"][task.label]))

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 from dataclasses import replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ import pytest
 
 from configs.schema import BatchConfig, MeshConfig, UserError
 from evaluation.benchmarks import Benchmarks, append_to_log, open_log, plot
-from evaluation.core import Task, encode, figures, judge, read_bundle
+from evaluation.core import COUNTS, KINDS, Task, encode, figures, judge, read_bundle
 from evaluation.scorer import Scores, shape_of, size_down, size_up
 from tests.evaluation import nanochat_core
 from tests.evaluation.core_bundle import CONFIG, LONGEST, TASKS, make_bundle, params, tokenizer
@@ -40,28 +39,28 @@ def benchmarks(bundle, mesh="one", items=None, dtype="float32"):
     return made, jax.device_put(params(), shardings)
 
 
-@pytest.fixture(scope="module")
-def lines_on(bundle):
-    """The lines of all items on one of `MESHES`, in order."""
-
-    @cache
-    def lines_on(mesh):
-        lines = []
-        run, placed = benchmarks(bundle, mesh)
-        run(placed, record=lines.extend)
-        return sorted(lines, key=lambda line: (LABELS.index(line["task"]), line["item"]))
-
-    return lines_on
+def lines_on(bundle, mesh, shapes=None):
+    """The lines of all items that are computed in these shapes (None: any), in order, on one of `MESHES`."""
+    run, placed = benchmarks(bundle, mesh)
+    left_out = [
+        {"task": task.label, "item": question.index, **dict.fromkeys(("correct", *COUNTS.values()), 0)}
+        for task in run.tasks
+        for question in encode(task, range(len(task.items)), tokenizer(), LONGEST)
+        if shapes and shape_of(question) not in shapes
+    ]
+    lines = []
+    run(placed, left_out, record=lines.extend)
+    return sorted(lines, key=lambda line: (LABELS.index(line["task"]), line["item"]))
 
 
 def require_equal(lines, theirs, tasks):
     """That the items' answers and their spans are nanochat's, and their mean losses up to rounding."""
     for task in tasks:
-        own = [line for line in lines if line["task"] == task.label]
         questions = encode(task, range(len(task.items)), tokenizer(), LONGEST)
-        assert len(own) == len(questions) == len(theirs[task.label])
-        for line, question, expected in zip(own, questions, theirs[task.label]):
-            for (start, end), other, row in zip(question.spans, expected["spans"], question.rows):
+        assert len(questions) == len(theirs[task.label])
+        for line in (line for line in lines if line["task"] == task.label):
+            question, expected = questions[line["item"]], theirs[task.label][line["item"]]
+            for (start, end), other, row in zip(question.spans, expected["spans"], question.rows, strict=True):
                 assert len(row) == end == other[1] <= LONGEST
                 assert start == other[0] or (start == end and other[0] == 0)  # of which nanochat's mean is nan
             assert line["correct"] == expected["correct"], (line, expected)
@@ -69,21 +68,33 @@ def require_equal(lines, theirs, tasks):
             np.testing.assert_allclose(ours, other, atol=1e-4)
 
 
-@pytest.mark.parametrize("mesh", ["one", pytest.param("eight", marks=pytest.mark.slow)])
-def test_every_item_is_as_nanochat_s_core_eval_has_it(bundle, lines_on, mesh):
-    """Its results were kept by tests/evaluation/nanochat_core.py."""
-    theirs = json.loads(nanochat_core.RESULTS.read_text())
-    require_equal(lines_on(mesh), theirs, read_bundle(str(bundle), None))
-    assert all(0 < sum(item["correct"] for item in theirs[label]) < len(theirs[label]) for label in LABELS)
+@pytest.fixture(scope="module")
+def nanochat_s():
+    """Its results of all items, which tests/evaluation/nanochat_core.py kept."""
+    return json.loads(nanochat_core.RESULTS.read_text())
+
+
+def test_items_of_every_kind_are_as_nanochat_s_core_eval_has_them(bundle, nanochat_s):
+    """Of four shapes: with and without shots, a shared prefix and a prompt that is cut."""
+    lines = lines_on(bundle, "one", {(4, 0, 64), (4, 128, 64), (2, 64, 64), (1, 0, 256)})
+    require_equal(lines, nanochat_s, read_bundle(str(bundle), None))
+    kinds = {label: kind for label, kind, *_ in TASKS}
+    assert {kinds[line["task"]] for line in lines} == set(KINDS) and len(lines) > 70
+    assert {line["cut"] > 0 for line in lines} == {line["correct"] for line in lines} == {True, False}
 
 
 @pytest.mark.slow
-def test_a_mesh_gives_the_losses_of_one_device_and_what_it_may_turn_is_a_tie(lines_on):
-    for one, other in zip(lines_on("one"), lines_on("eight")):
-        ours, theirs = (np.array(line["losses"], np.float64) for line in (one, other))
-        np.testing.assert_allclose(ours, theirs, atol=5e-5)
-        assert one["correct"] == other["correct"] or one["tie"]
-    alike = [line for line in lines_on("one") if line["task"] == "choices" and line["losses"].count(None) == 0]
+def test_every_item_is_as_nanochat_s_core_eval_has_it_on_any_mesh(bundle, nanochat_s):
+    one, eight = lines_on(bundle, "one"), lines_on(bundle, "eight")
+    assert len(one) == len(eight) == sum(map(len, nanochat_s.values()))
+    for lines in (one, eight):
+        require_equal(lines, nanochat_s, read_bundle(str(bundle), None))
+    assert all(0 < sum(item["correct"] for item in nanochat_s[label]) < len(nanochat_s[label]) for label in LABELS)
+    for ours, theirs in zip(one, eight):
+        losses, others = (np.array(line["losses"], np.float64) for line in (ours, theirs))
+        np.testing.assert_allclose(losses, others, atol=5e-5)
+        assert ours["correct"] == theirs["correct"] or ours["tie"]
+    alike = [line for line in one if line["task"] == "choices" and line["losses"].count(None) == 0]
     ties = [line for line in alike if len(set(line["losses"])) < 4]
     assert len(ties) == 1 and (ties[0]["margin"] == 0) == ties[0]["tie"]  # where the two are the best
 
