@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from configs.files import append_whole, write_whole
-from configs.schema import BatchConfig, ModelConfig, UserError
+from configs.files import write_whole
+from configs.schema import BatchConfig, ModelConfig
 from data.tokenizer import TextTokenizer
 from evaluation.core import TIES, Task, encode, figures, judge
 from evaluation.scorer import make_score, score_questions
@@ -73,31 +73,6 @@ def in_words(label: str, result: dict[str, Any]) -> str:
         f"{label}: {result['accuracy']:.4f} +- {result['stderr']:.4f}, guessing {result['baseline']:.4f}, centred "
         f"{result['centered']:.4f}; {result['items']} items" + "".join(f", {note}" for note in notes)
     )
-
-
-def open_log(path: Path, facts: dict[str, Any]) -> list[dict]:
-    """The lines of a log that an earlier start left for the same `facts`, its first line; else it is started anew. A
-    line of which a kill left half is dropped. UserError where it cannot be written."""
-    lines = []
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for text in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:  # whole lines end in one
-            lines.append(json.loads(text))
-        kept = lines if lines and lines[0] == facts else [facts]
-        write_whole(path, to_lines(kept))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be continued ({error}); remove it to start anew") from error
-    return kept[1:]
-
-
-def append_to_log(path: Path, lines: list[dict]) -> None:
-    """Adds lines, on disk for certain."""
-    append_whole(path, to_lines(lines))
-
-
-def to_lines(values: Sequence[dict]) -> str:
-    """A JSON object a line."""
-    return "".join(json.dumps(value) + "\n" for value in values)
 
 
 def plot(results: dict[str, Any], title: str, path: Path) -> None:

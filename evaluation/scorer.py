@@ -7,7 +7,7 @@ rounded to a few sizes, so that few programs are compiled; the logits of scored 
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +18,14 @@ from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import ModelConfig
 from evaluation.core import Question, common_prefix
+from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap
 from model.parallel import mark_varying, pmax_over_tensor, tensor_index
 from training.state import abstract_params, split_model
 from training.step import all_gather_data, on_each_device
 
 SMALLEST = 64  # tokens: a shorter prefix is not worth a pass of its own
+ROWS = PartitionSpec(("data", "fsdp"))
 CHUNK = 16  # scored tokens of a row whose logits exist at a time
 
 
@@ -61,11 +63,8 @@ def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Score:
     Each of C options of a question is its prefix and then its row, of which the tokens from `starts` (at least 1) up to
     `ends` are scored, at most `chunks * CHUNK`. B divides over `data` and `fsdp`; every process gets all scores.
     """
-    graphdef, _ = split_model(config, dtype)
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_params(config, mesh))
 
-    def for_one_device(params: dict, prefixes: Array, rows: Array, starts: Array, ends: Array, chunks: Array) -> Scores:
-        model = nnx.merge(graphdef, all_gather_data(params, specs, dtype))
+    def score(model: GPT, prefixes: Array, rows: Array, starts: Array, ends: Array, chunks: Array) -> Scores:
         questions, choices, length = rows.shape
         shared, cache = prefixes.shape[1], None
         if shared:
@@ -92,15 +91,28 @@ def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Score:
         scores = jax.lax.fori_loop(0, chunks, chunk, mark_varying(start, ("data", "fsdp")))
         return jax.tree.map(lambda score: score.reshape(questions, choices), scores)
 
-    divided = PartitionSpec(("data", "fsdp"))
-    arrays = (divided, divided, divided, divided, PartitionSpec())
-    scored = on_each_device(for_one_device, mesh, (specs, *arrays), divided)
-    score = jax.jit(scored, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return on_rows(score, config, dtype, mesh, (ROWS, ROWS, ROWS, ROWS, PartitionSpec()))
+
+
+def on_rows(
+    function: Callable, config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, arrays: Sequence[PartitionSpec]
+) -> Callable[..., Any]:
+    """`function(model, *arrays)`, which is written for one device, as a function of float32 parameters as they lie and
+    of whole arrays, jitted. `arrays` says how these are divided; every process gives the same ones, and gets all of the
+    result, which is divided over rows, on its host."""
+    graphdef, _ = split_model(config, dtype)
+    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_params(config, mesh))
+
+    def for_one_device(params: dict, *arrays: Array) -> Any:
+        return function(nnx.merge(graphdef, all_gather_data(params, specs, dtype)), *arrays)
+
+    on_mesh = on_each_device(for_one_device, mesh, (specs, *arrays), ROWS)
+    compiled = jax.jit(on_mesh, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def put(array: np.ndarray, spec: PartitionSpec) -> Array:  # of which every process holds the whole
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda part: array[part])
 
-    return lambda params, *given: jax.device_get(score(params, *map(put, given, arrays)))
+    return lambda params, *given: jax.device_get(compiled(params, *map(put, given, arrays)))
 
 
 def token_scores(
@@ -131,16 +143,20 @@ def score_questions(
     by_shape = defaultdict(list)
     for question in questions:
         by_shape[shape_of(question)].append(question)
-    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
     for (choices, prefix, length), alike in sorted(by_shape.items(), key=lambda group: group[0]):
-        fit = max(1, tokens_per_device // (prefix + choices * length))
-        # A power of two, no larger than it takes for all: the sizes of small groups are few, too.
-        width = replicas * (1 << min(fit.bit_length() - 1, (-(-len(alike) // replicas) - 1).bit_length()))
+        width = batch_width(mesh, tokens_per_device // (prefix + choices * length), len(alike))
         for first in range(0, len(alike), width):
             batch = alike[first : first + width]
             scores = score(params, *arrays_of(batch, width, choices, prefix, length))
             for i, question in enumerate(batch):
                 yield question, Scores(*(of_all[i] for of_all in scores))
+
+
+def batch_width(mesh: Mesh, fit: int, count: int) -> int:
+    """How many of `count` to compute together, where `fit` fit on a device: a power of two a device, no larger than it
+    takes for all, so that the sizes of small groups are few, too."""
+    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
+    return replicas * (1 << min(max(1, fit).bit_length() - 1, (-(-count // replicas) - 1).bit_length()))
 
 
 def arrays_of(batch: Sequence[Question], width: int, choices: int, prefix: int, length: int) -> tuple[np.ndarray, ...]:

@@ -6,10 +6,12 @@ import json
 import os
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import jax
+import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
@@ -17,11 +19,13 @@ from configs.command_line import config_from_json
 from configs.files import write_whole
 from configs.schema import Config, MeshConfig, UserError, free_to_change, options, validate
 from data.dataset import absolute
-from run.checkpoint import Checkpoints, copy, whole_steps
+from run.checkpoint import PLACEHOLDER, Checkpoints, copy, whole_steps
 from run.events import Events, saved_up_to
 from run.lines import read_metrics
 from run.runtime import versions
 from training.build import build
+from training.mesh import make_mesh
+from training.optimizer import path_name
 from training.state import TrainState, abstract_params
 
 RECORD = ("config.json", "metrics.jsonl", "events.jsonl")  # what continues a run, besides its checkpoints
@@ -193,20 +197,46 @@ class Run(NamedTuple):
 def load_run(run_dir: str | Path, mesh: Mesh) -> Run:
     """The run in `run_dir` with its newest checkpoint's parameters. UserError where there is no run or checkpoint, or
     where the mesh cannot divide its network."""
-    facts, config = _record_of(run_dir)
+    facts, config = record_of(run_dir)
     validate(dataclasses.replace(config, mesh=MeshConfig(**mesh.shape)))
     params, step = Checkpoints(config.checkpoint.folder or run_dir).restore_params(abstract_params(config.model, mesh))
     return Run(config, facts["dataset"], params, step)
 
 
+def read_in_shards(run_dir: str | Path, most_bytes: int) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
+    """A run's Config, its newest checkpoint's step, and its parameters by their dotted names: as many at a time as
+    `most_bytes` hold, or one that is larger, so that a network is read where it does not fit the memory."""
+    _, config = record_of(run_dir)
+    checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
+    if not checkpoints.steps:
+        raise UserError(f"{checkpoints.folder} holds no checkpoint yet")
+    abstract = abstract_params(config.model, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]))
+    shards, size = [set()], 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
+        nbytes = leaf.size * leaf.dtype.itemsize
+        if shards[-1] and size + nbytes > most_bytes:
+            shards, size = [*shards, set()], 0
+        shards[-1].add(path_name(path))
+        size += nbytes
+
+    def read(names: set[str]) -> dict[str, np.ndarray]:
+        wanted = lambda path, leaf: leaf if path_name(path) in names else PLACEHOLDER
+        params, _ = checkpoints.restore_params(jax.tree_util.tree_map_with_path(wanted, abstract))
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        return {path_name(path): np.asarray(leaf) for path, leaf in leaves if path_name(path) in names}
+
+    return config, checkpoints.newest, map(read, shards)
+
+
 def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
     """A run's checkpoints, and what to restore them as on one device."""
-    _, config = _record_of(run_dir)
+    _, config = record_of(run_dir)
     built = build(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
     return Checkpoints(config.checkpoint.folder or run_dir), built.abstract_state
 
 
-def _record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
+def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
+    """What a run's config.json says, and its Config. UserError where there is no run."""
     record = Path(run_dir).expanduser() / "config.json"
     if not record.is_file():
         runs = ", ".join(str(found.parent) for found in sorted(Path("runs").glob("*/config.json")))

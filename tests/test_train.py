@@ -276,6 +276,29 @@ def test_benchmarks_leave_the_run_s_bits_untouched_and_evaluate_gives_the_same(f
     assert json.loads(capsys.readouterr().out) == found
 
 
+def test_two_runs_are_compared_on_other_text(folder, untouched, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    shutil.copytree(untouched, folder / "earlier")
+    kept = sorted((folder / "earlier" / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    for newer in kept[1:]:
+        shutil.rmtree(newer)
+    command = ("--run_dir=untouched", "--source=text", "--documents=20", "--against=earlier")
+    capsys.readouterr()
+    assert run("evaluate", monkeypatch, *command) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["documents"] == found["sources"]["text"]["documents"] == 20 and found["step"] == 120
+    against = found["against"]
+    assert against["step"] == int(kept[0].name) < 120
+    assert against["difference"] < 0 and not against["noise"] and "untouched is better" in said.err
+    (left,) = (folder / "untouched" / "texts").iterdir()
+    assert json.loads((left / "bits_per_byte.json").read_text())["against"] == against
+    assert (left / "bits_per_byte.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setattr("evaluation.document_losses.DocumentLosses._losses", None)  # all is in the logs
+    assert run("evaluate", monkeypatch, *command) == 0
+    assert json.loads(capsys.readouterr().out) == found
+
+
 @pytest.mark.parametrize(
     ("command", "arguments", "says"),
     [
@@ -299,6 +322,10 @@ def test_benchmarks_leave_the_run_s_bits_untouched_and_evaluate_gives_the_same(f
         ("evaluate", ["--run_dir=nothing"], "nothing"),
         ("evaluate", ["--run_dir=untouched", "--tasks=mmlu", "--bundle=text"], "core is the only benchmark"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core"], "needs --bundle=DIR"),
+        ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=x", "--source=text"], "two evaluations"),
+        ("evaluate", ["--run_dir=untouched", "--against=untouched"], "give it: --source=PATH"),
+        ("evaluate", ["--run_dir=untouched", "--source=nothing"], "nothing: no file of text"),
+        ("evaluate", ["--run_dir=untouched", "--source=text", "--against=nothing"], "nothing holds no run"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=text"], "text/core.yaml cannot be read"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=text", "--items=0"], "must be positive"),
         ("train", ["--config=tiny.py", "--eval.tasks=core", "--eval.bundle=text"], "text/core.yaml cannot be read"),

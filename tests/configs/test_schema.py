@@ -213,7 +213,8 @@ def test_home_folders(monkeypatch):
     assert (config.run_dir, config.checkpoint.folder, config.init_from) == ("/home/me/x", "/home/me/y", "/home/me/z")
     with pytest.raises(UserError, match="--run_dir=~nobody-here/x cannot work: there is no such home folder"):
         resolved(changed(BASE, "run_dir", "~nobody-here/x"))
-    assert [name for name, of in roles().items() if Role.PATH in of] == ["run_dir", "init_from", "checkpoint.folder"]
+    paths = [name for name, of in roles().items() if Role.PATH in of]
+    assert paths == ["run_dir", "init_from", "checkpoint.folder", "eval.bundle"]
 
 
 ANY = st.one_of(

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from configs.schema import BatchConfig, MeshConfig, UserError
-from evaluation.benchmarks import Benchmarks, append_to_log, open_log, plot
+from evaluation.benchmarks import Benchmarks, plot
 from evaluation.core import COUNTS, KINDS, Task, encode, figures, judge, read_bundle
+from evaluation.log import append_to_log, open_log
 from evaluation.scorer import Scores, shape_of, size_down, size_up
 from tests.evaluation import nanochat_core
 from tests.evaluation.core_bundle import CONFIG, LONGEST, TASKS, make_bundle, params, tokenizer
