@@ -55,10 +55,6 @@ class Info(NamedTuple):
     time: datetime | None = None
 
 
-PLACEHOLDER: Any = ocp.PLACEHOLDER
-"""In place of an array that is not to be read."""
-
-
 class Checkpoints:
     """The checkpoints in one folder, a run's or `checkpoint.folder`, on a disk or in a bucket (`gs://BUCKET/FOLDER`).
     Without a config they are only read, while the run may go on."""
@@ -256,17 +252,16 @@ class Checkpoints:
         return None
 
     def restore_params(self, abstract: dict) -> tuple[dict, int]:
-        """The newest checkpoint's parameters alone, and their step; where `abstract` has `PLACEHOLDER` in place of one,
-        so has the result, and nothing is read. UserError where there is no checkpoint, or it is damaged."""
+        """The newest checkpoint's parameters alone, those that `abstract` has, and their step. UserError where there is
+        none, or it is damaged."""
         if not self.steps:
             raise UserError(f"{self.folder} holds no checkpoint yet")
-        params = ocp.args.StandardRestore(abstract)  # pyright: ignore[reportCallIssue]
+        arguments = ocp.checkpoint_utils.construct_restore_args(abstract)
+        params = ocp.args.PyTreeRestore(abstract, arguments, partial_restore=True)  # pyright: ignore[reportCallIssue]
         try:
             facts = self.facts(self.newest)
             found: Any = self.manager.restore(self.newest, args=ocp.args.Composite(params=params))
-            named = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found.params)}
-            read = {name: leaf for name, leaf in named.items() if leaf is not PLACEHOLDER}
-            require_checksums(facts["checksums"], {"params": read})
+            require_checksums(facts["checksums"], {"params": found.params})
         except Exception as error:
             raise UserError(f"checkpoint {self.newest} in {self.folder} cannot be read: {first_line(error)}") from error
         return found.params, self.newest

@@ -19,7 +19,7 @@ from configs.command_line import config_from_json
 from configs.files import write_whole
 from configs.schema import Config, MeshConfig, UserError, free_to_change, options, validate
 from data.dataset import absolute
-from run.checkpoint import PLACEHOLDER, Checkpoints, copy, whole_steps
+from run.checkpoint import Checkpoints, copy, whole_steps
 from run.events import Events, saved_up_to
 from run.lines import read_metrics
 from run.runtime import versions
@@ -111,7 +111,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
             if config.resume == "must":
                 raise UserError(f"--resume=must, but there is no run in {folder}")
             lock.take()
-            _write_record(record, config, fingerprint, [])
+            write_record(record, config, fingerprint, [])
             return Past([], [], 0, 0, "")
         if config.resume == "never":
             raise UserError(f"--resume=never, but {elsewhere} holds a run already; choose another --checkpoint.folder")
@@ -176,7 +176,7 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int, posi
     facts, first = read_record(record)
     respelled = absolute(first.data) != absolute(config.data)
     if changes or respelled:
-        _write_record(record, config, fingerprint, facts["changes"] + ([changes] if changes else []))
+        write_record(record, config, fingerprint, facts["changes"] + ([changes] if changes else []))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # of a shorter run
     Events(folder).add("start", step, position=position, tokens_per_step=config.batch.tokens_per_step, **seconds)
@@ -220,12 +220,23 @@ def read_in_shards(run_dir: str | Path, most_bytes: int) -> tuple[Config, int, I
         size += nbytes
 
     def read(names: set[str]) -> dict[str, np.ndarray]:
-        wanted = lambda path, leaf: leaf if path_name(path) in names else PLACEHOLDER
-        params, _ = checkpoints.restore_params(jax.tree_util.tree_map_with_path(wanted, abstract))
+        params, _ = checkpoints.restore_params(_only(abstract, names))
         leaves = jax.tree_util.tree_leaves_with_path(params)
-        return {path_name(path): np.asarray(leaf) for path, leaf in leaves if path_name(path) in names}
+        return {path_name(path): np.asarray(leaf) for path, leaf in leaves}
 
     return config, checkpoints.newest, map(read, shards)
+
+
+def _only(tree: dict, names: set[str], within: str = "") -> dict:
+    """The part of a tree that these dotted names are of."""
+    found = {}
+    for key, value in tree.items():
+        name = f"{within}{key}"
+        if isinstance(value, dict):
+            found |= {key: part} if (part := _only(value, names, f"{name}.")) else {}
+        elif name in names:
+            found[key] = value
+    return found
 
 
 def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
@@ -258,7 +269,8 @@ def read_record(record: Path) -> tuple[dict[str, Any], Config]:
         ) from error
 
 
-def _write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
+def write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
+    """Writes a run's config.json: the options, and what they are run with."""
     devices = jax.devices()
     facts = {
         # With paths that hold from anywhere: other commands find the text, whatever folder they are typed in.
