@@ -145,6 +145,12 @@ def batch_of(built: Build, step: int) -> Batch:
 
 
 @cache
+def start(config: Config) -> TrainState:
+    """The state before the first step, on the host: it is the same however the run is divided."""
+    return jax.device_get(build(divided(config, WHOLE), jax.local_devices()[:1]).create_state())
+
+
+@cache
 def course(config: Config, split: Split, steps: int) -> Mapping[str, Float[np.ndarray, "steps"]]:
     """The loss and the gradient's norm at each step of a run whose steps are divided so."""
     if split.processes > jax.process_count():
@@ -154,7 +160,7 @@ def course(config: Config, split: Split, steps: int) -> Mapping[str, Float[np.nd
     if split.processes > 1:  # whose first sum fails where one compiles half a minute longer than the others
         print("compiled", flush=True)
         sys.stdin.read()
-    state, values = built.create_state(), []
+    state, values = jax.device_put(start(config), jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state)), []
     for step in range(steps):
         state, metrics = train_step(state, batch_of(built, step))
         values.append(jax.device_get([metrics[name] for name in METRICS]))

@@ -3,9 +3,13 @@
 import atexit
 import os
 import shutil
+import signal
 import tempfile
+from importlib.metadata import version
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
+    # A process that a shell runs in the background ignores Ctrl-C, and so would those that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # The workers inherit it, and so do the processes that tests start: what one has compiled, all can load.
     cache = os.environ["TOKENSUM_CACHE"] = tempfile.mkdtemp(prefix="tokensum-tests-")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
@@ -15,12 +19,18 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    # LLVM takes half of most tests' time; XLA's own passes, which decide what is computed, stay as they are.
+    # LLVM and MLIR take half of most tests' time; XLA's own passes, which decide what is computed, stay as they are.
     # XLA_FLAGS= runs the programs that ship, to the instruction.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    flags = ["--xla_backend_optimization_level=0"]
+    if version("jax") < "0.11":  # the flag is gone there
+        flags.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+
+from pathlib import Path
 
 import hypothesis
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -28,3 +38,13 @@ install_import_hook(["model", "training", "data", "interchange"], "beartype.bear
 # Examples compile programs, which takes what it takes on a shared machine.
 hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Each program that XLA's CPU compiler has loaded holds some twenty of the 65,530 memory mappings that Linux gives
+    a process (vm.max_map_count). At the last one the process crashes, wherever it is. What a test asks for again is
+    read from the cache on disk."""
+    yield
+    if len(Path("/proc/self/maps").read_text().splitlines()) > 15_000:
+        jax.clear_caches()

@@ -62,11 +62,12 @@ def muon(config: MuonConfig, rate: Schedule, steps: int, mesh: Mesh | None) -> o
             lambda n, d: config.beta2 * n + (1 - config.beta2) * _along_short_side(d), state.nu, directions
         )
         decay = config.weight_decay * 0.5 * (1 + jnp.cos(jnp.pi * step / steps))
+        now = rate(step)
 
         def move(direction: Array, second: Array, param: Array) -> Array:
             direction = evened_out(direction, second)
             agree = direction * param >= 0
-            matrix_rate = rate(step) * max(1.0, param.shape[1] / param.shape[0]) ** 0.5
+            matrix_rate = now * max(1.0, param.shape[1] / param.shape[0]) ** 0.5
             return -matrix_rate * (direction + decay * jnp.where(agree, param, 0))
 
         return jax.tree.map(move, directions, nu, params), MuonState(mu, nu)

@@ -48,7 +48,8 @@ def scale_by_rate(rate: Schedule) -> optax.GradientTransformationExtraArgs:
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, *, step: Int[Array, ""]
     ) -> tuple[optax.Updates, optax.OptState]:
-        return jax.tree.map(lambda u: -rate(step) * u, updates), state
+        factor = -rate(step)
+        return jax.tree.map(lambda u: factor * u, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)  # pyright: ignore
 
