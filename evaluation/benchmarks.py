@@ -58,7 +58,7 @@ class Benchmarks:
             for first in range(0, len(left), AT_A_TIME):
                 questions = encode(task, left[first : first + AT_A_TIME], self.tokenizer, self.longest)
                 scored = score_questions(self.score, params, questions, self.mesh, self.tokens_per_device)
-                judged = [judge(task, question, *map(np.asarray, scores), self.tie) for question, scores in scored]
+                judged = [judge(task, question, *map(np.asarray, scores), tie=self.tie) for question, scores in scored]
                 record(judged)
                 lines += judged
             say(in_words(task.label, figures([task], lines)["tasks"][task.label]))

@@ -115,16 +115,15 @@ def plot(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     panels = {"by_bytes": "bytes of the document", "by_position": "tokens before it in its row"}
     for axes, (panel, label) in zip(figure.subplots(1, 2, sharey=True), panels.items()):
         for i, (name, result) in enumerate(results.items()):
-            curves = {name: (panel, "-")} | (
-                {f"{name}, full rows": (f"{panel}_of_full_rows", ":")} if panel != "by_bytes" else {}
-            )
-            for legend, (of, style) in curves.items():
-                points = result[of]
+            curves = {name: (result[panel], "-")}
+            full = result["by_position_of_full_rows"]
+            if panel == "by_position" and full not in ([], result[panel]):
+                curves[f"{name}, full rows"] = (full, ":")
+            for legend, (points, style) in curves.items():
                 errors = [2 * (point["stderr"] or 0) for point in points]
                 places, values = ([point[key] for point in points] for key in ("from", "bits_per_byte"))
-                axes.errorbar(
-                    places, values, yerr=errors, fmt=f"o{style}", color=f"C{i}", ms=3, capsize=2, label=legend
-                )
+                looks = {"fmt": f"o{style}", "color": f"C{i}", "ms": 3, "capsize": 2}
+                axes.errorbar(places, values, yerr=errors, label=legend, **looks)
         axes.set_xscale("symlog" if panel == "by_position" else "log", base=2)
         axes.set_xlabel(f"{label}, from")
         axes.grid(alpha=0.3)

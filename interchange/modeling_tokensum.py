@@ -139,7 +139,7 @@ class Block(nn.Module):
 
 class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = TokensumConfig
-    _no_split_modules = ("Block",)
+    _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
 
     def __init__(self, config: TokensumConfig):
@@ -172,7 +172,8 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
 
     def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
         """With the token before, which `smear` reads and no cache holds."""
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        inputs = prepare(input_ids, *args, **kwargs)
         cache = inputs.get("past_key_values")
         if self.config.smear and cache is not None and cache.get_seq_length():
             inputs["previous_ids"] = input_ids[:, cache.get_seq_length() - 1]
