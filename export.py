@@ -6,17 +6,23 @@ if __name__ == "__main__":
     end_at_interrupt()
 
 import os
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import jax
+import numpy as np
+
 from configs.command_line import parse_arguments
-from configs.schema import FilePath, MeshConfig, UserError
-from data.tokenizer import load_tokenizer
+from configs.schema import FilePath, MeshConfig, Positive, UserError
+from data.tokenizer import TextTokenizer, load_tokenizer
+from evaluation.documents import read_sources
 from interchange.safetensors import write_safetensors
 from interchange.transformers import write_hf
-from run.folder import load_run
-from run.runtime import run_command, start_jax
+from interchange.verify import BOUND, largest_difference, require_transformers
+from run.folder import load_run, read_in_shards
+from run.runtime import cache_dir, run_command, start_jax
 from training.mesh import make_mesh
 
 
@@ -29,8 +35,16 @@ class Arguments:
     out: FilePath
     """A new folder."""
     format: Literal["hf", "safetensors"] = "hf"
-    """`hf`: what transformers' AutoModelForCausalLM and AutoTokenizer load, as NanoChatForCausalLM. `safetensors`: the
-    arrays under their own names, with the config and the tokenizer; networks with every option."""
+    """`hf`: what transformers' AutoModelForCausalLM and AutoTokenizer load: as NanoChatForCausalLM, or, where the
+    network has more than that class, with the code that reads it (trust_remote_code=True). `safetensors`: the arrays
+    under their own names, with the config and the tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of `hf`'s arrays."""
+    shard_gigabytes: Positive[float] = 2.0
+    """Arrays of so many, in float32, are read and written at a time, each such shard to a file of its own."""
+    verify: bool = False
+    """Load what was written in transformers, and compare its logits with the network's own on text. It needs torch and
+    transformers, and the memory for both networks."""
 
 
 def main() -> int:
@@ -38,13 +52,39 @@ def main() -> int:
     out = Path(arguments.out)
     if os.path.exists(out):  # unlike Path.exists, False where it may not look
         raise UserError(f"--out={out} is there already; give a new folder")
+    plain = arguments.format == "safetensors"
+    if plain and (arguments.verify or arguments.dtype != "float32"):
+        raise UserError("--verify and --dtype are of --format=hf; --format=safetensors writes the arrays as they are")
+    if arguments.verify:
+        require_transformers()
     start_jax()
-    run = load_run(arguments.run_dir, make_mesh(MeshConfig()))
+    config, step, shards = read_in_shards(arguments.run_dir, int(arguments.shard_gigabytes * 1e9))
     tokenizer = load_tokenizer(Path(arguments.run_dir) / "tokenizer")
-    write = write_hf if arguments.format == "hf" else write_safetensors
-    write(out, run.params, run.config, tokenizer)
-    print(f"step {run.step} of {arguments.run_dir} is in {out}; train on from it with --init_from={out}")
+    if plain:
+        write_safetensors(out, shards, config, tokenizer)
+    else:
+        write_hf(out, shards, config, tokenizer, arguments.dtype)
+    print(f"step {step} of {arguments.run_dir} is in {out}; train on from it with --init_from={out}")
+    if arguments.verify:
+        verify(arguments, out, tokenizer)
     return 0
+
+
+def verify(arguments: Arguments, out: Path, tokenizer: TextTokenizer) -> None:
+    """Prints the largest difference; where it is above the bound, removes what was written and fails."""
+    run = load_run(arguments.run_dir, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]))
+    dtype = np.dtype(arguments.dtype)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(np.float32), run.params)
+    (text,) = read_sources("stdlib", 100, "text", Path(arguments.run_dir) / "tokenizer", cache_dir())
+    length = min(run.config.batch.sequence_length, 1024)
+    rows = [[tokenizer.bos, *ids][:length] for ids in tokenizer.encode([one.text for one in text.documents])]
+    tokens = np.array([row for row in rows if len(row) == length][:2], np.int32)
+    difference, size = largest_difference(out, rounded, run.config.model, tokens)
+    said = f"logits of {tokens.size} tokens of Python's library differ by at most {difference:.2g} (spread {size:.2g})"
+    if not difference <= BOUND:  # nan included
+        shutil.rmtree(out)
+        raise RuntimeError(f"{said}: above {BOUND}, so {out} was removed: this is a defect of the export")
+    print(said)
 
 
 if __name__ == "__main__":

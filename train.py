@@ -66,6 +66,8 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     check_hosts_agree("their text", text.fingerprint)
     document_bos = text.tokenizer.bos if config.data.mask_documents else None
     evaluator = Evaluator(built, text, document_bos)
+    if config.eval.tasks:
+        check_hosts_agree("their bundle", evaluator.benchmarks.facts["bundle"])
 
     # The run's folder, which no other process may write to meanwhile, and what has been saved of the run.
     if config.init_from and not on_first_process(lambda: whole_steps(checkpoint_folder(config))):
@@ -99,9 +101,8 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         first_row = start.position // length
         batches = StepBatches(text.train, text.weights, config.seed, built.batch_shape, mine, document_bos, first_row)
         seen, fingerprint = lambda i, batches=batches: text.seen(batches.row_numbers(i)), text.fingerprint
-        loop = Loop(
-            built, start, train_step, evaluator, seen, checkpoints, fingerprint, stop, say, times, measuring_step
-        )
+        then = (seen, checkpoints, fingerprint, stop, say, times, measuring_step)
+        loop = Loop(built, start, train_step, evaluator, *then, measure_tasks=evaluator.tasks)
         write_what_happened(loop, past)
         ended = loop.run(train_batches(batches, built.batch_sharding, config.data.workers))
         if isinstance(ended, Jumped) and jax.process_index() == 0:
@@ -218,7 +219,7 @@ def finish(
         run_dir, config.steps, outcome.tokens, outcome.seconds, skipped_steps=skipped, params_sha256=digest
     )
     summary["goodput"] = spent
-    results = {name: summary[name] for name in ("loss", "val_loss", "val_bpb") if summary[name] is not None}
+    results = {name: summary[name] for name in ("loss", "val_loss", "val_bpb", "core") if summary.get(name) is not None}
     loop.writer.close(options(config), results)
     plot_loss(run_dir)
     write_summary(run_dir, summary)

@@ -290,6 +290,14 @@ class EvalConfig:
     """Texts that are continued after each evaluation; an empty one starts a document."""
     sample_tokens: Positive[int] = 64
     """Tokens of each continuation."""
+    tasks: str = ""
+    """Benchmarks, too: `core`, of the bundle that DCLM and nanochat use (docs/evaluation.md). Empty: none."""
+    tasks_every_steps: Positive[int] = 2000
+    """Steps between evaluations of `tasks`, always done once more at the end."""
+    bundle: FilePath = ""
+    """Folder of that bundle: core.yaml, eval_meta_data.csv and eval_data/."""
+    items: Positive[int] = 500
+    """Items of each task, always the same; evaluate.py takes all by default."""
 
 
 @dataclass(frozen=True)
@@ -462,6 +470,8 @@ def validate(config: Config) -> None:
     require(known, "checkpoint.folder", "give a folder, or gs://BUCKET/FOLDER, the only store that Orbax can write to")
     first, last = profiled_steps(config) or (1, 1)
     require(1 <= first <= last, "profile.steps", "give FIRST:LAST, the first at least 1, such as 10:15")
+    require(config.eval.tasks in ("", "core"), "eval.tasks", "core is the only benchmark; leave it empty for none")
+    require(bool(config.eval.bundle) or not config.eval.tasks, "eval.bundle", "eval.tasks=core needs a bundle's folder")
     model, batch = config.model, config.batch
     require(batch.sequence_length > 1, "batch.sequence_length", "a row has at least 2 tokens")
     divides = f"it must divide batch.sequence_length={batch.sequence_length}"

@@ -1,6 +1,7 @@
 """Starting from a network in a folder: one that export.py wrote, or a published nanochat in transformers' format."""
 
 import json
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from jaxtyping import Array
 
 from configs.schema import Config, ModelConfig, UserError, resolved, roles, validate
 from data.tokenizer import TextTokenizer, load_tokenizer
+from interchange.remote_code import TABLE, remote_name
 from interchange.safetensors import stored_arrays
 from interchange.transformers import HF_TABLE, beyond_hf, hf_config, hf_name, turned
 from model.attention import window_of
@@ -34,8 +36,9 @@ def require_same_network(config: Config, tokenizer: TextTokenizer) -> None:
     problems = _other_options(folder, config)
     leaves = jax.tree_util.tree_leaves_with_path(split_model(config.model, jnp.dtype(jnp.float32))[1])
     wanted = {path_name(path): leaf.shape for path, leaf in leaves}
-    if HF_TABLE in shapes:
-        wanted = {hf_name(name): shape[::-1] if name.endswith(".kernel") else shape for name, shape in wanted.items()}
+    name_of, transposed = _spelling(shapes)
+    turn = lambda name, shape: shape[::-1] if transposed and name.endswith(".kernel") else shape
+    wanted = {name_of(name): turn(name, shape) for name, shape in wanted.items()}
     for name in sorted(wanted.keys() | shapes.keys()):
         if wanted.get(name) != shapes.get(name):
             problems.append(f"{name}: {shapes.get(name, 'missing')}, not {wanted.get(name, 'there')}")
@@ -47,15 +50,22 @@ def require_same_network(config: Config, tokenizer: TextTokenizer) -> None:
 def read_params(config: Config, abstract: dict) -> dict:
     """The parameters in `config.init_from`, of a network that is the same, as `abstract`'s shapes and shardings say."""
     stored = stored_arrays(Path(config.init_from))
-    name_of = hf_name if HF_TABLE in stored else str
+    name_of, transposed = _spelling(stored)
 
     def read(path: tuple, leaf: jax.ShapeDtypeStruct) -> Array:
         name = path_name(path)
         array = stored[name_of(name)][:]
-        array = (turned(name, array) if HF_TABLE in stored else array).astype(np.float32)
+        array = (turned(name, array) if transposed else array).astype(np.float32)
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: array[index])
 
     return jax.tree_util.tree_map_with_path(read, abstract)
+
+
+def _spelling(stored: Collection[str]) -> tuple[Callable[[str], str], bool]:
+    """How a folder names our parameters, and whether its matrices are [outputs, inputs], as torch's are."""
+    if HF_TABLE in stored:
+        return hf_name, True
+    return (remote_name, True) if TABLE in stored else (str, False)
 
 
 def _other_options(folder: Path, config: Config) -> list[str]:
@@ -69,7 +79,6 @@ def _other_options(folder: Path, config: Config) -> list[str]:
         for name in (
             "architectures",
             "max_position_embeddings",
-            "dtype",
             "bos_token_id",
             "eos_token_id",
             "pad_token_id",

@@ -1,8 +1,9 @@
-"""Networks as plain safetensors: the arrays as they are, under their dotted names."""
+"""Networks as plain safetensors: the arrays as they are, under their dotted names; written a shard at a time."""
 
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +20,57 @@ from training.optimizer import path_name
 Arrays = dict[str, Float[np.ndarray, "..."]]
 
 
-def write_safetensors(out: Path, params: dict, config: Config, tokenizer: TextTokenizer) -> None:
+def write_safetensors(out: Path, shards: Iterable[Arrays], config: Config, tokenizer: TextTokenizer) -> None:
     """A folder with the arrays as they are, under their dotted names."""
-    write_folder(out, arrays_of(params), tokenizer, {"tokensum.json": dataclasses.asdict(config.model)})
+    write_folder(out, shards, tokenizer, {"tokensum.json": to_json(network_of(config))})
 
 
-def write_folder(out: Path, arrays: Arrays, tokenizer: TextTokenizer, files: dict[str, dict]) -> None:
-    """Writes the new folder `out`, whole or not at all. UserError where that cannot be."""
+def network_of(config: Config) -> dict[str, Any]:
+    """What tokensum.json says of a network."""
+    return dataclasses.asdict(config.model)
+
+
+def to_json(content: dict) -> str:
+    return json.dumps(content, indent=2)
+
+
+def write_folder(out: Path, shards: Iterable[Arrays], tokenizer: TextTokenizer, files: dict[str, str]) -> None:
+    """Writes the new folder `out`, whole or not at all, a file a shard. UserError where that cannot be."""
     partial = out.with_name(f"{out.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
         partial.mkdir(parents=True)
         for name, content in files.items():
-            (partial / name).write_text(json.dumps(content, indent=2))
+            (partial / name).write_text(content)
         (partial / "tokenizer.json").write_text(tokenizer.json)
-        save_file(arrays, partial / "model.safetensors", metadata={"format": "pt"})
+        _write_shards(partial, shards)
         partial.rename(out)
     except (OSError, SafetensorError) as error:
         raise UserError(f"--out={out} cannot be written: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_shards(folder: Path, shards: Iterable[Arrays]) -> None:
+    """model.safetensors, or several with their index, named as transformers does."""
+    held: list[list[str]] = []
+    size = 0
+    for arrays in shards:
+        save_file(arrays, folder / f"{len(held)}.safetensors", metadata={"format": "pt"})
+        held.append(list(arrays))
+        size += sum(array.nbytes for array in arrays.values())
+        del arrays  # before the next one is read
+    count = len(held)
+    if count == 1:
+        (folder / "0.safetensors").rename(folder / "model.safetensors")
+        return
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    for i, name in enumerate(names):
+        (folder / f"{i}.safetensors").rename(folder / name)
+    weights = {array: name for name, arrays in zip(names, held) for array in arrays}
+    (folder / "model.safetensors.index.json").write_text(
+        to_json({"metadata": {"total_size": size}, "weight_map": weights})
+    )
 
 
 def arrays_of(params: dict) -> Arrays:

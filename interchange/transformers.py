@@ -1,4 +1,5 @@
-"""Networks as transformers' NanoChatForCausalLM reads them.
+"""Networks as transformers reads them: as NanoChatForCausalLM where that class has all that a network uses, else by a
+modeling file of our own (interchange/remote_code.py).
 
 ours [inputs, outputs]                transformers' [outputs, inputs]
 embed.table                           model.embed_tokens.weight
@@ -8,6 +9,7 @@ lm_head.kernel                        lm_head.weight
 """
 
 import re
+from collections.abc import Iterable, Set
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from jaxtyping import Float
 
 from configs.schema import Config, ModelConfig, UserError, roles
 from data.tokenizer import TextTokenizer
-from interchange.safetensors import arrays_of, write_folder
+from interchange.remote_code import MODELING, REMOTE, remote_config, remote_name
+from interchange.safetensors import Arrays, network_of, to_json, write_folder
 
 HF_TABLE = "model.embed_tokens.weight"  # tells transformers' names from ours
 
@@ -68,40 +71,51 @@ def hf_config(config: Config, bos: int) -> dict[str, Any]:
         "bos_token_id": bos,
         "eos_token_id": bos,  # a document ends where the next one starts
         "pad_token_id": None,  # else its row of the embedding would never learn
-        "dtype": "float32",
     }
 
 
+IN_HF = {"depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "softcap", "rotary_base", "short_window"}
+"""The options that `hf_config` expresses."""
+
+
 def beyond_hf(model: ModelConfig) -> list[str]:
-    """The options in use that transformers' class has not: all that change the network, differ from the plain one's
-    and are not in `hf_config`."""
-    known = {"depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "softcap", "rotary_base", "short_window"}
+    """The options in use that transformers' class has not."""
+    return _in_use(model, IN_HF)
+
+
+def _in_use(model: ModelConfig, known: Set[str]) -> list[str]:
+    """The options that change the network, differ from the plain one's and are not `known`."""
     change = {name for name, of in roles(ModelConfig).items() if not of} - known
     if "S" not in model.window_pattern[: max(model.depth - 1, 0)]:  # the last block has no window
-        change.remove("window_pattern")
+        change.discard("window_pattern")
     return [f.name for f in fields(model) if f.name in change and getattr(model, f.name) != f.default]
 
 
-def write_hf(out: Path, params: dict, config: Config, tokenizer: TextTokenizer) -> None:
-    """A folder for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`. UserError where the
-    network has what NanoChatForCausalLM cannot express."""
-    if beyond := beyond_hf(config.model):
+def write_hf(
+    out: Path, shards: Iterable[Arrays], config: Config, tokenizer: TextTokenizer, dtype: str = "float32"
+) -> None:
+    """A folder for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, of arrays by their
+    dotted names, in `dtype`. A network that transformers' own class cannot express comes with the code that reads it,
+    and needs `trust_remote_code=True`. UserError where that code does not know an option, either."""
+    if unknown := _in_use(config.model, IN_HF | REMOTE):
         raise UserError(
-            f"transformers' NanoChatForCausalLM has no {', '.join(f'model.{name}' for name in beyond)}, which this "
-            "network uses; --format=safetensors writes it"
+            f"{MODELING.name} has no {', '.join(f'model.{name}' for name in unknown)}, which this network uses; "
+            "--format=safetensors writes it"
         )
-    arrays = {hf_name(name): turned(name, array) for name, array in arrays_of(params).items()}
+    own = bool(beyond_hf(config.model))
+    named, described = (remote_name, remote_config) if own else (hf_name, hf_config)
     bos = next(token for token, i in tokenizer.special_tokens.items() if i == tokenizer.bos)
     ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.bos, "pad_token_id": tokenizer.bos}
     tokens = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos, "pad_token": bos}
     length = config.batch.sequence_length
-    write_folder(
-        out,
-        arrays,
-        tokenizer,
-        {
-            "config.json": hf_config(config, tokenizer.bos),
-            "generation_config.json": ids,
-            "tokenizer_config.json": {**tokens, "model_max_length": length, "clean_up_tokenization_spaces": False},
-        },
+    files = {
+        "config.json": described(config, tokenizer.bos) | {"dtype": dtype},
+        "generation_config.json": ids,
+        "tokenizer_config.json": {**tokens, "model_max_length": length, "clean_up_tokenization_spaces": False},
+    } | ({"tokensum.json": network_of(config)} if own else {})
+    texts = {name: to_json(content) for name, content in files.items()}
+    written = (
+        {named(name): turned(name, array).astype(dtype, copy=False) for name, array in arrays.items()}
+        for arrays in shards
     )
+    write_folder(out, written, tokenizer, texts | ({MODELING.name: MODELING.read_text()} if own else {}))

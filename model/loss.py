@@ -22,6 +22,19 @@ def softcap(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"
     return cap * jnp.tanh(logits.astype(jnp.float32) / cap)
 
 
+def log_sum_and_target(
+    logits: Float[Array, "*tokens vocab"], targets: Int[Array, "*tokens"], cap: float
+) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]:
+    """The log-sum-exp of the capped logits, and the target's: a token's loss is their difference. In float32.
+
+    In the step `logits` are this device's share of the vocabulary; two sums over `tensor` of a number a token suffice.
+    """
+    local, share = targets - tensor_index() * logits.shape[-1], logits.shape[-1]
+    log_sum = jnp.log(psum_over_tensor(jnp.sum(jnp.exp(softcap(logits, cap)), axis=-1)))
+    target_logit = jnp.take_along_axis(logits, local[..., None], axis=-1, mode="clip")[..., 0]
+    return log_sum, psum_over_tensor(jnp.where((local >= 0) & (local < share), softcap(target_logit, cap), 0))
+
+
 def cross_entropy(
     logits: Float[Array, "tokens vocab"],
     targets: Int[Array, "tokens"],
@@ -29,22 +42,16 @@ def cross_entropy(
     config: ModelConfig,
 ) -> tuple[Float[Array, ""], Float[Array, "tokens vocab"]]:
     """The sum over tokens of `weights * (-log softmax(softcap(logits))[targets] + z_loss * log_sum_exp^2)`, in nats and
-    float32, and its gradient in the logits' type.
-
-    In the step `logits` are this device's share of the vocabulary; two sums over `tensor` of a number a token suffice.
-    """
+    float32, and its gradient in the logits' type."""
     cap, share = config.softcap, logits.shape[-1]
-    local = targets - tensor_index() * share
-    log_sum = jnp.log(psum_over_tensor(jnp.sum(jnp.exp(softcap(logits, cap)), axis=-1)))
-    target_logit = jnp.take_along_axis(logits, local[:, None], axis=-1, mode="clip")[:, 0]
-    target_logit = psum_over_tensor(jnp.where((local >= 0) & (local < share), softcap(target_logit, cap), 0))
+    log_sum, target_logit = log_sum_and_target(logits, targets, cap)
     loss = jnp.sum(weights * (log_sum - target_logit + config.z_loss * log_sum**2))
 
     # Without the barrier XLA on a GPU keeps the loss's tanh for the gradient: logits written once more, in float32.
     logits = jax.lax.optimization_barrier(logits)
     squashed = jnp.tanh(logits.astype(jnp.float32) / cap)
     probabilities = jnp.exp(cap * squashed - log_sum[:, None]) * (1 + 2 * config.z_loss * log_sum)[:, None]
-    is_target = jnp.arange(share) == local[:, None]
+    is_target = jnp.arange(share) == (targets - tensor_index() * share)[:, None]
     dlogits = weights[:, None] * (probabilities - is_target) * (1 - squashed * squashed)
     return loss, dlogits.astype(logits.dtype)
 

@@ -48,6 +48,11 @@ def psum_over_tensor(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return psum(x, ("tensor",))
 
 
+def pmax_over_tensor(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The largest of the values that the devices along `tensor` hold."""
+    return jax.lax.pmax(x, "tensor") if in_shard_map() else x
+
+
 def tensor_index() -> Array | int:
     """This device's position along `tensor`, which is also the number of its share."""
     return jax.lax.axis_index("tensor") if in_shard_map() else 0

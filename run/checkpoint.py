@@ -252,10 +252,12 @@ class Checkpoints:
         return None
 
     def restore_params(self, abstract: dict) -> tuple[dict, int]:
-        """The newest checkpoint's parameters alone, and their step. UserError where there is none, or it is damaged."""
+        """The newest checkpoint's parameters alone, those that `abstract` has, and their step. UserError where there is
+        none, or it is damaged."""
         if not self.steps:
             raise UserError(f"{self.folder} holds no checkpoint yet")
-        params = ocp.args.StandardRestore(abstract)  # pyright: ignore[reportCallIssue]
+        arguments = ocp.checkpoint_utils.construct_restore_args(abstract)
+        params = ocp.args.PyTreeRestore(abstract, arguments, partial_restore=True)  # pyright: ignore[reportCallIssue]
         try:
             facts = self.facts(self.newest)
             found: Any = self.manager.restore(self.newest, args=ocp.args.Composite(params=params))

@@ -80,6 +80,18 @@ def _of_training(runs: list[Run]) -> list[Figure]:
         _figure("bits", "Validation", "bits per byte", _each(runs, "val_bpb"), "an evaluation"),
         _figure("gradients", "Norms of gradients", f"before the clip, {_by(runs, 'group')}", norms, LOGGED, log=True),
         _figure("rates", "Learning rates", _by(runs, "group"), rates, LOGGED, log=True),
+        *_of_benchmarks(runs),
+    ]
+
+
+def _of_benchmarks(runs: list[Run]) -> list[Figure]:
+    errors = lambda run: {"type": "data", "array": _short(run.course("core_stderr").values), "thickness": 1}
+    core = [line._replace(style={"mode": "lines+markers", "error_y": errors(line.run)}) for line in _each(runs, "core")]
+    about = "guessing is 0, all right is 1; bars: standard errors"
+    tasks = f"accuracy, centred: guessing is 0; {_by(runs, 'task')}"
+    return [
+        _figure("core", "CORE", about, core, "--eval.tasks=core"),
+        _figure("tasks", "CORE's tasks", tasks, _groups(runs, "core_tasks"), "--eval.tasks=core"),
     ]
 
 

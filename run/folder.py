@@ -6,10 +6,12 @@ import json
 import os
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import jax
+import numpy as np
 from etils import epath
 from jax.sharding import Mesh
 
@@ -22,6 +24,8 @@ from run.events import Events, saved_up_to
 from run.lines import read_metrics
 from run.runtime import versions
 from training.build import build
+from training.mesh import make_mesh
+from training.optimizer import path_name
 from training.state import TrainState, abstract_params
 
 RECORD = ("config.json", "metrics.jsonl", "events.jsonl")  # what continues a run, besides its checkpoints
@@ -107,7 +111,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
             if config.resume == "must":
                 raise UserError(f"--resume=must, but there is no run in {folder}")
             lock.take()
-            _write_record(record, config, fingerprint, [])
+            write_record(record, config, fingerprint, [])
             return Past([], [], 0, 0, "")
         if config.resume == "never":
             raise UserError(f"--resume=never, but {elsewhere} holds a run already; choose another --checkpoint.folder")
@@ -172,7 +176,7 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int, posi
     facts, first = read_record(record)
     respelled = absolute(first.data) != absolute(config.data)
     if changes or respelled:
-        _write_record(record, config, fingerprint, facts["changes"] + ([changes] if changes else []))
+        write_record(record, config, fingerprint, facts["changes"] + ([changes] if changes else []))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # of a shorter run
     Events(folder).add("start", step, position=position, tokens_per_step=config.batch.tokens_per_step, **seconds)
@@ -193,20 +197,57 @@ class Run(NamedTuple):
 def load_run(run_dir: str | Path, mesh: Mesh) -> Run:
     """The run in `run_dir` with its newest checkpoint's parameters. UserError where there is no run or checkpoint, or
     where the mesh cannot divide its network."""
-    facts, config = _record_of(run_dir)
+    facts, config = record_of(run_dir)
     validate(dataclasses.replace(config, mesh=MeshConfig(**mesh.shape)))
     params, step = Checkpoints(config.checkpoint.folder or run_dir).restore_params(abstract_params(config.model, mesh))
     return Run(config, facts["dataset"], params, step)
 
 
+def read_in_shards(run_dir: str | Path, most_bytes: int) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
+    """A run's Config, its newest checkpoint's step, and its parameters by their dotted names: as many at a time as
+    `most_bytes` hold, or one that is larger, so that a network is read where it does not fit the memory."""
+    _, config = record_of(run_dir)
+    checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
+    if not checkpoints.steps:
+        raise UserError(f"{checkpoints.folder} holds no checkpoint yet")
+    abstract = abstract_params(config.model, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]))
+    shards, size = [set()], 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
+        nbytes = leaf.size * leaf.dtype.itemsize
+        if shards[-1] and size + nbytes > most_bytes:
+            shards, size = [*shards, set()], 0
+        shards[-1].add(path_name(path))
+        size += nbytes
+
+    def read(names: set[str]) -> dict[str, np.ndarray]:
+        params, _ = checkpoints.restore_params(_only(abstract, names))
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        return {path_name(path): np.asarray(leaf) for path, leaf in leaves}
+
+    return config, checkpoints.newest, map(read, shards)
+
+
+def _only(tree: dict, names: set[str], within: str = "") -> dict:
+    """The part of a tree that these dotted names are of."""
+    found = {}
+    for key, value in tree.items():
+        name = f"{within}{key}"
+        if isinstance(value, dict):
+            found |= {key: part} if (part := _only(value, names, f"{name}.")) else {}
+        elif name in names:
+            found[key] = value
+    return found
+
+
 def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
     """A run's checkpoints, and what to restore them as on one device."""
-    _, config = _record_of(run_dir)
+    _, config = record_of(run_dir)
     built = build(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
     return Checkpoints(config.checkpoint.folder or run_dir), built.abstract_state
 
 
-def _record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
+def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
+    """What a run's config.json says, and its Config. UserError where there is no run."""
     record = Path(run_dir).expanduser() / "config.json"
     if not record.is_file():
         runs = ", ".join(str(found.parent) for found in sorted(Path("runs").glob("*/config.json")))
@@ -228,7 +269,8 @@ def read_record(record: Path) -> tuple[dict[str, Any], Config]:
         ) from error
 
 
-def _write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
+def write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
+    """Writes a run's config.json: the options, and what they are run with."""
     devices = jax.devices()
     facts = {
         # With paths that hold from anywhere: other commands find the text, whatever folder they are typed in.

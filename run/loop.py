@@ -83,6 +83,7 @@ class Due(NamedTuple):
     log: bool
     evaluate: bool
     save: bool
+    tasks: bool = False
 
 
 def due_after(step: int, config: Config, *, last: bool, retry: bool, old: bool = False) -> Due:
@@ -93,6 +94,7 @@ def due_after(step: int, config: Config, *, last: bool, retry: bool, old: bool =
         log=every(config.log.every_steps),
         evaluate=every(config.eval.every_steps),
         save=every(config.checkpoint.every_steps) or last or retry or old,
+        tasks=config.eval.tasks != "" and every(config.eval.tasks_every_steps),
     )
 
 
@@ -112,14 +114,16 @@ class Loop:
         say: Callable[[str], Any],
         times: Times | None = None,
         measuring_step: TrainStep | None = None,
+        measure_tasks: Callable[[dict], dict] = lambda params: {},
     ):
         """`train_step` and `measuring_step`, which takes its place at every `diagnostics.every_steps`: compiled.
-        `measure(params)` evaluates and samples. `seen(i)`: what the i-th batch from the start on held, for the record
-        of a jump. `dataset`: the fingerprint that checkpoints are to carry. `times`: this process's."""
+        `measure(params)` evaluates and samples, `measure_tasks(params)` gives the figures of `eval.tasks`. `seen(i)`:
+        what the i-th batch from the start on held, for the record of a jump. `dataset`: the fingerprint that
+        checkpoints are to carry. `times`: this process's."""
         self.config = config = built.config
         self.start, self.state, self.step = start, start.state, start.step
         self.train_step, self.measuring_step = train_step, measuring_step
-        self.measure, self.checkpoints = measure, checkpoints
+        self.measure, self.measure_tasks, self.checkpoints = measure, measure_tasks, checkpoints
         self.dataset, self.stop, self.say = dataset, stop, say
         self.times, self.watchdog = times or Times(), Watchdog(config.hang, self.end_as_hung)
         self.profile = Profile(config)
@@ -178,7 +182,7 @@ class Loop:
                 last = stopping or self.step == config.steps
                 due = due_after(self.step, config, last=last, retry=retry, old=self.save_is_old())
                 unlogged = due.log
-                if due.log and (due.evaluate or due.save):
+                if due.log and (due.evaluate or due.save or due.tasks):
                     retry = self.log()  # what a checkpoint vouches for is written before it
                     unlogged = False
                 elif due.save or not self.watchdog.each:
@@ -186,6 +190,8 @@ class Loop:
                 if outcome := self.end_before_saving(stopping):
                     return outcome
                 results = self.evaluate() if due.evaluate else {}
+                if due.tasks:
+                    self.evaluate_tasks()
                 if due.save:
                     self.save(results)
                     retry = False
@@ -267,12 +273,22 @@ class Loop:
 
     def evaluate(self) -> dict:
         """Evaluates and samples the network as it is now."""
-        jax.block_until_ready(self.state)
-        with self.clock.paused(), self.watchdog.elsewhere(), self.times.during("evaluation"):
-            results = self.measure(self.state.params)
-        self.writer.write({"step": self.step, "tokens": self.tokens_after(self.step), **results})
+        results = self.measured(self.measure)
         self.say(f"step {self.step}: validation loss {results['val_loss']:.4f}, {results['val_bpb']:.4f} bits per byte")
         return {name: results[name] for name in ("val_loss", "val_bpb")}
+
+    def evaluate_tasks(self) -> None:
+        """The same with benchmarks."""
+        results = self.measured(self.measure_tasks)
+        self.say(f"step {self.step}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}")
+
+    def measured(self, measure: Callable[[dict], dict]) -> dict:
+        """What `measure` finds of the network, written down; none of its time is training's."""
+        jax.block_until_ready(self.state)
+        with self.clock.paused(), self.watchdog.elsewhere(), self.times.during("evaluation"):
+            results = measure(self.state.params)
+        self.writer.write({"step": self.step, "tokens": self.tokens_after(self.step), **results})
+        return results
 
     def save(self, results: dict) -> None:
         position = {"tokens": self.tokens_after(self.step), "position": self.position_after(self.step)}

@@ -25,7 +25,7 @@ class Sentence(NamedTuple):
 def sentences(run: Run, now: float) -> list[Sentence]:
     """What a person should know of one run, at the time `now` (seconds since 1970)."""
     said = state(run, now)
-    for part in (losses, jumps, speed, time_spent, noise, coherence, updates):
+    for part in (losses, benchmarks, jumps, speed, time_spent, noise, coherence, updates):
         said += part(run)
     if run.lines and not run.measured:
         switch = "--diagnostics.every_steps=10 switches them on"
@@ -88,6 +88,17 @@ def losses(run: Run) -> list[Sentence]:
             learned = "the network knows what it was trained on better than other text"
             said.append(Sentence(f"Validation loss is {gap:.2f} nats above training loss: {learned}.", gap > 0.3))
     return said
+
+
+def benchmarks(run: Run) -> list[Sentence]:
+    """CORE, where the run measured it."""
+    core, errors = run.course("core"), run.course("core_stderr").values
+    if not core.values:
+        return []
+    first = f"; it was {core.values[0]:.4f} at step {core.steps[0]:,}" * (len(core.values) > 1)
+    error = f" +- {errors[-1]:.4f}" if errors else ""
+    guessing = ", where guessing gives 0"
+    return [Sentence(f"CORE is {core.values[-1]:.4f}{error} at step {core.steps[-1]:,}{guessing}{first}.")]
 
 
 def jumps(run: Run) -> list[Sentence]:

@@ -25,11 +25,12 @@ def write_run(
     slope: float = 1.0,
     batch: int = 65_536,
     line: dict | None = None,
+    core: bool = False,
     code: int | None = None,
     **options: object,
 ) -> Path:
-    """A run of `logged` of its steps, a line each tenth; `line` overrides what each logged line says, and `code` ends
-    the run with this exit code. `options` are of Config."""
+    """A run of `logged` of its steps, a line each tenth; `line` overrides what each logged line says, `core` adds
+    benchmarks, and `code` ends the run with this exit code. `options` are of Config."""
     folder.mkdir(parents=True)
     config = Config(name=name, steps=steps, batch=BatchConfig(2048, batch), **options)  # pyright: ignore
     devices = {"kind": "NVIDIA H200", "count": 8, "processes": 1}
@@ -59,6 +60,9 @@ def write_run(
             lines.append(
                 {"step": step, "tokens": tokens, "val_loss": val, "val_bpb": val / 2.46, "samples": samples, **when}
             )
+            if core and step:
+                figures = {"core": 0.0005 * step, "core_stderr": 0.01, "core_tasks": {"a": 0.1, "b": 0.001 * step}}
+                lines.append({"step": step, "tokens": tokens, **figures, **when})
         if spike and step == 200:
             texts = ["for k in </script><script>alert(1)</script>", "0x00 " * 60]
             facts = {"loss": 6.1, "median": 3.9, "batch": 204, "rows": [[0, 17], [0, 4]], "texts": texts}

@@ -1,5 +1,7 @@
 """The same run on one device, on a mesh of eight, and on two processes of four."""
 
+import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -7,9 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from run.lines import read_metrics
+from tests.evaluation.core_bundle import make_bundle
 from tests.fake_gcs import FakeGCS
 from tests.test_train import PREEMPTED, ROOT, environment_of, folder, run, summary  # noqa: F401
 
@@ -19,8 +23,17 @@ OPTIONS = (
 )
 
 
-def start(folder, devices: int, processes: int, *arguments, per_process=((), ()), folders=()):  # noqa: F811
-    """Starts train.py in so many processes of so many CPU devices each, all in one folder or each in its own."""
+def start(
+    folder,  # noqa: F811
+    devices: int,
+    processes: int,
+    *arguments,
+    per_process=((), ()),
+    folders=(),
+    command=("train.py", *OPTIONS),
+):
+    """Starts train.py, or another command, in so many processes of so many CPU devices each, all in one folder or each
+    in its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -33,10 +46,10 @@ def start(folder, devices: int, processes: int, *arguments, per_process=((), ())
                 "JAX_NUM_PROCESSES": str(processes),
                 "JAX_PROCESS_ID": str(index),
             }
-        command = [sys.executable, ROOT / "train.py", *OPTIONS, *arguments, *per_process[index]]
+        words = [sys.executable, ROOT / command[0], *command[1:], *arguments, *per_process[index]]
         pipe = subprocess.PIPE
         where = folders[index] if folders else folder
-        started.append(subprocess.Popen(command, cwd=where, env=environment, stdout=pipe, stderr=subprocess.STDOUT))
+        started.append(subprocess.Popen(words, cwd=where, env=environment, stdout=pipe, stderr=subprocess.STDOUT))
     return started
 
 
@@ -70,6 +83,22 @@ def test_eight_devices_on_three_axes(folder, one_device, monkeypatch):  # noqa: 
     mesh = ("--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2")
     assert run("train", monkeypatch, *OPTIONS, "--run_dir=three-axes", *mesh) == 0
     assert_same(folder / "three-axes", one_device)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_benchmarks_of_one(folder, one_device):  # noqa: F811
+    make_bundle(folder / "bundle")
+    shutil.copytree(one_device, folder / "of-two")
+    command = ("evaluate.py", "--tasks=core", "--bundle=bundle", "--items=16")
+    finish(start(folder, 1, 1, "--run_dir=one", command=command))
+    finish(start(folder, 4, 2, "--run_dir=of-two", "--mesh.fsdp=2", command=command))
+    logs = (folder / run_dir / "core" / "step_60_items_16" / "items.jsonl" for run_dir in ("one", "of-two"))
+    key = lambda line: (line["task"], line["item"])
+    ours, theirs = (sorted(map(json.loads, log.read_text().splitlines()[1:]), key=key) for log in logs)
+    assert list(map(key, ours)) == list(map(key, theirs)) and len(ours) == 140
+    for line, expected in zip(ours, theirs):
+        np.testing.assert_allclose(np.array(line["losses"], float), np.array(expected["losses"], float), atol=1e-4)
+        assert line["correct"] == expected["correct"] or line["tie"]
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from tests.run_folders import write_run
 ROOT = Path(__file__).parents[1]
 in_browser = pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
 PLOTS = (
-    *("loss", "bits", "gradients", "rates", "noise", "coherence", "ratios", "updates", "snr", "unchanged", "blocks"),
-    *("block-ratios", "speed", "mfu", "waiting", "memory", "goodput"),
+    *("loss", "bits", "gradients", "rates", "core", "tasks", "noise", "coherence", "ratios", "updates", "snr"),
+    *("unchanged", "blocks", "block-ratios", "speed", "mfu", "waiting", "memory", "goodput"),
 )
 
 
@@ -32,8 +32,8 @@ def runs(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("runs")
     memory = {"peak_memory_bytes": 7e10}
     return [
-        str(write_run(folder / "d12", name="d12", line=memory)),
-        str(write_run(folder / "large", name="large", batch=131_072, slope=1.3, line=memory)),
+        str(write_run(folder / "d12", name="d12", line=memory, core=True)),
+        str(write_run(folder / "large", name="large", batch=131_072, slope=1.3, line=memory, core=True)),
     ]
 
 

@@ -34,6 +34,7 @@ from run.events import Events, batch_of
 from run.folder import RunLock
 from run.lines import read_metrics
 from run.runtime import run_command
+from tests.evaluation.core_bundle import make_bundle
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
@@ -252,6 +253,56 @@ def test_the_end_of_a_run_that_was_killed_after_its_last_checkpoint_is_made_up(f
     assert all(ours[name] == theirs[name] for name in ours if name not in TIMES)
 
 
+def test_benchmarks_leave_the_run_s_bits_untouched_and_evaluate_gives_the_same(folder, untouched, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    make_bundle(folder / "bundle")
+    options = ("--eval.tasks=core", "--eval.bundle=bundle", "--eval.items=16", "--eval.tasks_every_steps=80")
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=known", *options) == 0
+    lines = lines_of(folder / "known")
+    measured = [line for line in lines if "core" in line]
+    assert [line["step"] for line in measured] == [80, 120]
+    assert [line for line in lines if "core" not in line] == lines_of(untouched)
+    ours, theirs = summary(folder / "known"), summary(untouched)
+    assert ours["params_sha256"] == theirs["params_sha256"] and ours["core"] == measured[-1]["core"]
+    board = EventAccumulator(str(folder / "known" / "tensorboard")).Reload()
+    assert len(board.Scalars("core")) == len(board.Scalars("core_tasks/schema")) == 2
+
+    command = ("--run_dir=known", "--tasks=core", "--bundle=bundle", "--items=16")
+    capsys.readouterr()
+    assert run("evaluate", monkeypatch, *command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["core"] == pytest.approx(ours["core"]) and found["step"] == 120
+    left = folder / "known" / "core" / "step_120_items_16"
+    assert json.loads((left / "core.json").read_text())["core"] == found["core"]
+    assert (left / "core.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setattr("evaluation.benchmarks.encode", None)  # all is in the log
+    assert run("evaluate", monkeypatch, *command) == 0
+    assert json.loads(capsys.readouterr().out) == found
+
+
+def test_two_runs_are_compared_on_other_text(folder, untouched, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    shutil.copytree(untouched, folder / "earlier")
+    kept = sorted((folder / "earlier" / "checkpoints").iterdir(), key=lambda path: int(path.name))
+    for newer in kept[1:]:
+        shutil.rmtree(newer)
+    command = ("--run_dir=untouched", "--source=text", "--documents=20", "--against=earlier")
+    capsys.readouterr()
+    assert run("evaluate", monkeypatch, *command) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["documents"] == found["sources"]["text"]["documents"] == 20 and found["step"] == 120
+    against = found["against"]
+    assert against["step"] == int(kept[0].name) < 120
+    assert against["difference"] < 0 and not against["noise"] and "untouched is better" in said.err
+    (left,) = (folder / "untouched" / "texts").iterdir()
+    assert json.loads((left / "bits_per_byte.json").read_text())["against"] == against
+    assert (left / "bits_per_byte.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setattr("evaluation.document_losses.DocumentLosses._losses", None)  # all is in the logs
+    assert run("evaluate", monkeypatch, *command) == 0
+    assert json.loads(capsys.readouterr().out) == found
+
+
 @pytest.mark.parametrize(
     ("command", "arguments", "says"),
     [
@@ -273,6 +324,15 @@ def test_the_end_of_a_run_that_was_killed_after_its_last_checkpoint_is_made_up(f
         ("sample", ["--run_dir=untouched", "--prompt", "import " * 40], "at most 31"),
         ("sample", ["--run_dir=nothing"], "nothing"),
         ("evaluate", ["--run_dir=nothing"], "nothing"),
+        ("evaluate", ["--run_dir=untouched", "--tasks=mmlu", "--bundle=text"], "core is the only benchmark"),
+        ("evaluate", ["--run_dir=untouched", "--tasks=core"], "needs --bundle=DIR"),
+        ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=x", "--source=text"], "two evaluations"),
+        ("evaluate", ["--run_dir=untouched", "--against=untouched"], "give it: --source=PATH"),
+        ("evaluate", ["--run_dir=untouched", "--source=nothing"], "nothing: no file of text"),
+        ("evaluate", ["--run_dir=untouched", "--source=text", "--against=nothing"], "nothing holds no run"),
+        ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=text"], "text/core.yaml cannot be read"),
+        ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=text", "--items=0"], "must be positive"),
+        ("train", ["--config=tiny.py", "--eval.tasks=core", "--eval.bundle=text"], "text/core.yaml cannot be read"),
         ("train", ["--config=tiny.py", "--init_from=text"], "no *.safetensors there"),
     ],
 )

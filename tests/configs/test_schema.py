@@ -102,6 +102,8 @@ def test_defaults_are_valid():
         ("eval.every_steps", 0, "positive"),
         ("eval.tokens", 0, "positive"),
         ("eval.sample_tokens", 0, "positive"),
+        ("eval.items", 0, "positive"),
+        ("eval.tasks", "mmlu", "core is the only benchmark"),
         ("log.every_steps", 0, "positive"),
     ],
 )
@@ -109,6 +111,11 @@ def test_bad_value_is_refused_naming_the_option_its_value_and_what_would_work(na
     with pytest.raises(UserError, match=message) as error:
         validate(changed(BASE, name, value))
     assert str(error.value).startswith(f"--{name}={value} cannot work: ")
+
+
+def test_benchmarks_need_their_bundle():
+    with pytest.raises(UserError, match="needs a bundle"):
+        validate(changed(BASE, "eval.tasks", "core"))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +213,8 @@ def test_home_folders(monkeypatch):
     assert (config.run_dir, config.checkpoint.folder, config.init_from) == ("/home/me/x", "/home/me/y", "/home/me/z")
     with pytest.raises(UserError, match="--run_dir=~nobody-here/x cannot work: there is no such home folder"):
         resolved(changed(BASE, "run_dir", "~nobody-here/x"))
-    assert [name for name, of in roles().items() if Role.PATH in of] == ["run_dir", "init_from", "checkpoint.folder"]
+    paths = [name for name, of in roles().items() if Role.PATH in of]
+    assert paths == ["run_dir", "init_from", "checkpoint.folder", "eval.bundle"]
 
 
 ANY = st.one_of(

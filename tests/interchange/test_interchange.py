@@ -17,7 +17,7 @@ from configs.schema import Config, MeshConfig, UserError
 from data.tokenizer import train_tokenizer
 from interchange import safetensors
 from interchange.init_from import read_params, require_same_network
-from interchange.safetensors import write_safetensors
+from interchange.safetensors import arrays_of, write_safetensors
 from interchange.transformers import write_hf
 from model.gpt import GPT
 from tests.helpers import ALL_FEATURES, FEATURES, TINY, perturbed
@@ -37,7 +37,7 @@ def network(**options):
 def written(tmp_path):
     """A config that starts from a folder in transformers' format."""
     config, params = network()
-    write_hf(tmp_path / "hf", params, config, TOKENIZER)
+    write_hf(tmp_path / "hf", [arrays_of(params)], config, TOKENIZER)
     return replace(config, init_from=str(tmp_path / "hf")), tmp_path / "hf"
 
 
@@ -51,7 +51,7 @@ def change_arrays(folder, change):
 @pytest.mark.parametrize("options", [{}, ALL_FEATURES], ids=["plain", "all"])
 def test_plain_safetensors_come_back_to_the_bit_on_any_mesh(tmp_path, options, devices):
     config, params = network(**options)
-    write_safetensors(tmp_path / "plain", params, config, TOKENIZER)
+    write_safetensors(tmp_path / "plain", [arrays_of(params)], config, TOKENIZER)
     config = replace(config, init_from=str(tmp_path / "plain"))
     require_same_network(config, TOKENIZER)
     mesh = make_mesh(MeshConfig(fsdp=devices // 4 or 1), jax.devices()[:devices])
@@ -101,7 +101,7 @@ def windows(tmp_path_factory):
     """A config that starts from plain safetensors, whose blocks see 5, all, and all positions."""
     config, params = network(depth=3, window_pattern="SL", short_window=5)
     folder = tmp_path_factory.mktemp("plain") / "out"
-    write_safetensors(folder, params, config, TOKENIZER)
+    write_safetensors(folder, [arrays_of(params)], config, TOKENIZER)
     return replace(config, init_from=str(folder)), folder
 
 
@@ -138,7 +138,7 @@ def test_another_function_or_shape_is_refused(windows, options, message):
 def test_windows_that_no_block_uses_may_differ(tmp_path):
     """As a config without short windows has, resolved for rows of another length."""
     config, params = network(short_window=128)
-    write_safetensors(tmp_path / "plain", params, config, TOKENIZER)
+    write_safetensors(tmp_path / "plain", [arrays_of(params)], config, TOKENIZER)
     longer = replace(config, init_from=str(tmp_path / "plain"), model=replace(config.model, short_window=512))
     require_same_network(longer, TOKENIZER)
 
@@ -180,11 +180,23 @@ def test_a_folder_without_arrays_or_with_a_broken_file_is_refused(written, tmp_p
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_a_network_that_transformers_cannot_express_is_not_written(tmp_path, name):
+def test_a_network_that_transformers_cannot_express_comes_with_its_code(tmp_path, name):
+    """That this computes what the network does is tested in test_remote_code.py."""
     config, params = network(**FEATURES[name] | {"depth": 3})
-    option = {"windows": "window_pattern"}.get(name, name)
-    with pytest.raises(UserError, match=rf"NanoChatForCausalLM has no model\.{option}, which"):
-        write_hf(tmp_path / "hf", params, config, TOKENIZER)
+    write_hf(tmp_path / "hf", [arrays_of(params)], config, TOKENIZER)
+    facts = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert facts["model_type"] == "tokensum" and (tmp_path / "hf" / "modeling_tokensum.py").exists()
+    config = replace(config, init_from=str(tmp_path / "hf"))
+    require_same_network(config, TOKENIZER)
+    with pytest.raises(UserError, match="is of another network"):
+        require_same_network(replace(config, model=replace(TINY, depth=3)), TOKENIZER)
+
+
+def test_an_option_that_the_code_does_not_know_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("interchange.transformers.REMOTE", set())
+    config, params = network(smear=True)
+    with pytest.raises(UserError, match=r"modeling_tokensum.py has no model\.smear, which"):
+        write_hf(tmp_path / "hf", [arrays_of(params)], config, TOKENIZER)
     assert not (tmp_path / "hf").exists()
 
 
@@ -198,10 +210,10 @@ def test_an_export_to_a_full_disk_leaves_nothing_in_the_way(tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(Path if fails == "write_text" else safetensors, fails, full)
         with pytest.raises(UserError, match=r"--out=.*out cannot be written: .*No space left"):
-            write_safetensors(tmp_path / "out", params, config, TOKENIZER)
+            write_safetensors(tmp_path / "out", [arrays_of(params)], config, TOKENIZER)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out.partial").mkdir()  # of one that was killed
-    write_safetensors(tmp_path / "out", params, config, TOKENIZER)
+    write_safetensors(tmp_path / "out", [arrays_of(params)], config, TOKENIZER)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -209,7 +221,7 @@ def test_an_export_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     config, params = network()
     with pytest.raises(UserError, match="cannot be written"):
-        write_safetensors(tmp_path / "file" / "out", params, config, TOKENIZER)
+        write_safetensors(tmp_path / "file" / "out", [arrays_of(params)], config, TOKENIZER)
 
 
 def test_what_others_read(written):

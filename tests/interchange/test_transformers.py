@@ -22,6 +22,7 @@ from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig
 from data.tokenizer import load_tokenizer, train_tokenizer
 from evaluation.generation import make_generate
 from interchange.init_from import read_params, require_same_network
+from interchange.safetensors import arrays_of
 from interchange.transformers import hf_name, turned, write_hf
 from model.gpt import GPT
 from model.loss import loss_sums, softcap
@@ -52,7 +53,7 @@ def pair(request, tmp_path_factory):
     graphdef, state = nnx.split(GPT(config.model, jnp.dtype("float32"), rngs=nnx.Rngs(0)))
     params = perturbed(nnx.to_pure_dict(state))
     folder = tmp_path_factory.mktemp("hf") / "out"
-    write_hf(folder, params, config, TOKENIZER)
+    write_hf(folder, [arrays_of(params)], config, TOKENIZER)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert type(theirs).__name__ == "NanoChatForCausalLM"
     return config, graphdef, params, theirs, folder

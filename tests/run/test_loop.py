@@ -42,6 +42,13 @@ def test_what_is_due_after_a_step(step, last, retry, expected):
     assert due_after(step, config, last=last, retry=retry) == expected
 
 
+def test_benchmarks_are_due_at_steps_of_their_own_and_at_the_end():
+    config = replace(tiny_config(), steps=100, eval=EvalConfig(20, tasks="core", tasks_every_steps=30))
+    due = lambda config: [i for i in range(1, 101) if due_after(i, config, last=i == 100, retry=False).tasks]
+    assert due(config) == [30, 60, 90, 100]
+    assert due(replace(config, eval=EvalConfig(20))) == []
+
+
 class Saved:
     """Checkpoints in memory; those of `failing_steps` fail."""
 

@@ -47,6 +47,11 @@ def scale(noise: float | None, low: float | None, high: float | None) -> dict:
             "Validation loss is 3.243 nats a token (1.318 bits per byte) after 26.2 M tokens; it began at 8.330.",
             False,
         ),
+        (
+            {"core": True},
+            "CORE is 0.2000 +- 0.0100 at step 400, where guessing gives 0; it was 0.0250 at step 50.",
+            False,
+        ),
         ({"slope": 0.0}, "In the newest tenth of the steps the training loss changed by less than its noise", False),
         ({"line": {"loss": 2.0}}, "Validation loss is 1.24 nats above training loss", True),
         ({}, "The loss jumped at 1 step (205); the text of each stands below.", True),

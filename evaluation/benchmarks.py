@@ -1,0 +1,95 @@
+"""Benchmarks of a network: from a bundle's tasks and parameters to figures, a log of every item, and a picture."""
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from configs.files import write_whole
+from configs.schema import BatchConfig, ModelConfig
+from data.tokenizer import TextTokenizer
+from evaluation.core import TIES, Task, encode, figures, judge
+from evaluation.scorer import make_score, score_questions
+
+AT_A_TIME = 512  # items whose tokens are held, sorted by length, and logged
+
+
+class Benchmarks:
+    """Tasks, and the programs that score them on a mesh. Called with parameters, it gives `evaluation.core.figures`."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        tokenizer: TextTokenizer,
+        config: ModelConfig,
+        batch: BatchConfig,
+        dtype: jnp.dtype,
+        mesh: Mesh,
+        longest: int | None = None,
+    ):
+        """`longest`: most tokens of a prompt, as many as a row of `batch` has unless it is given."""
+        self.tasks, self.tokenizer, self.mesh = tasks, tokenizer, mesh
+        self.longest = longest or batch.sequence_length
+        self.tokens_per_device = batch.rows_per_device * batch.sequence_length
+        self.score, self.tie = make_score(config, dtype, mesh), TIES[dtype.name]
+        of_text = hashlib.sha256(json.dumps([tuple(task) for task in tasks]).encode()).hexdigest()
+        self.facts = {"bundle": of_text, "tokenizer": tokenizer.sha256, "dtype": dtype.name, "longest": self.longest}
+        """What the figures depend on besides the parameters."""
+
+    def __call__(
+        self,
+        params: dict,
+        done: Sequence[dict] = (),
+        record: Callable[[list[dict]], Any] = lambda lines: None,
+        say: Callable[[str], Any] = lambda text: None,
+    ) -> dict[str, Any]:
+        """Of float32 parameters as they lie. `done`: lines of items that an earlier start has scored; `record` takes
+        those of the others, as they are scored. Every process must call it."""
+        lines = list(done)
+        finished = {(line["task"], line["item"]) for line in done}
+        for task in self.tasks:
+            left = [index for index in range(len(task.items)) if (task.label, index) not in finished]
+            for first in range(0, len(left), AT_A_TIME):
+                questions = encode(task, left[first : first + AT_A_TIME], self.tokenizer, self.longest)
+                scored = score_questions(self.score, params, questions, self.mesh, self.tokens_per_device)
+                judged = [judge(task, question, *map(np.asarray, scores), tie=self.tie) for question, scores in scored]
+                record(judged)
+                lines += judged
+            say(in_words(task.label, figures([task], lines)["tasks"][task.label]))
+        return figures(self.tasks, lines)
+
+
+def in_words(label: str, result: dict[str, Any]) -> str:
+    """A task's result in a line."""
+    told = {"ties": "too close to call", "cut": "cut to fit", "unscored": "with an answer that was cut away"}
+    notes = [f"{result[name]} {words}" for name, words in told.items() if result[name]]
+    return (
+        f"{label}: {result['accuracy']:.4f} +- {result['stderr']:.4f}, guessing {result['baseline']:.4f}, centred "
+        f"{result['centered']:.4f}; {result['items']} items" + "".join(f", {note}" for note in notes)
+    )
+
+
+def plot(results: dict[str, Any], title: str, path: Path) -> None:
+    """Draws each task's accuracy with two standard errors to both sides, against what guessing reaches."""
+    from matplotlib.figure import Figure  # a second to import
+
+    labels, tasks = list(results["tasks"])[::-1], list(results["tasks"].values())[::-1]
+    figure = Figure(figsize=(7, 1.2 + 0.28 * len(tasks)), layout="constrained")
+    axes = figure.add_subplot()
+    column = lambda name: [task[name] for task in tasks]
+    errors = [2 * task["stderr"] for task in tasks]
+    axes.errorbar(column("accuracy"), labels, xerr=errors, fmt="o", capsize=3, label="accuracy, 2 standard errors")
+    axes.plot(column("baseline"), labels, "|", color="black", markersize=14, label="guessing")
+    core = f"CORE {results['core']:.4f} +- {results['core_stderr']:.4f}"
+    axes.set(xlim=(-0.02, 1.02), xlabel="accuracy", title=f"{title}: {core}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150)
+    write_whole(path, picture.getbuffer())

@@ -1,0 +1,253 @@
+# pyright: reportMissingImports=false
+"""The network for transformers, with every option of it: export.py copies this file beside the weights, and
+`AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` reads it there.
+
+It needs torch and transformers alone, and nothing of the code that trained the network; model/gpt.py is the original.
+Left padding, a cache, and generation with several beams work; caches of a fixed size, and several documents in a row,
+do not.
+"""
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+class TokensumConfig(PretrainedConfig):
+    model_type = "tokensum"
+    keys_to_ignore_at_inference = ("past_key_values",)
+
+    def __init__(
+        self,
+        vocab_size: int = 258,
+        hidden_size: int = 64,
+        num_hidden_layers: int = 1,
+        num_attention_heads: int = 1,
+        num_key_value_heads: int = 1,
+        head_dim: int = 64,
+        max_position_embeddings: int = 2048,
+        softcap: float = 15.0,
+        rotary_base: float = 100_000.0,
+        qk_scale: float = 1.0,
+        windows: list | None = None,
+        value_embeddings: list | None = None,
+        resid_lambdas: bool = False,
+        x0_lambdas: bool = False,
+        smear: bool = False,
+        backout: bool = False,
+        smear_channels: int = 24,
+        value_gate_channels: int = 12,
+        **kwargs,
+    ):
+        """`windows`: how many positions back each block sees, None: all. `value_embeddings`: which blocks have one."""
+        self.vocab_size, self.hidden_size, self.head_dim = vocab_size, hidden_size, head_dim
+        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
+        self.num_key_value_heads, self.max_position_embeddings = num_key_value_heads, max_position_embeddings
+        self.softcap, self.rotary_base, self.qk_scale = softcap, rotary_base, qk_scale
+        self.windows = windows or [None] * num_hidden_layers
+        self.value_embeddings = value_embeddings or []
+        self.resid_lambdas, self.x0_lambdas, self.smear, self.backout = resid_lambdas, x0_lambdas, smear, backout
+        self.smear_channels, self.value_gate_channels = smear_channels, value_gate_channels
+        super().__init__(**kwargs)
+
+
+def inverse_rms(x: torch.Tensor) -> torch.Tensor:
+    return torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+
+
+def rms_norm(x: torch.Tensor) -> torch.Tensor:
+    return (x.float() * inverse_rms(x)).type_as(x)
+
+
+def matrix(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: TokensumConfig, layer: int):
+        super().__init__()
+        self.layer, self.head_dim, self.qk_scale = layer, config.head_dim, config.qk_scale
+        self.window, self.gate_channels = config.windows[layer], config.value_gate_channels
+        queries, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.query, self.out = matrix(config.hidden_size, queries), matrix(queries, config.hidden_size)
+        self.key, self.value = matrix(config.hidden_size, keys), matrix(config.hidden_size, keys)
+        self.has_value_embedding = layer in config.value_embeddings
+        if self.has_value_embedding:
+            self.value_embedding = nn.Embedding(config.vocab_size, keys)
+            self.value_gate = matrix(config.value_gate_channels, config.num_key_value_heads)
+
+    def turned(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Turned by its position, then normed; in float32, and rounded once."""
+        cos, sin = angles
+        wide = x.float()
+        first, second = wide.chunk(2, dim=-1)
+        y = wide * cos + torch.cat([second * sin, -first * sin], dim=-1)
+        return (y * (self.qk_scale * inverse_rms(x))).type_as(x)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        tokens: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
+        cache: Cache | None,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q, k = (self.turned(of(x).view(heads).transpose(1, 2), angles) for of in (self.query, self.key))
+        v = self.value(x).view(heads)
+        if self.has_value_embedding:
+            gate = 3 * torch.sigmoid(self.value_gate(x[..., : self.gate_channels]))
+            v = v + gate[..., None] * self.value_embedding(tokens).view(heads)
+        v = v.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        if mask is None and self.window is None and k.shape[2] == q.shape[2]:
+            y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            distance = positions[:, None] - torch.arange(k.shape[2], device=x.device)
+            seen = (distance >= 0) & (distance <= (k.shape[2] if self.window is None else self.window))
+            if mask is not None:  # padding sees itself, so that no row is without a key
+                seen = seen & mask[:, None, None, : k.shape[2]] | (distance == 0)
+            y = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: TokensumConfig):
+        super().__init__()
+        self.up = matrix(config.hidden_size, 4 * config.hidden_size)
+        self.down = matrix(4 * config.hidden_size, config.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(functional.relu(self.up(x)).square())
+
+
+class Block(nn.Module):
+    def __init__(self, config: TokensumConfig, layer: int):
+        super().__init__()
+        self.attention, self.mlp = Attention(config, layer), MLP(config)
+
+    def forward(self, x: torch.Tensor, *of_attention) -> torch.Tensor:
+        x = x + self.attention(rms_norm(x), *of_attention)
+        return x + self.mlp(rms_norm(x))
+
+
+class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = TokensumConfig
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _supports_sdpa = True
+
+    def __init__(self, config: TokensumConfig):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.num_hidden_layers)])
+        self.lm_head = matrix(config.hidden_size, config.vocab_size)
+        numbers = lambda count: nn.Parameter(torch.zeros(count))
+        if config.resid_lambdas:
+            self.resid_lambdas = numbers(config.num_hidden_layers)
+        if config.x0_lambdas:
+            self.x0_lambdas = numbers(config.num_hidden_layers)
+        if config.smear:
+            self.smear_gate, self.smear_lambda = matrix(config.smear_channels, 1), numbers(1)
+        if config.backout:
+            self.backout_lambda = numbers(1)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings
+
+    def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
+        """With the token before, which `smear` reads and no cache holds."""
+        prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        inputs = prepare(input_ids, *args, **kwargs)
+        cache = inputs.get("past_key_values")
+        if self.config.smear and cache is not None and cache.get_seq_length():
+            inputs["previous_ids"] = input_ids[:, cache.get_seq_length() - 1]
+        return inputs
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        previous_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+        **kwargs,
+    ):
+        """`previous_ids` [batch]: the last tokens in the cache; a network with smear needs them where there is one.
+        Positions are counted from the row's begin: padding before a text changes nothing."""
+        config = self.config
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError(
+                "attention_mask must be [batch, length]; caches of a fixed size make others, and do not work"
+            )
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        positions = past + torch.arange(input_ids.shape[1], device=input_ids.device)
+        mask = None if attention_mask is None else attention_mask.bool()
+        angles = self.angles(positions)
+        x = rms_norm(self.embed(input_ids))
+        if config.smear:
+            x = self.smeared(x, past, previous_ids, mask)
+        first = middle = x
+        for i, block in enumerate(self.blocks):
+            if config.resid_lambdas or config.x0_lambdas:
+                kept = self.resid_lambdas[i].float() * x.float() if config.resid_lambdas else x
+                added = self.x0_lambdas[i].float() * first.float() if config.x0_lambdas else 0
+                x = (kept + added).type_as(first)
+            x = block(x, input_ids, angles, positions, past_key_values, mask)
+            if i == config.num_hidden_layers // 2:
+                middle = x
+        if config.backout:
+            x = (x.float() - self.backout_lambda.float() * middle.float()).type_as(first)
+        logits = self.lm_head(rms_norm(x)[:, -logits_to_keep:])  # 0: all
+        logits = config.softcap * torch.tanh(logits.float() / config.softcap)
+        loss = None if labels is None else self.loss_function(logits, labels, vocab_size=config.vocab_size)
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return output.to_tuple() if return_dict is False else output
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos for every channel of a head, sin for the first of each pair."""
+        size = self.config.head_dim
+        frequencies = self.config.rotary_base ** (
+            -torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
+        )
+        angles = positions.float()[:, None] * frequencies
+        return torch.cos(angles).repeat(1, 2), torch.sin(angles)
+
+    def smeared(
+        self, x: torch.Tensor, past: int, previous_ids: torch.Tensor | None, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Adds the embedding of the token before, gated by the token's own."""
+        if not past:
+            last = torch.zeros_like(x[:, :1])
+        elif previous_ids is None:
+            raise ValueError(
+                "a network with smear needs previous_ids, the last tokens in past_key_values; generate() gives them"
+            )
+        else:
+            last = rms_norm(self.embed(previous_ids))[:, None]
+        before = torch.cat([last, x[:, :-1]], dim=1)
+        if mask is not None:  # padding is no token before
+            there = functional.pad(mask, (1, 0))[:, past : past + x.shape[1]]
+            before = before * there[..., None]
+        gate = torch.sigmoid(self.smear_gate(x[..., : self.config.smear_channels]))
+        return x + (self.smear_lambda.float() * gate.float()).type_as(x) * before

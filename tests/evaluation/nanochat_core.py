@@ -1,0 +1,138 @@
+"""nanochat's own results on the tests' bundle, item by item; as a program, it writes them to nanochat_core.json.
+
+NANOCHAT_DIR=... python -m tests.evaluation.nanochat_core
+"""
+
+import importlib
+import json
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import jax
+import numpy as np
+
+from configs.schema import ModelConfig
+from data.tokenizer import TextTokenizer
+from evaluation.core import Task
+from training.optimizer import path_name
+
+RESULTS = Path(__file__).with_name("nanochat_core.json")
+NAMES = {
+    "embed.table": "transformer.wte.weight",
+    "lm_head.kernel": "lm_head.weight",
+    "smear_gate.kernel": "smear_gate.weight",
+    ".values": "",
+    "blocks.": "transformer.h.",
+    "attention.query.kernel": "attn.c_q.weight",
+    "attention.key.kernel": "attn.c_k.weight",
+    "attention.value.kernel": "attn.c_v.weight",
+    "attention.out.kernel": "attn.c_proj.weight",
+    "attention.value_gate.kernel": "attn.ve_gate.weight",
+    "mlp.up.kernel": "mlp.c_fc.weight",
+    "mlp.down.kernel": "mlp.c_proj.weight",
+}
+"""Parts of our parameters' names, and of nanochat's."""
+
+
+def import_nanochat(patch) -> tuple:
+    """Its network and its evaluation, in float32 and without compilation."""
+    patch.setenv("NANOCHAT_DTYPE", "float32")
+    patch.setenv("TORCHDYNAMO_DISABLE", "1")
+    patch.syspath_prepend(os.environ["NANOCHAT_DIR"])
+    return importlib.import_module("nanochat.gpt"), importlib.import_module("nanochat.core_eval")
+
+
+def their_network(gpt, config: ModelConfig, params: dict, longest: int):
+    """nanochat's network with our parameters, which says that it reads at most `longest` tokens."""
+    import torch
+
+    sizes = {"n_layer": config.depth, "n_head": config.heads, "n_kv_head": config.kv_heads, "n_embd": config.width}
+    sizes |= {"vocab_size": config.vocab_size, "sequence_len": longest, "window_pattern": config.window_pattern}
+    network = gpt.GPT(gpt.GPTConfig(**sizes))
+    network.init_weights()
+    theirs = dict(network.named_parameters())
+    with torch.no_grad():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            ours = name = path_name(path)
+            for part, other in NAMES.items():
+                name = name.replace(part, other)
+            if ours.endswith("attention.value_embedding.table"):
+                name = f"value_embeds.{ours.split('.')[1]}.weight"
+            theirs[name].copy_(torch.tensor(np.array(leaf.T if ours.endswith("kernel") else leaf)))
+    network.max_seq_len = longest
+    return network
+
+
+class TheirTokenizer:
+    """Our tokenizer, called as nanochat calls its own."""
+
+    def __init__(self, tokenizer: TextTokenizer):
+        self.tokenizer = tokenizer
+
+    def get_bos_token_id(self) -> int:
+        return self.tokenizer.bos
+
+    def __call__(self, prompts: list[str], prepend: int) -> list[list[int]]:
+        return [[prepend, *ids] for ids in self.tokenizer.encode(prompts)]
+
+
+def their_items(
+    core_eval, network, tokenizer: TextTokenizer, bundle: Path, task: Task, items: int | None
+) -> list[dict]:
+    """Of each item: whether it is right, each row's scored tokens, and their mean loss (None: of nothing).
+
+    The items are read and shuffled as its scripts/base_eval.py does.
+    """
+    path = next((bundle / "eval_data").rglob(f"{task.label}.jsonl"))
+    data = [json.loads(line) for line in path.read_text().splitlines()]
+    random.Random(1337).shuffle(data)
+    data = data[:items]
+    facts = {"task_type": task.kind, "num_fewshot": task.shots, "continuation_delimiter": task.delimiter}
+    seen = {}
+
+    def watched(name: str):
+        """The same function, of which the newest result is kept."""
+        function = getattr(core_eval, name)
+
+        def call(*arguments):
+            seen["losses" if name == "forward_model" else "spans"] = result = function(*arguments)
+            return result
+
+        return call
+
+    names = ("batch_sequences_mc", "batch_sequences_schema", "batch_sequences_lm", "forward_model")
+    results = []
+    with mock.patch.multiple(core_eval, **{name: watched(name) for name in names}):
+        for index in range(len(data)):
+            right = core_eval.evaluate_example(index, network, TheirTokenizer(tokenizer), data, "cpu", facts)
+            rows, starts, ends = seen["spans"]
+            cuts = [max(0, len(row) - network.max_seq_len) for row in rows]
+            spans = [[start - cut, end - cut] for start, end, cut in zip(starts, ends, cuts)]
+            means = [seen["losses"][0][i, start - 1 : end - 1].mean().item() for i, (start, end) in enumerate(spans)]
+            losses = [None if np.isnan(mean) else round(mean, 6) for mean in means]
+            results.append({"correct": bool(right), "spans": spans, "losses": losses})
+    return results
+
+
+if __name__ == "__main__":
+    import pytest
+
+    from evaluation.core import read_bundle
+    from tests.evaluation import core_bundle
+
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        gpt, core_eval = import_nanochat(patch)
+        network = their_network(gpt, core_bundle.CONFIG, core_bundle.params(), core_bundle.LONGEST)
+        bundle = core_bundle.make_bundle(Path(folder))
+        found = {
+            task.label: their_items(core_eval, network, core_bundle.tokenizer(), bundle, task, None)
+            for task in read_bundle(folder, None)
+        }
+    lines = [f"{json.dumps(label)}: [\n" + ",\n".join(map(json.dumps, items)) + "\n]" for label, items in found.items()]
+    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    right = {label: f"{sum(item['correct'] for item in items)} of {len(items)}" for label, items in found.items()}
+    print(right, file=sys.stderr)

@@ -1,0 +1,255 @@
+"""CORE: prompts, scores and figures, item for item nanochat's, on any mesh; and what a bundle may lack."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs.schema import BatchConfig, MeshConfig, UserError
+from evaluation.benchmarks import Benchmarks, plot
+from evaluation.core import COUNTS, KINDS, Task, encode, figures, judge, read_bundle
+from evaluation.log import append_to_log, open_log
+from evaluation.scorer import Scores, shape_of, size_down, size_up
+from tests.evaluation import nanochat_core
+from tests.evaluation.core_bundle import CONFIG, LONGEST, TASKS, make_bundle, params, tokenizer
+from training.mesh import make_mesh
+from training.state import abstract_params
+
+BATCH = BatchConfig(sequence_length=LONGEST, tokens_per_step=4 * LONGEST, rows_per_device=4)
+MESHES = {"one": (MeshConfig(), 1), "eight": (MeshConfig(data=2, fsdp=2, tensor=2), 8)}
+LABELS = [label for label, *_ in TASKS]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return make_bundle(tmp_path_factory.mktemp("bundle"))
+
+
+def benchmarks(bundle, mesh="one", items=None, dtype="float32"):
+    """What scores the bundle on one of `MESHES`, and the network's parameters there."""
+    sizes, devices = MESHES[mesh]
+    mesh = make_mesh(sizes, jax.devices()[:devices])
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(CONFIG, mesh))
+    tasks = read_bundle(str(bundle), items)
+    made = Benchmarks(tasks, tokenizer(), replace(CONFIG, dtype=dtype), BATCH, jnp.dtype(dtype), mesh)
+    return made, jax.device_put(params(), shardings)
+
+
+def lines_on(bundle, mesh, shapes=None):
+    """The lines of all items that are computed in these shapes (None: any), in order, on one of `MESHES`."""
+    run, placed = benchmarks(bundle, mesh)
+    left_out = [
+        {"task": task.label, "item": question.index, **dict.fromkeys(("correct", *COUNTS.values()), 0)}
+        for task in run.tasks
+        for question in encode(task, range(len(task.items)), tokenizer(), LONGEST)
+        if shapes and shape_of(question) not in shapes
+    ]
+    lines = []
+    run(placed, left_out, record=lines.extend)
+    return sorted(lines, key=lambda line: (LABELS.index(line["task"]), line["item"]))
+
+
+def require_equal(lines, theirs, tasks):
+    """That the items' answers and their spans are nanochat's, and their mean losses up to rounding."""
+    for task in tasks:
+        questions = encode(task, range(len(task.items)), tokenizer(), LONGEST)
+        assert len(questions) == len(theirs[task.label])
+        for line in (line for line in lines if line["task"] == task.label):
+            question, expected = questions[line["item"]], theirs[task.label][line["item"]]
+            for (start, end), other, row in zip(question.spans, expected["spans"], question.rows, strict=True):
+                assert len(row) == end == other[1] <= LONGEST
+                assert start == other[0] or (start == end and other[0] == 0)  # of which nanochat's mean is nan
+            assert line["correct"] == expected["correct"], (line, expected)
+            ours, other = (np.array(losses, np.float64) for losses in (line["losses"], expected["losses"]))
+            np.testing.assert_allclose(ours, other, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def nanochat_s():
+    """Its results of all items, which tests/evaluation/nanochat_core.py kept."""
+    return json.loads(nanochat_core.RESULTS.read_text())
+
+
+def test_items_of_every_kind_are_as_nanochat_s_core_eval_has_them(bundle, nanochat_s):
+    """Of four shapes: with and without shots, a shared prefix and a prompt that is cut."""
+    lines = lines_on(bundle, "one", {(4, 0, 64), (4, 128, 64), (2, 64, 64), (1, 0, 256)})
+    require_equal(lines, nanochat_s, read_bundle(str(bundle), None))
+    kinds = {label: kind for label, kind, *_ in TASKS}
+    assert {kinds[line["task"]] for line in lines} == set(KINDS) and len(lines) > 70
+    assert {line["cut"] > 0 for line in lines} == {line["correct"] for line in lines} == {True, False}
+
+
+@pytest.mark.slow
+def test_every_item_is_as_nanochat_s_core_eval_has_it_on_any_mesh(bundle, nanochat_s):
+    one, eight = lines_on(bundle, "one"), lines_on(bundle, "eight")
+    assert len(one) == len(eight) == sum(map(len, nanochat_s.values()))
+    for lines in (one, eight):
+        require_equal(lines, nanochat_s, read_bundle(str(bundle), None))
+    assert all(0 < sum(item["correct"] for item in nanochat_s[label]) < len(nanochat_s[label]) for label in LABELS)
+    for ours, theirs in zip(one, eight):
+        losses, others = (np.array(line["losses"], np.float64) for line in (ours, theirs))
+        np.testing.assert_allclose(losses, others, atol=5e-5)
+        assert ours["correct"] == theirs["correct"] or ours["tie"]
+    alike = [line for line in one if line["task"] == "choices" and line["losses"].count(None) == 0]
+    ties = [line for line in alike if len(set(line["losses"])) < 4]
+    assert len(ties) == 1 and (ties[0]["margin"] == 0) == ties[0]["tie"]  # where the two are the best
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="NANOCHAT_DIR names no checkout of nanochat")
+def test_a_subset_is_as_nanochat_beside_us_has_it(bundle, monkeypatch):
+    """Of 16 items a task; the shots come from among them."""
+    pytest.importorskip("torch")
+    gpt, core_eval = nanochat_core.import_nanochat(monkeypatch)
+    network = nanochat_core.their_network(gpt, CONFIG, params(), LONGEST)
+    run, placed = benchmarks(bundle, items=16)
+    lines = []
+    run(placed, record=lines.extend)
+    lines.sort(key=lambda line: line["item"])
+    theirs = {
+        task.label: nanochat_core.their_items(core_eval, network, tokenizer(), bundle, task, 16) for task in run.tasks
+    }
+    require_equal(lines, theirs, run.tasks)
+
+
+def test_core_is_the_mean_of_centred_accuracies():
+    tasks = [Task("a", "multiple_choice", 0, " ", 0.25, []), Task("b", "language_modeling", 0, " ", 0.0, [])]
+    line = lambda task, correct: {"task": task, "correct": correct, "tie": correct, "cut": 3, "unscored": 0}
+    results = figures(tasks, [line("a", i < 5) for i in range(10)] + [line("b", i < 1) for i in range(5)])
+    a, b = results["tasks"]["a"], results["tasks"]["b"]
+    assert a["accuracy"] == 0.5 and a["centered"] == pytest.approx(1 / 3) and a["stderr"] == pytest.approx(1 / 6)
+    assert b["centered"] == 0.2 and b["centered_stderr"] == b["stderr"] == pytest.approx(0.2)
+    assert (a["ties"], a["cut"], a["unscored"]) == (5, 10, 0)
+    assert results["core"] == pytest.approx((1 / 3 + 0.2) / 2)
+    assert results["core_stderr"] == pytest.approx(np.hypot(1 / 6 / 0.75, 0.2) / 2)
+
+
+def test_an_option_without_a_token_of_its_own_is_chosen_only_where_it_is_the_first(bundle):
+    """As nanochat's mean over nothing, nan, decides it."""
+    task = read_bundle(str(bundle), None)[0]
+    question = encode(task, [0], tokenizer(), LONGEST)[0]
+    answer = lambda *spans: judge(
+        task, question._replace(spans=spans), np.array([3.0, 2.0]), np.ones(2, bool), np.ones(2), 1e-4
+    )
+    assert answer((5, 5), (5, 6))["choice"] == 0 and answer((5, 6), (5, 5))["choice"] == 0
+    found = answer((5, 6), (5, 6))
+    assert found["choice"] == 1 and found["margin"] == 1 and found["unscored"] == 0
+    assert answer((5, 5), (5, 6))["losses"] == [None, 2] and answer((5, 5), (5, 6))["unscored"] == 1
+
+
+def test_where_the_tokens_before_a_continuation_change_with_it_the_first_that_differs_is_scored(bundle):
+    task = Task("a", "language_modeling", 0, "", 0.0, [{"context": "pos", "continuation": "ition"}] * 2)
+    (question,) = encode(task, [0], tokenizer(), LONGEST)
+    start, end = question.spans[0]
+    assert 1 <= start < end == len(question.rows[0])
+
+
+class Killed(Exception):
+    pass
+
+
+def scores_of_lengths(params, prefixes, rows, starts, ends, chunks):
+    """In place of a network: what only depends on the question itself."""
+    assert chunks * 16 >= np.max(ends - starts) and np.all(starts >= 1) and np.all(ends <= rows.shape[2])
+    losses = (rows.sum(axis=2) % 101) * 1.0 + 1
+    return Scores(losses, losses > 50, losses - 50)
+
+
+def test_a_log_is_continued_after_a_kill(bundle, tmp_path):
+    run, _ = benchmarks(bundle)
+    run.score = scores_of_lengths
+    whole = []
+    results = run({}, record=whole.extend)
+    log, facts = tmp_path / "core" / "items.jsonl", run.facts | {"step": 3}
+
+    def record(lines):
+        if lines[0]["task"] == "schema":
+            raise Killed
+        append_to_log(log, lines)
+
+    assert open_log(log, facts) == []
+    with pytest.raises(Killed):
+        run({}, record=record)
+    with log.open("a") as file:
+        file.write('{"task": "schema", "it')  # half a line
+    done = open_log(log, facts)
+    assert {line["task"] for line in done} == set(LABELS[:4])
+    assert run({}, done, record=lambda lines: append_to_log(log, lines)) == results
+    assert open_log(log, facts) == whole
+    assert open_log(log, facts | {"step": 4}) == []  # of another network
+    log.write_text("{}\n{not JSON}\n")
+    with pytest.raises(UserError, match="remove it"):
+        open_log(log, facts)
+
+
+def test_the_picture_shows_every_task(bundle, tmp_path):
+    run, _ = benchmarks(bundle)
+    run.score = scores_of_lengths
+    said = []
+    plot(run({}, say=said.append), "tiny, step 3", tmp_path / "core.png")
+    assert (tmp_path / "core.png").read_bytes()[:4] == b"\x89PNG"
+    assert [text.partition(":")[0] for text in said] == LABELS
+    assert any("cut to fit" in text for text in said)
+
+
+def test_sizes_are_few_and_fit():
+    for length in range(1, 3000):
+        assert length <= size_up(length) <= max(64, 1.5 * length)
+        assert size_down(length) <= length and (size_down(length) > 0.8 * length or length < 64)
+    assert len({size_up(length) for length in range(1, 2049)}) == 11
+    assert len({size_down(length) for length in range(2048)}) == 21
+
+
+def test_a_prefix_is_shared_up_to_the_token_before_the_answers(bundle):
+    shapes = set()
+    for task in read_bundle(str(bundle), None):
+        for question in encode(task, range(len(task.items)), tokenizer(), LONGEST):
+            choices, prefix, length = shape_of(question)
+            shapes.add((choices, prefix, length))
+            assert all(np.array_equal(row[:prefix], question.rows[0][:prefix]) for row in question.rows)
+            assert all(prefix < start for start, end in question.spans if start < end)
+            assert len(question.rows[0]) <= prefix + length and (choices > 1 or prefix == 0)
+    assert {prefix > 0 for _, prefix, _ in shapes} == {True, False} and len(shapes) < 20
+
+
+DAMAGES = {
+    "core.yaml cannot be read": lambda bundle: (bundle / "core.yaml").unlink(),
+    "core.yaml or eval_meta_data.csv is damaged": lambda bundle: (bundle / "core.yaml").write_text("tasks: [1"),
+    "eval_meta_data.csv cannot be read": lambda bundle: (bundle / "eval_meta_data.csv").unlink(),
+    "described in part only": lambda bundle: (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\n"),
+    "schema.jsonl cannot be read": lambda bundle: (bundle / "eval_data" / "some" / "schema.jsonl").unlink(),
+    "choices.jsonl, item 2: not one": lambda bundle: write_items(bundle, {"query": "a", "choices": [], "gold": 0}),
+    "choices.jsonl, item 1: not one": lambda bundle: write_items(bundle),
+    "needs 2, and has 1": lambda bundle: (bundle / "eval_data" / "some" / "choices.jsonl").write_text(ITEM),
+    "is of kind guessing": lambda bundle: edit(bundle / "core.yaml", "type: schema", "type: guessing"),
+    "or one twice": lambda bundle: edit(bundle / "core.yaml", "label: long_schema", "label: schema"),
+}
+ITEM = json.dumps({"query": "a", "choices": ["b", "c"], "gold": 1}) + "\n"
+
+
+def write_items(bundle, item=None):
+    text = "no JSON\n" if item is None else ITEM + json.dumps(item)
+    (bundle / "eval_data" / "some" / "choices.jsonl").write_text(text)
+
+
+def edit(path, old, new):
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+@pytest.mark.parametrize("message", DAMAGES)
+def test_a_bundle_that_is_not_whole_is_refused(bundle, tmp_path, message):
+    shutil.copytree(bundle, tmp_path / "bundle")
+    DAMAGES[message](tmp_path / "bundle")
+    with pytest.raises(UserError, match=message):
+        read_bundle(str(tmp_path / "bundle"), None)
+
+
+def test_too_few_items_for_the_shots_are_refused(bundle):
+    with pytest.raises(UserError, match=r"choices_with_shots shows 4 .* take at least 5"):
+        read_bundle(str(bundle), 4)

@@ -1,0 +1,172 @@
+"""Bits per byte of any text: each document's are those of its rows alone, on any mesh; what they depend on; how two
+networks compare."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.schema import BatchConfig, MeshConfig, UserError
+from data.corpus import Document
+from data.prepare import Preparation, prepare
+from evaluation.bits_of_texts import compared, figures, in_words, plot, ratio
+from evaluation.document_losses import DocumentLosses
+from evaluation.documents import Source, digest, read_sources
+from model.gpt import GPT
+from model.loss import softcap
+from tests.evaluation.core_bundle import CONFIG, params, tokenizer, words
+from training.mesh import make_mesh
+from training.state import abstract_params
+
+LENGTH = 80  # tokens of a row: not one of the sizes that rows are rounded up to
+MODEL = replace(CONFIG, short_window=20)
+MESHES = {1: MeshConfig(), 8: MeshConfig(data=2, fsdp=2, tensor=2)}
+BATCH = BatchConfig(sequence_length=LENGTH, tokens_per_step=4 * LENGTH, rows_per_device=4)
+
+
+def document(name, count):
+    return Document(name, " ".join(words()[:count]))
+
+
+SOURCES = [
+    Source("a", 0.75, [document("short", 2), document("long", 90), Document("accents", "é" * 40)], 0),
+    Source("b", 0.25, [document("short", 9), document("a row", 30)], 1),
+]
+
+
+def measured(devices=1, **call):
+    mesh = make_mesh(MESHES[devices], jax.devices()[:devices])
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(MODEL, mesh))
+    measure = DocumentLosses(tokenizer(), MODEL, BATCH, jnp.dtype("float32"), mesh)
+    return measure(jax.device_put(params(), shardings), SOURCES, **call)
+
+
+@pytest.fixture(scope="module")
+def lines():
+    return measured()
+
+
+def test_a_document_s_bits_are_those_of_its_tokens_in_rows_of_their_own(lines):
+    graphdef, _ = nnx.split(GPT(MODEL, jnp.dtype("float32"), rngs=nnx.Rngs(0)))
+    model = nnx.merge(graphdef, params())
+    logits_of = jax.jit(lambda tokens: softcap(model(tokens)[0], MODEL.softcap)[0])
+    for line in lines:
+        source = next(source for source in SOURCES if source.name == line["source"])
+        text = next(one.text for one in source.documents if one.name == line["document"])
+        ids, bits = tokenizer().encode([text])[0], []
+        for first in range(0, len(ids), LENGTH):
+            row = ids[first : first + LENGTH]
+            padded = np.zeros((1, LENGTH), np.int32)
+            padded[0, : len(row)] = [tokenizer().bos, *row[:-1]]
+            logits = logits_of(padded)[: len(row)]
+            bits += (-jax.nn.log_softmax(logits)[np.arange(len(row)), np.array(row)] / np.log(2)).tolist()
+        assert line["bytes"] == len(text.encode()) and line["tokens"] == len(ids)
+        assert line["bits"] == pytest.approx(sum(bits), rel=1e-5)
+        assert line["full"] == (len(ids) >= LENGTH)
+        of_row, octaves = bits[:LENGTH], [slice(0, 1), slice(1, 2), slice(2, 4), slice(4, 8)]
+        expected = [sum(of_row[octave]) for octave in octaves]
+        np.testing.assert_allclose((line["bits_by_octave"] + [0] * 4)[:4], expected, rtol=1e-4)
+        assert sum(line["bits_by_octave"]) == pytest.approx(sum(of_row), rel=1e-5)
+        assert len(ids) > LENGTH or sum(line["bytes_by_octave"]) == line["bytes"]
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_bits_of_one_device(lines):
+    for one, other in zip(lines, measured(8), strict=True):
+        assert one["bits"] == pytest.approx(other["bits"], rel=1e-5)
+
+
+def test_it_goes_on_where_a_kill_left_it(lines):
+    new = []
+    done = lines[:3]
+    assert sorted(map(str, measured(done=done, record=new.extend))) == sorted(map(str, lines))
+    assert len(new) == 2 and not [line for line in new if line in done]
+
+
+def test_figures_of_sources_sizes_and_positions(lines):
+    found = figures(SOURCES, lines)
+    a, b = (found["sources"][name]["bits_per_byte"] for name in "ab")
+    assert found["bits_per_byte"] == pytest.approx(0.75 * a + 0.25 * b) and found["documents"] == 5
+    of_a = [line for line in lines if line["source"] == "a"]
+    assert a == pytest.approx(sum(line["bits"] for line in of_a) / sum(line["bytes"] for line in of_a))
+    assert sum(part["documents"] for part in found["by_bytes"]) == 5
+    assert all(part["from"] * part["documents"] <= part["bytes"] for part in found["by_bytes"])
+    assert [part["from"] for part in found["by_position"]] == [0, 1, 2, 4, 8, 16, 32, 64]
+    full = found["by_position_of_full_rows"]
+    assert {part["documents"] for part in full} == {sum(line["full"] for line in lines)} and len(full) == 8
+
+
+def test_the_standard_error_is_how_far_other_documents_move_the_figure():
+    """Of many draws of documents, whose sizes and bits differ."""
+    random = np.random.default_rng(0)
+    sizes = random.integers(100, 5000, (2000, 50))
+    bits = sizes * 1.1 + random.standard_normal(sizes.shape) * np.sqrt(sizes) * 3
+    found = [ratio(one, by) for one, by in zip(bits, sizes)]
+    errors = [error for _, error in found]
+    assert np.mean(errors) == pytest.approx(np.std([value for value, _ in found]), rel=0.05)
+    assert ratio([5.0], [4]) == (1.25, None)
+
+
+def lines_of(bits, size=1000):
+    return [{"source": "a", "document": str(i), "bits": of, "bytes": size} for i, of in enumerate(bits)]
+
+
+def test_a_small_difference_that_all_documents_share_is_none_of_noise():
+    random = np.random.default_rng(0)
+    hard = 1000 + 300 * random.standard_normal(40)
+    ours, theirs = hard - 5 + random.standard_normal(40), hard
+    sources = [Source("a", 1.0, [Document(str(i), "x") for i in range(40)], 0)]
+    found = compared(sources, lines_of(ours), lines_of(theirs))
+    assert found["difference"] == pytest.approx(-0.005, abs=5e-4) and not found["noise"]
+    assert found["interval"][0] < -0.005 < found["interval"][1] < 0
+    assert found["stderr"] < ratio(hard, [1000] * 40)[1] / 100  # unpaired it would be noise
+    assert in_words("ours", "theirs", found).endswith("ours is better")
+    turned = compared(sources, lines_of(theirs), lines_of(ours))
+    assert in_words("x", "ours", turned).endswith("ours is better")
+    random = np.random.default_rng(1)
+    noise = sum(
+        compared(sources, lines_of(hard + random.standard_normal(40)), lines_of(hard))["noise"] for _ in range(400)
+    )
+    assert noise == pytest.approx(380, abs=18)  # 95%, four standard deviations to both sides
+    one = [Source("a", 1.0, [Document("0", "x")], 0)]
+    assert compared(one, lines_of(ours[:1]), lines_of(theirs[:1]))["noise"] is None
+
+
+def test_the_picture_shows_two_runs(lines, tmp_path):
+    plot({"ours": figures(SOURCES, lines), "theirs": figures(SOURCES, lines)}, tmp_path / "bits.png")
+    assert (tmp_path / "bits.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_documents_of_raw_text_and_of_a_dataset_are_always_the_same(tmp_path):
+    raw = tmp_path / "raw"
+    raw.mkdir()
+    for i in range(40):
+        (raw / f"{i}.txt").write_text("" if i % 10 == 0 else f"{i}: " + " ".join(words()[i : 2 * i]))
+    read = lambda source, most: read_sources(source, most, "text", tmp_path / "tokenizer", tmp_path / "cache")
+    (whole,) = read(str(raw), 100)
+    assert len(whole.documents) == 36 and whole.skipped == 4 and whole.share == 1
+    (some,) = read(str(raw), 10)
+    assert some.documents == whole.documents[: len(some.documents)] and len(some.documents) + some.skipped == 10
+    assert digest([some]) == digest(read(str(raw), 10)) != digest([whole])
+
+    prepare(Preparation(source=str(raw), vocab_size=300, val_fraction=0.3, on_error="skip"), tmp_path / "made")
+    first, held_out = read(f"3:{raw},1:{tmp_path / 'made'}", 100)
+    assert (first.share, held_out.share) == (0.75, 0.25)
+    texts = {document.text for document in whole.documents}
+    assert 5 < len(held_out.documents) < 20 and {document.text for document in held_out.documents} < texts
+    (few,) = read(str(tmp_path / "made"), 3)
+    assert len(few.documents) == 3 and set(few.documents) < set(held_out.documents)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"), [("nothing", "nothing: no file of text"), ("empty", "no document with text")]
+)
+def test_text_that_is_not_there_is_refused(tmp_path, monkeypatch, source, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.txt").write_text("")
+    with pytest.raises(UserError, match=says):
+        read_sources(source, 10, "text", tmp_path, tmp_path)
