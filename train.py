@@ -101,8 +101,20 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         first_row = start.position // length
         batches = StepBatches(text.train, text.weights, config.seed, built.batch_shape, mine, document_bos, first_row)
         seen, fingerprint = lambda i, batches=batches: text.seen(batches.row_numbers(i)), text.fingerprint
-        then = (seen, checkpoints, fingerprint, stop, say, times, measuring_step)
-        loop = Loop(built, start, train_step, evaluator, *then, measure_tasks=evaluator.tasks)
+        loop = Loop(
+            built,
+            start,
+            train_step,
+            evaluator,
+            seen,
+            checkpoints,
+            fingerprint,
+            stop,
+            say,
+            times,
+            measuring_step,
+            evaluator.tasks,
+        )
         write_what_happened(loop, past)
         ended = loop.run(train_batches(batches, built.batch_sharding, config.data.workers))
         if isinstance(ended, Jumped) and jax.process_index() == 0:
