@@ -16,7 +16,7 @@ from evaluation.documents import Source
 Lines = Sequence[Mapping[str, Any]]
 
 
-def ratio(bits: Sequence[float], sizes: Sequence[float]) -> tuple[float, float | None]:
+def ratio(bits: Sequence[float], sizes: Sequence[float | int]) -> tuple[float, float | None]:
     """Sum of bits over sum of bytes, and its standard error over documents: that of a ratio of two sums (Cochran,
     Sampling Techniques, 1977, 6.3). None for a single document."""
     of, by = (np.array(values, np.float64) for values in (bits, sizes))
