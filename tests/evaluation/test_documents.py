@@ -104,7 +104,7 @@ def test_the_standard_error_is_how_far_other_documents_move_the_figure():
     random = np.random.default_rng(0)
     sizes = random.integers(100, 5000, (2000, 50))
     bits = sizes * 1.1 + random.standard_normal(sizes.shape) * np.sqrt(sizes) * 3
-    found = [ratio(one, by) for one, by in zip(bits, sizes)]
+    found = [ratio(one.tolist(), by.tolist()) for one, by in zip(bits, sizes)]
     errors = [error for _, error in found]
     assert np.mean(errors) == pytest.approx(np.std([value for value, _ in found]), rel=0.05)
     assert ratio([5.0], [4]) == (1.25, None)
@@ -122,7 +122,7 @@ def test_a_small_difference_that_all_documents_share_is_none_of_noise():
     found = compared(sources, lines_of(ours), lines_of(theirs))
     assert found["difference"] == pytest.approx(-0.005, abs=5e-4) and not found["noise"]
     assert found["interval"][0] < -0.005 < found["interval"][1] < 0
-    assert found["stderr"] < ratio(hard, [1000] * 40)[1] / 100  # unpaired it would be noise
+    assert found["stderr"] < ratio(hard.tolist(), [1000] * 40)[1] / 100  # unpaired it would be noise
     assert in_words("ours", "theirs", found).endswith("ours is better")
     turned = compared(sources, lines_of(theirs), lines_of(ours))
     assert in_words("x", "ours", turned).endswith("ours is better")
