@@ -104,7 +104,7 @@ class Loop:
         built: Build,
         start: Start,
         train_step: TrainStep,
-        measure: Callable[[dict], dict],
+        measure: Callable[[dict], dict] | None,
         seen: Callable[[int], dict],
         checkpoints: Checkpoints,
         dataset: str,
@@ -114,8 +114,9 @@ class Loop:
         measuring_step: TrainStep | None = None,
     ):
         """`train_step` and `measuring_step`, which takes its place at every `diagnostics.every_steps`: compiled.
-        `measure(params)` evaluates and samples. `seen(i)`: what the i-th batch from the start on held, for the record
-        of a jump. `dataset`: the fingerprint that checkpoints are to carry. `times`: this process's."""
+        `measure(params)` evaluates and samples; None: nothing does. `seen(i)`: what the i-th batch from the start on
+        held, for the record of a jump. `dataset`: the fingerprint that checkpoints are to carry. `times`: this
+        process's."""
         self.config = config = built.config
         self.start, self.state, self.step = start, start.state, start.step
         self.train_step, self.measuring_step = train_step, measuring_step
@@ -267,6 +268,8 @@ class Loop:
 
     def evaluate(self) -> dict:
         """Evaluates and samples the network as it is now."""
+        if self.measure is None:
+            return {}
         jax.block_until_ready(self.state)
         with self.clock.paused(), self.watchdog.elsewhere(), self.times.during("evaluation"):
             results = self.measure(self.state.params)

@@ -1,0 +1,143 @@
+"""tune.py from end to end: all stages on a tiny run, interrupted, continued, and mistaken."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+import tune
+from configs.command_line import load_config
+from configs.schema import options, validate
+from run.runtime import run_command
+from tests.test_train import CONFIG
+from tuning import branch, rate
+from tuning.trial import Context
+
+ROOT = Path(__file__).parent.parent
+TUNE = ("--config=tiny.py", "--steps=400", "--eval.tokens=2000", "--batch.rows_per_device=1")
+
+
+def run(monkeypatch, *arguments) -> int:
+    """The exit code of the command, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["tune.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        run_command(tune.main)
+    return end.value.code or 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a config and text to train on."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "tiny.py").write_text(CONFIG)
+    (folder / "text").mkdir()
+    words = (ROOT / "tests" / "words.txt").read_text().split()
+    for i in range(30):
+        (folder / "text" / f"{i}.txt").write_text(" ".join(words[i:] + words[:i]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tuned(folder):
+    """The folder of all stages on a tiny run, which was interrupted between two trials; and the trials of each start."""
+    trials, starts = [], []
+    train = Context.train
+
+    def counted(self, name, *rest):
+        if starts[-1] == "first" and name == "rate/10/x2":
+            raise KeyboardInterrupt
+        trials.append((starts[-1], name))
+        return train(self, name, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(rate, "GRID", (0.5, 1.0, 2.0))
+        patch.setattr(rate, "WIDEST", 2.0)
+        patch.setattr(rate, "RUNGS", 2)
+        patch.setattr(rate, "LEAST_STEPS", 8)
+        patch.setattr(branch, "BRANCHES", [(1.0, "root"), (0.5, "root"), (2.0, "root"), (2.0, "linear")])
+        patch.setattr(Context, "train", counted)
+        starts.append("first")
+        assert run(patch, *TUNE, "--budget=0", "--out=tuned") == 130
+        starts.append("second")
+        assert run(patch, *TUNE, "--budget=0", "--out=tuned") == 0
+    return folder / "tuned", trials
+
+
+def test_it_goes_on_where_it_was_interrupted(tuned):
+    _, trials = tuned
+    names = [name for _, name in trials]
+    assert sorted(set(names)) == sorted(names), "a trial was done again"
+    assert trials[0] == ("first", "trunk") and {start for start, _ in trials} == {"first", "second"}
+
+
+def test_tune_json_holds_every_piece_with_its_cost_and_every_decision(tuned):
+    record = json.loads((tuned[0] / "tune.json").read_text())
+    assert [decision["stage"] for decision in record["decisions"]] == ["fit", "time", "noise", "rate", "branch"]
+    assert {decision["kind"] for decision in record["decisions"]} <= {"measured", "extrapolated"}
+    tokens = sum(piece.get("tokens", 0) for piece in record["pieces"].values())
+    assert record["spent"] == pytest.approx(tokens / (400 * 512)) and tokens > 0
+    noise = {int(name.partition("/")[2]): piece for name, piece in record["pieces"].items() if "noise/" in name}
+    assert list(noise) == [8, 20, 40] and all(float(piece["low"]) <= float(piece["value"]) for piece in noise.values())
+    losses = {name: piece["losses"] for name, piece in record["pieces"].items() if "losses" in piece}
+    assert {"rate/10/x0.5", "rate/10/x1", "rate/10/x2", "branch/x2-linear"} <= losses.keys()
+    assert len({len(of) for of in losses.values()}) == 1 and all(math.isfinite(x) for of in losses.values() for x in of)
+    assert losses["branch/x2-root"] != losses["branch/x2-linear"] != losses["branch/x1-root"]
+
+
+def test_tuned_py_is_a_config_that_holds_the_decisions(tuned):
+    config, _ = load_config(str(tuned[0] / "tuned.py"))
+    validate(config)
+    record = json.loads((tuned[0] / "tune.json").read_text())
+    before, after = record["config"], options(config)
+    decided = {}
+    for decision in record["decisions"]:
+        decided |= decision["options"]
+    batch = decided.pop("batch", 1)
+    assert after["batch.tokens_per_step"] == batch * 512 and after["steps"] == 400 / batch
+    factor = decided.pop("rate", 1) * (batch if decided.pop("rule", "root") == "linear" else batch**0.5)
+    assert after["optimizer.embed.peak_rate"] == pytest.approx(factor * before["optimizer.embed.peak_rate"])
+    assert after["optimizer.embed.beta2"] == pytest.approx(before["optimizer.embed.beta2"] ** batch)
+    assert {name: after[name] for name in decided} == decided
+    assert after["data.source"] == before["data.source"] and after["name"] == "tiny-tuned"
+
+
+def test_each_stage_has_its_picture_and_trials_leave_no_checkpoints(tuned):
+    for name in ("memory", "noise", "rate", "branch"):
+        assert (tuned[0] / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    left = {str(path.parent.parent.relative_to(tuned[0])) for path in tuned[0].glob("**/checkpoints/*")}
+    assert all(name.startswith("trunk") for name in left)
+
+
+def test_another_config_in_the_same_folder_is_refused(tuned, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert run(monkeypatch, *TUNE, "--budget=0", "--out=tuned", "--seed=1") == 2
+    assert "seed: 0, now 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--stages=fit,speed",), "--stages=fit,speed: 'speed' is none of fit, time, noise, rate, branch"),
+        (("--budget=much",), "--budget=much is no share of the run's FLOPs; as 3%, or 0 for no limit"),
+        (("--budget=-1%",), "--budget=-1% is no share"),
+        (("--stages=time",), "time takes what fit found, and there is nothing of it yet; give fit, too"),
+        (("--stages=fit,time", "--topology=v5e:2x2"), "is compiled for, not run on: give --stages=fit"),
+        (("--stages=noise,rate", "--budget=1%"), "noise needs at least 2% of the run's FLOPs, and 1% of it are left; rate"),
+        (("--stages=fit", "--memory=0.0001"), "no micro-batch of this run fits 0.0001 GiB a device"),
+        (("--stages=fit", "--batch.tokens_per_step=500"), "--batch.tokens_per_step=500 cannot work"),
+    ],
+)
+def test_a_mistake_is_one_message_and_code_2(folder, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(folder)
+    assert run(monkeypatch, *TUNE, "--out=mistaken", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_stage_that_the_budget_is_too_small_for_is_left_out_and_told(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert run(monkeypatch, *TUNE, "--out=small", "--stages=fit,noise", "--budget=1%") == 0
+    assert "noise needs at least 2% of the run's FLOPs, and 1% of it are left: left out" in capsys.readouterr().out
+    assert json.loads((folder / "small" / "tune.json").read_text())["spent"] == 0

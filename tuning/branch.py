@@ -1,0 +1,123 @@
+"""branch: the batch times 1/2, 1, 2 and 4, from one checkpoint, over the same tokens: the critical batch, measured."""
+
+from pathlib import Path
+
+from configs.schema import Config, UserError, validate, with_options
+from training.build import build
+from tuning.noise import DIVISOR, TRUNK, points
+from tuning.record import Decision
+from tuning.scaling import Rule, with_batch, with_rates
+from tuning.statistics import better_half, critical_factor
+from tuning.trial import Context, Origin, evaluation_cost
+
+FACTORS = (0.5, 1.0, 2.0, 4.0)
+RULES: tuple[Rule, ...] = ("root", "linear")
+BRANCHES: list[tuple[float, Rule]] = [
+    (1.0, RULES[0]),
+    *((factor, rule) for rule in RULES for factor in FACTORS if factor != 1),
+]
+TOLERANCE = 0.01  # nats that a batch may lose on the best, and still be called no waste
+LEAST_STEPS = 16  # of the run's own batch, in a branch
+
+
+def needed(steps: int, tokens_per_step: int, evaluation: int, trunk: bool) -> int:
+    """Tokens of the shortest branches from the first point on, which is trained before where there is no `trunk`."""
+    before = 0 if trunk else points(steps)[0] * tokens_per_step
+    return before + len(BRANCHES) * (LEAST_STEPS * tokens_per_step + evaluation)
+
+
+def length(start: int, tokens_per_step: int, allowed: float, evaluation: int) -> int:
+    """Steps of the run's own batch that a branch takes: as many as led to the checkpoint, or what the budget allows."""
+    affordable = int(min(allowed / len(BRANCHES) - evaluation, 2.0**62) // tokens_per_step)
+    return max(LEAST_STEPS, min(start, affordable) // DIVISOR * DIVISOR)
+
+
+def branch(context: Context, rate: float) -> None:
+    """Trains from the beginning that `noise` left (with the rate that `rate` chose, if it chose another: from a
+    beginning of its own), with each batch and rule, and decides for the largest batch that loses next to nothing."""
+    record, config, say = context.record, with_rates(context.config, rate), context.say
+    size, evaluation = config.batch.tokens_per_step, evaluation_cost(context.config)
+    start, trunk = _trunk(context, config, rate)
+    if "branch/plan" not in record.pieces:
+        steps = length(start, size, record.left, evaluation)
+        record.put("branch/plan", {"start": start, "steps": steps, "tokens": 0})
+    plan = record.pieces["branch/plan"]
+    losses: dict[Rule, dict[float, list[float]]] = {rule: {} for rule in RULES}
+    for factor, rule in BRANCHES:
+        branched, first, last = with_batch(config, factor, rule), plan["start"] / factor, plan["steps"] / factor
+        branched = fitting(branched)
+        if branched is None:
+            say(f"branch: the rows of a step cannot be divided for a batch x{factor:g}")
+            continue
+        name = f"branch/x{factor:g}-{rule}"
+        if name not in record.pieces and plan["steps"] * size + evaluation > record.left:
+            say(f"branch: {name} would pass the budget")
+            break
+        origin, until = Origin(trunk, plan["start"], int(first)), int(first + last)
+        work = lambda name=name, branched=branched, until=until, origin=origin: context.losses(
+            name, branched, until, origin
+        )
+        found = [float(loss) for loss in record.piece(name, work)["losses"]]
+        for of in RULES if factor == 1 else (rule,):
+            losses[of][factor] = found
+        say(f"{name}: held-out loss {sum(found) / len(found):.4f}")
+    noise = max(record.of("noise").items(), key=lambda item: int(item[0]), default=("", {}))[1]
+    record.decide(decision(losses, size, plan["start"] / config.steps, noise))
+
+
+def _trunk(context: Context, config: Config, rate: float) -> tuple[int, Path]:
+    """The steps of the checkpoint to branch from, and its folder; trained, where `noise` did not."""
+    record, size = context.record, config.batch.tokens_per_step
+    if rate == 1 and record.of("noise"):
+        return max(map(int, record.of("noise"))), context.folder / TRUNK
+    name = f"{TRUNK}-x{rate:g}"
+    reach = lambda point: point * size + needed(config.steps, size, evaluation_cost(context.config), True)
+    start = max(
+        (point for point in points(config.steps) if reach(point) <= record.left), default=points(config.steps)[0]
+    )
+    if f"{name}/end" not in record.pieces:
+        if context.train(name, config, start) is None:
+            raise UserError(f"the run gives up before step {start} with its rates x{rate:g}")
+        record.put(f"{name}/end", {"step": start, "tokens": start * size})
+    return record.pieces[f"{name}/end"]["step"], context.folder / name
+
+
+def fitting(config: Config) -> Config | None:
+    """The config with rows of a micro-batch that its batch can be divided into; None where there are none."""
+    rows = config.batch.rows_per_device
+    while rows:
+        of_rows = with_options(config, {"batch.rows_per_device": rows})
+        try:
+            validate(of_rows)
+            build(of_rows)
+            return of_rows
+        except UserError:
+            rows //= 2
+    return None
+
+
+def decision(losses: dict[Rule, dict[float, list[float]]], batch: int, share: float, noise: dict) -> Decision:
+    """From the losses of each rule's batches, by factor; `noise`: the noise scale there."""
+    sound = {rule: of for rule, of in losses.items() if len(of) > 1 and better_half(of)}
+    if not sound:
+        return Decision("branch", "no two batches were compared", "not done", {})
+    all_of = {(factor, rule): of for rule, by_factor in sound.items() for factor, of in by_factor.items()}
+    factor, rule = 0.0, RULES[0]
+    said = []
+    for each, of in sound.items():
+        most, behind = critical_factor(of, TOLERANCE)
+        shown = ", ".join(
+            f"x{f:g} {more.value:+.4f} [{more.low:+.4f}, {more.high:+.4f}]" for f, more in sorted(behind.items())
+        )
+        said.append(f"{each}: {shown}")
+        mean = lambda key: sum(all_of[key]) / len(all_of[key])
+        if most > factor or (most == factor and mean((most, each)) < mean((factor, rule))):
+            factor, rule = most, each
+    at_least = "at least " if factor == max(FACTORS) else ""
+    proxy = f"; the noise scale there was {noise['value']:,.0f}" if isinstance(noise.get("value"), float) else ""
+    says = (
+        f"a batch of {at_least}{factor * batch:,.0f} tokens (x{factor:g}), rates scaled by the {rule} rule, loses at "
+        f"most {TOLERANCE} nats on the best: the critical batch at {share:.1%} of the run{proxy}. Nats above the best, with "
+        f"intervals of 95% over held-out text, not over seeds: {'; '.join(said)}"
+    )
+    return Decision("branch", says, "extrapolated", {"batch": factor, "rule": rule} if factor != 1 else {})
