@@ -14,8 +14,10 @@ if __name__ == "__main__":
 import math
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from tqdm import tqdm
@@ -26,14 +28,14 @@ from configs.schema import Config, FilePath, NotNegative, UserError
 from data.dataset import open_text
 from program.memory import GIB, MEMORY_GIB, device_bytes
 from program.topologies import devices_of, parse_topology
+from run.diagnosis import BLOCKS
 from run.folder import RunLock
 from run.runtime import Stop, cache_dir, run_command, start_jax
 from training.build import build
 from tuning import branch, fit, noise, panels, rate, timing, tuned
-from tuning.record import Record
+from tuning.record import STAGES, Record
 from tuning.trial import Context, evaluation_cost
 
-STAGES = ("fit", "time", "noise", "rate", "branch")
 OF_RATE = 0.5  # of what is left, that it may take where `branch` comes after it
 
 
@@ -107,17 +109,19 @@ def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit
     limit = device_memory(arguments, devices)
     built = build(config, devices)  # which refuses sizes that do not divide
     record = Record(folder, config, budget_of(arguments.budget), devices[0], len(devices))
+    if {"noise", "branch"} & {*stages} and not noise.points(config.steps):
+        raise UserError(f"--steps={config.steps}: noise and branch need a run of {BLOCKS} steps at least")
     require_enough(config, record, stages)
     if "time" in stages and "fit" not in stages and not record.of("fit"):
         raise UserError("--stages: time takes what fit found, and there is nothing of it yet; give fit, too")
     programs = fit.fit(config, record, limit, say, devices) if "fit" in stages else {}
-    told(record, say)
+    if "fit" in stages:
+        told(record, "fit", say)
     if stages != ["fit"]:
         micro_batches, rows, length = built.batch_shape
         text = open_text(config.data, config.model.vocab_size, length, 4 * micro_batches * rows, cache_dir())
         context = Context(config, folder, record, text, stop, say)
         fitting = timing.chosen(fit.that_fit(record, limit))
-        rates = 1.0
         for stage in stages:
             least = needs(config, record, len(fitting)).get(stage, 0)
             if stage == "fit" or least > record.left:
@@ -129,24 +133,23 @@ def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit
             elif stage == "noise":
                 noise.noise(context)
             elif stage == "rate":
-                rates = rate.rate(context, record.left * (OF_RATE if "branch" in stages else 1))
+                rate.rate(context, record.left * (OF_RATE if "branch" in stages else 1))
             else:
-                branch.branch(context, rates)
-            told(record, say)
+                branch.branch(context, record.decided("rate", "rate", 1.0))
+            told(record, stage, say)
     names = panels.draw(config, record, limit)
     command = "python tune.py " + shlex.join(sys.argv[1:])
-    tuned.write(config, record, command)
+    tuned.write(config, record, command, devices)
     written = ", ".join(["tuned.py", "tune.json", *(f"{name}.png" for name in names)])
     say(f"{record.share(record.spent)} of the run's FLOPs were spent. In {folder}: {written}")
     say(f"train: python train.py --config={folder}/tuned.py")
     return Exit.COMPLETE
 
 
-def told(record: Record, say) -> None:
-    """A line of the newest decision."""
-    for decision in record.decisions[-1:]:
-        cost = record.share(record.cost(decision.stage) * record.run_tokens)
-        say(f"{decision.stage}: {decision.says} ({decision.kind}; cost {cost} of the run)")
+def told(record: Record, stage: str, say: Callable[[str], Any]) -> None:
+    """Says in a line what a stage decided."""
+    decision = record.decisions[stage]
+    say(f"{stage}: {decision.says} ({decision.kind}; cost {record.share(record.cost(stage))} of the run)")
 
 
 def device_memory(arguments: Arguments, devices: list) -> int:

@@ -1,6 +1,8 @@
 """branch: the batch times 1/2, 1, 2 and 4, from one checkpoint, over the same tokens: the critical batch, measured."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from configs.schema import Config, UserError, validate, with_options
 from training.build import build
@@ -22,7 +24,7 @@ LEAST_STEPS = 16  # of the run's own batch, in a branch
 
 def needed(steps: int, tokens_per_step: int, evaluation: int, trunk: bool) -> int:
     """Tokens of the shortest branches from the first point on, which is trained before where there is no `trunk`."""
-    before = 0 if trunk else points(steps)[0] * tokens_per_step
+    before = 0 if trunk else next(iter(points(steps)), 0) * tokens_per_step
     return before + len(BRANCHES) * (LEAST_STEPS * tokens_per_step + evaluation)
 
 
@@ -35,12 +37,14 @@ def length(start: int, tokens_per_step: int, allowed: float, evaluation: int) ->
 def branch(context: Context, rate: float) -> None:
     """Trains from the beginning that `noise` left (with the rate that `rate` chose, if it chose another: from a
     beginning of its own), with each batch and rule, and decides for the largest batch that loses next to nothing."""
-    record, config, say = context.record, with_rates(context.config, rate), context.say
+    record, say = context.record, context.say
+    rate = record.pieces.get("branch/plan", {}).get("rate", rate)
+    config = with_rates(context.config, rate)
     size, evaluation = config.batch.tokens_per_step, evaluation_cost(context.config)
     start, trunk = _trunk(context, config, rate)
     if "branch/plan" not in record.pieces:
         steps = length(start, size, record.left, evaluation)
-        record.put("branch/plan", {"start": start, "steps": steps, "tokens": 0})
+        record.put("branch/plan", {"start": start, "steps": steps, "rate": rate, "tokens": 0})
     plan = record.pieces["branch/plan"]
     losses: dict[Rule, dict[float, list[float]]] = {rule: {} for rule in RULES}
     for factor, rule in BRANCHES:
@@ -58,6 +62,7 @@ def branch(context: Context, rate: float) -> None:
             name, branched, until, origin
         )
         found = [float(loss) for loss in record.piece(name, work)["losses"]]
+        context.forget(name)
         for of in RULES if factor == 1 else (rule,):
             losses[of][factor] = found
         say(f"{name}: held-out loss {sum(found) / len(found):.4f}")
@@ -75,21 +80,22 @@ def _trunk(context: Context, config: Config, rate: float) -> tuple[int, Path]:
     start = max(
         (point for point in points(config.steps) if reach(point) <= record.left), default=points(config.steps)[0]
     )
-    if f"{name}/end" not in record.pieces:
+    if f"branch/{name}" not in record.pieces:
         if context.train(name, config, start) is None:
             raise UserError(f"the run gives up before step {start} with its rates x{rate:g}")
-        record.put(f"{name}/end", {"step": start, "tokens": start * size})
-    return record.pieces[f"{name}/end"]["step"], context.folder / name
+        record.put(f"branch/{name}", {"step": start, "tokens": start * size})
+    return record.pieces[f"branch/{name}"]["step"], context.folder / name
 
 
-def fitting(config: Config) -> Config | None:
-    """The config with rows of a micro-batch that its batch can be divided into; None where there are none."""
+def fitting(config: Config, devices: Sequence[Any] | None = None) -> Config | None:
+    """The config with rows of a micro-batch that its batch can be divided into, on all devices here or those given;
+    None where there are none."""
     rows = config.batch.rows_per_device
     while rows:
         of_rows = with_options(config, {"batch.rows_per_device": rows})
         try:
             validate(of_rows)
-            build(of_rows)
+            build(of_rows, devices)
             return of_rows
         except UserError:
             rows //= 2
@@ -117,7 +123,7 @@ def decision(losses: dict[Rule, dict[float, list[float]]], batch: int, share: fl
     proxy = f"; the noise scale there was {noise['value']:,.0f}" if isinstance(noise.get("value"), float) else ""
     says = (
         f"a batch of {at_least}{factor * batch:,.0f} tokens (x{factor:g}), rates scaled by the {rule} rule, loses at "
-        f"most {TOLERANCE} nats on the best: the critical batch at {share:.1%} of the run{proxy}. Nats above the best, with "
-        f"intervals of 95% over held-out text, not over seeds: {'; '.join(said)}"
+        f"most {TOLERANCE} nats on the best: the critical batch at {share:.1%} of the run{proxy}. Nats above the best, "
+        f"with intervals of 95% over held-out text, not over seeds: {'; '.join(said)}"
     )
     return Decision("branch", says, "extrapolated", {"batch": factor, "rule": rule} if factor != 1 else {})

@@ -28,7 +28,7 @@ def every(steps: int) -> int:
 
 def needed(steps: int, tokens_per_step: int) -> int:
     """Tokens up to the first point."""
-    return points(steps)[0] * tokens_per_step
+    return next(iter(points(steps)), 0) * tokens_per_step
 
 
 def read(lines: list[dict], step: int) -> NoiseScale | None:
@@ -74,7 +74,7 @@ def noise(context: Context) -> None:
         piece = record.piece(f"noise/{point}", lambda: {**piece, "tokens": (point - before) * size})  # noqa: B023
         context.say(f"noise: after {point} steps B is {interval(piece)} tokens")
     found = {int(step): piece for step, piece in record.of("noise").items() if piece["value"] is not None}
-    record.decide(decision(found, size, config.steps))
+    record.decide(decision(found, size, config.steps, share))
 
 
 def interval(of: dict) -> str:
@@ -85,17 +85,17 @@ def interval(of: dict) -> str:
     return f"at least {low:,.0f}" if high == float("inf") else f"{float(of['value']):,.0f} [{low:,.0f}, {high:,.0f}]"
 
 
-def decision(found: dict[int, dict], batch: int, steps: int) -> Decision:
-    """What noise scales at steps say of a batch of so many tokens."""
+def decision(found: dict[int, dict], batch: int, steps: int, share: int) -> Decision:
+    """What noise scales at steps say of a batch of so many tokens, of which a device has a `share` of rows."""
     if not found:
         return Decision("noise", "no point was reached at which the noise scale is known", "not done", {})
     last = max(found)
     high, low = float(found[last]["high"]), float(found[last]["low"])
     factor = 1.0
     if high < batch:
-        while factor * batch > high and factor > 1 / 8:
+        while factor * batch > high and share * factor % 2 == 0:
             factor /= 2
-        what = f"batches above it are waste: {factor:g} times the config's {batch:,}"
+        what = f"the config's {batch:,} is above it, and the rest waste: x{factor:g}"
     elif low > batch:
         what = f"the config's {batch:,} is below it: a larger batch may cost few tokens, which branch measures"
     else:

@@ -27,27 +27,28 @@ def first_rung(steps: int, tokens_per_step: int, allowed: float, evaluation: int
     return max(LEAST_STEPS, min(round(OF_RUN * steps), math.floor(min(affordable, 2.0**31))))
 
 
-def rate(context: Context, allowed: float) -> float:
+def rate(context: Context, allowed: float) -> None:
     """Trains on the same batches with each rate, and keeps the better half for twice as long: each time a run of its
     own from the start, with its schedule to the end, as the whole run would have it. Where the best is at the grid's
-    edge, the grid grows. `allowed`: tokens that the stage may take. Returns the factor."""
+    edge, the grid grows. `allowed`: tokens that the stage may take."""
     record, config = context.record, context.config
     size, evaluation = config.batch.tokens_per_step, evaluation_cost(context.config)
     first = record.pieces.get("rate/first", {}).get("steps") or first_rung(config.steps, size, allowed, evaluation)
     if "rate/first" not in record.pieces:
         record.put("rate/first", {"steps": first, "tokens": 0})
-    alive, losses, rungs = list(GRID), {}, []
+    alive, losses, rungs, most = list(GRID), {}, [], record.spent + allowed
     for rung in range(RUNGS):
         steps = min(first * 2**rung, config.steps)
         losses = {}
         while alive:
             factor = alive.pop(0)
             name = f"rate/{steps}/x{factor:g}"
-            if name not in record.pieces and steps * size + evaluation > record.left:
-                context.say(f"rate: {name} would pass the budget")
+            if name not in record.pieces and record.spent + steps * size + evaluation > most:
+                context.say(f"rate: {name} would pass what the stage may take of the budget")
                 break
             trial = with_steps(with_rates(config, factor), steps)
             piece = record.piece(name, lambda trial=trial, name=name: context.losses(name, trial, trial.steps))
+            context.forget(name)
             losses[factor] = [float(loss) for loss in piece["losses"]]
             context.say(f"{name}: held-out loss {sum(losses[factor]) / len(losses[factor]):.4f}")
             if not alive and rung == 0:
@@ -59,9 +60,7 @@ def rate(context: Context, allowed: float) -> float:
                 break
             continue
         break
-    decided = decision(rungs, config.steps)
-    record.decide(decided)
-    return decided.options.get("rate", 1.0)
+    record.decide(decision(rungs, config.steps))
 
 
 def beyond(losses: Mapping[float, list[float]]) -> list[float]:

@@ -13,6 +13,7 @@ from configs.files import write_whole
 from configs.schema import Config, UserError, options
 from model.flops import flops_per_token
 
+STAGES = ("fit", "time", "noise", "rate", "branch")
 KNOWN_BY = ("device", "devices", "jax")  # what measurements of one folder must share, besides the config
 
 
@@ -47,9 +48,12 @@ class Record:
             "flops_per_token": flops_per_token(config.model, config.batch.sequence_length),
         }
         self.pieces: dict[str, dict] = {}
-        self.decisions: list[Decision] = []
+        self.decisions: dict[str, Decision] = {}
+        """By stage, in the order of the stages, those of earlier starts included."""
         if self.path.exists():
-            self.pieces = self._continued(json.loads(self.path.read_text()))
+            before = json.loads(self.path.read_text())
+            self.pieces = self._continued(before)
+            self.decisions = {decision["stage"]: Decision(**decision) for decision in before["decisions"]}
 
     def _continued(self, before: dict) -> dict[str, dict]:
         now = json.loads(json.dumps(self.facts))  # which knows no tuples
@@ -80,14 +84,19 @@ class Record:
         self.pieces[name] = piece
         self.write()
 
-    def decide(self, decision: Decision) -> Decision:
-        self.decisions.append(decision)
+    def decide(self, decision: Decision) -> None:
+        """Puts what a stage decides on record, in place of what it decided before."""
+        made = {**self.decisions, decision.stage: decision}
+        self.decisions = {stage: made[stage] for stage in STAGES if stage in made}
         self.write()
-        return decision
+
+    def decided(self, stage: str, option: str, default: Any) -> Any:
+        """What a stage decided for an option, in this start or an earlier one."""
+        return self.decisions[stage].options.get(option, default) if stage in self.decisions else default
 
     def write(self) -> None:
         """The whole file."""
-        decisions = [vars(decision) for decision in self.decisions]
+        decisions = [vars(decision) for decision in self.decisions.values()]
         whole = {**self.facts, "spent": self.spent / self.run_tokens, "decisions": decisions, "pieces": self.pieces}
         write_whole(self.path, json.dumps(_finite(whole), indent=1, allow_nan=False) + "\n")
 
@@ -102,8 +111,8 @@ class Record:
         return max(0.0, self.allowed - self.spent)
 
     def cost(self, stage: str) -> float:
-        """Of a stage, as a share of the run."""
-        return sum(piece.get("tokens", 0) for piece in self.of(stage).values()) / self.run_tokens
+        """Tokens that a stage took."""
+        return sum(piece.get("tokens", 0) for piece in self.of(stage).values())
 
     def share(self, tokens: float) -> str:
         """Tokens as a share of the run, for messages: `1.25%`."""

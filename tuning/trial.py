@@ -15,13 +15,15 @@ from configs.schema import Config, with_options
 from data.dataset import Text
 from data.loader import StepBatches, held_out_batches, local_rows, train_batches
 from run.checkpoint import Checkpoints
+from run.events import Events
+from run.folder import Past, RunLock, accept, open_run, require_checkpoints
 from run.loop import GaveUp, Loop, Start
 from run.runtime import Stop
 from training.build import Build, build
 from tuning.record import Record
 
 HELD_OUT = 32  # batches of held-out text at most, whose losses are compared pair by pair
-LOGGED = 10  # lines that a trial leaves in metrics.jsonl
+LOGGED = 4  # lines that a trial leaves in metrics.jsonl
 
 
 class Until(Stop):
@@ -82,13 +84,20 @@ class Context:
         return [float(loss) / max(int(tokens), 1) for loss, tokens in sums]
 
     def train(self, name: str, config: Config, until: int, origin: Origin | None = None) -> dict | None:
-        """Trains in the folder `name` up to step `until` of `config.steps`. Returns its parameters, or None where so
-        many steps were skipped that it makes no sense to go on. SystemExit where the command was asked to stop; the
-        same trial is continued later."""
+        """Trains in the folder `name` up to step `until` of `config.steps`: a run as train.py's, which report.py shows,
+        and which is continued where it was stopped. Returns its parameters, or None where so many steps were skipped
+        that it makes no sense to go on. SystemExit where the command was asked to stop."""
         run_dir = self.folder / name
-        config = trial_config(config, run_dir, until - (origin.step if origin else 0))
-        built = build(config)
-        checkpoints = Checkpoints(run_dir, config.checkpoint)
+        built = build(trial_config(config, run_dir, until - (origin.step if origin else 0)))
+        with RunLock(run_dir) as lock:
+            past = Past(*open_run(built.config, self.text.fingerprint, False, lock))
+            require_checkpoints(built.config, past)
+            return self._train(name, built, until, origin)
+
+    def _train(self, name: str, built: Build, until: int, origin: Origin | None) -> dict | None:
+        config, run_dir = built.config, built.config.run_dir
+        saved = lambda step: Events(run_dir).add("saved", step)
+        checkpoints = Checkpoints(run_dir, config.checkpoint, on_saved=saved)
         start = self._start(built, checkpoints, origin)
         if start.step >= until:
             checkpoints.close()
@@ -97,6 +106,7 @@ class Context:
         compiled = lambda step: step.lower(built.abstract_state, built.abstract_batch()).compile()
         measuring = compiled(built.measuring_step) if every else None
         plain = measuring if measuring and every == 1 else compiled(built.train_step)
+        accept(config, self.text.fingerprint, [], start.step, start.position)
         batches = self.batches(built, start.position // config.batch.sequence_length)
         loop = Loop(
             built,
@@ -135,14 +145,16 @@ class Context:
         return Start(state._replace(step=step), origin.step, facts["tokens"], facts["position"])
 
     def losses(self, name: str, config: Config, until: int, origin: Origin | None = None) -> dict:
-        """Trains, evaluates, and deletes the trial's checkpoints: a piece, with the losses of the held-out batches,
-        infinite where it gave up."""
+        """Trains, and evaluates: a piece, with the losses of the held-out batches, infinite where it gave up."""
         params = self.train(name, config, until, origin)
         batches = len(self.held_out[1])
         losses = self.evaluated(params) if params is not None else [math.inf] * batches
-        shutil.rmtree(self.folder / name / "checkpoints", ignore_errors=True)
         steps = until - (origin.step if origin else 0)
         return {"losses": losses, "tokens": steps * config.batch.tokens_per_step + evaluation_cost(self.config)}
+
+    def forget(self, name: str) -> None:
+        """Deletes the checkpoints of a trial whose piece is on record."""
+        shutil.rmtree(self.folder / name / "checkpoints", ignore_errors=True)
 
 
 def held_out_tokens(config: Config) -> int:
@@ -163,6 +175,7 @@ def trial_config(config: Config, run_dir: Path, steps: int) -> Config:
         config,
         {
             "run_dir": str(run_dir),
+            "resume": "auto",
             "checkpoint.folder": "",
             "checkpoint.keep": 1,
             "checkpoint.keep_every": 0,

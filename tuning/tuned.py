@@ -1,6 +1,7 @@
 """tuned.py: a config that train.py takes, made of what the stages decided."""
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from configs.files import write_whole
@@ -10,15 +11,15 @@ from tuning.record import Record
 from tuning.scaling import with_batch, with_rates
 
 
-def tuned(config: Config, record: Record) -> Config:
+def tuned(config: Config, record: Record, devices: Sequence[Any] | None) -> Config:
     """The config with what was decided: of speed as it was timed, else as it fits; the rates' factor; and the batch's,
     as `branch` measured it, else where `noise` lowers it, with rates scaled by the root then."""
     decided: dict[str, Any] = {}
-    for decision in record.decisions:  # of a later stage, over an earlier one's
+    for decision in record.decisions.values():  # of a later stage, over an earlier one's
         decided |= decision.options
     factor, rule, rates = decided.pop("batch", 1.0), decided.pop("rule", "root"), decided.pop("rate", 1.0)
     changed = with_batch(with_rates(with_options(config, decided), rates), factor, rule)
-    return fitting(changed) or config
+    return fitting(changed, devices) or changed
 
 
 def source(config: Config, result: Config, record: Record, command: str) -> str:
@@ -28,9 +29,8 @@ def source(config: Config, result: Config, record: Record, command: str) -> str:
     hidden = ("name", "run_dir", "resume")
     same = {key: value for key, value in after.items() if value == before[key] and value != default[key]}
     new = {key: value for key, value in after.items() if value != before[key]}
-    said = "\n".join(
-        f"{decision.stage} ({decision.kind}): {decision.says.replace(chr(92), '/')}" for decision in record.decisions
-    )
+    made = record.decisions.values()
+    said = "\n".join(f"{of.stage} ({of.kind}): {of.says}" for of in made).replace("\\", "/")
     lines = [
         f'"""{config.name}, as tune.py would have it ({time.strftime("%Y-%m-%d")}).',
         "",
@@ -57,8 +57,7 @@ def source(config: Config, result: Config, record: Record, command: str) -> str:
     return "\n".join(lines)
 
 
-def write(config: Config, record: Record, command: str) -> Config:
-    """Writes tuned.py beside tune.json, and returns its config."""
-    result = tuned(config, record)
+def write(config: Config, record: Record, command: str, devices: Sequence[Any] | None) -> None:
+    """Writes tuned.py beside tune.json, for all devices here, or those given."""
+    result = tuned(config, record, devices)
     write_whole(record.path.with_name("tuned.py"), source(config, result, record, command))
-    return result
