@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -13,7 +14,7 @@ from configs.command_line import load_config
 from configs.schema import options, validate
 from run.runtime import run_command
 from tests.test_train import CONFIG
-from tuning import branch, fit, rate, timing
+from tuning import branch, fit, noise, rate, timing
 from tuning.trial import Context
 
 ROOT = Path(__file__).parent.parent
@@ -154,3 +155,33 @@ def test_a_stage_that_the_budget_is_too_small_for_is_left_out_and_told(folder, m
     assert run(monkeypatch, *TUNE, "--out=small", "--stages=fit,noise", "--budget=1%") == 0
     assert "noise needs at least 2% of the run's FLOPs, and 1% of it are left: left out" in capsys.readouterr().out
     assert json.loads((folder / "small" / "tune.json").read_text())["spent"] == 0
+
+
+@pytest.mark.parametrize("budget", [0.01, 0.03, 0.2, 0.6, 1.0, 1.5, 4.0])
+def test_no_budget_is_passed(folder, monkeypatch, budget):
+    """With trials that cost nothing here, and a loss that rates and batches change."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2**20})
+    monkeypatch.setattr(timing, "build", lambda config: SimpleNamespace(create_state=lambda: None))
+    monkeypatch.setattr(timing, "_prepared", lambda context, name, programs: (None, name))
+    monkeypatch.setattr(timing, "_seconds", lambda program, name, state: (state, 1.0 + len(name) % 2))
+    taken = []  # tokens that trials were asked to train for
+
+    def train(self, name, config, until, origin=None):
+        taken.append((until - (origin.step if origin else 0)) * config.batch.tokens_per_step)
+        return {}
+
+    monkeypatch.setattr(Context, "train", train)
+    monkeypatch.setattr(Context, "held_out", (None, [None] * 4))
+    monkeypatch.setattr(Context, "evaluated", lambda self, params: [3.0, 3.1, 3.2, 3.3])
+    line = lambda step: {"step": step, "diagnostics": {"signal": {"all": 1.0}, "noise": {"all": 900.0 + step}}}
+    monkeypatch.setattr(noise, "read_metrics", lambda run_dir: [line(step) for step in range(1, 41)])
+    out = f"budget-{budget}"
+    assert run(monkeypatch, *TUNE, "--memory=1", f"--budget={budget}", f"--out={out}") == 0
+    record = json.loads((folder / out / "tune.json").read_text())
+    timed = sum(piece["tokens"] for name, piece in record["pieces"].items() if name.startswith("time/"))
+    assert sum(taken) + timed <= record["spent"] * record["run_tokens"] <= budget * record["run_tokens"]
+    done = {decision["stage"] for decision in record["decisions"] if decision["kind"] != "not done"}
+    assert {0.01: {"fit"}, 0.03: {"fit", "noise"}, 4.0: {"fit", "time", "noise", "rate", "branch"}}.get(
+        budget, done
+    ) == done

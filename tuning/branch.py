@@ -9,7 +9,7 @@ from training.build import build
 from tuning.noise import DIVISOR, TRUNK, points
 from tuning.record import Decision
 from tuning.scaling import Rule, with_batch, with_rates
-from tuning.statistics import better_half, critical_factor
+from tuning.statistics import better_half, critical_batch
 from tuning.trial import Context, Origin, evaluation_cost
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)
@@ -39,14 +39,14 @@ def branch(context: Context, rate: float) -> None:
     beginning of its own), with each batch and rule, and decides for the largest batch that loses next to nothing."""
     record, say = context.record, context.say
     rate = record.pieces.get("branch/plan", {}).get("rate", rate)
-    config = with_rates(context.config, rate)
+    config = with_rates(with_options(context.config, record.speed), rate)
     size, evaluation = config.batch.tokens_per_step, evaluation_cost(context.config)
     start, trunk = _trunk(context, config, rate)
     if "branch/plan" not in record.pieces:
         steps = length(start, size, record.left, evaluation)
         record.put("branch/plan", {"start": start, "steps": steps, "rate": rate, "tokens": 0})
     plan = record.pieces["branch/plan"]
-    losses: dict[Rule, dict[float, list[float]]] = {rule: {} for rule in RULES}
+    losses: dict[tuple[float, Rule], list[float]] = {}
     for factor, rule in BRANCHES:
         branched, first, last = with_batch(config, factor, rule), plan["start"] / factor, plan["steps"] / factor
         branched = fitting(branched)
@@ -63,8 +63,7 @@ def branch(context: Context, rate: float) -> None:
         )
         found = [float(loss) for loss in record.piece(name, work)["losses"]]
         context.forget(name)
-        for of in RULES if factor == 1 else (rule,):
-            losses[of][factor] = found
+        losses[factor, rule] = found
         say(f"{name}: held-out loss {sum(found) / len(found):.4f}")
     noise = max(record.of("noise").items(), key=lambda item: int(item[0]), default=("", {}))[1]
     record.decide(decision(losses, size, plan["start"] / config.steps, noise))
@@ -102,28 +101,21 @@ def fitting(config: Config, devices: Sequence[Any] | None = None) -> Config | No
     return None
 
 
-def decision(losses: dict[Rule, dict[float, list[float]]], batch: int, share: float, noise: dict) -> Decision:
-    """From the losses of each rule's batches, by factor; `noise`: the noise scale there."""
-    sound = {rule: of for rule, of in losses.items() if len(of) > 1 and better_half(of)}
-    if not sound:
+def decision(losses: dict[tuple[float, Rule], list[float]], batch: int, share: float, noise: dict) -> Decision:
+    """From the losses of each branch; `noise`: the noise scale at the checkpoint, as a piece."""
+    if len(losses) < 2 or not better_half(losses):
         return Decision("branch", "no two batches were compared", "not done", {})
-    all_of = {(factor, rule): of for rule, by_factor in sound.items() for factor, of in by_factor.items()}
-    factor, rule = 0.0, RULES[0]
-    said = []
-    for each, of in sound.items():
-        most, behind = critical_factor(of, TOLERANCE)
-        shown = ", ".join(
-            f"x{f:g} {more.value:+.4f} [{more.low:+.4f}, {more.high:+.4f}]" for f, more in sorted(behind.items())
-        )
-        said.append(f"{each}: {shown}")
-        mean = lambda key: sum(all_of[key]) / len(all_of[key])
-        if most > factor or (most == factor and mean((most, each)) < mean((factor, rule))):
-            factor, rule = most, each
+    (factor, rule), behind = critical_batch(losses, TOLERANCE)
+    shown = ", ".join(
+        f"x{of:g} {by} {more.value:+.4f} [{more.low:+.4f}, {more.high:+.4f}]"
+        for (of, by), more in sorted(behind.items())
+    )
     at_least = "at least " if factor == max(FACTORS) else ""
-    proxy = f"; the noise scale there was {noise['value']:,.0f}" if isinstance(noise.get("value"), float) else ""
+    proxy = f" (the noise scale there was {float(noise['value']):,.0f})" if noise.get("value") else ""
+    scaled = f", with rates scaled by the {rule} rule," if factor != 1 else ""
     says = (
-        f"a batch of {at_least}{factor * batch:,.0f} tokens (x{factor:g}), rates scaled by the {rule} rule, loses at "
-        f"most {TOLERANCE} nats on the best: the critical batch at {share:.1%} of the run{proxy}. Nats above the best, "
-        f"with intervals of 95% over held-out text, not over seeds: {'; '.join(said)}"
+        f"a batch of {at_least}{factor * batch:,.0f} tokens (x{factor:g}){scaled} loses at most {TOLERANCE} nats on "
+        f"the best: the critical batch at {share:.1%} of the run{proxy}. Nats above the best, with intervals of 95% over "
+        f"held-out text, not over seeds: {shown}"
     )
     return Decision("branch", says, "extrapolated", {"batch": factor, "rule": rule} if factor != 1 else {})

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 
+from configs.schema import with_options
 from tuning.record import Decision
 from tuning.scaling import with_rates, with_steps
 from tuning.statistics import better_half, lowest_of_the_best
@@ -31,7 +32,7 @@ def rate(context: Context, allowed: float) -> None:
     """Trains on the same batches with each rate, and keeps the better half for twice as long: each time a run of its
     own from the start, with its schedule to the end, as the whole run would have it. Where the best is at the grid's
     edge, the grid grows. `allowed`: tokens that the stage may take."""
-    record, config = context.record, context.config
+    record, config = context.record, with_options(context.config, context.record.speed)
     size, evaluation = config.batch.tokens_per_step, evaluation_cost(context.config)
     first = record.pieces.get("rate/first", {}).get("steps") or first_rung(config.steps, size, allowed, evaluation)
     if "rate/first" not in record.pieces:

@@ -94,6 +94,12 @@ class Record:
         """What a stage decided for an option, in this start or an earlier one."""
         return self.decisions[stage].options.get(option, default) if stage in self.decisions else default
 
+    @property
+    def speed(self) -> dict[str, Any]:
+        """The options of speed that were decided, as timed, else as what fits."""
+        made = [self.decisions[stage].options for stage in ("fit", "time") if stage in self.decisions]
+        return {name: value for options in made for name, value in options.items()}
+
     def write(self) -> None:
         """The whole file."""
         decisions = [vars(decision) for decision in self.decisions.values()]

@@ -65,9 +65,12 @@ def lowest_of_the_best(losses: Mapping[float, Sequence[float]]) -> tuple[float, 
     return min([best, *(factor for factor, more in behind.items() if factor < best and more.low <= 0)]), behind
 
 
-def critical_factor(losses: Mapping[float, Sequence[float]], tolerance: float) -> tuple[float, dict[float, Estimate]]:
-    """The largest batch that loses at most `tolerance` nats on the best batch (after arXiv:2505.23971), as a factor of
-    the run's, and how much more each loses than the best."""
+def critical_batch(
+    losses: Mapping[tuple[float, str], Sequence[float]], tolerance: float
+) -> tuple[tuple[float, str], dict[tuple[float, str], Estimate]]:
+    """The largest batch that loses at most `tolerance` nats on the best of all (after arXiv:2505.23971), as its factor
+    and its rule, the rule that loses less where both do; and how much more each loses than the best."""
     best = better_half(losses)[0]
-    behind = {factor: difference(losses[factor], losses[best]) for factor in losses}
-    return max(factor for factor, more in behind.items() if more.value <= tolerance), behind
+    behind = {branch: difference(losses[branch], losses[best]) for branch in losses}
+    within = [branch for branch, more in behind.items() if more.value <= tolerance]
+    return max(within, key=lambda branch: (branch[0], -behind[branch].value)), behind

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from configs.schema import Config, with_options
+from configs.schema import Config, UserError, with_options
 from data.dataset import Text
 from data.loader import StepBatches, held_out_batches, local_rows, train_batches
 from run.checkpoint import Checkpoints
@@ -139,6 +139,8 @@ class Context:
         if origin is None:
             return Start(built.create_state())
         theirs = Checkpoints(origin.folder)
+        if origin.saved not in theirs.steps:
+            raise UserError(f"{origin.folder} holds no checkpoint of step {origin.saved} any more; give another --out")
         state, facts = theirs.restore(origin.saved, built.abstract_state)
         theirs.close()
         step = jax.device_put(np.int32(origin.step), built.abstract_state.step.sharding)

@@ -148,13 +148,13 @@ def test_a_rate_of_shorter_runs_is_extrapolated_and_warned_of():
 
 def test_the_better_rule_at_the_critical_batch_is_taken():
     losses = {
-        "root": {1.0: [3.0, 3.0], 2.0: [3.005, 3.005], 4.0: [3.2, 3.2]},
-        "linear": {1.0: [3.0, 3.0], 2.0: [2.99, 2.99], 4.0: [math.inf] * 2},
+        **{(1.0, "root"): [3.0, 3.0], (2.0, "root"): [3.005, 3.005], (4.0, "root"): [3.2, 3.2]},
+        **{(2.0, "linear"): [2.999, 2.999], (4.0, "linear"): [math.inf] * 2},
     }
     decision = branch.decision(losses, 4096, 0.1, {"value": 8000.0})
     assert decision.options == {"batch": 2.0, "rule": "linear"}
     assert "a batch of 8,192 tokens (x2)" in decision.says and "the noise scale there was 8,000" in decision.says
-    assert branch.decision({"root": {1.0: [3.0]}}, 4096, 0.1, {}).kind == "not done"
+    assert branch.decision({(1.0, "root"): [3.0]}, 4096, 0.1, {}).kind == "not done"
 
 
 def test_a_larger_batch_has_as_many_tokens_in_fewer_steps_and_what_follows():

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tuning.statistics import better_half, critical_factor, difference, lowest_of_the_best, mean, slowdowns
+from tuning.statistics import better_half, critical_batch, difference, lowest_of_the_best, mean, slowdowns
 
 
 def test_an_interval_is_student_s():
@@ -62,11 +62,16 @@ def test_a_tie_is_decided_for_the_lower_rate():
 @pytest.mark.parametrize(
     ("means", "critical"),
     [
-        ({0.5: 3.0, 1.0: 3.005, 2.0: 3.009, 4.0: 3.1}, 2.0),
-        ({0.5: 3.0, 1.0: 3.05, 2.0: 3.2, 4.0: 3.4}, 0.5),
-        ({0.5: 3.2, 1.0: 3.1, 2.0: 3.05, 4.0: 3.0}, 4.0),
-        ({1.0: 3.0, 4.0: math.inf}, 1.0),
+        ({"0.5 root": 3.0, "1 root": 3.005, "2 root": 3.009, "4 root": 3.1}, "2 root"),
+        ({"0.5 root": 3.0, "1 root": 3.05, "2 root": 3.2, "4 root": 3.4}, "0.5 root"),
+        ({"0.5 root": 3.2, "1 root": 3.1, "2 root": 3.05, "4 root": 3.0}, "4 root"),
+        ({"1 root": 3.0, "4 root": math.inf, "4 linear": math.inf}, "1 root"),
+        ({"1 root": 3.0, "2 root": 3.007, "2 linear": 3.004}, "2 linear"),
+        # What is level with itself under a rule that is worse throughout is no critical batch.
+        ({"1 root": 3.0, "2 root": 3.3, "4 linear": 3.3, "0.5 linear": 3.3}, "1 root"),
     ],
 )
 def test_the_critical_batch_is_the_largest_that_loses_next_to_nothing(means, critical):
-    assert critical_factor({factor: [loss, loss] for factor, loss in means.items()}, 0.01)[0] == critical
+    key = lambda text: (float(text.split()[0]), text.split()[1])
+    losses = {key(text): [loss, loss] for text, loss in means.items()}
+    assert critical_batch(losses, 0.01)[0] == key(critical)
