@@ -115,7 +115,7 @@ def decision(losses: dict[tuple[float, Rule], list[float]], batch: int, share: f
     scaled = f", with rates scaled by the {rule} rule," if factor != 1 else ""
     says = (
         f"a batch of {at_least}{factor * batch:,.0f} tokens (x{factor:g}){scaled} loses at most {TOLERANCE} nats on "
-        f"the best: the critical batch at {share:.1%} of the run{proxy}. Nats above the best, with intervals of 95% over "
-        f"held-out text, not over seeds: {shown}"
+        f"the best: the critical batch at {share:.1%} of the run{proxy}. Nats above the best, with intervals of 95% "
+        f"over held-out text, not over seeds: {shown}"
     )
     return Decision("branch", says, "extrapolated", {"batch": factor, "rule": rule} if factor != 1 else {})

@@ -8,6 +8,7 @@ import numpy as np
 from scipy.special import stdtrit  # JAX depends on SciPy
 
 T = TypeVar("T")
+Branch = TypeVar("Branch", bound=tuple[float, str])
 
 
 class Estimate(NamedTuple):
@@ -65,9 +66,7 @@ def lowest_of_the_best(losses: Mapping[float, Sequence[float]]) -> tuple[float, 
     return min([best, *(factor for factor, more in behind.items() if factor < best and more.low <= 0)]), behind
 
 
-def critical_batch(
-    losses: Mapping[tuple[float, str], Sequence[float]], tolerance: float
-) -> tuple[tuple[float, str], dict[tuple[float, str], Estimate]]:
+def critical_batch(losses: Mapping[Branch, Sequence[float]], tolerance: float) -> tuple[Branch, dict[Branch, Estimate]]:
     """The largest batch that loses at most `tolerance` nats on the best of all (after arXiv:2505.23971), as its factor
     and its rule, the rule that loses less where both do; and how much more each loses than the best."""
     best = better_half(losses)[0]
