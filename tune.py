@@ -77,11 +77,12 @@ def budget_of(text: str) -> float:
 def needs(config: Config, record: Record, candidates: int = 2) -> dict[str, float]:
     """The least tokens that each stage can do anything with, beyond what is on record of it."""
     size, evaluation = config.batch.tokens_per_step, evaluation_cost(config)
+    begun = bool(record.of("noise")) and record.decided("rate", "rate", 1.0) == 1  # else `branch` begins anew
     least = {
         "time": candidates * (timing.LEAST_ROUNDS + 1) * size if candidates > 1 else 0,
         "noise": noise.needed(config.steps, size),
         "rate": rate.needed(size, evaluation),
-        "branch": branch.needed(config.steps, size, evaluation, bool(record.of("noise"))),
+        "branch": branch.needed(config.steps, size, evaluation, begun),
     }
     return {stage: 0 if record.of(stage) else tokens for stage, tokens in least.items()}
 
