@@ -9,8 +9,8 @@ import numpy as np
 
 from configs.schema import Config, Positive, validate
 from model.flops import flops_per_token, parameter_counts, peak_flops
+from program.memory import peak_memory_bytes
 from program.operations import top_operations
-from run.runtime import peak_memory_bytes
 from training.build import Build, build
 from training.step import Batch
 

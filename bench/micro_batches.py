@@ -24,8 +24,9 @@ from configs.command_line import parse
 from configs.schema import FilePath, Positive, UserError
 from program.compile import compile_step
 from program.hlo import estimated_cycles
+from program.memory import peak_memory_bytes
 from program.topologies import devices_of
-from run.runtime import peak_memory_bytes, run_command
+from run.runtime import run_command
 from training.build import build
 
 

@@ -106,7 +106,7 @@ class Loop:
         built: Build,
         start: Start,
         train_step: TrainStep,
-        measure: Callable[[dict], dict],
+        measure: Callable[[dict], dict] | None,
         seen: Callable[[int], dict],
         checkpoints: Checkpoints,
         dataset: str,
@@ -117,9 +117,9 @@ class Loop:
         measure_tasks: Callable[[dict], dict] = lambda params: {},
     ):
         """`train_step` and `measuring_step`, which takes its place at every `diagnostics.every_steps`: compiled.
-        `measure(params)` evaluates and samples, `measure_tasks(params)` gives the figures of `eval.tasks`. `seen(i)`:
-        what the i-th batch from the start on held, for the record of a jump. `dataset`: the fingerprint that
-        checkpoints are to carry. `times`: this process's."""
+        `measure(params)` evaluates and samples (None: nothing does), `measure_tasks(params)` gives the figures of
+        `eval.tasks`. `seen(i)`: what the i-th batch from the start on held, for the record of a jump. `dataset`: the
+        fingerprint that checkpoints are to carry. `times`: this process's."""
         self.config = config = built.config
         self.start, self.state, self.step = start, start.state, start.step
         self.train_step, self.measuring_step = train_step, measuring_step
@@ -273,6 +273,8 @@ class Loop:
 
     def evaluate(self) -> dict:
         """Evaluates and samples the network as it is now."""
+        if self.measure is None:
+            return {}
         results = self.measured(self.measure)
         self.say(f"step {self.step}: validation loss {results['val_loss']:.4f}, {results['val_bpb']:.4f} bits per byte")
         return {name: results[name] for name in ("val_loss", "val_bpb")}

@@ -246,14 +246,3 @@ class Stop:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-
-def peak_memory_bytes(compiled: jax.stages.Compiled) -> int:
-    """Peak bytes on the first device: as it reports them, or, where it does not, by the program's own analysis."""
-    measured = jax.local_devices()[0].memory_stats()
-    if measured and "peak_bytes_in_use" in measured:
-        return measured["peak_bytes_in_use"]
-    analysis: Any = compiled.memory_analysis()
-    # Donated arguments and the outputs that take their place are one.
-    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return analysis.argument_size_in_bytes + outputs + analysis.temp_size_in_bytes

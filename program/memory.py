@@ -1,0 +1,34 @@
+"""What a compiled program holds on a device, and what a device has."""
+
+from typing import Any
+
+import jax
+
+GIB = 2**30
+# A device's own memory in GiB, from the makers' pages, by the kind that program/topologies.py names.
+MEMORY_GIB = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "h200": 141e9 / GIB}
+
+
+def program_bytes(compiled: Any) -> int:
+    """Bytes on a device that a compiled program asks for, by its own analysis: arguments, results, temporaries."""
+    analysis: Any = compiled.memory_analysis()
+    # Donated arguments and the outputs that take their place are one.
+    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return analysis.argument_size_in_bytes + outputs + analysis.temp_size_in_bytes
+
+
+def peak_memory_bytes(compiled: jax.stages.Compiled) -> int:
+    """Peak bytes on the first device: as it reports them, or, where it does not, by the program's own analysis."""
+    measured = jax.local_devices()[0].memory_stats()
+    return measured["peak_bytes_in_use"] if measured and "peak_bytes_in_use" in measured else program_bytes(compiled)
+
+
+def device_bytes(device: Any, devices_here: int) -> int:
+    """Bytes that programs may take on a device that is here. Devices that do not say (CPUs) share what the machine has
+    available now (proc(5), MemAvailable)."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    with open("/proc/meminfo") as file:
+        lines = dict(line.split(":") for line in file)
+    return int(lines["MemAvailable"].split()[0]) * 1024 // devices_here

@@ -1,0 +1,149 @@
+"""fit: which rows a device, recomputation and chunks of the loss fit its memory. Programs are compiled, none is run."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from configs.schema import Config, UserError, with_options
+from program.compile import compile_step
+from program.memory import GIB, program_bytes
+from training.build import build
+from training.mesh import make_mesh
+from tuning.record import Decision, Record
+
+REMAT = ("none", "products", "block")  # each with more work than the one before
+MORE_CHUNKS = 8  # tried beside 1 where the config has 1
+HEADROOM = 0.9  # of a device's memory that a program may ask for: the allocator's gaps and the runtime have the rest
+
+
+class Candidate(NamedTuple):
+    """What changes speed and memory, and no result."""
+
+    rows: int
+    """Of a micro-batch on one device."""
+    remat: str
+    loss_chunks: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.rows}-{self.remat}-{self.loss_chunks}"
+
+    def options(self) -> dict[str, Any]:
+        """By the options' names."""
+        return {
+            "batch.rows_per_device": self.rows,
+            "model.remat": self.remat,
+            "model.loss_chunks": self.loss_chunks,
+        }
+
+    def of(self, config: Config) -> Config:
+        """The config with it."""
+        return with_options(config, self.options())
+
+
+def named(name: str) -> Candidate:
+    """The candidate of this name."""
+    rows, remat, chunks = name.split("-")
+    return Candidate(int(rows), remat, int(chunks))
+
+
+def kinds(config: Config) -> list[list[tuple[str, int]]]:
+    """(remat, loss_chunks), by levels of recomputation from the config's on, those of fewer chunks first."""
+    length, chunks = config.batch.sequence_length, config.model.loss_chunks
+    more = chunks if chunks > 1 else MORE_CHUNKS
+    tried = [chunks] if length % more else sorted({1, more})
+    return [[(remat, n) for n in tried] for remat in REMAT[REMAT.index(config.model.remat) :]]
+
+
+def frontier(
+    levels: Sequence[Sequence[tuple[str, int]]], rows: int, share: int, fits: Callable[[Candidate], bool]
+) -> None:
+    """Asks of candidates whether they fit: from `rows` up by doubling to the `share` of rows that a device has of a
+    step, or down by halving, until what fits and what does not are neighbours. Each kind starts where the one before
+    ended. Once a level takes the whole share, the next ones are left out: they recompute more, and there is no memory
+    that they would have to save."""
+    sizes = sorted({*_halvings(share), *(n for n in _halvings(rows) if share % n == 0)})
+    at = sizes.index(max((n for n in sizes if n <= rows), default=sizes[0]))
+    for level in levels:
+        whole = False
+        for remat, chunks in level:
+            of = [Candidate(size, remat, chunks) for size in sizes]
+            if fits(of[at]):
+                if (remat, chunks) == levels[0][0] and at > 0:
+                    fits(of[at - 1])  # smaller ones may be faster, in caches
+                while at + 1 < len(of) and fits(of[at + 1]):
+                    at += 1
+                whole |= of[at].rows == share
+            else:
+                at = next((i for i in reversed(range(at)) if fits(of[i])), 0)
+        if whole:
+            return
+
+
+def _halvings(n: int) -> list[int]:
+    """n, n / 2, ... as long as they are whole."""
+    return [n] + (_halvings(n // 2) if n % 2 == 0 else [])
+
+
+def fit(
+    config: Config, record: Record, limit: int, say: Callable[[str], Any], devices: Sequence[Any] | None = None
+) -> dict[str, Any]:
+    """Compiles the candidates for all devices here or those given, until the frontier is known, and decides for the
+    most rows with the least recomputation. Returns the programs that were compiled now. UserError where none fits."""
+    mesh = make_mesh(config.mesh, devices)
+    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
+    share = config.batch.tokens_per_step // config.batch.sequence_length // replicas
+    programs: dict[str, Any] = {}
+
+    def fits(wanted: Candidate) -> bool:
+        found = record.piece(f"fit/{wanted.name}", lambda: _compile(wanted, config, devices, programs))
+        size = found["bytes"]
+        verdict = size is not None and size <= HEADROOM * limit
+        asks = f"{size / GIB:.3g} GiB" if size else f"more than there is ({found['problem']})"
+        say(f"fit: {describe(wanted)}: {asks}; " + ("it fits" if verdict else "it does not fit, and is not run"))
+        return verdict
+
+    frontier(kinds(config), min(config.batch.rows_per_device, share), share, fits)
+    fitting = that_fit(record, limit)
+    if not fitting:
+        least = min((p["bytes"] for p in record.of("fit").values() if p["bytes"]), default=0)
+        raise UserError(
+            f"no micro-batch of this run fits {limit / GIB:.3g} GiB a device (the least asks for {least / GIB:.3g}, "
+            f"and {HEADROOM:.0%} may be taken): give more devices to --mesh.fsdp, or a smaller network"
+        )
+    best = max(fitting, key=lambda c: (c.rows, -REMAT.index(c.remat), -c.loss_chunks))
+    size = record.of("fit")[best.name]["bytes"]
+    record.decide(
+        Decision(
+            "fit",
+            f"{describe(best)} is the largest that fits with the least recomputation: {size / GIB:.3g} of "
+            f"{limit / GIB:.3g} GiB a device, of which {HEADROOM:.0%} may be taken; {len(fitting)} of "
+            f"{len(record.of('fit'))} programs fit",
+            "measured",
+            best.options(),
+        )
+    )
+    return programs
+
+
+def that_fit(record: Record, limit: int) -> list[Candidate]:
+    """The candidates on record that fit."""
+    found = record.of("fit")
+    return [named(name) for name in found if found[name]["bytes"] and found[name]["bytes"] <= HEADROOM * limit]
+
+
+def describe(candidate: Candidate) -> str:
+    """As the options that make it."""
+    rows, remat, chunks = candidate
+    return f"rows_per_device={rows} remat={remat} loss_chunks={chunks}"
+
+
+def _compile(wanted: Candidate, config: Config, devices: Sequence[Any] | None, programs: dict[str, Any]) -> dict:
+    try:
+        programs[wanted.name] = compile_step(build(wanted.of(config), devices))
+    except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what its memory cannot hold
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        return {"bytes": None, "problem": str(error).splitlines()[0][:200]}
+    return {"bytes": program_bytes(programs[wanted.name])}

@@ -1,0 +1,75 @@
+"""Means with intervals, and what they decide: pure functions of numbers."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from scipy.special import stdtrit  # JAX depends on SciPy
+
+T = TypeVar("T")
+Branch = TypeVar("Branch", bound=tuple[float, str])
+
+
+class Estimate(NamedTuple):
+    """A mean, with an interval of 95% by Student's t."""
+
+    value: float
+    low: float
+    high: float
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """Of independent values. Of a single one the interval has no bounds; where one is not finite, all are infinite: the
+    run failed."""
+    array = np.asarray(values, float)
+    if not np.isfinite(array).all():
+        return Estimate(math.inf, math.inf, math.inf)
+    if len(array) < 2:
+        return Estimate(float(array.mean()), -math.inf, math.inf)
+    error = float(stdtrit(len(array) - 1, 0.975)) * float(array.std(ddof=1)) / math.sqrt(len(array))
+    return Estimate(float(array.mean()), float(array.mean()) - error, float(array.mean()) + error)
+
+
+def difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
+    """Of a - b, whose values belong together pair by pair: what both share, as a hard text, is in no difference."""
+    return mean([x - y for x, y in zip(a, b, strict=True)])
+
+
+def slowdowns(seconds: Mapping[T, Sequence[float]]) -> dict[T, Estimate]:
+    """How much longer each takes than the one that takes least, as a share of it: a geometric mean over rounds, in each
+    of which all were measured, so that a slow minute of the machine is in no difference. Those with fewer rounds, which
+    were dropped, are compared over the rounds that they have."""
+    most = max(len(values) for values in seconds.values())
+    total = {name: sum(map(math.log, values)) for name, values in seconds.items() if len(values) == most}
+    best = min(total, key=lambda name: total[name])
+    found = {best: Estimate(0.0, 0.0, 0.0)}
+    for name in seconds.keys() - {best}:
+        logs = [math.log(value / of_best) for value, of_best in zip(seconds[name], seconds[best])]
+        found[name] = Estimate(*(math.expm1(min(log, 700.0)) for log in mean(logs)))
+    return found
+
+
+def better_half(losses: Mapping[T, Sequence[float]]) -> list[T]:
+    """The half with the lowest mean losses, rounded up, the lowest first (successive halving, arXiv:1502.07943). Those
+    whose loss is not finite are out."""
+    finite = [name for name in losses if all(map(math.isfinite, losses[name]))]
+    ranked = sorted(finite, key=lambda name: float(np.mean(losses[name])))
+    return ranked[: max(1, -(-len(losses) // 2))]
+
+
+def lowest_of_the_best(losses: Mapping[float, Sequence[float]]) -> tuple[float, dict[float, Estimate]]:
+    """The smallest factor that cannot be told from the best one, and how much more each loses than the best. A tie is
+    decided for the smaller rate, since the best rate falls as runs grow longer (arXiv:2409.19913)."""
+    best = better_half(losses)[0]
+    behind = {factor: difference(losses[factor], losses[best]) for factor in losses}
+    return min([best, *(factor for factor, more in behind.items() if factor < best and more.low <= 0)]), behind
+
+
+def critical_batch(losses: Mapping[Branch, Sequence[float]], tolerance: float) -> tuple[Branch, dict[Branch, Estimate]]:
+    """The largest batch that loses at most `tolerance` nats on the best of all (after arXiv:2505.23971), as its factor
+    and its rule, the rule that loses less where both do; and how much more each loses than the best."""
+    best = better_half(losses)[0]
+    behind = {branch: difference(losses[branch], losses[best]) for branch in losses}
+    within = [branch for branch, more in behind.items() if more.value <= tolerance]
+    return max(within, key=lambda branch: (branch[0], -behind[branch].value)), behind

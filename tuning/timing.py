@@ -1,0 +1,139 @@
+"""time: steps of the candidates that fit, in turn, until it is clear which is the fastest."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from configs.schema import Config
+from data.loader import to_devices
+from program.compile import compile_step
+from training.build import build
+from tuning.fit import REMAT, Candidate, describe, named
+from tuning.record import Decision
+from tuning.statistics import slowdowns
+from tuning.trial import Context
+
+MOST = 6  # candidates
+LEAST_ROUNDS, MOST_ROUNDS = 4, 16
+TIE = 0.02  # a share of the time that is not worth a choice
+
+
+def chosen(fitting: list[Candidate]) -> list[Candidate]:
+    """The best few, before any is timed: those with the least recomputation and the most rows."""
+    return sorted(fitting, key=lambda c: (REMAT.index(c.remat), -c.rows, c.loss_chunks))[:MOST]
+
+
+def needed(config: Config, candidates: list[Candidate]) -> int:
+    """Tokens of the least that can tell candidates apart, and of their first steps, which do not count."""
+    return (LEAST_ROUNDS + 1) * len(candidates) * config.batch.tokens_per_step
+
+
+def time_steps(context: Context, candidates: list[Candidate], programs: dict[str, Any]) -> None:
+    """Times whole steps on the run's first batch, one of each candidate in a round, drops those that are slower for
+    certain, and stops when one is left, or those that are left are alike within 2%, or after 16 rounds, or before the
+    budget is passed. Decides for the one of those left that asks for the least memory."""
+    record, config = context.record, context.config
+    kept = {c.name: record.pieces.get(f"time/{c.name}", {}).get("seconds", []) for c in candidates}
+    left, alike = _left(kept)
+    state, steps = None, {}
+    while len(left) > 1 and not alike and len(kept[left[0]]) < MOST_ROUNDS:
+        first = [name for name in left if name not in steps]
+        if (len(left) + len(first)) * config.batch.tokens_per_step > record.left:
+            context.say("time: the next round would pass the budget")
+            break
+        if state is None:
+            state = build(config).create_state()
+        for name in first:
+            steps[name] = _prepared(context, name, programs)
+            state, _ = _seconds(*steps[name], state)
+        taken = {}
+        for name in left:
+            state, taken[name] = _seconds(*steps[name], state)
+        for name in left:
+            kept[name].append(taken[name])
+            before = record.pieces.get(f"time/{name}", {"tokens": 0})["tokens"]
+            tokens = before + (2 if name in first else 1) * config.batch.tokens_per_step
+            record.pieces[f"time/{name}"] = {"seconds": kept[name], "tokens": tokens}
+        record.write()
+        left, alike = _left(kept)
+    decide(context, {name: seconds for name, seconds in kept.items() if seconds}, left)
+
+
+def _left(kept: dict[str, list[float]]) -> tuple[list[str], bool]:
+    """The candidates that are not slower for certain, and whether they are alike."""
+    most = max(len(seconds) for seconds in kept.values())
+    running = [name for name in kept if len(kept[name]) == most]
+    if most < LEAST_ROUNDS:
+        return running, False
+    behind = slowdowns({name: kept[name] for name in running})
+    left = [name for name in running if behind[name].low <= 0]
+    return left, all(behind[name].high < TIE for name in left)
+
+
+def _prepared(context: Context, name: str, programs: dict[str, Any]) -> tuple[Any, Any]:
+    """A candidate's program, and the run's first batch in its shape."""
+    made = build(named(name).of(context.config))
+    if name not in programs:
+        programs[name] = compile_step(made)
+    return programs[name], to_devices(context.batches(made)[0], made.batch_shape, made.batch_sharding)
+
+
+def _seconds(program: Callable, batch: Any, state: Any) -> tuple[Any, float]:
+    """The state after a step, and what it took."""
+    start = time.perf_counter()
+    state, _ = jax.block_until_ready(program(state, batch))
+    return state, time.perf_counter() - start
+
+
+def decide(context: Context, kept: dict[str, list[float]], left: list[str]) -> None:
+    """Of the candidates that are left, the one that asks for the least memory."""
+    record = context.record
+    memory = {name: piece["bytes"] for name, piece in record.of("fit").items()}
+    best = min(left, key=lambda name: memory[name])
+    if not kept:
+        says = f"{describe(named(best))} is the only one that fits, so nothing was timed"
+        if len(left) > 1:
+            says = "no round was timed within the budget"
+        kind = "not done"
+    else:
+        behind = slowdowns(kept)
+        others = ", ".join(
+            f"{name} {of.value:+.1%} [{of.low:+.1%}, {of.high:+.1%}]"
+            for name, of in sorted(behind.items(), key=lambda item: item[1].value)
+            if of.value or of.high
+        )
+        per_step = sum(kept[best]) / len(kept[best])
+        tied = (
+            f"; {len(left)} could not be told apart, and it asks for the least memory of them" if len(left) > 1 else ""
+        )
+        says = (
+            f"{describe(named(best))}: {context.config.batch.tokens_per_step / per_step:,.0f} tokens/s{tied}. Time of "
+            f"the others over the fastest, with intervals of 95%: {others}"
+        )
+        kind = "measured"
+    if notes := padding(context.config, jax.devices()[0].platform):
+        says += f". Slow whatever the rows: {notes}"
+    record.decide(Decision("time", says, kind, named(best).options() if kind == "measured" else {}))
+
+
+def padding(config: Config, platform: str) -> str:
+    """What a TPU's tiles of 128 lanes, or a GPU's of 64, pad in the network's products, with its share; empty where
+    nothing is known to be padded (a CPU)."""
+    tile = {"tpu": 128, "gpu": 64, "cuda": 64}.get(platform)
+    if tile is None:
+        return ""
+    model, tensor = config.model, config.mesh.tensor
+    sizes = {
+        "model.width": model.width,
+        "model.head_dim": model.head_dim,
+        "model.vocab_size / mesh.tensor": model.vocab_size // tensor,
+        "4 model.width / mesh.tensor": 4 * model.width // tensor,
+    }
+    padded = {name: -(-size // tile) * tile for name, size in sizes.items()}
+    return ", ".join(
+        f"{name}={size} is padded to {padded[name]} ({1 - size / padded[name]:.0%} of the work is for nothing)"
+        for name, size in sizes.items()
+        if size < padded[name]
+    )
