@@ -47,7 +47,7 @@ class Shell:
         if self.dry_run:
             return print(join(words))
         try:
-            os.execvp(words[0], words)
+            os.execvp(words[0], list(words))
         except FileNotFoundError as error:
             raise UserError(f"{words[0]} is not installed here; --dry_run shows what it would be asked") from error
 
