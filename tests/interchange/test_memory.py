@@ -1,0 +1,53 @@
+"""A network is exported where it does not fit the memory: a shard of it at a time."""
+
+import os
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs.schema import CheckpointConfig, Config, ModelConfig, resolved
+from data.tokenizer import train_tokenizer
+from run.checkpoint import Checkpoints
+from run.folder import write_record
+from training.state import TrainState, split_model
+
+ROOT = Path(__file__).parents[2]
+TOKENIZER = train_tokenizer(["to be or not to be " * 20], 272)
+
+
+def make_run(folder: Path, depth: int, width: int) -> int:
+    """A run whose network has so many bytes, which are returned."""
+    model = ModelConfig(depth=depth, width=width, heads=16, kv_heads=16, head_dim=64, vocab_size=272, smear=True)
+    config = resolved(Config(name="made", run_dir=str(folder), model=model))
+    shapes = split_model(model, jnp.dtype("float32"))[1]
+    random = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jnp.asarray(random.random(leaf.shape, np.float32)), shapes)
+    write_record(folder / "config.json", config, "a text's", [])
+    TOKENIZER.save(folder / "tokenizer")
+    checkpoints = Checkpoints(folder, CheckpointConfig())
+    checkpoints.save(1, TrainState(jnp.int32(1), params, (), jnp.int32(0)), {"tokens": 1})
+    checkpoints.close()
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+def peak_bytes(folder: Path) -> int:
+    """The most memory that the command held."""
+    command = [sys.executable, str(ROOT / "export.py"), f"--run_dir={folder}", f"--out={folder / 'out'}"]
+    pid = os.posix_spawn(command[0], [*command, "--shard_gigabytes=0.1"], os.environ | {"PYTHONPATH": str(ROOT)})
+    _, status, usage = os.wait4(pid, 0)
+    assert status == 0
+    return 1024 * usage.ru_maxrss
+
+
+@pytest.mark.slow
+def test_the_memory_of_an_export_is_bounded_by_a_shard(tmp_path):
+    """Of a network of 1 GB, in shards of 0.1 GB: a shard as it is read, turned, and as it is written."""
+    size = make_run(tmp_path / "large", 20, 1024)
+    assert size > 1e9
+    make_run(tmp_path / "small", 1, 64)
+    assert peak_bytes(tmp_path / "large") - peak_bytes(tmp_path / "small") < 0.5e9
+    assert len(list((tmp_path / "large" / "out").glob("*.safetensors"))) > 10
