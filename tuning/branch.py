@@ -65,7 +65,7 @@ def branch(context: Context, rate: float) -> None:
         context.forget(name)
         losses[factor, rule] = found
         say(f"{name}: held-out loss {sum(found) / len(found):.4f}")
-    noise = max(record.of("noise").items(), key=lambda item: int(item[0]), default=("", {}))[1]
+    noise = record.of("noise").get(str(plan["start"]), {})
     record.decide(decision(losses, size, plan["start"] / config.steps, noise))
 
 
@@ -102,7 +102,8 @@ def fitting(config: Config, devices: Sequence[Any] | None = None) -> Config | No
 
 
 def decision(losses: dict[tuple[float, Rule], list[float]], batch: int, share: float, noise: dict) -> Decision:
-    """From the losses of each branch; `noise`: the noise scale at the checkpoint, as a piece."""
+    """From the losses of each branch; `noise`: the noise scale after as many steps as the checkpoint's, as
+    a piece."""
     if len(losses) < 2 or not better_half(losses):
         return Decision("branch", "no two batches were compared", "not done", {})
     (factor, rule), behind = critical_batch(losses, TOLERANCE)
@@ -111,7 +112,7 @@ def decision(losses: dict[tuple[float, Rule], list[float]], batch: int, share: f
         for (of, by), more in sorted(behind.items())
     )
     at_least = "at least " if factor == max(FACTORS) else ""
-    proxy = f" (the noise scale there was {float(noise['value']):,.0f})" if noise.get("value") else ""
+    proxy = f" (the noise scale after as many steps was {float(noise['value']):,.0f})" if noise.get("value") else ""
     scaled = f", with rates scaled by the {rule} rule," if factor != 1 else ""
     says = (
         f"a batch of {at_least}{factor * batch:,.0f} tokens (x{factor:g}){scaled} loses at most {TOLERANCE} nats on "

@@ -153,7 +153,10 @@ def test_the_better_rule_at_the_critical_batch_is_taken():
     }
     decision = branch.decision(losses, 4096, 0.1, {"value": 8000.0})
     assert decision.options == {"batch": 2.0, "rule": "linear"}
-    assert "a batch of 8,192 tokens (x2)" in decision.says and "the noise scale there was 8,000" in decision.says
+    assert (
+        "a batch of 8,192 tokens (x2)" in decision.says
+        and "the noise scale after as many steps was 8,000" in decision.says
+    )
     assert branch.decision({(1.0, "root"): [3.0]}, 4096, 0.1, {}).kind == "not done"
 
 
