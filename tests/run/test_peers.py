@@ -1,5 +1,6 @@
 """How processes wait for each other, and end together."""
 
+import re
 import signal
 import socket
 import subprocess
@@ -81,12 +82,12 @@ def test_one_that_went_away_is_missing_again_and_one_that_does_not_answer_is_nam
 
 
 def test_one_that_does_not_come_ends_the_others_by_its_name(port):
-    callers = [Caller(port, i, 3, timeout=0.5) for i in (0, 1)]
+    callers = [Caller(port, i, 3, timeout=2) for i in (0, 1)]
     wait_for(lambda: all(caller.ended.startswith("PeerLost: ") for caller in callers))
     assert all("waiting for process 2 of 3" in caller.ended for caller in callers)
     alone = Caller(port, 1, 2, timeout=0.5)
     wait_for(lambda: alone.ended != "waiting")
-    assert f"PeerLost: 2 s: process 0 at 127.0.0.1:{port} cannot be reached" in alone.ended.replace("1 s:", "2 s:")
+    assert re.search(rf"PeerLost: \d+ s: process 0 at 127.0.0.1:{port} cannot be reached", alone.ended), alone.ended
 
 
 def test_processes_that_were_told_different_things_are_a_mistake(port):
