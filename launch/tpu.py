@@ -65,7 +65,7 @@ def run_to_the_end(job: Job, options: TpuOptions, zones: tuple[str, ...], code: 
         slices = get_and_start(job, options, zones, code, deadline)
         if options.dry_run:
             return "ended 0"
-        outcome = watch(slices, job, deadline) if slices else "nothing"
+        outcome = watch(slices, job, code, options, deadline) if slices else "nothing"
         if outcome == "nothing" and time.time() > deadline:
             return "deadline"
         if outcome not in ("taken", "nothing"):
@@ -142,7 +142,7 @@ def states(slices: Slices) -> dict[str, tuple[str, str]]:
     return {host: state for host, state in found.items() if state[0] in ("none", "idle", "running", "ended")}
 
 
-def watch(slices: Slices, job: Job, deadline: float) -> str:
+def watch(slices: Slices, job: Job, code: Code, options: TpuOptions, deadline: float) -> str:
     """Until the run is over: `ended CODE`, `taken` or `deadline`. Saves first at the deadline, and where a host ended
     with a code that must not be repeated."""
     while True:
@@ -164,7 +164,13 @@ def watch(slices: Slices, job: Job, deadline: float) -> str:
         if codes and len(codes) == len(known) == job.hardware.hosts:
             fetch(slices)
             return "ended 0"
-        if {"none", "idle"} & {state for state, _ in known.values()}:  # a host was started anew
+        now = {state for state, _ in known.values()}
+        if "none" in now:  # a host was made anew, with an empty disk
+            try:
+                start(slices, job, code, options)
+            except UserError as error:
+                warn(str(error))
+        elif "idle" in now:  # a host was started anew
             slices.ssh(hosts.start(slices.name), check=False)
         if time.time() > deadline:
             save(slices)

@@ -49,6 +49,8 @@ def resource(name: str, zone: str) -> Path:
 
 def update(path: Path, **facts) -> dict:
     known = (json.loads((path / "facts").read_text()) if (path / "facts").exists() else {}) | facts
+    if not facts:  # nothing to write, which could undo what another process writes meanwhile
+        return known
     path.mkdir(parents=True, exist_ok=True)
     (path / "fresh").write_text(json.dumps(known))
     (path / "fresh").rename(path / "facts")
@@ -83,15 +85,15 @@ def describe(path: Path) -> int:
     return 0
 
 
-def processes_of(path: Path) -> list[int]:
-    """Every process whose HOME is a host of this resource."""
+def processes_of(path: Path, host: str) -> list[int]:
+    """Every process whose HOME is a host of this resource whose name begins so."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             environment = (entry / "environ").read_bytes()
         except OSError:
             continue
-        if f"HOME={path}/".encode() in environment:
+        if f"HOME={path}/{host}".encode() in environment:
             found.append(int(entry.name))
     return found
 
@@ -99,11 +101,16 @@ def processes_of(path: Path) -> list[int]:
 def take(path: Path, state: str = "SUSPENDED") -> None:
     """The machines are gone, with all that ran on them."""
     update(path, state=state)
-    while running := [pid for pid in processes_of(path) if pid != os.getpid()]:
+    take_hosts(path, "host-")
+
+
+def take_hosts(path: Path, name: str) -> None:
+    """The hosts whose names begin so are gone, and what ran there."""
+    while running := [pid for pid in processes_of(path, name) if pid != os.getpid()]:
         for pid in running:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    for host in path.glob("host-*"):
+    for host in path.glob(f"{name}*"):
         shutil.rmtree(host)
 
 

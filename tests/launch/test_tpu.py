@@ -49,11 +49,21 @@ class Cloud:
 
     def take(self) -> None:
         """Takes the slices away that are there, as a preemption does."""
-        spec = importlib.util.spec_from_file_location("fake_gcloud", STAND_IN)
-        fake = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(fake)
         for path in self.left():
-            fake.take(Path(path))
+            stand_in().take(Path(path))
+
+    def take_host(self, name: str) -> None:
+        """Replaces a host of the slices by an empty one."""
+        for path in self.left():
+            stand_in().take_hosts(Path(path), name)
+
+
+def stand_in():
+    """The stand-in for gcloud, as a module."""
+    spec = importlib.util.spec_from_file_location("fake_gcloud", STAND_IN)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -151,6 +161,23 @@ def test_a_slice_that_is_taken_is_made_anew(repository, cloud):
     harming.join()
     assert starts(repository) == [3, 3] and not cloud.left()
     assert all("--spot" in words for words in cloud.asked("create"))
+
+
+def test_a_host_that_lost_its_disk_is_prepared_anew(repository, cloud):
+    """Its slice stays ACTIVE."""
+    repository.plan(["wait", "wait"], [0, 0])
+
+    def harm() -> None:
+        wait_for(lambda: starts(repository) == [1, 1])
+        cloud.take_host("host-0-0")
+        os.kill(repository.starts(1)[0]["pid"], 15)  # the other one has lost its peer
+
+    harming = threading.Thread(target=harm)
+    harming.start()
+    assert launch(repository, "run") == 0
+    harming.join()
+    # The other one may have ended before, and then sees once more that all is done.
+    assert starts(repository)[0] == 2 and not cloud.left() and len(cloud.asked("create")) == 1
 
 
 def test_commands_that_run_again_and_connections_that_break_are_harmless(repository, cloud):
