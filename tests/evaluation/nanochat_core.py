@@ -3,9 +3,7 @@
 NANOCHAT_DIR=... python -m tests.evaluation.nanochat_core
 """
 
-import importlib
 import json
-import os
 import random
 import sys
 import tempfile
@@ -18,32 +16,11 @@ import numpy as np
 from configs.schema import ModelConfig
 from data.tokenizer import TextTokenizer
 from evaluation.core import Task
+from interchange.transformers import turned
+from tests.nanochat_checkout import import_nanochat, their_name
 from training.optimizer import path_name
 
 RESULTS = Path(__file__).with_name("nanochat_core.json")
-NAMES = {
-    "embed.table": "transformer.wte.weight",
-    "lm_head.kernel": "lm_head.weight",
-    "smear_gate.kernel": "smear_gate.weight",
-    ".values": "",
-    "blocks.": "transformer.h.",
-    "attention.query.kernel": "attn.c_q.weight",
-    "attention.key.kernel": "attn.c_k.weight",
-    "attention.value.kernel": "attn.c_v.weight",
-    "attention.out.kernel": "attn.c_proj.weight",
-    "attention.value_gate.kernel": "attn.ve_gate.weight",
-    "mlp.up.kernel": "mlp.c_fc.weight",
-    "mlp.down.kernel": "mlp.c_proj.weight",
-}
-"""Parts of our parameters' names, and of nanochat's."""
-
-
-def import_nanochat(patch) -> tuple:
-    """Its network and its evaluation, in float32 and without compilation."""
-    patch.setenv("NANOCHAT_DTYPE", "float32")
-    patch.setenv("TORCHDYNAMO_DISABLE", "1")
-    patch.syspath_prepend(os.environ["NANOCHAT_DIR"])
-    return importlib.import_module("nanochat.gpt"), importlib.import_module("nanochat.core_eval")
 
 
 def their_network(gpt, config: ModelConfig, params: dict, longest: int):
@@ -57,12 +34,8 @@ def their_network(gpt, config: ModelConfig, params: dict, longest: int):
     theirs = dict(network.named_parameters())
     with torch.no_grad():
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            ours = name = path_name(path)
-            for part, other in NAMES.items():
-                name = name.replace(part, other)
-            if ours.endswith("attention.value_embedding.table"):
-                name = f"value_embeds.{ours.split('.')[1]}.weight"
-            theirs[name].copy_(torch.tensor(np.array(leaf.T if ours.endswith("kernel") else leaf)))
+            name = path_name(path)
+            theirs[their_name(name)].copy_(torch.tensor(np.array(turned(name, leaf))))
     network.max_seq_len = longest
     return network
 
@@ -125,7 +98,7 @@ if __name__ == "__main__":
     from tests.evaluation import core_bundle
 
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        gpt, core_eval = import_nanochat(patch)
+        gpt, core_eval = import_nanochat(patch, "gpt", "core_eval")
         network = their_network(gpt, core_bundle.CONFIG, core_bundle.params(), core_bundle.LONGEST)
         bundle = core_bundle.make_bundle(Path(folder))
         found = {

@@ -17,6 +17,7 @@ from evaluation.log import append_to_log, open_log
 from evaluation.scorer import Scores, shape_of, size_down, size_up
 from tests.evaluation import nanochat_core
 from tests.evaluation.core_bundle import CONFIG, LONGEST, TASKS, make_bundle, params, tokenizer
+from tests.nanochat_checkout import import_nanochat
 from training.mesh import make_mesh
 from training.state import abstract_params
 
@@ -105,7 +106,7 @@ def test_every_item_is_as_nanochat_s_core_eval_has_it_on_any_mesh(bundle, nanoch
 def test_a_subset_is_as_nanochat_beside_us_has_it(bundle, monkeypatch):
     """Of 16 items a task; the shots come from among them."""
     pytest.importorskip("torch")
-    gpt, core_eval = nanochat_core.import_nanochat(monkeypatch)
+    gpt, core_eval = import_nanochat(monkeypatch, "gpt", "core_eval")
     network = nanochat_core.their_network(gpt, CONFIG, params(), LONGEST)
     run, placed = benchmarks(bundle, items=16)
     lines = []

@@ -1,6 +1,5 @@
 """Our network with each of its options, and Muon, against nanochat's own module, where NANOCHAT_DIR is a checkout."""
 
-import importlib
 import os
 import sys
 from dataclasses import replace
@@ -16,9 +15,11 @@ NANOCHAT = os.environ.get("NANOCHAT_DIR")
 pytestmark = pytest.mark.skipif(not NANOCHAT, reason="NANOCHAT_DIR names no checkout of nanochat")
 
 from configs.schema import ModelConfig, MuonConfig, ScheduleConfig
+from interchange.transformers import turned
 from model.gpt import GPT
 from model.loss import loss_sums, softcap
 from tests.helpers import perturbed
+from tests.nanochat_checkout import import_nanochat, their_name
 from training.muon import muon
 from training.optimizer import path_name
 
@@ -35,37 +36,9 @@ TOKENS = np.random.default_rng(0).integers(0, 320, (2, LENGTH + 1))
 def nanochat():
     """Its modules, in float32 and without compilation."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOCHAT_DTYPE", "float32")
-        patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        patch.syspath_prepend(NANOCHAT)
-        yield importlib.import_module("nanochat.gpt"), importlib.import_module("nanochat.optim")
+        yield import_nanochat(patch, "gpt", "optim")
         for name in [name for name in sys.modules if name.startswith("nanochat")]:
             del sys.modules[name]
-
-
-def their_name(name: str) -> str:
-    for ours, theirs in {
-        "embed.table": "transformer.wte.weight",
-        "lm_head.kernel": "lm_head.weight",
-        "smear_gate.kernel": "smear_gate.weight",
-        ".values": "",
-        "blocks.": "transformer.h.",
-        "attention.query.kernel": "attn.c_q.weight",
-        "attention.key.kernel": "attn.c_k.weight",
-        "attention.value.kernel": "attn.c_v.weight",
-        "attention.out.kernel": "attn.c_proj.weight",
-        "attention.value_gate.kernel": "attn.ve_gate.weight",
-        "mlp.up.kernel": "mlp.c_fc.weight",
-        "mlp.down.kernel": "mlp.c_proj.weight",
-    }.items():
-        name = name.replace(ours, theirs)
-    if name.endswith("attention.value_embedding.table"):
-        return f"value_embeds.{name.split('.')[2]}.weight"
-    return name
-
-
-def turned(name: str, array: np.ndarray) -> np.ndarray:
-    return array.T if name.endswith("kernel") else array
 
 
 @pytest.mark.parametrize("without", [None, "smear", "backout", "x0_lambdas", "resid_lambdas", "value_embeddings"])
