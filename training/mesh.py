@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -170,6 +171,11 @@ def parameter_spec(shape: tuple[int, ...], axes: Axes, mesh: Mesh) -> PartitionS
         longest = max(divisible, key=lambda i: sizes[i])
         spec[longest] = (axes[longest], "data") if axes[longest] else "data"
     return PartitionSpec(*spec)
+
+
+def parameter_sharding(param: nnx.Param, mesh: Mesh) -> NamedSharding:
+    """Where a parameter of the network lies, by its shape and the axes that it declares."""
+    return NamedSharding(mesh, parameter_spec(param.shape, param.get_metadata("axes"), mesh))
 
 
 def dimension_over(spec: PartitionSpec, axis: str) -> int | None:

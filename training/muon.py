@@ -8,17 +8,19 @@
 
 optax.contrib.muon has no second moment, no agreement of decay and update, and no schedule that is a function of the
 step; and it would orthogonalise every matrix on every device. Here matrices of one shape are stacked, and the stack is
-divided over all devices: each matrix is orthogonalised by one of them.
+dealt out to all devices by all-to-alls: each matrix is whole on one of them, which orthogonalises it.
 """
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from configs.schema import MuonConfig
@@ -34,6 +36,10 @@ POLAR_EXPRESS = (
 )
 
 
+Spec = tuple[tuple[str, ...], ...]
+"""For each dimension of a matrix, the mesh axes that divide it, the major one first."""
+
+
 class MuonState(NamedTuple):
     """What Muon remembers, float32."""
 
@@ -43,8 +49,11 @@ class MuonState(NamedTuple):
     """Second moments of the orthogonalised updates: a number for each row or column, along the longer side."""
 
 
-def muon(config: MuonConfig, rate: Schedule, steps: int, mesh: Mesh | None) -> optax.GradientTransformationExtraArgs:
-    """The updates of a tree of matrices, rate and decay included. `mesh`: the devices that share the work."""
+def muon(
+    config: MuonConfig, rate: Schedule, steps: int, shardings: Sequence[NamedSharding] | None
+) -> optax.GradientTransformationExtraArgs:
+    """The updates of a tree of matrices, rate and decay included. `shardings`: where its leaves lie, on the
+    devices that share the work; None: all on one."""
 
     def init(params: optax.Params) -> MuonState:
         second = lambda p: jnp.zeros((1, p.shape[1]) if p.shape[1] >= p.shape[0] else (p.shape[0], 1), jnp.float32)
@@ -57,7 +66,7 @@ def muon(config: MuonConfig, rate: Schedule, steps: int, mesh: Mesh | None) -> o
         mu = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state.mu, updates)
         ahead = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, mu, updates)
         leaves, structure = jax.tree.flatten(ahead)
-        directions = structure.unflatten(orthogonalise_all(leaves, mesh))
+        directions = structure.unflatten(orthogonalise_all(leaves, shardings))
         nu = jax.tree.map(
             lambda n, d: config.beta2 * n + (1 - config.beta2) * _along_short_side(d), state.nu, directions
         )
@@ -86,22 +95,60 @@ def momentum_at(config: MuonConfig, step: Int[Array, ""] | int, steps: int) -> F
     return jnp.where(rise < 1, risen, fallen)
 
 
-def orthogonalise_all(matrices: list[Float[Array, "..."]], mesh: Mesh | None) -> list[Float[Array, "..."]]:
-    """Each matrix's nearest orthogonal one, nearly; those of one shape as a stack that is divided over all devices."""
-    stacks: dict[tuple[int, int], list[int]] = defaultdict(list)
+def orthogonalise_all(
+    matrices: list[Float[Array, "..."]], shardings: Sequence[NamedSharding] | None
+) -> list[Float[Array, "..."]]:
+    """Each matrix's nearest orthogonal one, nearly. Those that lie alike once the tall ones are turned make a stack, so
+    that stacking sends nothing, and the stack is divided over all devices."""
+    stacks: dict[tuple, list[int]] = defaultdict(list)
+    tall = [matrix.shape[0] > matrix.shape[1] for matrix in matrices]
     for i, matrix in enumerate(matrices):
-        stacks[min(matrix.shape), max(matrix.shape)].append(i)
+        spec = _divided(shardings[i]) if shardings else ((), ())
+        stacks[min(matrix.shape), max(matrix.shape), spec[:: -1 if tall[i] else 1]].append(i)
     results: list[Any] = [None] * len(matrices)
-    for indices in stacks.values():
-        tall = [matrices[i].shape[0] > matrices[i].shape[1] for i in indices]
+    for (_, _, spec), indices in stacks.items():
         equal = [_equal_outputs(matrices[i]) for i in indices]
-        stack = jnp.stack([matrix.T if turn else matrix for matrix, turn in zip(equal, tall)])
-        if mesh is not None:
+        stack = jnp.stack([matrix.T if tall[i] else matrix for i, matrix in zip(indices, equal)])
+        if shardings and shardings[0].mesh.size > 1:
+            mesh, lies = shardings[0].mesh, PartitionSpec(None, *spec)
             stack = jnp.pad(stack, ((0, -len(indices) % mesh.size), (0, 0), (0, 0)))
-            stack = jax.lax.with_sharding_constraint(stack, NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
-        for i, turn, result in zip(indices, tall, orthogonalise(stack)):
-            results[i] = result.T if turn else result
+            dealt = partial(orthogonalise_dealt, spec=spec, axes=mesh.axis_names)
+            stack = jax.shard_map(dealt, mesh=mesh, in_specs=lies, out_specs=lies)(stack)
+        else:
+            stack = orthogonalise(stack)
+        for i, result in zip(indices, stack):
+            results[i] = result.T if tall[i] else result
     return results
+
+
+def _divided(sharding: NamedSharding) -> Spec:
+    """For each dimension, the mesh axes that divide it."""
+    wide = {axis for axis, size in sharding.mesh.shape.items() if size > 1}
+    named = [(names,) if isinstance(names, str) else names or () for names in sharding.spec]
+    return tuple(tuple(axis for axis in names if axis in wide) for names in named)
+
+
+def orthogonalise_dealt(
+    x: Float[Array, "count short_share long_share"], spec: Spec, axes: Sequence[str]
+) -> Float[Array, "count short_share long_share"]:
+    """For one device: its shares of all matrices to some whole ones, these orthogonalised, and back.
+
+    An all-to-all over each mesh axis that divides the matrices (the minor one of a dimension first), of this device's
+    share of the stack, there and back; what an axis does not divide is cut, and all-gathered: gates, which are small.
+    """
+    moves = [(axis, dimension) for dimension, names in enumerate(spec, start=1) for axis in reversed(names)]
+    whole = [axis for axis in axes if axis not in [axis for axis, _ in moves]]
+    for axis, dimension in moves:
+        x = jax.lax.all_to_all(x, axis, 0, dimension, tiled=True)
+    for axis in whole:
+        size = x.shape[0] // jax.lax.axis_size(axis)
+        x = jax.lax.dynamic_slice_in_dim(x, size * jax.lax.axis_index(axis), size)
+    x = orthogonalise(x)
+    for axis in reversed(whole):
+        x = jax.lax.all_gather(x, axis, tiled=True, to="invarying")
+    for axis, dimension in reversed(moves):
+        x = jax.lax.all_to_all(x, axis, dimension, 0, tiled=True)
+    return x
 
 
 def _equal_outputs(matrix: Float[Array, "inputs outputs"]) -> Float[Array, "inputs outputs"]:

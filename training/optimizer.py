@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxtyping import Array, Int
 
 from configs.schema import GroupConfig, ModelConfig, MuonConfig, OptimizerConfig, UserError
 from model.gpt import map_parameters
+from training.mesh import parameter_sharding
 from training.muon import muon
 from training.schedule import Schedule, make_schedule
 
@@ -72,13 +74,15 @@ def make_optimizer(
             )
     present = sorted(set(jax.tree.leaves(groups)))
     peaks = peak_rates(config, model.width)
+    shardings = map_parameters(partial(parameter_sharding, mesh=mesh), model) if mesh else None
 
     def group(name: str) -> tuple[optax.GradientTransformation, Schedule]:
         options = group_config(config, name)
         schedule = make_schedule(options.schedule, steps)
         rate = lambda step: peaks[name] * schedule(step)
         if isinstance(options, MuonConfig):
-            return muon(options, rate, steps, mesh), rate
+            mine = [where for where, of in zip(jax.tree.leaves(shardings), jax.tree.leaves(groups)) if of == name]
+            return muon(options, rate, steps, mine or None), rate
         adamw = optax.chain(
             optax.scale_by_adam(options.beta1, options.beta2, options.eps, mu_dtype=jnp.float32),
             optax.add_decayed_weights(options.weight_decay),

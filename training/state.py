@@ -2,7 +2,7 @@
 
 import hashlib
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from configs.schema import ModelConfig
 from model.gpt import GPT, abstract_model, map_parameters
-from training.mesh import parameter_spec
+from training.mesh import parameter_sharding
 from training.optimizer import path_name
 
 
@@ -50,7 +50,7 @@ def split_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef[GPT
 
 def abstract_params(config: ModelConfig, mesh: Mesh) -> dict:
     """Shapes, types and shardings of the float32 parameters."""
-    place = lambda param: _placed(param, mesh, parameter_spec(param.shape, param.get_metadata("axes"), mesh))
+    place = lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=parameter_sharding(param, mesh))
     return map_parameters(place, config)
 
 
@@ -65,7 +65,8 @@ def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation,
         # A moment's path in the optimizer state ends with its parameter's.
         found = [by_path[keys[i:]] for i in range(len(keys)) if keys[i:] in by_path]
         alike = found and found[0].shape == leaf.shape
-        return _placed(leaf, mesh, found[0].sharding.spec if alike else PartitionSpec())
+        lies = found[0].sharding if alike else NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies)
 
     shapes = jax.eval_shape(partial(_initial_state, optimizer=optimizer), params)
     return jax.tree_util.tree_map_with_path(place, shapes)
@@ -73,10 +74,6 @@ def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation,
 
 def _keys(path: tuple) -> tuple:
     return tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
-
-
-def _placed(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
 
 def create_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:

@@ -1,12 +1,16 @@
 """Muon: what orthogonalisation gives, the schedules, and that each matrix is worked on once. (That it is nanochat's:
 tests/interchange/test_nanochat.py; that its update is the same on every mesh: test_step.py.)"""
 
+from collections import defaultdict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.schema import MeshConfig, MuonConfig, ScheduleConfig
+from program.collectives import collectives
 from training.mesh import make_mesh, parameter_spec
 from training.muon import momentum_at, muon, orthogonalise_all
 
@@ -35,8 +39,11 @@ def test_a_matrix_of_zeros_stays():
 
 def test_matrices_of_one_shape_are_stacked_turned_or_not_and_come_back_in_their_order():
     matrices = [random((8, 4), 0), random((4, 8), 1), random((4, 4), 2), random((8, 4), 3)]
-    for mesh in (None, make_mesh(MeshConfig())):
-        for matrix, found in zip(matrices, orthogonalise_all(matrices, mesh)):
+    mesh = make_mesh(MeshConfig(2, 2, 2))
+    axes = [("fsdp", "tensor"), ("tensor", "fsdp"), (("fsdp", "data"), "tensor"), (None, "tensor")]
+    placed = [NamedSharding(mesh, PartitionSpec(*names)) for names in axes]
+    for shardings in (None, placed):
+        for matrix, found in zip(matrices, orthogonalise_all(matrices, shardings)):
             np.testing.assert_allclose(found, orthogonalise_all([matrix], None)[0], atol=1e-5)
 
 
@@ -63,14 +70,14 @@ def test_decay_falls_on_what_the_update_shrinks_and_fades():
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
-def test_no_matrix_is_worked_on_twice(sizes):
-    """Of 16 matrices each of eight devices multiplies two: an eighth of the work of one device alone."""
+def test_no_matrix_is_worked_on_twice_nor_sent_whole(sizes):
+    """Of 16 matrices each of eight devices multiplies two: an eighth of the work of one device alone. Over each axis of
+    the mesh a device's share of them goes there and back, and nothing else but norms is sent."""
     mesh = make_mesh(MeshConfig(*sizes))
-    spec = parameter_spec((64, 64), ("fsdp", "tensor"), mesh)
+    divided = NamedSharding(mesh, parameter_spec((64, 64), ("fsdp", "tensor"), mesh))
     flops = []
-    for over in (None, mesh):
-        transform = muon(CONFIG, lambda step: jnp.float32(0.1), 10, over)
-        placed = jax.NamedSharding(mesh, spec) if over else None
+    for placed in (None, divided):
+        transform = muon(CONFIG, lambda step: jnp.float32(0.1), 10, placed and [placed] * 16)
         params = {i: jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=placed) for i in range(16)}
         state = jax.tree.map(
             lambda leaf, placed=placed: jax.ShapeDtypeStruct(
@@ -79,6 +86,12 @@ def test_no_matrix_is_worked_on_twice(sizes):
             jax.eval_shape(transform.init, params),
         )
         update = jax.jit(lambda g, s, p, transform=transform: transform.update(g, s, p, step=jnp.array(3)))
-        cost = update.lower(params, state, params).compile().cost_analysis()
-        flops.append(cost["flops"])
+        compiled = update.lower(params, state, params).compile()
+        flops.append(compiled.cost_analysis()["flops"])
     assert flops[1] < 0.15 * flops[0]
+    sent = defaultdict(int)
+    for collective in collectives(compiled.as_text(), dict(mesh.shape)):
+        sent[collective.kind == "all-to-all"] += collective.times * collective.bytes_each
+    matrix = 4 * 64 * 64
+    assert sent[True] == 2 * sum(size > 1 for size in sizes) * 16 * matrix / 8
+    assert sent[False] < 2 * matrix
