@@ -41,6 +41,9 @@ def noise_scale(signals: Sequence[float], noises: Sequence[float]) -> NoiseScale
     return NoiseScale(float(value), float(max(value - 2 * spread, 0.0)), float(value + 2 * spread))
 
 
+ESTIMATES = ("signal", "noise", "adam_signal", "adam_noise")  # of which noise scales are made: |G|^2 and tr Sigma
+
+
 class Diagnosis:
     """The newest measured steps."""
 
@@ -49,32 +52,30 @@ class Diagnosis:
         self.newest: deque[dict[str, dict[str, float]]] = deque(maxlen=WINDOW)
         for line in lines:
             if "diagnostics" in line:
-                self.newest.append({name: line["diagnostics"][name] for name in ("signal", "noise")})
+                self._add(line["diagnostics"])
+
+    def _add(self, measured: dict) -> None:
+        self.newest.append({name: measured[name] for name in ESTIMATES if name in measured})
 
     def line(self, measured: dict) -> dict:
         """Of the newest measured step (training/diagnostics.py, as numbers), what metrics.jsonl is to hold: norms by
-        group and by block, and the noise scale of the window, of each group and of all."""
-        self.newest.append({name: measured[name] for name in ("signal", "noise")})
-        scales = {name: self.scale(name) for name in measured["signal"]}
-        of_all = scales.pop("all")
+        group and by block, and the noise scale of the window, of each group and of all, in each metric."""
+        self._add(measured)
         groups, blocks = (_by_name(measured[kind]) for kind in ("groups", "blocks"))
-        for name, scale in scales.items():
-            groups[name]["noise_scale"] = scale.value if scale else None
-        return {
-            "noise_scale": of_all.value if of_all else None,
-            "noise_scale_low": of_all.low if of_all else None,
-            "noise_scale_high": of_all.high if of_all else None,
-            "coherence_running": measured["coherence_running"],
-            "clipped": measured["clipped"],
-            "groups": groups,
-            "blocks": blocks,
-            "signal": measured["signal"],
-            "noise": measured["noise"],
-        }
+        line = {}
+        for key, metric in (("noise_scale", ""), ("noise_scale_adam", "adam_")):
+            scales = {name: self.scale(name, metric) for name in measured.get(f"{metric}signal", ())}
+            if "all" in scales:
+                of_all = scales.pop("all") or (None, None, None)
+                line |= dict(zip((key, f"{key}_low", f"{key}_high"), of_all))
+            for name, scale in scales.items():
+                groups[name][key] = scale.value if scale else None
+        same = {name: value for name, value in measured.items() if name not in ("groups", "blocks")}
+        return {**line, "groups": groups, "blocks": blocks, **same}
 
-    def scale(self, name: str) -> NoiseScale | None:
-        """Of a group, or of `all`, over the window."""
-        pairs = [(step["signal"][name], step["noise"][name]) for step in self.newest if name in step["signal"]]
+    def scale(self, name: str, metric: str = "") -> NoiseScale | None:
+        """Of a group, or of `all`, over the window; `metric`: "" or "adam_"."""
+        pairs = [[step.get(f"{metric}{of}", {}).get(name) for of in ("signal", "noise")] for step in self.newest]
         sound = [(s, n) for s, n in pairs if s is not None and n is not None and math.isfinite(s) and math.isfinite(n)]
         return noise_scale(*zip(*sound)) if sound else None
 

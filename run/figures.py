@@ -106,15 +106,16 @@ def _of_diagnostics(runs: list[Run]) -> list[Figure]:
         edge = {"line": {"width": 0}, "hoverinfo": "skip", "hovertemplate": None, "legendgroup": run.name}
         band = edge | {"fill": "tonexty", "fillcolor": f"{color}22"}
         ends = {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 7, "color": color}}
+        dotted = {"line": {"width": 1.5, "color": color, "dash": "dot"}}
         dashed = {"line": {"width": 1.5, "dash": "dash", "color": color if legend else GRAY}}
         noise += [
             Line(run, "low", _only(low, both), color, edge | {"showlegend": False}),
             Line(run, "high", _only(high, both), color, band | {"showlegend": False}),
             Line(run, "noise scale", scale, color, {}, legend),
+            Line(run, "in AdamW's metric", course("noise_scale_adam"), color, dotted, legend),
             Line(run, "at least", _only(low, set(low.steps) - both), color, ends, legend),
             Line(run, "batch", batch, color, dashed, legend),
         ]
-        dotted = {"line": {"width": 1.5, "color": color, "dash": "dot"}}
         coherence.append(Line(run, "successive", course("coherence_successive"), color, {}, legend))
         coherence.append(Line(run, "with the sum", course("coherence_running"), color, dotted, legend))
     groups = lambda name: _groups(runs, "diagnostics", "groups", inner=name)
@@ -123,7 +124,7 @@ def _of_diagnostics(runs: list[Run]) -> list[Figure]:
         for line in _groups(runs, "diagnostics", place, inner="update_norm")
     ]
     gradients = _groups(runs, "diagnostics", "blocks", inner="gradient_norm")
-    about_noise = "tokens; band: its interval; triangles: at least; dashed: the batch"
+    about_noise = "tokens; band: its interval; triangles: at least; dotted: in AdamW's metric; dashed: the batch"
     about_cosine = "cosine of a micro-batch's gradient and the one before; dotted: and the sum before"
     by_group, by_block = _by(runs, "group"), _by(runs, "block")
     return [

@@ -71,6 +71,6 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Build:
         rates,
         state,
         step(),
-        step(diagnose=True),
+        step(diagnose=config.diagnostics),
         make_eval_step(config.model, dtype, mesh),
     )

@@ -13,9 +13,14 @@ and of the sum so far, from which follows the cosine between the two. Only these
 Along `fsdp` a matrix's gradient is summed within a micro-batch, so a unit is that of all devices along it. What is too
 small to be divided over `fsdp` is summed after the scan: there each device has units of its own, and the formulas hold
 for its parameters with other n_k. The cosine leaves these out (a few hundred numbers).
+
+Two options cost memory. `diagnostics.successive` keeps the gradient of the micro-batch before, for the cosine with it.
+`diagnostics.adam_metric` takes the squares once more, each over the root of AdamW's second moment v from before the
+step, of which this step's noise is no part: the metric in which AdamW steps. v is divided over `data`, so its root is
+gathered as the parameters are, in the compute type.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +31,10 @@ from jaxtyping import Array, Float, Int
 
 from model.parallel import mark_varying, psum, tensor_size
 from training.mesh import dimension_over
+from training.muon import MuonState
 
 DIVIDED, UNDIVIDED = 0, 1  # over `fsdp`: whose units are those of a replica, or of a device
+LEAST_V = 1e-6  # of its group's mean: what a second moment counts as at least, or rows not seen of late would be all
 
 
 class Layout(NamedTuple):
@@ -81,14 +88,18 @@ def square_sum(leaf: Float[Array, "..."]) -> Float[Array, ""]:
     return jnp.sum(jnp.square(leaf.astype(jnp.float32)))
 
 
+Metric = dict[int, Array]
+"""What squares are multiplied by, by the leaf's place in the tree. Leaves that are not in it are left out."""
+
+
 class Units(NamedTuple):
-    """What the scan keeps of each micro-batch on one device; axes after K: DIVIDED or UNDIVIDED, group."""
+    """What the scan keeps of each micro-batch on one device."""
 
     tokens: Int[Array, "*K"]
-    squares: Float[Array, "*K 2 groups"]
-    """Its share of |g_k|^2."""
-    running: Float[Array, "*K 2 groups"]
-    """Its share of the squared norm of the sum so far, g_k included."""
+    products: dict[str, Float[Array, "*K 2 groups"]]
+    """This device's shares, for DIVIDED and UNDIVIDED: `own` of |g_k|^2; `running` of the squared norm of the sum so
+    far, g_k included; where they are asked for, `adam` of |g_k|^2 in AdamW's metric, and `successive` of the product
+    with the gradient before, which is 0 at first."""
 
 
 class UnitSums(NamedTuple):
@@ -96,25 +107,41 @@ class UnitSums(NamedTuple):
 
     token_squares: Float[Array, "2"]
     """M."""
-    squares: Float[Array, "2 groups"]
-    """Q."""
-    coherence: Float[Array, ""]
-    """The mean cosine between a micro-batch's gradient and the sum before it; nan where K = 1."""
+    squares: dict[str, Float[Array, "2 groups"]]
+    """Q, `own` and in the metric of `adam`."""
+    coherence: dict[str, Float[Array, ""]]
+    """The mean cosine between a micro-batch's gradient and the sum before it (`running`), and the gradient before it
+    (`successive`); nan where K = 1."""
 
 
-def unit(tokens: Int[Array, ""], gradients: dict, sums: dict, layout: Layout) -> Units:
-    """For one device: what is kept of a micro-batch with these `gradients`, after which the sums are `sums`."""
-    return Units(tokens, _squares(gradients, layout), _squares(sums, layout))
+def unit(
+    tokens: Int[Array, ""],
+    gradients: dict,
+    sums: dict,
+    layout: Layout,
+    metric: Metric | None = None,
+    before: dict | None = None,
+) -> Units:
+    """For one device: what is kept of a micro-batch with these `gradients`, after which the sums are `sums`; `before`
+    are the gradients of the micro-batch before it."""
+    products = {"own": _products(gradients, gradients, layout), "running": _products(sums, sums, layout)}
+    if metric:
+        products["adam"] = _products(gradients, gradients, layout, metric)
+    if before:
+        products["successive"] = _products(gradients, before, layout)
+    return Units(tokens, products)
 
 
-def _squares(tree: dict, layout: Layout) -> Float[Array, "2 groups"]:
+def _products(a: dict, b: dict, layout: Layout, metric: Metric | None = None) -> Float[Array, "2 groups"]:
     zero = mark_varying(jnp.float32(0), ("data", "fsdp", "tensor"))
     totals = {(kind, name): zero for kind in (DIVIDED, UNDIVIDED) for name in layout.names}
-    for leaf, spec, kind, group in zip(jax.tree.leaves(tree), layout.specs, layout.kinds, layout.groups):
-        square = square_sum(leaf)
-        if dimension_over(spec, "tensor") is None:  # every device along `tensor` has the same: each counts its part
-            square = mark_varying(square / tensor_size(), ("tensor",))
-        totals[kind, group] += square
+    for i, (mine, other) in enumerate(zip(jax.tree.leaves(a), jax.tree.leaves(b))):
+        if metric is not None and i not in metric:
+            continue
+        product = jnp.sum(mine * other if metric is None else mine * other * metric[i])
+        if dimension_over(layout.specs[i], "tensor") is None:  # alike along `tensor`: each device counts its part
+            product = mark_varying(product / tensor_size(), ("tensor",))
+        totals[layout.kinds[i], layout.groups[i]] += product
     return jnp.stack(list(totals.values())).reshape(2, -1)
 
 
@@ -122,38 +149,61 @@ def sum_units(units: Units) -> UnitSums:
     """For one device: the sums over all units, from what the scan kept on each device. [K, ...] arrays of numbers cross
     the mesh, nothing else."""
     own_tokens = units.tokens.astype(jnp.float32)
-    own_squares, running = psum((units.squares, units.running), ("tensor",))
-    tokens, squares, running = psum((own_tokens, own_squares[:, DIVIDED], running[:, DIVIDED]), ("fsdp",))
-    each, so_far = squares.sum(-1), running.sum(-1)  # over the groups
-    dots = (jnp.diff(so_far) - each[1:]) / 2  # |A + g|^2 = |A|^2 + |g|^2 + 2 A.g
-    lengths = jnp.sqrt(so_far[:-1] * each[1:])
-    cosines = jnp.where(lengths > 0, dots / jnp.where(lengths > 0, lengths, 1), 0)
+    of_device = psum(units.products, ("tensor",))
+    tokens, divided = psum((own_tokens, {name: of[:, DIVIDED] for name, of in of_device.items()}), ("fsdp",))
     replicas = psum(mark_varying(jnp.float32(1), ("data",)), ("data",))
-    mean_cosine = jnp.mean(cosines) if cosines.size else jnp.nan * each.sum()
+    whole = {name: of.sum(-1) for name, of in divided.items()}  # over the groups
+    each, so_far = whole["own"], whole["running"]
+    dots = {"running": (jnp.diff(so_far) - each[1:]) / 2}  # |A + g|^2 = |A|^2 + |g|^2 + 2 A.g
+    lengths = {"running": jnp.sqrt(so_far[:-1] * each[1:])}
+    if "successive" in whole:
+        dots["successive"], lengths["successive"] = whole["successive"][1:], jnp.sqrt(each[:-1] * each[1:])
+
+    def mean_cosine(name: str) -> Float[Array, ""]:
+        cosines = jnp.where(lengths[name] > 0, dots[name] / jnp.where(lengths[name] > 0, lengths[name], 1), 0)
+        return psum(jnp.mean(cosines) if cosines.size else jnp.nan * each.sum(), ("data",)) / replicas
+
+    def over_units(name: str) -> Float[Array, "2 groups"]:
+        by_device = psum(jnp.sum(of_device[name][:, UNDIVIDED], 0), ("data", "fsdp"))
+        return jnp.stack([psum(jnp.sum(divided[name], 0), ("data",)), by_device])
+
     return UnitSums(
         jnp.stack([psum(jnp.sum(tokens**2), ("data",)), psum(jnp.sum(own_tokens**2), ("data", "fsdp"))]),
-        jnp.stack(
-            [psum(jnp.sum(squares, 0), ("data",)), psum(jnp.sum(own_squares[:, UNDIVIDED], 0), ("data", "fsdp"))]
-        ),
-        psum(mean_cosine, ("data",)) / replicas,
+        {name: over_units(name) for name in ("own", "adam") if name in divided},
+        {name: mean_cosine(name) for name in dots},
     )
 
 
+def adam_metric(opt_state: Any, layout: Layout, dtype: jnp.dtype) -> Metric:
+    """One over the root of AdamW's second moments, of each leaf that AdamW updates, in the compute type; nan before
+    there are any."""
+    metric: Metric = {}
+    for name, (_, second) in _adam_moments(opt_state).items():
+        mean = sum(jnp.sum(leaf) for leaf in second) / sum(leaf.size for leaf in second)
+        for i, leaf in zip([i for i, group in enumerate(layout.groups) if group == name], second):
+            weight = jnp.where(mean > 0, jax.lax.rsqrt(jnp.maximum(leaf, LEAST_V * mean)), jnp.nan)
+            metric[i] = weight if leaf.ndim == 1 else weight.astype(dtype)  # as `all_gather_data` casts parameters
+    return metric
+
+
 def signal_and_noise(
-    gradients: dict, tokens: Int[Array, ""], sums: UnitSums, layout: Layout
+    gradients: dict, tokens: Int[Array, ""], sums: UnitSums, layout: Layout, metric: Metric | None = None
 ) -> tuple[dict[str, Float[Array, ""]], dict[str, Float[Array, ""]]]:
-    """|G|^2 and tr Sigma of each group, and of `all`; nan where there is one unit. `gradients`: S / N, not clipped."""
+    """|G|^2 and tr Sigma of each group, and of `all`; nan where there is one unit. `gradients`: S / N, not clipped. In
+    AdamW's `metric`, where it is given: of the groups that AdamW updates, and `all` of these."""
     count, pairs = tokens.astype(jnp.float32), 1 - sums.token_squares / tokens.astype(jnp.float32) ** 2
-    signal: dict[str, Array] = {name: jnp.float32(0) for name in layout.names}
-    noise = dict(signal)
-    places = list(zip(layout.kinds, layout.groups))
-    for kind, name in sorted(set(places)):
-        of = [leaf for leaf, place in zip(jax.tree.leaves(gradients), places) if place == (kind, name)]
-        mean_square = sum(square_sum(leaf) for leaf in of)  # |S|^2 / N^2
-        squares = sums.squares[kind, layout.names.index(name)] / count**2
+    leaves, in_metric = jax.tree.leaves(gradients), sums.squares["own" if metric is None else "adam"]
+    signal: dict[str, Array] = {}
+    noise: dict[str, Array] = {}
+    places = {i: (layout.kinds[i], layout.groups[i]) for i in (range(len(leaves)) if metric is None else metric)}
+    for kind, name in sorted(set(places.values())):
+        of = [i for i, place in places.items() if place == (kind, name)]
+        weighted = (square_sum(leaves[i]) if metric is None else jnp.sum(leaves[i] ** 2 * metric[i]) for i in of)
+        mean_square = sum(weighted)  # |S|^2 / N^2
+        squares = in_metric[kind, layout.names.index(name)] / count**2
         truth = (mean_square - squares) / jnp.where(pairs[kind] > 0, pairs[kind], jnp.nan)
-        signal[name] += truth
-        noise[name] += count * (mean_square - truth)
+        signal[name] = signal.get(name, 0) + truth
+        noise[name] = noise.get(name, 0) + count * (mean_square - truth)
     signal["all"], noise["all"] = (jnp.sum(jnp.stack(list(of.values()))) for of in (signal, noise))
     return signal, noise
 
@@ -167,9 +217,12 @@ def measure(
     updates: Any,
     opt_state: Any,
     layout: Layout,
+    metric: Metric | None = None,
 ) -> dict[str, Any]:
-    """Scalars, by name. `gradients`: S / N, before the clip; `params`: before the update; `opt_state`: after it."""
+    """Scalars, by name. `gradients`: S / N, before the clip; `params`: before the update; `opt_state`: after it;
+    `metric`: AdamW's, from before it, where it is asked for."""
     signal, noise = signal_and_noise(gradients, tokens, sums, layout)
+    in_adam_s = signal_and_noise(gradients, tokens, sums, layout, metric) if metric else ()
     roots = lambda squares: {name: jnp.sqrt(square) for name, square in squares.items()}
     norms = lambda by: {
         "gradient_norm": roots(by(gradients, square_sum)),
@@ -179,26 +232,42 @@ def measure(
     same = jax.tree.map(lambda p, u: (p + u == p).astype(jnp.float32), params, updates)
     sizes = layout.by_group(params, lambda leaf: leaf.size)
     unchanged = {name: count / sizes[name] for name, count in layout.by_group(same, jnp.sum).items()}
+    groups = norms(layout.by_group)
+    clipped = {name: clip * norm for name, norm in groups["gradient_norm"].items()}
     return {
         "signal": signal,
         "noise": noise,
-        "coherence_running": sums.coherence,
+        **dict(zip(("adam_signal", "adam_noise"), in_adam_s)),
+        **{f"coherence_{name}": cosine for name, cosine in sums.coherence.items()},
         "clipped": (clip < 1).astype(jnp.float32),
-        "groups": norms(layout.by_group) | {"unchanged_share": unchanged, "moment_ratio": moment_ratios(opt_state)},
+        "groups": groups | {"unchanged_share": unchanged, "snr": signal_over_noise(opt_state, clipped)},
         "blocks": norms(layout.by_block),
     }
 
 
-def moment_ratios(opt_state: Any) -> dict[str, Float[Array, ""]]:
-    """Of each group that AdamW updates, the sum of the squared first moments over that of the second ones: near 1 where
-    gradients agree from step to step, near (1 - beta1) / (1 + beta1) where they are noise."""
-    adam = lambda node: isinstance(node, optax.ScaleByAdamState)
-    ratios = {}
-    for name, of_group in opt_state.inner_states.items():  # optax.partition's
-        for state in filter(adam, jax.tree.leaves(of_group, is_leaf=adam)):
-            first, second = (
-                sum(function(leaf) for leaf in jax.tree.leaves(moments))
-                for function, moments in ((square_sum, state.mu), (jnp.sum, state.nu))
-            )
-            ratios[name] = first / jnp.maximum(second, 1e-30)
-    return ratios
+def signal_over_noise(opt_state: Any, gradient_norms: dict[str, Float[Array, ""]]) -> dict[str, Float[Array, ""]]:
+    """Of each group, the norm of the optimizer's first moments m over the size of one step's gradient, which is the
+    root of the sum of AdamW's second moments v, and, since Muon keeps none of the gradient, the norm of this step's
+    own, as `gradient_norms` (after the clip) says: |m| / sqrt(v). Near 1 where gradients agree from step to step, near
+    sqrt((1 - beta1) / (1 + beta1)) where they are noise; beta1 is Muon's momentum."""
+    found = {}
+    for name, (first, second) in _adam_moments(opt_state).items():
+        squares = sum(map(square_sum, first)) / jnp.maximum(sum(map(jnp.sum, second)), 1e-30)
+        found[name] = jnp.sqrt(squares)
+    for name, state in _states_of(MuonState, opt_state):
+        norm = jnp.sqrt(sum(map(square_sum, jax.tree.leaves(state.mu))))
+        found[name] = norm / jnp.maximum(gradient_norms[name], 1e-30)
+    return found
+
+
+def _adam_moments(opt_state: Any) -> dict[str, tuple[list[Array], list[Array]]]:
+    """The first and second moments of each group that AdamW updates, in the tree's order."""
+    moments = lambda state: (jax.tree.leaves(state.mu), jax.tree.leaves(state.nu))
+    return {name: moments(state) for name, state in _states_of(optax.ScaleByAdamState, opt_state)}
+
+
+def _states_of(kind: type, opt_state: Any) -> Iterator[tuple[str, Any]]:
+    """The groups whose transformations (optax.partition's) keep such a state."""
+    is_one = lambda node: isinstance(node, kind)
+    for name, of_group in opt_state.inner_states.items():
+        yield from ((name, state) for state in filter(is_one, jax.tree.leaves(of_group, is_leaf=is_one)))

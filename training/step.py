@@ -22,10 +22,10 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from configs.schema import ModelConfig
+from configs.schema import DiagnosticsConfig, ModelConfig
 from model.loss import loss_sums
 from model.parallel import in_shard_map, mark_varying, psum
-from training.diagnostics import Layout, Units, UnitSums, measure, sum_units, unit
+from training.diagnostics import Layout, Metric, Units, UnitSums, adam_metric, measure, sum_units, unit
 from training.mesh import ROWS, dimension_over, xla_options
 from training.optimizer import parameter_groups
 from training.schedule import Schedule
@@ -99,13 +99,13 @@ def make_train_step(
     optimizer: optax.GradientTransformationExtraArgs,
     rates: Mapping[str, Schedule],
     clip_norm: float,
-    diagnose: bool = False,
+    diagnose: DiagnosticsConfig | None = None,
 ) -> TrainStep:
     """`train_step(state, batch) -> (state, metrics)`, jitted. `state` lies as `abstract_state` says, and is donated.
 
     Metrics are scalars: `loss` (nats a valid token), `grad_norm` (before the clip), `grad_norms` and `learning_rate`
     (of each group), `valid_tokens`, and `skipped_steps`: how many so far changed nothing, for want of a valid token or
-    of a finite gradient; and, if it is to `diagnose`, `diagnostics` (training/diagnostics.py).
+    of a finite gradient; and, if it is to `diagnose`, `diagnostics` (training/diagnostics.py) with these options.
     """
     graphdef, _ = split_model(config, dtype)
     groups = jax.tree.leaves(parameter_groups(config))
@@ -113,33 +113,42 @@ def make_train_step(
     specs = jax.tree.map(lambda sharding: sharding.spec, placed.params)
     layout = Layout.of(specs, groups)
 
-    def gradient_sums(params: dict, batch: Batch) -> tuple[Array, Array, dict, UnitSums | None]:
+    def gradient_sums(params: dict, batch: Batch, metric: Metric) -> tuple[Array, Array, dict, UnitSums | None]:
         """For one device: (loss_sum, token_count, gradient of loss_sum) of the whole step, and sums over its units.
 
         `params` are its float32 shares, `batch` its rows [K, B / (data fsdp), T]; the gradient comes in like shares.
         """
         compute_params = all_gather_data(params, specs, dtype)
+        metric = all_gather_data(metric, metric_specs, dtype)
 
         def micro_batch(sums: tuple, rows: Batch) -> tuple[tuple, Units | None]:
             # Widened so that gradients are float32 (model/layers.py); the compiler drops the round trip of types.
             wide = jax.tree.map(lambda p: p.astype(jnp.float32), compute_params)
             loss = lambda params: loss_sums(nnx.merge(graphdef, params), **rows)
             (loss_sum, tokens), gradients = jax.value_and_grad(loss, has_aux=True)(wide)
-            sums = jax.tree.map(jnp.add, sums, (loss_sum, tokens, gradients))
-            return sums, unit(tokens, gradients, sums[2], layout) if diagnose else None
+            before = sums[3:]  # the gradients of the micro-batch before, where they are kept
+            sums = jax.tree.map(jnp.add, sums[:3], (loss_sum, tokens, gradients))
+            units = unit(tokens, gradients, sums[2], layout, metric, *before) if diagnose else None
+            return (*sums, *(gradients for _ in before)), units
 
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), compute_params)
-        (loss_sum, tokens, gradients), units = jax.lax.scan(micro_batch, (*zero_sums(), zeros), batch)
+        kept = (zeros,) if diagnose and diagnose.successive else ()
+        (loss_sum, tokens, gradients, *_), units = jax.lax.scan(micro_batch, (*zero_sums(), zeros, *kept), batch)
         whole = reduce_scatter_data(gradients, specs)
         return *psum((loss_sum, tokens), ("data", "fsdp")), whole, sum_units(units) if units else None
 
     everywhere = PartitionSpec()
-    summed = on_each_device(gradient_sums, mesh, (specs, ROWS), (everywhere, everywhere, specs, everywhere))
+    metric_of = lambda opt_state: adam_metric(opt_state, layout, dtype) if diagnose and diagnose.adam_metric else {}
+    metric_specs = {i: layout.specs[i] for i in jax.eval_shape(metric_of, abstract_state.opt_state)}
+    summed = on_each_device(
+        gradient_sums, mesh, (specs, ROWS, metric_specs), (everywhere, everywhere, specs, everywhere)
+    )
 
     # With the shardings given: the compiler could choose others, which the next step would not take.
     @partial(jax.jit, donate_argnums=0, out_shardings=(placed, None), compiler_options=xla_options(mesh))
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        loss_sum, tokens, gradients, units = summed(state.params, batch)
+        metric = metric_of(state.opt_state)
+        loss_sum, tokens, gradients, units = summed(state.params, batch, metric)
         whole = gradients = jax.tree.map(lambda g: g / jnp.maximum(tokens, 1), gradients)
         leaves = jax.tree.leaves(gradients)
         grad_norms = {name: optax.tree.norm([g for g, of in zip(leaves, groups) if of == name]) for name in rates}
@@ -161,7 +170,9 @@ def make_train_step(
             "skipped_steps": state.skipped_steps + jnp.where(sound, 0, 1),
         }
         if units is not None:
-            metrics["diagnostics"] = measure(whole, tokens, units, clip, state.params, updates, opt_state, layout)
+            metrics["diagnostics"] = measure(
+                whole, tokens, units, clip, state.params, updates, opt_state, layout, metric
+            )
         return TrainState(state.step + 1, params, opt_state, metrics["skipped_steps"]), metrics
 
     return train_step

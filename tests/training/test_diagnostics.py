@@ -2,32 +2,43 @@
 
 from dataclasses import replace
 from functools import cache
+from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from configs.schema import Config, MeshConfig
+from configs.schema import Config, DiagnosticsConfig, GroupConfig, MeshConfig, MuonConfig
 from model.loss import loss_sums
 from program.collectives import collectives
 from tests.helpers import ALL_FEATURES, initial_state, perturbed, random_rows, tiny_config
 from training.build import build
-from training.diagnostics import Layout, signal_and_noise, sum_units, unit
+from training.diagnostics import LEAST_V, Layout, signal_and_noise, sum_units, unit
 from training.mesh import dimension_over
-from training.optimizer import parameter_groups
-from training.state import split_model
+from training.muon import MuonState, momentum_at
+from training.optimizer import group_config, parameter_groups
+from training.state import TrainState, split_model
 
 MESHES = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if d * f <= 8 and 8 // d // f <= 2]
 QUICK = [(1, 1, 1), (2, 2, 2)]
 ROWS = 32
 
 
-def config_on(mesh: tuple[int, int, int], rows_per_device: int = 2) -> Config:
-    config = tiny_config(rows=ROWS, rows_per_device=rows_per_device, **ALL_FEATURES)
-    return replace(config, mesh=MeshConfig(*mesh))
+def config_on(mesh: tuple[int, int, int]) -> Config:
+    """With all that can be measured; with Muon where `tensor` divides the network."""
+    config = tiny_config(rows=ROWS, rows_per_device=2, **ALL_FEATURES)
+    matrices = replace(config.optimizer.matrices, kind="adamw" if mesh[2] == 1 else "muon")
+    return replace(
+        config,
+        mesh=MeshConfig(*mesh),
+        optimizer=replace(config.optimizer, matrices=matrices),
+        diagnostics=DiagnosticsConfig(every_steps=1, adam_metric=True, successive=True),
+    )
 
 
 @cache
@@ -37,20 +48,39 @@ def rows_of_random_lengths() -> dict[str, np.ndarray]:
     return random_rows(config_on((1, 1, 1)), 0, (np.arange(16) < lengths[:, None]).astype(np.float32))
 
 
-def measured(config: Config) -> tuple[dict, list[PartitionSpec], dict, dict]:
-    """A measuring step's metrics, the parameters' specs, and the parameters before and after it."""
+@cache
+def start(config: Config) -> TrainState:
+    """The network's first state, moved off its zeros; and moments as of earlier steps, of which some were too small."""
+    state, generator = initial_state(config.model, config.optimizer), np.random.default_rng(2)
+    draw = lambda leaf: np.float32(generator.uniform(0, 1e-6, leaf.shape) ** generator.choice([1, 3], leaf.shape))
+    keeps = lambda node: isinstance(node, optax.ScaleByAdamState | MuonState)
+    moments = lambda node: (
+        node._replace(mu=jax.tree.map(draw, node.mu), nu=jax.tree.map(draw, node.nu)) if keeps(node) else node
+    )
+    return state._replace(
+        params=perturbed(state.params), opt_state=jax.tree.map(moments, state.opt_state, is_leaf=keeps)
+    )
+
+
+def measured(config: Config) -> tuple[dict, list[PartitionSpec], dict]:
+    """A measuring step's metrics, the parameters' specs, and the parameters after it."""
     devices = jax.devices()[: int(np.prod([config.mesh.data, config.mesh.fsdp, config.mesh.tensor]))]
     built = build(config, devices)
-    state = initial_state(config.model, config.optimizer)
-    start = state._replace(params=perturbed(state.params))
-    placed = jax.device_put(start, jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state))
+    placed = jax.device_put(start(config), jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state))
     batch = {name: array.reshape(built.batch_shape) for name, array in rows_of_random_lengths().items()}
     after, metrics = built.measuring_step(placed, jax.device_put(batch, built.batch_sharding))
     specs = jax.tree.leaves(
         jax.tree.map(lambda leaf: leaf.sharding.spec, built.abstract_state.params),
         is_leaf=lambda node: isinstance(node, PartitionSpec),
     )
-    return jax.device_get(metrics), specs, start.params, jax.device_get(after.params)
+    return jax.device_get(metrics), specs, jax.device_get(after.params)
+
+
+def moments(state: TrainState, group: str, kind: type = optax.ScaleByAdamState) -> list[Any]:
+    """What the optimizer keeps of a group, in float64: mu's leaves and nu's, or nothing where it keeps another kind."""
+    nodes = jax.tree.leaves(state.opt_state.inner_states[group], is_leaf=lambda node: isinstance(node, kind))
+    leaves = lambda tree: [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
+    return next(([leaves(node.mu), leaves(node.nu)] for node in nodes if isinstance(node, kind)), [])
 
 
 @cache
@@ -63,7 +93,7 @@ def gradient_program(config: Config):
 
 def unit_gradients(config: Config, units: int) -> list[tuple[int, list[np.ndarray]]]:
     """Of so many parts of the rows, in order: the valid tokens and the gradient's leaves, in float64."""
-    params = perturbed(initial_state(config.model, config.optimizer).params)
+    params = start(config).params
     found = []
     for part in range(units):
         rows = {name: array.reshape(units, -1, 16)[part] for name, array in rows_of_random_lengths().items()}
@@ -72,41 +102,71 @@ def unit_gradients(config: Config, units: int) -> list[tuple[int, list[np.ndarra
     return found
 
 
+def snr(config: Config, state: TrainState, group: str, gradients: list[np.ndarray]) -> float:
+    """|m| / sqrt(v) of a group after a step with these gradients, most of which the clip scales down."""
+    norm = lambda leaves: np.sqrt(sum(np.sum(leaf**2) for leaf in leaves))
+    options = group_config(config.optimizer, group)
+    if muon := moments(state, group, MuonState):
+        assert isinstance(options, MuonConfig)
+        beta = float(momentum_at(options, 0, config.steps))
+        return norm([beta * m + (1 - beta) * g for m, g in zip(muon[0], gradients)]) / norm(gradients)
+    assert isinstance(options, GroupConfig)
+    adam = list(zip(*moments(state, group), gradients))
+    first = [options.beta1 * m + (1 - options.beta1) * g for m, _, g in adam]
+    second = [options.beta2 * v + (1 - options.beta2) * g**2 for _, v, g in adam]
+    return norm(first) / np.sqrt(sum(np.sum(leaf) for leaf in second))
+
+
 @pytest.mark.parametrize(
     "mesh", [*QUICK, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES if mesh not in QUICK)]
 )
 def test_every_quantity_equals_the_float64_reference(mesh):
     config, (data, fsdp, _) = config_on(mesh), mesh
-    metrics, specs, before, after = measured(config)
+    metrics, specs, after = measured(config)
+    before, state = start(config).params, start(config)
     found, groups = metrics["diagnostics"], jax.tree.leaves(parameter_groups(config.model))
     steps = ROWS // (2 * data * fsdp)
+    in_adam_s = {group for group in groups if moments(state, group)}
     signal, noise = dict.fromkeys(groups, 0.0), dict.fromkeys(groups, 0.0)
+    adam_signal, adam_noise = dict.fromkeys(in_adam_s, 0.0), dict.fromkeys(in_adam_s, 0.0)
     by_devices, by_replicas = unit_gradients(config, steps * data * fsdp), unit_gradients(config, steps * data)
     whole = [sum(leaves) for leaves in zip(*(gradient for _, gradient in by_devices))]
     total = sum(tokens for tokens, _ in by_devices)
     for i, (group, spec) in enumerate(zip(groups, specs)):
         units = by_devices if dimension_over(spec, "fsdp") is None else by_replicas
-        square, squares = np.sum(whole[i] ** 2), sum(np.sum(gradient[i] ** 2) for _, gradient in units)
-        truth = (square - squares) / (total**2 - sum(tokens**2 for tokens, _ in units))
-        signal[group] += truth
-        noise[group] += square / total - total * truth
-    scale = sum(np.sum(leaf**2) for leaf in whole) / total**2
-    for group in signal:
-        assert found["signal"][group] == pytest.approx(signal[group], rel=2e-4, abs=1e-6 * scale), group
-        assert found["noise"][group] == pytest.approx(noise[group], rel=2e-4, abs=1e-6 * scale * total), group
-    assert found["noise"]["all"] == pytest.approx(sum(noise.values()), rel=2e-4)
+        pairs = total**2 - sum(tokens**2 for tokens, _ in units)
+        weights = {"": np.float64(1)}
+        if group in in_adam_s:
+            _, second = moments(state, group)
+            least = LEAST_V * np.mean(np.concatenate([leaf.ravel() for leaf in second]))
+            weights["adam_"] = 1 / np.sqrt(np.maximum(second[groups[:i].count(group)], least))
+        for metric, weight in weights.items():
+            into = (adam_signal, adam_noise) if metric else (signal, noise)
+            square = np.sum(weight * whole[i] ** 2)
+            truth = (square - sum(np.sum(weight * gradient[i] ** 2) for _, gradient in units)) / pairs
+            into[0][group] += truth
+            into[1][group] += square / total - total * truth
+    for metric, truths, noises in (("", signal, noise), ("adam_", adam_signal, adam_noise)):
+        scale = sum(noises.values()) / total
+        assert found[f"{metric}signal"].keys() == {*truths, "all"}
+        for group in truths:
+            assert found[f"{metric}signal"][group] == pytest.approx(truths[group], rel=2e-4, abs=1e-6 * scale), group
+            assert found[f"{metric}noise"][group] == pytest.approx(noises[group], rel=2e-4, abs=1e-6 * scale * total)
+        assert found[f"{metric}noise"]["all"] == pytest.approx(sum(noises.values()), rel=2e-4)
 
     divided = [i for i, spec in enumerate(specs) if dimension_over(spec, "fsdp") is not None]
     flat = [np.concatenate([gradient[i].ravel() for i in divided]) for _, gradient in by_replicas]
-    cosines = []
+    cosines = {"running": [], "successive": []}
     for replica in range(data):
         ours = flat[replica::data]
-        sums = np.cumsum(ours, axis=0)
-        for before_it, mine in zip(sums, ours[1:]):
-            lengths = np.linalg.norm(before_it) * np.linalg.norm(mine)
-            cosines.append(before_it @ mine / lengths if lengths else 0.0)
-    assert found["coherence_running"] == pytest.approx(np.mean(cosines), abs=1e-5)
+        for name, those_before in (("running", np.cumsum(ours, axis=0)), ("successive", ours)):
+            for before_it, mine in zip(those_before, ours[1:]):
+                lengths = np.linalg.norm(before_it) * np.linalg.norm(mine)
+                cosines[name].append(before_it @ mine / lengths if lengths else 0.0)
+    for name, values in cosines.items():
+        assert found[f"coherence_{name}"] == pytest.approx(np.mean(values), abs=1e-5), name
 
+    clip = min(1.0, config.optimizer.clip_norm / float(metrics["grad_norm"]))
     for group in signal:
         of = [i for i, name in enumerate(groups) if name == group]
         norm = lambda leaves, of=of: np.sqrt(sum(np.sum(np.asarray(leaves[i], np.float64) ** 2) for i in of))
@@ -118,6 +178,9 @@ def test_every_quantity_equals_the_float64_reference(mesh):
         assert values["update_norm"][group] == pytest.approx(norm(moved), rel=1e-3)
         same = sum(np.sum(old[i] == new[i]) for i in of) / sum(old[i].size for i in of)
         assert values["unchanged_share"][group] == pytest.approx(same, abs=1e-6)
+        assert values["snr"][group] == pytest.approx(
+            snr(config, state, group, [clip * whole[i] / total for i in of]), rel=1e-4
+        )
     assert found["clipped"] == float(metrics["grad_norm"] > config.optimizer.clip_norm)
     assert sorted(found["blocks"]["gradient_norm"]) == [str(block) for block in range(config.model.depth)]
 
@@ -154,11 +217,24 @@ def test_the_estimates_are_right_on_average():
             assert error < 0.05 * known  # so that a wrong estimate would be seen
 
 
-def test_scalars_alone_cross_the_mesh_once_after_the_scan():
+def test_scalars_alone_cross_the_mesh_once_after_the_scan_and_the_roots_of_v_before_it():
     built = build(config_on((2, 2, 2)), jax.devices())
     compiled = lambda step: step.lower(built.abstract_state, built.abstract_batch()).compile().as_text()
     shape = dict(built.mesh.shape)
     plain, measuring = (collectives(compiled(step), shape) for step in (built.train_step, built.measuring_step))
     size = lambda found, in_loop: sum(c.times * c.bytes_each for c in found if c.in_loop == in_loop)
     assert size(measuring, True) == size(plain, True)
-    assert 0 < size(measuring, False) - size(plain, False) < 8192
+    placed, groups = jax.tree.leaves(built.abstract_state.params), jax.tree.leaves(parameter_groups(built.config.model))
+    roots = sum(
+        2 * 4 * prod(leaf.sharding.shard_shape(leaf.shape))  # of both replicas, float32 as activations are here
+        for leaf, group in zip(placed, groups)
+        if group != "matrices" and dimension_over(leaf.sharding.spec, "data") is not None
+    )
+    assert roots and 0 < size(measuring, False) - size(plain, False) - roots < 8192
+
+
+def test_the_plain_program_knows_nothing_of_diagnostics():
+    text = lambda config: (
+        (built := build(config, jax.devices()[:1])).train_step.lower(built.abstract_state, built.abstract_batch())
+    ).as_text()
+    assert text(tiny_config()) == text(replace(tiny_config(), diagnostics=config_on((1, 1, 1)).diagnostics))
