@@ -76,6 +76,7 @@ def devices_of(topology: str) -> Any:
     """The chips of TPU slices, or the GPUs of machines, that need not be there; or the devices here (empty). UserError
     for a topology that there is not."""
     import jax  # here: `python -m launch` reads topologies on machines without JAX
+    from jax._src.cudnn import fused_attention_stablehlo
     from jax.experimental import topologies
 
     if not topology:
@@ -86,6 +87,8 @@ def devices_of(topology: str) -> Any:
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     try:
         if asked.is_gpu:
+            # All that JAX asks of cuDNN before a program runs is its version, which is H200's above.
+            fused_attention_stablehlo.check_cudnn_version = lambda: 91200
             options = {"topology": f"{slices}x1x{chips[0]}", "target_config": H200}  # slices x machines x GPUs of one
             return topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices
         name, several = f"{kind}:{'x'.join(map(str, chips))}", {"num_slices": slices} if slices > 1 else {}

@@ -26,10 +26,7 @@ pytestmark = pytest.mark.slow
 @cache
 def compiled(config: Config, topology: str = "h200:1"):
     pytest.importorskip("jax_cuda13_plugin")
-    with pytest.MonkeyPatch.context() as patch:
-        # Its version is all that is asked of cuDNN before the program runs.
-        patch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91200)
-        return compile_step(build(config, devices_of(topology)))
+    return compile_step(build(config, devices_of(topology)))
 
 
 def passes(**model) -> list[tuple[Instruction, list[str], list[str]]]:
