@@ -9,16 +9,21 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+import report
 import tune
 from configs.command_line import load_config
 from configs.schema import options, validate
+from run import figures
+from run.report import read_runs
 from run.runtime import run_command
+from tests.chromium import PROGRAM, Chromium
 from tests.test_train import CONFIG
 from tuning import branch, fit, noise, rate, timing
 from tuning.trial import Context
 
 ROOT = Path(__file__).parent.parent
 TUNE = ("--config=tiny.py", "--steps=400", "--model.depth=1", "--eval.tokens=2000", "--batch.rows_per_device=8")
+MEASURED = ("--diagnostics.successive", "--diagnostics.adam_metric")
 
 
 def run(monkeypatch, *arguments) -> int:
@@ -43,15 +48,16 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(folder):
-    """The folder of all stages on a tiny run, interrupted between two trials; and the trials of each start."""
+    """The folder of all stages on a tiny run, interrupted between two trials; and the trials: the start that each is
+    of, its name, and how many steps its schedule has left at its end."""
     trials, starts = [], []
     train = Context.train
 
-    def counted(self, name, *rest):
+    def counted(self, name, config, until, *rest):
         if starts[-1] == "first" and name == "rate/10/x2":
             raise KeyboardInterrupt
-        trials.append((starts[-1], name))
-        return train(self, name, *rest)
+        trials.append((starts[-1], name, config.steps - until))
+        return train(self, name, config, until, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -66,17 +72,23 @@ def tuned(folder):
         patch.setattr(branch, "BRANCHES", [(1.0, "root"), (2.0, "linear")])
         patch.setattr(Context, "train", counted)
         starts.append("first")
-        assert run(patch, *TUNE, "--budget=0", "--out=tuned") == 130
+        assert run(patch, *TUNE, *MEASURED, "--budget=0", "--out=tuned") == 130
         starts.append("second")
-        assert run(patch, *TUNE, "--budget=0", "--out=tuned") == 0
+        assert run(patch, *TUNE, *MEASURED, "--budget=0", "--out=tuned") == 0
     return folder / "tuned", trials
 
 
 def test_it_goes_on_where_it_was_interrupted(tuned):
     _, trials = tuned
-    names = [name for _, name in trials]
+    names = [name for _, name, _ in trials]
     assert sorted(set(names)) == sorted(names), "a trial was done again"
-    assert trials[0] == ("first", "trunk") and {start for start, _ in trials} == {"first", "second"}
+    assert names[0] == "trunk" and {start for start, _, _ in trials} == {"first", "second"}
+
+
+def test_trials_that_are_compared_train_their_schedules_to_the_end(tuned):
+    """Without the warmdown high rates look worse than they are at a run's end."""
+    left = {name: steps for _, name, steps in tuned[1] if not name.startswith("trunk")}
+    assert {name.partition("/")[0] for name in left} == {"rate", "branch"} and not any(left.values()), left
 
 
 def test_tune_json_holds_every_piece_with_its_cost_and_every_decision(tuned):
@@ -117,9 +129,28 @@ def test_each_stage_has_its_picture_and_trials_leave_no_checkpoints(tuned):
     assert all(name.startswith("trunk") for name in left)
 
 
+def test_the_report_draws_what_the_run_s_beginning_measured_of_itself(tuned, tmp_path, monkeypatch):
+    """A real run, up to the lines that Chromium draws."""
+    drawn = figures.figures(read_runs([str(tuned[0] / "trunk")]))
+    measured = {figure.id: len(figure.traces) for figure in drawn if figure.missing == figures.MEASURED}
+    assert len(measured) == 8 and all(measured.values()), measured
+    names = {trace["name"] for figure in drawn if figure.id in ("noise", "coherence") for trace in figure.traces}
+    assert {"noise scale", "in AdamW's metric", "successive", "with the sum"} <= names
+    if PROGRAM is None:
+        pytest.skip("chromium is not installed: the page was not opened")
+    monkeypatch.setattr(sys, "argv", ["report.py", str(tuned[0] / "trunk"), f"--out={tmp_path}/report.html"])
+    assert report.run() == 0
+    with Chromium(tmp_path) as browser:
+        browser.open(f"file://{tmp_path}/report.html")
+        for plot, traces in measured.items():
+            lines = f"[...document.querySelectorAll('#{plot} .scatterlayer .trace path')]"
+            lengths = browser.value(f"{lines}.map((line) => line.getAttribute('d').length)")
+            assert len(lengths) >= traces and all(lengths), plot
+
+
 def test_another_config_in_the_same_folder_is_refused(tuned, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    assert run(monkeypatch, *TUNE, "--budget=0", "--out=tuned", "--seed=1") == 2
+    assert run(monkeypatch, *TUNE, *MEASURED, "--budget=0", "--out=tuned", "--seed=1") == 2
     assert "seed: 0, now 1" in capsys.readouterr().err
 
 
@@ -163,8 +194,8 @@ def test_no_budget_is_passed(folder, monkeypatch, budget):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2**20})
     monkeypatch.setattr(timing, "build", lambda config: SimpleNamespace(create_state=lambda: None))
-    monkeypatch.setattr(timing, "_prepared", lambda context, name, programs: (None, name))
-    monkeypatch.setattr(timing, "_seconds", lambda program, name, state: (state, 1.0 + len(name) % 2))
+    monkeypatch.setattr(timing, "_prepared", lambda context, name, programs: (None, name, None))
+    monkeypatch.setattr(timing, "_seconds", lambda program, name, placed, state: (state, 1.0 + len(name) % 2))
     taken = []  # tokens that trials were asked to train for
 
     def train(self, name, config, until, origin=None):
@@ -172,7 +203,7 @@ def test_no_budget_is_passed(folder, monkeypatch, budget):
         return {}
 
     monkeypatch.setattr(Context, "train", train)
-    monkeypatch.setattr(Context, "held_out", (None, [None] * 4))
+    monkeypatch.setattr(Context, "held_out", (None, [None] * 4, None))
     monkeypatch.setattr(Context, "evaluated", lambda self, params: [3.0, 3.1, 3.2, 3.3])
     line = lambda step: {"step": step, "diagnostics": {"signal": {"all": 1.0}, "noise": {"all": 900.0 + step}}}
     monkeypatch.setattr(noise, "read_metrics", lambda run_dir: [line(step) for step in range(1, 41)])

@@ -58,6 +58,7 @@ def branch(context: Context, rate: float) -> None:
             say(f"branch: {name} would pass the budget")
             break
         origin, until = Origin(trunk, plan["start"], int(first)), int(first + last)
+        branched = with_options(branched, {"steps": until})  # so that schedules end with it, as the run's will
         work = lambda name=name, branched=branched, until=until, origin=origin: context.losses(
             name, branched, until, origin
         )

@@ -1,15 +1,16 @@
-"""fit: which rows a device, recomputation and chunks of the loss fit its memory. Programs are compiled, none is run."""
+"""fit: which rows a device, recomputation, chunks of the loss and mesh fit its memory. Programs are compiled, none is
+run."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from configs.schema import Config, UserError, with_options
+from configs.schema import Config, UserError, validate, with_options
 from program.compile import compile_step
 from program.memory import GIB, program_bytes
 from training.build import build
-from training.mesh import make_mesh
+from training.mesh import islands, make_mesh
 from tuning.record import Decision, Record
 
 REMAT = ("none", "products", "block")  # each with more work than the one before
@@ -24,10 +25,11 @@ class Candidate(NamedTuple):
     """Of a micro-batch on one device."""
     remat: str
     loss_chunks: int
+    fsdp: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.rows}-{self.remat}-{self.loss_chunks}"
+        return f"{self.rows}-{self.remat}-{self.loss_chunks}-{self.fsdp}"
 
     def options(self) -> dict[str, Any]:
         """By the options' names."""
@@ -35,6 +37,7 @@ class Candidate(NamedTuple):
             "batch.rows_per_device": self.rows,
             "model.remat": self.remat,
             "model.loss_chunks": self.loss_chunks,
+            "mesh.fsdp": self.fsdp,
         }
 
     def of(self, config: Config) -> Config:
@@ -44,8 +47,28 @@ class Candidate(NamedTuple):
 
 def named(name: str) -> Candidate:
     """The candidate of this name."""
-    rows, remat, chunks = name.split("-")
-    return Candidate(int(rows), remat, int(chunks))
+    rows, remat, chunks, fsdp = name.split("-")
+    return Candidate(int(rows), remat, int(chunks), int(fsdp))
+
+
+def meshes(config: Config, devices: Sequence[Any] | None = None) -> list[int]:
+    """The sizes of `fsdp` that there are for the config's `tensor`, from the one that sends least: the powers of two
+    that divide the devices and the network, inside a slice or node. The config's alone, where it sets `mesh.data`."""
+    mesh = make_mesh(config.mesh, devices)
+    if config.mesh.data != -1:
+        return [config.mesh.fsdp]
+    inside = len(islands(list(mesh.devices.flat))[0])
+    sizes = {config.mesh.fsdp, *(2**n for n in range(inside.bit_length()) if inside % (2**n * config.mesh.tensor) == 0)}
+    return [size for size in sorted(sizes) if _divides(with_options(config, {"mesh.fsdp": size}), devices)]
+
+
+def _divides(config: Config, devices: Sequence[Any] | None) -> bool:
+    try:
+        validate(config)
+        build(config, devices)
+    except UserError:
+        return False
+    return True
 
 
 def kinds(config: Config) -> list[list[tuple[str, int]]]:
@@ -57,12 +80,26 @@ def kinds(config: Config) -> list[list[tuple[str, int]]]:
 
 
 def frontier(
-    levels: Sequence[Sequence[tuple[str, int]]], rows: int, share: int, fits: Callable[[Candidate], bool]
+    levels: Sequence[Sequence[tuple[str, int]]],
+    sizes_of_fsdp: Sequence[int],
+    rows: int,
+    share: int,
+    fits: Callable[[Candidate], bool],
 ) -> None:
     """Asks of candidates whether they fit: from `rows` up by doubling to the `share` of rows that a device has of a
     step, or down by halving, until what fits and what does not are neighbours. Each kind starts where the one before
     ended. Once a level takes the whole share, the next ones are left out: they recompute more, and there is no memory
-    that they would have to save."""
+    that they would have to save. So it goes for each size of `fsdp`, until one takes the whole share without more
+    recomputation than the config's: the next ones would send more."""
+    for fsdp in sizes_of_fsdp:
+        if _frontier(levels, rows, share, lambda candidate: fits(candidate._replace(fsdp=fsdp))):  # noqa: B023
+            return
+
+
+def _frontier(
+    levels: Sequence[Sequence[tuple[str, int]]], rows: int, share: int, fits: Callable[[Candidate], bool]
+) -> bool:
+    """Whether the first level takes the whole share."""
     sizes = sorted({*_halvings(share), *(n for n in _halvings(rows) if share % n == 0)})
     at = sizes.index(max((n for n in sizes if n <= rows), default=sizes[0]))
     for level in levels:
@@ -78,7 +115,8 @@ def frontier(
             else:
                 at = next((i for i in reversed(range(at)) if fits(of[i])), 0)
         if whole:
-            return
+            return level == levels[0]
+    return False
 
 
 def _halvings(n: int) -> list[int]:
@@ -104,15 +142,15 @@ def fit(
         say(f"fit: {describe(wanted)}: {asks}; " + ("it fits" if verdict else "it does not fit, and is not run"))
         return verdict
 
-    frontier(kinds(config), min(config.batch.rows_per_device, share), share, fits)
+    frontier(kinds(config), meshes(config, devices), min(config.batch.rows_per_device, share), share, fits)
     fitting = that_fit(record, limit)
     if not fitting:
         least = min((p["bytes"] for p in record.of("fit").values() if p["bytes"]), default=0)
         raise UserError(
             f"no micro-batch of this run fits {limit / GIB:.3g} GiB a device (the least asks for {least / GIB:.3g}, "
-            f"and {HEADROOM:.0%} may be taken): give more devices to --mesh.fsdp, or a smaller network"
+            f"and {HEADROOM:.0%} may be taken): give it more devices, or a smaller network"
         )
-    best = max(fitting, key=lambda c: (c.rows, -REMAT.index(c.remat), -c.loss_chunks))
+    best = max(fitting, key=lambda c: (c.rows, -REMAT.index(c.remat), -c.fsdp, -c.loss_chunks))
     size = record.of("fit")[best.name]["bytes"]
     record.decide(
         Decision(
@@ -135,8 +173,8 @@ def that_fit(record: Record, limit: int) -> list[Candidate]:
 
 def describe(candidate: Candidate) -> str:
     """As the options that make it."""
-    rows, remat, chunks = candidate
-    return f"rows_per_device={rows} remat={remat} loss_chunks={chunks}"
+    rows, remat, chunks, fsdp = candidate
+    return f"rows_per_device={rows} remat={remat} loss_chunks={chunks} fsdp={fsdp}"
 
 
 def _compile(wanted: Candidate, config: Config, devices: Sequence[Any] | None, programs: dict[str, Any]) -> dict:

@@ -1,5 +1,6 @@
 """time: steps of the candidates that fit, in turn, until it is clear which is the fastest."""
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ TIE = 0.02  # a share of the time that is not worth a choice
 
 def chosen(fitting: list[Candidate]) -> list[Candidate]:
     """The best few, before any is timed: those with the least recomputation and the most rows."""
-    return sorted(fitting, key=lambda c: (REMAT.index(c.remat), -c.rows, c.loss_chunks))[:MOST]
+    return sorted(fitting, key=lambda c: (REMAT.index(c.remat), -c.rows, c.fsdp, c.loss_chunks))[:MOST]
 
 
 def needed(config: Config, candidates: list[Candidate]) -> int:
@@ -32,13 +33,17 @@ def needed(config: Config, candidates: list[Candidate]) -> int:
 
 def time_steps(context: Context, candidates: list[Candidate], programs: dict[str, Any]) -> None:
     """Times whole steps on the run's first batch, one of each candidate in a round, drops those that are slower for
-    certain, and stops when one is left, or those that are left are alike within 2%, or after 16 rounds, or before the
-    budget is passed. Decides for the one of those left that asks for the least memory."""
+    certain, and stops when one is left, or those that are left are alike within 2%, or when so many steps were timed
+    as a choice among them could still save of the run, or after 16 rounds, or before the budget is passed. Decides for
+    the one of those left that asks for the least memory."""
     record, config = context.record, context.config
     kept = {c.name: record.pieces.get(f"time/{c.name}", {}).get("seconds", []) for c in candidates}
     left, alike = _left(kept)
     state, steps = None, {}
     while len(left) > 1 and not alike and len(kept[left[0]]) < MOST_ROUNDS:
+        if sum(map(len, kept.values())) >= at_stake({name: kept[name] for name in left}) * config.steps:
+            context.say("time: more rounds would cost more than the choice can save of this run")
+            break
         first = [name for name in left if name not in steps]
         if (len(left) + len(first)) * config.batch.tokens_per_step > record.left:
             context.say("time: the next round would pass the budget")
@@ -72,16 +77,27 @@ def _left(kept: dict[str, list[float]]) -> tuple[list[str], bool]:
     return left, all(behind[name].high < TIE for name in left)
 
 
-def _prepared(context: Context, name: str, programs: dict[str, Any]) -> tuple[Any, Any]:
-    """A candidate's program, and the run's first batch in its shape."""
+def at_stake(kept: dict[str, list[float]]) -> float:
+    """The share of its time that the run could still lose or win by a choice among candidates: the upper bound of how
+    much slower than the fastest so far any of them may be, or of how much faster. Without bound before the fourth
+    round."""
+    if len(next(iter(kept.values()))) < LEAST_ROUNDS:
+        return math.inf
+    return max(max(of.high, -of.low) for of in slowdowns(kept).values())
+
+
+def _prepared(context: Context, name: str, programs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """A candidate's program, the run's first batch in its shape, and where its state lies."""
     made = build(named(name).of(context.config))
     if name not in programs:
         programs[name] = compile_step(made)
-    return programs[name], to_devices(context.batches(made)[0], made.batch_shape, made.batch_sharding)
+    batch = to_devices(context.batches(made)[0], made.batch_shape, made.batch_sharding)
+    return programs[name], batch, jax.tree.map(lambda leaf: leaf.sharding, made.abstract_state)
 
 
-def _seconds(program: Callable, batch: Any, state: Any) -> tuple[Any, float]:
-    """The state after a step, and what it took."""
+def _seconds(program: Callable, batch: Any, placed: Any, state: Any) -> tuple[Any, float]:
+    """The state after a step, and what it took, once the state lies where the program expects it."""
+    state = jax.block_until_ready(jax.device_put(state, placed))
     start = time.perf_counter()
     state, _ = jax.block_until_ready(program(state, batch))
     return state, time.perf_counter() - start

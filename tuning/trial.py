@@ -67,19 +67,20 @@ class Context:
         return StepBatches(text.train, text.weights, seed, built.batch_shape, rows, self.document_bos, first_row)
 
     @cached_property
-    def held_out(self) -> tuple[Any, list[Any]]:
-        """The program that evaluates, and held-out batches of a micro-batch's rows."""
+    def held_out(self) -> tuple[Any, list[Any], Any]:
+        """The program that evaluates, held-out batches of a micro-batch's rows, and where its parameters lie."""
         built = build(self.config)
         shape, token_bytes = (1, *built.batch_shape[1:]), self.text.tokenizer.token_bytes
         tokens, text = held_out_tokens(self.config), self.text
         batches, _ = held_out_batches(
             text.val, text.weights, tokens, token_bytes, shape, built.batch_sharding, self.document_bos
         )
-        return built.eval_step, batches
+        return built.eval_step, batches, jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state.params)
 
     def evaluated(self, params: dict) -> list[float]:
         """The mean loss of each held-out batch."""
-        eval_step, batches = self.held_out
+        eval_step, batches, placed = self.held_out
+        params = jax.device_put(params, placed)  # a trial's mesh may be another
         sums = [eval_step(params, batch) for batch in batches]
         return [float(loss) / max(int(tokens), 1) for loss, tokens in sums]
 

@@ -3,13 +3,15 @@
 import math
 from dataclasses import replace
 
+import jax
 import pytest
 
-from configs.schema import OptimizerConfig, options
+from configs.schema import MeshConfig, OptimizerConfig, options
 from tests.helpers import tiny_config
-from tuning import branch, noise, rate
-from tuning.fit import Candidate, frontier, kinds, named
+from tuning import branch, fit, noise, rate, timing
+from tuning.fit import Candidate, frontier, kinds, meshes, named
 from tuning.scaling import with_batch, with_rates, with_steps
+from tuning.statistics import slowdowns
 from tuning.timing import LEAST_ROUNDS, _left, chosen, padding
 
 
@@ -40,9 +42,32 @@ from tuning.timing import LEAST_ROUNDS, _left, chosen, padding
 def test_the_frontier_is_found_with_few_programs(fitting, expected):
     asked = []
     levels = [[(remat, 4), (remat, 1)] for remat in ("none", "products", "block")]
-    frontier(levels, 8, 32, lambda c: asked.append(c.name) or fitting(c))
-    assert asked == expected
+    frontier(levels, [1], 8, 32, lambda c: asked.append(c.name) or fitting(c))
+    assert asked == [f"{name}-1" for name in expected]
     assert [named(name).name for name in asked] == asked
+
+
+def test_a_mesh_that_sends_more_is_looked_at_only_where_one_that_sends_less_lacks_memory():
+    asked = set()
+    needs = lambda c: asked.add(c.fsdp) or c.rows * {"none": 4, "block": 1}[c.remat] <= 16 * c.fsdp
+    frontier([[("none", 1)], [("block", 1)]], [1, 2, 4, 8], 8, 16, needs)
+    assert asked == {1, 2, 4}  # fsdp=1 takes 16 rows too, but recomputes
+
+
+def test_meshes_are_those_that_divide_devices_and_network(monkeypatch):
+    config = tiny_config(rows=64, rows_per_device=1)
+    assert meshes(config, jax.devices()) == [1, 2, 4, 8]
+    assert meshes(replace(config, mesh=MeshConfig(tensor=2)), jax.devices()) == [1, 2, 4]
+    assert meshes(replace(config, mesh=MeshConfig(data=2, fsdp=4)), jax.devices()) == [4]
+    assert meshes(config, jax.devices()[:1]) == [1]
+    monkeypatch.setattr(fit, "islands", lambda devices: [devices[:4], devices[4:]])
+    assert meshes(config, jax.devices()) == [1, 2, 4]
+
+
+def test_timing_ends_where_it_costs_more_than_it_can_save():
+    alike = {"a": [1.0, 1.1, 1.0, 1.1], "b": [1.05, 1.0, 1.05, 1.0]}
+    assert timing.at_stake({name: seconds[:3] for name, seconds in alike.items()}) == math.inf
+    assert timing.at_stake(alike) == pytest.approx(max(abs(end) for end in slowdowns(alike)["a"][1:]))
 
 
 def test_kinds_start_at_the_config_s_recomputation():
@@ -53,7 +78,7 @@ def test_kinds_start_at_the_config_s_recomputation():
 
 def test_those_with_the_least_recomputation_and_the_most_rows_are_timed():
     fitting = [Candidate(4, "none", 1), Candidate(16, "block", 1), Candidate(8, "none", 4), Candidate(8, "none", 1)]
-    assert [c.name for c in chosen(fitting)] == ["8-none-1", "8-none-4", "4-none-1", "16-block-1"]
+    assert [c.name for c in chosen(fitting)] == ["8-none-1-1", "8-none-4-1", "4-none-1-1", "16-block-1-1"]
 
 
 @pytest.mark.parametrize(
