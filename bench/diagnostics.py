@@ -14,6 +14,7 @@ if __name__ == "__main__":
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,7 +71,7 @@ def main() -> int:
     return 0
 
 
-def ratios(of: dict[str, float]) -> dict[str, float]:
+def ratios(of: Mapping[str, float]) -> dict[str, float]:
     """Of each program that measures, to the plain one."""
     return {name: of[name] / of["plain"] for name in MEASURED}
 
