@@ -35,8 +35,11 @@ from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
 install_import_hook(["model", "training", "data", "program", "evaluation", "interchange"], "beartype.beartype")
-# Examples compile programs, which takes what it takes on a shared machine.
-hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, print_blob=True)
+# Examples compile programs, and are drawn, in the time that it takes on a shared machine.
+slow = [hypothesis.HealthCheck.too_slow]
+hypothesis.settings.register_profile(
+    "tests", deadline=None, derandomize=True, print_blob=True, suppress_health_check=slow
+)
 hypothesis.settings.load_profile("tests")
 
 
