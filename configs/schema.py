@@ -106,6 +106,7 @@ class DataConfig:
 
     source: Free[str] = "stdlib"
     """A dataset folder that data.prepare made; a folder of .bin token shards (llm.c, modded-nanogpt), with `tokenizer`;
+    either at a URL that fsspec reads (gs://BUCKET/FOLDER, s3://, hf://datasets/...);
     several of these with their shares of the rows (`0.7:DIR,0.3:DIR`); or raw text, prepared once in the cache:
     `stdlib` (this Python's standard library, its .py files), or a file, a folder or a glob of .txt, .md, .py, .jsonl
     and .parquet."""
@@ -122,7 +123,12 @@ class DataConfig:
     mask_documents: bool = False
     """Attention stays within a document. (On a GPU the mask takes memory: a number a pair of positions of a row.)"""
     workers: Free[NotNegative[int]] = 2
-    """Threads that read batches ahead."""
+    """Threads that read batches ahead; from a URL 8 at least."""
+    copy: Free[Literal["none", "all"]] = "none"
+    """Of a dataset at a URL: `none`: rows are read from there; `all`: it is copied whole to this machine first."""
+    cache_gb: Free[NotNegative[float]] = 20.0
+    """Of a dataset at a URL: what was read is kept in this machine's cache, in one file of so many GB at most; 0: it is
+    not kept."""
 
 
 @dataclass(frozen=True)
@@ -336,7 +342,8 @@ class HangConfig:
 
     seconds: NotNegative[int] = 600
     """Seconds that a step may take in any case, the wait for its batch included (the first of a process six times as
-    long); 0: for ever. More than any step, any stall of a disk or of a network that passes by itself."""
+    long); 0: for ever. More than any step, any stall of a disk or of a network that passes by itself. While a store
+    that the data are read from does not answer, no time counts."""
     factor: Annotated[float, Range(lambda x: x >= 2, "it must be at least 2")] = 10.0
     """And so many times the median step."""
 

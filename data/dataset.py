@@ -1,27 +1,33 @@
-"""Dataset folders, opened: checked, mapped into memory, and cut into the rows that a run trains on.
+"""Dataset folders, opened: checked, and cut into the rows that a run trains on.
 
-A folder that data.prepare made has a dataset.json. One with nothing but .bin shards, as llm.c and modded-nanogpt write
+They lie on this machine, where shards are mapped into memory, or at a URL, of which rows are read (data/store.py). A
+folder that data.prepare made has a dataset.json. One with nothing but .bin shards, as llm.c and modded-nanogpt write
 them, serves too: those with `val` in their names are held out, and `data.tokenizer` says what their tokens mean.
 """
 
 import hashlib
+import io
 import os
 import re
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Integer
 
 from configs.schema import DataConfig, UserError
+from data.blocks import NO_INDEX, MappedShard
 from data.corpus import find_corpus
 from data.packing import BestFitRows, Rows, StreamRows, load_plan, plan_rows, save_plan
 from data.prepare import Preparation, prepare
 from data.record import read_record
-from data.shards import TokenStream, examine, read_shard
+from data.shards import TokenStream
+from data.store import BlockCache, Shard, Store, StoredShard, mirrored, readers
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 SHOWN, BEGINNING = 8, 128  # rows, and tokens of each, that tell a person what a step saw
@@ -32,7 +38,7 @@ class Dataset:
     """One dataset folder."""
 
     folder: Path
-    shards: dict[str, list[Path]]
+    shards: Mapping[str, Sequence[Shard]]
     """Those of `train` and of `val`, in order."""
     tokenizer: TextTokenizer
     fingerprint: str
@@ -40,22 +46,32 @@ class Dataset:
 
     def stream(self, part: str) -> TokenStream:
         """The tokens of `train` or `val`."""
-        return TokenStream([read_shard(path) for path in self.shards[part]])
+        shards = self.shards[part]
+        return TokenStream(shards, readers().map if isinstance(shards[0], StoredShard) else map)
 
     def document_starts(self, part: str) -> Integer[np.ndarray, "documents"]:
         """Where in the stream documents start: as the shards' indices say, or where a BOS is."""
         found, before = [np.zeros(1, np.int64)], 0
-        for path in self.shards[part]:
-            index, tokens = path.with_suffix(".starts.npy"), read_shard(path)
+        for shard in self.shards[part]:
+            index, recorded = shard.path.with_suffix(".starts.npy"), shard.blocks.index_sha256
             try:
-                starts = np.load(index) if index.exists() else np.flatnonzero(tokens == self.tokenizer.bos)
-                fits = starts.ndim == 1 and bool((tokens[starts] == self.tokenizer.bos).all())
+                if not index.exists():
+                    starts, fits = np.flatnonzero(shard[:] == self.tokenizer.bos), True
+                elif recorded != NO_INDEX:
+                    content = index.read_bytes()
+                    fits = hashlib.sha256(content).digest() == recorded
+                    starts = np.load(io.BytesIO(content))
+                else:
+                    starts = np.load(index)
+                    fits = starts.ndim == 1 and bool((shard[:][starts] == self.tokenizer.bos).all())
+            except UserError:  # of the shard
+                raise
             except Exception:  # numpy raises several kinds, for a file that is cut off, is no array or not of places
                 fits, starts = False, np.zeros(0, np.int64)
             if not fits:
-                raise UserError(f"{index} is not the index of {path.name}; delete it: BOS tokens are looked for then")
+                raise UserError(f"{index} is not the index of {shard.path.name}; delete it: BOS tokens are looked for")
             found.append(before + starts)
-            before += len(tokens)
+            before += len(shard)
         return np.unique(np.concatenate(found))
 
     def rows(self, part: str, packing: str, length: int, cache: Path) -> Rows:
@@ -153,18 +169,18 @@ def absolute(config: DataConfig) -> DataConfig:
 
 
 def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path) -> Dataset:
-    """The dataset in the folder `source`; of raw text, the one that is made of it, once, in `cache`. UserError where
-    anything in it is not what it should be."""
+    """The dataset in the folder `source`, on this machine or at a URL; of raw text, the one that is made of it, once,
+    in `cache`. UserError where anything in it is not what it should be."""
     folder = Path(os.path.expanduser(source))
+    if "://" in source and not os.path.exists(folder):
+        return _stored(source, config, cache)
     if os.path.exists(folder / "dataset.json"):
-        return _prepared(folder, config, cache)
+        return _prepared(folder, config, partial(MappedShard, remembered=cache / "examined"))
     if source and os.path.isdir(folder) and any(folder.glob("*.bin")):
-        return _made_by_others(folder, config, cache)
-    if "://" in source or source.startswith("hf:"):
-        raise UserError(
-            f"--data.source={source} is not on this machine; prepare it, and train on the folder that this makes: "
-            f"python -m data.prepare --source={source} --out=DIR"
-        )
+        names = [path.name for path in folder.glob("*.bin")]
+        return _made_by_others(folder, names, config, partial(MappedShard, remembered=cache / "examined"))
+    if source.startswith("hf:"):
+        raise _not_a_dataset(source)
     settings = Preparation(
         source=source,
         tokenizer=config.tokenizer,
@@ -175,10 +191,37 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path) 
     tokenizer = config.tokenizer and load_tokenizer(config.tokenizer).sha256
     made = cache / "datasets" / _digest(settings, find_corpus(source).version, tokenizer)
     prepare(settings, made)
-    return _prepared(made, config, cache)
+    return _prepared(made, config, partial(MappedShard, remembered=cache / "examined"))
 
 
-def _prepared(folder: Path, config: DataConfig, cache: Path) -> Dataset:
+def _not_a_dataset(source: str) -> UserError:
+    return UserError(
+        f"--data.source={source} is no dataset, and not text on this machine; prepare it, and train on the folder that "
+        f"this makes: python -m data.prepare --source={source} --out=DIR"
+    )
+
+
+def _stored(source: str, config: DataConfig, cache: Path) -> Dataset:
+    """The dataset at a URL: what is small is copied, and the shards if `config.copy` says so."""
+    store = Store(source)
+    shards = [name for name in store.names if re.fullmatch(r"[^/]+\.bin", name)]
+    if "dataset.json" not in store.names and not shards:
+        raise _not_a_dataset(source)
+    indices = r"|[\w-][\w.-]*\.starts\.npy" if config.packing == "best_fit" else ""
+    small = re.compile(r"dataset\.json|tokenizer/[\w-][\w.-]*|[\w-][\w.-]*\.blocks" + indices)
+    folder = mirrored(store, cache, lambda name: small.fullmatch(name) is not None)
+    if config.copy == "all":
+        store.copy(shards, folder)
+        opened: Callable[[Path], Shard] = partial(MappedShard, remembered=cache / "examined")
+    else:
+        kept = BlockCache(cache / "blocks", config.cache_gb)
+        opened = lambda path: StoredShard(store, path, kept, cache / "examined")
+    if "dataset.json" in store.names:
+        return _prepared(folder, config, opened)
+    return _made_by_others(folder, shards, config, opened)
+
+
+def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:
     facts = read_record(folder)
     whole = len(facts["shards"])
     if whole < max(config.shards, 1) or not (facts["complete"] or config.shards):
@@ -196,15 +239,15 @@ def _prepared(folder: Path, config: DataConfig, cache: Path) -> Dataset:
     }
     shards = {part: [folder / shard["file"] for shard in listed[part]] for part in listed}
     sha256s = {folder / shard["file"]: shard["sha256"] for part in listed for shard in listed[part]}
-    return _checked(folder, shards, tokenizer, sha256s, cache)
+    return _checked(folder, shards, tokenizer, sha256s, opened)
 
 
-def _made_by_others(folder: Path, config: DataConfig, cache: Path) -> Dataset:
+def _made_by_others(folder: Path, names: list[str], config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:
     if not config.tokenizer:
         raise UserError(
             f"{folder} holds shards without a dataset.json; say what their tokens mean: --data.tokenizer=tiktoken:gpt2"
         )
-    found = sorted(folder.glob("*.bin"))
+    found = [folder / name for name in sorted(names)]
     val = [path for path in found if "val" in path.name]
     train = [path for path in found if path not in val][: config.shards or None]
     if not train or not val:
@@ -212,29 +255,41 @@ def _made_by_others(folder: Path, config: DataConfig, cache: Path) -> Dataset:
             f"{folder} has {len(train)} shard(s) to train on and {len(val)} held out; each needs one: those that are "
             "held out have `val` in their names"
         )
-    return _checked(folder, {"train": train, "val": val}, load_tokenizer(config.tokenizer), {}, cache)
+    return _checked(folder, {"train": train, "val": val}, load_tokenizer(config.tokenizer), {}, opened)
 
 
 def _checked(
-    folder: Path, shards: dict[str, list[Path]], tokenizer: TextTokenizer, sha256s: dict[Path, str], cache: Path
+    folder: Path,
+    paths: dict[str, list[Path]],
+    tokenizer: TextTokenizer,
+    sha256s: dict[Path, str],
+    opened: Callable[[Path], Shard],
 ) -> Dataset:
-    paths = [path for part in shards.values() for path in part]
-    for part, paths_of_part in shards.items():
-        if not any(len(read_shard(path)) for path in paths_of_part):
-            raise UserError(
-                f"{folder} has no token of `{part}` in the {len(paths_of_part)} shard(s) that were asked for"
-            )
     with ThreadPoolExecutor() as threads:  # hashing lets other threads run
-        examined = list(threads.map(lambda path: examine(path, cache / "examined"), paths))
-    for path, (sha256, largest) in zip(paths, examined):
-        if sha256s and sha256 != sha256s[path]:
-            raise UserError(f"{path} is damaged: its SHA-256 differs from dataset.json's; delete it and prepare again")
-        if largest >= tokenizer.vocab_size:
+        shards = {part: list(threads.map(opened, paths[part])) for part in paths}
+    every = [shard for part in shards.values() for shard in part]
+    for part in shards:
+        if not any(map(len, shards[part])):
             raise UserError(
-                f"{path} holds the token {largest}, but its tokenizer has {tokenizer.vocab_size} tokens: it was made "
-                "with another one"
+                f"{folder} has no token of `{part}` in the {len(shards[part])} shard(s) that were asked for"
             )
-    return Dataset(folder, shards, tokenizer, _digest(tokenizer.sha256, shards.keys(), [sha for sha, _ in examined]))
+    for shard in every:
+        if sha256s and shard.blocks.sha256 != sha256s[shard.path]:
+            raise UserError(
+                f"{shard.path} is damaged: its SHA-256 differs from dataset.json's; delete it and prepare again"
+            )
+        if shard.blocks.largest >= tokenizer.vocab_size:
+            raise UserError(
+                f"{shard.path} holds the token {shard.blocks.largest}, but its tokenizer has {tokenizer.vocab_size} "
+                "tokens: it was made with another one"
+            )
+    fingerprint = _digest(tokenizer.sha256, shards.keys(), [shard.blocks.sha256 for shard in every])
+    before = int(fingerprint, 16)  # so that the datasets of a mixture have places of their own in the cache
+    for shard in every:
+        if isinstance(shard, StoredShard):
+            shard.before = before
+        before += len(shard.blocks.entries)
+    return Dataset(folder, shards, tokenizer, fingerprint)
 
 
 def _digest(*facts: object) -> str:

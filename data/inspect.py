@@ -54,7 +54,7 @@ def describe(dataset: Dataset) -> tuple[str, np.ndarray]:
     for part in ("train", "val"):
         stream = dataset.stream(part)
         found = lengths[part] = np.diff(dataset.document_starts(part), append=len(stream))
-        text_bytes = sum(int(dataset.tokenizer.token_bytes[shard].sum()) for shard in stream.shards)
+        text_bytes = sum(int(dataset.tokenizer.token_bytes[shard[:]].sum()) for shard in stream.shards)
         lines.append(
             f"{part:5}  {len(found):,} documents, {len(stream):,} tokens, {text_bytes:,} bytes, in "
             f"{len(stream.shards)} shard(s); tokens a document: median {np.median(found):,.0f}, "

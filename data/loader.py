@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int
 
-from data.packing import Row, Rows
+from data.packing import Row, Rows, read_rows
 
 Shape = tuple[int, int, int]
 
@@ -59,7 +59,7 @@ class StepBatches:
         first = self.first_row + int(index) * micro_batches * width
         positions = first + np.arange(micro_batches)[:, None] * width + self.local_rows
         found = [self.sequence[position] for position in positions.ravel().tolist()]
-        return stack([self.rows[i][row] for i, row in found], positions.shape, self.document_bos)
+        return stack(read_rows(self.rows, found), positions.shape, self.document_bos)
 
     def row_numbers(self, index: int) -> list[tuple[int, int]]:
         """(dataset, row of it) of every row of a whole batch."""
@@ -90,7 +90,10 @@ def to_devices(batch: dict[str, np.ndarray], shape: Shape, sharding: NamedShardi
 
 
 def train_batches(batches: StepBatches, sharding: NamedSharding, workers: int) -> Iterator[Any]:
-    """The batches 0, 1, ... without end, on the devices, read ahead by `workers` threads."""
+    """The batches 0, 1, ... without end, on the devices, read ahead by `workers` threads. From a store by 8 at least,
+    which wait most of the time: a request that must be repeated holds up one batch for seconds, and the others not."""
+    if any(part.tokens.is_stored for part in batches.rows):
+        workers = max(workers, 8)
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
     for batch in grain.MapDataset.source(batches).to_iter_dataset(options):
         yield to_devices(batch, batches.shape, sharding)
@@ -113,7 +116,7 @@ def held_out_batches(
     chosen: list[Row] = []
     for part, weight in zip(rows, weights):
         count = min(len(part), max(round(tokens * weight) // length, 1))
-        chosen += [part[i * len(part) // count] for i in range(count)]
+        chosen += read_rows([part], [(0, i * len(part) // count) for i in range(count)])
     filler = Row(
         inputs=np.zeros(length, np.int32), targets=np.zeros(length, np.int32), weights=np.zeros(length, np.float32)
     )

@@ -2,6 +2,7 @@
 
 import io
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 from uuid import uuid4
@@ -34,8 +35,16 @@ class StreamRows:
         return max(len(self.tokens) - 1, 0) // self.length
 
     def __getitem__(self, index: int) -> Row:
-        start = int(index) * self.length
-        window = self.tokens.read(start, start + self.length + 1).astype(np.int32)
+        spans = self.spans(int(index))
+        return self.row(spans, self.tokens.read_many(spans))
+
+    def spans(self, index: int) -> list[tuple[int, int]]:
+        """Which tokens of the stream a row is made of."""
+        return [(index * self.length, (index + 1) * self.length + 1)]
+
+    def row(self, spans: list[tuple[int, int]], pieces: list[Integer[np.ndarray, "_"]]) -> Row:
+        """A row, of the tokens of its spans."""
+        window = pieces[0].astype(np.int32)
         return Row(inputs=window[:-1], targets=window[1:], weights=np.ones(self.length, np.float32))
 
 
@@ -69,12 +78,22 @@ class BestFitRows:
         return len(self.plan.rows) - 1
 
     def __getitem__(self, index: int) -> Row:
+        spans = self.spans(int(index))
+        return self.row(spans, self.tokens.read_many(spans))
+
+    def spans(self, index: int) -> list[tuple[int, int]]:
+        """Which tokens of the stream a row is made of: of each piece one more, its last target."""
+        first, last = self.plan.rows[index : index + 2].tolist()
+        starts, lengths = self.plan.starts[first:last].tolist(), self.plan.lengths[first:last].tolist()
+        return [(start, start + length + 1) for start, length in zip(starts, lengths)]
+
+    def row(self, spans: list[tuple[int, int]], pieces: list[Integer[np.ndarray, "_"]]) -> Row:
+        """A row, of the tokens of its spans."""
         inputs, targets = np.full((2, self.length), self.bos, np.int32)
         weights = np.zeros(self.length, np.float32)
         at = 0
-        first, last = self.plan.rows[index : index + 2].tolist()
-        for start, length in zip(self.plan.starts[first:last].tolist(), self.plan.lengths[first:last].tolist()):
-            piece = self.tokens.read(start, start + length + 1)
+        for (start, stop), piece in zip(spans, pieces):
+            length = stop - start - 1
             if piece[0] != self.bos:
                 targets[at] = piece[0]
                 at += 1
@@ -87,6 +106,16 @@ class BestFitRows:
 
 Rows = StreamRows | BestFitRows
 """Random access to a dataset's rows."""
+
+
+def read_rows(rows: Sequence[Rows], wanted: Sequence[tuple[int, int]]) -> list[Row]:
+    """Rows (dataset, row of it). A store is asked for those of a dataset together."""
+    found: dict[tuple[int, int], Row] = {}
+    for part in {part for part, _ in wanted}:
+        spans = {index: rows[part].spans(index) for one, index in wanted if one == part}
+        pieces = iter(rows[part].tokens.read_many(span for each in spans.values() for span in each))
+        found |= {(part, index): rows[part].row(each, [next(pieces) for _ in each]) for index, each in spans.items()}
+    return [found[one] for one in wanted]
 
 
 def plan_rows(

@@ -4,6 +4,7 @@ DIR/dataset.json              what it was made from, counts, a SHA-256 of each f
     tokenizer/                tokenizer.json, and the BOS and each token's bytes
     train_000000.bin ...      tokens, a BOS before each document (data/shards.py)
     train_000000.starts.npy   where in the shard its documents start
+    train_000000.blocks       a hash and the largest token of each 64 KiB of the shard (data/blocks.py)
     val_000000.bin ...        the held-out documents among those that the training shard of the number was cut from
     lock                      held by the process that prepares
 
@@ -16,7 +17,6 @@ if __name__ == "__main__":
     end_at_interrupt()
 
 import fcntl
-import hashlib
 import io
 import json
 import sys
@@ -36,6 +36,7 @@ from tqdm import tqdm
 
 from configs.files import write_whole
 from configs.schema import MIN_VOCAB_SIZE, UserError
+from data.blocks import write_blocks
 from data.corpus import Corpus, Document, SourceFile, find_corpus, hash_share
 from data.record import read_record
 from data.shards import token_type, write_shard
@@ -194,10 +195,8 @@ class _Part:
         write_whole(out / f"{name}.starts.npy", starts.getvalue())
         shard = out / f"{name}.bin"
         write_shard(shard, np.frombuffer(self.tokens, token_type(self.vocab_size)), self.vocab_size)
-        with shard.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
         sizes = {"documents": len(self.starts), "tokens": len(self), "bytes": self.text_bytes}
-        return {"file": shard.name, **sizes, "sha256": digest}
+        return {"file": shard.name, **sizes, "sha256": write_blocks(shard)}
 
 
 def _encoded(

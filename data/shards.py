@@ -4,12 +4,10 @@ A header of 256 little-endian int32 (magic, version, count of tokens), then the 
 version 1; uint32, for vocabularies of more than 65,536, under llm.c's magic for Llama 3, 20240801, version 7.
 """
 
-import hashlib
-import json
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Integer
@@ -34,55 +32,57 @@ def write_shard(path: Path, tokens: Integer[np.ndarray, "tokens"], vocab_size: i
     write_whole(path, header.tobytes(), tokens.astype(token_type(vocab_size)).data)
 
 
-def read_shard(path: Path) -> Integer[np.ndarray, "tokens"]:
-    """Maps one shard's tokens into memory. UserError where it is no shard, or not whole."""
-    try:
-        size, header = path.stat().st_size, np.fromfile(path, "<i4", count=3)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+class ShardType(NamedTuple):
+    """What a shard's header says."""
+
+    dtype: np.dtype
+    tokens: int
+
+    @property
+    def file_bytes(self) -> int:
+        return HEADER_BYTES + self.tokens * self.dtype.itemsize
+
+
+def shard_type(name: str, start: bytes) -> ShardType:
+    """What the shard `name` holds, from its first 12 bytes. UserError where it is no shard."""
+    header = np.frombuffer(start[: len(start) // 4 * 4], "<i4")[:3]
     dtype = TOKEN_TYPES.get(tuple(header[:2].tolist())) if len(header) == 3 else None
     if dtype is None:
         swapped = tuple(header[:2].byteswap().tolist()) in TOKEN_TYPES
         raise UserError(
-            f"{path} is not a token shard of a known version: its header starts with {header.tolist()}, not with one "
+            f"{name} is not a token shard of a known version: its header starts with {header.tolist()}, not with one "
             f"of {[list(kind) for kind in TOKEN_TYPES]} and the count of tokens"
             + ("; it was written on a machine of the other byte order: write it little-endian" if swapped else "")
         )
-    expected = HEADER_BYTES + int(header[2]) * dtype.itemsize
-    if size != expected:
-        raise UserError(f"{path} is damaged: {size} bytes, where its {header[2]} tokens need {expected}")
-    return np.asarray(np.memmap(path, dtype, "r", offset=HEADER_BYTES)) if header[2] else np.zeros(0, dtype)
+    return ShardType(dtype, int(header[2]))
 
 
-def examine(path: Path, remembered: Path) -> tuple[str, int]:
-    """SHA-256 of a shard's file, and its largest token: read once on a machine, and remembered in the folder
-    `remembered` for as long as the file's size and time of change stay what they are."""
-    tokens, status = read_shard(path), path.stat()
-    key = hashlib.sha256(repr((str(path.resolve()), status.st_size, status.st_mtime_ns)).encode()).hexdigest()
-    memory = remembered / key[:32]
-    try:
-        digest, largest = json.loads(memory.read_bytes())
-        return digest, largest
-    except (OSError, ValueError, TypeError):  # never remembered, or half written
-        pass
+def require_whole(name: str, kind: ShardType, size: int) -> None:
+    """UserError where a shard's file is not as long as its header says."""
+    if size != kind.file_bytes:
+        raise UserError(f"{name} is damaged: {size} bytes, where its {kind.tokens} tokens need {kind.file_bytes}")
+
+
+def read_shard(path: Path) -> Integer[np.ndarray, "tokens"]:
+    """Maps one shard's tokens into memory. UserError where it is no shard, or not whole."""
     try:
         with path.open("rb") as file:
-            digest, largest = hashlib.file_digest(file, "sha256").hexdigest(), int(tokens.max(initial=0))
+            kind = shard_type(str(path), file.read(12))
+            require_whole(str(path), kind, os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    partial = memory.with_name(f"{memory.name}.{os.getpid()}")  # several processes may examine one shard
-    with suppress(OSError):  # where nothing can be remembered, the shard is read again
-        remembered.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps([digest, largest]))
-        partial.replace(memory)
-    return digest, largest
+    return np.asarray(np.memmap(path, kind.dtype, "r", HEADER_BYTES)) if kind.tokens else np.zeros(0, kind.dtype)
 
 
 class TokenStream:
     """Shards read as one long array of tokens."""
 
-    def __init__(self, shards: Sequence[Integer[np.ndarray, "_"]]):
+    def __init__(self, shards: Sequence[Any], together: Callable = map):
+        """`shards`: arrays, or `data.blocks.Shard`. `together(read, spans)` reads many spans, at once where that helps:
+        from a store, whose answers take their time."""
         self.shards = shards
+        self.together = together
+        self.is_stored = together is not map
         self.starts = np.cumsum([0, *map(len, shards)])
 
     def __len__(self) -> int:
@@ -97,3 +97,7 @@ class TokenStream:
                 break
             parts.append(shard[max(start - begins, 0) : stop - begins])
         return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.zeros(0, np.int32)])
+
+    def read_many(self, spans: Iterable[tuple[int, int]]) -> list[Integer[np.ndarray, "_"]]:
+        """Tokens of each (start, stop)."""
+        return list(self.together(lambda span: self.read(*span), spans))

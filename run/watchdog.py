@@ -16,8 +16,10 @@ from typing import Any
 
 from configs.exit_codes import Exit
 from configs.schema import HangConfig
+from data.outage import OUTAGE
 from run.peers import end_all
 
+AWAY = 10  # seconds without an answer from a store: longer than what single errors cost
 FIRST = 6  # so many times `hang.seconds` are allowed to the first step, which has no like: it connects the devices
 
 
@@ -79,7 +81,10 @@ class Watchdog:
         return max(self.config.seconds, self.config.factor * median(self.each) * (self.given - self.done + 1))
 
     def check(self) -> None:
-        """Barks where they have taken longer."""
+        """Barks where they have taken longer. A store that is away holds up every process, and is no hang: the time
+        begins anew when it answers."""
+        if OUTAGE.seconds > AWAY:
+            self.since = self.now()
         passed, allowed = self.now() - self.since, self.allowed
         if not self.paused and passed > allowed:
             usual = f"one takes {median(self.each):.3g} s" if self.each else "none has come to its end yet"

@@ -3,8 +3,10 @@
 import base64
 import hashlib
 import json
+import random
 import re
 import threading
+import time
 from email import message_from_bytes
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -24,11 +26,27 @@ class FakeGCS(ThreadingHTTPServer):
         self.full = False
         """Answers each write with an error."""
         self.asked: list[str] = []
+        self.seconds = 0.0
+        """That each answer takes."""
+        self.failing = 0.0
+        """The share of the requests that get an error in place of an answer."""
+        self.dice = random.Random(0)
+        self.down = False
+        """Answers nothing but errors."""
+        self.forbidden = False
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    def put(self, name: str, content: bytes) -> None:
+        """Writes an object."""
+        self.generation += 1
+        self.objects[name] = (self.generation, content)
+
+    def md5(self, content: bytes) -> bytes:
+        return hashlib.md5(content).digest()
 
     def handle_error(self, *_):
         """A client that hung up."""
@@ -68,6 +86,11 @@ class Handler(BaseHTTPRequestHandler):
         address = urlsplit(self.path)
         asked = {name: values[0] for name, values in parse_qs(address.query).items()}
         self.server.asked.append(f"{self.command} {self.path}")
+        time.sleep(self.server.seconds)
+        if self.server.down or self.server.dice.random() < self.server.failing:
+            return self.answer(503, {"error": {"code": 503, "message": "try again"}})
+        if self.server.forbidden:
+            return self.answer(403, {"error": {"code": 403, "message": "you may not read this"}})
         with self.server.lock:
             if (
                 match := re.fullmatch(r"/(?:(upload|download)/)?storage/v1/b/bucket/o(?:/(.*))?", address.path)
@@ -117,13 +140,12 @@ class Handler(BaseHTTPRequestHandler):
             **{"kind": "storage#object", "bucket": "bucket", "name": name, "size": str(len(content))},
             **{"generation": str(generation), "metageneration": "1", "id": f"bucket/{name}/{generation}"},
             **{"timeCreated": "2026-01-01T00:00:00.000Z", "updated": "2026-01-01T00:00:00.000Z"},
-            "md5Hash": base64.b64encode(hashlib.md5(content).digest()).decode(),
+            "md5Hash": base64.b64encode(self.server.md5(content)).decode(),
             "contentType": "application/octet-stream",
         }
 
     def write(self, name: str, content: bytes) -> dict:
-        self.server.generation += 1
-        self.server.objects[name] = (self.server.generation, content)
+        self.server.put(name, content)
         return self.resource(name)
 
     def list(self, asked: dict):

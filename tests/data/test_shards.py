@@ -1,4 +1,3 @@
-import os
 import struct
 
 import numpy as np
@@ -6,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import data.shards as module
 from configs.schema import UserError
-from data.shards import TokenStream, examine, read_shard, write_shard
+from data.shards import TokenStream, read_shard, write_shard
 
 
 def llm_c_bytes(tokens: list[int], magic: int = 20240520, version: int = 1, count: int | None = None) -> bytes:
@@ -56,21 +54,6 @@ def test_what_is_no_whole_shard_is_refused_and_named(tmp_path, content, message)
     with pytest.raises(UserError, match=message) as error:
         read_shard(path)
     assert str(path) in str(error.value)
-
-
-def test_an_examination_is_remembered_until_the_file_changes(tmp_path, monkeypatch):
-    path, memory = tmp_path / "x.bin", tmp_path / "memory"
-    write_shard(path, np.array([3, 77, 5]), 300)
-    digest, largest = examine(path, memory)
-    assert largest == 77
-    with monkeypatch.context() as patch:
-        patch.setattr(module.hashlib, "file_digest", None)  # which it would call
-        assert examine(path, memory) == (digest, 77)
-    damaged = bytearray(path.read_bytes())
-    damaged[-1] ^= 1
-    path.write_bytes(damaged)
-    os.utime(path, ns=(1, 1))
-    assert examine(path, memory) == (examine(path, tmp_path / "elsewhere")) != (digest, 77)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 30), st.integers(0, 12))

@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from configs.schema import HangConfig
+from data.outage import OUTAGE
 from run.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +56,18 @@ def test_the_first_step_may_take_longer():
     watched = Watched(seconds=100)
     watched.dog.step(41)
     assert not watched.barks_after(599) and watched.barks_after(601)
+
+
+def test_a_store_that_is_away_is_no_hang(monkeypatch):
+    watched = Watched(seconds=100)
+    watched.take(10, seconds=2)
+    watched.time += 500
+    with monkeypatch.context() as patch:
+        patch.setattr(OUTAGE, "since", time.monotonic() - 60)
+        assert not watched.barks_after(600)
+        watched.time += 600
+        watched.dog.check()
+    assert not watched.barks_after(99) and watched.barks_after(101)
 
 
 def test_an_evaluation_is_no_step():

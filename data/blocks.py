@@ -1,0 +1,200 @@
+"""A shard's sidecar, NAME.blocks beside NAME.bin: a hash and the largest token of each block.
+
+A run's rows are permuted over all shards, so that hashing a shard before its first row is read would hash all of them.
+With this file a start reads no shard: the fingerprint is taken from the recorded hashes, and a block is checked when it
+is read.
+
+    32 bytes   SHA-256 of all that follows
+    32 bytes   SHA-256 of the shard's file
+    32 bytes   SHA-256 of NAME.starts.npy; zeros where there is none
+    12 bytes   the shard's first, which say what its tokens are and how many
+    20 bytes   for each 64 KiB of the shard's file: the first 16 bytes of their SHA-256, and the largest token, uint32
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Integer, Shaped
+
+from configs.files import write_whole
+from configs.schema import UserError
+from data.shards import HEADER_BYTES, ShardType, read_shard, shard_type
+
+BLOCK_BYTES = 65_536  # small beside a step's rows, some of a row each; large beside what a request of a store costs
+ENTRY = np.dtype([("sha256", "V16"), ("largest", "<u4")])
+NO_INDEX = bytes(32)
+
+
+class Blocks(NamedTuple):
+    """A shard's sidecar."""
+
+    sha256: str
+    """Of the shard's file."""
+    index_sha256: bytes
+    """Of its index of documents; `NO_INDEX`: it has none."""
+    header: bytes
+    """The first 12 bytes of the shard."""
+    entries: Shaped[np.ndarray, "blocks"]
+    """Of the type `ENTRY`."""
+
+    @property
+    def largest(self) -> int:
+        """The shard's largest token."""
+        return int(self.entries["largest"].max(initial=0))
+
+    def type_of(self, name: str) -> ShardType:
+        """What the shard `name` holds. UserError where this is not its sidecar."""
+        kind = shard_type(name, self.header)
+        if len(self.entries) != -(-kind.file_bytes // BLOCK_BYTES):
+            raise UserError(f"{_sidecar(name)} is not of {name}; delete it, and the shard is read whole at the start")
+        return kind
+
+    def wrong(self, first: int, content: bytes | memoryview) -> int | None:
+        """The first block of `content`, the shard's bytes from block `first` on, that is not what was recorded."""
+        for number, at in enumerate(range(0, len(content), BLOCK_BYTES), first):
+            block = memoryview(content)[at : at + BLOCK_BYTES]
+            if hashlib.sha256(block).digest()[:16] != self.entries["sha256"][number].tobytes():
+                return number
+        return None
+
+    def to_bytes(self) -> bytes:
+        content = bytes.fromhex(self.sha256) + self.index_sha256 + self.header + self.entries.tobytes()
+        return hashlib.sha256(content).digest() + content
+
+    @staticmethod
+    def from_bytes(content: bytes) -> "Blocks":
+        """ValueError where they are damaged."""
+        digest, rest = content[:32], content[32:]
+        if hashlib.sha256(rest).digest() != digest:
+            raise ValueError("its SHA-256 differs")
+        return Blocks(rest[:32].hex(), rest[32:64], rest[64:76], np.frombuffer(rest[76:], ENTRY))
+
+
+def write_blocks(shard: Path) -> str:
+    """Reads a shard once, once its index of documents is written, and writes its sidecar, whole or not at all. Returns
+    the SHA-256 of the shard's file."""
+    index = shard.with_suffix(".starts.npy")
+    index_sha256 = hashlib.sha256(index.read_bytes()).digest() if index.exists() else NO_INDEX
+    blocks = blocks_of(_file_blocks(shard), str(shard), index_sha256)
+    write_whole(shard.with_suffix(".blocks"), blocks.to_bytes())
+    return blocks.sha256
+
+
+def blocks_of(content: Iterable[bytes], name: str, index_sha256: bytes = NO_INDEX) -> Blocks:
+    """The sidecar of a shard, from its blocks in order."""
+    whole, header, entries = hashlib.sha256(), b"", []
+    dtype = np.dtype("<u2")
+    for block in content:
+        whole.update(block)
+        if not entries:
+            header, dtype = block[:12], shard_type(name, block[:12]).dtype
+        tokens = np.frombuffer(block, dtype, offset=0 if entries else HEADER_BYTES)
+        entries.append((hashlib.sha256(block).digest()[:16], tokens.max(initial=0)))
+    return Blocks(whole.hexdigest(), index_sha256, header, np.array(entries, ENTRY))
+
+
+def _file_blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from iter(lambda: file.read(BLOCK_BYTES), b"")
+
+
+def read_blocks(path: Path) -> Blocks | None:
+    """The sidecar of the shard at `path`; None where it has none. UserError where it is damaged."""
+    sidecar = path.with_suffix(".blocks")
+    try:
+        return Blocks.from_bytes(sidecar.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(
+            f"{sidecar} cannot be read ({why}); delete it, and the shard is read whole at the start"
+        ) from error
+
+
+def remembered_blocks(memory: Path) -> Blocks | None:
+    """What an examination wrote there; None where there was none, or half of it is there."""
+    try:
+        return Blocks.from_bytes(memory.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+def remember_blocks(memory: Path, blocks: Blocks) -> None:
+    """Where nothing can be written, the shard is read again at the next start."""
+    partial = memory.with_name(f"{memory.name}.{os.getpid()}")  # several processes may examine one shard
+    with suppress(OSError):
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(blocks.to_bytes())
+        partial.replace(memory)
+
+
+def examine(path: Path, remembered: Path) -> Blocks:
+    """The sidecar of a shard on this machine; where it has none, as others write them, what it would be: the shard is
+    read once on a machine, and that is remembered in the folder `remembered` for as long as the file's size and time of
+    change stay what they are."""
+    if (blocks := read_blocks(path)) is not None:
+        return blocks
+    read_shard(path)
+    status = path.stat()
+    key = hashlib.sha256(repr((str(path.resolve()), status.st_size, status.st_mtime_ns)).encode()).hexdigest()
+    blocks = remembered_blocks(remembered / key[:32])
+    if blocks is None:
+        try:
+            blocks = blocks_of(_file_blocks(path), str(path))
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        remember_blocks(remembered / key[:32], blocks)
+    return blocks
+
+
+class MappedShard:
+    """A shard on this machine, mapped into memory. A block is hashed when it is first read."""
+
+    def __init__(self, path: Path, remembered: Path):
+        """UserError where it is no shard, or not whole."""
+        self.path, self.tokens, self.blocks = path, read_shard(path), examine(path, remembered)
+        if self.blocks.type_of(str(path)) != (self.tokens.dtype, len(self.tokens)):
+            raise UserError(changed(str(path), 0))
+        self.bytes = np.memmap(path, np.uint8, "r")
+        self.checked = np.zeros(len(self.blocks.entries), bool)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, span: slice) -> Integer[np.ndarray, "tokens"]:
+        start, stop, _ = span.indices(len(self.tokens))
+        first, last = blocks_with(start, stop, self.tokens.itemsize)
+        if not self.checked[first:last].all():
+            for block in first + np.flatnonzero(~self.checked[first:last]):
+                at = int(block) * BLOCK_BYTES
+                if self.blocks.wrong(int(block), self.bytes[at : at + BLOCK_BYTES].data) is not None:
+                    raise UserError(changed(str(self.path), int(block)))
+                self.checked[block] = True
+        return self.tokens[start:stop]
+
+
+def blocks_with(start: int, stop: int, itemsize: int) -> tuple[int, int]:
+    """Tokens `start` to `stop` lie in the blocks from the first to before the second of these."""
+    if stop <= start:
+        return 0, 0
+    first, last = HEADER_BYTES + start * itemsize, HEADER_BYTES + stop * itemsize - 1
+    return first // BLOCK_BYTES, last // BLOCK_BYTES + 1
+
+
+def changed(name: str, block: int) -> str:
+    """What is said of a block that is not what was recorded."""
+    return (
+        f"{name} is damaged, or was changed after it was recorded: the SHA-256 of the bytes from "
+        f"{block * BLOCK_BYTES:,} on differs from {_sidecar(name)}'s, or from what a start found; bring the shard "
+        "back, or delete it and prepare it again"
+    )
+
+
+def _sidecar(name: str) -> str:
+    return name.removesuffix(".bin") + ".blocks"

@@ -1,0 +1,41 @@
+"""Whether a store has stopped answering: said while it lasts, and known to whoever would take the wait for a hang."""
+
+import sys
+import threading
+import time
+
+
+class Outage:
+    """Of all stores that this process reads."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.since: float | None = None
+        """When a request failed for the first time since one was answered."""
+        self.said = 0.0
+        """For how long the outage had lasted when it was last told."""
+
+    def failed(self, name: str, error: Exception) -> None:
+        """A request failed, and will be repeated."""
+        with self.lock:
+            self.since = self.since or time.monotonic()
+            if self.seconds >= self.said + 30:
+                self.said = self.seconds
+                why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+                print(f"{name}: no answer for {self.said:.0f} s ({why}); trying again", file=sys.stderr, flush=True)
+
+    def answered(self) -> None:
+        if self.since is None:
+            return
+        with self.lock:
+            if self.said:
+                print(f"the store answers again, after {self.seconds:.0f} s", file=sys.stderr, flush=True)
+            self.since, self.said = None, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """For how long requests have failed and none was answered."""
+        return 0.0 if self.since is None else time.monotonic() - self.since
+
+
+OUTAGE = Outage()

@@ -1,0 +1,334 @@
+"""A dataset in a bucket, or wherever fsspec reaches: rows are read where they lie, or all of it is copied first.
+
+What is small (dataset.json, the tokenizer, the shards' sidecars) is copied to this machine at the start. Of the shards
+the blocks that rows need are read when they are needed, many at a time, and checked; those read before are kept in a
+file on this machine. A request that fails is repeated until it is answered: an outage costs time, and nothing else.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import random
+import shutil
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+from fsspec.asyn import sync
+from jaxtyping import Integer
+from tqdm import tqdm
+
+from configs.schema import UserError
+from data.blocks import (
+    BLOCK_BYTES,
+    Blocks,
+    MappedShard,
+    blocks_of,
+    blocks_with,
+    changed,
+    read_blocks,
+    remember_blocks,
+    remembered_blocks,
+)
+from data.outage import OUTAGE
+from data.shards import HEADER_BYTES, require_whole
+
+READERS = 64  # requests at a time: at 50 ms each, 1,280 a second
+CHUNK_BYTES = 128 * BLOCK_BYTES  # 8 MiB: a range of what is read from one end to the other
+SECONDS = 60  # that a request may take before it is repeated
+READ_AGAIN = 3  # times, where a block is not what was recorded: it may have been damaged on its way
+LASTING = (FileNotFoundError, IsADirectoryError, PermissionError, ImportError, ValueError, NotImplementedError)
+
+
+@cache
+def readers() -> ThreadPoolExecutor:
+    """The threads that wait for stores."""
+    return ThreadPoolExecutor(READERS, "reader")
+
+
+class Store:
+    """A folder of files at a URL."""
+
+    def __init__(self, url: str):
+        """UserError where the URL leads nowhere, or may not be read."""
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its every failure, with a traceback: told here instead
+        self.url = url.rstrip("/")
+        self.filesystem, self.root = self._persist(lambda: fsspec.core.url_to_fs(self.url), "")
+        self.filesystem.invalidate_cache()  # of what another Store listed
+        found = self._persist(lambda: self.filesystem.find(self.root, detail=True), "")
+        self.facts = {path.removeprefix(self.root).lstrip("/"): facts for path, facts in found.items()}
+        if not self.facts:
+            raise UserError(f"--data.source={url}: nothing is there, or the bucket is not")
+
+    @property
+    def names(self) -> list[str]:
+        """Files below the URL, in order."""
+        return sorted(self.facts)
+
+    def version(self, name: str) -> str:
+        """Differs where a file does: what the store says of it, its size, time of change, generation and the like."""
+        return repr((self.url, sorted((key, str(fact)) for key, fact in self.facts[name].items())))
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """A file's bytes, however often a request must be repeated. UserError where it is gone or may not be read."""
+
+        def ask() -> bytes:
+            content = self._ask(f"{self.root}/{name}", start, stop)
+            if len(content) != stop - start:
+                raise OSError(f"{len(content)} bytes in place of {stop - start}")
+            return content
+
+        return self._persist(ask, name) if stop > start else b""
+
+    def _ask(self, path: str, start: int, stop: int) -> bytes:
+        if self.filesystem.async_impl:
+            part = self.filesystem._cat_file
+            return sync(self.filesystem.loop, part, path, start=start, end=stop, timeout=SECONDS)
+        with self.filesystem.open(path, "rb", cache_type="none") as file:
+            file.seek(start)
+            return file.read(stop - start)
+
+    def _persist(self, ask: Callable[[], Any], name: str) -> Any:
+        where, delay = f"{self.url}/{name}".rstrip("/"), 0.1
+        while True:
+            try:
+                answer = ask()
+                OUTAGE.answered()
+                return answer
+            except Exception as error:
+                if _is_lasting(error):
+                    raise UserError(f"--data.source={where}: cannot be read: {_in_a_line(error)}") from error
+                OUTAGE.failed(where, error)
+            readers().submit(int)  # raises at this process's end, which a thread that tries for ever would put off
+            time.sleep(delay * random.uniform(0.5, 1))
+            delay = min(2 * delay, 5)
+
+    def blocks(self, name: str, first: int, last: int, blocks: Blocks) -> bytes:
+        """Blocks `first` to before `last` of a shard, as they were recorded. UserError where they are not."""
+        start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, blocks.type_of(name).file_bytes)
+        for _ in range(READ_AGAIN):
+            content = self.read(name, start, stop)
+            if (wrong := blocks.wrong(first, content)) is None:
+                return content
+        raise UserError(changed(f"{self.url}/{name}", wrong))
+
+    def examine(self, name: str) -> Blocks:
+        """The sidecar of a shard that has none: all of it is read."""
+        size = self.facts[name]["size"]
+        chunks = (self.read(name, at, min(at + CHUNK_BYTES, size)) for at in range(0, size, CHUNK_BYTES))
+        parts = (chunk[at : at + BLOCK_BYTES] for chunk in chunks for at in range(0, len(chunk), BLOCK_BYTES))
+        blocks = blocks_of(parts, f"{self.url}/{name}")
+        require_whole(f"{self.url}/{name}", blocks.type_of(name), size)
+        return blocks
+
+    def copy(self, names: Sequence[str], folder: Path) -> None:
+        """Copies files into a folder, several ranges at a time; what is there already, in whole or in part, is not read
+        again. UserError where there is no room."""
+        left = [name for name in names if not (folder / name).exists()]
+        if not left:
+            return
+        try:
+            for name in left:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / "lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # another process of this machine may copy: it is waited for
+                self._copy([name for name in left if not (folder / name).exists()], folder)
+        except OSError as error:
+            raise UserError(f"{self.url} cannot be copied to {folder}: {error}; the same command goes on") from error
+
+    def _copy(self, names: list[str], folder: Path) -> None:
+        partials = {name: folder / f"{name}.partial" for name in names}
+        sizes = {name: self.facts[name]["size"] for name in names}
+        written = {name: path.stat().st_size for name, path in partials.items() if path.exists()}
+        # The last range of a file is read once more, if it was killed before its file had its name.
+        begun = {
+            name: max(min(size, sizes[name] - 1), 0) // CHUNK_BYTES * CHUNK_BYTES for name, size in written.items()
+        }
+        needed, free = sum(sizes.values()) - sum(begun.values()), shutil.disk_usage(folder).free
+        if needed > free:
+            raise UserError(f"{self.url} needs {needed / 1e9:.2f} GB in {folder}, where {free / 1e9:.2f} GB are free")
+        bar = tqdm(
+            total=needed, unit="B", unit_scale=True, disable=None if needed > CHUNK_BYTES else True, desc="copying"
+        )
+        ranges = ((name, at) for name in names for at in range(begun.get(name, 0), max(sizes[name], 1), CHUNK_BYTES))
+        for name, start, content in self._ahead(ranges, folder):
+            with partials[name].open("r+b" if start else "wb") as file:
+                file.seek(start)
+                file.write(content)
+                file.truncate()
+                bar.update(len(content))
+                if start + len(content) == sizes[name]:
+                    os.fsync(file.fileno())
+                    partials[name].rename(folder / name)
+        bar.close()
+
+    def _ahead(self, ranges: Iterator[tuple[str, int]], folder: Path) -> Iterator[tuple[str, int, bytes]]:
+        """The content of each range, in order, while the next are read."""
+
+        def read(name: str, start: int) -> bytes:
+            stop = min(start + CHUNK_BYTES, self.facts[name]["size"])
+            blocks = read_blocks(folder / name) if name.endswith(".bin") else None
+            if blocks is None:
+                return self.read(name, start, stop)
+            return self.blocks(name, start // BLOCK_BYTES, -(-stop // BLOCK_BYTES), blocks)
+
+        waiting: deque = deque()
+        for name, start in ranges:
+            waiting.append((name, start, readers().submit(read, name, start)))
+            if len(waiting) == READERS:
+                name, start, content = waiting.popleft()
+                yield name, start, content.result()
+        for name, start, content in waiting:
+            yield name, start, content.result()
+
+
+class StoredShard:
+    """A shard in a store, read in blocks. They are checked whenever they are read, from the store or from the cache."""
+
+    def __init__(self, store: Store, path: Path, kept: "BlockCache", remembered: Path):
+        """`path`: where it would lie on this machine, beside its sidecar. Without one all of it is read, once, which is
+        remembered in the folder `remembered`. UserError where it is no shard, or not whole."""
+        self.store, self.path, self.name, self.kept = store, path, path.name, kept
+        url = f"{store.url}/{self.name}"
+        if self.name not in store.facts:
+            raise UserError(f"{url} is not there, although dataset.json has it; bring it there")
+        blocks = read_blocks(path)
+        if blocks is None:
+            memory = remembered / hashlib.sha256(store.version(self.name).encode()).hexdigest()[:32]
+            blocks = remembered_blocks(memory)
+            if blocks is None:
+                blocks = store.examine(self.name)
+                remember_blocks(memory, blocks)
+        self.blocks, kind = blocks, blocks.type_of(url)
+        self.dtype, self.tokens = kind
+        require_whole(url, kind, store.facts[self.name]["size"])
+        self.before = 0
+        """Blocks of the dataset's shards before it: where the cache has its own."""
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def __getitem__(self, span: slice) -> Integer[np.ndarray, "tokens"]:
+        start, stop, _ = span.indices(self.tokens)
+        first, last = blocks_with(start, stop, self.dtype.itemsize)
+        found = {block: self.kept.read(self.before + block, block, self.blocks) for block in range(first, last)}
+        missing = [block for block, content in found.items() if content is None]
+        for block, end in _runs(missing, CHUNK_BYTES // BLOCK_BYTES):
+            content = self.store.blocks(self.name, block, end, self.blocks)
+            for number in range(block, end):
+                at = (number - block) * BLOCK_BYTES
+                found[number] = content[at : at + BLOCK_BYTES]
+                self.kept.write(self.before + number, found[number])
+        joined = b"".join(content for content in found.values() if content is not None)
+        offset = HEADER_BYTES + start * self.dtype.itemsize - first * BLOCK_BYTES
+        return np.frombuffer(joined, self.dtype, max(stop - start, 0), offset if joined else 0)
+
+
+Shard = MappedShard | StoredShard
+"""A shard's tokens, by slices. Each block is checked before a token of it is given: UserError where it is not what was
+recorded."""
+
+
+def _runs(numbers: list[int], most: int) -> Iterator[tuple[int, int]]:
+    """Neighbours among ascending numbers, at most so many together: (first, last + 1)."""
+    at = 0
+    while at < len(numbers):
+        end = at + 1
+        while end < len(numbers) and numbers[end] == numbers[at] + end - at and end - at < most:
+            end += 1
+        yield numbers[at], numbers[end - 1] + 1
+        at = end
+
+
+class BlockCache:
+    """Blocks read before, in one file under a size limit. Block n has the place n modulo their number, and is there if
+    its hash is: so the file needs no index, whatever was killed or full meanwhile, and processes can share it."""
+
+    def __init__(self, path: Path, gigabytes: float):
+        self.path, self.places, self.lock, self.file = path, int(gigabytes * 1e9) // BLOCK_BYTES, threading.Lock(), -1
+        if not self.places:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = os.open(path, os.O_RDWR | os.O_CREAT)
+            if os.fstat(self.file).st_size > self.places * BLOCK_BYTES:
+                os.truncate(self.file, self.places * BLOCK_BYTES)
+        except OSError as error:
+            self._give_up(error)
+
+    def read(self, place: int, block: int, blocks: Blocks) -> bytes | None:
+        """Block `block` of a shard with these `blocks`, if it is kept at this place."""
+        if self.file < 0:
+            return None
+        content = os.pread(self.file, BLOCK_BYTES, place % self.places * BLOCK_BYTES)
+        if block == len(blocks.entries) - 1:
+            content = content[: blocks.type_of("").file_bytes - block * BLOCK_BYTES]
+        return content if blocks.wrong(block, content) is None and content else None
+
+    def write(self, place: int, content: bytes) -> None:
+        if self.file < 0:
+            return
+        try:
+            os.pwrite(self.file, content, place % self.places * BLOCK_BYTES)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        with self.lock:
+            if self.places:
+                print(
+                    f"{self.path} cannot be written ({error.strerror}): rows are read from the store each time; "
+                    "make room, or give a smaller --data.cache_gb",
+                    file=sys.stderr,
+                )
+            self.places, self.file = 0, -1
+
+
+def mirrored(store: Store, cache_folder: Path, wanted: Callable[[str], bool]) -> Path:
+    """The folder on this machine that has the store's files that are `wanted`, copied if they are not there yet. It is
+    another one when dataset.json changes, or, where there is none, any file."""
+    version: object = [store.version(name) for name in store.names]
+    if "dataset.json" in store.facts:
+        version = store.read("dataset.json", 0, store.facts["dataset.json"]["size"])
+    folder = cache_folder / "stores" / hashlib.sha256(repr((store.url, version)).encode()).hexdigest()[:32]
+    store.copy([name for name in store.names if wanted(name)], folder)
+    return folder
+
+
+def _is_lasting(error: Exception) -> bool:
+    """Whether an error would come again, however often the request was repeated."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore's
+        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    status = next(
+        (
+            s
+            for s in (
+                getattr(error, "code", None),
+                getattr(error, "status", None),
+                getattr(response, "status_code", response),
+            )
+            if str(s).isdigit()
+        ),
+        0,
+    )
+    refused = 400 <= int(status) < 500 and int(status) not in (408, 429)
+    return (
+        refused
+        or isinstance(error, LASTING)
+        or "Credentials" in type(error).__name__
+        or str(error).startswith("Forbidden")  # gcsfs' OSError
+    )
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

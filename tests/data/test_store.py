@@ -1,0 +1,263 @@
+"""A dataset in a bucket: against a small server that speaks Google's API, takes its time, and fails."""
+
+import errno
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data.store as module
+from configs.schema import DataConfig, MeshConfig, UserError
+from data.blocks import BLOCK_BYTES
+from data.dataset import Text, open_text
+from data.loader import StepBatches, train_batches
+from data.outage import OUTAGE
+from data.prepare import Preparation, prepare
+from data.store import Store
+from tests.fake_gcs import FakeGCS
+from training.mesh import batch_sharding, make_mesh
+
+SIZE, LENGTH, ROWS = 270, 64, 24
+URL = "gs://bucket/text"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A dataset of several shards of several blocks."""
+    folder = tmp_path_factory.mktemp("made")
+    words = np.random.default_rng(0).integers(0, 10**6, 60_000).astype(str)
+    (folder / "text").mkdir()
+    for i, part in enumerate(np.split(words, 60)):
+        (folder / "text" / f"{i}.txt").write_text(" ".join(part))
+    settings = Preparation(source=str(folder / "text"), vocab_size=SIZE, val_fraction=0.2, shard_tokens=120_000)
+    prepare(settings, folder / "made")
+    assert len(list((folder / "made").glob("train*.bin"))) >= 2
+    return folder / "made"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """gcsfs remembers where its server is: one for all the tests here."""
+    server = FakeGCS()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment().items():
+            patch.setenv(name, value)
+        yield server
+    server.shutdown()
+
+
+@pytest.fixture
+def bucket(server, made):
+    """The dataset, in a bucket."""
+    server.seconds, server.failing, server.down, server.forbidden = 0.0, 0.0, False, False
+    server.objects.clear()
+    for path in sorted(made.rglob("*")):
+        if path.is_file() and path.name != "lock":
+            server.put(f"text/{path.relative_to(made)}", path.read_bytes())
+    server.asked.clear()
+    return server
+
+
+def opened(source, cache: Path, **options) -> Text:
+    return open_text(DataConfig(source=str(source), **options), SIZE, LENGTH, ROWS, cache)
+
+
+def digest(text: Text, steps=3, local=range(ROWS)) -> str:
+    batches = StepBatches(text.train, text.weights, 0, (1, ROWS, LENGTH), np.array(local))
+    parts = [batches[i][name].tobytes() for i in range(steps) for name in ("inputs", "targets", "weights")]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def reads_of_shards(bucket: FakeGCS) -> list[str]:
+    return [asked for asked in bucket.asked if "alt=media" in asked and ".bin" in asked]
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_batches_are_those_of_the_disk_and_a_start_reads_no_shard(bucket, made, tmp_path, packing):
+    bucket.seconds, bucket.failing = 0.01, 0.01
+    expected, found = (opened(source, tmp_path / "cache", packing=packing) for source in (made, URL))
+    assert found.fingerprint == expected.fingerprint and not reads_of_shards(bucket)
+    assert digest(found) == digest(expected)
+    again = opened(URL, tmp_path / "cache", packing=packing)
+    before = len(reads_of_shards(bucket))
+    assert digest(again) == digest(expected) and len(reads_of_shards(bucket)) == before > 0
+
+
+def test_a_pod_of_two_processes_reads_the_batches_of_the_disk_each_its_own(bucket, made, tmp_path):
+    bucket.seconds, bucket.failing = 0.05, 0.02
+    program = (
+        "import sys; from pathlib import Path; from tests.data.test_store import *\n"
+        "text = opened(URL, Path(sys.argv[1]), cache_gb=0); print(digest(text, 3, eval(sys.argv[2])))"
+    )
+    halves = [range(ROWS // 2), range(ROWS // 2, ROWS)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, tmp_path / f"host{i}", repr(half)],
+            **{"stdout": subprocess.PIPE, "text": True, "cwd": Path(__file__).parents[2]},
+        )
+        for i, half in enumerate(halves)
+    ]
+    found = [process.communicate()[0].strip() for process in started]
+    text = opened(made, tmp_path / "cache")
+    assert found == [digest(text, 3, half) for half in halves]
+    # A row lies in a block, or two; what failed was asked for again. The shards have 20 blocks and more.
+    assert len(reads_of_shards(bucket)) < 2 * 3 * ROWS
+
+
+def test_a_shard_that_changed_after_the_run_began_is_named(bucket, tmp_path):
+    text = opened(URL, tmp_path / "cache")
+    name = "text/train_000000.bin"
+    bucket.put(name, bytes(len(bucket.objects[name][1])))
+    steps = StepBatches(text.train, text.weights, 0, (1, ROWS, LENGTH), np.arange(ROWS))
+    batches = train_batches(steps, batch_sharding(make_mesh(MeshConfig())), 2)
+    with pytest.raises(UserError, match=f"{URL}/train_000000.bin is damaged, or was changed"):
+        for _ in range(20):  # which a loop sees through its threads
+            next(batches)
+    bucket.put(name, b"short")
+    with pytest.raises(UserError, match=rf"{URL}/train_000000\.bin is damaged: 5 bytes"):
+        opened(URL, tmp_path / "cache")
+    del bucket.objects[name]
+    with pytest.raises(UserError, match=rf"{URL}/train_000000\.bin is not there"):
+        opened(URL, tmp_path / "cache")
+    with pytest.raises(UserError, match=rf"{URL}/train_000000\.bin: cannot be read: FileNotFoundError"):
+        digest(text, 20)
+
+
+@pytest.mark.parametrize("url", ["gs://another/text", "gs://bucket/nothing", "nowhere://x/y", "memory://none"])
+def test_a_bucket_that_is_not_there_is_named(bucket, tmp_path, url):
+    with pytest.raises(UserError, match=rf"--data\.source={url}: (cannot be read|nothing is there)"):
+        opened(url, tmp_path / "cache")
+
+
+def test_a_bucket_that_may_not_be_read_is_named(bucket, tmp_path):
+    bucket.forbidden = True
+    with pytest.raises(UserError, match=rf"--data\.source={URL}: cannot be read: .*Forbidden.*you may not read this"):
+        opened(URL, tmp_path / "cache")
+
+
+def test_text_in_a_bucket_is_no_dataset(bucket, tmp_path):
+    bucket.put("raw/x.txt", b"text")
+    with pytest.raises(UserError, match=r"python -m data\.prepare --source=gs://bucket/raw --out=DIR"):
+        opened("gs://bucket/raw", tmp_path / "cache")
+
+
+def test_a_block_that_was_damaged_on_its_way_or_in_the_cache_is_read_again(bucket, made, tmp_path, monkeypatch):
+    expected, text = digest(opened(made, tmp_path / "cache")), opened(URL, tmp_path / "cache")
+    ask, asked = Store._ask, []
+
+    def damaged(self, path, start, stop):
+        asked.append(path)
+        content = ask(self, path, start, stop)
+        return bytes(len(content)) if len(asked) % 3 == 1 else content
+
+    monkeypatch.setattr(Store, "_ask", damaged)
+    assert digest(text) == expected
+    monkeypatch.undo()
+    kept = tmp_path / "cache" / "blocks"
+    content = bytearray(kept.read_bytes())
+    content[::100] = bytes(len(content[::100]))
+    kept.write_bytes(content)
+    before = len(reads_of_shards(bucket))
+    assert digest(opened(URL, tmp_path / "cache")) == expected and len(reads_of_shards(bucket)) > before
+
+
+def test_the_cache_stays_under_its_limit_and_is_shared_by_what_comes_after(bucket, made, tmp_path):
+    expected, most = digest(opened(made, tmp_path / "cache"), 20), 3 * BLOCK_BYTES
+    for _ in range(2):
+        assert digest(opened(URL, tmp_path / "cache", cache_gb=most / 1e9), 20) == expected
+        assert 0 < (tmp_path / "cache" / "blocks").stat().st_size <= most
+
+
+def test_a_full_disk_costs_the_cache_and_is_said_once(bucket, made, tmp_path, monkeypatch, capfd):
+    def no_room(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module.os, "pwrite", no_room)
+    assert digest(opened(URL, tmp_path / "cache")) == digest(opened(made, tmp_path / "cache"))
+    assert capfd.readouterr().err.count("blocks cannot be written (No space left on device)") == 1
+
+
+def test_an_outage_costs_time_and_nothing_else(bucket, made, tmp_path, monkeypatch, capfd):
+    text = opened(URL, tmp_path / "cache")
+    bucket.down = True
+    monkeypatch.setattr(module, "SECONDS", 2)  # gcsfs itself would try for half a minute
+    monkeypatch.setattr(OUTAGE, "said", -30.0)  # so that the first failure is told
+    failed, seen = OUTAGE.failed, []
+
+    def up_after_some_failures(*failure):
+        failed(*failure)
+        seen.append(OUTAGE.seconds)
+        bucket.down = len(seen) < 5
+
+    monkeypatch.setattr(OUTAGE, "failed", up_after_some_failures)
+    assert digest(text) == digest(opened(made, tmp_path / "cache"))
+    assert len(seen) >= 5 and OUTAGE.since is None
+    said = capfd.readouterr().err
+    assert re.search(rf"{URL}/\S+\.bin: no answer for 0 s .*; trying again", said)
+    assert "the store answers again" in said
+
+
+def test_a_copy_goes_on_where_it_stopped_and_is_read_like_any_folder(bucket, made, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", BLOCK_BYTES)
+    expected, copy = digest(opened(made, tmp_path / "cache")), lambda: opened(URL, tmp_path / "cache", copy="all")
+    written = Path.rename
+
+    def killed(self, target):
+        if self.name == "train_000001.bin.partial":
+            raise KeyboardInterrupt
+        return written(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        copy()
+    monkeypatch.setattr(Path, "rename", written)
+    (folder,) = (tmp_path / "cache" / "stores").iterdir()
+    assert (folder / "train_000000.bin").exists() and not (folder / "train_000001.bin").exists()
+    bucket.asked.clear()
+    assert digest(copy()) == expected
+    assert all("train_000000" not in asked for asked in reads_of_shards(bucket))
+    assert sum("train_000001" in asked for asked in reads_of_shards(bucket)) == 1  # its last range
+    bucket.asked.clear()
+    assert digest(copy()) == expected and not reads_of_shards(bucket)
+    assert not list(folder.glob("*.partial"))
+
+
+def test_a_copy_for_which_there_is_no_room_says_how_much_it_needs(bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 10**5))
+    with pytest.raises(UserError, match=r"needs 0\.\d\d GB in .*, where 0\.00 GB are free"):
+        opened(URL, tmp_path / "cache", copy="all")
+
+
+def test_shards_of_others_are_read_whole_once(bucket, made, tmp_path):
+    for name in list(bucket.objects):
+        if not re.fullmatch(r"text/(train|val)_\d+\.bin", name):
+            del bucket.objects[name]
+    expected = digest(opened(made, tmp_path / "cache"))
+    options = {"tokenizer": str(made / "tokenizer"), "cache_gb": 0.0}
+    first = opened(URL, tmp_path / "cache", **options)
+    read = len(reads_of_shards(bucket))
+    assert read == len(list(made.glob("*.bin"))) and digest(first) == expected
+    before = len(reads_of_shards(bucket))
+    again = opened(URL, tmp_path / "cache", **options)
+    assert len(reads_of_shards(bucket)) == before and again.fingerprint == first.fingerprint
+    changed = bytearray(bucket.objects["text/train_000000.bin"][1])
+    changed[-1] ^= 1
+    bucket.put("text/train_000000.bin", bytes(changed))
+    assert opened(URL, tmp_path / "cache", **options).fingerprint != first.fingerprint
+
+
+def test_other_filesystems_are_read_in_ranges_too(made, tmp_path):
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.put(str(made), "/made", recursive=True)
+    expected = digest(opened(made, tmp_path / "cache"))
+    try:
+        assert digest(opened("memory://made", tmp_path / "cache", cache_gb=0.0)) == expected
+    finally:
+        memory.rm("/made", recursive=True)
