@@ -3,9 +3,9 @@
 A server in a process of its own speaks the part of Google Cloud Storage's API that gcsfs asks for; each answer takes
 `--milliseconds`, and a share `--errors` of them is a 503. Shards are sparse files of the size of a large dataset: only
 what is asked for is read of them. `start`: seconds from opening the dataset to its first batch, and what was asked of
-the store until then. `rate`: batches at a host's pace; `data_wait` is the share of the time that steps wait for their
-the store until then. `rate`: batches at a host's pace; `data_wait` is the share of the time that steps wait for their
-nothing but errors for a while.
+the store until then. `rate`: batches at a host's pace; `data_wait` is the share of the time that steps wait for
+their batches, as in metrics.jsonl, and `cores` what reading takes of this process's processor time. `outage`: the store
+answers nothing but errors for a while.
 """
 
 if __name__ == "__main__":
@@ -95,7 +95,10 @@ def serve(folder: Path, settings: dict[str, float], pipe: Any) -> None:
     while True:
         for name, value in settings.items():
             setattr(server, name, value)
-        settings = pipe.recv()
+        try:
+            settings = pipe.recv()
+        except EOFError:  # the end
+            return
         if settings.pop("told", False):
             pipe.send(list(server.asked))
             server.asked.clear()
@@ -145,7 +148,7 @@ def batches_from(cache: Path) -> tuple[Iterator[Any], int]:
     """A host's batches, and the tokens of each."""
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     shape, sharding = batch_shape(BatchConfig(), mesh), batch_sharding(mesh)
-    config = DataConfig(source="gs://bucket/text")
+    config = DataConfig(source="gs://bucket/text", cache_gb=0)  # what was never written to it would be right: zeros
     text = open_text(config, VOCAB_SIZE, shape[2], shape[0] * shape[1], cache)
     steps = StepBatches(text.train, text.weights, 0, shape, local_rows(shape, sharding))
     return train_batches(steps, sharding, config.workers), int(np.prod(shape))

@@ -45,7 +45,7 @@ from data.shards import HEADER_BYTES, require_whole
 READERS = 64  # requests at a time: at 50 ms each, 1,280 a second
 CHUNK_BYTES = 128 * BLOCK_BYTES  # 8 MiB: a range of what is read from one end to the other
 SECONDS = 60  # that a request may take before it is repeated
-READ_AGAIN = 3  # times, where a block is not what was recorded: it may have been damaged on its way
+READ_AGAIN = 3  # times, where what comes is not what should: it may have been damaged on its way
 LASTING = (FileNotFoundError, IsADirectoryError, PermissionError, ImportError, ValueError, NotImplementedError)
 
 
@@ -79,15 +79,15 @@ class Store:
         return repr((self.url, sorted((key, str(fact)) for key, fact in self.facts[name].items())))
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """A file's bytes, however often a request must be repeated. UserError where it is gone or may not be read."""
-
-        def ask() -> bytes:
-            content = self._ask(f"{self.root}/{name}", start, stop)
-            if len(content) != stop - start:
-                raise OSError(f"{len(content)} bytes in place of {stop - start}")
-            return content
-
-        return self._persist(ask, name) if stop > start else b""
+        """A file's bytes, however often a request must be repeated. UserError where it is gone, may not be read, or is
+        shorter than it was."""
+        if stop <= start:
+            return b""
+        for _ in range(READ_AGAIN):
+            content = self._persist(lambda: self._ask(f"{self.root}/{name}", start, stop), name)
+            if len(content) == stop - start:
+                return content
+        raise UserError(f"{self.url}/{name} was changed while it was read: it ends before its byte {stop:,}")
 
     def _ask(self, path: str, start: int, stop: int) -> bytes:
         if self.filesystem.async_impl:
