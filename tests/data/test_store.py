@@ -68,8 +68,9 @@ def opened(source, cache: Path, **options) -> Text:
 
 
 def digest(text: Text, steps=3, local=range(ROWS)) -> str:
-    batches = StepBatches(text.train, text.weights, 0, (1, ROWS, LENGTH), np.array(local))
-    parts = [batches[i][name].tobytes() for i in range(steps) for name in ("inputs", "targets", "weights")]
+    steps_of = StepBatches(text.train, text.weights, 0, (1, ROWS, LENGTH), np.array(local))
+    batches = [steps_of[i] for i in range(steps)]
+    parts = [batch[name].tobytes() for batch in batches for name in ("inputs", "targets", "weights")]
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
@@ -106,8 +107,8 @@ def test_a_pod_of_two_processes_reads_the_batches_of_the_disk_each_its_own(bucke
     found = [process.communicate()[0].strip() for process in started]
     text = opened(made, tmp_path / "cache")
     assert found == [digest(text, 3, half) for half in halves]
-    # A row lies in a block, or two; what failed was asked for again. The shards have 20 blocks and more.
-    assert len(reads_of_shards(bucket)) < 2 * 3 * ROWS
+    # A row lies in a block, or two, and what failed was asked for again: fewer than if each read the rows of both.
+    assert len(reads_of_shards(bucket)) < 1.5 * 3 * ROWS
 
 
 def test_a_shard_that_changed_after_the_run_began_is_named(bucket, tmp_path):
@@ -117,18 +118,18 @@ def test_a_shard_that_changed_after_the_run_began_is_named(bucket, tmp_path):
     steps = StepBatches(text.train, text.weights, 0, (1, ROWS, LENGTH), np.arange(ROWS))
     batches = train_batches(steps, batch_sharding(make_mesh(MeshConfig())), 2)
     with pytest.raises(UserError, match=f"{URL}/train_000000.bin is damaged, or was changed"):
-        for _ in range(20):  # which a loop sees through its threads
+        for _ in range(3):  # which a loop sees through its threads
             next(batches)
     bucket.put(name, b"short")
     with pytest.raises(UserError, match=rf"{URL}/train_000000\.bin"):
-        digest(text, 20)
+        digest(text)
     with pytest.raises(UserError, match=rf"{URL}/train_000000\.bin is damaged: 5 bytes"):
         opened(URL, tmp_path / "cache")
     del bucket.objects[name]
     with pytest.raises(UserError, match=rf"{URL}/train_000000\.bin is not there"):
         opened(URL, tmp_path / "cache")
     with pytest.raises(UserError, match=rf"{URL}/train_000000\.bin: cannot be read: FileNotFoundError"):
-        digest(text, 20)
+        digest(text)
 
 
 @pytest.mark.parametrize("url", ["gs://another/text", "gs://bucket/nothing", "nowhere://x/y", "memory://none"])
@@ -173,9 +174,9 @@ def test_a_block_that_was_damaged_on_its_way_or_in_the_cache_is_read_again(bucke
 
 
 def test_the_cache_stays_under_its_limit_and_is_shared_by_what_comes_after(bucket, made, tmp_path):
-    expected, most = digest(opened(made, tmp_path / "cache"), 20), 3 * BLOCK_BYTES
+    expected, most = digest(opened(made, tmp_path / "cache")), 3 * BLOCK_BYTES
     for _ in range(2):
-        assert digest(opened(URL, tmp_path / "cache", cache_gb=most / 1e9), 20) == expected
+        assert digest(opened(URL, tmp_path / "cache", cache_gb=most / 1e9)) == expected
         assert 0 < (tmp_path / "cache" / "blocks").stat().st_size <= most
 
 
@@ -252,7 +253,7 @@ def test_shards_of_others_are_read_whole_once(bucket, made, tmp_path):
     again = opened(URL, tmp_path / "cache", **options)
     assert len(reads_of_shards(bucket)) == before and again.fingerprint == first.fingerprint
     changed = bytearray(bucket.objects["text/train_000000.bin"][1])
-    changed[-1] ^= 1
+    changed[-2] ^= 1
     bucket.put("text/train_000000.bin", bytes(changed))
     assert opened(URL, tmp_path / "cache", **options).fingerprint != first.fingerprint
 
