@@ -47,6 +47,7 @@ CHUNK_BYTES = 128 * BLOCK_BYTES  # 8 MiB: a range of what is read from one end t
 SECONDS = 60  # that a request may take before it is repeated
 READ_AGAIN = 3  # times, where what comes is not what should: it may have been damaged on its way
 LASTING = (FileNotFoundError, IsADirectoryError, PermissionError, ImportError, ValueError, NotImplementedError)
+AGAIN = ("408", "429")  # those of a status of 4xx that pass by: a request that timed out, too many at a time
 
 
 @cache
@@ -92,7 +93,7 @@ class Store:
     def _ask(self, path: str, start: int, stop: int) -> bytes:
         if self.filesystem.async_impl:
             part = self.filesystem._cat_file
-            return sync(self.filesystem.loop, part, path, start=start, end=stop, timeout=SECONDS)
+            return sync(self.filesystem.loop, part, path, start=start, end=stop, timeout=SECONDS) or b""
         with self.filesystem.open(path, "rb", cache_type="none") as file:
             file.seek(start)
             return file.read(stop - start)
@@ -226,8 +227,8 @@ class StoredShard:
             content = self.store.blocks(self.name, block, end, self.blocks)
             for number in range(block, end):
                 at = (number - block) * BLOCK_BYTES
-                found[number] = content[at : at + BLOCK_BYTES]
-                self.kept.write(self.before + number, found[number])
+                found[number] = one = content[at : at + BLOCK_BYTES]
+                self.kept.write(self.before + number, one)
         joined = b"".join(content for content in found.values() if content is not None)
         offset = HEADER_BYTES + start * self.dtype.itemsize - first * BLOCK_BYTES
         return np.frombuffer(joined, self.dtype, max(stop - start, 0), offset if joined else 0)
@@ -309,19 +310,10 @@ def _is_lasting(error: Exception) -> bool:
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore's
         response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    status = next(
-        (
-            s
-            for s in (
-                getattr(error, "code", None),
-                getattr(error, "status", None),
-                getattr(response, "status_code", response),
-            )
-            if str(s).isdigit()
-        ),
-        0,
+    said = (getattr(error, "code", 0), getattr(error, "status", 0), getattr(response, "status_code", response))
+    refused = any(
+        str(status).isdigit() and 400 <= int(str(status)) < 500 for status in said if str(status) not in AGAIN
     )
-    refused = 400 <= int(status) < 500 and int(status) not in (408, 429)
     return (
         refused
         or isinstance(error, LASTING)

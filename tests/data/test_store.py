@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -268,3 +269,29 @@ def test_other_filesystems_are_read_in_ranges_too(made, tmp_path):
         assert digest(opened("memory://made", tmp_path / "cache", cache_gb=0.0)) == expected
     finally:
         memory.rm("/made", recursive=True)
+
+
+class Answered(Exception):
+    """An error with a status, as gcsfs, aiohttp, the hub's client and botocore give them."""
+
+    def __init__(self, **facts: object):
+        self.__dict__.update(facts)
+
+
+@pytest.mark.parametrize(
+    ("error", "lasting"),
+    [
+        *((Answered(code=code), lasting) for code, lasting in [(404, True), ("401", True), (503, False), (429, False)]),
+        *((Answered(status=status), lasting) for status, lasting in [(403, True), (502, False)]),
+        (Answered(response=Mock(status_code=404)), True),
+        (Answered(response={"ResponseMetadata": {"HTTPStatusCode": 403}}), True),
+        (Answered(response={"ResponseMetadata": {"HTTPStatusCode": 500}}), False),
+        (Answered(code=None, response=None), False),
+        (OSError("Forbidden: https://..."), True),
+        (ConnectionResetError(), False),
+        (TimeoutError(), False),
+    ],
+    ids=repr,
+)
+def test_what_repeating_does_not_mend_is_told_apart(error, lasting):
+    assert module._is_lasting(error) == lasting
