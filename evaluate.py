@@ -1,4 +1,4 @@
-"""What a run's newest checkpoint is worth: python evaluate.py --run_dir=RUN, or with --source or --tasks=core."""
+"""What a network is worth: python evaluate.py --run_dir=RUN (or --from=FOLDER), with --source or --tasks."""
 
 if __name__ == "__main__":
     from configs.interrupt import end_at_interrupt
@@ -7,43 +7,52 @@ if __name__ == "__main__":
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import tyro
 from jax.sharding import Mesh
 
 from configs.command_line import parse_arguments
 from configs.files import write_whole
-from configs.schema import FilePath, MeshConfig, Positive, Range, UserError
+from configs.schema import Config, FilePath, MeshConfig, Positive, Range, UserError
 from data.dataset import open_text
 from data.loader import held_out_batches
-from data.tokenizer import load_tokenizer
-from evaluation.benchmarks import Benchmarks
-from evaluation.benchmarks import plot as plot_core
+from data.tokenizer import TextTokenizer, load_tokenizer
+from evaluation.benchmarks import Benchmarks, plot_core
+from evaluation.benchmarks import plot as plot_tasks
 from evaluation.bits_of_texts import compared, figures, in_words
 from evaluation.bits_of_texts import plot as plot_bits
 from evaluation.bits_per_byte import evaluate
-from evaluation.core import read_bundle
+from evaluation.core import TIES, read_bundle
 from evaluation.document_losses import DocumentLosses
 from evaluation.documents import Source, digest, read_sources
-from evaluation.log import append_to_log, open_log
+from evaluation.log import append_to_log, open_log, to_lines
+from interchange.init_from import architecture_of, config_of, is_network, read_params, require_same_network
 from run.folder import load_run, record_of
 from run.runtime import cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
 from training.mesh import batch_sharding, make_mesh
-from training.state import compute_dtype, params_sha256
+from training.state import abstract_params, compute_dtype, params_sha256
 from training.step import make_eval_step
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Of a run's newest checkpoint: validation loss and bits per byte, bits per byte of other text, or benchmarks. One
-    JSON line."""
+    """Of a run's newest checkpoint, or of a network in a folder: validation loss and bits per byte, bits per byte of
+    other text, or benchmarks. One JSON line."""
 
-    run_dir: FilePath
+    run_dir: FilePath = ""
     """Folder of the run."""
+    from_: Annotated[FilePath, tyro.conf.arg(name="from")] = ""
+    """In place of a run: a folder that export.py wrote, or a published nanochat in transformers' format; for `tasks` of
+    lm-evaluation-harness, any causal network that transformers loads."""
+    out: FilePath = ""
+    """Where what is found goes. Default: the run's folder, or that of the network."""
     tokens: Positive[int] | None = None
     """Tokens of the held-out set. Default: the run's own `eval.tokens`."""
     source: str = ""
@@ -54,12 +63,15 @@ class Arguments:
     text_column: str = "text"
     """Of .jsonl and .parquet files of `source`."""
     against: FilePath = ""
-    """Folder of another run: the two are compared on the documents of `source`, whatever their tokenizers."""
+    """Folder of another run or network: both are compared on the documents of `source`, whatever their tokenizers."""
     tasks: str = ""
-    """Benchmarks in place of held-out text: `core`, of the bundle that DCLM and nanochat use. Each item's result goes
-    to the run's folder under core/; the same command again continues there."""
+    """Benchmarks in place of held-out text: `core`, of the bundle that DCLM and nanochat use; or tasks of EleutherAI's
+    lm-evaluation-harness by their names there: `hellaswag,arc_easy`. Each item's result is kept; the same command again
+    continues where it was."""
     bundle: FilePath = ""
-    """Folder of that bundle: core.yaml, eval_meta_data.csv and eval_data/."""
+    """Folder of CORE's bundle: core.yaml, eval_meta_data.csv and eval_data/."""
+    task_files: FilePath = ""
+    """Folder of more task files (.yaml) for the harness."""
     items: Positive[int] | None = None
     """Take so many items of each task, always the same; default: all."""
     prompt_tokens: Annotated[int, Range(lambda n: n > 1, "a prompt has at least 2 tokens")] | None = None
@@ -69,33 +81,77 @@ class Arguments:
     """Arrangement of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large for one."""
 
 
+class Network(NamedTuple):
+    """What is measured: of a run, or from a folder."""
+
+    config: Config
+    tokenizer: TextTokenizer
+    params: dict
+    facts: dict
+    """Which parameters these are."""
+    label: str
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return compute_dtype(self.config.model, jax.default_backend())
+
+
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
-    if arguments.tasks not in ("", "core"):
-        raise UserError(f"--tasks={arguments.tasks} cannot work: core is the only benchmark")
-    if arguments.tasks and not arguments.bundle:
+    folder = arguments.run_dir or arguments.from_
+    if not folder or (arguments.run_dir and arguments.from_):
+        raise UserError("give one of them: --run_dir=RUN, or --from=FOLDER of a network")
+    if arguments.from_ and not is_network(folder):
+        raise UserError(f"--from={folder} holds no network (no *.safetensors); of a run, give --run_dir")
+    if arguments.from_ and not (arguments.tasks or arguments.source):
+        raise UserError("--from needs --source=PATH or --tasks: a network in a folder has no text of its own")
+    if "core" in arguments.tasks.split(",") and arguments.tasks != "core":
+        raise UserError("core is measured by itself, and lm-evaluation-harness' tasks by another command: --tasks=core")
+    if arguments.tasks == "core" and not arguments.bundle:
         raise UserError("--tasks=core needs --bundle=DIR, the folder that holds core.yaml")
     if arguments.tasks and arguments.source:
         raise UserError("--tasks and --source are two evaluations; give one of them at a time")
     if arguments.against and not arguments.source:
-        raise UserError("--against compares two runs on the same text; give it: --source=PATH")
+        raise UserError("--against compares two networks on the same text; give it: --source=PATH")
     start_jax()
     mesh = make_mesh(arguments.mesh)
-    evaluation = texts if arguments.source else core if arguments.tasks else held_out
-    print(json.dumps({"run_dir": arguments.run_dir, **evaluation(arguments, mesh)}))
+    of_tasks = core if arguments.tasks == "core" else harness
+    evaluation = texts if arguments.source else of_tasks if arguments.tasks else held_out
+    print(json.dumps({"from" if arguments.from_ else "run_dir": folder, **evaluation(arguments, folder, mesh)}))
     return 0
 
 
-def held_out(arguments: Arguments, mesh: Mesh) -> dict:
+def load(folder: str, mesh: Mesh) -> Network:
+    """The network of a run's newest checkpoint, or in a folder."""
+    tokenizer = tokenizer_of(folder)
+    if is_network(folder):
+        config = config_of(folder)
+        require_same_network(config, tokenizer)
+        params = read_params(config, abstract_params(config.model, mesh))
+        return Network(config, tokenizer, params, {"params_sha256": params_sha256(params)}, "network")
+    run = load_run(folder, mesh)
+    facts = {"step": run.step, "params_sha256": params_sha256(run.params)}
+    return Network(run.config, tokenizer, run.params, facts, f"step_{run.step}")
+
+
+def tokenizer_of(folder: str) -> TextTokenizer:
+    """UserError where there is no run and no network."""
+    if is_network(folder):
+        return load_tokenizer(folder)
+    record_of(folder)
+    return load_tokenizer(Path(folder) / "tokenizer")
+
+
+def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
     """Validation loss and bits per byte of the run's own text."""
-    run = load_run(arguments.run_dir, mesh)
+    run = load_run(folder, mesh)
     config = run.config
     rows = config.batch.rows_per_device * mesh.shape["data"] * mesh.shape["fsdp"]
     shape = (1, rows, config.batch.sequence_length)
     text = open_text(config.data, config.model.vocab_size, shape[2], 1, cache_dir())
     if text.fingerprint != run.dataset:
         raise UserError(
-            f"{config.data.source} is not the text that {arguments.run_dir} was trained on: its fingerprint is "
+            f"{config.data.source} is not the text that {folder} was trained on: its fingerprint is "
             f"{text.fingerprint}, the run's {run.dataset}; evaluate where that text is"
         )
     batches, text_bytes = held_out_batches(
@@ -111,74 +167,107 @@ def held_out(arguments: Arguments, mesh: Mesh) -> dict:
     return {"step": run.step, **evaluate(eval_step, run.params, batches, text_bytes)}
 
 
-def texts(arguments: Arguments, mesh: Mesh) -> dict:
-    """Bits per byte of other text, and how another run compares; in the run's folder a line a document, all figures,
-    and a picture of them."""
-    first, run_dirs = jax.process_index() == 0, [arguments.run_dir, *([arguments.against] if arguments.against else [])]
-    for run_dir in run_dirs:
-        record_of(run_dir)  # a mistake is told before any compute
-    tokenizer = Path(arguments.run_dir) / "tokenizer"
+def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
+    """Bits per byte of other text, and how another network compares; in the folder a line a document, all figures, and
+    a picture of them."""
+    first, folders = jax.process_index() == 0, [folder, *([arguments.against] if arguments.against else [])]
+    for one in folders:
+        tokenizer_of(one)  # a mistake is told before any compute
+    tokenizer = Path(folder) / ("" if is_network(folder) else "tokenizer")
     sources = read_sources(arguments.source, arguments.documents, arguments.text_column, tokenizer, cache_dir())
     text = digest(sources)
     check_hosts_agree("their text", text)
-    measured = {run_dir: of_documents(run_dir, sources, text, mesh) for run_dir in run_dirs}
-    step, folder, lines = measured[arguments.run_dir]
-    found = {run_dir: figures(sources, lines) for run_dir, (_, _, lines) in measured.items()}
-    results = {"step": step, "skipped": sum(source.skipped for source in sources), **found[arguments.run_dir]}
+    places = {one: one if one != folder else arguments.out or one for one in folders}
+    measured = {one: of_documents(one, Path(places[one]), sources, text, mesh) for one in folders}
+    step, place, lines = measured[folder]
+    found = {one: figures(sources, lines) for one, (_, _, lines) in measured.items()}
+    results = {**step, "skipped": sum(source.skipped for source in sources), **found[folder]}
     if arguments.against:
         comparison = compared(sources, lines, measured[arguments.against][2])
-        results |= {"against": {"run_dir": arguments.against, "step": measured[arguments.against][0], **comparison}}
+        results |= {"against": {"run_dir": arguments.against, **measured[arguments.against][0], **comparison}}
         if first:
-            print(in_words(arguments.run_dir, arguments.against, comparison), file=sys.stderr)
+            print(in_words(folder, arguments.against, comparison), file=sys.stderr)
     if first:
-        write_whole(folder / "bits_per_byte.json", json.dumps({"text": text, **results}, indent=2) + "\n")
-        plot_bits(found, folder / "bits_per_byte.png")
+        write_whole(place / "bits_per_byte.json", json.dumps({"text": text, **results}, indent=2) + "\n")
+        plot_bits(found, place / "bits_per_byte.png")
     return {name: value for name, value in results.items() if not name.startswith("by_")}
 
 
-def of_documents(run_dir: str, sources: list[Source], text: str, mesh: Mesh) -> tuple[int, Path, list[dict]]:
-    """A run's step, the folder of what is found of it, and a line for each document."""
-    run = load_run(run_dir, mesh)
-    dtype = compute_dtype(run.config.model, jax.default_backend())
-    tokenizer = load_tokenizer(Path(run_dir) / "tokenizer")
-    measure = DocumentLosses(tokenizer, run.config.model, run.config.batch, dtype, mesh)
-    facts = measure.facts | {"text": text, "step": run.step, "params_sha256": params_sha256(run.params)}
-    folder = Path(run_dir) / "texts" / f"step_{run.step}_{text[:8]}"
-    log = folder / "documents.jsonl"
-    done = on_first_process(lambda: open_log(log, facts))
-    record = partial(append_to_log, log) if jax.process_index() == 0 else lambda lines: None
-    return run.step, folder, measure(run.params, sources, done, record)
+def of_documents(folder: str, out: Path, sources: list[Source], text: str, mesh: Mesh) -> tuple[dict, Path, list[dict]]:
+    """A network's step, if it is a run's, the folder of what is found of it, and a line for each document."""
+    network = load(folder, mesh)
+    config = network.config
+    measure = DocumentLosses(network.tokenizer, config.model, config.batch, network.dtype, mesh)
+    place = out / "texts" / f"{network.label}_{text[:8]}"
+    done, record = log_of(place / "documents.jsonl", measure.facts | {"text": text} | network.facts)
+    step = {name: value for name, value in network.facts.items() if name == "step"}
+    return step, place, measure(network.params, sources, done, record)
 
 
-def core(arguments: Arguments, mesh: Mesh) -> dict:
-    """CORE and its tasks' figures; in the run's folder a line an item, the figures, and a picture of them."""
-    run = load_run(arguments.run_dir, mesh)
-    config, first = run.config, jax.process_index() == 0
+def log_of(path: Path, facts: dict) -> tuple[list[dict], Callable[[list[dict]], None]]:
+    """The lines that an earlier start left in a log, and what adds more: in the first process."""
+    done = on_first_process(lambda: open_log(path, facts))
+    return done, partial(append_to_log, path) if jax.process_index() == 0 else lambda lines: None
+
+
+def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
+    """CORE and its tasks' figures; in the folder a line an item, the figures, and a picture of them."""
+    network = load(folder, mesh)
+    config, first = network.config, jax.process_index() == 0
     benchmarks = Benchmarks(
         read_bundle(arguments.bundle, arguments.items),
-        load_tokenizer(Path(arguments.run_dir) / "tokenizer"),
+        network.tokenizer,
         config.model,
         config.batch,
-        compute_dtype(config.model, jax.default_backend()),
+        network.dtype,
         mesh,
         arguments.prompt_tokens,
     )
     check_hosts_agree("their bundle", json.dumps(benchmarks.facts))
-    facts = benchmarks.facts | {"step": run.step, "params_sha256": params_sha256(run.params)}
-    name = f"step_{run.step}" + (f"_items_{arguments.items}" if arguments.items else "")
-    folder = Path(arguments.run_dir) / "core" / name
-    log = folder / "items.jsonl"
-    done = on_first_process(lambda: open_log(log, facts))
-    results = benchmarks(
-        run.params,
-        done,
-        record=partial(append_to_log, log) if first else lambda lines: None,
-        say=partial(print, file=sys.stderr) if first else lambda text: None,
-    )
+    facts = benchmarks.facts | network.facts
+    name = network.label + (f"_items_{arguments.items}" if arguments.items else "")
+    place = Path(arguments.out or folder) / "core" / name
+    done, record = log_of(place / "items.jsonl", facts)
+    say = partial(print, file=sys.stderr) if first else lambda text: None
+    results = benchmarks(network.params, done, record, say)
     if first:
-        write_whole(folder / "core.json", json.dumps(facts | results, indent=2) + "\n")
-        plot_core(results, f"{config.name}, step {run.step}", folder / "core.png")
-    return {"step": run.step, **results}
+        write_whole(place / "core.json", json.dumps(facts | results, indent=2) + "\n")
+        plot_core(results, f"{config.name}, {network.label.replace('_', ' ')}", place / "core.png")
+    return {**{name: value for name, value in network.facts.items() if name == "step"}, **results}
+
+
+def harness(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
+    """Figures of lm-evaluation-harness' tasks; in the folder a line a request, a line an item, the figures, and a
+    picture of them."""
+    from evaluation.harness import HarnessNetwork
+    from evaluation.harness_tasks import load_tasks, measure, others_network, points
+
+    loaded = load_tasks(arguments.tasks.split(","), arguments.task_files)
+    out, first = Path(arguments.out or folder) / "harness", jax.process_index() == 0
+    if is_network(folder) and architecture_of(folder) not in ("nanochat", "tokensum"):
+        out.mkdir(parents=True, exist_ok=True)
+        label, facts, tie = "network", {}, TIES["float32"]
+        model, cache = others_network(folder), str(out / "answers")
+    else:
+        network = load(folder, mesh)
+        label, config, tie, cache = network.label, network.config, TIES[network.dtype.name], None
+        longest = arguments.prompt_tokens or config.batch.sequence_length
+        of_answers = {"tokenizer": network.tokenizer.sha256, "dtype": network.dtype.name, "longest": longest}
+        facts = of_answers | network.facts
+        log = log_of(out / label / "requests.jsonl", facts)
+        taken = (config.model, config.batch, network.dtype, mesh, longest, *log, check_hosts_agree)
+        model = HarnessNetwork(network.params, network.tokenizer, *taken)
+    results, lines = measure(model, loaded, arguments.items, tie, cache)
+    if first:
+        name = "+".join(sorted(loaded["tasks"]))[:100] + (f"_items_{arguments.items}" if arguments.items else "")
+        place = out / label / name
+        place.mkdir(parents=True, exist_ok=True)
+        for task, of_task in lines.items():
+            write_whole(place / f"{task}.jsonl", to_lines(of_task))
+        write_whole(place / "tasks.json", json.dumps(facts | {"tasks": results}, indent=2) + "\n")
+        if drawn := points(results):
+            plot_tasks(drawn, f"{Path(folder).resolve().name}, {label.replace('_', ' ')}", place / "tasks.png")
+    return {**{name: value for name, value in facts.items() if name == "step"}, "tasks": results}
 
 
 if __name__ == "__main__":

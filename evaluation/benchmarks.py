@@ -3,7 +3,7 @@
 import hashlib
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,21 +75,27 @@ def in_words(label: str, result: dict[str, Any]) -> str:
     )
 
 
-def plot(results: dict[str, Any], title: str, path: Path) -> None:
+def plot(points: Mapping[str, tuple[float, float | None, float]], title: str, path: Path) -> None:
     """Draws each task's accuracy with two standard errors to both sides, against what guessing reaches."""
     from matplotlib.figure import Figure  # a second to import
 
-    labels, tasks = list(results["tasks"])[::-1], list(results["tasks"].values())[::-1]
-    figure = Figure(figsize=(7, 1.2 + 0.28 * len(tasks)), layout="constrained")
+    labels = list(points)[::-1]
+    accuracy, errors, guessing = zip(*(points[label] for label in labels))
+    figure = Figure(figsize=(7, 1.2 + 0.28 * len(labels)), layout="constrained")
     axes = figure.add_subplot()
-    column = lambda name: [task[name] for task in tasks]
-    errors = [2 * task["stderr"] for task in tasks]
-    axes.errorbar(column("accuracy"), labels, xerr=errors, fmt="o", capsize=3, label="accuracy, 2 standard errors")
-    axes.plot(column("baseline"), labels, "|", color="black", markersize=14, label="guessing")
-    core = f"CORE {results['core']:.4f} +- {results['core_stderr']:.4f}"
-    axes.set(xlim=(-0.02, 1.02), xlabel="accuracy", title=f"{title}: {core}")
+    both = [2 * (error or 0) for error in errors]
+    axes.errorbar(accuracy, labels, xerr=both, fmt="o", capsize=3, label="accuracy, 2 standard errors")
+    axes.plot(guessing, labels, "|", color="black", markersize=14, label="guessing")
+    axes.set(xlim=(-0.02, 1.02), xlabel="accuracy", title=title)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     picture = io.BytesIO()
     figure.savefig(picture, dpi=150)
     write_whole(path, picture.getbuffer())
+
+
+def plot_core(results: dict[str, Any], title: str, path: Path) -> None:
+    """Draws the tasks of CORE."""
+    tasks = results["tasks"].items()
+    points = {label: (task["accuracy"], task["stderr"], task["baseline"]) for label, task in tasks}
+    plot(points, f"{title}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}", path)

@@ -1,7 +1,9 @@
-"""Starting from a network in a folder: one that export.py wrote, or a published nanochat in transformers' format."""
+"""A network in a folder, to train on from or to measure: one that export.py wrote, or a published nanochat in
+transformers' format."""
 
 import json
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from configs.schema import Config, ModelConfig, UserError, resolved, roles, validate
+from configs.schema import BatchConfig, Config, ModelConfig, UserError, resolved, roles, validate
 from data.tokenizer import TextTokenizer, load_tokenizer
 from interchange.remote_code import TABLE, remote_name
 from interchange.safetensors import stored_arrays
@@ -18,6 +20,52 @@ from interchange.transformers import HF_TABLE, beyond_hf, hf_config, hf_name, tu
 from model.attention import window_of
 from training.optimizer import path_name
 from training.state import split_model
+
+TOKENS_AT_A_TIME = 16_384  # of a network that is measured, on a device
+
+
+def is_network(folder: str | Path) -> bool:
+    """Whether a folder holds a network's arrays, as no run's folder does."""
+    return any(Path(folder).expanduser().glob("*.safetensors"))
+
+
+def architecture_of(folder: str | Path) -> str:
+    """As config.json names it; what export.py wrote as plain safetensors is `tokensum`, too."""
+    path = Path(folder) / "config.json"
+    return "tokensum" if not path.exists() else str(_read_json(path).get("model_type"))
+
+
+def config_of(folder: str | Path) -> Config:
+    """The Config whose `init_from` is this folder, to measure it with. UserError where it holds another architecture
+    than ours."""
+    path, kind = Path(folder), architecture_of(folder)
+    theirs = _read_json(path / "config.json") if (path / "config.json").exists() else {}
+    length = theirs.get("max_position_embeddings", BatchConfig().sequence_length)
+    rows = max(1, TOKENS_AT_A_TIME // length)
+    config = Config(name=path.resolve().name, init_from=str(path), batch=BatchConfig(length, rows * length, rows))
+    if (path / "tokensum.json").exists():
+        return replace(config, model=_stored_model(path / "tokensum.json", config))
+    if kind != "nanochat":
+        raise UserError(
+            f"{folder} holds a network of the architecture {kind}, not one of ours (nanochat, tokensum); it can be "
+            "measured with lm-evaluation-harness alone: --tasks=hellaswag,..."
+        )
+    try:
+        heads, width = theirs["num_attention_heads"], theirs["hidden_size"]
+        rope = theirs.get("rope_parameters") or theirs
+        model = ModelConfig(
+            depth=theirs["num_hidden_layers"],
+            width=width,
+            heads=heads,
+            kv_heads=theirs.get("num_key_value_heads") or heads,
+            head_dim=theirs.get("head_dim") or width // heads,
+            vocab_size=theirs["vocab_size"],
+            softcap=theirs.get("final_logit_softcapping", 15.0),
+            rotary_base=rope.get("rope_theta", 10_000.0),
+        )
+    except LookupError as error:
+        raise UserError(f"{path / 'config.json'} does not say {error}") from error
+    return resolved(replace(config, model=model))
 
 
 def require_same_network(config: Config, tokenizer: TextTokenizer) -> None:

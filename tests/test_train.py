@@ -26,6 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import data.inspect
 import data.prepare
 import evaluate
+import export
 import run.inspect as inspect_run
 import sample
 import train
@@ -35,6 +36,7 @@ from run.folder import RunLock
 from run.lines import read_metrics
 from run.runtime import run_command
 from tests.evaluation.core_bundle import make_bundle
+from tests.evaluation.harness_tasks import make_tasks
 
 ROOT = Path(__file__).parent.parent
 CONFIG = """
@@ -280,6 +282,70 @@ def test_benchmarks_leave_the_run_s_bits_untouched_and_evaluate_gives_the_same(f
     assert json.loads(capsys.readouterr().out) == found
 
 
+def test_a_network_in_a_folder_is_measured_as_the_run_that_it_is_of(folder, untouched, monkeypatch, capsys):
+    """In transformers' format, as a nanochat is published."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["export", "--run_dir=untouched", "--out=published"])
+    assert export.main() == 0
+    make_bundle(folder / "of-published")
+    bits = ("--source=text", "--documents=5", "--against=untouched")
+    for command in (("--tasks=core", "--bundle=of-published", "--items=16"), bits):
+        found = {}
+        for of in ("--run_dir=untouched", "--from=published"):
+            capsys.readouterr()
+            assert run("evaluate", monkeypatch, of, *command, "--out=measured") == 0
+            found[of] = json.loads(capsys.readouterr().out)
+        ours, theirs = found.values()
+        assert theirs.pop("from") == "published" and "step" not in theirs
+        if command == bits:
+            assert ours["bits_per_byte"] == pytest.approx(theirs["bits_per_byte"], rel=1e-6)
+            assert abs(theirs["against"]["difference"]) < 1e-6
+        else:
+            assert theirs["core"] == pytest.approx(ours["core"]) and theirs["tasks"].keys() == ours["tasks"].keys()
+    assert len(list((folder / "measured").rglob("*.png"))) == 4
+    changed = json.loads((folder / "published" / "config.json").read_text())
+    (folder / "published" / "config.json").write_text(json.dumps(changed | {"rms_norm_eps": 1e-2}))
+    assert run("evaluate", monkeypatch, "--from=published", *bits) == 2
+    assert "rms_norm_eps" in capsys.readouterr().err
+    (folder / "published" / "config.json").write_text(json.dumps(changed | {"model_type": "gpt2"}))
+    assert run("evaluate", monkeypatch, "--from=published", *bits) == 2
+    assert "of the architecture gpt2" in capsys.readouterr().err
+
+
+def test_the_harness_tasks_of_a_run(folder, untouched, monkeypatch, capsys):
+    pytest.importorskip("lm_eval")
+    monkeypatch.chdir(folder)
+    (folder / "tasks").mkdir()
+    make_tasks(folder / "tasks")
+    command = ("--run_dir=untouched", "--tasks=tiny_choices,tiny_endings", "--task_files=tasks", "--items=6")
+    assert run("evaluate", monkeypatch, *command) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] == 120 and found["tasks"]["tiny_choices"]["items"] == 6
+    left = folder / "untouched" / "harness" / "step_120" / "tiny_choices+tiny_endings_items_6"
+    assert json.loads((left / "tasks.json").read_text())["tasks"] == found["tasks"]
+    assert len((left / "tiny_choices.jsonl").read_text().splitlines()) == 6
+    assert (left / "tasks.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setattr("evaluation.harness.score_questions", None)  # all is in the log
+    assert run("evaluate", monkeypatch, *command) == 0
+    assert json.loads(capsys.readouterr().out) == found
+    from lm_eval import tasks
+
+    known = tasks.TaskManager  # without the 14,000 task files of the harness
+    monkeypatch.setattr(tasks, "TaskManager", lambda **options: known(**{**options, "include_defaults": False}))
+    assert run("evaluate", monkeypatch, "--run_dir=untouched", "--tasks=tiny_choice", "--task_files=tasks") == 2
+    said = capsys.readouterr().err
+    assert "no task of lm-evaluation-harness has that name; near it: tiny_choices" in said and "Traceback" not in said
+
+
+def test_without_the_harness_its_tasks_say_what_installs_it(folder, untouched, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "lm_eval.api.model", raising=False)
+    monkeypatch.delitem(sys.modules, "evaluation.harness", raising=False)
+    assert run("evaluate", monkeypatch, "--run_dir=untouched", "--tasks=hellaswag") == 2
+    assert "make setup EXTRA=harness" in capsys.readouterr().err
+
+
 def test_two_runs_are_compared_on_other_text(folder, untouched, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     shutil.copytree(untouched, folder / "earlier")
@@ -324,7 +390,9 @@ def test_two_runs_are_compared_on_other_text(folder, untouched, monkeypatch, cap
         ("sample", ["--run_dir=untouched", "--prompt", "import " * 40], "at most 31"),
         ("sample", ["--run_dir=nothing"], "nothing"),
         ("evaluate", ["--run_dir=nothing"], "nothing"),
-        ("evaluate", ["--run_dir=untouched", "--tasks=mmlu", "--bundle=text"], "core is the only benchmark"),
+        ("evaluate", ["--run_dir=untouched", "--tasks=core,mmlu", "--bundle=text"], "core is measured by itself"),
+        ("evaluate", ["--run_dir=untouched", "--from=text"], "give one of them"),
+        ("evaluate", ["--from=text", "--tasks=core", "--bundle=x"], "text holds no network"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core"], "needs --bundle=DIR"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=x", "--source=text"], "two evaluations"),
         ("evaluate", ["--run_dir=untouched", "--against=untouched"], "give it: --source=PATH"),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from configs.schema import BatchConfig, MeshConfig, UserError
-from evaluation.benchmarks import Benchmarks, plot
+from evaluation.benchmarks import Benchmarks, plot_core
 from evaluation.core import COUNTS, KINDS, Task, encode, figures, judge, read_bundle
 from evaluation.log import append_to_log, open_log
 from evaluation.scorer import Scores, shape_of, size_down, size_up
@@ -192,7 +192,7 @@ def test_the_picture_shows_every_task(bundle, tmp_path):
     run, _ = benchmarks(bundle)
     run.score = scores_of_lengths
     said = []
-    plot(run({}, say=said.append), "tiny, step 3", tmp_path / "core.png")
+    plot_core(run({}, say=said.append), "tiny, step 3", tmp_path / "core.png")
     assert (tmp_path / "core.png").read_bytes()[:4] == b"\x89PNG"
     assert [text.partition(":")[0] for text in said] == LABELS
     assert any("cut to fit" in text for text in said)

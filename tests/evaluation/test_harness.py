@@ -1,0 +1,159 @@
+"""lm-evaluation-harness: our network answers its requests as the harness' own `hf` model does on the exported weights.
+
+Needs `make setup EXTRA=harness`, and for the comparison `interop`.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from tokenizers import processors
+
+pytest.importorskip("lm_eval")
+
+import evaluate
+from configs.schema import BatchConfig, Config, MeshConfig, UserError
+from data.tokenizer import BOS
+from evaluation.harness import HarnessNetwork
+from evaluation.harness_tasks import load_tasks, measure, points
+from interchange.safetensors import arrays_of
+from interchange.transformers import write_hf
+from tests.evaluation.core_bundle import CONFIG, params, tokenizer
+from tests.evaluation.harness_tasks import make_tasks
+from training.mesh import make_mesh
+from training.state import abstract_params
+
+LENGTH = 128
+BATCH = BatchConfig(sequence_length=LENGTH, tokens_per_step=4 * LENGTH, rows_per_device=4)
+MODEL = replace(CONFIG, short_window=64)
+MESHES = {1: MeshConfig(), 8: MeshConfig(data=2, fsdp=2, tensor=2)}
+NAMES = ["tiny_choices", "tiny_schema", "tiny_endings", "tiny_text", "tiny_writing"]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    return load_tasks(NAMES, str(make_tasks(tmp_path_factory.mktemp("tasks"))))
+
+
+@pytest.fixture(scope="module")
+def requests(loaded):
+    """By what they ask."""
+    found = defaultdict(list)
+    for task in loaded["tasks"].values():
+        task.set_fewshot_seed(1234)
+        task.build_all_requests(rank=0, world_size=1)
+        for request in task.instances:
+            found[request.request_type].append(request)
+    return found
+
+
+def network(devices=1, **more):
+    mesh = make_mesh(MESHES[devices], jax.devices()[:devices])
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(MODEL, mesh))
+    placed = jax.device_put(params(), shardings)
+    return HarnessNetwork(placed, tokenizer(), MODEL, BATCH, jnp.dtype("float32"), mesh, **more)
+
+
+@pytest.fixture(scope="module")
+def answered(requests):
+    """Our answers to all requests, on one device, and the lines of the log."""
+    lines = []
+    ours = network(record=lines.extend)
+    return {kind: getattr(ours, kind)(of_kind) for kind, of_kind in requests.items()}, lines
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    """The harness' own model of the same weights; with a BOS before every text, or as the folder's tokenizer has it."""
+    pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from lm_eval.models.huggingface import HFLM
+
+    folder = tmp_path_factory.mktemp("hf") / "out"
+    write_hf(folder, [arrays_of(params())], Config(name="tiny", model=MODEL, batch=BATCH), tokenizer())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    spelled = {bos: transformers.AutoTokenizer.from_pretrained(folder) for bos in (True, False)}
+    bos = spelled[True].bos_token
+    single = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokenizer().bos)])
+    spelled[True].backend_tokenizer.post_processor = single
+    return {bos: HFLM(pretrained=theirs, tokenizer=spelled[bos], device="cpu", batch_size=4) for bos in spelled}
+
+
+def test_loglikelihoods_are_those_of_the_harness_own_model(requests, answered, hf):
+    ours, theirs = answered[0]["loglikelihood"], hf[True].loglikelihood(requests["loglikelihood"])
+    assert len(ours) == len(theirs) == 58
+    for request, own, other in zip(requests["loglikelihood"], ours, theirs):
+        assert own[0] == pytest.approx(other[0], abs=1e-4), request.args
+        assert own[1] == other[1]
+    assert {greedy for _, greedy in ours} == {True, False}
+    assert sum(line.get("cut", 0) > 0 for line in answered[1]) >= 4
+
+
+def test_whole_texts_are_those_of_the_harness_own_model(requests, answered, hf):
+    """Which itself puts the BOS before a text that it cuts into rows."""
+    kind = "loglikelihood_rolling"
+    theirs = hf[False].loglikelihood_rolling(requests[kind])
+    assert answered[0][kind] == pytest.approx(theirs, rel=1e-6, abs=1e-4)
+    assert max(line["tokens"] for line in answered[1] if "tokens" in line) > 2 * LENGTH
+
+
+def test_texts_are_those_that_the_harness_own_model_writes(requests, answered, hf):
+    ours, theirs = answered[0]["generate_until"], hf[True].generate_until(requests["generate_until"])
+    assert ours == theirs and len(set(ours)) > 1
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_answers_of_one_device(requests, answered):
+    ours = network(8)
+    for kind, of_kind in requests.items():
+        for one, other in zip(answered[0][kind], getattr(ours, kind)(of_kind), strict=True):
+            assert one == other if kind == "generate_until" else one == pytest.approx(other, abs=1e-3)
+
+
+def test_figures_have_errors_ties_and_chance_and_go_on_from_the_log(loaded, answered):
+    names = ("score", "generate")
+    ours = network(done=answered[1])
+    for name in names:
+        setattr(ours, name, None)  # all is in the log
+    results, lines = measure(ours, loaded, None, tie=1e-4)
+    choices = results["tiny_choices"]
+    assert choices["items"] == 10 and choices["baseline"] == 0.25 and choices["ties"] == 2 and choices["cut"] > 0
+    assert choices["acc_stderr"] == pytest.approx((choices["acc"] * (1 - choices["acc"]) / 9) ** 0.5)
+    assert [len(lines[name]) for name in NAMES] == [10, 6, 6, 3, 5]
+    assert results["tiny_text"]["bits_per_byte"] > 0 and "baseline" not in results["tiny_endings"]
+    assert set(points(results)) == {"tiny_choices", "tiny_schema", "tiny_endings", "tiny_writing"}
+    without_shots = {"tasks": {"tiny_endings": loaded["tasks"]["tiny_endings"]}, "groups": {}}  # else others are drawn
+    one, another = (measure(ours, without_shots, 4, tie=1e-4)[1]["tiny_endings"] for _ in range(2))
+    assert one == another and len(one) == 4 and [line["item"] for line in one] != [0, 1, 2, 3]
+
+
+def test_a_text_that_finds_no_room_and_options_that_do_not_exist_are_refused(requests):
+    (request, *_) = requests["generate_until"]
+    ours = network(longest=12)
+    with pytest.raises(UserError, match="asks for 12 new tokens, and a row of the network has 12"):
+        ours.generate_until([request])
+    request = replace(request, arguments=("a", {"do_sample": True, "temperature": 1.0, "top_p": 0.5}))
+    with pytest.raises(UserError, match="top_p"):
+        ours.generate_until([request])
+
+
+def test_a_network_of_another_architecture_is_measured_by_the_harness_itself(tmp_path, monkeypatch, capsys):
+    """GPT-2's, small and random."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 256, "vocab_size": tokenizer().vocab_size}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer().bos)
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids)).save_pretrained(tmp_path / "gpt2")
+    spelled = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer().library, eos_token=BOS, pad_token=BOS)
+    spelled.save_pretrained(tmp_path / "gpt2")
+    (tmp_path / "tasks").mkdir()
+    options = ["--tasks=tiny_schema", f"--task_files={make_tasks(tmp_path / 'tasks')}", f"--out={tmp_path / 'out'}"]
+    monkeypatch.setattr(sys, "argv", ["evaluate", f"--from={tmp_path / 'gpt2'}", *options])
+    assert evaluate.main() == 0
+    (found,) = json.loads(capsys.readouterr().out)["tasks"].values()
+    assert found["items"] == 6 and found["baseline"] == 0.5
+    assert list(tmp_path.glob("out/harness/network/tiny_schema/tasks.png"))
