@@ -107,7 +107,8 @@ class DataConfig:
     source: Free[str] = "stdlib"
     """A dataset folder that data.prepare made; a folder of .bin token shards (llm.c, modded-nanogpt), with `tokenizer`;
     several of these with their shares of the rows (`0.7:DIR,0.3:DIR`), which may change once so many tokens of the
-    run's data are seen (`0.9:DIR,0.1:DIR;from=8e9,0.4:DIR,0.6:DIR`); or raw text, prepared once in the cache: `stdlib` (this Python's standard library, its .py files), or a file, a folder or a glob of .txt, .md, .py, .jsonl
+    run's data are seen (`0.9:DIR,0.1:DIR;from=8e9,0.4:DIR,0.6:DIR`); or raw text, prepared once in the cache:
+    `stdlib` (this Python's standard library, its .py files), or a file, a folder or a glob of .txt, .md, .py, .jsonl
     and .parquet."""
     tokenizer: Free[str] = ""
     """A tokenizer.json, a folder with one, or `tiktoken:gpt2`. Empty: the dataset's own; for raw text a byte-level BPE

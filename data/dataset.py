@@ -121,7 +121,8 @@ class Text:
                     f"its {size * length:,} tokens run out after {end * length:,} of the run's {rows * length:,} "
                     "tokens; give more of it, a smaller share, or fewer steps"
                 )
-        told += [f"and ends before the stage from={never[0]:,}"] * bool(never)
+        if never:
+            told.append(f"and ends before the stage from={never[0]:,}")
         return "the run goes through " + "; ".join(told)
 
 

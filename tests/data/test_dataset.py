@@ -139,7 +139,11 @@ def test_a_relative_source_leads_to_the_same_text_from_any_folder(made, tokenize
     here = opened(made.name, cache)
     monkeypatch.chdir("/")
     assert opened(kept[0].source, cache).fingerprint == here.fingerprint
-    assert [c.source for c in kept] == [str(made), f"0.7:{made},0.3:{made};from=9,{tmp_path}/raw", f"{tmp_path}/raw/*.txt"]
+    assert [c.source for c in kept] == [
+        str(made),
+        f"0.7:{made},0.3:{made};from=9,{tmp_path}/raw",
+        f"{tmp_path}/raw/*.txt",
+    ]
     assert {c.tokenizer for c in kept} == {str(tokenizer)}
 
 

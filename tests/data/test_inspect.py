@@ -97,7 +97,7 @@ def test_what_packing_costs_is_what_its_rows_show(facts, packing, tmp_path):
 
 
 def test_documents_that_would_fit_a_row_are_cut_by_stream_alone(facts):
-    # At positions 0, 4, 6, 10, 19, 21, 23: of the six that fit 6 positions, that at 23 lies in two rows, as 23 and 24 do.
+    # They start at 0, 4, 6, 10, 19, 21 and 23; six fit 6 positions, and that at 23 lies in two rows.
     assert facts.packed["stream"].cut == pytest.approx(1 / 6) and facts.packed["best_fit"].cut == 0
 
 
@@ -112,7 +112,7 @@ def test_the_page_says_it_and_stands_alone(made, monkeypatch, capsys, tmp_path):
 
 @pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
 def test_every_plot_of_a_mixture_s_page_has_its_lines_and_nothing_is_fetched(facts, tmp_path):
-    names, stages = read_source("0.9:/a/web,0.1:/a/code;from=600,0.2:/a/web,0.8:/a/good")
+    _, stages = read_source("0.9:/a/web,0.1:/a/code;from=600,0.2:/a/web,0.8:/a/good")
     page = dataset_page(["web", "code", "<good>"], [facts] * 3, 6, Mixture(stages, 6), 6000)
     (tmp_path / "page.html").write_text(page)
     with Chromium(tmp_path) as browser:
@@ -123,7 +123,10 @@ def test_every_plot_of_a_mixture_s_page_has_its_lines_and_nothing_is_fetched(fac
         at = browser.value("document.getElementById('shares').data.map(line => [line.x, line.y])")
         assert at[0] == [[0, 600, 600, 6000], [90, 90, 20, 20]] and at[2][1] == [0, 0, 80, 80]
         assert browser.value("document.getElementById('epochs').data[2].y.at(-1)") == pytest.approx(720 / 4)
-        assert {event["request"]["url"][:5] for event in browser.seen("Network.requestWillBeSent")} <= {"file:", "data:"}
+        assert {event["request"]["url"][:5] for event in browser.seen("Network.requestWillBeSent")} <= {
+            "file:",
+            "data:",
+        }
         assert browser.seen("Runtime.exceptionThrown") == []
 
 

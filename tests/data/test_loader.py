@@ -38,7 +38,9 @@ def mixture(weights) -> Mixture:
 
 
 def step_batches(seed=0, shape=SHAPE, local=None, rows=(ROWS,), weights=(1.0,), bos=None, first_row=0) -> StepBatches:
-    return StepBatches(rows, mixture(weights), seed, shape, np.arange(shape[1]) if local is None else local, bos, first_row)
+    return StepBatches(
+        rows, mixture(weights), seed, shape, np.arange(shape[1]) if local is None else local, bos, first_row
+    )
 
 
 def row_numbers(batch) -> np.ndarray:

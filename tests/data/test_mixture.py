@@ -13,7 +13,9 @@ from data.shards import TokenStream
 LENGTH = 4
 STAGES = [Stage(0, (0.9, 0.1, 0.0)), Stage(401, (0.3, 0.0, 0.7)), Stage(1200, (0.0, 0.5, 0.5))]
 BEGINS = [0, 101, 300]  # rows: the first with so many tokens before it
-ROWS = [StreamRows(TokenStream([np.arange(size * LENGTH + 1) + 10_000 * i]), LENGTH) for i, size in enumerate((83, 60, 47))]
+ROWS = [
+    StreamRows(TokenStream([np.arange(size * LENGTH + 1) + 10_000 * i]), LENGTH) for i, size in enumerate((83, 60, 47))
+]
 
 
 def staged(stages=STAGES) -> RowSequence:
