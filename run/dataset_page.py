@@ -177,7 +177,7 @@ def _split(facts: dict[str, Facts]) -> Figure:
         }
         for (part, sizes), color in zip(parts.items(), cycle(COLORS))
     ]
-    layout = _layout("tokens", "") | {"barmode": "stack", "hovermode": "closest"}
+    layout: dict[str, Any] = {**_layout("tokens", ""), "barmode": "stack", "hovermode": "closest"}
     layout["legend"] |= {"traceorder": "normal"}
     layout["yaxis"] |= {"type": "category", "automargin": True}
     return Figure("split", "Trained on, repeated, held out", "tokens", traces, layout)
@@ -228,7 +228,7 @@ def _line(name: str, x: Any, y: Any, color: str, dash: str) -> dict[str, Any]:
 
 
 def _layout(x: str, y: str, log: bool = False) -> dict[str, Any]:
-    layout = plot_layout(False) | {"showlegend": True}
+    layout: dict[str, Any] = {**plot_layout(False), "showlegend": True}
     layout["xaxis"] |= {"title": {"text": x, "standoff": 8}, "type": "log" if log else "linear", "tickformat": "~s"}
     layout["yaxis"] |= {"title": {"text": y}, "rangemode": "tozero"}
     return layout
