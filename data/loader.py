@@ -27,7 +27,7 @@ class RowSequence:
 
     def __init__(self, rows: Sequence[Rows], mixture: Mixture, seed: int):
         self.mixture = mixture
-        self.orders = [
+        self.orders: list[Any] = [
             grain.MapDataset.range(len(part)).shuffle(seed=(seed + i) % 2**32).repeat() for i, part in enumerate(rows)
         ]
 
