@@ -64,6 +64,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     micro_batches, rows, length = built.batch_shape
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir())
     check_hosts_agree("their text", text.fingerprint)
+    say(text.outlook(config.steps * micro_batches * rows, length, config.data.max_epochs))
     document_bos = text.tokenizer.bos if config.data.mask_documents else None
     evaluator = Evaluator(built, text, document_bos)
     if config.eval.tasks:
@@ -99,7 +100,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
             text.tokenizer.save(Path(config.run_dir) / "tokenizer")
         mine = local_rows(built.batch_shape, built.batch_sharding)
         first_row = start.position // length
-        batches = StepBatches(text.train, text.weights, config.seed, built.batch_shape, mine, document_bos, first_row)
+        batches = StepBatches(text.train, text.mixture, config.seed, built.batch_shape, mine, document_bos, first_row)
         seen, fingerprint = lambda i, batches=batches: text.seen(batches.row_numbers(i)), text.fingerprint
         loop = Loop(
             built,
@@ -114,6 +115,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
             times,
             measuring_step,
             evaluator.tasks,
+            lambda position: text.epochs(position // length),
         )
         write_what_happened(loop, past)
         ended = loop.run(train_batches(batches, built.batch_sharding, config.data.workers))

@@ -24,6 +24,7 @@ from configs.command_line import parse_arguments
 from configs.schema import BatchConfig, DataConfig, MeshConfig, Positive
 from data.dataset import open_dataset
 from data.loader import StepBatches, local_rows, train_batches
+from data.mixture import Mixture, Stage
 from data.packing import plan_rows
 from data.prepare import Preparation, prepare
 from run.runtime import run_command
@@ -68,7 +69,7 @@ def main() -> int:
         shape, sharding = batch_shape(BatchConfig(), mesh), batch_sharding(mesh)
         for packing in ("stream", "best_fit"):
             rows = dataset.rows("train", packing, shape[2], folder / "cache")
-            steps = StepBatches([rows], [1.0], 0, shape, local_rows(shape, sharding))
+            steps = StepBatches([rows], Mixture([Stage(0, (1.0,))], shape[2]), 0, shape, local_rows(shape, sharding))
             batches = train_batches(steps, sharding, DataConfig().workers)
             jax.block_until_ready([next(batches) for _ in range(3)])  # the files are in memory now, the threads awake
             start = time.perf_counter()

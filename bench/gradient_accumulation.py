@@ -74,7 +74,7 @@ class Experiment:
         self.graphdef, _ = split_model(config.model, DTYPE)
         shape = self.built.batch_shape
         text = open_text(DataConfig(), config.model.vocab_size, shape[2], shape[0] * shape[1], cache_dir())
-        self.batches = StepBatches(text.train, text.weights, config.seed, shape, np.arange(shape[1]))
+        self.batches = StepBatches(text.train, text.mixture, config.seed, shape, np.arange(shape[1]))
         (val,) = text.val
         rows = [val[i * len(val) // 128] for i in range(128)]
         self.held_out = {name: jnp.stack([row[name] for row in rows]) for name in rows[0]}

@@ -107,7 +107,8 @@ class DataConfig:
     source: Free[str] = "stdlib"
     """A dataset folder that data.prepare made; a folder of .bin token shards (llm.c, modded-nanogpt), with `tokenizer`;
     either at a URL that fsspec reads (gs://BUCKET/FOLDER, s3://, hf://datasets/...);
-    several of these with their shares of the rows (`0.7:DIR,0.3:DIR`); or raw text, prepared once in the cache:
+    several of these with their shares of the rows (`0.7:DIR,0.3:DIR`), which may change once so many tokens of the
+    run's data are seen (`0.9:DIR,0.1:DIR;from=8e9,0.4:DIR,0.6:DIR`); or raw text, prepared once in the cache:
     `stdlib` (this Python's standard library, its .py files), or a file, a folder or a glob of .txt, .md, .py, .jsonl
     and .parquet."""
     tokenizer: Free[str] = ""
@@ -117,6 +118,8 @@ class DataConfig:
     """Train on the first so many shards, held-out part included, of a dataset that is still being prepared; 0: all."""
     val_fraction: Annotated[float, Range(lambda x: 0 < x < 1, "it must lie between 0 and 1")] = 0.05
     """Of raw text: the share of the documents, chosen by a hash of their names, that is never trained on."""
+    max_epochs: Free[NotNegative[float]] = 0.0
+    """Refuse to start a run that would go through the rows of a source more often than this; 0: it may."""
     packing: Packing = "stream"
     """`stream`: documents, each after a BOS, in one long stream that is cut into rows; nothing is padded or lost.
     `best_fit`: whole documents side by side, every row starting with a BOS; longer ones are cut into rows."""

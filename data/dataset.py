@@ -8,7 +8,6 @@ them, serves too: those with `val` in their names are held out, and `data.tokeni
 import hashlib
 import io
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from jaxtyping import Integer
 from configs.schema import DataConfig, UserError
 from data.blocks import NO_INDEX, MappedShard
 from data.corpus import find_corpus
+from data.mixture import Mixture, join_source, mean_shares, read_source, split_source
 from data.packing import BestFitRows, Rows, StreamRows, load_plan, plan_rows, save_plan
 from data.prepare import Preparation, prepare
 from data.record import read_record
@@ -99,10 +99,14 @@ class Dataset:
 class Text:
     """What a run trains on: the rows of one dataset, or of a mixture."""
 
+    names: list[str]
+    """Of the datasets, as `config.source` names them."""
     train: list[Rows]
     val: list[Rows]
+    mixture: Mixture
+    """Which dataset each row to train on is of."""
     weights: list[float]
-    """Each dataset's share of the rows; they sum to 1."""
+    """Each dataset's share of the held-out rows: the mean of its shares in all stages. They sum to 1."""
     tokenizer: TextTokenizer
     fingerprint: str
 
@@ -111,11 +115,43 @@ class Text:
         inputs = [self.train[part][row]["inputs"][:BEGINNING] for part, row in rows[:SHOWN]]
         return {"rows": rows, "texts": [self.tokenizer.decode(ids.tolist()) for ids in inputs]}
 
+    def epochs(self, rows: int) -> dict[str, float]:
+        """How often the first `rows` rows of a run go through each dataset, by the datasets' shortest names."""
+        shown = shortest(self.names)
+        return {name: count / len(part) for name, part, count in zip(shown, self.train, self.mixture.counts(rows))}
+
+    def outlook(self, rows: int, length: int, max_epochs: float) -> str:
+        """What a run of so many rows takes of each dataset, and which of them run out. UserError where one is gone
+        through more than `max_epochs` times (0: as often as it takes)."""
+        told, never = [], [s.begins for s in self.mixture.stages if s.begins >= rows * length]
+        for i, (name, taken) in enumerate(self.epochs(rows).items()):
+            size, out = len(self.train[i]), ""
+            if taken > 1:
+                again = self.mixture.row_after(i, size + 1, rows) - 1
+                out = f", whose rows come again after {again * length:,} tokens"
+            told.append(f"{name} {taken:.3g} time{'s' * (taken != 1)}{out}")
+            if max_epochs and taken > max_epochs:
+                end = self.mixture.row_after(i, int(max_epochs * size) + 1, rows) - 1
+                raise UserError(
+                    f"--data.max_epochs={max_epochs:g}, but the run goes through {self.names[i]} {taken:.3g} times: "
+                    f"its {size * length:,} tokens run out after {end * length:,} of the run's {rows * length:,} "
+                    "tokens; give more of it, a smaller share, or fewer steps"
+                )
+        if never:
+            told.append(f"and ends before the stage from={never[0]:,}")
+        return "the run goes through " + "; ".join(told)
+
+
+def shortest(names: list[str]) -> list[str]:
+    """Names by which to tell these paths apart: their last parts, where these differ."""
+    last = [name.rstrip("/").rpartition("/")[2] or name for name in names]
+    return last if len(set(last)) == len(last) else names
+
 
 def open_text(config: DataConfig, vocab_size: int, length: int, rows_per_step: int, cache: Path) -> Text:
     """The rows of `config.source`, `length` tokens each. UserError where they are not fit for the run."""
-    weights, sources = split_sources(config.source)
-    datasets = [open_dataset(source, config, vocab_size, cache) for source in sources]
+    names, stages = read_source(config.source)
+    datasets = [open_dataset(name, config, vocab_size, cache) for name in names]
     tokenizer = datasets[0].tokenizer
     for dataset in datasets:
         if dataset.tokenizer.sha256 != tokenizer.sha256:
@@ -129,30 +165,18 @@ def open_text(config: DataConfig, vocab_size: int, length: int, rows_per_step: i
             f"{tokenizer.vocab_size} tokens; use --model.vocab_size={tokenizer.vocab_size} or more"
         )
     train, val = ([d.rows(part, config.packing, length, cache) for d in datasets] for part in ("train", "val"))
-    for source, weight, rows, held_out in zip(sources, weights, train, val):
-        needed = max(round(weight * rows_per_step), 1)
+    for name, shares, rows, held_out in zip(names, zip(*(stage.shares for stage in stages)), train, val):
+        needed = max(round(max(shares) * rows_per_step), 1)
         if len(rows) < needed or not len(held_out):
             raise UserError(
-                f"--data.source={source} gives {len(rows)} rows of {length} tokens to train on and {len(held_out)} "
+                f"--data.source={name} gives {len(rows)} rows of {length} tokens to train on and {len(held_out)} "
                 f"held out; a step takes {needed} of it, and 1 at least must be held out: give more text, or a smaller "
                 "--batch.tokens_per_step or --batch.sequence_length"
             )
     prints = [dataset.fingerprint for dataset in datasets]
-    return Text(train, val, weights, tokenizer, prints[0] if len(prints) == 1 else _digest(weights, prints))
-
-
-def split_sources(source: str) -> tuple[list[float], list[str]]:
-    """Shares and sources of `0.7:DIR,0.3:DIR`, or of a single source. UserError for a share that is missing or 0."""
-    parts = [re.fullmatch(r"(\d*\.?\d+):(.+)", part) for part in source.split(",")]
-    found = [(float(part[1]), part[2]) for part in parts if part]
-    if not found:
-        return [1.0], [source]
-    if len(found) < len(parts) or min(found)[0] == 0:
-        raise UserError(f"--data.source={source}: each dataset of a mixture needs its share: 0.7:DIR,0.3:DIR")
-    total = sum(share for share, _ in found)
-    if total == float("inf"):
-        raise UserError(f"--data.source={source}: these shares are too large to add")
-    return [share / total for share, _ in found], [name for _, name in found]
+    mixed = [list(stages[0].shares), *map(tuple, stages[1:])]
+    fingerprint = prints[0] if len(prints) == 1 else _digest(*mixed, prints)
+    return Text(names, train, val, Mixture(stages, length), mean_shares(stages), tokenizer, fingerprint)
 
 
 def absolute(config: DataConfig) -> DataConfig:
@@ -162,9 +186,8 @@ def absolute(config: DataConfig) -> DataConfig:
         anywhere = name in ("", "stdlib") or name.startswith(("hf:", "tiktoken:")) or "://" in name
         return name if anywhere else os.path.abspath(os.path.expanduser(name))
 
-    _, names = split_sources(config.source)
-    parts = config.source.split(",") if len(names) > 1 else [config.source]
-    source = ",".join(part.removesuffix(name) + place(name) for part, name in zip(parts, names))
+    stages = split_source(config.source)
+    source = join_source([(begins, [(share, place(name)) for share, name in found]) for begins, found in stages])
     return replace(config, source=source, tokenizer=place(config.tokenizer))
 
 

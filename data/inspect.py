@@ -1,4 +1,4 @@
-"""What is in a dataset, and what a step sees: python -m data.inspect DIR_OR_RUN [--step=N]."""
+"""What is in a dataset, as text and as a page with pictures, or what a step sees: python -m data.inspect DIR_OR_RUN."""
 
 if __name__ == "__main__":
     from configs.interrupt import end_at_interrupt
@@ -6,32 +6,35 @@ if __name__ == "__main__":
     end_at_interrupt()
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import tyro
-from matplotlib.backend_bases import FigureCanvasBase
 
 from configs.command_line import config_from_json
-from configs.schema import BatchConfig, Config, DataConfig, Packing, UserError
-from data.dataset import Dataset, open_dataset, open_text, split_sources
-from data.loader import row_sequence
+from configs.files import write_whole
+from configs.schema import BatchConfig, Config, DataConfig, FilePath, Packing, UserError
+from data.dataset import open_dataset, open_text, shortest
+from data.facts import Facts, read_facts
+from data.loader import RowSequence
+from data.mixture import Mixture, read_source
 from data.packing import Row
-from data.record import read_record
 from data.tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What is in a dataset, and what a step sees."""
+    """What is in a dataset, or what a step sees."""
 
     path: Annotated[str, tyro.conf.Positional]
     """A dataset folder, or a run's, whose own text, seed, packing and sizes are used then."""
+    out: FilePath = ""
+    """The page with a dataset's facts; by default dataset.html in the folder."""
     step: int | None = None
-    """Show the batch of this step (the first is 0). Of a run: what it saw there, after rollbacks too."""
+    """Show the batch of this step (the first is 0), in place of the page. Of a run: what it saw there, after rollbacks
+    too."""
     rows: int = 4
     """Rows of the batch that are shown."""
     packing: Packing = "stream"
@@ -44,28 +47,30 @@ class Arguments:
     """Of a dataset folder: seed of the order."""
     tokenizer: str = ""
     """Of a folder of .bin shards without a dataset.json: what their tokens mean."""
-    picture: str = ""
-    """Where the histogram of document lengths goes; by default into the folder, as document-lengths.png."""
 
 
-def describe(dataset: Dataset) -> tuple[str, np.ndarray]:
-    """Counts of a dataset as text, and the length in tokens of each document to train on."""
-    lines, lengths = [f"{dataset.folder}  (fingerprint {dataset.fingerprint})"], {}
-    for part in ("train", "val"):
-        stream = dataset.stream(part)
-        found = lengths[part] = np.diff(dataset.document_starts(part), append=len(stream))
-        text_bytes = sum(int(dataset.tokenizer.token_bytes[shard[:]].sum()) for shard in stream.shards)
+def describe(facts: Facts) -> str:
+    """A dataset's facts as text."""
+    dataset = facts.dataset
+    lines = [f"{dataset.folder}  (fingerprint {dataset.fingerprint})"]
+    for name, part in (("train", facts.train), ("val", facts.val)):
+        tokens, text = int(part.tokens.sum()), int(part.bytes.sum())
         lines.append(
-            f"{part:5}  {len(found):,} documents, {len(stream):,} tokens, {text_bytes:,} bytes, in "
-            f"{len(stream.shards)} shard(s); tokens a document: median {np.median(found):,.0f}, "
-            f"90% under {np.quantile(found, 0.9):,.0f}, longest {found.max():,}"
+            f"{name:8}  {len(part.tokens):,} documents, {tokens:,} tokens, {text:,} bytes, {text / tokens:.3f} a "
+            f"token; tokens a document: median {np.median(part.tokens):,.0f}, "
+            f"90% under {np.quantile(part.tokens, 0.9):,.0f}, longest {part.tokens.max():,}"
         )
-    lines.append(f"tokenizer of {dataset.tokenizer.vocab_size:,} tokens, BOS {dataset.tokenizer.bos}")
-    if (dataset.folder / "dataset.json").exists():
-        facts = read_record(dataset.folder)
-        skipped = ", ".join(f"{count} {why}" for why, count in facts.get("skipped", {}).items()) or "nothing"
-        lines.append(f"made from {facts['made_from']['source']}; skipped: {skipped}")
-    return "\n".join(lines), lengths["train"]
+    lines.append(
+        f"repeated  {facts.repeats.sum():,} documents to train on are as one before; {facts.leaked.sum():,} that are "
+        "held out are trained on too"
+    )
+    for packing, packed in facts.packed.items():
+        lines.append(
+            f"{packing:8}  {packed.rows:,} rows of {len(packed.seen)} tokens: {packed.padding:.3%} padding, "
+            f"{packed.cut:.1%} of the documents that fit a row are cut; a target sees {packed.mean_seen:,.0f} tokens "
+            "of its own document" + f"; planned in {packed.seconds:.2g} s" * (packed.seconds > 0)
+        )
+    return "\n".join(lines)
 
 
 def describe_row(row: Row, tokenizer: TextTokenizer) -> str:
@@ -83,20 +88,6 @@ def describe_row(row: Row, tokenizer: TextTokenizer) -> str:
     return "\n".join([*lines, *([f"  {padding} positions of padding"] if padding else [])])
 
 
-def plot_lengths(lengths: np.ndarray, path: Path) -> None:
-    """A histogram of document lengths, and of the tokens that lie in documents of each length."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    bins = np.geomspace(1, lengths.max() + 1, 50)
-    axes.hist(lengths, bins.tolist(), weights=np.full(len(lengths), 1 / len(lengths)), alpha=0.6, label="documents")
-    axes.hist(lengths, bins.tolist(), weights=lengths / lengths.sum(), alpha=0.6, label="tokens")
-    axes.set(xscale="log", xlabel="tokens of a document", ylabel="share", title=f"{len(lengths):,} documents")
-    axes.legend()
-    figure.savefig(path, dpi=150)
-
-
 def _validate(arguments: Arguments) -> None:
     def require(condition: bool, name: str, expectation: str) -> None:
         if not condition:
@@ -108,57 +99,72 @@ def _validate(arguments: Arguments) -> None:
     at_least = f"a step has at least one row, of --sequence_length={arguments.sequence_length} tokens"
     require(arguments.tokens_per_step >= arguments.sequence_length, "tokens_per_step", at_least)
     require(0 <= arguments.seed < 2**32, "seed", "it must not be negative, and below 2^32")
-    suffix = Path(arguments.picture).suffix.lower().removeprefix(".")
-    known = FigureCanvasBase.get_supported_filetypes()
-    require(not arguments.picture or suffix in known, "picture", f"its suffix must be one of {', '.join(known)}")
 
 
-def main() -> int:
-    from run.events import Events, batch_of
-    from run.runtime import cache_dir
-
-    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
-    _validate(arguments)
+def _config(arguments: Arguments) -> tuple[Config, bool]:
+    """The run's config, or one for a dataset folder, and which of the two it is."""
     record = Path(arguments.path) / "config.json"
     if record.exists():
         try:
             kept = json.loads(record.read_bytes())["config"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{record} is no run's record: {type(error).__name__}: {error}") from error
-        config = config_from_json(json.dumps(kept))
-    else:
-        batch = BatchConfig(arguments.sequence_length, arguments.tokens_per_step)
-        source = DataConfig(arguments.path, arguments.tokenizer, packing=arguments.packing)
-        config = Config(name="inspect", seed=arguments.seed, data=source, batch=batch)
-        if not Path(arguments.path).is_dir():
-            raise UserError(f"{arguments.path} is no folder: give a dataset's, or a run's")
-    shares, sources = split_sources(config.data.source)
-    found = [open_dataset(source, config.data, config.model.vocab_size, cache_dir()) for source in sources]
-    for share, dataset in zip(shares, found):
-        described, lengths = describe(dataset)
-        print(described + (f"\n{share:.1%} of the rows" if len(found) > 1 else ""))
-    picture = Path(arguments.picture or Path(arguments.path, "document-lengths.png"))
+        return config_from_json(json.dumps(kept)), True
+    if not Path(arguments.path).is_dir():
+        raise UserError(f"{arguments.path} is no folder: give a dataset's, or a run's")
+    batch = BatchConfig(arguments.sequence_length, arguments.tokens_per_step)
+    source = DataConfig(arguments.path, arguments.tokenizer, packing=arguments.packing)
+    return Config(name="inspect", seed=arguments.seed, data=source, batch=batch), False
+
+
+def show_facts(config: Config, is_run: bool, out: Path, cache: Path) -> None:
+    """Prints the facts of each dataset, and writes the page."""
+    from run.dataset_page import dataset_page
+
+    (names, stages), length = read_source(config.data.source), config.batch.sequence_length
+    found = []
+    for name in names:
+        found.append(read_facts(open_dataset(name, config.data, config.model.vocab_size, cache), length))
+        print(describe(found[-1]))
+    mixture, tokens = Mixture(stages, length) if is_run else None, config.steps * config.batch.tokens_per_step
+    shown = shortest([str(facts.dataset.folder) for facts in found])
     try:
-        plot_lengths(lengths, picture)
-        print(f"document lengths of {found[-1].folder}: {picture}")
+        write_whole(out, dataset_page(shown, found, length, mixture, tokens))
     except OSError as error:
-        if arguments.picture:
-            raise UserError(f"--picture={picture} cannot be written: {error}") from error
-        print(f"{picture} cannot be written ({error.strerror}); give --picture=PATH", file=sys.stderr)
-    if arguments.step is None:
-        return 0
+        raise UserError(f"{out} cannot be written ({error.strerror}); give --out=PATH") from error
+    print(f"{out}: the same with pictures")
+
+
+def show_step(config: Config, path: str, step: int, most: int, cache: Path) -> None:
+    """Prints the rows of a step's batch."""
+    from run.events import Events, batch_of
+
     length = config.batch.sequence_length
-    position, tokens = batch_of(Events(arguments.path).read(), arguments.step, config.batch.tokens_per_step)
+    position, tokens = batch_of(Events(path).read(), step, config.batch.tokens_per_step)
     first, size = position // length, tokens // length
-    vocab_size = max(config.model.vocab_size, found[0].tokenizer.vocab_size)  # a dataset folder knows its own
-    text = open_text(config.data, vocab_size, length, size, cache_dir())
-    sequence = row_sequence(text.train, text.weights, config.seed)
-    shown = min(arguments.rows, size)
-    print(f"step {arguments.step}: {size} rows of {length} tokens, of which {shown} follow")
+    first_of = open_dataset(read_source(config.data.source)[0][0], config.data, config.model.vocab_size, cache)
+    vocab_size = max(config.model.vocab_size, first_of.tokenizer.vocab_size)  # a dataset folder knows its own
+    text = open_text(config.data, vocab_size, length, size, cache)
+    sequence = RowSequence(text.train, text.mixture, config.seed)
+    shown = min(most, size)
+    print(f"step {step}: {size} rows of {length} tokens, of which {shown} follow")
     for i in range(shown):
         part, number = sequence[first + i]
         row = text.train[part][number]
-        print(f"row {i} of the step, row {number:,} of {sources[part]}:\n{describe_row(row, text.tokenizer)}")
+        print(f"row {i} of the step, row {number:,} of {text.names[part]}:\n{describe_row(row, text.tokenizer)}")
+
+
+def main() -> int:
+    from run.runtime import cache_dir
+
+    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    _validate(arguments)
+    config, is_run = _config(arguments)
+    if arguments.step is None:
+        out = Path(arguments.out or Path(arguments.path, "dataset.html")).expanduser()
+        show_facts(config, is_run, out, cache_dir())
+    else:
+        show_step(config, arguments.path, arguments.step, arguments.rows, cache_dir())
     return 0
 
 

@@ -1,8 +1,8 @@
 """Batches as a pure function of (rows, seed, step): no iterator has a state that would have to be saved.
 
 Step t takes rows t*G .. t*G + G - 1 of an endless sequence: a fresh permutation of all rows each epoch; of a mixture,
-the datasets' own such sequences, interleaved by their shares. Row i of a step's G is row i % B of micro-batch i // B,
-on whichever device the mesh puts it; a process reads only its own.
+the datasets' own such sequences, interleaved by their shares (data/mixture.py). Row i of a step's G is row i % B of
+micro-batch i // B, on whichever device the mesh puts it; a process reads only its own.
 """
 
 import sys
@@ -15,19 +15,25 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int
 
+from data.mixture import Mixture
 from data.packing import Row, Rows, read_rows
 
 Shape = tuple[int, int, int]
 
 
-def row_sequence(rows: Sequence[Rows], weights: Sequence[float], seed: int) -> Any:
+class RowSequence:
     """The endless sequence, by random access: position -> (dataset, row of it). Each row of a dataset comes once in an
     epoch of that dataset."""
-    order = [
-        grain.MapDataset.range(len(part)).shuffle(seed=(seed + i) % 2**32).repeat().map(lambda row, i=i: (i, int(row)))
-        for i, part in enumerate(rows)
-    ]
-    return order[0] if len(order) == 1 else grain.MapDataset.mix(order, weights)
+
+    def __init__(self, rows: Sequence[Rows], mixture: Mixture, seed: int):
+        self.mixture = mixture
+        self.orders: list[Any] = [
+            grain.MapDataset.range(len(part)).shuffle(seed=(seed + i) % 2**32).repeat() for i, part in enumerate(rows)
+        ]
+
+    def __getitem__(self, position: int) -> tuple[int, int]:
+        part, number = self.mixture[position]
+        return part, int(self.orders[part][number])
 
 
 class StepBatches:
@@ -36,7 +42,7 @@ class StepBatches:
     def __init__(
         self,
         rows: Sequence[Rows],
-        weights: Sequence[float],
+        mixture: Mixture,
         seed: int,
         shape: Shape,
         local_rows: Int[np.ndarray, "local_rows"],
@@ -45,7 +51,7 @@ class StepBatches:
     ):
         """Batch 0 begins at the sequence's row `first_row`."""
         self.rows = rows
-        self.sequence = row_sequence(rows, weights, seed)
+        self.sequence = RowSequence(rows, mixture, seed)
         self.shape = shape
         self.local_rows = local_rows
         self.document_bos = document_bos

@@ -13,7 +13,8 @@ import numpy as np
 
 from configs.schema import DataConfig, UserError
 from data.corpus import Document, find_corpus, hash_share
-from data.dataset import open_dataset, split_sources
+from data.dataset import open_dataset
+from data.mixture import mean_shares, read_source
 
 
 class Source(NamedTuple):
@@ -32,7 +33,8 @@ def read_sources(source: str, most: int, text_column: str, tokenizer: Path, cach
     names; of a dataset, spread evenly over its held-out part. `tokenizer`: of shards that have no record of their own.
     UserError where a source gives none."""
     found = []
-    for share, name in zip(*split_sources(source)):
+    names, stages = read_source(source)
+    for share, name in zip(mean_shares(stages), names):
         folder = Path(name).expanduser()
         if (folder / "dataset.json").exists():
             documents = _held_out(name, DataConfig(), most, cache)

@@ -74,12 +74,14 @@ def _of_training(runs: list[Run]) -> list[Figure]:
     ]
     norms += _groups(runs, "grad_norms") + bounds
     rates = _groups(runs, "learning_rate")
+    epochs = _groups(runs, "epochs")
     about = "nats a token; thin: training, dots: validation"
     return [
         _figure("loss", "Loss", about, loss, LOGGED),
         _figure("bits", "Validation", "bits per byte", _each(runs, "val_bpb"), "an evaluation"),
         _figure("gradients", "Norms of gradients", f"before the clip, {_by(runs, 'group')}", norms, LOGGED, log=True),
         _figure("rates", "Learning rates", _by(runs, "group"), rates, LOGGED, log=True),
+        _figure("epochs", "Epochs", f"times gone through, {_by(runs, 'source')}", epochs, LOGGED),
         *_of_benchmarks(runs),
     ]
 
@@ -155,7 +157,7 @@ def _of_speed(runs: list[Run]) -> list[Figure]:
         for part, color in zip(("steps", *(part for part in PARTS if part != "steps")), cycle(COLORS))
         if any(each[part] for each in spent)
     ]
-    layout = _layout(False) | {"barmode": "stack", "hovermode": "closest", "showlegend": True}
+    layout = plot_layout(False) | {"barmode": "stack", "hovermode": "closest", "showlegend": True}
     layout["xaxis"] |= {"title": {"text": "% of the wall time"}, "range": [0, 100]}
     layout["yaxis"] |= {"type": "category", "automargin": True, "fixedrange": True}
     memory = _each(runs, "peak_memory_bytes", scale=2**-30)
@@ -194,10 +196,11 @@ def _figure(id: str, title: str, about: str, lines: list[Line], missing: str, lo
         }
         traces.append(trace | line.style)
         shown |= {legend} if traces[-1]["showlegend"] else set()
-    return Figure(id, title, about, traces, _layout(log) | {"showlegend": len(shown) > 1}, missing)
+    return Figure(id, title, about, traces, plot_layout(log) | {"showlegend": len(shown) > 1}, missing)
 
 
-def _layout(log: bool) -> dict[str, Any]:
+def plot_layout(log: bool) -> dict[str, Any]:
+    """Of plotly, for every plot of a page."""
     axis = {"gridcolor": GRID, "linecolor": "#999999", "zeroline": False}
     return {
         "margin": {"l": 56, "r": 12, "t": 8, "b": 44},

@@ -115,11 +115,13 @@ class Loop:
         times: Times | None = None,
         measuring_step: TrainStep | None = None,
         measure_tasks: Callable[[dict], dict] = lambda params: {},
+        epochs: Callable[[int], dict[str, float]] = lambda position: {},
     ):
         """`train_step` and `measuring_step`, which takes its place at every `diagnostics.every_steps`: compiled.
         `measure(params)` evaluates and samples (None: nothing does), `measure_tasks(params)` gives the figures of
         `eval.tasks`. `seen(i)`: what the i-th batch from the start on held, for the record of a jump. `dataset`: the
-        fingerprint that checkpoints are to carry. `times`: this process's."""
+        fingerprint that checkpoints are to carry. `times`: this process's. `epochs(position)`: how often each source
+        was gone through after so many tokens of the data's sequence."""
         self.config = config = built.config
         self.start, self.state, self.step = start, start.state, start.step
         self.train_step, self.measuring_step = train_step, measuring_step
@@ -140,6 +142,7 @@ class Loop:
             self.clock,
             flops_share=flops / (peak * built.mesh.size) if peak else None,
             tokens_after=self.tokens_after,
+            epochs_after=lambda step: epochs(self.position_after(step)),
             rows_of=lambda step: {"batch": batch_of(step), **seen(step - 1 - start.step)},
             say=say,
             losses=list(start.losses),

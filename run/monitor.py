@@ -31,6 +31,7 @@ class Monitor:
         *,
         flops_share: float | None,
         tokens_after: Callable[[int], int],
+        epochs_after: Callable[[int], dict[str, float]],
         rows_of: Callable[[int], dict],
         say: Callable[[str], Any],
         losses: list[float],
@@ -38,10 +39,12 @@ class Monitor:
         skipped: int,
     ):
         """`flops_share`: MFU of one token a second. `tokens_after(step)`: tokens of the run up to a step.
-        `rows_of(step)`: which batch, rows and texts a step saw. `losses` and `skipped` are of the steps up to `step`,
-        after which the run goes on."""
+        `epochs_after(step)`: how often each source of text was gone through up to it. `rows_of(step)`: which batch,
+        rows and texts a step saw. `losses` and `skipped` are of the steps up to `step`, after which the run goes
+        on."""
         self.config, self.writer, self.clock, self.say = config, writer, clock, say
         self.flops_share, self.tokens_after, self.rows_of = flops_share, tokens_after, rows_of
+        self.epochs_after = epochs_after
         self.losses = deque(losses, WINDOW)
         """Of the newest steps: what a loss is compared with."""
         self.skipped, self.skipped_in_a_row = skipped, 0
@@ -76,6 +79,7 @@ class Monitor:
         tokens_per_second = steps_per_second * self.config.batch.tokens_per_step
         mfu = tokens_per_second * self.flops_share if self.flops_share else None
         line = {"step": self.step, "tokens": self.tokens_after(self.step), **self.values}
+        line |= {"epochs": self.epochs_after(self.step)}
         line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "data_wait": data_wait}
         memory = jax.local_devices()[0].memory_stats() or {}  # a CPU has none
         line["peak_memory_bytes"] = memory.get("peak_bytes_in_use")

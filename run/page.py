@@ -84,11 +84,12 @@ def _differences(runs: list[Run]) -> str:
     rows = differences(runs)
     if not rows:
         return ""
-    table = _table(["option", *(run.name for run in runs)], [[name, *values] for name, values in rows.items()])
-    return f"<h2>What differs</h2>{table}"
+    shown = table(["option", *(run.name for run in runs)], [[name, *values] for name, values in rows.items()])
+    return f"<h2>What differs</h2>{shown}"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """HTML of a table; without a head where all its cells are empty."""
     cells = lambda kind, row: "".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in row)
     top = f"<tr>{cells('th', head)}</tr>" if any(head) else ""
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
@@ -139,6 +140,6 @@ def _machine(run: Run, number: int) -> str:
     changes = [[f"change {i}", "; ".join(map(str, each))] for i, each in enumerate(run.record.get("changes") or (), 1)]
     options = [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in run.options.items()]
     return (
-        f"<h3>{escape(run.name)}</h3>{_table([], [list(fact) for fact in facts.items()] + changes)}"
-        f'<details id="options-{number}"><summary>All options</summary>{_table([], options)}</details>'
+        f"<h3>{escape(run.name)}</h3>{table([], [list(fact) for fact in facts.items()] + changes)}"
+        f'<details id="options-{number}"><summary>All options</summary>{table([], options)}</details>'
     )

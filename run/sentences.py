@@ -25,7 +25,7 @@ class Sentence(NamedTuple):
 def sentences(run: Run, now: float) -> list[Sentence]:
     """What a person should know of one run, at the time `now` (seconds since 1970)."""
     said = state(run, now)
-    for part in (losses, benchmarks, jumps, speed, time_spent, noise, coherence, updates):
+    for part in (losses, benchmarks, jumps, sources, speed, time_spent, noise, coherence, updates):
         said += part(run)
     if run.lines and not run.measured:
         switch = "--diagnostics.every_steps=10 switches them on"
@@ -119,6 +119,16 @@ def jumps(run: Run) -> list[Sentence]:
             Sentence(f"The gradient was clipped to a norm of {bound:g} at {percent(share)} of the logged steps.")
         )
     return said
+
+
+def sources(run: Run) -> list[Sentence]:
+    """How often the run went through its text."""
+    epochs = {name: run.course("epochs", name).values[-1] for name in run.names("epochs")}
+    if not epochs:
+        return []
+    said = ", ".join(f"{name} {taken:.3g} times" for name, taken in epochs.items())
+    again = [name for name, taken in epochs.items() if taken > 1]
+    return [Sentence(f"It went through {said}" + (f": rows of {', '.join(again)} came again." if again else "."))]
 
 
 def speed(run: Run) -> list[Sentence]:

@@ -48,6 +48,7 @@ def write_run(
                 {"step": step, "tokens": tokens, "loss": loss, "grad_norm": 1.5 / math.sqrt(step) + 0.2}
                 | {"grad_norms": {group: (i + 1) / math.sqrt(step) / 3 for i, group in enumerate(GROUPS)}}
                 | {"learning_rate": dict.fromkeys(GROUPS, 0.01 * (1 - step / steps) + 1e-4)}
+                | {"epochs": {"web": step / steps / 2, "code": 1.5 * step / steps}}
                 | {"valid_tokens": batch, "skipped_steps": 0, "data_wait": 0.01, "mfu": 0.41 + chance.gauss(0, 0.004)}
                 | {"tokens_per_second": batch * (1 + chance.gauss(0, 0.01)), "seconds": float(step), **when}
                 | (line or {})

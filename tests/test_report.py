@@ -21,8 +21,8 @@ from tests.run_folders import write_run
 ROOT = Path(__file__).parents[1]
 in_browser = pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
 PLOTS = (
-    *("loss", "bits", "gradients", "rates", "core", "tasks", "noise", "coherence", "ratios", "updates", "snr"),
-    *("unchanged", "blocks", "block-ratios", "speed", "mfu", "waiting", "memory", "goodput"),
+    *("loss", "bits", "gradients", "rates", "epochs", "core", "tasks", "noise", "coherence", "ratios", "updates"),
+    *("snr", "unchanged", "blocks", "block-ratios", "speed", "mfu", "waiting", "memory", "goodput"),
 )
 
 

@@ -200,6 +200,35 @@ def test_killed_interrupted_and_preempted_it_ends_as_the_untouched_one(folder, u
     assert series_of(run_dir) == series_of(untouched) and len(series_of(untouched)[0]) == 30
 
 
+def test_stages_are_told_with_their_epochs_and_go_on_exactly(folder, untouched, monkeypatch, capfd):
+    """A stage begins within step 108, after the checkpoint that the second start goes on from."""
+    monkeypatch.chdir(folder)
+    ones, twos = "text/1*.txt", "text/2*.txt"
+    source = f"--data.source=0.9:{ones},0.1:{twos};from=20000,0.5:{ones},0.5:{twos};from=55_000,{twos}"
+    command = ("--config=tiny.py", source, "--data.tokenizer=untouched/tokenizer", "--run_dir=staged", *FAST)
+    assert run("train", monkeypatch, *command, "--data.max_epochs=0.5") == 2
+    said = capfd.readouterr().err
+    assert f"--data.max_epochs=0.5, but the run goes through {ones} " in said and "Traceback" not in said
+    assert not Path("staged", "metrics.jsonl").exists()
+
+    assert run("train", monkeypatch, *command) == 0
+    assert "the run goes through 1*.txt " in capfd.readouterr().out
+    epochs = {line["step"]: line["epochs"] for line in read_metrics("staged") if "epochs" in line}
+    taken = lambda name, first, last: epochs[last][name] - epochs[first][name]
+    # Steps of 16 rows; the stages begin with rows 625 and 1719, in steps 40 and 108.
+    assert taken("2*.txt", 8, 36) / taken("2*.txt", 48, 104) == pytest.approx(0.1 * 28 / (0.5 * 56), rel=0.05)
+    assert taken("1*.txt", 108, 120) == 0 < taken("1*.txt", 104, 108) < taken("1*.txt", 100, 104)
+    events = EventAccumulator("staged/tensorboard").Reload()
+    assert [event.step for event in events.Scalars("epochs/1_.txt")] == sorted(epochs)
+
+    shutil.copytree("staged", "staged again")
+    shutil.rmtree("staged again/checkpoints/120")
+    Path("staged again", "summary.json").unlink()
+    assert run("train", monkeypatch, *command, "--run_dir=staged again") == 0
+    assert "continuing after step 100 of 120" in capfd.readouterr().out
+    assert_as_untouched(Path("staged again"), Path("staged"))
+
+
 def test_eight_devices_give_the_result_of_one(folder, untouched):
     output = finish(start(folder, "--run_dir=one", devices=1))
     assert "120 steps" in output and "bits per byte" in output and "the " in output
@@ -462,10 +491,11 @@ def test_from_shards_of_text_to_samples(folder, untouched, tmp_path, monkeypatch
     assert run("evaluate", monkeypatch, run_dir) == 0
     results = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert results["val_bpb"] == pytest.approx(summary(tmp_path / "run")["val_bpb"], rel=1e-5)
-    assert run("inspect", monkeypatch, f"{tmp_path}/run", "--step=7", f"--picture={tmp_path}/lengths.png") == 0
+    assert run("inspect", monkeypatch, f"{tmp_path}/run", "--step=7") == 0
     output = capfd.readouterr().out
     assert "800" not in output and "step 7: 16 rows of 32 tokens" in output and "of the table has" in output
-    assert (tmp_path / "lengths.png").read_bytes()[:4] == b"\x89PNG"
+    assert run("inspect", monkeypatch, f"{tmp_path}/run") == 0
+    assert "best_fit  " in capfd.readouterr().out and (tmp_path / "run" / "dataset.html").exists()
 
 
 def test_a_run_compiles_its_step_once(folder, monkeypatch, caplog):

@@ -64,7 +64,7 @@ class Context:
         """The run's batches from a row of its sequence on, in a build's shape."""
         rows = local_rows(built.batch_shape, built.batch_sharding)
         text, seed = self.text, self.config.seed
-        return StepBatches(text.train, text.weights, seed, built.batch_shape, rows, self.document_bos, first_row)
+        return StepBatches(text.train, text.mixture, seed, built.batch_shape, rows, self.document_bos, first_row)
 
     @cached_property
     def held_out(self) -> tuple[Any, list[Any], Any]:

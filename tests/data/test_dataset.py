@@ -9,7 +9,7 @@ import pytest
 
 import data.dataset as module
 from configs.schema import DataConfig, UserError
-from data.dataset import absolute, open_dataset, open_text, split_sources
+from data.dataset import absolute, open_dataset, open_text
 from data.packing import read_rows
 from data.prepare import Preparation, prepare
 from data.shards import read_shard
@@ -133,28 +133,18 @@ def test_shards_of_others_need_a_tokenizer_and_a_held_out_part(tmp_path, cache, 
         opened(tmp_path / "x", cache, tokenizer=str(tokenizer))
 
 
-@pytest.mark.parametrize(
-    ("source", "weights", "sources"),
-    [
-        ("stdlib", [1.0], ["stdlib"]),
-        ("hf:a/b", [1.0], ["hf:a/b"]),
-        ("0.7:/a,0.3:/b c", [0.7, 0.3], ["/a", "/b c"]),
-        ("3:a,1:b", [0.75, 0.25], ["a", "b"]),
-        ("1:a", [1.0], ["a"]),
-    ],
-)
-def test_sources_and_their_shares(source, weights, sources):
-    assert split_sources(source) == (pytest.approx(weights), sources)
-
-
 def test_a_relative_source_leads_to_the_same_text_from_any_folder(made, tokenizer, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(made.parent)
-    sources = (made.name, f"0.7:{made.name},0.3:./{made.name}", "raw/*.txt")
+    sources = (made.name, f"0.7:{made.name},0.3:./{made.name};from=9,raw", "raw/*.txt")
     kept = [absolute(DataConfig(source=source, tokenizer="tok")) for source in sources]
     here = opened(made.name, cache)
     monkeypatch.chdir("/")
     assert opened(kept[0].source, cache).fingerprint == here.fingerprint
-    assert [c.source for c in kept] == [str(made), f"0.7:{made},0.3:{made}", f"{tmp_path}/raw/*.txt"]
+    assert [c.source for c in kept] == [
+        str(made),
+        f"0.7:{made},0.3:{made};from=9,{tmp_path}/raw",
+        f"{tmp_path}/raw/*.txt",
+    ]
     assert {c.tokenizer for c in kept} == {str(tokenizer)}
 
 
@@ -162,12 +152,6 @@ def test_a_relative_source_leads_to_the_same_text_from_any_folder(made, tokenize
 def test_a_source_that_is_the_same_everywhere_stays_as_it_is(source):
     config = DataConfig(source=source, tokenizer="tiktoken:gpt2")
     assert absolute(config) == config
-
-
-@pytest.mark.parametrize("source", ["0.5:a,b", "0:a,1:b", "1:a,", f"{'9' * 400}:a,1:b"])
-def test_a_mixture_without_a_share_is_refused(source):
-    with pytest.raises(UserError, match=re.escape(f"--data.source={source}")):
-        split_sources(source)
 
 
 def test_a_mixture_holds_both_and_its_fingerprint_their_shares(made, raw, tmp_path, cache):

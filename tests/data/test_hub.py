@@ -45,6 +45,7 @@ class Hub(BaseHTTPRequestHandler):
     """/api/datasets/... and /datasets/.../resolve/..., with ranges; the download of one file breaks off."""
 
     asked: ClassVar[list[tuple[str, str]]] = []
+    repositories: ClassVar[dict[str, dict[str, bytes]]] = {"owner/name": FILES}
 
     def log_message(self, *_):
         pass
@@ -57,15 +58,14 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self, body: bool):
         path, start = self.path.split("?")[0], int(self.headers.get("Range", "bytes=0-")[6:].split("-")[0])
-        if path.startswith("/api/datasets/owner/name"):
-            siblings = [{"rfilename": name, "size": len(content)} for name, content in FILES.items()]
-            content, status, headers = (
-                json.dumps({"id": "owner/name", "sha": SHA, "siblings": siblings}).encode(),
-                200,
-                {},
-            )
-        elif (name := path.removeprefix(f"/datasets/owner/name/resolve/{SHA}/")) in FILES:
-            content, status = FILES[name], 206 if start else 200
+        repository = "/".join(path.removeprefix("/api").split("/")[2:4])
+        files, name = self.repositories.get(repository, {}), path.partition(f"/resolve/{SHA}/")[2]
+        if files and path.startswith("/api/datasets/"):
+            siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
+            facts = {"id": repository, "sha": SHA, "siblings": siblings}
+            content, status, headers = json.dumps(facts).encode(), 200, {}
+        elif name in files:
+            content, status = files[name], 206 if start else 200
             headers = {
                 "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
                 "X-Repo-Commit": SHA,

@@ -3,12 +3,20 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import data.inspect
-from configs.schema import UserError
+from configs.schema import DataConfig, UserError
+from data.dataset import open_dataset
+from data.facts import Facts, read_facts
+from data.mixture import Mixture, read_source
 from data.prepare import Preparation, prepare
+from data.shards import write_shard
+from data.tokenizer import train_tokenizer
+from run.dataset_page import dataset_page
 from run.runtime import cache_dir
+from tests.chromium import PROGRAM, Chromium
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +38,6 @@ SIZES = ("--sequence_length=16", "--tokens_per_step=64")
 def test_the_batch_of_a_step_is_shown(made, monkeypatch, capsys):
     assert inspect(monkeypatch, made, "--step=3", *SIZES) == 0
     assert "step 3: 4 rows of 16 tokens, of which 4 follow" in capsys.readouterr().out
-    assert (made / "document-lengths.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -38,7 +45,7 @@ def test_the_batch_of_a_step_is_shown(made, monkeypatch, capsys):
     [
         *("--step=-1", "--rows=-1", "--rows=0", "--sequence_length=0", "--sequence_length=-4", "--sequence_length=1"),
         *("--tokens_per_step=0", "--tokens_per_step=-64", "--tokens_per_step=15", "--seed=-1", f"--seed={2**32}"),
-        *("--picture=x.docx", "--picture=x", f"--step={2**63}"),
+        f"--step={2**63}",
     ],
 )
 def test_an_option_that_cannot_work_is_named(made, monkeypatch, option):
@@ -46,23 +53,81 @@ def test_an_option_that_cannot_work_is_named(made, monkeypatch, option):
         inspect(monkeypatch, made, "--step=0", *SIZES, option)
 
 
-def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from matplotlib.figure import Figure
+def folder_of(tmp_path: Path) -> Path:
+    """Tokens of 9 documents, of which some stand there more than once; token 0 is the BOS."""
+    train_tokenizer(["some words of text " * 50], 258).save(tmp_path)
+    documents = [[0, 1, 2, 3], [0, 4], [0, 1, 2, 3], [0, 5, 6, 7, 8, 1, 2, 3, 4], [0, 4], [0, 4], [0, 5]]
+    write_shard(tmp_path / "train_0.bin", np.concatenate(documents[:4]), 258)
+    write_shard(tmp_path / "train_1.bin", np.concatenate(documents[4:]), 258)
+    write_shard(tmp_path / "val_0.bin", np.array([0, 5, 0, 1, 1]), 258)
+    return tmp_path
 
-    def refuse(_: Figure, path: Path, **__: object) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Figure, "savefig", refuse)
+@pytest.fixture
+def facts(tmp_path) -> Facts:
+    folder = folder_of(tmp_path)
+    config = DataConfig(tokenizer=str(folder / "tokenizer.json"))
+    return read_facts(open_dataset(str(folder), config, 0, tmp_path / "cache"), 6)
 
 
-def test_where_the_picture_cannot_be_written_the_rest_is_shown(made, monkeypatch, capsys):
-    read_only(monkeypatch)
-    assert inspect(monkeypatch, made, "--step=0", *SIZES) == 0
-    said = capsys.readouterr()
-    assert "document-lengths.png cannot be written (Permission denied); give --picture=PATH" in said.err
-    assert "step 0: 4 rows" in said.out
-    with pytest.raises(UserError, match=r"--picture=/x/y\.png cannot be written"):
-        inspect(monkeypatch, made, "--picture=/x/y.png")
+def test_documents_their_bytes_and_what_repeats(facts, monkeypatch):
+    assert facts.train.tokens.tolist() == [4, 2, 4, 9, 2, 2, 2] and facts.val.tokens.tolist() == [2, 3]
+    assert facts.train.bytes.tolist() == [3, 1, 3, 8, 1, 1, 1]
+    assert facts.repeats.tolist() == [False, False, True, False, True, True, False]
+    assert facts.leaked.tolist() == [True, False]
+    monkeypatch.setattr("data.facts.AT_ONCE", 3)  # documents are read in many pieces
+    again = read_facts(facts.dataset, 6)
+    assert all(np.array_equal(a, b) for a, b in zip(facts.train, again.train))
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_what_packing_costs_is_what_its_rows_show(facts, packing, tmp_path):
+    """By looking at every position of every row."""
+    rows, packed = facts.dataset.rows("train", packing, 6, tmp_path / "plans"), facts.packed[packing]
+    seen, positions = [], 0
+    for row in (rows[i] for i in range(len(rows))):
+        own = 0
+        for token, weight in zip(row["inputs"], row["weights"]):
+            own = int(weight) + (own if token else 0)
+            seen += [own] if weight else []
+            positions += 1
+    assert packed.rows == len(rows) and packed.padding == pytest.approx(1 - len(seen) / positions)
+    assert packed.mean_seen == pytest.approx(np.mean(seen))
+    assert packed.seen == pytest.approx([np.mean(np.array(seen) >= c) for c in range(1, 7)])
+
+
+def test_documents_that_would_fit_a_row_are_cut_by_stream_alone(facts):
+    # They start at 0, 4, 6, 10, 19, 21 and 23; six fit 6 positions, and that at 23 lies in two rows.
+    assert facts.packed["stream"].cut == pytest.approx(1 / 6) and facts.packed["best_fit"].cut == 0
+
+
+def test_the_page_says_it_and_stands_alone(made, monkeypatch, capsys, tmp_path):
+    assert inspect(monkeypatch, made, *SIZES[:1]) == 0
+    said, page = capsys.readouterr().out, (made / "dataset.html").read_text()
+    assert "repeated  " in said and "stream  " in said and "best_fit  " in said
+    assert "one.txt" in page and "stand there most often" in page
+    with pytest.raises(UserError, match=r"/x/y\.html cannot be written .*give --out=PATH"):
+        inspect(monkeypatch, made, "--out=/x/y.html")
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
+def test_every_plot_of_a_mixture_s_page_has_its_lines_and_nothing_is_fetched(facts, tmp_path):
+    _, stages = read_source("0.9:/a/web,0.1:/a/code;from=600,0.2:/a/web,0.8:/a/good")
+    page = dataset_page(["web", "code", "<good>"], [facts] * 3, 6, Mixture(stages, 6), 6000)
+    (tmp_path / "page.html").write_text(page)
+    with Chromium(tmp_path) as browser:
+        browser.open(f"file://{tmp_path}/page.html")
+        browser.wait_for("[...document.querySelectorAll('.plot')].every(plot => plot.calcdata)")
+        lines = browser.value("[...document.querySelectorAll('.plot')].map(p => [p.id, p.calcdata.length])")
+        assert dict(lines) == {"lengths": 6, "bytes": 3, "split": 4, "seen": 6, "shares": 3, "epochs": 3}
+        at = browser.value("document.getElementById('shares').data.map(line => [line.x, line.y])")
+        assert at[0] == [[0, 600, 600, 6000], [90, 90, 20, 20]] and at[2][1] == [0, 0, 80, 80]
+        assert browser.value("document.getElementById('epochs').data[2].y.at(-1)") == pytest.approx(720 / 4)
+        assert {event["request"]["url"][:5] for event in browser.seen("Network.requestWillBeSent")} <= {
+            "file:",
+            "data:",
+        }
+        assert browser.seen("Runtime.exceptionThrown") == []
 
 
 @pytest.mark.parametrize("record", ["", "{}", "[]", '{"config": '])

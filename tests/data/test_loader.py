@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import NamedSharding
 
 from configs.schema import MeshConfig
-from data.loader import StepBatches, held_out_batches, local_rows, row_sequence, to_devices, train_batches
+from data.loader import RowSequence, StepBatches, held_out_batches, local_rows, to_devices, train_batches
+from data.mixture import Mixture, Stage
 from data.packing import BestFitRows, StreamRows, plan_rows
 from data.shards import TokenStream
 from training.mesh import batch_sharding, make_mesh
@@ -32,8 +33,14 @@ KINDS: list[dict] = [
 ]
 
 
+def mixture(weights) -> Mixture:
+    return Mixture([Stage(0, tuple(weights))], LENGTH)
+
+
 def step_batches(seed=0, shape=SHAPE, local=None, rows=(ROWS,), weights=(1.0,), bos=None, first_row=0) -> StepBatches:
-    return StepBatches(rows, weights, seed, shape, np.arange(shape[1]) if local is None else local, bos, first_row)
+    return StepBatches(
+        rows, mixture(weights), seed, shape, np.arange(shape[1]) if local is None else local, bos, first_row
+    )
 
 
 def row_numbers(batch) -> np.ndarray:
@@ -64,7 +71,7 @@ def test_every_epoch_has_each_row_once_in_an_order_of_its_own(seed):
 
 @pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1])
 def test_a_mixture_takes_every_seed_that_one_dataset_takes(seed):
-    sequence = row_sequence([ROWS, VAL], [0.5, 0.5], seed)
+    sequence = RowSequence([ROWS, VAL], mixture([0.5, 0.5]), seed)
     assert {part for part, _ in (sequence[i] for i in range(4))} == {0, 1}
 
 
@@ -101,7 +108,7 @@ def test_other_shapes_go_on_with_the_same_sequence():
 
 def test_a_mixture_takes_each_datasets_share_and_every_row_once_an_epoch():
     parts, weights = [ROWS, VAL], [0.25, 0.75]
-    sequence = row_sequence(parts, weights, seed=1)
+    sequence = RowSequence(parts, mixture(weights), seed=1)
     found = [sequence[i] for i in range(4 * 37)]
     assert sorted(row for part, row in found if part == 0) == list(range(37))
     assert all(abs(sum(part == 0 for part, _ in found[:n]) - n / 4) <= 1 for n in range(len(found)))

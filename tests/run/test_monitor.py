@@ -31,6 +31,7 @@ def monitor(tmp_path):
             clock,
             flops_share=flops_share,
             tokens_after=lambda step: 256 * step,
+            epochs_after=lambda step: {"text": step / 8},
             rows_of=rows_of,
             say=said.append,
             losses=losses or [],

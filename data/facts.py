@@ -1,0 +1,119 @@
+"""What is in a dataset: its documents, what repeats, and what becomes of it in rows. Read once, a part at a time."""
+
+import time
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, Integer
+from tqdm import tqdm
+
+from data.dataset import Dataset
+from data.packing import FITS, plan_rows
+
+AT_ONCE = 2**22  # tokens that are read at a time, or one document where that is longer
+
+
+class Documents(NamedTuple):
+    """The documents of one part of a dataset, in their order."""
+
+    starts: Int[np.ndarray, "documents"]
+    """Where each is in the stream of tokens."""
+    tokens: Int[np.ndarray, "documents"]
+    """Of each, its BOS included."""
+    bytes: Int[np.ndarray, "documents"]
+    """Of text that they stand for."""
+    hashes: Integer[np.ndarray, "documents"]
+    """64 bits of BLAKE2 over its tokens: equal ones are taken for the same document."""
+
+
+class Packed(NamedTuple):
+    """What becomes of the documents to train on in rows of `length` tokens."""
+
+    rows: int
+    padding: float
+    """Share of the positions that no target counts at."""
+    cut: float
+    """Share of the documents that would fit a row, but lie in two."""
+    seen: Float[np.ndarray, "length"]
+    """Share of the targets that see at least 1, 2, ... tokens of their own document."""
+    mean_seen: float
+    seconds: float
+    """That it took to plan the rows here; `stream` needs no plan."""
+
+
+class Facts(NamedTuple):
+    """What is in one dataset."""
+
+    dataset: Dataset
+    train: Documents
+    val: Documents
+    repeats: Bool[np.ndarray, "documents"]
+    """Which documents to train on are the same as one before."""
+    leaked: Bool[np.ndarray, "documents"]
+    """Which held-out documents are trained on, too."""
+    packed: dict[str, Packed]
+    """By packing."""
+
+
+def read_facts(dataset: Dataset, length: int) -> Facts:
+    """Reads the whole dataset, and plans rows of `length` tokens in every way that there is."""
+    train, val = (_documents(dataset, part) for part in ("train", "val"))
+    repeats = np.ones(len(train.hashes), bool)
+    repeats[np.unique(train.hashes, return_index=True)[1]] = False
+    packed = {packing: _packed(dataset, train, packing, length) for packing in ("stream", *FITS)}
+    return Facts(dataset, train, val, repeats, np.isin(val.hashes, train.hashes), packed)
+
+
+def text_of(dataset: Dataset, part: str, document: int, documents: Documents, most: int = 300) -> str:
+    """How a document begins."""
+    start = int(documents.starts[document])
+    ids = dataset.stream(part).read(start, start + min(most, int(documents.tokens[document])))
+    return dataset.tokenizer.decode(ids[int(ids[0] == dataset.tokenizer.bos) :].tolist())
+
+
+def _documents(dataset: Dataset, part: str) -> Documents:
+    stream, starts = dataset.stream(part), dataset.document_starts(part)
+    ends = np.append(starts[1:], len(stream))
+    sizes, hashes = np.zeros_like(starts), np.zeros(len(starts), np.uint64)
+    first, bar = 0, tqdm(total=len(stream), unit="token", unit_scale=True, disable=None, desc=f"{part} documents")
+    while first < len(starts):
+        last = max(int(np.searchsorted(ends, starts[first] + AT_ONCE, "right")), first + 1)
+        tokens = stream.read(int(starts[first]), int(ends[last - 1])).astype(np.uint32)  # one type for all shards
+        places = starts[first:last] - starts[first]
+        sizes[first:last] = np.add.reduceat(dataset.tokenizer.token_bytes[tokens], places)
+        for i, document in enumerate(np.split(tokens, places[1:]), first):
+            hashes[i] = int.from_bytes(blake2b(document.tobytes(), digest_size=8).digest(), "little")
+        first = last
+        bar.update(len(tokens))
+    bar.close()
+    return Documents(starts, ends - starts, sizes, hashes)
+
+
+def _packed(dataset: Dataset, documents: Documents, packing: str, length: int) -> Packed:
+    stream, (starts, tokens) = dataset.stream("train"), documents[:2]
+    seconds = 0.0
+    if packing == "stream":
+        rows = max(len(stream) - 1, 0) // length
+        bounds = np.union1d(starts[starts < rows * length], np.arange(rows) * length)
+        pieces = np.diff(bounds, append=rows * length)
+        cut = starts // length != (starts + tokens - 1) // length
+    else:
+        headless = stream.read(0, 1).tolist() != [dataset.tokenizer.bos]
+        begun = time.perf_counter()
+        plan = plan_rows(packing, starts, len(stream), length, headless)
+        seconds = time.perf_counter() - begun
+        rows, pieces, cut = len(plan.rows) - 1, plan.lengths, np.zeros(len(starts), bool)
+    targets = max(int(pieces.sum()), 1)
+    # A piece of n tokens has one target that sees 1 token of it, one that sees 2, ... and one that sees n.
+    at_least = np.cumsum(np.bincount(pieces, minlength=length + 1)[:0:-1])[::-1]
+    seen = np.cumsum(at_least[::-1])[::-1] / targets
+    fit = tokens <= length
+    return Packed(
+        rows=rows,
+        padding=1 - targets / max(rows * length, 1),
+        cut=float((cut & fit).sum() / max(fit.sum(), 1)),
+        seen=seen,
+        mean_seen=float(seen.sum()),
+        seconds=seconds,
+    )

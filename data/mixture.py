@@ -1,0 +1,128 @@
+"""Which source each row of a run comes from: shares of the rows, in stages that begin at tokens seen.
+
+Row n of the run is a function of n alone: nothing is counted up, so any row is found at once, and whether a step has
+more or fewer rows changes nothing.
+"""
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from configs.schema import UserError
+
+
+class Stage(NamedTuple):
+    """Shares that hold from a number of tokens on."""
+
+    begins: int
+    """Tokens of the run before it."""
+    shares: tuple[float, ...]
+    """Of each source, 0 where it has none; they sum to 1."""
+
+
+class Mixture:
+    """The sequence of sources that rows of `length` tokens come from.
+
+    A stage begins with the first row that has its tokens before it. Within a stage the sources are interleaved as
+    `grain.MapDataset.mix` does it; over any stretch of rows each has its share, as near as whole rows allow. A source
+    goes on in a later stage where it was in the one before.
+    """
+
+    def __init__(self, stages: Sequence[Stage], length: int):
+        self.stages = stages
+        self.begins = [-(-stage.begins // length) for stage in stages]
+        self.proportions = [_proportions(stage.shares) for stage in stages]
+        self.before = [(0,) * len(stages[0].shares)]  # rows of each source before each stage
+        for begins, ends, proportions in zip(self.begins, self.begins[1:], self.proportions):
+            counts = _counts(ends - begins, proportions)
+            self.before.append(tuple(before + count for before, count in zip(self.before[-1], counts)))
+
+    def __getitem__(self, row: int) -> tuple[int, int]:
+        """The source of a row, and how many rows of this source come before it."""
+        counts, after = self.counts(row), self.counts(row + 1)
+        source = next(i for i, (before, now) in enumerate(zip(counts, after)) if now > before)
+        return source, counts[source]
+
+    def counts(self, rows: int) -> tuple[int, ...]:
+        """How many of the first `rows` rows are of each source."""
+        stage = bisect_right(self.begins, max(rows - 1, 0)) - 1
+        counts = _counts(rows - self.begins[stage], self.proportions[stage])
+        return tuple(before + count for before, count in zip(self.before[stage], counts))
+
+    def row_after(self, source: int, count: int, rows: int) -> int:
+        """How many rows of the run have `count` rows of a source, of `rows` that have so many."""
+        return bisect_left(range(rows), count, key=lambda n: self.counts(n)[source])
+
+
+def _proportions(shares: Sequence[float]) -> tuple[int, ...]:
+    """The shares as the integers that grain takes for them: runs that grain mixed go on with the same rows."""
+    scale = 100 / min(share for share in shares if share)
+    return tuple(int(share * scale) for share in shares)
+
+
+def _counts(rows: int, proportions: Sequence[int]) -> tuple[int, ...]:
+    """How many of the first `rows` rows of a stage are of each source: its part of those that the ones before left."""
+    counts, left = [], sum(proportions)
+    for proportion in proportions:
+        rest = rows * (left - proportion) // left if left else 0
+        counts.append(rows - rest)
+        rows, left = rest, left - proportion
+    return tuple(counts)
+
+
+def split_source(source: str) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The stages of `--data.source` as they are written: where each begins, and its sources with their shares.
+
+    `/web` is [("", [("", "/web")])]; `0.7:/web,0.3:/code;from=8e9,/good` is
+    [("", [("0.7", "/web"), ("0.3", "/code")]), ("8e9", [("", "/good")])].
+    """
+    stages = []
+    for number, written in enumerate(source.split(";from=")):
+        begins, _, rest = written.partition(",") if number else ("", "", written)
+        matched = [re.fullmatch(r"(\d*\.?\d+):(.+)", part) for part in rest.split(",")]
+        found = [(match[1], match[2]) for match in matched if match]
+        if 0 < len(found) < len(matched):
+            raise UserError(f"--data.source={source}: each dataset of a mixture needs its share: 0.7:DIR,0.3:DIR")
+        stages.append((begins, found or [("", rest)]))
+    return stages
+
+
+def join_source(stages: list[tuple[str, list[tuple[str, str]]]]) -> str:
+    """What `split_source` splits."""
+    shares = lambda found: ",".join(f"{share}:{name}" if share else name for share, name in found)
+    return ";".join(f"from={begins}," * bool(begins) + shares(found) for begins, found in stages)
+
+
+def read_source(source: str) -> tuple[list[str], list[Stage]]:
+    """Sources and stages of `--data.source`. UserError for a share of 0, and for stages out of order."""
+
+    def require(condition: bool, expectation: str) -> None:
+        if not condition:
+            raise UserError(f"--data.source={source}: {expectation}")
+
+    begins, mixtures = [], []
+    for written, found in split_source(source):
+        begins.append(_tokens(written) if begins else 0)
+        later = "a later stage is `;from=TOKENS,0.7:DIR,0.3:DIR`, in quotes: --data.source='/web;from=8e9,/good'"
+        require(begins == [0] or (0 < begins[-1] < 2**63 and found[0][1] != ""), later)
+        require(begins == sorted(set(begins)), f"the stage from={written} must begin after the one before it")
+        shares = {name: float(share or 1) for share, name in found}
+        total = sum(shares.values())
+        require(min(shares.values()) > 0, "each dataset of a mixture needs its share: 0.7:DIR,0.3:DIR")
+        require(total < float("inf"), "these shares are too large to add")
+        require(len(shares) == len(found), "a dataset stands twice in one stage: give it the sum of its shares")
+        mixtures.append({name: share / total for name, share in shares.items()})
+    names = list(dict.fromkeys(name for mixture in mixtures for name in mixture))
+    shares_of = lambda mixture: tuple(mixture.get(name, 0.0) for name in names)
+    return names, [Stage(first, shares_of(mixture)) for first, mixture in zip(begins, mixtures)]
+
+
+def mean_shares(stages: Sequence[Stage]) -> list[float]:
+    """Each source's share on average over the stages, however long they are: the same for runs of any length."""
+    return [sum(shares) / len(stages) for shares in zip(*(stage.shares for stage in stages))]
+
+
+def _tokens(written: str) -> int:
+    """8e9, 8_000_000_000; 0 where it is no count."""
+    return int(min(float(written), 2**63)) if re.fullmatch(r"\d[\d_]*(\.\d+)?(e\d+)?", written) else 0

@@ -1,0 +1,234 @@
+"""The facts of datasets as one HTML page that needs nothing else, in the manner of report.py's."""
+
+import json
+import time
+from html import escape
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+from plotly.offline import get_plotlyjs
+
+from data.facts import Facts, text_of
+from data.mixture import Mixture
+from data.record import read_record
+from run.figures import COLORS, DASHES, Figure, plot_layout
+from run.page import HERE, table
+from run.sentences import percent
+
+EXAMPLES = 8  # documents of each kind whose beginnings are shown
+POINTS = 200  # of a curve
+
+
+def dataset_page(names: list[str], found: list[Facts], length: int, mixture: Mixture | None, tokens: int) -> str:
+    """`names`: what to call the datasets. `mixture`: of a run on `tokens` tokens, with rows of `length`."""
+    facts = dict(zip(names, found))
+    plots = [_lengths(facts), _bytes(facts), _split(facts), _seen(facts)]
+    if mixture and len(names) > 1:
+        plots += [_shares(names, mixture, length, tokens)]
+    if mixture:
+        plots += [_epochs(facts, mixture, length, tokens)]
+    title, when = ", ".join(names), time.strftime("%Y-%m-%d %H:%M:%S")
+    where = ", ".join(f"{each.dataset.folder} (fingerprint {each.dataset.fingerprint})" for each in found)
+    drawn = "".join(
+        f"<section><h3>{escape(plot.title)} <span>{escape(plot.about)}</span></h3>"
+        f'<div class="plot" id="{plot.id}"></div></section>'
+        for plot in plots
+    )
+    data = json.dumps([plot._asdict() for plot in plots], allow_nan=False).replace("<", "\\u003c")
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{escape(title)}</title><link rel="icon" href="data:,">
+<style>{(HERE / "page.css").read_text()}</style>
+<script>{get_plotlyjs()}</script></head>
+<body><h1>{escape(title)}</h1><p class="muted">Made {when} from {escape(where)}</p>
+<h2>Sources</h2>{_sources(facts)}
+<div class="plots">{drawn}</div>
+<h2>What packing costs</h2><p class="muted">{escape(_PACKING.format(length=f"{length:,}"))}</p>{_packing(facts)}
+<h2>Documents</h2>{"".join(_examples(name, each) for name, each in facts.items())}
+<script>for (const plot of {data})
+  Plotly.newPlot(plot.id, plot.traces, plot.layout, {{ displayModeBar: false, responsive: true }});</script>
+</body></html>
+"""
+
+
+_PACKING = (
+    "In rows of {length} tokens. Cut: documents that would fit a row, but lie in two. Padding: positions at which no "
+    "target counts. Own tokens: how many tokens of its own document a target sees on average; without "
+    "--data.mask_documents it sees what stands before its document in the row, too."
+)
+
+
+def _sources(facts: dict[str, Facts]) -> str:
+    head = [
+        "",
+        "documents",
+        "tokens",
+        "bytes",
+        "bytes a token",
+        "held out",
+        "repeat another",
+        "in both",
+    ]
+    rows = []
+    for name, (_, train, val, repeats, leaked, _) in facts.items():
+        tokens, text = train.tokens.sum() + val.tokens.sum(), train.bytes.sum() + val.bytes.sum()
+        sizes = [len(train.tokens) + len(val.tokens), tokens, text]
+        row = [name, *(f"{size:,}" for size in sizes), f"{text / tokens:.3f}"]
+        row += [f"{len(val.tokens):,} ({percent(val.tokens.sum() / tokens)} of the tokens)"]
+        row += [f"{repeats.sum():,} ({percent(train.tokens[repeats].sum() / train.tokens.sum())} of the tokens)"]
+        rows.append([*row, f"{leaked.sum():,}"])
+    return table(head, rows) + "".join(_origin(name, each) for name, each in facts.items())
+
+
+def _origin(name: str, facts: Facts) -> str:
+    folder, tokenizer = facts.dataset.folder, facts.dataset.tokenizer
+    known = f"{name}: a tokenizer of {tokenizer.vocab_size:,} tokens"
+    if (folder / "dataset.json").exists():
+        record = read_record(folder)
+        skipped = ", ".join(f"{count:,} {why}" for why, count in record.get("skipped", {}).items()) or "nothing"
+        known += f"; made from {record['made_from']['source']}; skipped: {skipped}"
+    return f"<p>{escape(known)}.</p>"
+
+
+def _packing(facts: dict[str, Facts]) -> str:
+    head = ["", "packing", "rows", "padding", "cut", "own tokens", "to plan"]
+    return table(
+        head,
+        [
+            [
+                *(name, packing, f"{packed.rows:,}", percent(packed.padding), percent(packed.cut)),
+                *(f"{packed.mean_seen:,.0f}", f"{packed.seconds:.2g} s" if packed.seconds else "no plan"),
+            ]
+            for name, each in facts.items()
+            for packing, packed in each.packed.items()
+        ],
+    )
+
+
+def _examples(name: str, facts: Facts) -> str:
+    """How the longest documents begin, those whose text the tokenizer knows best and least, and what repeats most."""
+    dataset, train, val, _, leaked, _ = facts
+    ratio = train.bytes / train.tokens
+    _, first, copies = np.unique(train.hashes, return_index=True, return_counts=True)
+    most = np.argsort(-copies, kind="stable")[:EXAMPLES]
+    kinds = {
+        "the longest": [(int(i), f"{train.tokens[i]:,} tokens") for i in np.argsort(-train.tokens)[:EXAMPLES]],
+        "most bytes a token": [(int(i), f"{ratio[i]:.2f} bytes a token") for i in np.argsort(-ratio)[:EXAMPLES]],
+        "fewest bytes a token": [(int(i), f"{ratio[i]:.2f} bytes a token") for i in np.argsort(ratio)[:EXAMPLES]],
+        "those that stand there most often": [
+            (int(first[i]), f"{copies[i]:,} times, {train.tokens[first[i]]:,} tokens each")
+            for i in most
+            if copies[i] > 1
+        ],
+    }
+    parts = [(f"{name}, {kind}", "train", train, chosen) for kind, chosen in kinds.items()]
+    both = [(int(i), f"{val.tokens[i]:,} tokens") for i in np.flatnonzero(leaked)[:EXAMPLES]]
+    parts.append((f"{name}, held out, but trained on too", "val", val, both))
+    shown = ""
+    for summary, part, documents, chosen in parts:
+        texts = "".join(
+            f"<p>{escape(about)}</p><pre>{escape(text_of(dataset, part, i, documents))}</pre>" for i, about in chosen
+        )
+        shown += f"<details><summary>{escape(summary)}</summary>{texts}</details>" if chosen else ""
+    return shown
+
+
+def _lengths(facts: dict[str, Facts]) -> Figure:
+    longest = max(int(each.train.tokens.max()) for each in facts.values())
+    bins = np.geomspace(1, longest + 1, 60)
+    traces = []
+    for (name, each), color in zip(facts.items(), cycle(COLORS)):
+        tokens = each.train.tokens
+        for what, weights, dash in (("documents", None, DASHES[0]), ("tokens", tokens, DASHES[2])):
+            traces.append(_steps(f"{name}, {what}", np.histogram(tokens, bins, weights=weights)[0], bins, color, dash))
+    layout = _layout("tokens of a document", "%", log=True)
+    return Figure("lengths", "Lengths of documents", "% of the documents, and of their tokens", traces, layout)
+
+
+def _bytes(facts: dict[str, Facts]) -> Figure:
+    ratios = {name: each.train.bytes / each.train.tokens for name, each in facts.items()}
+    bins = np.linspace(0, max(float(np.quantile(ratio, 0.999)) for ratio in ratios.values()) * 1.05 + 1e-9, 80)
+    traces = [
+        _steps(name, np.histogram(ratio, bins)[0], bins, color, DASHES[0])
+        for (name, ratio), color in zip(ratios.items(), cycle(COLORS))
+    ]
+    layout = _layout("bytes a token", "%")
+    return Figure("bytes", "Bytes a token", "% of the documents; few: text unlike the tokenizer's", traces, layout)
+
+
+def _split(facts: dict[str, Facts]) -> Figure:
+    tokens = lambda documents, chosen: int(documents.tokens[chosen].sum())
+    parts = {
+        "trained on": [tokens(each.train, ~each.repeats) for each in facts.values()],
+        "repeats another": [tokens(each.train, each.repeats) for each in facts.values()],
+        "held out": [tokens(each.val, ~each.leaked) for each in facts.values()],
+        "held out, but trained on": [tokens(each.val, each.leaked) for each in facts.values()],
+    }
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": part,
+            "x": sizes,
+            "y": list(facts),
+            "marker": {"color": color},
+            "hovertemplate": "%{x:,} tokens",
+        }
+        for (part, sizes), color in zip(parts.items(), cycle(COLORS))
+    ]
+    layout: dict[str, Any] = {**_layout("tokens", ""), "barmode": "stack", "hovermode": "closest"}
+    layout["legend"] |= {"traceorder": "normal"}
+    layout["yaxis"] |= {"type": "category", "automargin": True}
+    return Figure("split", "Trained on, repeated, held out", "tokens", traces, layout)
+
+
+def _seen(facts: dict[str, Facts]) -> Figure:
+    traces = []
+    for (name, each), color in zip(facts.items(), cycle(COLORS)):
+        for (packing, packed), dash in zip(each.packed.items(), cycle(DASHES)):
+            at = np.unique(np.geomspace(1, len(packed.seen), POINTS).astype(int))
+            traces.append(_line(f"{name}, {packing}", at, 100 * packed.seen[at - 1], color, dash))
+    layout = _layout("tokens of its own document that a target sees, at least", "%", log=True)
+    return Figure("seen", "What a target sees", "% of the targets, by packing", traces, layout)
+
+
+def _shares(names: list[str], mixture: Mixture, length: int, tokens: int) -> Figure:
+    edges = [min(begins * length, tokens) for begins in mixture.begins]
+    at = [place for edge in zip(edges, [*edges[1:], tokens]) for place in edge]
+    traces = []
+    for i, (name, color) in enumerate(zip(names, cycle(COLORS))):
+        share = [100 * stage.shares[i] for stage in mixture.stages for _ in range(2)]
+        traces.append(_line(name, at, share, color, DASHES[0]) | {"stackgroup": "shares"})
+    return Figure("shares", "Shares", "% of the rows, by tokens seen", traces, _layout("tokens of the run", "%"))
+
+
+def _epochs(facts: dict[str, Facts], mixture: Mixture, length: int, tokens: int) -> Figure:
+    at = np.linspace(0, tokens // length, POINTS).astype(int).tolist()
+    counts = [mixture.counts(rows) for rows in at]
+    traces = []
+    for i, ((name, each), color) in enumerate(zip(facts.items(), cycle(COLORS))):
+        epochs = [count[i] / max(each.packed["stream"].rows, 1) for count in counts]
+        traces.append(_line(name, [rows * length for rows in at], epochs, color, DASHES[0]))
+    return Figure("epochs", "Epochs", "times gone through, by tokens seen", traces, _layout("tokens of the run", ""))
+
+
+def _steps(name: str, counts: np.ndarray, bins: np.ndarray, color: str, dash: str) -> dict[str, Any]:
+    """A histogram, as % of all."""
+    shares = 100 * counts / max(counts.sum(), 1)
+    trace = _line(name, bins, [*shares, 0.0], color, dash)
+    trace["line"] |= {"shape": "hv"}
+    return trace | {"fill": "tozeroy", "fillcolor": f"{color}22"}
+
+
+def _line(name: str, x: Any, y: Any, color: str, dash: str) -> dict[str, Any]:
+    shorter = lambda values: [float(f"{value:.5g}") for value in values]
+    style = {"line": {"width": 1.5, "color": color, "dash": dash}, "hovertemplate": "%{y:.3~g}"}
+    return {"type": "scatter", "mode": "lines", "name": name, "x": shorter(x), "y": shorter(y), **style}
+
+
+def _layout(x: str, y: str, log: bool = False) -> dict[str, Any]:
+    layout: dict[str, Any] = {**plot_layout(False), "showlegend": True}
+    layout["xaxis"] |= {"title": {"text": x, "standoff": 8}, "type": "log" if log else "linear", "tickformat": "~s"}
+    layout["yaxis"] |= {"title": {"text": y}, "rangemode": "tozero"}
+    return layout

@@ -1,0 +1,121 @@
+import re
+
+import grain
+import numpy as np
+import pytest
+
+from configs.schema import UserError
+from data.loader import RowSequence, StepBatches
+from data.mixture import Mixture, Stage, join_source, mean_shares, read_source, split_source
+from data.packing import StreamRows
+from data.shards import TokenStream
+
+LENGTH = 4
+STAGES = [Stage(0, (0.9, 0.1, 0.0)), Stage(401, (0.3, 0.0, 0.7)), Stage(1200, (0.0, 0.5, 0.5))]
+BEGINS = [0, 101, 300]  # rows: the first with so many tokens before it
+ROWS = [
+    StreamRows(TokenStream([np.arange(size * LENGTH + 1) + 10_000 * i]), LENGTH) for i, size in enumerate((83, 60, 47))
+]
+
+
+def staged(stages=STAGES) -> RowSequence:
+    return RowSequence(ROWS, Mixture(stages, LENGTH), seed=3)
+
+
+@pytest.mark.parametrize(
+    ("source", "names", "stages"),
+    [
+        ("stdlib", ["stdlib"], [(0, (1.0,))]),
+        ("hf:a/b", ["hf:a/b"], [(0, (1.0,))]),
+        ("0.7:/a,0.3:/b c", ["/a", "/b c"], [(0, (0.7, 0.3))]),
+        ("3:a,1:b", ["a", "b"], [(0, (0.75, 0.25))]),
+        ("1:a", ["a"], [(0, (1.0,))]),
+        ("a;from=8e9,b", ["a", "b"], [(0, (1.0, 0.0)), (8 * 10**9, (0.0, 1.0))]),
+        (
+            "0.9:a,0.1:gs://b/c;from=1_000,1:d,3:a;from=2500,d",
+            ["a", "gs://b/c", "d"],
+            [(0, (0.9, 0.1, 0.0)), (1000, (0.75, 0.0, 0.25)), (2500, (0.0, 0.0, 1.0))],
+        ),
+    ],
+)
+def test_sources_stages_and_shares(source, names, stages):
+    found_names, found = read_source(source)
+    assert found_names == names and [stage.begins for stage in found] == [begins for begins, _ in stages]
+    assert [stage.shares for stage in found] == [pytest.approx(shares) for _, shares in stages]
+    assert join_source(split_source(source)) == source
+    assert sum(mean_shares(found)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("0.5:a,b", "0:a,1:b", "1:a,", f"{'9' * 400}:a,1:b", "1:a,1:a", "a;from=0,b", "a;from=-5,b", "a;from=8G,b"),
+        *("a;from=,b", "a;from=5", "a;from=9,b;from=9,a", "a;from=9,b;from=8,a", "a;from=9e99,b", "a;from=9,0.5:b,c"),
+    ],
+)
+def test_a_source_that_cannot_be_meant_is_refused_by_its_name(source):
+    with pytest.raises(UserError, match=re.escape(f"--data.source={source}: ")):
+        read_source(source)
+
+
+@pytest.mark.parametrize("shares", [(0.7, 0.3), (1.0,), (0.35, 0.3, 0.35), (0.5, 0.001, 0.499), (5 / 7, 1 / 7, 1 / 7)])
+def test_a_stage_s_rows_are_those_that_grain_mixes(shares):
+    parts = [grain.MapDataset.range(10**7).map(lambda n, i=i: (i, n)) for i in range(len(shares))]
+    mixed, mixture = grain.MapDataset.mix(parts, shares), Mixture([Stage(0, shares)], LENGTH)
+    assert all(mixture[n] == mixed[n] for n in (*range(2000), 999_999, 1_000_000))
+
+
+def test_each_stage_has_its_shares_from_its_first_row_on_and_sources_go_on_where_they_were():
+    mixture = Mixture(STAGES, LENGTH)
+    found = [mixture[n] for n in range(500)]
+    for begins, ends, stage in zip(BEGINS, [*BEGINS[1:], 500], STAGES):
+        for i, share in enumerate(stage.shares):
+            counts = np.cumsum([part == i for part, _ in found[begins:ends]])
+            assert np.abs(counts - share * np.arange(1, ends - begins + 1)).max() < 2
+            assert share or not counts.any()
+    for i in range(3):
+        assert [number for part, number in found if part == i] == list(range(sum(part == i for part, _ in found)))
+    for n in range(501):
+        assert mixture.counts(n) == tuple(sum(part == i for part, _ in found[:n]) for i in range(3))
+
+
+def test_a_source_s_epochs_are_whole_across_stages():
+    sequence = staged()
+    of_first = [row for part, row in (sequence[n] for n in range(150)) if part == 0]
+    assert sorted(of_first[:83]) == list(range(83))  # 90% of 101 rows, and the stage after it
+    of_last = [row for part, row in (sequence[n] for n in range(400)) if part == 2]
+    assert sorted(of_last[:47]) == sorted(of_last[47:94]) == list(range(47)) and of_last[:47] != of_last[47:94]
+
+
+def test_batches_depend_on_the_rows_before_them_alone():
+    """Steps of 10 rows, then of 30 from row 90 on, across both boundaries: the rows are those of one sequence."""
+    sequence = staged()
+    expected = [sequence[n] for n in range(390)]
+    batches = lambda width, first: StepBatches(
+        ROWS, Mixture(STAGES, LENGTH), 3, (1, width, LENGTH), np.arange(width), first_row=first
+    )
+    small, large = batches(10, 0), batches(30, 90)
+    found = [one for i in range(9) for one in small.row_numbers(i)] + [
+        one for i in range(10) for one in large.row_numbers(i)
+    ]
+    assert found == expected
+    assert np.array_equal(batches(10, 120)[0]["inputs"], large[1]["inputs"][:, :10])
+
+
+def test_later_stages_change_no_row_before_them():
+    shorter = [Stage(0, STAGES[0].shares[:2])]
+    ours, theirs = Mixture(STAGES, LENGTH), Mixture(shorter, LENGTH)
+    assert [ours[n] for n in range(101)] == [theirs[n] for n in range(101)]
+
+
+def test_stages_between_two_rows_and_a_million_rows_on():
+    mixture = Mixture([Stage(0, (1.0, 0.0)), Stage(5, (0.5, 0.5)), Stage(6, (0.0, 1.0))], LENGTH)
+    assert [mixture[n] for n in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert mixture[10**12] == (1, 10**12 - 2)
+
+
+def test_where_a_source_runs_out():
+    mixture = Mixture(STAGES, LENGTH)
+    for source, size in enumerate((83, 11, 47)):
+        n = mixture.row_after(source, size + 1, 600)
+        assert mixture[n - 1] == (source, size)  # the row that comes a second time
