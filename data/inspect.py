@@ -16,6 +16,7 @@ import tyro
 from matplotlib.backend_bases import FigureCanvasBase
 
 from configs.command_line import config_from_json
+from configs.ramp import Ramp
 from configs.schema import BatchConfig, Config, DataConfig, Packing, UserError
 from data.dataset import Dataset, open_dataset, open_text, split_sources
 from data.loader import row_sequence
@@ -148,7 +149,7 @@ def main() -> int:
     if arguments.step is None:
         return 0
     length = config.batch.sequence_length
-    position, tokens = batch_of(Events(arguments.path).read(), arguments.step, config.batch.tokens_per_step)
+    position, tokens = batch_of(Events(arguments.path).read(), arguments.step, Ramp.of(config.batch))
     first, size = position // length, tokens // length
     vocab_size = max(config.model.vocab_size, found[0].tokenizer.vocab_size)  # a dataset folder knows its own
     text = open_text(config.data, vocab_size, length, size, cache_dir())
