@@ -110,6 +110,7 @@ def test_killed_around_a_border_it_ends_as_the_untouched_one(folder, saved):
     assert summary(run_dir) == summary(folder / "whole")
 
 
+@pytest.mark.slow
 def test_other_micro_batches_and_another_mesh_give_the_same_run(folder):
     """K follows in each stage: 1 and 2 micro-batches of a row a device, in place of 1 and 1."""
     assert trained("split", "--batch.rows_per_device=1", "--mesh.fsdp=2") == 0
