@@ -137,4 +137,4 @@ def make_optimizer(
     counted = lambda step: step + (after.step - after.stage.step)
     update = lambda updates, state, params=None, *, step: transform.update(updates, state, params, step=counted(step))
     later = {name: lambda step, rate=rate: rate(counted(step)) for name, rate in rates.items()}
-    return optax.GradientTransformationExtraArgs(transform.init, update), later
+    return optax.GradientTransformationExtraArgs(transform.init, update), later  # pyright: ignore
