@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 from configs.command_line import parse
 from configs.exit_codes import Exit
+from configs.ramp import Ramp
 from configs.schema import Config, UserError, options
 from data.dataset import open_text
-from data.loader import StepBatches, local_rows, train_batches
+from data.loader import train_batches
 from evaluation.evaluator import Evaluator
 from interchange.init_from import read_params, require_same_network
 from model.flops import parameter_counts
@@ -37,7 +38,8 @@ from run.metrics import plot_loss, summarize, write_summary
 from run.notify import failures_told, tell
 from run.preflight import preflight
 from run.runtime import Stop, cache_dir, check_hosts_agree, describe_processes, on_first_process, run_command, start_jax
-from training.build import Build, build
+from run.stages import Programs, batches_from
+from training.build import Build, build_stages
 from training.mesh import cost_of_slow_links, make_mesh
 from training.state import params_sha256
 
@@ -59,12 +61,13 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
 
     # What is trained, and on what.
-    built = build(config)
+    builds = build_stages(config)
+    built = builds[-1]  # for all that does not depend on the size of a step
     config = built.config
     micro_batches, rows, length = built.batch_shape
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir())
     check_hosts_agree("their text", text.fingerprint)
-    say(text.outlook(config.steps * micro_batches * rows, length, config.data.max_epochs))
+    say(text.outlook(Ramp.of(config.batch).tokens(config.steps) // length, length, config.data.max_epochs))
     document_bos = text.tokenizer.bos if config.data.mask_documents else None
     evaluator = Evaluator(built, text, document_bos)
     if config.eval.tasks:
@@ -82,30 +85,28 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         return Exit.COMPLETE
 
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
-    # Compiled once, here: a compiled program refuses other shapes, so no step can compile anew.
+    say(describe(builds))
+    programs = Programs(builds)
     with times.during("compilation"):
-        compiled = lambda step: step.lower(built.abstract_state, built.abstract_batch()).compile()
-        train_step = compiled(built.train_step)
-        measuring_step = compiled(built.measuring_step) if config.diagnostics.every_steps else None
-    say(describe(built))
+        programs.compile(checkpoints.newest, say)
     if slow := cost_of_slow_links(built.mesh, config.model, built.batch_shape):
         say(slow)
     outcome = None
     while outcome is None:
         with times.during("restore"):
             start = resume(built, checkpoints, past, say)
+        with times.during("compilation"):
+            programs.compile(start.step, say)  # nothing, unless the newest checkpoint could not be read
         accepted = partial(accept, config, text.fingerprint, past.changes, start.step, start.position, **times.note())
         on_first_process(accepted)
         if jax.process_index() == 0:
             text.tokenizer.save(Path(config.run_dir) / "tokenizer")
-        mine = local_rows(built.batch_shape, built.batch_sharding)
-        first_row = start.position // length
-        batches = StepBatches(text.train, text.mixture, config.seed, built.batch_shape, mine, document_bos, first_row)
+        batches = batches_from(start, builds, text)
         seen, fingerprint = lambda i, batches=batches: text.seen(batches.row_numbers(i)), text.fingerprint
         loop = Loop(
             built,
             start,
-            train_step,
+            programs.train_step,
             evaluator,
             seen,
             checkpoints,
@@ -113,7 +114,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
             stop,
             say,
             times,
-            measuring_step,
+            programs.measuring_step if config.diagnostics.every_steps else None,
             evaluator.tasks,
             lambda position: text.epochs(position // length),
         )
@@ -192,14 +193,21 @@ def write_what_happened(loop: Loop, past: Past) -> None:
         writer.write({"step": step, "rollback": facts})
 
 
-def describe(built: Build) -> str:
-    """The run in a line."""
-    config, (micro_batches, rows, length) = built.config, built.batch_shape
-    return (
+def describe(builds: list[Build]) -> str:
+    """The run in a line, and one more for each stage of a ramp."""
+    built, ramp = builds[-1], Ramp.of(builds[-1].config.batch)
+    config, sizes = built.config, ["{} micro-batch(es) x {} rows x {} tokens".format(*of.batch_shape) for of in builds]
+    run = (
         f"{config.name}: {sum(parameter_counts(config.model).values()):,} parameters, {built.dtype.name}, on "
-        f"{built.mesh.size} {built.mesh.devices.flat[0].device_kind} device(s); a step: {micro_batches} "
-        f"micro-batch(es) x {rows} rows x {length} tokens"
+        f"{built.mesh.size} {built.mesh.devices.flat[0].device_kind} device(s); {config.steps:,} steps, "
+        f"{ramp.tokens(config.steps):,} tokens; a step: "
     )
+    if not config.batch.ramp:
+        return run + sizes[0]
+    begins = lambda stage: f"from step {stage.step + 1:,} on, after {stage.tokens:,} tokens"
+    last = lambda stage: "" if stage.step < config.steps else "; the run ends before"
+    stages = (f"\n  {begins(stage)}: {size}{last(stage)}" for stage, size in zip(ramp.stages, sizes))
+    return f"{run}a ramp of {len(sizes)} stages{''.join(stages)}"
 
 
 def finish(

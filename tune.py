@@ -104,6 +104,8 @@ def require_enough(config: Config, record: Record, stages: list[str]) -> None:
 def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit:
     """The stages, one after the other; each says what it decides as soon as it does."""
     stages, say = stages_of(arguments.stages), tqdm.write
+    if config.batch.ramp:
+        raise UserError(f"--batch.ramp={config.batch.ramp}: a constant batch is what is tuned; leave the ramp out")
     if arguments.topology and stages != ["fit"]:
         raise UserError(f"--topology={arguments.topology} is compiled for, not run on: give --stages=fit")
     devices = devices_of(arguments.topology)

@@ -150,7 +150,7 @@ def batches_from(cache: Path) -> tuple[Iterator[Any], int]:
     shape, sharding = batch_shape(BatchConfig(), mesh), batch_sharding(mesh)
     config = DataConfig(source="gs://bucket/text", cache_gb=0)  # what was never written to it would be right: zeros
     text = open_text(config, VOCAB_SIZE, shape[2], shape[0] * shape[1], cache)
-    steps = StepBatches(text.train, text.weights, 0, shape, local_rows(shape, sharding))
+    steps = StepBatches(text.train, text.mixture, 0, shape, local_rows(shape, sharding))
     return train_batches(steps, sharding, config.workers), int(np.prod(shape))
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
+from configs.ramp import with_ramp_spelled_out
 from configs.schema import Config, UserError, check_types, resolved, validate, with_homes
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
     # tyro takes hyphens for underscores.
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     check_types(both.config)  # which `derive` computes with
-    config = resolved(derive(both.config, given))
+    config = resolved(derive(with_ramp_spelled_out(both.config), given))
     validate(config)
     check_types(both.extra)
     return config, with_homes(both.extra)

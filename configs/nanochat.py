@@ -12,6 +12,7 @@ small network with its options takes its first steps on a CPU in bench.exactness
 import math
 from dataclasses import replace
 
+from configs.ramp import Ramp
 from configs.schema import (
     BatchConfig,
     Config,
@@ -94,7 +95,8 @@ def derive(config: Config, given: set[str]) -> Config:
     derived({"batch.tokens_per_step": (batch, why)})
     batch = config.batch.tokens_per_step
     per_parameter = f"{TOKENS_PER_PARAMETER} tokens for each of {scaling_parameters(config.model):,} parameters"
-    derived({"steps": (tokens // batch, f"{tokens:,} tokens: {per_parameter} of blocks and head")})
+    steps = Ramp.of(config.batch).steps_in(tokens)
+    derived({"steps": (steps, f"{tokens:,} tokens: {per_parameter} of blocks and head")})
     scale = math.sqrt(batch / REFERENCE_BATCH)
     why = f"nanochat's, x sqrt(tokens_per_step / 2^19) = {scale:.3f}"
     groups = ("embed", "lm_head", "muon", "value_embeds", "resid_lambdas", "x0_lambdas")

@@ -141,10 +141,17 @@ class BatchConfig:
     sequence_length: Positive[int] = 2048
     """Tokens of a row."""
     tokens_per_step: Positive[int] = 524_288
-    """Tokens of one optimizer step, over all devices and micro-batches."""
+    """Tokens of one optimizer step, over all devices and micro-batches; with a `ramp`, those that the optimizer's
+    options are given for."""
     rows_per_device: Free[Positive[int]] = 32
     """Rows of a micro-batch on one device: what fits its memory; it never changes the result. Where a whole step has
     fewer rows a device, the step is one micro-batch of those."""
+    ramp: str = ""
+    """A batch that grows, `0:65536,2e8:131072`: 65,536 tokens a step, and 131,072 once the run has seen 2e8. Each stage
+    is a program, and all are compiled at the start (docs/batch-ramp.md). Empty: `tokens_per_step` all along."""
+    ramp_scaling: Literal["none", "root", "linear"] = "none"
+    """What follows a `ramp`: nothing; or rates, by the root of a stage's size over `tokens_per_step` or linearly, and
+    second moments, which forget half in as many tokens as at `tokens_per_step` (arXiv:2507.07101)."""
 
 
 @dataclass(frozen=True)
@@ -154,9 +161,9 @@ class ScheduleConfig:
     kind: Literal["constant", "warmup_cosine", "warmup_constant_warmdown"] = "warmup_constant_warmdown"
     """After the warmup: stay; fall by a half cosine; or stay, and fall linearly over the last `warmdown` of the run."""
     warmup_steps: NotNegative[int] = 0
-    """Steps of linear rise: step t has (t + 1) / warmup_steps of the peak."""
+    """Steps of linear rise: step t has (t + 1) / warmup_steps of the peak. With `batch.ramp`, the tokens of so many."""
     warmdown: Share = 0.65
-    """Share of the run's steps that fall (`warmup_constant_warmdown`)."""
+    """Share of the run's steps, with `batch.ramp` of its tokens, that fall (`warmup_constant_warmdown`)."""
     final: Share = 0.05
     """Factor that the falling schedules end at."""
 
@@ -371,7 +378,8 @@ class Config:
     seed: NotNegative[int] = 0
     """Seed of the initial parameters, of the order of rows and of the samples."""
     steps: Positive[int] = 1000
-    """Optimizer steps of the whole run."""
+    """Optimizer steps of the whole run; with `batch.ramp` they differ in size, and the start says how many tokens they
+    are in all."""
     max_skipped_steps: Free[Positive[int]] = 10
     """A step without a valid token, or whose gradient is not finite, changes nothing; so many in a row end the run."""
     init_from: FilePath = ""

@@ -15,6 +15,7 @@ import tyro
 
 from configs.command_line import config_from_json
 from configs.files import write_whole
+from configs.ramp import Ramp
 from configs.schema import BatchConfig, Config, DataConfig, FilePath, Packing, UserError
 from data.dataset import open_dataset, open_text, shortest
 from data.facts import Facts, read_facts
@@ -126,7 +127,7 @@ def show_facts(config: Config, is_run: bool, out: Path, cache: Path) -> None:
     for name in names:
         found.append(read_facts(open_dataset(name, config.data, config.model.vocab_size, cache), length))
         print(describe(found[-1]))
-    mixture, tokens = Mixture(stages, length) if is_run else None, config.steps * config.batch.tokens_per_step
+    mixture, tokens = Mixture(stages, length) if is_run else None, Ramp.of(config.batch).tokens(config.steps)
     shown = shortest([str(facts.dataset.folder) for facts in found])
     try:
         write_whole(out, dataset_page(shown, found, length, mixture, tokens))
@@ -140,7 +141,7 @@ def show_step(config: Config, path: str, step: int, most: int, cache: Path) -> N
     from run.events import Events, batch_of
 
     length = config.batch.sequence_length
-    position, tokens = batch_of(Events(path).read(), step, config.batch.tokens_per_step)
+    position, tokens = batch_of(Events(path).read(), step, Ramp.of(config.batch))
     first, size = position // length, tokens // length
     first_of = open_dataset(read_source(config.data.source)[0][0], config.data, config.model.vocab_size, cache)
     vocab_size = max(config.model.vocab_size, first_of.tokenizer.vocab_size)  # a dataset folder knows its own

@@ -1,12 +1,14 @@
-"""Batches as a pure function of (rows, seed, step): no iterator has a state that would have to be saved.
+"""Batches as a pure function of (rows, seed, position): no iterator has a state that would have to be saved.
 
-Step t takes rows t*G .. t*G + G - 1 of an endless sequence: a fresh permutation of all rows each epoch; of a mixture,
-the datasets' own such sequences, interleaved by their shares (data/mixture.py). Row i of a step's G is row i % B of
-micro-batch i // B, on whichever device the mesh puts it; a process reads only its own.
+A step of G rows takes the next G of an endless sequence (step t of a constant batch: rows t*G .. t*G + G - 1), which is
+a fresh permutation of all rows each epoch; of a mixture, the datasets' own such sequences, interleaved by their shares
+(data/mixture.py). Row i of a step's G is row i % B of micro-batch i // B, on whichever device the mesh puts it; a
+process reads only its own.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -74,6 +76,31 @@ class StepBatches:
         return [self.sequence[position] for position in range(first, first + size)]
 
 
+class StagedBatches:
+    """Random access by step to the batches of a ramp: stages of one size each, which go on in each other's rows."""
+
+    def __init__(self, stages: Mapping[int, StepBatches]):
+        """The stages by the number of their first batch, in order; the first is 0."""
+        self.firsts, self.stages = list(stages), list(stages.values())
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def stage(self, index: int) -> tuple[StepBatches, int]:
+        """The stage of a batch, and which of the stage's batches it is."""
+        i = bisect_right(self.firsts, index) - 1
+        return self.stages[i], index - self.firsts[i]
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        batches, i = self.stage(int(index))
+        return batches[i]
+
+    def row_numbers(self, index: int) -> list[tuple[int, int]]:
+        """(dataset, row of it) of every row of a whole batch."""
+        batches, i = self.stage(index)
+        return batches.row_numbers(i)
+
+
 def stack(rows: list[Row], shape: tuple[int, ...], document_bos: int | None) -> dict[str, np.ndarray]:
     """Rows to arrays [*shape, T]; with a `document_bos`, segment ids too, a new one from each of its places on."""
     batch = {name: np.stack([row[name] for row in rows]).reshape(*shape, -1) for name in Row.__annotations__}
@@ -95,14 +122,15 @@ def to_devices(batch: dict[str, np.ndarray], shape: Shape, sharding: NamedShardi
     return {name: make(sharding, array, shape) for name, array in batch.items()}
 
 
-def train_batches(batches: StepBatches, sharding: NamedSharding, workers: int) -> Iterator[Any]:
+def train_batches(batches: StepBatches | StagedBatches, sharding: NamedSharding, workers: int) -> Iterator[Any]:
     """The batches 0, 1, ... without end, on the devices, read ahead by `workers` threads. From a store by 8 at least,
     which wait most of the time: a request that must be repeated holds up one batch for seconds, and the others not."""
-    if any(part.tokens.is_stored for part in batches.rows):
+    staged = StagedBatches({0: batches}) if isinstance(batches, StepBatches) else batches
+    if any(part.tokens.is_stored for part in staged.stages[0].rows):
         workers = max(workers, 8)
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
-    for batch in grain.MapDataset.source(batches).to_iter_dataset(options):
-        yield to_devices(batch, batches.shape, sharding)
+    for i, batch in enumerate(grain.MapDataset.source(staged).to_iter_dataset(options)):
+        yield to_devices(batch, staged.stage(i)[0].shape, sharding)
 
 
 def held_out_batches(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from configs.command_line import parse
 from configs.exit_codes import Exit
+from configs.ramp import Ramp
 from configs.schema import Config, NotNegative, UserError
 from launch.hardware import Hardware, parse_hardware
 
@@ -85,12 +86,14 @@ def require_fit(config: Config, hardware: Hardware) -> None:
             f"--mesh.data={mesh.data} x fsdp={mesh.fsdp} x tensor={mesh.tensor} does not fit the {hardware.devices} "
             f"devices of {hardware}"
         )
-    replicas, rows = data * mesh.fsdp, batch.tokens_per_step // batch.sequence_length
-    if rows % replicas:
-        raise UserError(
-            f"--batch.tokens_per_step={batch.tokens_per_step} is {rows} rows of {batch.sequence_length} tokens, which "
-            f"{replicas} devices of {hardware} cannot share evenly"
-        )
+    replicas, option = data * mesh.fsdp, f"--batch.ramp={batch.ramp}: " if batch.ramp else "--batch.tokens_per_step="
+    for stage in Ramp.of(batch).stages:
+        rows = stage.tokens_per_step // batch.sequence_length
+        if rows % replicas:
+            raise UserError(
+                f"{option}{stage.tokens_per_step} is {rows} rows of {batch.sequence_length} tokens, which "
+                f"{replicas} devices of {hardware} cannot share evenly"
+            )
 
 
 def require_bucket(job: Job, why: str) -> str:

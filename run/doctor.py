@@ -20,13 +20,13 @@ from configs.command_line import parse
 from data.dataset import open_text
 from run.preflight import preflight
 from run.runtime import cache_dir, check_hosts_agree, describe_processes, run_command, start_jax
-from training.build import build
+from training.build import build_stages
 
 
 def main() -> int:
     config, _ = parse(__doc__)
     cluster = start_jax()
-    built = build(config)
+    built = build_stages(config)[-1]
     first = jax.process_index() == 0
     if first:
         print(describe_processes(cluster, built.mesh), flush=True)

@@ -1,10 +1,10 @@
 """events.jsonl: what happened to a run, a line each, appended and never rewritten.
 
-`start` (from which step, at how many tokens of the data, with how many a step), `running` (at which step; each minute),
-`saved` (a checkpoint that is whole), `rollback` (to which checkpoint, and at how many tokens of the data it goes on),
-`stop` (after which step, with which exit code). A run whose checkpoints have gone is known by it, the batch that each
-step saw, and where the time went: `start`, `running` and `stop` carry when their process began, and its seconds by what
-they went to (run/goodput.py).
+`start` (from which step, at how many tokens of the data, with how many a step or which ramp), `running` (at which
+step; each minute), `saved` (a checkpoint that is whole), `rollback` (to which checkpoint, and at how many tokens of the
+data it goes on), `stop` (after which step, with which exit code). A run whose checkpoints have gone is known by it, the
+batch that each step saw, and where the time went: `start`, `running` and `stop` carry when their process began, and its
+seconds by what they went to (run/goodput.py).
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.files import append_whole
+from configs.ramp import Ramp
 from configs.schema import UserError
 
 
@@ -55,14 +56,15 @@ def saved_up_to(events: list[dict]) -> int:
     return max((event["step"] for event in events if event["event"] in ("saved", "start")), default=0)
 
 
-def batch_of(events: list[dict], step: int, tokens_per_step: int) -> tuple[int, int]:
+def batch_of(events: list[dict], step: int, ramp: Ramp) -> tuple[int, int]:
     """Tokens of the data's sequence before the batch that is trained on after `step` steps, and tokens of that batch.
-    `tokens_per_step` holds where no start is on record."""
-    for event in reversed(events):
+    `ramp` holds where no start is on record."""
+    first = position = 0
+    for event in events:
         if event["event"] == "start" and event["step"] <= step and "position" in event:
-            size = event["tokens_per_step"]
-            return event["position"] + (step - event["step"]) * size, size
-    return step * tokens_per_step, tokens_per_step
+            ramp = Ramp.read(event.get("ramp", ""), event["tokens_per_step"])
+            first, position = event["step"], event["position"]
+    return position + ramp.tokens(step) - ramp.tokens(first), ramp.stage(step).tokens_per_step
 
 
 def rollbacks_to(events: list[dict], step: int) -> list[dict]:

@@ -179,7 +179,8 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int, posi
         write_record(record, config, fingerprint, facts["changes"] + ([changes] if changes else []))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # of a shorter run
-    Events(folder).add("start", step, position=position, tokens_per_step=config.batch.tokens_per_step, **seconds)
+    batch = {"tokens_per_step": config.batch.tokens_per_step, **({"ramp": ramp} if (ramp := config.batch.ramp) else {})}
+    Events(folder).add("start", step, position=position, **batch, **seconds)
 
 
 class Run(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from configs.ramp import Ramp
 from configs.schema import Config
 from model.flops import flops_per_token, peak_flops
 from run.checkpoint import Checkpoints
@@ -127,13 +128,13 @@ class Loop:
         self.train_step, self.measuring_step = train_step, measuring_step
         self.measure, self.measure_tasks, self.checkpoints = measure, measure_tasks, checkpoints
         self.dataset, self.stop, self.say = dataset, stop, say
-        self.times, self.watchdog = times or Times(), Watchdog(config.hang, self.end_as_hung)
+        self.ramp = Ramp.of(config.batch)
+        self.times, self.watchdog = times or Times(), Watchdog(config.hang, self.end_as_hung, work=self.ramp.tokens)
         self.profile = Profile(config)
         self.saved = time.monotonic()
-        self.clock = Clock(start.seconds, start.step)
+        self.clock = Clock(start.seconds, start.tokens)
         self.writer = MetricsWriter(config.run_dir, start.step, partial(Wandb, config) if config.log.wandb else None)
-        tokens_per_step = config.batch.tokens_per_step
-        batch_of = lambda step: self.position_after(step - 1) // tokens_per_step
+        batch_of = lambda step: self.ramp.steps_in(self.position_after(step - 1))
         peak = peak_flops(built.mesh.devices.flat[0].device_kind)
         flops = flops_per_token(config.model, config.batch.sequence_length)
         self.monitor = Monitor(
@@ -152,11 +153,11 @@ class Loop:
 
     def tokens_after(self, step: int) -> int:
         """Tokens of the run up to `step`."""
-        return self.start.tokens + (step - self.start.step) * self.config.batch.tokens_per_step
+        return self.start.tokens + self.ramp.tokens(step) - self.ramp.tokens(self.start.step)
 
     def position_after(self, step: int) -> int:
         """Tokens of the data's sequence up to the batch of `step`."""
-        return self.start.position + (step - self.start.step) * self.config.batch.tokens_per_step
+        return self.start.position + self.ramp.tokens(step) - self.ramp.tokens(self.start.step)
 
     def run(self, batches: Iterator[Any]) -> Outcome:
         """Takes steps until the last, or until something ends them."""

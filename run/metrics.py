@@ -23,9 +23,9 @@ from run.weights_and_biases import Wandb
 class Clock:
     """Seconds of training, over all of a run's starts: compilation, evaluation and sampling are not in it."""
 
-    def __init__(self, seconds: float, step: int):
+    def __init__(self, seconds: float, tokens: int):
         self.before = seconds
-        self.last = (seconds, step)
+        self.last = (seconds, tokens)
         self.waited = 0.0
 
     def start(self) -> None:
@@ -37,11 +37,11 @@ class Clock:
         """Seconds so far."""
         return self.before + time.perf_counter() - self.origin
 
-    def rates(self, step: int) -> tuple[float, float]:
-        """Since this was last asked: steps a second, and the share of the time that the loop waited for data."""
-        (seconds, before), self.last = self.last, (self.seconds, step)
+    def rates(self, tokens: int) -> tuple[float, float]:
+        """Since this was last asked: tokens a second, and the share of the time that the loop waited for data."""
+        (seconds, before), self.last = self.last, (self.seconds, tokens)
         passed, waited, self.waited = self.last[0] - seconds, self.waited, 0.0
-        return (step - before) / passed, waited / passed
+        return (tokens - before) / passed, waited / passed
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from configs.ramp import Ramp
 from configs.schema import Config
 from run.diagnosis import Diagnosis
 from run.lines import read_metrics
@@ -55,7 +56,17 @@ class Monitor:
         self.diagnosis = Diagnosis(line for line in lines if line["step"] <= step)
         self.unread: list[tuple[int, Metrics]] = []
         hidden = None if jax.process_index() == 0 else True  # None: where the output is no terminal
-        self.bar = tqdm(total=config.steps, initial=step, unit="step", disable=hidden, dynamic_ncols=True)
+        # By tokens where steps differ in size, so that the time left is right.
+        ramp = Ramp.of(config.batch)
+        self.work, unit = (ramp.tokens, "token") if config.batch.ramp else (lambda step: step, "step")
+        self.bar = tqdm(
+            total=self.work(config.steps),
+            initial=self.work(step),
+            unit=unit,
+            unit_scale=unit == "token",
+            disable=hidden,
+            dynamic_ncols=True,
+        )
 
     def add(self, step: int, metrics: Metrics) -> None:
         """The metrics of a step that may not be done yet: nothing waits for them here."""
@@ -75,11 +86,10 @@ class Monitor:
     def write(self) -> None:
         """Reads, and writes the newest step's line."""
         self.read()
-        steps_per_second, data_wait = self.clock.rates(self.step)
-        tokens_per_second = steps_per_second * self.config.batch.tokens_per_step
+        tokens = self.tokens_after(self.step)
+        tokens_per_second, data_wait = self.clock.rates(tokens)
         mfu = tokens_per_second * self.flops_share if self.flops_share else None
-        line = {"step": self.step, "tokens": self.tokens_after(self.step), **self.values}
-        line |= {"epochs": self.epochs_after(self.step)}
+        line = {"step": self.step, "tokens": tokens, **self.values, "epochs": self.epochs_after(self.step)}
         line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "data_wait": data_wait}
         memory = jax.local_devices()[0].memory_stats() or {}  # a CPU has none
         line["peak_memory_bytes"] = memory.get("peak_bytes_in_use")
@@ -88,7 +98,7 @@ class Monitor:
             self.say(self.writer.problem)
         shown = f"loss {line['loss']:.4f}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
         self.bar.set_postfix_str(shown, refresh=False)
-        self.bar.update(self.step - self.bar.n)
+        self.bar.update(self.work(self.step) - self.bar.n)
         if self.bar.disable:
             self.say(f"step {self.step}/{self.config.steps}  {shown}")
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from configs.ramp import Ramp
 from configs.schema import UserError
 from run.events import Events
 from run.goodput import goodput
@@ -51,6 +52,7 @@ class Run:
     folder: Path
     options: dict[str, Any]
     """By their command-line names."""
+    ramp: Ramp
     record: dict[str, Any]
     """config.json: `versions`, `devices`, `dataset`, `changes`."""
     lines: list[dict]
@@ -156,15 +158,14 @@ def read_run(folder: str | Path) -> Run:
         record = json.loads(record_file.read_bytes())
         options = flat(record["config"])
         name = str(options["name"])
-        if "batch.tokens_per_step" not in options:
-            raise LookupError("no batch.tokens_per_step")
+        ramp = Ramp.read(options.get("batch.ramp", ""), options["batch.tokens_per_step"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
             f"{record_file} is not the record of a run that this version can read ({type(error).__name__}: {error}); "
             "make its report with the version that trained it"
         ) from error
     lines = sorted(read_metrics(folder), key=lambda line: line["step"])
-    return Run(name, folder, options, record, lines, Events(folder).read(), _summary(folder / "summary.json"))
+    return Run(name, folder, options, ramp, record, lines, Events(folder).read(), _summary(folder / "summary.json"))
 
 
 def flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:

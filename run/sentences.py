@@ -56,7 +56,7 @@ def state(run: Run, now: float) -> list[Sentence]:
         )
         return [Sentence(text, True)]
     rates = run.course("tokens_per_second").values
-    left = (steps - step) * run.options["batch.tokens_per_step"] / median(rates[-8:]) if rates else 0
+    left = (run.ramp.tokens(steps) - run.ramp.tokens(step)) / median(rates[-8:]) if rates else 0
     rest = f"; {duration(left)} of training are left at its present rate" if left else ""
     return [Sentence(f"Running: step {step:,} of {steps:,} ({percent(step / max(steps, 1))}){rest}.")]
 
@@ -178,7 +178,7 @@ def noise(run: Run) -> list[Sentence]:
     if line is None:
         return []
     scale, least, most = (number(line, "diagnostics", name) for name in ("noise_scale", low, "noise_scale_high"))
-    batch = (run.course("valid_tokens").values or [run.options["batch.tokens_per_step"]])[-1]
+    batch = (run.course("valid_tokens").values or [run.ramp.stage(line["step"] - 1).tokens_per_step])[-1]
     size = f"The batch of {quantity(batch)} tokens is"
     if scale is None or scale <= 0 or (least is not None and most is None):
         if not least or least <= 0:

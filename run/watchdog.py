@@ -31,10 +31,12 @@ class Watchdog:
         config: HangConfig,
         bark: Callable[[str], Any] | None = None,
         now: Callable[[], float] = time.monotonic,
+        work: Callable[[int], int] = lambda step: step,
     ):
-        """`bark(reason)` is called in the thread; it ends the processes unless given."""
-        self.config, self.bark, self.now = config, bark or end_as_hung, now
-        self.each: deque[float] = deque(maxlen=64)  # seconds of a step, each time that the devices were done
+        """`bark(reason)` is called in the thread; it ends the processes unless given. `work(step)`: that of so many
+        steps, where they differ in size."""
+        self.config, self.bark, self.now, self.work = config, bark or end_as_hung, now, work
+        self.each: deque[float] = deque(maxlen=64)  # seconds of a unit of work, each time that the devices were done
         self.given = self.done = -1
         self.since = now()
         self.paused = 0
@@ -59,7 +61,7 @@ class Watchdog:
         """The devices are done with all steps up to this one."""
         if step > self.done:
             now = self.now()
-            self.each.append((now - self.since) / (step - self.done))
+            self.each.append((now - self.since) / (self.work(step) - self.work(self.done)))
             self.since, self.done = now, step
 
     @contextmanager
@@ -78,7 +80,8 @@ class Watchdog:
         """Seconds that the steps that were given, and one more, may take."""
         if not self.each:
             return FIRST * self.config.seconds
-        return max(self.config.seconds, self.config.factor * median(self.each) * (self.given - self.done + 1))
+        work = self.work(self.given + 1) - self.work(self.done)
+        return max(self.config.seconds, self.config.factor * median(self.each) * work)
 
     def check(self) -> None:
         """Barks where they have taken longer. A store that is away holds up every process, and is no hang: the time
@@ -87,7 +90,8 @@ class Watchdog:
             self.since = self.now()
         passed, allowed = self.now() - self.since, self.allowed
         if not self.paused and passed > allowed:
-            usual = f"one takes {median(self.each):.3g} s" if self.each else "none has come to its end yet"
+            work = self.work(self.done + 1) - self.work(self.done)
+            usual = f"one takes {median(self.each) * work:.3g} s" if self.each else "none has come to its end yet"
             self.bark(f"no step after {self.done} has ended for {passed:.0f} s (--hang.seconds; {usual})")
 
     def _watch(self) -> None:

@@ -24,6 +24,7 @@ def write_run(
     complete: bool = True,
     slope: float = 1.0,
     batch: int = 65_536,
+    ramp: str = "",
     line: dict | None = None,
     core: bool = False,
     code: int | None = None,
@@ -32,7 +33,7 @@ def write_run(
     """A run of `logged` of its steps, a line each tenth; `line` overrides what each logged line says, `core` adds
     benchmarks, and `code` ends the run with this exit code. `options` are of Config."""
     folder.mkdir(parents=True)
-    config = Config(name=name, steps=steps, batch=BatchConfig(2048, batch), **options)  # pyright: ignore
+    config = Config(name=name, steps=steps, batch=BatchConfig(2048, batch, ramp=ramp), **options)  # pyright: ignore
     devices = {"kind": "NVIDIA H200", "count": 8, "processes": 1}
     versions = {"python": "3.12.1", "jax": "0.12.0.1"}
     record = {"config": dataclasses.asdict(config), "dataset": "5220a8abef52476f", "versions": versions}

@@ -30,6 +30,7 @@ import export
 import run.inspect as inspect_run
 import sample
 import train
+from configs.ramp import Ramp
 from run.checkpoint import Checkpoints
 from run.events import Events, batch_of
 from run.folder import RunLock
@@ -727,7 +728,7 @@ def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kil
     facts = Checkpoints(folder / "rolled").facts(120)
     assert facts["tokens"] == 120 * 512
     assert facts["position"] > max(facts["tokens"], rollbacks[-1]["rollback"]["position"])
-    assert batch_of(Events(folder / "rolled").read(), 120, 1) == (facts["position"], 512)
+    assert batch_of(Events(folder / "rolled").read(), 120, Ramp.read("", 1)) == (facts["position"], 512)
     assert [line["step"] for line in lines if "loss" in line] == list(range(4, 121, 4))
     # Killed anywhere, also right after a rollback, it takes the same way.
     seen = lambda: [line for line in read_metrics(folder / "again") if "rollback" in line]

@@ -160,6 +160,7 @@ def test_another_config_in_the_same_folder_is_refused(tuned, folder, monkeypatch
         (("--stages=fit,speed",), "--stages=fit,speed: 'speed' is none of fit, time, noise, rate, branch"),
         (("--budget=much",), "--budget=much is no share of the run's FLOPs; as 3%, or 0 for no limit"),
         (("--budget=-1%",), "--budget=-1% is no share"),
+        (("--batch.ramp=0:256,1e3:512",), "a constant batch is what is tuned; leave the ramp out"),
         (("--stages=time",), "time takes what fit found, and there is nothing of it yet; give fit, too"),
         (("--stages=fit,time", "--topology=v5e:2x2"), "is compiled for, not run on: give --stages=fit"),
         (

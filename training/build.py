@@ -10,16 +10,19 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from configs.ramp import Ramp
 from configs.schema import Config
 from training.mesh import batch_shape, batch_sharding, make_mesh
-from training.optimizer import make_optimizer
+from training.optimizer import Handover, make_optimizer
+from training.scaling import of_stage
 from training.schedule import Schedule
 from training.state import TrainState, abstract_state, compute_dtype, create_state
 from training.step import EvalStep, TrainStep, make_eval_step, make_train_step
 
 
 class Build(NamedTuple):
-    """What follows from a config on a mesh. Nothing in it is compiled or on a device yet."""
+    """What follows from a config on a mesh, for the steps of one stage of its ramp. Nothing in it is compiled or on a
+    device yet; mesh, state and `eval_step` are the same for all stages."""
 
     config: Config
     """With `model.dtype` as it is here."""
@@ -53,19 +56,23 @@ class Build(NamedTuple):
         }
 
 
-def build(config: Config, devices: Sequence[Any] | None = None) -> Build:
-    """For all devices here, or those given. UserError where the config does not fit them."""
+def build(config: Config, devices: Sequence[Any] | None = None, stage: int = -1) -> Build:
+    """For all devices here, or those given, and one stage of `batch.ramp`, of which a constant batch has one: the last,
+    whose steps are the largest. UserError where the config does not fit them."""
     mesh = make_mesh(config.mesh, devices)
     dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
     config = replace(config, model=replace(config.model, dtype=dtype.name))
-    optimizer, rates = make_optimizer(config.optimizer, config.model, config.steps, mesh)
+    stages = Ramp.of(config.batch).stages
+    here, before = of_stage(config, stages[stage]), stages[:stage][-1:]
+    after = Handover(stages[stage], of_stage(config, before[0]).optimizer) if before else None
+    optimizer, rates = make_optimizer(here.optimizer, config.model, here.steps, mesh, after)
     state = abstract_state(config.model, optimizer, mesh)
     step = partial(make_train_step, config.model, dtype, mesh, state, optimizer, rates, config.optimizer.clip_norm)
     return Build(
         config,
         mesh,
         dtype,
-        batch_shape(config.batch, mesh),
+        batch_shape(here.batch, mesh),
         batch_sharding(mesh),
         optimizer,
         rates,
@@ -74,3 +81,8 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Build:
         step(diagnose=config.diagnostics),
         make_eval_step(config.model, dtype, mesh),
     )
+
+
+def build_stages(config: Config, devices: Sequence[Any] | None = None) -> list[Build]:
+    """For each stage of `batch.ramp`, in order. UserError where the rows of any do not divide."""
+    return [build(config, devices, stage) for stage in range(len(Ramp.of(config.batch).stages))]

@@ -128,7 +128,8 @@ def xla_options(mesh: Mesh) -> dict[str, bool]:
 
 
 def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:
-    """`(K, B, T)` of a step's arrays: K micro-batches of B rows (over the whole mesh) of T tokens.
+    """`(K, B, T)` of a step's arrays: K micro-batches of B rows (over the whole mesh) of T tokens. The step is one of
+    `config.tokens_per_step`, whatever the ramp.
 
     UserError, with the sizes that would work, where the step's rows do not divide.
     """
@@ -139,9 +140,11 @@ def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:
     below = [n * unit for n in shares if n * replicas <= rows][-1:]
     above = [n * unit for n in shares if n * replicas > rows][:1]
     works = " or ".join(map(str, below + above))
+    size = config.tokens_per_step
+    option = f"--batch.ramp={config.ramp}: {size}" if config.ramp else f"--batch.tokens_per_step={size}"
     if rows % replicas:
         raise UserError(
-            f"--batch.tokens_per_step={config.tokens_per_step} is {rows} rows of {config.sequence_length} tokens, "
+            f"{option} is {rows} rows of {config.sequence_length} tokens, "
             f"which {replicas} devices cannot share evenly; nearest that would work: {works}"
         )
     share = rows // replicas
@@ -149,7 +152,7 @@ def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:
     if share % here:
         raise UserError(
             f"--batch.rows_per_device={config.rows_per_device} does not divide the {share} rows a step that each of "
-            f"{replicas} device(s) gets from --batch.tokens_per_step={config.tokens_per_step}; "
+            f"{replicas} device(s) gets from {option}; "
             f"rows_per_device that would work: {[n for n in range(1, share + 1) if share % n == 0]}; "
             f"or tokens_per_step: {works}"
         )

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Num
 
 from configs.schema import MuonConfig
 from training.schedule import Schedule
@@ -50,7 +50,7 @@ class MuonState(NamedTuple):
 
 
 def muon(
-    config: MuonConfig, rate: Schedule, steps: int, shardings: Sequence[NamedSharding] | None
+    config: MuonConfig, rate: Schedule, steps: int | float, shardings: Sequence[NamedSharding] | None
 ) -> optax.GradientTransformationExtraArgs:
     """The updates of a tree of matrices, rate and decay included. `shardings`: where its leaves lie, on the
     devices that share the work; None: all on one."""
@@ -60,7 +60,7 @@ def muon(
         return MuonState(jax.tree.map(jnp.zeros_like, params), jax.tree.map(second, params))
 
     def update(
-        updates: optax.Updates, state: MuonState, params: optax.Params | None = None, *, step: Int[Array, ""]
+        updates: optax.Updates, state: MuonState, params: optax.Params | None = None, *, step: Num[Array, ""]
     ) -> tuple[optax.Updates, MuonState]:
         momentum = momentum_at(config, step, steps)
         mu = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state.mu, updates)
@@ -84,7 +84,7 @@ def muon(
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
 
 
-def momentum_at(config: MuonConfig, step: Int[Array, ""] | int, steps: int) -> Float[Array, ""]:
+def momentum_at(config: MuonConfig, step: Num[Array, ""] | int, steps: int | float) -> Float[Array, ""]:
     """Rises, stays, and falls while the rate does."""
     t = jnp.asarray(step, jnp.float32)
     rise = jnp.minimum(1.0, t / max(config.momentum_warmup_steps, 1))

@@ -3,13 +3,15 @@
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Int
+from jaxtyping import Array, Num
 
+from configs.ramp import Stage
 from configs.schema import GroupConfig, ModelConfig, MuonConfig, OptimizerConfig, UserError
 from model.gpt import map_parameters
 from training.mesh import parameter_sharding
@@ -48,7 +50,7 @@ def scale_by_rate(rate: Schedule) -> optax.GradientTransformationExtraArgs:
     behind the run wherever a step was skipped."""
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, *, step: Int[Array, ""]
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, *, step: Num[Array, ""]
     ) -> tuple[optax.Updates, optax.OptState]:
         factor = -rate(step)
         return jax.tree.map(lambda u: factor * u, updates), state
@@ -56,14 +58,52 @@ def scale_by_rate(rate: Schedule) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)  # pyright: ignore
 
 
+class Handover(NamedTuple):
+    """What a stage of a ramp takes over from the one before."""
+
+    stage: Stage
+    """The one that takes over."""
+    earlier: OptimizerConfig
+    """The options of the one before."""
+
+    @property
+    def step(self) -> float:
+        """The stage's first step, counted in steps of its size."""
+        return self.stage.tokens / self.stage.tokens_per_step
+
+
+def handed_over(
+    adam: optax.GradientTransformation, beta2: float, earlier: float, first: float
+) -> optax.GradientTransformationExtraArgs:
+    """Adam that from the step `first` on goes on with second moments of another decay, `earlier`.
+
+    Adam divides a second moment by 1 - beta2^updates, the sum of its weights had beta2 never been another. So moments
+    are brought to that sum once, before the first update. (Where just that step is skipped, they stay as they were.)
+    """
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, *, step: Num[Array, ""]
+    ) -> tuple[optax.Updates, optax.OptState]:
+        weight = lambda decay: 1 - decay**state.count
+        change = jnp.where(jnp.abs(step - first) < 0.5, weight(beta2) / jnp.maximum(weight(earlier), 1e-30), 1.0)
+        return adam.update(updates, state._replace(nu=jax.tree.map(lambda v: change * v, state.nu)), params)
+
+    return optax.GradientTransformationExtraArgs(adam.init, update)  # pyright: ignore
+
+
 def make_optimizer(
-    config: OptimizerConfig, model: ModelConfig, steps: int, mesh: Mesh | None = None
+    config: OptimizerConfig,
+    model: ModelConfig,
+    steps: int | float,
+    mesh: Mesh | None = None,
+    after: Handover | None = None,
 ) -> tuple[optax.GradientTransformationExtraArgs, Mapping[str, Schedule]]:
     """The transformation of a network's parameters, and the learning rate of each group that it has as a function of
     the step, for the log. UserError where a parameter declares a group that there is not.
 
     `update(gradients, state, params, step=...)` expects the divided and clipped gradient in float32. The devices of
-    `mesh` share Muon's work.
+    `mesh` share Muon's work. For a later stage of a ramp (`after`), `steps` and the config's warmups count steps of the
+    stage's size, and `step` is the run's number nevertheless.
     """
     groups = parameter_groups(model)
     for path, name in jax.tree_util.tree_leaves_with_path(groups):
@@ -83,13 +123,18 @@ def make_optimizer(
         if isinstance(options, MuonConfig):
             mine = [where for where, of in zip(jax.tree.leaves(shardings), jax.tree.leaves(groups)) if of == name]
             return muon(options, rate, steps, mine or None), rate
-        adamw = optax.chain(
-            optax.scale_by_adam(options.beta1, options.beta2, options.eps, mu_dtype=jnp.float32),
-            optax.add_decayed_weights(options.weight_decay),
-            scale_by_rate(rate),
-        )
+        adam = optax.scale_by_adam(options.beta1, options.beta2, options.eps, mu_dtype=jnp.float32)
+        if after and (earlier := group_config(after.earlier, name).beta2) != options.beta2:
+            adam = handed_over(adam, options.beta2, earlier, after.step)
+        adamw = optax.chain(adam, optax.add_decayed_weights(options.weight_decay), scale_by_rate(rate))
         return adamw, rate
 
     built = {name: group(name) for name in present}
     transform = optax.partition({name: transform for name, (transform, _) in built.items()}, groups)
-    return transform, {name: rate for name, (_, rate) in built.items()}
+    rates = {name: rate for name, (_, rate) in built.items()}
+    if after is None:
+        return transform, rates
+    counted = lambda step: step + (after.step - after.stage.step)
+    update = lambda updates, state, params=None, *, step: transform.update(updates, state, params, step=counted(step))
+    later = {name: lambda step, rate=rate: rate(counted(step)) for name, rate in rates.items()}
+    return optax.GradientTransformationExtraArgs(transform.init, update), later  # pyright: ignore

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Num
 
 from configs.schema import ScheduleConfig
 
-Schedule = Callable[[Int[Array, ""] | int], Float[Array, ""]]
+Schedule = Callable[[Num[Array, ""] | int], Float[Array, ""]]
 
 
-def make_schedule(config: ScheduleConfig, steps: int) -> Schedule:
+def make_schedule(config: ScheduleConfig, steps: int | float) -> Schedule:
     """The factor of the peak rate at step 0 <= t < steps: in (0, 1], `final` being reached at t = steps."""
 
-    def schedule(step: Int[Array, ""] | int) -> Float[Array, ""]:
+    def schedule(step: Num[Array, ""] | int) -> Float[Array, ""]:
         t = jnp.asarray(step, jnp.float32)
         rise = jnp.minimum(1.0, (t + 1) / max(config.warmup_steps, 1))
         if config.kind == "constant":

@@ -6,9 +6,9 @@ from typing import Any
 
 from configs.schema import Config, UserError, validate, with_options
 from training.build import build
+from training.scaling import Rule, with_batch, with_rates
 from tuning.noise import DIVISOR, TRUNK, points
 from tuning.record import Decision
-from tuning.scaling import Rule, with_batch, with_rates
 from tuning.statistics import better_half, critical_batch
 from tuning.trial import Context, Origin, evaluation_cost
 

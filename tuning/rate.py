@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 
 from configs.schema import with_options
+from training.scaling import with_rates, with_steps
 from tuning.record import Decision
-from tuning.scaling import with_rates, with_steps
 from tuning.statistics import better_half, lowest_of_the_best
 from tuning.trial import Context, evaluation_cost
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from configs.files import write_whole
 from configs.schema import Config, options, with_options
+from training.scaling import with_batch, with_rates
 from tuning.branch import fitting
 from tuning.record import Record
-from tuning.scaling import with_batch, with_rates
 
 
 def tuned(config: Config, record: Record, devices: Sequence[Any] | None) -> Config:

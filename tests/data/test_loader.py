@@ -7,7 +7,15 @@ import pytest
 from jax.sharding import NamedSharding
 
 from configs.schema import MeshConfig
-from data.loader import RowSequence, StepBatches, held_out_batches, local_rows, to_devices, train_batches
+from data.loader import (
+    RowSequence,
+    StagedBatches,
+    StepBatches,
+    held_out_batches,
+    local_rows,
+    to_devices,
+    train_batches,
+)
 from data.mixture import Mixture, Stage
 from data.packing import BestFitRows, StreamRows, plan_rows
 from data.shards import TokenStream
@@ -161,6 +169,31 @@ def test_iterating_from_any_start_with_any_workers_equals_random_access(start, w
     batches = list(islice(train_batches(begun, sharding(), workers), 4))
     assert all(equal(batch, steps[start + i]) for i, batch in enumerate(batches))
     assert all(array.sharding == sharding() for array in batches[0].values())
+
+
+def test_stages_of_a_ramp_go_on_in_each_other_s_rows_whatever_the_workers_and_the_start():
+    """Two stages of 8 rows a step and one of 32, of 2 x 16; from any of the steps on."""
+    sizes, kind = [8, 8, 32, 32], KINDS[2]
+    shapes = {8: (1, 8, LENGTH), 32: (2, 16, LENGTH)}
+    alone = step_batches(3, (1, 1, LENGTH), **kind)
+    for start, workers in ((0, 0), (0, 2), (1, 2), (2, 2), (3, 0)):
+        row, stages = sum(sizes[:start]), {}
+        for i, size in enumerate(sizes[start:]):
+            if i == 0 or size != sizes[start + i - 1]:
+                stages[i] = step_batches(3, shapes[size], first_row=row, **kind)
+            row += size
+        staged = StagedBatches(stages)
+        batches = list(islice(train_batches(staged, sharding(), workers), 4 - start))
+        assert [batch["inputs"].shape for batch in batches] == [shapes[size] for size in sizes[start:]]
+        rows = [np.asarray(batch["inputs"]).reshape(-1, LENGTH) for batch in batches]
+        whole = [alone[i]["inputs"].reshape(LENGTH) for i in range(sum(sizes[:start]), sum(sizes))]
+        np.testing.assert_array_equal(np.concatenate(rows), whole)
+        assert staged.row_numbers(len(batches) - 1) == alone_rows(alone, sum(sizes) - sizes[-1], sizes[-1])
+
+
+def alone_rows(steps: StepBatches, first: int, count: int) -> list[tuple[int, int]]:
+    """(dataset, row) of rows of the sequence."""
+    return [steps.sequence[i] for i in range(first, first + count)]
 
 
 def counted(batches: list) -> list[tuple[int, int]]:

@@ -69,7 +69,7 @@ def opened(source, cache: Path, **options) -> Text:
 
 
 def digest(text: Text, steps=3, local=range(ROWS)) -> str:
-    steps_of = StepBatches(text.train, text.weights, 0, (1, ROWS, LENGTH), np.array(local))
+    steps_of = StepBatches(text.train, text.mixture, 0, (1, ROWS, LENGTH), np.array(local))
     batches = [steps_of[i] for i in range(steps)]
     parts = [batch[name].tobytes() for batch in batches for name in ("inputs", "targets", "weights")]
     return hashlib.sha256(b"".join(parts)).hexdigest()
@@ -116,7 +116,7 @@ def test_a_shard_that_changed_after_the_run_began_is_named(bucket, tmp_path):
     text = opened(URL, tmp_path / "cache")
     name = "text/train_000000.bin"
     bucket.put(name, bytes(len(bucket.objects[name][1])))
-    steps = StepBatches(text.train, text.weights, 0, (1, ROWS, LENGTH), np.arange(ROWS))
+    steps = StepBatches(text.train, text.mixture, 0, (1, ROWS, LENGTH), np.arange(ROWS))
     batches = train_batches(steps, batch_sharding(make_mesh(MeshConfig())), 2)
     with pytest.raises(UserError, match=f"{URL}/train_000000.bin is damaged, or was changed"):
         for _ in range(3):  # which a loop sees through its threads

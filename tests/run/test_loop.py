@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs.exit_codes import Exit
-from configs.schema import CheckpointConfig, EvalConfig, LogConfig, ProfileConfig, StabilityConfig
+from configs.schema import BatchConfig, CheckpointConfig, EvalConfig, LogConfig, ProfileConfig, StabilityConfig
 from run.lines import read_metrics
 from run.loop import Due, Finished, GaveUp, Jumped, Loop, Start, Stopped, due_after
 from run.monitor import ENOUGH
@@ -47,6 +47,23 @@ def test_benchmarks_are_due_at_steps_of_their_own_and_at_the_end():
     due = lambda config: [i for i in range(1, 101) if due_after(i, config, last=i == 100, retry=False).tasks]
     assert due(config) == [30, 60, 90, 100]
     assert due(replace(config, eval=EvalConfig(20))) == []
+
+
+def test_positions_follow_the_ramp_rollbacks_included(make):
+    """Ten steps of 128 tokens, then steps of 256; the loss jumps at step 25, and step 20 is saved before."""
+    batch = BatchConfig(sequence_length=16, tokens_per_step=256, rows_per_device=16, ramp="0:128,1270:256")
+    losses = [2.0] * 24 + [9.0] + [2.0] * 20
+    loop, _, saved = make(losses, batch=batch)
+    outcome = loop.run(itertools.repeat({}))
+    assert isinstance(outcome, Jumped) and outcome.position == 1280 + 15 * 256
+    assert [(saved.facts[step]["tokens"], saved.facts[step]["position"]) for step in (10, 20)] == [
+        (1280, 1280),
+        (3840, 3840),
+    ]
+    start = Start(TrainState(20, {}, (), 0), 20, 3840, outcome.position)  # pyright: ignore
+    loop, _, saved = make([2.0] * 20, start=start, batch=batch)
+    assert isinstance(loop.run(itertools.repeat({})), Finished)
+    assert (saved.facts[40]["tokens"], saved.facts[40]["position"]) == (1280 + 30 * 256, 1280 + 35 * 256)
 
 
 class Saved:

@@ -125,7 +125,7 @@ def test_loss_is_drawn_from_the_lines(tmp_path):
 def test_clock_counts_training_alone_over_all_starts(monkeypatch):
     now = 1000.0
     monkeypatch.setattr(run.metrics.time, "perf_counter", lambda: now)
-    clock = Clock(seconds=100.0, step=50)
+    clock = Clock(seconds=100.0, tokens=50)
     clock.start()
     now += 4
     assert clock.seconds == 104

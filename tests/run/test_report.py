@@ -1,6 +1,7 @@
 """What a report reads from runs' folders, and what it says of them."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -108,6 +109,13 @@ def test_a_run_that_goes_on_says_how_far_it_is_and_how_long_it_takes(tmp_path):
     assert text.startswith("Running: step 100 of 400 (25%); 5") and text.endswith(
         "training are left at its present rate."
     )
+
+
+def test_the_time_left_of_a_ramp_is_that_of_its_tokens(tmp_path):
+    """From here on each of the 300 steps left has four times the tokens, and takes four times as long."""
+    running = write_run(tmp_path / "run", complete=False, logged=100, ramp="0:65536,6553600:262144")
+    text = next(iter(said(running, now=BEGAN + 140)))
+    assert re.fullmatch(r"Running: step 100 of 400 \(25%\); (19\.\d|20|20\.\d) min of training are left .*", text), text
 
 
 def test_a_run_that_has_logged_nothing_says_so(tmp_path):

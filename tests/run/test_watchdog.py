@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[2]
 class Watched:
     """A watchdog with a clock that is set by hand."""
 
-    def __init__(self, **options):
+    def __init__(self, work=lambda step: step, **options):
         self.time, self.barks = 0.0, []
-        self.dog = Watchdog(HangConfig(**options), self.barks.append, lambda: self.time)
+        self.dog = Watchdog(HangConfig(**options), self.barks.append, lambda: self.time, work)
 
     def take(self, steps: int, seconds: float) -> None:
         """So many steps that take so long, and are known to be done at the end."""
@@ -50,6 +50,19 @@ def test_steps_that_were_given_ahead_of_time_may_take_as_many_times_as_long():
     for step in range(2, 11):
         watched.dog.step(step)
     assert watched.dog.allowed == 10 * 20 * 10
+
+
+def test_a_larger_step_may_take_longer_by_as_much():
+    watched = Watched(lambda step: step if step <= 10 else 10 + 8 * (step - 10), seconds=100, factor=10.0)
+    watched.take(9, seconds=20)
+    watched.dog.step(10)
+    assert watched.dog.allowed == 10 * (20 + 8 * 20)  # steps 10, and 11, which has not been given yet
+    watched.time += 20
+    watched.dog.done_with(10)
+    watched.dog.step(11)
+    assert watched.dog.allowed == 10 * 20 * 16
+    assert not watched.barks_after(3199) and watched.barks_after(3201)
+    assert "one takes 160 s" in watched.barks[0]
 
 
 def test_the_first_step_may_take_longer():

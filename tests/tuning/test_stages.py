@@ -8,9 +8,9 @@ import pytest
 
 from configs.schema import MeshConfig, OptimizerConfig, options
 from tests.helpers import tiny_config
+from training.scaling import with_batch, with_rates, with_steps
 from tuning import branch, fit, noise, rate, timing
 from tuning.fit import Candidate, frontier, kinds, meshes, named
-from tuning.scaling import with_batch, with_rates, with_steps
 from tuning.statistics import slowdowns
 from tuning.timing import LEAST_ROUNDS, _left, chosen, padding
 

@@ -1,0 +1,105 @@
+"""A batch that grows along the run: which steps are of which size, and how many tokens so many steps are.
+
+`batch.ramp` names thresholds in tokens and sizes of a step. A stage begins with the first step before which the run
+has seen as many tokens as its threshold, so borders lie between steps, and everything here follows from a step's number
+alone. A constant batch is a ramp of one stage. Nothing here needs JAX: reports and launchers read ramps, too.
+"""
+
+import math
+from bisect import bisect_right
+from typing import NamedTuple
+
+from configs.schema import BatchConfig, Config, UserError, nearest_multiples, with_options
+
+
+class Stage(NamedTuple):
+    """Steps of one size, one after the other."""
+
+    step: int
+    """Steps before its first."""
+    tokens: int
+    """Tokens of those."""
+    tokens_per_step: int
+
+
+class Ramp(NamedTuple):
+    """The stages of a run, in order; the first begins at step 0."""
+
+    stages: tuple[Stage, ...]
+
+    @classmethod
+    def read(cls, text: str, tokens_per_step: int) -> "Ramp":
+        """`0:65536,2e8:131072` (tokens: tokens a step); of an empty text, a constant batch of `tokens_per_step`.
+        ValueError, with what is wrong, where it is no ramp."""
+        pairs = [_pair(part) for part in text.split(",")] if text else [(0, tokens_per_step)]
+        (first, size), *later = pairs
+        if first != 0:
+            raise ValueError(f"the first stage begins at {first} tokens, and it must at 0: 0:{size},...")
+        stages = [Stage(0, 0, size)]
+        for threshold, size in later:
+            before = stages[-1]
+            if size <= before.tokens_per_step:
+                raise ValueError(f"stages must grow, and {threshold}:{size} follows {before.tokens_per_step} a step")
+            if threshold <= before.tokens:
+                begins = f"the stage before begins at {before.tokens:,} tokens"
+                raise ValueError(f"{threshold}:{size} leaves no step to the stage before; {begins}")
+            steps = -(-(threshold - before.tokens) // before.tokens_per_step)
+            tokens = before.tokens + steps * before.tokens_per_step
+            stages.append(Stage(before.step + steps, tokens, size))
+        return cls(tuple(stages))
+
+    @classmethod
+    def of(cls, batch: BatchConfig) -> "Ramp":
+        """The ramp of a config's batch. UserError where it is none, or its rows are not whole."""
+        try:
+            ramp = cls.read(batch.ramp, batch.tokens_per_step)
+        except ValueError as error:
+            raise UserError(f"--batch.ramp={batch.ramp} cannot work: {error}") from error
+        for stage in ramp.stages if batch.ramp else ():
+            if stage.tokens_per_step % batch.sequence_length:
+                raise UserError(
+                    f"--batch.ramp={batch.ramp} cannot work: {stage.tokens_per_step} tokens a step must be a multiple "
+                    f"of batch.sequence_length={batch.sequence_length}; nearest: "
+                    f"{nearest_multiples(stage.tokens_per_step, batch.sequence_length)}"
+                )
+        return ramp
+
+    def index(self, step: int) -> int:
+        """Which stage the step after so many steps belongs to."""
+        return bisect_right(self.stages, step, key=lambda stage: stage.step) - 1
+
+    def stage(self, step: int) -> Stage:
+        """The same, the stage itself."""
+        return self.stages[self.index(step)]
+
+    def tokens(self, step: int) -> int:
+        """Tokens of the run's first so many steps."""
+        stage = self.stage(step)
+        return stage.tokens + (step - stage.step) * stage.tokens_per_step
+
+    def steps_in(self, tokens: int) -> int:
+        """Whole steps in the run's first so many tokens."""
+        stage = self.stages[bisect_right(self.stages, tokens, key=lambda stage: stage.tokens) - 1]
+        return stage.step + (tokens - stage.tokens) // stage.tokens_per_step
+
+    def reached(self, steps: int) -> tuple[Stage, ...]:
+        """The stages that a run of so many steps comes to."""
+        return tuple(stage for stage in self.stages if stage.step < steps)
+
+
+def with_ramp_spelled_out(config: Config) -> Config:
+    """The config with its ramp in whole numbers, so that 2e8 is no change of 200000000. UserError as `Ramp.of`."""
+    Ramp.of(config.batch)
+    pairs = (_pair(part) for part in config.batch.ramp.split(",") if part)
+    return with_options(config, {"batch.ramp": ",".join(f"{threshold}:{size}" for threshold, size in pairs)})
+
+
+def _pair(part: str) -> tuple[int, int]:
+    threshold, _, size = part.partition(":")
+    try:
+        found = float(threshold), float(size)
+    except ValueError:
+        found = (math.nan, math.nan)
+    if not all(0 <= number < 2.0**53 and number.is_integer() for number in found) or not 0 < found[1] < 2**31:
+        raise ValueError(f"{part!r} is not TOKENS:TOKENS_PER_STEP, whole numbers such as 2e8:131072")
+    return int(found[0]), int(found[1])

@@ -1,0 +1,85 @@
+"""What follows a ramp: rates, second moments, and the course of schedules, which is one of tokens."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs.ramp import Ramp
+from configs.schema import BatchConfig, Config, GroupConfig, OptimizerConfig, ScheduleConfig, with_options
+from tests.helpers import OPTIMIZER, TINY
+from training.build import build, build_stages
+from training.optimizer import handed_over
+from training.scaling import of_stage
+
+RAMP = "0:256,2048:512,5120:1024"
+SCHEDULE = ScheduleConfig(warmup_steps=10, warmdown=0.5, final=0.1)
+GROUP = GroupConfig(peak_rate=0.01, beta2=0.96, schedule=SCHEDULE)
+COSINE = replace(SCHEDULE, kind="warmup_cosine")
+
+
+def config(scaling: str = "none", **batch) -> Config:
+    batch = BatchConfig(32, 512, 1, **{"ramp": RAMP, "ramp_scaling": scaling} | batch)
+    optimizer = replace(OPTIMIZER, embed=GROUP, lm_head=replace(GROUP, schedule=COSINE))
+    return Config(name="x", steps=20, model=TINY, optimizer=optimizer, batch=batch)
+
+
+def test_a_constant_batch_is_its_own_stage():
+    """Nothing of it changes, so that neither do the programs."""
+    constant = with_options(config("root", ramp=""), {"optimizer.matrices.kind": "muon"})
+    (stage,) = Ramp.of(constant.batch).stages
+    assert of_stage(constant, stage) == constant
+
+
+@pytest.mark.parametrize("scaling", ["none", "root", "linear"])
+def test_rates_are_a_function_of_the_tokens_seen(scaling):
+    """At the same tokens, they are those of a run of the same tokens with steps of any size, times what the rule
+    says; the warmup, which here goes over a border, takes the tokens of its steps."""
+    ramp, builds = Ramp.of(config().batch), build_stages(config(scaling), jax.devices()[:1])
+    total, warmup, embed_peak = ramp.tokens(20), ramp.tokens(10), 0.01 * (TINY.width / 768) ** -0.5
+    for step in range(20):
+        stage = ramp.stage(step)
+        size, seen = stage.tokens_per_step, ramp.tokens(step)
+        rise = min(1.0, (seen + size) / warmup)
+        factor = {"none": 1.0, "root": (size / 512) ** 0.5, "linear": size / 512}[scaling]
+        found = {group: float(rate(jnp.int32(step))) for group, rate in builds[ramp.index(step)].rates.items()}
+        fall = min(1.0, (total - seen) / (0.5 * total))
+        assert found["embed"] == pytest.approx(factor * embed_peak * rise * (0.1 + 0.9 * fall), rel=1e-5)
+        cosine = 0.5 * (1 + np.cos(np.pi * np.clip((seen - warmup) / (total - warmup), 0, 1)))
+        assert found["lm_head"] == pytest.approx(factor * embed_peak * rise * (0.1 + 0.9 * cosine), rel=1e-5)
+
+
+@pytest.mark.parametrize(("scaling", "rates"), [("none", (1, 1)), ("root", (0.5**0.5, 2**0.5)), ("linear", (0.5, 2))])
+def test_a_stage_s_options_follow_the_batch_that_they_are_given_for(scaling, rates):
+    first, middle, last = (of_stage(config(scaling), stage) for stage in Ramp.of(config().batch).stages)
+    for stage, rate, size in ((first, rates[0], 256), (middle, 1, 512), (last, rates[1], 1024)):
+        assert stage.batch.tokens_per_step == size
+        assert stage.optimizer.muon.peak_rate == pytest.approx(OptimizerConfig().muon.peak_rate * rate)
+        half_life = lambda beta2, size: size * np.log(0.5) / np.log(beta2)
+        forgets = half_life(stage.optimizer.embed.beta2, size)
+        assert forgets == pytest.approx(half_life(0.96, 512 if scaling != "none" else size))
+        assert stage.optimizer.embed.beta1 == GROUP.beta1
+
+
+def test_second_moments_stay_unbiased_where_their_decay_changes():
+    """Of equal gradients each unbiased moment is the gradient, and Adam's direction 1, before and after the border."""
+    first = optax.scale_by_adam(0.8, 0.99, 1e-10)
+    then = handed_over(optax.scale_by_adam(0.8, 0.9, 1e-10), 0.9, 0.99, 7.0)
+    gradient = {"a": jnp.full(3, 0.5)}
+    state, found = first.init(gradient), []
+    for step in range(12):
+        adam = first if step < 7 else then
+        now = {} if step < 7 else {"step": jnp.float32(step)}
+        update, state = adam.update(gradient, state, gradient, **now)
+        found.append(float(update["a"][0]))
+    np.testing.assert_allclose(found, 1, rtol=1e-5)
+
+
+def test_each_stage_has_its_batch_and_all_one_state():
+    builds = build_stages(config("root"), jax.devices()[:2])
+    assert [built.batch_shape for built in builds] == [(4, 2, 32), (8, 2, 32), (16, 2, 32)]
+    assert builds[0].abstract_state == builds[1].abstract_state == builds[2].abstract_state
+    assert build(config("root"), jax.devices()[:2]).batch_shape == (16, 2, 32)

@@ -1,0 +1,58 @@
+"""A config with other rates, another length, another batch, or as a stage of its ramp: what has to follow, follows."""
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+from configs.ramp import Ramp, Stage
+from configs.schema import Config, options, with_options
+
+Rule = Literal["root", "linear"]
+
+
+def with_rates(config: Config, factor: float) -> Config:
+    """Every group's peak rate times `factor`."""
+    return _each(config, "peak_rate", lambda rate: rate * factor)
+
+
+def with_steps(config: Config, steps: int) -> Config:
+    """So many steps, the warmups of rates and of Muon's momentum being the same share of them."""
+    share = lambda warmup: round(warmup * steps / config.steps)
+    for name in ("warmup_steps", "momentum_warmup_steps"):
+        config = _each(config, name, share)
+    return with_options(config, {"steps": steps})
+
+
+def for_batch(config: Config, factor: float, rule: Rule) -> Config:
+    """Rates and second moments for `factor` times as many tokens a step. Rates are scaled by the factor's root or by
+    the factor (`linear`); each second moment forgets half in as many tokens as before: beta2 to the power of the factor
+    (arXiv:2507.07101). First moments and decay stay as they are."""
+    config = with_rates(config, factor if rule == "linear" else factor**0.5)
+    return _each(config, "beta2", lambda beta2: beta2**factor)
+
+
+def with_batch(config: Config, factor: float, rule: Rule) -> Config:
+    """`factor` times as many tokens a step, and as many tokens in all; rates and second moments follow."""
+    if factor == 1:
+        return config
+    config = for_batch(with_steps(config, math.ceil(config.steps / factor)), factor, rule)
+    return with_options(config, {"batch.tokens_per_step": round(config.batch.tokens_per_step * factor)})
+
+
+def of_stage(config: Config, stage: Stage) -> Config:
+    """The config that a stage's steps are taken with: its size, the rates and second moments that follow from it, and
+    the run's length and its warmups in steps of that size, so that their course is one of tokens. A constant batch is
+    left as it is."""
+    ramp, size = Ramp.of(config.batch), stage.tokens_per_step
+    if config.batch.ramp_scaling != "none" and config.batch.ramp:
+        config = for_batch(config, size / config.batch.tokens_per_step, config.batch.ramp_scaling)
+    for name in ("warmup_steps", "momentum_warmup_steps"):
+        config = _each(config, name, lambda warmup: ramp.tokens(warmup) / size)
+    values = {"steps": ramp.tokens(config.steps) / size, "batch.tokens_per_step": size}
+    return with_options(config, values)
+
+
+def _each(config: Config, field: str, change: Callable) -> Config:
+    """With every option of the optimizer that has this name changed."""
+    found = options(config.optimizer, "optimizer.")
+    return with_options(config, {n: change(value) for n, value in found.items() if n.rpartition(".")[2] == field})
