@@ -31,6 +31,7 @@ from run.cluster import Cluster
 from run.events import Events, rollbacks_to
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
 from run.goodput import Times, goodput, summed_up
+from run.kernels import keep_choices, use_choices
 from run.lines import read_metrics
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, summarize, write_summary
@@ -81,11 +82,16 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         return Exit.COMPLETE
 
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
+    keeps_kernels = config.deterministic and built.mesh.devices.flat[0].platform == "gpu"
+    if keeps_kernels:
+        use_choices(config.run_dir)
     # Compiled once, here: a compiled program refuses other shapes, so no step can compile anew.
     with times.during("compilation"):
         compiled = lambda step: step.lower(built.abstract_state, built.abstract_batch()).compile()
         train_step = compiled(built.train_step)
         measuring_step = compiled(built.measuring_step) if config.diagnostics.every_steps else None
+    if keeps_kernels:
+        on_first_process(lambda: keep_choices(config.run_dir))
     say(describe(built))
     if slow := cost_of_slow_links(built.mesh, config.model, built.batch_shape):
         say(slow)

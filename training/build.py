@@ -70,7 +70,7 @@ def build(config: Config, devices: Sequence[Any] | None = None) -> Build:
         optimizer,
         rates,
         state,
-        step(),
-        step(diagnose=True),
+        step(deterministic=config.deterministic),
+        step(diagnose=True, deterministic=config.deterministic),
         make_eval_step(config.model, dtype, mesh),
     )
