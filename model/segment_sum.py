@@ -1,6 +1,6 @@
-"""Rows summed by their number without a scatter-add, for GPUs: there XLA's adds rows in whatever order its threads come,
-so that two runs differ in their last bits. XLA's own cure (`ScatterDeterminismExpander`) sorts every number of every row,
-and passes over them once for each power of two. Here only the rows' numbers are sorted, and products do the sums.
+"""Rows summed by their number without a scatter-add, for GPUs: there XLA's adds in whatever order its threads come, so
+that two runs differ in their last bits. XLA's own cure (`ScatterDeterminismExpander`) sorts every element of every row,
+and passes over all of them for each power of two. Here the rows' numbers alone are sorted, and products do the sums.
 """
 
 import jax
@@ -13,10 +13,10 @@ BLOCK = 128
 def segment_sum(
     rows: Float[Array, "n width"], number: Int[Array, "n"], segments: int
 ) -> Float[Array, "segments width"]:
-    """`result[number[i]] += rows[i]`, in float32; numbers outside of 0 .. segments - 1, none of them negative, are left out.
+    """`result[number[i]] += rows[i]`, in float32; numbers of `segments` or more are left out, and none may be negative.
 
     The order of the additions follows from `number` alone. Sorted by it, the rows lie in blocks: a product with "of the
-    same number" sums within each, and one with "of the number that this block begins with" what earlier blocks end with.
+    same number" sums within each, and one with "of the number that this block begins with" what others end with.
     """
     fill = -len(number) % BLOCK
     number = jnp.pad(number, (0, fill), constant_values=segments)
@@ -30,10 +30,12 @@ def segment_sum(
     first, last = of[:, 0], of[:, -1]
     before = jnp.tril(first[:, None] == last[None, :], k=-1).astype(jnp.float32)
     carried = jnp.einsum("bc,cw->bw", before, sums[:, -1], precision=exact)
-    # Where each number's last row lies: that one holds its sum. The numbers are unique, so no two are written to one place.
+    # Where each number's last row lies, which holds its sum. None is written twice, so their order does not matter.
     here = jnp.arange(len(number))
     ends = jnp.append(number[1:] != number[:-1], True)
-    place = jnp.full(segments, -1).at[jnp.where(ends, number, segments + here)].set(here, mode="drop", unique_indices=True)
+    place = (
+        jnp.full(segments, -1).at[jnp.where(ends, number, segments + here)].set(here, mode="drop", unique_indices=True)
+    )
     whole = sums.reshape(-1, rows.shape[1])[place] + jnp.where(
         (first[place // BLOCK] == jnp.arange(segments))[:, None], carried[place // BLOCK], 0
     )

@@ -1,8 +1,9 @@
 """The kernels that XLA:GPU chooses by timing them, kept with the run: a later start computes with the same ones.
 
-XLA keeps each choice in a file (openxla.org/xla/persisted_autotuning), and JAX the compiled programs. Both lie in the run's
-folder, so that a run goes on exactly whatever becomes of the cache. The choices alone lie in the cache too: a new run
-begins with those that others on the machine have made, and is theirs to the bit. A file of them goes with the checkpoints.
+XLA keeps each choice in a file (openxla.org/xla/persisted_autotuning), and JAX the compiled programs. Both lie in the
+run's folder, so that a run goes on exactly whatever becomes of the cache. The choices lie in the cache too: a new run
+begins with those that others on the machine have made, and is theirs to the bit. A file of them goes with the
+checkpoints.
 """
 
 import shutil

@@ -122,9 +122,9 @@ def xla_options(mesh: Mesh, deterministic: bool) -> dict[str, bool]:
     """Options of XLA that differ from its defaults, by platform.
 
     On a GPU: to round to bfloat16 where the network says so. Left to itself XLA drops such roundings, and so keeps and
-    reads float32 copies of activations: 7 of 24 GiB, and 125 of 894 GB a step, at depth 12 (bench/LOG.md). And, if it is
-    to be deterministic, no kernel whose result may differ from one execution to the next: cuDNN's attention and products
-    among them (openxla.org/xla/determinism). Elsewhere XLA knows no such kernels.
+    reads float32 copies of activations: 7 of 24 GiB, and 125 of 894 GB a step, at depth 12 (bench/LOG.md). And, if it
+    is to be deterministic, no kernel whose result may differ from one execution to the next, cuDNN's backward attention
+    among them (openxla.org/xla/determinism). Elsewhere XLA has no such kernels.
     """
     if mesh.devices.flat[0].platform != "gpu":
         return {}

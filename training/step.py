@@ -106,8 +106,8 @@ def make_train_step(
 
     Metrics are scalars: `loss` (nats a valid token), `grad_norm` (before the clip), `grad_norms` and `learning_rate`
     (of each group), `valid_tokens`, and `skipped_steps`: how many so far changed nothing, for want of a valid token or
-    of a finite gradient; and, if it is to `diagnose`, `diagnostics` (training/diagnostics.py). `deterministic`: the same
-    bits in every execution, on GPUs too.
+    of a finite gradient; and, if it is to `diagnose`, `diagnostics` (training/diagnostics.py). `deterministic`: the
+    same bits in every execution, on GPUs too.
     """
     graphdef, _ = split_model(config, dtype)
     groups = jax.tree.leaves(parameter_groups(config))

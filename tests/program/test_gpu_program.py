@@ -88,16 +88,16 @@ def scatters(config: Config) -> list[tuple[str, bool]]:
 
 
 def test_nothing_is_added_in_an_order_that_changes():
-    """The gradients of tables, that of value embeddings too, are sums of products: what is scattered is numbers of rows,
-    each to a place of its own."""
+    """The gradients of tables, that of value embeddings too, are sums of products: what is scattered is numbers of
+    rows, each to a place of its own."""
     found = scatters(small(value_embeddings=True))
     assert found and set(found) == {("s32", True)}
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_xla_is_told_to_be_deterministic(monkeypatch, deterministic):
-    """A scatter-add that the network had would be rewritten. cuDNN's backward attention is told by the same option of the
-    program (`RequireDeterminism` in XLA's cudnn_custom_call_compiler.cc), but only where there is a GPU."""
+    """A scatter-add that the network had would be rewritten. cuDNN's backward attention is told by the same option of
+    the program (`RequireDeterminism` in XLA's cudnn_custom_call_compiler.cc), but only where there is a GPU."""
     monkeypatch.setattr("model.layers.platform", lambda: "cpu")
     config = replace(small(depth=1, vocab_size=1024), deterministic=deterministic)
     assert set(scatters(config)) == {("f32", deterministic)}
