@@ -177,7 +177,7 @@ def main() -> int:
         raise UserError(f"--parts: no part is named {sorted(unknown)}; there are {[part.name for part in parts]}")
     out.mkdir(parents=True, exist_ok=True)
     record = out / "accelerator.json"
-    found = json.loads(record.read_text()) if record.exists() else {"parts": {}}
+    found: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {"parts": {}}
     where = carry_out(Part("device", [sys.executable, "-c", DEVICE], 120, last_json), out / "device.log", 120)
     if "failed" in where:
         raise UserError("JAX finds no device here:\n" + "\n".join(where["last_lines"]))

@@ -69,7 +69,7 @@ def sentences(done: dict[str, dict]) -> Iterator[str]:
             other = name.replace("full", "plain")
             yield f"{name}: {rate[name] / rate[other]:.3f} of {other}'s tokens a second"
     if (free := f"{full}, not deterministic") in rate:
-        yield f"to be deterministic costs {rate[free] / rate[full] - 1:.1%} of the time of a step ({full})"
+        yield f"a deterministic step takes {rate[free] / rate[full] - 1:.1%} longer than one that is not ({full})"
     if "beside" in rate and plain:
         yield f"{plain} and {full or 'no full network'} over the program beside: " + " and ".join(
             f"{rate[name] / rate['beside']:.3f}" for name in (plain, full) if name
