@@ -32,6 +32,7 @@ from run.cluster import Cluster
 from run.events import Events, rollbacks_to
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
 from run.goodput import Times, goodput, summed_up
+from run.kernels import keep_choices, use_choices
 from run.lines import read_metrics
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, summarize, write_summary
@@ -87,8 +88,13 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
     say(describe(builds))
     programs = Programs(builds)
+    keeps_kernels = config.deterministic and built.mesh.devices.flat[0].platform == "gpu"
+    if keeps_kernels:
+        use_choices(config.run_dir)
     with times.during("compilation"):
         programs.compile(checkpoints.newest, say)
+    if keeps_kernels:
+        on_first_process(lambda: keep_choices(config.run_dir))
     if slow := cost_of_slow_links(built.mesh, config.model, built.batch_shape):
         say(slow)
     outcome = None

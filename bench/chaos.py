@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import json
 import random
+import shlex
 import subprocess
 import sys
 import time
@@ -39,12 +40,12 @@ class Arguments:
     """A folder for the runs."""
     config: FilePath = "configs/small.py"
     """The run."""
-    options: tuple[str, ...] = (
-        *("--steps=400", "--model.depth=1", "--model.width=64", "--model.heads=1", "--model.kv_heads=1"),
-        *("--batch.sequence_length=64", "--batch.tokens_per_step=512", "--checkpoint.every_steps=10"),
-        *("--checkpoint.keep_every=100", "--eval.every_steps=100", "--eval.tokens=4096", "--log.every_steps=5"),
+    options: str = (
+        "--steps=400 --model.depth=1 --model.width=64 --model.heads=1 --model.kv_heads=1 --batch.sequence_length=64 "
+        "--batch.tokens_per_step=512 --checkpoint.every_steps=10 --checkpoint.keep_every=100 --eval.every_steps=100 "
+        "--eval.tokens=4096 --log.every_steps=5"
     )
-    """What makes it short. Checkpoints are frequent, so that kills find them."""
+    """What makes it short, as it is typed. Checkpoints are frequent, so that kills find them."""
     kills: NotNegative[int] = 100
     """SIGKILLs, the last run being let go on to its end after them."""
     seed: NotNegative[int] = 0
@@ -52,7 +53,8 @@ class Arguments:
 
 
 def start(arguments: Arguments, run_dir: Path) -> subprocess.Popen:
-    command = [sys.executable, "train.py", f"--config={arguments.config}", f"--run_dir={run_dir}", *arguments.options]
+    options = shlex.split(arguments.options)
+    command = [sys.executable, "train.py", f"--config={arguments.config}", f"--run_dir={run_dir}", *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

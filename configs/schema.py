@@ -380,6 +380,10 @@ class Config:
     steps: Positive[int] = 1000
     """Optimizer steps of the whole run; with `batch.ramp` they differ in size, and the start says how many tokens they
     are in all."""
+    deterministic: Free[bool] = True
+    """On GPUs: no kernel that adds in an order of its own, and the kernels that XLA chooses by timing them are kept in
+    the run's folder, so that a run that is continued ends with the same bits (docs/checkpoints.md). False: whatever is
+    fastest. CPUs and TPUs have no such kernels."""
     max_skipped_steps: Free[Positive[int]] = 10
     """A step without a valid token, or whose gradient is not finite, changes nothing; so many in a row end the run."""
     init_from: FilePath = ""

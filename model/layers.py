@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from model.parallel import Axes, all_gather_fsdp, reduce_scatter_fsdp, tensor_index
+from model.parallel import Axes, all_gather_fsdp, platform, reduce_scatter_fsdp, tensor_index
+from model.segment_sum import segment_sum
 
 
 @jax.custom_vjp
@@ -115,8 +116,10 @@ def _embed_forward(tokens: Array, share: Array, axes: Axes, dtype: jnp.dtype) ->
 def _embed_backward(axes: Axes, dtype: jnp.dtype, residuals: tuple[Array, Array], dy: Array) -> tuple[None, Array]:
     tokens, share = residuals
     rows = jax.eval_shape(lambda: all_gather_fsdp(share, axes)).shape[0]
-    table = jnp.zeros((rows, dy.shape[-1]), jnp.float32)
     row = _row(tokens, rows, axes)
+    if platform() in ("gpu", "cuda"):
+        return None, reduce_scatter_fsdp(segment_sum(dy.reshape(-1, dy.shape[-1]), row.ravel(), rows), axes)
+    table = jnp.zeros((rows, dy.shape[-1]), jnp.float32)
     return None, reduce_scatter_fsdp(table.at[row].add(dy.astype(jnp.float32), mode="drop"), axes)
 
 

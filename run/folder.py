@@ -21,6 +21,7 @@ from configs.schema import Config, MeshConfig, UserError, free_to_change, option
 from data.dataset import absolute
 from run.checkpoint import Checkpoints, copy, whole_steps
 from run.events import Events, saved_up_to
+from run.kernels import ARCHIVE
 from run.lines import read_metrics
 from run.runtime import versions
 from training.build import build
@@ -28,7 +29,7 @@ from training.mesh import make_mesh
 from training.optimizer import path_name
 from training.state import TrainState, abstract_params
 
-RECORD = ("config.json", "metrics.jsonl", "events.jsonl")  # what continues a run, besides its checkpoints
+RECORD = ("config.json", "metrics.jsonl", "events.jsonl", ARCHIVE)  # what continues a run, besides its checkpoints
 
 
 class RunLock:

@@ -68,6 +68,7 @@ def build(config: Config, devices: Sequence[Any] | None = None, stage: int = -1)
     optimizer, rates = make_optimizer(here.optimizer, config.model, here.steps, mesh, after)
     state = abstract_state(config.model, optimizer, mesh)
     step = partial(make_train_step, config.model, dtype, mesh, state, optimizer, rates, config.optimizer.clip_norm)
+    step = partial(step, deterministic=config.deterministic)
     return Build(
         config,
         mesh,

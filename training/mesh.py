@@ -118,13 +118,17 @@ def cost_of_slow_links(mesh: Mesh, model: ModelConfig, batch: tuple[int, int, in
     )
 
 
-def xla_options(mesh: Mesh) -> dict[str, bool]:
-    """Options of XLA that differ from its defaults, by platform: only what a measurement showed to help (bench/LOG.md).
+def xla_options(mesh: Mesh, deterministic: bool) -> dict[str, bool]:
+    """Options of XLA that differ from its defaults, by platform.
 
     On a GPU: to round to bfloat16 where the network says so. Left to itself XLA drops such roundings, and so keeps and
-    reads float32 copies of activations: 7 of 24 GiB, and 125 of 894 GB a step, at depth 12.
+    reads float32 copies of activations: 7 of 24 GiB, and 125 of 894 GB a step, at depth 12 (bench/LOG.md). And, if it
+    is to be deterministic, no kernel whose result may differ from one execution to the next, cuDNN's backward attention
+    among them (openxla.org/xla/determinism). Elsewhere XLA has no such kernels.
     """
-    return {"xla_allow_excess_precision": False} if mesh.devices.flat[0].platform == "gpu" else {}
+    if mesh.devices.flat[0].platform != "gpu":
+        return {}
+    return {"xla_allow_excess_precision": False, "xla_gpu_exclude_nondeterministic_ops": deterministic}
 
 
 def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:

@@ -100,12 +100,14 @@ def make_train_step(
     rates: Mapping[str, Schedule],
     clip_norm: float,
     diagnose: DiagnosticsConfig | None = None,
+    deterministic: bool = True,
 ) -> TrainStep:
     """`train_step(state, batch) -> (state, metrics)`, jitted. `state` lies as `abstract_state` says, and is donated.
 
     Metrics are scalars: `loss` (nats a valid token), `grad_norm` (before the clip), `grad_norms` and `learning_rate`
     (of each group), `valid_tokens`, and `skipped_steps`: how many so far changed nothing, for want of a valid token or
     of a finite gradient; and, if it is to `diagnose`, `diagnostics` (training/diagnostics.py) with these options.
+    `deterministic`: the same bits in every execution, on GPUs too.
     """
     graphdef, _ = split_model(config, dtype)
     groups = jax.tree.leaves(parameter_groups(config))
@@ -145,7 +147,7 @@ def make_train_step(
     )
 
     # With the shardings given: the compiler could choose others, which the next step would not take.
-    @partial(jax.jit, donate_argnums=0, out_shardings=(placed, None), compiler_options=xla_options(mesh))
+    @partial(jax.jit, donate_argnums=0, out_shardings=(placed, None), compiler_options=xla_options(mesh, deterministic))
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         metric = metric_of(state.opt_state)
         loss_sum, tokens, gradients, units = summed(state.params, batch, metric)

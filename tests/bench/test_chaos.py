@@ -16,7 +16,7 @@ def test_ten_kills_change_nothing(tmp_path, monkeypatch, capfd):
     for long, short in SHORT.items():
         config = config.replace(long, short)
     (tmp_path / "tiny.py").write_text(config)
-    options = (f"--out={tmp_path}/chaos", f"--config={tmp_path}/tiny.py", "--kills=10", "--options")
+    options = (f"--out={tmp_path}/chaos", f"--config={tmp_path}/tiny.py", "--kills=10", "--options=")
     monkeypatch.setattr(sys, "argv", ["bench.chaos", *options])
     assert bench.chaos.main() == 0, capfd.readouterr()
     result = json.loads(capfd.readouterr().out.splitlines()[-1])

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from math import prod
 
@@ -13,7 +14,7 @@ from configs.schema import BatchConfig, Config, ModelConfig
 from model.flops import parameter_counts
 from program.collectives import collectives
 from program.compile import compile_step
-from program.hlo import Instruction, kernels, numbers, traffic
+from program.hlo import Instruction, kernels, numbers, read_program, traffic
 from program.topologies import devices_of
 from training.build import build
 
@@ -29,13 +30,16 @@ def compiled(config: Config, topology: str = "h200:1"):
     return compile_step(build(config, devices_of(topology)))
 
 
-def passes(**model) -> list[tuple[Instruction, list[str], list[str]]]:
-    """Of a small network's step: each instruction that reads or writes memory, the arrays that it writes, and reads."""
+def small(**model) -> Config:
     network = {"depth": DEPTH, "width": WIDTH, "heads": 2, "kv_heads": 2, "head_dim": HEAD, "vocab_size": VOCAB}
     batch = BatchConfig(sequence_length=LENGTH, tokens_per_step=2 * TOKENS, rows_per_device=ROWS)
-    config = Config(name="test", model=ModelConfig(**network | model), batch=batch)
+    return Config(name="test", model=ModelConfig(**network | model), batch=batch)
+
+
+def passes(**model) -> list[tuple[Instruction, list[str], list[str]]]:
+    """Of a small network's step: each instruction that reads or writes memory, the arrays that it writes, and reads."""
     arrays = lambda *types: re.findall(r"\w+\[[\d,]*\]", " ".join(types))
-    return [(i, arrays(i.type), arrays(*reads)) for i, _, reads in kernels(compiled(config).as_text())]
+    return [(i, arrays(i.type), arrays(*reads)) for i, _, reads in kernels(compiled(small(**model)).as_text())]
 
 
 def elements(array: str) -> int:
@@ -71,6 +75,29 @@ def test_attention_runs_in_cudnn_as_heads_lie(model):
         assert not [array for array in written if f"{LENGTH},{LENGTH}]" in array], i
         moved = re.search("transpose|copy", f"{i.opcode} {i.name} {i.attributes.split(' metadata=')[0]}")
         assert not (moved and heads & set(map(elements, written))), i
+
+
+def scatters(config: Config) -> list[tuple[str, bool]]:
+    """Of each scatter in the step: the type of what it writes, and whether it writes each place once."""
+    program, _ = read_program(compiled(config).as_text())
+    found = [i for instructions in program.values() for i in instructions if i.opcode == "scatter"]
+    return [(i.type.split("[")[0], "unique_indices=true" in i.attributes) for i in found]
+
+
+def test_nothing_is_added_in_an_order_that_changes():
+    """The gradients of tables, that of value embeddings too, are sums of products: what is scattered is numbers of
+    rows, each to a place of its own."""
+    found = scatters(small(value_embeddings=True))
+    assert found and set(found) == {("s32", True)}
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_xla_is_told_to_be_deterministic(monkeypatch, deterministic):
+    """A scatter-add that the network had would be rewritten. cuDNN's backward attention is told by the same option of
+    the program (`RequireDeterminism` in XLA's cudnn_custom_call_compiler.cc), but only where there is a GPU."""
+    monkeypatch.setattr("model.layers.platform", lambda: "cpu")
+    config = replace(small(depth=1, vocab_size=1024), deterministic=deterministic)
+    assert set(scatters(config)) == {("f32", deterministic)}
 
 
 def test_memory_and_passes_of_d12():

@@ -1,0 +1,42 @@
+"""Rows summed by their number without a scatter-add, for GPUs: there XLA's adds in whatever order its threads come, so
+that two runs differ in their last bits. XLA's own cure (`ScatterDeterminismExpander`) sorts every element of every row,
+and passes over all of them for each power of two. Here the rows' numbers alone are sorted, and products do the sums.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+BLOCK = 128
+
+
+def segment_sum(
+    rows: Float[Array, "n width"], number: Int[Array, "n"], segments: int
+) -> Float[Array, "segments width"]:
+    """`result[number[i]] += rows[i]`, in float32; numbers of `segments` or more are left out, and none may be negative.
+
+    The order of the additions follows from `number` alone. Sorted by it, the rows lie in blocks: a product with "of the
+    same number" sums within each, and one with "of the number that this block begins with" what others end with.
+    """
+    fill = -len(number) % BLOCK
+    number = jnp.pad(number, (0, fill), constant_values=segments)
+    # A stable sort by key: equal numbers stay in the order of their rows.
+    number, order = jax.lax.sort_key_val(number, jnp.arange(len(number)))
+    blocks = rows.at[order].get(mode="fill", fill_value=0).reshape(-1, BLOCK, rows.shape[1])
+    of = number.reshape(-1, BLOCK)
+    same = (of[:, :, None] == of[:, None, :]).astype(rows.dtype)
+    exact = jax.lax.Precision.HIGHEST
+    sums = jnp.einsum("brs,bsw->brw", same, blocks, precision=exact, preferred_element_type=jnp.float32)
+    first, last = of[:, 0], of[:, -1]
+    before = jnp.tril(first[:, None] == last[None, :], k=-1).astype(jnp.float32)
+    carried = jnp.einsum("bc,cw->bw", before, sums[:, -1], precision=exact)
+    # Where each number's last row lies, which holds its sum. None is written twice, so their order does not matter.
+    here = jnp.arange(len(number))
+    ends = jnp.append(number[1:] != number[:-1], True)
+    place = (
+        jnp.full(segments, -1).at[jnp.where(ends, number, segments + here)].set(here, mode="drop", unique_indices=True)
+    )
+    whole = sums.reshape(-1, rows.shape[1])[place] + jnp.where(
+        (first[place // BLOCK] == jnp.arange(segments))[:, None], carried[place // BLOCK], 0
+    )
+    return jnp.where((place >= 0)[:, None], whole, 0)

@@ -1,0 +1,76 @@
+"""The program for a day with an accelerator, on a CPU: that it goes on, records failures and stops in time."""
+
+import importlib
+import json
+import shlex
+import sys
+
+import pytest
+
+import bench.chaos
+import train
+from bench import accelerator
+from configs.command_line import parse, parse_arguments
+from configs.schema import UserError
+
+OPTIONS = "--batch.sequence_length=32 --batch.tokens_per_step=128 --model.vocab_size=512 --model.head_dim=64"
+
+
+def run(monkeypatch, out, *words):
+    arguments = [f"--out={out}", "--plain=configs/plain.py", "--full=configs/small.py", "--depths", "2", "--rows", "2"]
+    monkeypatch.setattr(sys, "argv", ["accelerator", *arguments, "--micro_batches=2", f"--options={OPTIONS}", *words])
+    assert accelerator.main() == 0
+    return json.loads((out / "accelerator.json").read_text())
+
+
+@pytest.mark.slow
+def test_it_goes_on_where_it_ended_and_says_what_is_missing(monkeypatch, tmp_path, capsys):
+    parts_of = accelerator.parts_of  # limits are for accelerators: here is none, and much beside
+    monkeypatch.setattr(accelerator, "parts_of", lambda *a: [part._replace(limit=1800) for part in parts_of(*a)])
+    none = run(monkeypatch, tmp_path, "--minutes=0.001")
+    assert none["parts"] == {} and "plain d2" in none["no_time_for"]
+    beside = "--beside=echo told >&2; echo one; echo '{\"tokens_per_second\": 5}'"
+    first = run(monkeypatch, tmp_path, "--minutes=99", beside, "--parts", "beside", "plain d2")
+    assert first["parts"]["beside"]["result"] == {"tokens_per_second": 5}
+    measured = first["parts"]["plain d2"]["result"]
+    assert measured["depth"] == 2 and measured["rows"] == 2 and "dot_general" in measured["profile"]
+    capsys.readouterr()
+    again = run(
+        monkeypatch, tmp_path, "--minutes=99", "--beside=echo broken >&2; exit 3", "--parts", "beside", "plain d2"
+    )
+    assert "plain d2" not in capsys.readouterr().out.split("/index.html")[0]  # it is not measured again
+    failed = again["parts"]["beside"]
+    assert failed["failed"] == "exit code 3" and failed["last_lines"] == ["broken"]
+    shown = (tmp_path / "index.html").read_text()
+    assert "beside failed: exit code 3" in shown and "plain d2" in shown and "src=" not in shown.split("<body>")[1]
+
+
+def test_a_part_is_ended_with_all_that_it_started(tmp_path):
+    command = ["bash", "-c", "sleep 1000 & echo $! > pid; echo begun; wait"]
+    command[2] = command[2].replace("pid", str(tmp_path / "pid"), 1)
+    part = accelerator.Part("long", command, 1, accelerator.last_json)
+    done = accelerator.carry_out(part, tmp_path / "log", 1)
+    assert done["failed"] == "not done in 1 s" and done["last_lines"] == ["begun"]
+
+
+def test_every_part_is_a_command_that_parses(monkeypatch, tmp_path):
+    parts = accelerator.parts_of(accelerator.Arguments(out=str(tmp_path), options="--mesh.fsdp=2"))
+    assert [part.name for part in parts[:2]] == ["plain d12", "full d12"]
+    assert {part.name for part in parts} >= {"plain d20", "full d20", "kill and resume", "train.py", "inference"}
+    for part in parts:
+        if part.name in ("beside", "kill and resume"):
+            continue
+        _, *program, config = part.command[: [word[:9] for word in part.command].index("--config=") + 1]
+        module = importlib.import_module(program[-1].removesuffix(".py"))
+        words = part.command[part.command.index(config) :]
+        assert parse(None, module.Arguments, words)[0].mesh.fsdp == 2, part.name
+    chaos = next(part.command for part in parts if part.name == "kill and resume")
+    monkeypatch.setattr(sys, "argv", chaos[2:])
+    arguments = parse_arguments(None, bench.chaos.Arguments)
+    config, _ = parse(None, train.Arguments, [f"--config={arguments.config}", *shlex.split(arguments.options)])
+    assert config.mesh.fsdp == 2 and config.model.depth == 4 and config.batch.tokens_per_step == 65536
+
+
+def test_a_part_that_there_is_not_is_named(monkeypatch, tmp_path):
+    with pytest.raises(UserError, match="nothing"):
+        run(monkeypatch, tmp_path, "--parts", "nothing")

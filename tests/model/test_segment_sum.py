@@ -1,0 +1,67 @@
+"""Sums of rows by number, as GPUs take them for the gradients of tables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import model.layers
+from configs.schema import MeshConfig
+from model.layers import embed
+from model.parallel import mark_varying, psum, psum_over_tensor
+from model.segment_sum import BLOCK, segment_sum
+from training.mesh import make_mesh
+from training.step import on_each_device
+
+NUMBERS = {
+    "one row": [3],
+    "one number": [2] * (3 * BLOCK + 5),
+    "a number over whole blocks": [0] * 50 + [1] * (4 * BLOCK) + [2] * 60,
+    "each its own": range(2 * BLOCK),
+    "some outside": [0, 400, 2, 399, 400, 2**30],
+    "as words come": np.random.default_rng(0).zipf(1.2, 2000).clip(max=401) - 1,
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("numbers", NUMBERS.values(), ids=NUMBERS.keys())
+def test_it_is_the_sum(numbers, dtype):
+    number = np.random.default_rng(1).permutation(np.array(list(numbers), np.int32))
+    rows = jnp.asarray(np.random.default_rng(2).standard_normal((len(number), 6)), dtype)
+    expected, inside = np.zeros((400, 6)), number < 400
+    np.add.at(expected, number[inside], np.asarray(rows, np.float64)[inside])
+    found = jax.jit(segment_sum, static_argnums=2)(rows, number, 400)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_no_number_is_added_in_an_order_of_its_own():
+    """Only row numbers are written by index, each to a place of its own."""
+    text = jax.jit(segment_sum, static_argnums=2).lower(jnp.zeros((300, 8)), jnp.zeros(300, jnp.int32), 50).as_text()
+    scatters = [line for line in text.splitlines() if "stablehlo.scatter" in line]
+    assert len(scatters) == 1 and "unique_indices = true" in scatters[0], scatters
+
+
+def test_on_a_mesh_the_gradient_of_a_table_is_that_of_scatters(monkeypatch):
+    mesh, table = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)), PartitionSpec("tensor", "fsdp")
+    tokens = np.random.default_rng(0).integers(0, 40, (8, 16), np.int32)
+    dy = np.random.default_rng(1).standard_normal((8, 16, 6), np.float32)
+
+    def gradient(platform: str) -> np.ndarray:
+        monkeypatch.setattr(model.layers, "platform", lambda: platform)
+
+        def for_one_device(share, tokens, dy):
+            looked_up = lambda share: psum_over_tensor(embed(tokens, share, ("tensor", "fsdp"), jnp.dtype("float32")))
+            _, backward = jax.vjp(looked_up, mark_varying(share, ("data",)))
+            return psum(backward(dy)[0], ("data",))
+
+        rows = PartitionSpec(("data", "fsdp"))
+        whole = on_each_device(for_one_device, mesh, (table, rows, rows), table)
+        return np.asarray(jax.jit(whole)(np.zeros((40, 6), np.float32), tokens, dy))
+
+    expected = np.zeros((40, 6))
+    np.add.at(expected, tokens, dy.astype(np.float64))
+    for platform in ("cpu", "gpu"):
+        np.testing.assert_allclose(gradient(platform), expected, rtol=1e-5, atol=1e-5)
+    assert (gradient("gpu") != gradient("cpu")).any()  # another order of the sums: the platform was heard
