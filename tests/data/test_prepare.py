@@ -145,7 +145,7 @@ def test_a_second_call_does_nothing(settings, tmp_path, monkeypatch):
     prepare(settings, tmp_path / "out")
     before = contents(tmp_path / "out")
     monkeypatch.setattr(module, "train_tokenizer", None)
-    monkeypatch.setattr(module, "write_shard", None)
+    monkeypatch.setattr(module, "Making", None)
     prepare(settings, tmp_path / "out")
     assert contents(tmp_path / "out") == before
 
@@ -323,7 +323,6 @@ def test_a_start_that_failed_does_not_claim_the_folder(settings, tmp_path):
 
 
 def test_after_a_bad_document_the_rest_can_be_made_without_it(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_BYTES", 1000)
     lines = [json.dumps({"text": f"line {i} " * (i % 9 + 1)}) for i in range(40)]
     Path(settings.source, "table.jsonl").write_text("\n".join([*lines, "no json", *lines[:5]]))
     with pytest.raises(UserError, match=r"table\.jsonl line 41: not JSON"):
