@@ -82,7 +82,7 @@ class Making:
         if self.failed:
             raise self.failed[min(self.failed)]
 
-    def _used_up(self, task: Task) -> list[tuple[int, int]] | None:
+    def _used_up(self, task: Task) -> list[list[int]] | None:
         """The spans of a task all of whose documents are in shards, and whose part is deleted."""
         if not task.done.exists():
             return None
@@ -91,7 +91,7 @@ class Making:
         alone = sum(documents for span, (documents, _) in zip(task.spans, spans) if span.file == task.spans[-1].file)
         return spans if Position(task.spans[-1].file, before + alone) <= self.start else None
 
-    def _place_spans(self, task: Task, spans: list[tuple[int, int]]) -> Placed:
+    def _place_spans(self, task: Task, spans: list[list[int]]) -> Placed:
         files, documents, numbers = [span.file for span in task.spans], [], []
         for file, (count, last) in zip(files, spans):
             before, lines = self.counts.get(file, (0, 0))

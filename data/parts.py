@@ -131,7 +131,7 @@ def encode(task: Task) -> None:
         at.flush()
         place = mmap.mmap(at.fileno(), 16)  # survives the process, at no call to the system a document
         for i, span in enumerate(task.spans):
-            last, before = 0, len(numbers)
+            last, before, place[:] = 0, len(numbers), struct.pack("<qq", i, 1)
             for number, text, problem in task.corpus.read(task.corpus.files[span.file], span.start, span.stop):
                 last, place[:] = number, struct.pack("<qq", i, number)
                 if not (text or problem):
@@ -152,6 +152,7 @@ def encode(task: Task) -> None:
                 lengths.append(length)
                 sizes.append(size)
                 hashes += digest.digest() if task.hashed else b""
+                place[8:] = struct.pack("<q", number + 1)  # which is read now
             spans.append([len(numbers) - before, last])
         tokens.flush()
         header = json.dumps({"spans": spans, "problems": problems, "tokens": sum(lengths)}).encode()
@@ -170,7 +171,7 @@ class Part:
         with path.open("rb") as file:
             (length,) = struct.unpack("<q", file.read(8))
             header = json.loads(file.read(length))
-        self.spans: list[tuple[int, int]] = header["spans"]
+        self.spans: list[list[int]] = header["spans"]
         """Documents of each span, and the number of its last."""
         self.problems: dict[int, str] = dict(header["problems"])
         count, at = sum(documents for documents, _ in self.spans), 8 + length

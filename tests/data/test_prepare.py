@@ -197,7 +197,7 @@ def test_killed_at_any_write_it_goes_on_and_gives_the_same_bytes(settings, tmp_p
 
 
 def command(settings: Preparation, out: Path, *more: str) -> list[str]:
-    options = [f"--{name}={value}" for name, value in vars(settings).items() if value != ""]
+    options = [f"--{name}={value}" for name, value in vars(settings).items() if value]
     return [sys.executable, "-m", "data.prepare", f"--out={out}", *options, *more]
 
 
