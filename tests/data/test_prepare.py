@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import data.parts
 import data.prepare as module
 from configs.schema import UserError
 from data.corpus import find_corpus
@@ -323,6 +324,7 @@ def test_a_start_that_failed_does_not_claim_the_folder(settings, tmp_path):
 
 
 def test_after_a_bad_document_the_rest_can_be_made_without_it(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(data.parts, "TASK_BYTES", (200, 200))
     lines = [json.dumps({"text": f"line {i} " * (i % 9 + 1)}) for i in range(40)]
     Path(settings.source, "table.jsonl").write_text("\n".join([*lines, "no json", *lines[:5]]))
     with pytest.raises(UserError, match=r"table\.jsonl line 41: not JSON"):
