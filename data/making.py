@@ -42,7 +42,7 @@ class Making:
         self.counts: dict[int, tuple[int, int]] = {}  # of each file: documents and lines in the tasks that are placed
         self.placed = 0  # tasks whose documents were given their places, or had them already
         self.whole: list[tuple] = []  # documents that are laid out when all are there
-        self.finished: dict[int, Ended] = {}  # shards that wait for one before
+        self.finished: dict[int, tuple[Shard, Ended]] = {}  # shards that wait for one before
         self.failed: dict[int, Exception] = {}
         while self.placed < len(self.tasks) and (spans := self._used_up(self.tasks[self.placed])):
             self._place_spans(self.tasks[self.placed], spans)
@@ -68,13 +68,13 @@ class Making:
                 if isinstance(ended.error, OSError):
                     raise ended.error
                 if isinstance(ended.job, Layout):
-                    self._record(ended)
+                    self._record(ended.job.shard, ended)
                 elif ended.error:
                     number = numbers[id(ended.job)]
                     self.failed[number] = ended.error
                     print(f"task {number + 1} of {len(self.tasks)} failed: {ended.error}", file=sys.stderr)
                     engine.drop(lambda job: numbers.get(id(job), -1) > min(self.failed))
-                else:
+                elif isinstance(ended.job, Task):
                     bar.update(ended.job.size)
             bar.set_postfix_str(f"{len(self.facts['shards'])} shards", refresh=False)
             self._place(engine)
@@ -109,10 +109,7 @@ class Making:
             self.cutter.parts[number], self.placed = placed, number + 1
             index, lengths = np.arange(len(part.lengths)), np.array(part.lengths)
 
-            def end_after(place: int, part: Part = part, placed: Placed = placed, first: int = 0) -> Position:
-                span = int(np.searchsorted(part.firsts, place + first, "right")) - 1
-                return Position(placed.files[span], placed.documents[span] + place + first + 1 - int(part.firsts[span]))
-
+            end_after = partial(_end_after, part, placed, 0)
             if self.at_once:
                 first = (
                     next((i for i in range(len(index)) if end_after(i) > self.start), len(index))
@@ -121,7 +118,14 @@ class Making:
                 )
                 problems = {i - first: problem for i, problem in part.problems.items() if i >= first}
                 which = np.full(len(index) - first, number)
-                self._cut(engine, which, index[first:], lengths[first:], problems, partial(end_after, first=first))
+                self._cut(
+                    engine,
+                    which,
+                    index[first:],
+                    lengths[first:],
+                    problems,
+                    lambda place, end_after=end_after, first=first: end_after(place + first),
+                )
             else:
                 self.whole.append((np.full(len(index), number), index, lengths, part.hashes, part.problems))
         if self.placed == len(self.tasks) and (begun < self.placed or not self.tasks):
@@ -157,11 +161,12 @@ class Making:
         if shard.number >= len(self.facts["shards"]):  # else it is there
             engine.submit(Layout(self.frame, shard), first=True)
 
-    def _record(self, ended: Ended) -> None:
+    def _record(self, shard: Shard, ended: Ended) -> None:
         """Takes a shard's files into the dataset, when those before it are."""
-        self.finished[ended.job.shard.number] = ended
+        self.finished[shard.number] = shard, ended
         shards = self.facts["shards"]
-        while ended := self.finished.pop(len(shards), None):
+        while len(shards) in self.finished:
+            shard, ended = self.finished.pop(len(shards))
             if ended.error:
                 raise ended.error
             made, entry = ended.result
@@ -170,8 +175,8 @@ class Making:
             made.rmdir()
             shards.append(entry)
             write_record(self.folder / "dataset.json", self.facts)
-            if self.at_once and len(ended.job.shard.which):
-                self._use_up(int(ended.job.shard.which.max()))
+            if self.at_once and len(shard.which):
+                self._use_up(int(shard.which.max()))
 
     def _use_up(self, number: int) -> None:
         """Deletes the parts before this one, but for what tells where the documents behind them stand."""
@@ -179,3 +184,10 @@ class Making:
             del self.cutter.parts[self.tasks.index(task)]
             write_whole(task.done, json.dumps(self.frame.part(task.part).spans))
             task.part.unlink()
+
+
+def _end_after(part: Part, placed: Placed, first: int, place: int) -> Position:
+    """The position behind a part's document, counted from its document `first` on."""
+    i = first + place
+    span = int(np.searchsorted(part.firsts, i, "right")) - 1
+    return Position(placed.files[span], placed.documents[span] + i + 1 - int(part.firsts[span]))
