@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -16,15 +15,11 @@ from typing import Any, Literal
 
 import fsspec
 import pyarrow
-import pyarrow.parquet
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
 from configs.schema import UserError
-
-TEXT_SUFFIXES = (".txt", ".md", ".py")
-TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-CHUNK_BYTES = 16_384
+from data.records import TABLE_SUFFIXES, TEXT_SUFFIXES, SourceFile, chunks, lines, lines_before, rows
 
 
 @dataclass(frozen=True)
@@ -35,20 +30,6 @@ class Document:
     text: str
     problem: str = ""
     """Why there is no text, and the document is skipped."""
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file of documents."""
-
-    name: str
-    """Its path below the source, the same on every machine."""
-    url: str
-    """Where it is: a path of this machine, a URL, or for `hf:` what the hub's client takes."""
-    size: int
-    """Bytes, compressed as it lies there."""
-    problem: str = ""
-    """Why it (or the folder of this name) cannot be read: no permission, or a link that leads nowhere."""
 
 
 @dataclass(frozen=True)
@@ -67,32 +48,72 @@ class Corpus:
     def documents(self, file: SourceFile) -> Iterator[Document]:
         """The file's documents, one by one. One that is empty or cannot be read is a UserError, or, with
         `on_error="skip"`, a document with a problem. UserError where the file is damaged."""
+        for number, text, problem in self.read(file):
+            if text or problem:
+                yield Document(self.name(file, number), text, problem)
+
+    def read(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, str, str]]:
+        """Number, text and problem of each document of a span of the file, and of each empty line, which has neither.
+        Raises as `documents` does."""
         if file.problem:
-            yield Document(file.name, "", file.problem)
+            yield 1, "", file.problem
             return
         try:
-            for name, content in self._records(file):
+            for number, content in self._contents(file, start, stop):
+                if not content and self._is_lines(file):
+                    yield number, "", ""
+                    continue
                 text, problem = _text_of(file, content, self.text_column)
                 if problem and self.on_error == "stop":
+                    first = self.numbers_before(file, start)
                     raise UserError(
-                        f"{self.source}: {name}: {problem}; mend it, or count and skip such: --on_error=skip"
+                        f"{self.source}: {self.name(file, first + number)}: {problem}; mend it, or count and skip "
+                        "such: --on_error=skip"
                     )
-                yield Document(name, text, problem)
+                yield number, text, problem
         except (OSError, EOFError, pyarrow.ArrowException) as error:
             raise UserError(f"{file.url}: cannot be read to its end: {error}") from error
 
-    def _records(self, file: SourceFile) -> Iterator[tuple[str, bytes]]:
-        """Name and raw content of each document."""
-        path = _download(file.url) if file.url.startswith("hf:") else file.url
-        with self.filesystem.open(path, "rb") as opened:
+    def name(self, file: SourceFile, number: int) -> str:
+        """The name of the document of this number, from 1, of a file."""
+        if file.problem or not (file.name.endswith(TABLE_SUFFIXES) or self._is_cut(file)):
+            return file.name
+        if self._is_cut(file):
+            return f"{file.name}#{number - 1:08d}"
+        return f"{file.name} {'line' if self._is_lines(file) else 'row'} {number}"
+
+    def numbers_before(self, file: SourceFile, start: int) -> int:
+        """What is to be added to a document's number in a span that begins at `start`."""
+        if not start or not self.is_numbered_by_span(file):
+            return 0
+        with self.filesystem.open(_local(file.url), "rb") as opened:
+            return lines_before(opened, start)
+
+    def is_numbered_by_span(self, file: SourceFile) -> bool:
+        """Whether the numbers of a span's documents start anew."""
+        return file.name.endswith(".jsonl")
+
+    def is_divisible(self, file: SourceFile) -> bool:
+        """Whether a span of the file can be read without what lies before."""
+        return file.name.endswith((".jsonl", ".parquet")) or (self._is_cut(file) and "://" not in file.url)
+
+    def _is_lines(self, file: SourceFile) -> bool:
+        return file.name.endswith(TABLE_SUFFIXES) and not file.name.endswith(".parquet")
+
+    def _is_cut(self, file: SourceFile) -> bool:
+        return len(self.files) == 1 and file.name.endswith(TEXT_SUFFIXES) and not file.problem
+
+    def _contents(self, file: SourceFile, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+        """Number and raw content of each document."""
+        with self.filesystem.open(_local(file.url), "rb") as opened:
             if file.name.endswith(".parquet"):
-                yield from _parquet(file, opened, self.text_column)
-            elif file.name.endswith(TABLE_SUFFIXES):
-                yield from _lines(file, opened)
-            elif len(self.files) == 1:
-                yield from _cut(file.name, opened)
+                yield from rows(file, opened, self.text_column, start, stop)
+            elif self._is_lines(file):
+                yield from lines(file, opened, start, stop)
+            elif self._is_cut(file):
+                yield from chunks(opened, start, stop)
             else:
-                yield file.name, opened.read()
+                yield 1, opened.read()
 
 
 def find_corpus(source: str, text_column: str = "text", on_error: Literal["stop", "skip"] = "stop") -> Corpus:
@@ -230,8 +251,10 @@ def _hub_files(source: str) -> tuple[list[SourceFile], str]:
     return sorted(files, key=lambda file: file.name), f"{facts.sha}/{folder}"
 
 
-def _download(url: str) -> str:
-    """A file of the hub on this machine, downloaded from where a download stopped."""
+def _local(url: str) -> str:
+    """Where a file is opened: one of the hub on this machine, downloaded from where a download stopped."""
+    if not url.startswith("hf:"):
+        return url
     from huggingface_hub import hf_hub_download
 
     repository, _, rest = url.removeprefix("hf:").partition("@")
@@ -240,42 +263,6 @@ def _download(url: str) -> str:
         return hf_hub_download(repository, name, repo_type="dataset", revision=revision)
     except Exception as error:  # of the network, the hub or the disk
         raise UserError(f"{name} of {repository} was not downloaded ({error}); the same command goes on") from error
-
-
-def _lines(file: SourceFile, opened: Any) -> Iterator[tuple[str, bytes]]:
-    packed = {".gz": "gzip", ".zst": "zstd"}.get(PurePath(file.name).suffix)
-    stream = io.BufferedReader(pyarrow.CompressedInputStream(opened, packed), 2**20) if packed else opened
-    yield from ((f"{file.name} line {i}", line) for i, line in enumerate(stream, 1) if line.strip())
-
-
-def _parquet(file: SourceFile, opened: Any, column: str) -> Iterator[tuple[str, bytes]]:
-    try:
-        table = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True)
-        schema = table.schema_arrow
-        columns = dict(zip(schema.names, schema.types))
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last, of a column's name
-        raise UserError(f"{file.url}: not a parquet file, or not a whole one: {error}") from error
-    kind = columns.get(column)
-    if kind is None or not _is_text(kind):
-        wrong = f"has no column {column!r}" if kind is None else f"has {kind} in its column {column!r}, not text"
-        texts = ", ".join(name for name in columns if _is_text(columns[name]))
-        raise UserError(
-            f"{file.url} {wrong}; " + (f"give --text_column, one of: {texts}" if texts else "nor elsewhere")
-        )
-    number = 0
-    for batch in table.iter_batches(1024, columns=[column]):
-        for value in batch.column(0).cast(pyarrow.large_binary()):
-            number += 1
-            yield f"{file.name} row {number}", value.as_py() or b""
-    if number != table.metadata.num_rows:
-        raise UserError(f"{file.url} is damaged: {number} rows, where it says that there are {table.metadata.num_rows}")
-
-
-def _is_text(kind: pyarrow.DataType) -> bool:
-    types = pyarrow.types
-    kind = kind.value_type if isinstance(kind, pyarrow.DictionaryType) else kind
-    binary = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
-    return binary or types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
 def _text_of(file: SourceFile, content: bytes, column: str) -> tuple[str, str]:
@@ -298,19 +285,3 @@ def _text_of(file: SourceFile, content: bytes, column: str) -> tuple[str, str]:
     except RecursionError:
         return "", "nested too deeply"
     return text, "" if text else "empty"
-
-
-def _cut(name: str, opened: Any) -> Iterator[tuple[str, bytes]]:
-    """A single text, cut at line ends into documents of some 16,000 bytes; a longer line, at a space or a character."""
-    text, count = b"", 0
-    for line in iter(lambda: opened.readline(CHUNK_BYTES), b""):
-        text += line
-        if len(text) >= CHUNK_BYTES:
-            end = len(text)
-            if not text.endswith(b"\n"):
-                starts = (i for i in range(end - 1, 0, -1) if text[i] & 0xC0 != 0x80)  # of characters in UTF-8
-                end = text.rfind(b" ") + 1 or next(starts, end)
-            yield f"{name}#{count:08d}", text[:end]
-            text, count = text[end:], count + 1
-    if text:
-        yield f"{name}#{count:08d}", text

@@ -6,6 +6,7 @@ DIR/dataset.json              what it was made from, counts, a SHA-256 of each f
     train_000000.starts.npy   where in the shard its documents start
     train_000000.blocks       a hash and the largest token of each 64 KiB of the shard (data/blocks.py)
     val_000000.bin ...        the held-out documents among those that the training shard of the number was cut from
+    parts/                    while it is made: what was encoded already, a file a task (data/parts.py)
     lock                      held by the process that prepares
 
 It runs in the repository's root, like every command, and works on folders anywhere.
@@ -17,32 +18,27 @@ if __name__ == "__main__":
     end_at_interrupt()
 
 import fcntl
-import io
 import json
+import os
+import shutil
 import sys
-from array import array
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import tyro
-from jaxtyping import Integer
-from tqdm import tqdm
 
-from configs.files import write_whole
 from configs.schema import MIN_VOCAB_SIZE, UserError
-from data.blocks import write_blocks
-from data.corpus import Corpus, Document, SourceFile, find_corpus, hash_share
+from data.corpus import Corpus, find_corpus, hash_share
+from data.engines import Local
+from data.making import Making, write_record
 from data.record import read_record
-from data.shards import token_type, write_shard
+from data.records import SourceFile
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
-
-BATCH_BYTES = 8_000_000  # of text that is encoded at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,41 +63,50 @@ class Preparation:
     """Documents that are empty, not UTF-8 or not JSON: stop and name the first, or skip them all and count them."""
     shard_tokens: int = 100_000_000
     """A shard ends with the document that brings it to so many tokens."""
+    deduplicate: bool = False
+    """Of documents with the same text only the first is kept; the others are counted."""
+    shuffle: int | None = None
+    """A seed: documents are laid out in an order drawn from it, in place of the source's."""
 
 
-def prepare(settings: Preparation, out: Path, max_files: int | None = None) -> None:
+def prepare(settings: Preparation, out: Path, max_files: int | None = None, workers: int = 0) -> None:
     """Makes the dataset in `out`, or what is still missing of it; the bytes do not depend on where it was stopped.
 
-    `max_files`: so many of the source's files for now; more can follow. UserError for text that is missing, damaged or
+    `max_files`: so many of the source's files for now; more can follow. `workers`: processes, 0 for one a core; nothing
+    but speed depends on them. UserError for text that is missing, damaged or
     too little, and where `out` holds something else.
     """
-    _validate(settings, max_files)
+    _validate(settings, max_files, workers)
     try:
-        _prepare(settings, out, max_files)
+        _prepare(settings, out, max_files, workers or len(os.sched_getaffinity(0)))
     except OSError as error:  # whatever fails in reading the text is a UserError already
         raise UserError(f"{out} cannot be written: {error}; once it can be, the same command goes on") from error
 
 
-def _validate(settings: Preparation, max_files: int | None) -> None:
+def _validate(settings: Preparation, max_files: int | None, workers: int) -> None:
     def require(condition: bool, name: str, expectation: str) -> None:
         if not condition:
-            value = max_files if name == "max_files" else getattr(settings, name)
+            value = {"max_files": max_files, "workers": workers}.get(name) or getattr(settings, name, 0)
             raise UserError(f"--{name}={value} cannot work: {expectation}")
 
     require(0 < settings.val_fraction < 1, "val_fraction", "it must lie between 0 and 1")
     require(max_files is None or max_files > 0, "max_files", "it must be positive")
+    require(workers >= 0, "workers", "it must be positive, or 0 for one a core")
     require(settings.sample_bytes > 0, "sample_bytes", "it must be positive")
     require(0 < settings.shard_tokens <= 2**30, "shard_tokens", "it must be positive, and 2^30 at most")
     least = f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens; 2^22 at most are trained"
     require(MIN_VOCAB_SIZE <= settings.vocab_size <= 2**22, "vocab_size", least)  # the trainer aborts without memory
 
 
-def _prepare(settings: Preparation, out: Path, max_files: int | None) -> None:
+def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: int) -> None:
     record = out / "dataset.json"
     if not record.exists() and any(path.suffix != ".partial" and path.name != "lock" for path in out.glob("*")):
         raise UserError(f"--out={out} is not empty and holds no dataset (no dataset.json); choose another folder")
     corpus = find_corpus(settings.source, settings.text_column, settings.on_error)
     files, made_from = corpus.files[:max_files], {**asdict(settings), "version": corpus.version}
+    for name in ("deduplicate", "shuffle"):
+        if made_from[name] in (None, False):
+            del made_from[name]  # as in the datasets of before there were these
     if record.exists() and _is_complete(_continued(out, made_from), files):
         return  # without a lock, for a folder that may only be read
     with _only_one(out):
@@ -110,140 +115,52 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None) -> None:
             return
         if facts["files"] > len(files):
             raise UserError(f"{out} was made from {facts['files']} files already, more than --max_files={max_files}")
+        if 0 < facts["files"] < len(files) and (settings.deduplicate or settings.shuffle is not None):
+            raise UserError(
+                f"{out}: more files change every shard with --deduplicate or --shuffle; choose another --out"
+            )
         facts |= {"files": len(files), "complete": False}
         print(f"preparing {settings.source}: {len(files)} file(s), once, in {out}", file=sys.stderr)
         if "tokenizer" not in facts:
-            _write(record, facts | {"files": 0})  # which claims the folder
+            write_record(record, facts | {"files": 0})  # which claims the folder
             threshold = _threshold(corpus, files, settings.val_fraction)
             tokenizer = _tokenizer(corpus, files, settings, threshold)
             tokenizer.save(out / "tokenizer")
             about = {"sha256": tokenizer.sha256, "bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
             facts |= {"val_threshold": threshold, "tokenizer": about}
-            _write(record, facts)
+            write_record(record, facts)
         elif facts["shards"] != read_record(out)["shards"]:
             print(f"{out}: made again from shard {len(facts['shards'])} on, which is missing", file=sys.stderr)
         tokenizer = load_tokenizer(out / "tokenizer")
         if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
             raise UserError(f"{out}/tokenizer is not what the dataset's first shards were made with; delete {out}")
-        _write_shards(corpus, files, tokenizer, facts, record)
+        _write_shards(corpus, files, tokenizer, facts, record, workers)
 
 
-def _write_shards(corpus: Corpus, files: list[SourceFile], tokenizer: TextTokenizer, facts: dict, record: Path) -> None:
-    """Encodes what follows the last whole shard."""
-    out, limit = record.parent, facts["made_from"]["shard_tokens"]
-    fresh = lambda: {name: _Part(tokenizer.vocab_size) for name in ("train", "val")}
-    parts, skipped = fresh(), Counter()
-
-    def close(end: "_Position") -> None:
-        number = len(facts["shards"])
-        made = {name: part.write(out, f"{name}_{number:06d}") for name, part in parts.items() if len(part)}
-        facts["shards"].append({**made, "skipped": dict(skipped), "end": end})
-        _write(record, facts)
-        parts.update(fresh())
-        skipped.clear()
-
-    end = _Position(*facts["shards"][-1]["end"]) if facts["shards"] else _Position(0, 0)
-    for position, document, tokens in _encoded(corpus, files, end, tokenizer):
-        end = position
-        if document.problem:
-            skipped[document.problem] += 1
-            continue
-        held_out = hash_share(document.name) < facts["val_threshold"]
-        parts["val" if held_out else "train"].add(tokens, document.text)
-        if sum(map(len, parts.values())) >= limit:
-            close(end)
-    if any(map(len, parts.values())) or skipped:
-        close(end)
+def _write_shards(
+    corpus: Corpus,
+    files: list[SourceFile],
+    tokenizer: TextTokenizer,
+    facts: dict,
+    record: Path,
+    workers: int,
+) -> None:
+    """Encodes what follows the last whole shard, and lays out the shards that it fills."""
+    making = Making(corpus, files, tokenizer, facts, record.parent)
+    engine = Local(min(workers, max(len(making.tasks), 1)))
+    try:
+        making.run(engine)
+    finally:
+        engine.close()
     for name in ("train", "val"):
         made = [shard[name] for shard in facts["shards"] if name in shard]
         facts[name] = {key: sum(one[key] for one in made) for key in ("documents", "tokens", "bytes")}
     total = sum((Counter(shard["skipped"]) for shard in facts["shards"]), Counter())
-    _write(record, facts | {"skipped": dict(total), "complete": True})
+    write_record(record, facts | {"skipped": dict(total), "complete": True})
+    shutil.rmtree(record.parent / "parts", ignore_errors=True)
     if total:
         problems = ", ".join(f"{count} {problem}" for problem, count in total.items())
         print(f"{corpus.source}: skipped {total.total()} document(s): {problems}", file=sys.stderr)
-
-
-class _Position(NamedTuple):
-    """How far a preparation has come: before document `document` of file `file`."""
-
-    file: int
-    document: int
-
-
-@dataclass
-class _Part:
-    """The documents of a shard."""
-
-    vocab_size: int
-    tokens: bytearray = field(default_factory=bytearray)
-    starts: array = field(default_factory=lambda: array("q"))
-    text_bytes: int = 0
-
-    def __len__(self) -> int:
-        return len(self.tokens) // token_type(self.vocab_size).itemsize
-
-    def add(self, tokens: Integer[np.ndarray, "_"], text: str) -> None:
-        self.starts.append(len(self))
-        self.tokens += tokens.tobytes()
-        self.text_bytes += len(text.encode())
-
-    def write(self, out: Path, name: str) -> dict:
-        """Writes the shard and its index, and returns what dataset.json says of them."""
-        starts = io.BytesIO()
-        np.save(starts, np.array(self.starts))
-        write_whole(out / f"{name}.starts.npy", starts.getvalue())
-        shard = out / f"{name}.bin"
-        write_shard(shard, np.frombuffer(self.tokens, token_type(self.vocab_size)), self.vocab_size)
-        sizes = {"documents": len(self.starts), "tokens": len(self), "bytes": self.text_bytes}
-        return {"file": shard.name, **sizes, "sha256": write_blocks(shard)}
-
-
-def _encoded(
-    corpus: Corpus, files: list[SourceFile], start: _Position, tokenizer: TextTokenizer
-) -> Iterator[tuple[_Position, Document, Integer[np.ndarray, "_"]]]:
-    """Each document from `start` on with its tokens, a BOS before them, and the position after it."""
-    dtype = token_type(tokenizer.vocab_size)
-    bar = tqdm(total=sum(file.size for file in files), unit="B", unit_scale=True, disable=None, desc="encoding")
-    count = 0
-    for read, batch in _read_ahead(_batches(corpus, files, start)):
-        tokens = tokenizer.encode([document.text for _, document in batch])
-        for (position, document), ids in zip(batch, tokens):
-            yield position, document, np.array([tokenizer.bos, *ids], dtype)
-            count += len(ids)
-        bar.set_postfix_str(f"{count / 1e6:.1f} M tokens", refresh=False)
-        bar.update(read - bar.n)
-    bar.close()
-
-
-def _batches(
-    corpus: Corpus, files: list[SourceFile], start: _Position
-) -> Iterator[tuple[int, list[tuple[_Position, Document]]]]:
-    """Documents from `start` on with the positions after them, and how many bytes of the source were read for them."""
-    batch, size, before = [], 0, sum(file.size for file in files[: start.file])
-    for number, file in enumerate(files[start.file :], start.file):
-        within = 0
-        for i, document in enumerate(corpus.documents(file)):
-            within += len(document.text)
-            if (number, i) < start:
-                continue
-            batch.append((_Position(number, i + 1), document))
-            size += len(document.text)
-            if size >= BATCH_BYTES:
-                yield before + min(within, file.size), batch
-                batch, size = [], 0
-        before += file.size
-    if batch:
-        yield before, batch
-
-
-def _read_ahead(batches: Iterator[tuple]) -> Iterator[tuple]:
-    """The next batch is read and decompressed while this one is encoded."""
-    with ThreadPoolExecutor(1) as reader:
-        batch = reader.submit(next, batches, None)
-        while (read := batch.result()) is not None:
-            batch = reader.submit(next, batches, None)
-            yield read
 
 
 def _threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> float:
@@ -298,8 +215,9 @@ def _continued(out: Path, made_from: dict) -> dict:
     if "tokenizer" not in facts:  # nothing was made yet
         return {"made_from": made_from, "files": 0, "shards": [], "complete": False}
     facts["made_from"]["on_error"] = made_from["on_error"]  # what is whole holds no error
-    if differ := [name for name, value in made_from.items() if facts["made_from"].get(name) != value]:
-        changed = ", ".join(f"{name}: {facts['made_from'].get(name)} -> {made_from[name]}" for name in differ)
+    before = facts["made_from"]
+    if differ := [name for name in before | made_from if before.get(name) != made_from.get(name)]:
+        changed = ", ".join(f"{name}: {before.get(name)} -> {made_from.get(name)}" for name in differ)
         raise UserError(
             f"{out} holds a dataset made from something else ({changed}; `version` changes with the source's "
             "files); choose another --out, or delete that folder"
@@ -312,10 +230,6 @@ def _continued(out: Path, made_from: dict) -> dict:
 
 def _is_complete(facts: dict, files: list[SourceFile]) -> bool:
     return facts["complete"] and facts["files"] == len(files)
-
-
-def _write(record: Path, facts: dict) -> None:
-    write_whole(record, json.dumps(facts, indent=1))
 
 
 @contextmanager
@@ -337,6 +251,8 @@ class Arguments(Preparation):
 
     out: str
     """The dataset's folder."""
+    workers: int = 0
+    """Processes; 0: one a core. The bytes are the same for any number."""
     max_files: int | None = None
     """Only so many of the source's files for now; the same command with more goes on from there, with the tokenizer
     that the first was given or trained."""
@@ -349,7 +265,7 @@ def main() -> int:
     except RuntimeError as error:  # ~ of a user without a home
         raise UserError(f"--out={arguments.out}: {error}") from error
     settings = {name: getattr(arguments, name) for name in Preparation.__dataclass_fields__}
-    prepare(Preparation(**settings), out, arguments.max_files)
+    prepare(Preparation(**settings), out, arguments.max_files, arguments.workers)
     facts = read_record(out)
     print(json.dumps({"out": str(out), **{name: facts[name] for name in ("train", "val", "skipped")}}))
     return 0

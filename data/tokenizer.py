@@ -175,23 +175,31 @@ def convert_tiktoken(ranks: dict[bytes, int], split: str, special_tokens: dict[s
     """The tokenizer.json that encodes as tiktoken does, whose merges are implied by the tokens' ranks: a token is made
     of the two that are left when every merge of a lower rank has been done."""
 
-    def parts(token: bytes) -> list[bytes]:
-        pieces = [token[i : i + 1] for i in range(len(token))]
-        while len(pieces) > 2:
-            pairs = [ranks.get(a + b, len(ranks)) for a, b in pairwise(pieces)]
-            i = min(range(len(pairs)), key=pairs.__getitem__)
-            pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
-        return pieces
-
-    # GPT-2's letter for each byte: itself where it prints, else one of those after 255.
-    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in prints]
-    letters = {b: chr(b) for b in prints} | {b: chr(256 + i) for i, b in enumerate(others)}
+    letters = {byte: letter for letter, byte in byte_letters().items()}
     spell = lambda token: "".join(letters[b] for b in token)
     ordered = sorted(ranks, key=lambda token: ranks[token])
-    merges = [(spell(a), spell(b)) for a, b in (parts(token) for token in ordered if len(token) > 1)]
+    merges = [(spell(a), spell(b)) for a, b in (merged_from(token, ranks) for token in ordered if len(token) > 1)]
     vocab = {spell(token): i for token, i in ranks.items()} | special_tokens
     # A word that is a token is that token, even where no merges lead to it, as in tiktoken.
     tokenizer = _byte_level(models.BPE(vocab, merges, ignore_merges=True), split)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special_tokens])
     return TextTokenizer(tokenizer.to_str())
+
+
+def merged_from(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """The two tokens that tiktoken makes a token of: what is left of its bytes when every merge of a lower rank has
+    been done."""
+    pieces = [token[i : i + 1] for i in range(len(token))]
+    while len(pieces) > 2:
+        pairs = [ranks.get(a + b, len(ranks)) for a, b in pairwise(pieces)]
+        i = min(range(len(pairs)), key=pairs.__getitem__)
+        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+    return pieces
+
+
+def byte_letters() -> dict[str, int]:
+    """The byte that each letter of a byte-level vocabulary stands for: GPT-2 took the letter of the byte itself where
+    it prints, else one of those after 255."""
+    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in prints]
+    return {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from configs.schema import UserError
-from data.corpus import CHUNK_BYTES, Corpus, find_corpus, hash_share
+from data.corpus import Corpus, find_corpus, hash_share
+from data.records import CHUNK_BYTES
 
 
 def write_files(folder: Path, files: dict[str, str | bytes]) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import data.parts
 import data.prepare as module
 from configs.schema import UserError
 from data.corpus import find_corpus
@@ -145,7 +146,7 @@ def test_a_second_call_does_nothing(settings, tmp_path, monkeypatch):
     prepare(settings, tmp_path / "out")
     before = contents(tmp_path / "out")
     monkeypatch.setattr(module, "train_tokenizer", None)
-    monkeypatch.setattr(module, "write_shard", None)
+    monkeypatch.setattr(module, "Making", None)
     prepare(settings, tmp_path / "out")
     assert contents(tmp_path / "out") == before
 
@@ -197,7 +198,7 @@ def test_killed_at_any_write_it_goes_on_and_gives_the_same_bytes(settings, tmp_p
 
 
 def command(settings: Preparation, out: Path, *more: str) -> list[str]:
-    options = [f"--{name}={value}" for name, value in vars(settings).items() if value != ""]
+    options = [f"--{name}={value}" for name, value in vars(settings).items() if value]
     return [sys.executable, "-m", "data.prepare", f"--out={out}", *options, *more]
 
 
@@ -323,7 +324,7 @@ def test_a_start_that_failed_does_not_claim_the_folder(settings, tmp_path):
 
 
 def test_after_a_bad_document_the_rest_can_be_made_without_it(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BATCH_BYTES", 1000)
+    monkeypatch.setattr(data.parts, "TASK_BYTES", (200, 200))
     lines = [json.dumps({"text": f"line {i} " * (i % 9 + 1)}) for i in range(40)]
     Path(settings.source, "table.jsonl").write_text("\n".join([*lines, "no json", *lines[:5]]))
     with pytest.raises(UserError, match=r"table\.jsonl line 41: not JSON"):

@@ -1,0 +1,95 @@
+"""Text to tokens, one document after the other in one thread, in memory that does not grow with the document's tokens.
+
+tiktoken encodes several times as fast as `tokenizers` (docs/data.md), so it does wherever both give the same tokens by
+construction: `tiktoken_of` tells where.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import tiktoken
+from jaxtyping import UInt32
+
+from data.tokenizer import TextTokenizer, byte_letters, merged_from
+
+WINDOW = 2**20  # characters of a document that are encoded at a time
+# Where a window may end. Every split in use ends a piece before the blank between two letters, and all but those that
+# bind a line end to the word behind it end one after the line.
+BREAKS = [re.compile(r"[^\W\d_](?=[ \n][^\W\d_])"), re.compile(r"\n(?=[^\W\d_])")]
+TOO_LONG = re.compile(r"\s{100000}")  # tiktoken's regular expressions overflow their stack on a million blanks
+GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+
+
+class Encoder:
+    """What turns documents into tokens."""
+
+    def __init__(self, tokenizer: TextTokenizer):
+        self.tokenizer = tokenizer
+        self.fast = tiktoken_of(tokenizer)
+        self.is_byte_level = bool((tokenizer.token_bytes == 1).sum() >= 256)
+
+    def encode(self, text: str) -> UInt32[np.ndarray, "tokens"]:
+        """Tokens of a text, without a BOS."""
+        if self.fast and not (len(text) >= 100_000 and TOO_LONG.search(text)):
+            return self.fast.encode_to_numpy(text, disallowed_special=())
+        return np.array(self.tokenizer.encode([text])[0], np.uint32)
+
+    def windows(self, text: str) -> Iterator[str]:
+        """A text in parts, whose tokens side by side are the text's. A stretch of `WINDOW` characters without a blank
+        between two letters is cut all the same: a token in a million may then be another."""
+        start = 0
+        while len(text) - start > WINDOW and self.is_byte_level:
+            window = text[start : start + WINDOW]
+            ends = [m.end() for m in BREAKS[0].finditer(window, WINDOW - 4096)]
+            for pattern in BREAKS:
+                ends = ends or [m.end() for m in pattern.finditer(window)]
+            end = max(ends, default=WINDOW)
+            yield window[:end]
+            start += end
+        yield text[start:] if start else text
+
+
+def tiktoken_of(tokenizer: TextTokenizer) -> tiktoken.Encoding | None:
+    """tiktoken's encoding that gives the same tokens, for a byte-level BPE whose text is cut by one regular expression.
+
+    `tokenizers` joins the pairs in its list of merges, the first first; tiktoken joins any two tokens that are a token
+    together, the lowest id first. That is the same where ids grow along the merges, and where each token's own bytes,
+    joined as tiktoken does, come down to the very pair of its merge: since no token is ever taken apart, two
+    neighbours that are a token together were joined from its bytes alone, and so are that pair.
+    """
+    facts = json.loads(tokenizer.json)
+    model, split = facts["model"], _split(facts.get("pre_tokenizer") or {})
+    special = tokenizer.special_tokens
+    plain = model.get("type") == "BPE" and not any(
+        model.get(key) for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    )
+    if not plain or split is None or facts.get("normalizer") or len(special) < len(facts.get("added_tokens", [])):
+        return None
+    letters = byte_letters()
+    try:
+        spelled = lambda word: bytes(letters[letter] for letter in word)
+        ranks = {spelled(token): i for token, i in model["vocab"].items() if token not in special}
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+        merges = [(spelled(a), spelled(b)) for a, b in pairs]
+    except (KeyError, ValueError):  # not spelled in bytes
+        return None
+    order = [ranks.get(a + b, -1) for a, b in merges]
+    whole = all(bytes([i]) in ranks for i in range(256)) and len(merges) == len(ranks) - 256
+    if not whole or order != sorted(set(order)) or any(merged_from(a + b, ranks) != [a, b] for a, b in merges):
+        return None
+    return tiktoken.Encoding("of tokenizer.json", pat_str=split, mergeable_ranks=ranks, special_tokens=special)
+
+
+def _split(pre_tokenizer: dict) -> str | None:
+    """The regular expression that cuts a text into pieces; None where something else does."""
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    bytes_of = {"type": "ByteLevel", "add_prefix_space": False}
+    if not steps or any(steps[-1].get(key) != value for key, value in bytes_of.items()):
+        return None
+    if len(steps) == 1:
+        return GPT2_SPLIT if steps[0].get("use_regex", True) else None
+    pattern = steps[0].get("pattern", {}).get("Regex")
+    isolated = steps[0].get("type") == "Split" and steps[0].get("behavior") == "Isolated" and not steps[0]["invert"]
+    return pattern if len(steps) == 2 and isolated and not steps[1].get("use_regex", True) else None

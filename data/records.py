@@ -1,0 +1,137 @@
+"""What is in a file of text: its documents' contents one after the other, of the whole file or of a span of its bytes.
+
+Spans side by side give each document once: that which starts in the span, or, of a table's, that whose group of rows
+does. A document has a number in its file. In a span of a .jsonl the numbers are those of the span's lines, from 1: how
+many lines come before it is known when the spans before it have been read.
+"""
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from configs.schema import UserError
+
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+CHUNK_BYTES = 16_384
+BATCH_BYTES = 16_000_000  # of a table's column that are in memory at a time, where no row alone is larger
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file of documents."""
+
+    name: str
+    """Its path below the source, the same on every machine."""
+    url: str
+    """Where it is: a path of this machine, a URL, or for `hf:` what the hub's client takes."""
+    size: int
+    """Bytes, compressed as it lies there."""
+    problem: str = ""
+    """Why it (or the folder of this name) cannot be read: no permission, or a link that leads nowhere."""
+
+
+def lines(file: SourceFile, opened: Any, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+    """The lines that start in the span, empty ones with no content; of a compressed file, all."""
+    packed = {".gz": "gzip", ".zst": "zstd"}.get(PurePath(file.name).suffix)
+    stream = io.BufferedReader(pyarrow.CompressedInputStream(opened, packed), 2**20) if packed else opened
+    at = start
+    if start:
+        stream.seek(start - 1)
+        at += len(stream.readline()) - 1  # the end of a line that starts before
+    for number, line in enumerate(stream, 1):
+        if stop is not None and not packed and at >= stop:
+            return
+        at += len(line)
+        yield number, line if line.strip() else b""
+
+
+def lines_before(opened: Any, start: int) -> int:
+    """How many lines start before the byte `start`."""
+    count, left, last = 0, start, b"\n"
+    while left > 0 and (block := opened.read(min(left, 2**20))):
+        count, left, last = count + block.count(b"\n"), left - len(block), block[-1:]
+    return count + (last != b"\n")
+
+
+def rows(file: SourceFile, opened: Any, column: str, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+    """The rows of a table's groups that start in the span."""
+    try:
+        table = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True, buffer_size=2**20)
+        schema = table.schema_arrow
+        columns = dict(zip(schema.names, schema.types))
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last, of a column's name
+        raise UserError(f"{file.url}: not a parquet file, or not a whole one: {error}") from error
+    kind = columns.get(column)
+    if kind is None or not _is_text(kind):
+        wrong = f"has no column {column!r}" if kind is None else f"has {kind} in its column {column!r}, not text"
+        texts = ", ".join(name for name in columns if _is_text(columns[name]))
+        raise UserError(
+            f"{file.url} {wrong}; " + (f"give --text_column, one of: {texts}" if texts else "nor elsewhere")
+        )
+    facts, groups, numbers = table.metadata, [], []
+    leaf, row_bytes, before = [facts.schema.column(i).path for i in range(len(facts.schema))].index(column), 1, 0
+    for i in range(facts.num_row_groups):
+        group = facts.row_group(i)
+        place = min(max(group.column(0).data_page_offset, 0), file.size - 1)  # which a damaged file may say wrong
+        if start <= place and (stop is None or place < stop):
+            groups.append(i)
+            numbers += [before + 1, before + group.num_rows + 1]
+            row_bytes = max(row_bytes, group.column(leaf).total_uncompressed_size // max(group.num_rows, 1))
+        before += group.num_rows
+    if not groups:
+        return
+    number, expected = numbers[0], facts.num_rows + 1 if not start and stop is None else numbers[-1]
+    for batch in table.iter_batches(max(1, min(1024, BATCH_BYTES // row_bytes)), groups, columns=[column]):
+        for value in batch.column(0).cast(pyarrow.large_binary()):
+            yield number, value.as_py() or b""
+            number += 1
+    if number != expected:
+        raise UserError(f"{file.url} is damaged: {number - 1} rows, where it says that there are {expected - 1}")
+
+
+def _is_text(kind: pyarrow.DataType) -> bool:
+    types = pyarrow.types
+    kind = kind.value_type if isinstance(kind, pyarrow.DictionaryType) else kind
+    binary = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+    return binary or types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
+def chunks(opened: Any, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+    """A single text, cut at line ends into documents of some 16,000 bytes; a longer line, at a space or a character.
+
+    Where a document starts follows from those before it: they are leapt over, not read.
+    """
+    number, begin, text = 1, 0, b""  # `text` has been read, from `begin` on
+    while stop is None or begin < stop:
+        if begin < start and not text and (end := _leap(opened, begin)):
+            begin, number = end, number + 1
+            continue
+        opened.seek(begin + len(text))
+        line = opened.readline(CHUNK_BYTES)
+        text += line
+        end = len(text)
+        if not text:
+            return
+        if line and end < CHUNK_BYTES:
+            continue
+        if line and not text.endswith(b"\n"):
+            starts = (i for i in range(end - 1, 0, -1) if text[i] & 0xC0 != 0x80)  # of characters in UTF-8
+            end = text.rfind(b" ") + 1 or next(starts, end)
+        if begin >= start:
+            yield number, text[:end]
+        begin, number, text = begin + end, number + 1, text[end:]
+
+
+def _leap(opened: Any, begin: int) -> int | None:
+    """Where the document ends that begins at a line's start; None at the text's end, or where a line is too long."""
+    opened.seek(begin)
+    content = opened.read(2 * CHUNK_BYTES)
+    end = content.find(b"\n", CHUNK_BYTES - 1) + 1
+    line = content.rfind(b"\n", 0, CHUNK_BYTES - 1) + 1
+    return begin + end if end and end - line <= CHUNK_BYTES else None

@@ -1,0 +1,181 @@
+"""Many workers make what one makes, whoever is killed meanwhile."""
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import data.parts
+from configs.schema import UserError
+from data.corpus import find_corpus
+from data.engines import Local
+from data.parts import Span, make_tasks
+from data.prepare import Preparation, prepare
+from data.shards import read_shard
+from data.tokenizer import load_tokenizer, train_tokenizer
+from tests.data.deadly import DeadlyCorpus
+
+ROOT = Path(__file__).parents[2]
+WORDS = ["alpha", "naïve", "日本語", "12345", "it's", "\n", "  ", "foo_bar();", "\t", "the"]
+
+
+def text(generator: random.Random, words: int) -> str:
+    return " ".join(generator.choice(WORDS) for _ in range(words))
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Preparation:
+    """Files of every kind, some in several tasks, with documents that are skipped and one that is there twice."""
+    folder, generator = tmp_path_factory.mktemp("source"), random.Random(0)
+    (folder / "text").mkdir()
+    for i in range(12):
+        (folder / "text" / f"{i}.txt").write_text(text(generator, 9 * i + 3))
+    lines = [json.dumps({"text": text(generator, generator.randint(1, 150))}) for _ in range(200)]
+    lines[7], lines[120], lines[150] = "junk", "", lines[3]
+    (folder / "text" / "t.jsonl").write_text("\n".join(lines))
+    rows = pa.table({"text": [text(generator, generator.randint(0, 90)) for _ in range(200)]})
+    pq.write_table(rows, folder / "text" / "t.parquet", row_group_size=30)
+    train_tokenizer([text(generator, 5000)], 300).save(folder / "tokenizer")
+    given = {"tokenizer": str(folder / "tokenizer"), "on_error": "skip", "val_fraction": 0.1, "shard_tokens": 9000}
+    return Preparation(source=str(folder / "text"), **given)
+
+
+@pytest.fixture(autouse=True)
+def many_tasks(monkeypatch):
+    monkeypatch.setattr(data.parts, "TASK_BYTES", (9_000, 9_000))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def serial(source, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("serial") / "out"
+    prepare(source, out, workers=1)  # in one task
+    return out
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 7])
+def test_any_number_of_workers_writes_the_bytes_of_one(source, serial, tmp_path, workers):
+    prepare(source, tmp_path / "out", workers=workers)
+    assert len(make_tasks(find_corpus(source.source), find_corpus(source.source).files, tmp_path, "", False)) > 8
+    assert digests(tmp_path / "out") == digests(serial)
+
+
+DRIVER = """
+import sys
+from pathlib import Path
+import data.parts
+from data.prepare import Preparation, prepare
+data.parts.TASK_BYTES = 9_000, 9_000
+prepare(Preparation(**eval(sys.argv[1])), Path(sys.argv[2]), workers=2)
+"""
+
+
+def test_five_kills_of_workers_and_of_the_command_leave_no_trace(source, serial, tmp_path):
+    out, generator = tmp_path / "out", random.Random(0)
+    words = [sys.executable, "-c", DRIVER, repr(vars(source)), str(out)]
+    begin = lambda: subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    process, kills = begin(), 0
+    while process.poll() is None and kills < 5:
+        there = len([*out.glob("parts/*"), *out.glob("*.bin")])
+        aim = there + generator.randint(1, 3)
+        while process.poll() is None and len([*out.glob("parts/*"), *out.glob("*.bin")]) < aim:
+            time.sleep(0.002)
+        if process.poll() is not None:
+            break
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        if kills % 2 and children:
+            os.kill(int(generator.choice(children)), signal.SIGKILL)
+        else:
+            process.kill()
+            process.communicate()
+            process = begin()
+        kills += 1
+    said = process.communicate()[1]
+    assert process.returncode == 0 and kills == 5, said
+    assert digests(out) == digests(serial)
+
+
+def test_a_document_that_kills_every_worker_is_named(source, tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_text(
+        "".join(json.dumps({"text": f"fine {i}" * 99}) + "\n" for i in range(40))
+    )
+    with (tmp_path / "text" / "a.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "deadly"}))
+    corpus = find_corpus(str(tmp_path / "text"))
+    corpus = DeadlyCorpus(**vars(corpus))
+    tokenizer = load_tokenizer(source.tokenizer)
+    tokenizer.save(tmp_path / "tokenizer")
+    (tmp_path / "parts").mkdir()
+    tasks = make_tasks(corpus, corpus.files, tmp_path, tokenizer.sha256, False)
+    engine, ended = Local(2), []
+    engine.submit(*tasks)
+    while not engine.is_idle:
+        ended += engine.wait()
+    engine.close()
+    assert len(tasks) > 2 and len(ended) == len(tasks)
+    (failed,) = [one for one in ended if one.error]
+    assert "a.jsonl line 41: a worker died on it 3 times" in str(failed.error)
+    assert not tasks[-1].part.exists() and all(task.part.exists() for task in tasks[:-1])
+
+
+def documents(folder: Path, part: str) -> list[bytes]:
+    found = []
+    for path in sorted(folder.glob(f"{part}_*.bin")):
+        found += np.split(read_shard(path), np.load(path.with_suffix(".starts.npy"))[1:])
+    return [one.tobytes() for one in found]
+
+
+def test_duplicates_are_left_out_and_counted_and_a_seed_gives_an_order(source, serial, tmp_path):
+    for name, workers in (("one", 1), ("two", 2)):
+        prepare(replace(source, deduplicate=True, shuffle=3), tmp_path / name, workers=workers)
+    prepare(replace(source, shuffle=4), tmp_path / "other", workers=1)
+    assert digests(tmp_path / "one") == digests(tmp_path / "two")
+    skipped = json.loads((tmp_path / "one" / "dataset.json").read_text())["skipped"]
+    folders = (serial, tmp_path / "one", tmp_path / "other")
+    whole, mixed, other = (documents(folder, "train") + documents(folder, "val") for folder in folders)
+    assert skipped["a duplicate"] >= 1 and len(set(mixed)) == len(mixed)
+    assert set(mixed) == set(whole) and mixed != sorted(set(whole), key=whole.index)
+    assert Counter(other) == Counter(whole) and other != whole
+    path = sorted((tmp_path / "one").glob("train_*.bin"))[1]
+    before = digests(tmp_path / "one")
+    path.unlink()
+    prepare(replace(source, deduplicate=True, shuffle=3), tmp_path / "one", workers=1)
+    assert digests(tmp_path / "one") == before
+
+
+def test_spans_side_by_side_read_each_document_once_under_the_file_s_numbers(source, tmp_path):
+    generator = random.Random(1)
+    (tmp_path / "lone.txt").write_text("".join(text(generator, 40) + "\n" for _ in range(900)) + "é" * 50_000 + "\nend")
+    for place in (source.source, str(tmp_path / "lone.txt")):
+        corpus = find_corpus(place, on_error="skip")
+        for file in filter(corpus.is_divisible, corpus.files):
+            whole = list(corpus.read(file))
+            for size in (1, 997, 20_011):
+                cuts = [*range(0, file.size, max(size, file.size // 60))]
+                found = []
+                for span in (Span(0, a, b) for a, b in zip(cuts, [*cuts[1:], None])):
+                    before = corpus.numbers_before(file, span.start)
+                    found += [(before + n, t, p) for n, t, p in corpus.read(file, span.start, span.stop)]
+                assert found == whole, (file.name, size)
+
+
+def test_the_first_failure_in_the_source_s_order_is_told(source, tmp_path):
+    with pytest.raises(UserError, match=r"t\.jsonl line 8: not JSON"):
+        prepare(replace(source, on_error="stop"), tmp_path / "out", workers=2)
