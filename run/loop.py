@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import jax
 
 from configs.schema import Config
-from model.flops import flops_per_token, peak_flops
+from model.flops import flops_per_token
+from program.machines import peak_flops
 from run.checkpoint import Checkpoints
 from run.events import Events
 from run.goodput import Times

@@ -1,0 +1,83 @@
+"""What a step holds on a device, by part, in closed form. docs/planning.md says how wrong it has been.
+
+What follows from the code is counted from the shapes: parameters, moments, the batch, what is gathered, summed, kept.
+What a compiler adds (`temporaries`) is a rule for each platform, chosen with a few compiled programs in view.
+"""
+
+from planning.candidate import Candidate
+from training.layout import divided
+
+
+def memory(of: Candidate) -> dict[str, float]:
+    """Bytes on a device, by part."""
+    parts = dict.fromkeys(
+        ("parameters", "moments", "batch", "gathered copies", "gradient sums", "activations", "logits", "temporaries"),
+        0.0,
+    )
+    muon, sizes, width = of.config.optimizer.matrices.kind == "muon", of.sizes, of.bytes_of_type
+    gathered = 0.0
+    for p, count in of.kinds:
+        named = {axis for axis in p.axes if axis}
+        everywhere = {
+            a for entry in divided(p.shape, p.axes, sizes) for a in (entry if isinstance(entry, tuple) else (entry,))
+        }
+        share = count * p.size
+        for axis in everywhere - {None}:
+            share /= sizes[axis]
+        replica = count * p.size  # a replica's part of it: whole over `data`
+        for axis in named:
+            replica /= sizes[axis]
+        parts["parameters"] += 4 * share
+        second = count * 4 * max(p.shape) if muon and p.group == "matrices" else 4 * share
+        parts["moments"] += 4 * share + second
+        parts["gathered copies"] += (4 if len(p.shape) == 1 else width) * replica
+        parts["gradient sums"] += 4 * replica
+        gathered += width * (replica * sizes["fsdp"] if "fsdp" in named else 0)
+    micro_batches, rows, length = of.step
+    model, tokens = of.config.model, of.tokens
+    of_batch = 4 if of.config.data.mask_documents else 3
+    parts["batch"] = 4.0 * of_batch * micro_batches * rows * length
+    parts["logits"] = width * tokens / model.loss_chunks * model.vocab_size / sizes["tensor"]
+    kept, block = kept_widths(of)
+    depth, unit = model.depth, width * tokens
+    parts["activations"] = unit * (depth * kept + model.width)
+    # The head's gradient in float32, and one block's recomputed activations, are not there at the same time.
+    head = 4 * model.width * model.vocab_size / sizes["tensor"]
+    at_head = parts["logits"] + head
+    at_block = unit * (block - kept) if model.remat != "none" else 0.0
+    parts["temporaries"] = max(head, at_block - parts["logits"]) if at_block > at_head else head
+    parts["temporaries"] += 2 * unit * model.width
+    if sizes["fsdp"] > 1:
+        matrices = [p.size for p, _ in of.kinds if p.product]
+        keeps = 1.0 if model.remat == "none" else 2 * max(matrices) * width / sizes["tensor"] / gathered
+        parts["temporaries"] += keeps * gathered
+    if not of.machine.gpu:
+        parts["temporaries"] += tpu_temporaries(of, parts)
+    return parts
+
+
+def tpu_temporaries(of: Candidate, parts: dict[str, float]) -> float:
+    """What XLA:TPU holds beyond: a micro-batch's gradients beside their sums, and rows of numbers (a norm's factor, a
+    softmax's sum) that take 128 lanes each."""
+    model, tokens = of.config.model, of.tokens
+    layers = model.depth if model.remat == "none" else 1
+    lanes = 128 * 4 * tokens
+    return parts["gradient sums"] + layers * lanes * (2 + model.heads / of.sizes["tensor"])
+
+
+def kept_widths(of: Candidate) -> tuple[float, float]:
+    """Channels a token and block that are kept for the backward pass, and those of a block as it is computed again."""
+    model, tensor = of.config.model, of.sizes["tensor"]
+    queries, keys = model.heads * model.head_dim / tensor, model.kv_heads * model.head_dim / tensor
+    values = keys / 2 if model.value_embeddings else 0  # every other block
+    mixed = model.width if model.resid_lambdas or model.x0_lambdas else 0
+    # The two norms' results, queries, keys, values, what attention gives, and the MLP's.
+    whole = 2 * model.width + 2 * queries + 2 * keys + values + 4 * model.width / tensor
+    if model.remat == "none":
+        return whole + mixed, whole
+    if model.remat == "products":  # the block's input, and what its products give, but for the last one
+        return (
+            2 * model.width + queries + 2 * keys + values + 4 * model.width / tensor + mixed,
+            whole + 4 * model.width / tensor,
+        )
+    return model.width + mixed, whole
