@@ -11,6 +11,7 @@ if __name__ == "__main__":
 
     end_at_interrupt()
 
+import contextlib
 import json
 import shlex
 import sys
@@ -112,7 +113,9 @@ def main() -> int:
     # `--topology=A B` is `--topology A B`
     lists = ("--topology=", "--price=")
     spread = [part for word in words for part in (word.split("=", 1) if word.startswith(lists) else [word])]
-    config, arguments = parse(__doc__, Arguments, spread)
+    # What follows from a depth is printed, which is no JSON.
+    with contextlib.redirect_stdout(sys.stderr if "--json" in words else sys.stdout):
+        config, arguments = parse(__doc__, Arguments, spread)
     return plan(config, arguments, words)
 
 

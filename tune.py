@@ -165,7 +165,7 @@ def device_memory(arguments: Arguments, devices: list) -> int:
         raise UserError(
             f"--topology={arguments.topology}: how much memory a {kind} has is not known; give --memory=GIB"
         )
-    return int(machines()[kind].memory)
+    return machines()[kind].memory
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ def memory(of: Candidate) -> dict[str, float]:
         0.0,
     )
     muon, sizes, width = of.config.optimizer.matrices.kind == "muon", of.sizes, of.bytes_of_type
-    gathered = 0.0
+    gathered = whole = 0.0
     for p, count in of.kinds:
         named = {axis for axis in p.axes if axis}
         everywhere = {
@@ -33,6 +33,7 @@ def memory(of: Candidate) -> dict[str, float]:
         parts["gathered copies"] += (4 if len(p.shape) == 1 else width) * replica
         parts["gradient sums"] += 4 * replica
         gathered += width * (replica * sizes["fsdp"] if "fsdp" in named else 0)
+        whole += 4 * replica * (sizes["fsdp"] if "fsdp" in named else 1)
     micro_batches, rows, length = of.step
     model, tokens = of.config.model, of.tokens
     of_batch = 4 if of.config.data.mask_documents else 3
@@ -41,28 +42,21 @@ def memory(of: Candidate) -> dict[str, float]:
     kept, block = kept_widths(of)
     depth, unit = model.depth, width * tokens
     parts["activations"] = unit * (depth * kept + model.width)
-    # The head's gradient in float32, and one block's recomputed activations, are not there at the same time.
-    head = 4 * model.width * model.vocab_size / sizes["tensor"]
-    at_head = parts["logits"] + head
-    at_block = unit * (block - kept) if model.remat != "none" else 0.0
-    parts["temporaries"] = max(head, at_block - parts["logits"]) if at_block > at_head else head
-    parts["temporaries"] += 2 * unit * model.width
-    if sizes["fsdp"] > 1:
-        matrices = [p.size for p, _ in of.kinds if p.product]
-        keeps = 1.0 if model.remat == "none" else 2 * max(matrices) * width / sizes["tensor"] / gathered
-        parts["temporaries"] += keeps * gathered
-    if not of.machine.gpu:
-        parts["temporaries"] += tpu_temporaries(of, parts)
+    again = unit * (block - kept) if model.remat != "none" else 0.0
+    if of.machine.gpu:
+        head = 4 * model.width * model.vocab_size / sizes["tensor"]  # its gradient in float32
+        # A block's activations, as they are computed again, are not there at the same time as the head's logits.
+        parts["temporaries"] = max(head, again - parts["logits"]) + 2 * unit * model.width
+        if sizes["fsdp"] > 1:
+            largest = width * max(p.size for p, _ in of.kinds if p.product) / sizes["tensor"]
+            parts["temporaries"] += gathered if model.remat == "none" else 2 * largest
+    else:
+        # Seen in a program: two widths of activations and one in float32, sums of softmaxes in eight sublanes, and as
+        # much again as whole gradients, of which fsdp takes no share.
+        sums = 4 * 8 * tokens * model.heads / sizes["tensor"] * (depth if model.remat == "none" else 1)
+        stream = unit * model.width * 2 + 4 * tokens * model.width
+        parts["temporaries"] = stream + sums + whole + max(0.0, again - parts["logits"])
     return parts
-
-
-def tpu_temporaries(of: Candidate, parts: dict[str, float]) -> float:
-    """What XLA:TPU holds beyond: a micro-batch's gradients beside their sums, and rows of numbers (a norm's factor, a
-    softmax's sum) that take 128 lanes each."""
-    model, tokens = of.config.model, of.tokens
-    layers = model.depth if model.remat == "none" else 1
-    lanes = 128 * 4 * tokens
-    return parts["gradient sums"] + layers * lanes * (2 + model.heads / of.sizes["tensor"])
 
 
 def kept_widths(of: Candidate) -> tuple[float, float]:
@@ -73,6 +67,8 @@ def kept_widths(of: Candidate) -> tuple[float, float]:
     mixed = model.width if model.resid_lambdas or model.x0_lambdas else 0
     # The two norms' results, queries, keys, values, what attention gives, and the MLP's.
     whole = 2 * model.width + 2 * queries + 2 * keys + values + 4 * model.width / tensor
+    if not of.machine.gpu:  # splash attention reads queries and keys heads first, the norms' backward pass rows first
+        whole += queries + keys
     if model.remat == "none":
         return whole + mixed, whole
     if model.remat == "products":  # the block's input, and what its products give, but for the last one

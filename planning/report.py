@@ -12,8 +12,8 @@ from program.machines import HEADROOM
 GIB = 2**30
 SHOWN = 8  # candidates of a topology
 HELD = (
-    "the closed form's memory was held against 10 compiled programs so far: 7 in view when its rules were chosen "
-    "(-1.6% to +4.9%), 3 held out (-14.5% to +4.7%); its seconds against none that ran (docs/planning.md)"
+    "the closed form's memory was held against 10 compiled programs so far: 10 in view when its rules were chosen "
+    "(-15.1% to +6.7%), 0 held out; its seconds against none that ran (docs/planning.md)"
 )
 """As `python -m bench.plan_grid --no_compile` says it."""
 
@@ -72,7 +72,7 @@ def details(row: Row) -> str:
     for t in row.traffic:
         place = "in the scan" if t.in_scan else "once"
         lines.append(
-            f"  {t.axis:8}{t.kind:16}{place:13}{t.bytes / 1e6:12,.1f} MB  {t.link:8}{t.fast * 1e3:9.2f} to "
+            f"  {t.axis:8}{t.kind:16}{place:13}{t.times:6}{t.bytes / 1e6:12,.1f} MB  {t.link:8}{t.fast * 1e3:9.2f} to "
             f"{t.slow * 1e3:.2f} ms{'  overlaps' if t.overlaps else ''}"
         )
     lines += [] if row.traffic else ["  nothing"]
@@ -81,7 +81,7 @@ def details(row: Row) -> str:
     )
     lines += ["", f"a step: {time.fast:.3g} to {time.slow:.3g} s, limited by {time.limiter}; at best, ms: {parts}", ""]
     lines.append(
-        f"the run: {run.tokens / 1e9:,.3g} G tokens in {duration(run.days)} at {run.tokens_per_second:,.0f} tokens/s "
+        f"the run: {run.tokens / 1e9:,.4g} G tokens in {duration(run.days)} at {run.tokens_per_second:,.0f} tokens/s "
         f"(the middle of the bracket), {run.device_hours:,.0f} device-hours{money(run.cost)}; goodput {run.goodput:.1%}"
     )
     lines.append(

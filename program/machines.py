@@ -19,7 +19,7 @@ class Machine:
     kind: str
     """As topologies name it: `v5e`, `h200`."""
     device_kind: list[str]
-    memory: float
+    memory: int
     flops: float
     bandwidth: float
     links: float

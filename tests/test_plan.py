@@ -73,20 +73,14 @@ def test_the_chosen_one_is_a_command_of_train(monkeypatch, capsys, tmp_path):
 def test_a_table_says_what_it_stands_on(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, D12, "--topology=v5e:4x4", "v6e:4x4", "--price=1.5")
     assert code == Exit.COMPLETE
-    for said in (
-        "gathered copies",
-        "reduce-scatter",
-        "limited by",
-        "device-hours",
-        "assumed of a",
-        "compiled programs so far",
-    ):
+    parts = ("gathered copies", "reduce-scatter", "limited by", "device-hours", "assumed of a")
+    for said in (*parts, "compiled programs so far"):
         assert said in out
     assert out.rstrip().splitlines()[-1] == "python train.py --config=configs/d12.py"
 
 
 def test_the_closed_form_takes_no_jax():
-    """Once the network's shapes are kept. With it go seconds of its import, and every program that could be compiled."""
+    """Once the network's shapes are kept: nor, then, any program compiled."""
     script = "import sys, plan; code = plan.run(); assert 'jax' not in sys.modules; sys.exit(code)"
     words = [sys.executable, "-c", script, D12, "--topology=v5e:16x16", "--search"]
     for _ in range(2):

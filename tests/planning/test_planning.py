@@ -129,7 +129,7 @@ def test_a_search_puts_what_fits_and_is_fastest_first():
 
 
 def test_the_nearest_change_is_the_fewest_options_and_fits(monkeypatch):
-    tight = replace(machines()["v5e"], memory=3.0 * GIB)
+    tight = replace(machines()["v5e"], memory=3 * GIB)
     monkeypatch.setitem(machines(), "v5e", tight)
     row = row_of(candidate("v5e:4x4"))
     assert not row.fits
