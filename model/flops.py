@@ -3,14 +3,14 @@
 from collections import Counter
 
 from configs.schema import ModelConfig
-from model.shapes import parameters, window_of
+from model.shapes import kinds, window_of
 
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
     """Parameters by optimizer group; of `embed`, `matrices` and `lm_head` alone in the plain network."""
     counts = Counter()
-    for parameter in parameters(config):
-        counts[parameter.group] += parameter.size
+    for parameter, count in kinds(config):
+        counts[parameter.group] += count * parameter.size
     return dict(counts)
 
 
@@ -21,6 +21,6 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
 
     The convention of PaLM (arXiv:2204.02311, appendix B) and of nanochat, so that MFU compares with theirs.
     """
-    products = sum(parameter.size for parameter in parameters(config) if parameter.product)
+    products = sum(count * parameter.size for parameter, count in kinds(config) if parameter.product)
     seen = [min(window_of(config, layer) or sequence_length, sequence_length) for layer in range(config.depth)]
     return 6 * products + 12 * config.heads * config.head_dim * sum(seen)

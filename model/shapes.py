@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -32,7 +33,22 @@ class Parameter(NamedTuple):
 
 def parameters(config: ModelConfig) -> tuple[Parameter, ...]:
     """All of a network's, in the order of its tree. The first time for a network takes JAX, and seconds."""
-    return _parameters(replace(config, remat="none", loss_chunks=1, dtype="auto", z_loss=0.0))
+    return _parameters(_declaring(config))
+
+
+def kinds(config: ModelConfig) -> tuple[tuple[Parameter, int], ...]:
+    """The parameters, those alike but for where they are in the tree once, with their number."""
+    return _kinds(_declaring(config))
+
+
+def _declaring(config: ModelConfig) -> ModelConfig:
+    """The config without what changes no parameter."""
+    return replace(config, remat="none", loss_chunks=1, dtype="auto", z_loss=0.0)
+
+
+@cache
+def _kinds(config: ModelConfig) -> tuple[tuple[Parameter, int], ...]:
+    return tuple(Counter(p._replace(name=p.name.rpartition(".")[2]) for p in _parameters(config)).items())
 
 
 @cache

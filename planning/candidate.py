@@ -1,12 +1,11 @@
 """A config on machines: what a plan is made of."""
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
 from configs.schema import Config, UserError
-from model.shapes import Parameter, parameters
+from model.shapes import Parameter, kinds
 from program.machines import Machine, machines
 from program.topologies import Topology, parse_topology
 from training.layout import AXES, inside, step_shape
@@ -63,10 +62,9 @@ class Candidate:
         return 4 if self.config.model.dtype == "float32" else 2
 
     @cached_property
-    def kinds(self) -> list[tuple[Parameter, int]]:
-        """The parameters, those alike but in name once, with their number."""
-        alike = Counter(p._replace(name=p.name.rpartition(".")[2]) for p in parameters(self.config.model))
-        return list(alike.items())
+    def kinds(self) -> tuple[tuple[Parameter, int], ...]:
+        """The parameters, those alike once, with their number."""
+        return kinds(self.config.model)
 
     def options(self) -> dict[str, int | str]:
         """What a search chooses, by the options' names."""

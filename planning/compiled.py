@@ -1,12 +1,14 @@
 """Candidates compiled for real, each in a process of its own: Ctrl-C ends it at once, as XLA's compiler would not."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
 
+from configs.schema import UserError
 from planning.candidate import name_of
 from planning.search import Row
 from program.machines import HEADROOM
@@ -51,9 +53,10 @@ def _compiled_bytes(row: Row) -> int:
         size = json.loads(answer.splitlines()[-1])
         print(f"{size / GIB:.2f} GiB, {size / sum(row.parts.values()) - 1:+.1%} ({seconds:.0f} s)", file=sys.stderr)
         return size
-    last = problems.decode(errors="replace").strip().splitlines()[-1:] or ["it failed"]
-    if "RESOURCE_EXHAUSTED" not in last[0]:
-        raise RuntimeError(f"compiling failed: {last[0]}")
+    said = problems.decode(errors="replace")
+    if "RESOURCE_EXHAUSTED" not in said:
+        problem = (re.findall(r"^[\w.]*(?:Error|Exception): .*", said, re.MULTILINE) or ["it ended without a word"])[-1]
+        raise UserError(f"--compile: {name_of(candidate.topology)} cannot be compiled for here: {problem}")
     print(f"more than there is ({seconds:.0f} s)", file=sys.stderr)  # a TPU's compiler refuses it
     return int(candidate.machine.memory / HEADROOM) + 1
 
