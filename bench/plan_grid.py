@@ -138,8 +138,8 @@ def held(found: list[tuple[bool, dict[str, float]]]) -> str:
 
 def order(found: list[dict[str, float]]) -> float:
     """Spearman's rank correlation of predicted and XLA's cycles."""
-    ranks = [np.argsort(np.argsort([each[of] for each in found])) for of in ("predicted_cycles", "program_cycles")]
-    return float(np.corrcoef(*ranks)[0, 1])
+    ranks = lambda of: np.argsort(np.argsort([each[of] for each in found]))
+    return float(np.corrcoef(ranks("predicted_cycles"), ranks("program_cycles"))[0, 1])
 
 
 def report(found: dict[str, tuple[bool, dict[str, float]]]) -> None:

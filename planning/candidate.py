@@ -41,7 +41,7 @@ class Candidate:
     @cached_property
     def across(self) -> dict[str, int]:
         """How many slices or nodes each axis spans."""
-        shape = tuple(self.sizes.values())
+        shape = self.sizes["data"], self.sizes["fsdp"], self.sizes["tensor"]
         within = inside(shape, prod(self.topology.chips)) if self.topology.slices > 1 else shape
         return {axis: whole // part for axis, whole, part in zip(AXES, shape, within)}
 

@@ -50,8 +50,7 @@ def communication(of: Candidate) -> list[Traffic]:
         sums[kind, axis, in_scan] = before[0] + times, before[1] + times * size
 
     for p, count in of.kinds:
-        spec = divided(p.shape, p.axes, sizes)
-        over_data = any(entry == "data" or (isinstance(entry, tuple) and "data" in entry) for entry in spec)
+        over_data = divided(p.shape, p.axes, sizes) != p.axes
         whole = p.size / (sizes["tensor"] if "tensor" in p.axes else 1)
         replica = whole / (sizes["fsdp"] if "fsdp" in p.axes else 1)
         if over_data:

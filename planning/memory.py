@@ -4,29 +4,24 @@ What follows from the code is counted from the shapes: parameters, moments, the 
 What a compiler adds (`temporaries`) is a rule for each platform, chosen with a few compiled programs in view.
 """
 
+from math import prod
+
 from planning.candidate import Candidate
 from training.layout import divided
+
+PARTS = "parameters", "moments", "batch", "gathered copies", "gradient sums", "activations", "logits", "temporaries"
 
 
 def memory(of: Candidate) -> dict[str, float]:
     """Bytes on a device, by part."""
-    parts = dict.fromkeys(
-        ("parameters", "moments", "batch", "gathered copies", "gradient sums", "activations", "logits", "temporaries"),
-        0.0,
-    )
+    parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     muon, sizes, width = of.config.optimizer.matrices.kind == "muon", of.sizes, of.bytes_of_type
     gathered = whole = 0.0
     for p, count in of.kinds:
         named = {axis for axis in p.axes if axis}
-        everywhere = {
-            a for entry in divided(p.shape, p.axes, sizes) for a in (entry if isinstance(entry, tuple) else (entry,))
-        }
-        share = count * p.size
-        for axis in everywhere - {None}:
-            share /= sizes[axis]
-        replica = count * p.size  # a replica's part of it: whole over `data`
-        for axis in named:
-            replica /= sizes[axis]
+        replica = count * p.size / prod(sizes[axis] for axis in named)  # whole over `data`
+        over_data = divided(p.shape, p.axes, sizes) != p.axes
+        share = replica / sizes["data"] if over_data else replica
         parts["parameters"] += 4 * share
         second = count * 4 * max(p.shape) if muon and p.group == "matrices" else 4 * share
         parts["moments"] += 4 * share + second
