@@ -4,7 +4,7 @@ python -m bench.plan_grid                        # compiles what is not yet on r
 python -m bench.plan_grid --no_compile           # the table of predictions, errors and order alone
 python -m bench.plan_grid --only=h200            # the points whose words have this in them
 
-The record goes on where it was interrupted. Programs are compiled ahead of time (EXTRA=tpu,cuda); nothing is
+The record goes on where it was interrupted. Programs are compiled ahead of time (EXTRA=tpu,gpu-programs); nothing is
 run. bench/plan_points.txt lists the points, and which of them were in view when the rules of planning/memory.py and
 planning/step_time.py were chosen: the errors that count are those of the others.
 """
