@@ -26,7 +26,8 @@ from configs.command_line import parse
 from configs.exit_codes import Exit
 from configs.schema import Config, FilePath, NotNegative, UserError
 from data.dataset import open_text
-from program.memory import GIB, MEMORY_GIB, device_bytes
+from program.machines import machines
+from program.memory import GIB, device_bytes
 from program.topologies import devices_of, parse_topology
 from run.diagnosis import BLOCKS
 from run.folder import RunLock
@@ -162,11 +163,11 @@ def device_memory(arguments: Arguments, devices: list) -> int:
     if not arguments.topology:
         return device_bytes(devices[0], len(devices))
     kind = parse_topology(arguments.topology).kind
-    if kind not in MEMORY_GIB:
+    if kind not in machines():
         raise UserError(
             f"--topology={arguments.topology}: how much memory a {kind} has is not known; give --memory=GIB"
         )
-    return int(MEMORY_GIB[kind] * GIB)
+    return machines()[kind].memory
 
 
 def main() -> int:

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from configs.schema import Config, Positive, validate
-from model.flops import flops_per_token, parameter_counts, peak_flops
+from model.flops import flops_per_token, parameter_counts
+from program.machines import peak_flops
 from program.memory import peak_memory_bytes
 from program.operations import top_operations
 from training.build import Build, build

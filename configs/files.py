@@ -1,7 +1,18 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and where those are kept that can be made again."""
 
 import os
 from pathlib import Path
+
+from configs.schema import UserError
+
+
+def cache_dir() -> Path:
+    """Where prepared datasets and compiled programs are kept: TOKENSUM_CACHE, or ~/.cache/tokensum. UserError where
+    there is no home folder."""
+    try:
+        return Path(os.environ.get("TOKENSUM_CACHE") or "~/.cache/tokensum").expanduser()
+    except RuntimeError as error:
+        raise UserError(f"no home folder to keep prepared data in ({error}); set TOKENSUM_CACHE to a folder") from error
 
 
 def write_whole(path: Path, *parts: bytes | memoryview | str) -> None:

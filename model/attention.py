@@ -12,6 +12,7 @@ from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
 from model.layers import Embedding, Linear, symmetric_uniform
 from model.parallel import platform, psum_over_tensor, vary_over_tensor
 from model.rotary import Angles, rotate_and_norm
+from model.shapes import window_of
 from model.splash import fits, splash_attention
 
 
@@ -96,14 +97,6 @@ def _plain_backward(residuals: tuple[Array, ...], dy: Array) -> tuple[Array, Arr
 
 
 plain_attention.defvjp(_plain_forward, _plain_backward)
-
-
-def window_of(config: ModelConfig, layer: int) -> int | None:
-    """How many positions back a block sees; None: all. The last block sees all."""
-    letter = "L" if layer == config.depth - 1 else config.window_pattern[layer % len(config.window_pattern)]
-    if letter == "S" and config.short_window == 0:
-        raise ValueError("model.short_window is 0: see configs.schema.resolved")
-    return config.short_window if letter == "S" else None
 
 
 def has_value_embedding(config: ModelConfig, layer: int) -> bool:

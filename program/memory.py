@@ -5,9 +5,6 @@ from typing import Any
 import jax
 
 GIB = 2**30
-# A device's own memory in GiB, by the kind that program/topologies.py names: cloud.google.com/tpu/docs/v4, v5e, v5p and
-# v6e; nvidia.com/en-us/data-center/h200.
-MEMORY_GIB = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "h200": 141e9 / GIB}
 
 
 def program_bytes(compiled: Any) -> int:

@@ -6,6 +6,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from configs.schema import UserError
+from program.machines import machines
 
 # What XLA:GPU asks of the GPU that it compiles for: a GpuTargetConfigProto, as text.
 H200 = """
@@ -49,7 +50,7 @@ class Topology(NamedTuple):
     @property
     def is_gpu(self) -> bool:
         """Whether `chips` are GPUs."""
-        return self.kind == "h200"
+        return self.kind in machines() and machines()[self.kind].gpu
 
     @property
     def devices(self) -> int:
@@ -87,6 +88,8 @@ def devices_of(topology: str) -> Any:
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     try:
         if asked.is_gpu:
+            if kind != "h200":
+                raise ValueError("of GPUs the h200 alone is described to the compiler")
             # All that JAX asks of cuDNN before a program runs is its version, which is H200's above.
             fused_attention_stablehlo.check_cudnn_version = lambda: 91200
             options = {"topology": f"{slices}x1x{chips[0]}", "target_config": H200}  # slices x machines x GPUs of one

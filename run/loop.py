@@ -12,7 +12,8 @@ import jax
 
 from configs.ramp import Ramp
 from configs.schema import Config
-from model.flops import flops_per_token, peak_flops
+from model.flops import flops_per_token
+from program.machines import peak_flops
 from run.checkpoint import Checkpoints
 from run.events import Events
 from run.goodput import Times

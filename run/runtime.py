@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from glob import glob
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -26,6 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from configs.exit_codes import Exit
+from configs.files import cache_dir
 from configs.interrupt import raise_at_interrupt
 from configs.schema import UserError
 from run.cluster import Cluster, detect
@@ -81,15 +81,6 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     if ended and jax.distributed.is_initialized():  # maybe this process alone
         end_all(code, f"{type(ended).__name__}: {first_line(ended)}")
     sys.exit(code)
-
-
-def cache_dir() -> Path:
-    """Where prepared datasets and compiled programs are kept: TOKENSUM_CACHE, or ~/.cache/tokensum. UserError where
-    there is no home folder."""
-    try:
-        return Path(os.environ.get("TOKENSUM_CACHE") or "~/.cache/tokensum").expanduser()
-    except RuntimeError as error:
-        raise UserError(f"no home folder to keep prepared data in ({error}); set TOKENSUM_CACHE to a folder") from error
 
 
 def start_jax() -> Cluster:

@@ -13,7 +13,6 @@ as far as they fit.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from math import gcd
 from typing import Any
 
 import jax
@@ -25,8 +24,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from configs.schema import BatchConfig, MeshConfig, ModelConfig, UserError
 from model.flops import parameter_counts
 from model.parallel import Axes
+from training.layout import AXES, divided, inside, step_shape
 
-AXES = ("data", "fsdp", "tensor")
 ROWS = PartitionSpec(None, ("data", "fsdp"))
 """Arrays [K, B, T]: the rows of each micro-batch over replicas and `fsdp`."""
 
@@ -68,16 +67,12 @@ def arrange(shape: tuple[int, int, int], groups: Sequence[Sequence[Any]]) -> np.
     sizes = {len(group) for group in groups}
     if len(sizes) > 1:
         raise UserError(f"the {len(groups)} slices or nodes have {sorted(sizes)} devices; a mesh takes as many of each")
-    size, (data, fsdp, tensor) = sizes.pop(), shape
-    tensor_inside = gcd(tensor, size)
-    fsdp_inside = gcd(fsdp, size // tensor_inside)
-    data_inside = size // (tensor_inside * fsdp_inside)  # which divides `data`: what does not fit leaves none
-    inside = (data_inside, fsdp_inside, tensor_inside)
+    within = inside(shape, sizes.pop())
     # As create_hybrid_device_mesh knows them, whatever told the islands apart.
     by_process = len({getattr(group[0], "slice_index", None) for group in groups}) == 1
     return mesh_utils.create_hybrid_device_mesh(
-        inside,
-        (data // data_inside, fsdp // fsdp_inside, tensor // tensor_inside),
+        within,
+        tuple(whole // part for whole, part in zip(shape, within)),
         [device for group in groups for device in group],
         process_is_granule=by_process,
         allow_split_physical_axes=groups[0][0].device_kind in ("TPU v5 lite", "TPU v5e"),  # as jax.make_mesh does
@@ -132,35 +127,8 @@ def xla_options(mesh: Mesh, deterministic: bool) -> dict[str, bool]:
 
 
 def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:
-    """`(K, B, T)` of a step's arrays: K micro-batches of B rows (over the whole mesh) of T tokens. The step is one of
-    `config.tokens_per_step`, whatever the ramp.
-
-    UserError, with the sizes that would work, where the step's rows do not divide.
-    """
-    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
-    rows, unit = config.tokens_per_step // config.sequence_length, config.sequence_length * replicas
-    here = config.rows_per_device
-    shares = [n for n in range(1, rows // replicas + here + 1) if n <= here or n % here == 0]
-    below = [n * unit for n in shares if n * replicas <= rows][-1:]
-    above = [n * unit for n in shares if n * replicas > rows][:1]
-    works = " or ".join(map(str, below + above))
-    size = config.tokens_per_step
-    option = f"--batch.ramp={config.ramp}: {size}" if config.ramp else f"--batch.tokens_per_step={size}"
-    if rows % replicas:
-        raise UserError(
-            f"{option} is {rows} rows of {config.sequence_length} tokens, "
-            f"which {replicas} devices cannot share evenly; nearest that would work: {works}"
-        )
-    share = rows // replicas
-    here = min(here, share)
-    if share % here:
-        raise UserError(
-            f"--batch.rows_per_device={config.rows_per_device} does not divide the {share} rows a step that each of "
-            f"{replicas} device(s) gets from {option}; "
-            f"rows_per_device that would work: {[n for n in range(1, share + 1) if share % n == 0]}; "
-            f"or tokens_per_step: {works}"
-        )
-    return share // here, here * replicas, config.sequence_length
+    """`(K, B, T)` of a step's arrays (`training.layout.step_shape`)."""
+    return step_shape(config, mesh.shape)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -169,15 +137,8 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def parameter_spec(shape: tuple[int, ...], axes: Axes, mesh: Mesh) -> PartitionSpec:
-    """Where a parameter lies: over the axes it names, and over `data` besides, along the longest dimension that still
-    divides; without one, it is whole on every replica."""
-    sizes = [size // (mesh.shape[axis] if axis else 1) for size, axis in zip(shape, axes)]
-    divisible = [i for i, size in enumerate(sizes) if size % mesh.shape["data"] == 0]
-    spec: list = list(axes)
-    if divisible:
-        longest = max(divisible, key=lambda i: sizes[i])
-        spec[longest] = (axes[longest], "data") if axes[longest] else "data"
-    return PartitionSpec(*spec)
+    """Where a parameter lies (`training.layout.divided`)."""
+    return PartitionSpec(*divided(shape, axes, mesh.shape))
 
 
 def parameter_sharding(param: nnx.Param, mesh: Mesh) -> NamedSharding:

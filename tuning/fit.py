@@ -8,6 +8,7 @@ import jax
 
 from configs.schema import Config, UserError, validate, with_options
 from program.compile import compile_step
+from program.machines import HEADROOM
 from program.memory import GIB, program_bytes
 from training.build import build
 from training.mesh import islands, make_mesh
@@ -15,7 +16,6 @@ from tuning.record import Decision, Record
 
 REMAT = ("none", "products", "block")  # each with more work than the one before
 MORE_CHUNKS = 8  # tried beside 1 where the config has 1
-HEADROOM = 0.9  # of a device's memory that a program may ask for: the allocator's gaps and the runtime have the rest
 
 
 class Candidate(NamedTuple):

@@ -1,0 +1,115 @@
+"""A config on machines: what a plan is made of."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from configs.schema import Config, UserError
+from model.shapes import Parameter, kinds
+from program.machines import Machine, machines
+from program.topologies import Topology, parse_topology
+from training.layout import AXES, inside, step_shape
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A config with its mesh, rows, recomputation and chunks, on a topology. UserErrors of its properties say what does
+    not divide."""
+
+    config: Config
+    topology: Topology
+
+    @property
+    def machine(self) -> Machine:
+        return machines()[self.topology.kind]
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The mesh's axes. UserError where they do not fit the devices."""
+        mesh, devices = self.config.mesh, self.topology.devices
+        inner = mesh.fsdp * mesh.tensor
+        data = devices // inner if mesh.data == -1 else mesh.data
+        if data * inner != devices:
+            whole = devices % inner == 0
+            right = f"{devices // inner} or -1" if whole else f"-1, and fsdp x tensor that divide {devices}"
+            raise UserError(
+                f"--mesh.data={mesh.data} x fsdp={mesh.fsdp} x tensor={mesh.tensor} does not fit the {devices} devices "
+                f"of {name_of(self.topology)}; use --mesh.data={right}"
+            )
+        return dict(zip(AXES, (data, mesh.fsdp, mesh.tensor)))
+
+    @cached_property
+    def across(self) -> dict[str, int]:
+        """How many slices or nodes each axis spans."""
+        shape = self.sizes["data"], self.sizes["fsdp"], self.sizes["tensor"]
+        within = inside(shape, prod(self.topology.chips)) if self.topology.slices > 1 else shape
+        return {axis: whole // part for axis, whole, part in zip(AXES, shape, within)}
+
+    @cached_property
+    def step(self) -> tuple[int, int, int]:
+        """(K, b, T): micro-batches, rows of one on one device, tokens of a row."""
+        micro_batches, rows, length = step_shape(self.config.batch, self.sizes)
+        return micro_batches, rows // (self.sizes["data"] * self.sizes["fsdp"]), length
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on a device."""
+        return self.step[1] * self.step[2]
+
+    @property
+    def bytes_of_type(self) -> int:
+        """Of a number in the compute type."""
+        return 4 if self.config.model.dtype == "float32" else 2
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Parameter, int], ...]:
+        """The parameters, those alike once, with their number."""
+        return kinds(self.config.model)
+
+    def options(self) -> dict[str, int | str]:
+        """What a search chooses, by the options' names."""
+        mesh, model = self.config.mesh, self.config.model
+        return {
+            "mesh.data": mesh.data,
+            "mesh.fsdp": mesh.fsdp,
+            "mesh.tensor": mesh.tensor,
+            "batch.rows_per_device": self.config.batch.rows_per_device,
+            "model.remat": model.remat,
+            "model.loss_chunks": model.loss_chunks,
+        }
+
+    def having(self, fsdp: int, tensor: int, rows: int, remat: str, chunks: int) -> "Candidate":
+        """The same run otherwise."""
+        config = self.config
+        return Candidate(
+            replace(
+                config,
+                mesh=replace(config.mesh, data=-1, fsdp=fsdp, tensor=tensor),
+                batch=replace(config.batch, rows_per_device=rows),
+                model=replace(config.model, remat=remat, loss_chunks=chunks),  # pyright: ignore[reportArgumentType]
+            ),
+            self.topology,
+        )
+
+
+def known_topology(text: str) -> Topology:
+    """UserError for others than those of program/machines.toml."""
+    topology = parse_topology(text)
+    if topology.kind not in machines():
+        known = ", ".join(machines())
+        raise UserError(
+            f"--topology={text}: {topology.kind} is no machine that program/machines.toml describes; it has {known}; "
+            "add yours to it"
+        )
+    sides = 1 if topology.is_gpu else machines()[topology.kind].directions // 2
+    if len(topology.chips) > sides:
+        raise UserError(
+            f"--topology={text}: a slice of {topology.kind} has {sides} sides, as in {'x'.join('4' * sides)}"
+        )
+    return topology
+
+
+def name_of(topology: Topology) -> str:
+    """As a user types it."""
+    slices = f"{topology.slices}x " if topology.slices > 1 else ""
+    return f"{slices}{topology.kind}:{'x'.join(map(str, topology.chips))}"

@@ -1,0 +1,74 @@
+"""What a step holds on a device, by part, in closed form. docs/planning.md says how wrong it has been.
+
+What follows from the code is counted from the shapes: parameters, moments, the batch, what is gathered, summed, kept.
+What a compiler adds (`temporaries`) is a rule for each platform, chosen with a few compiled programs in view.
+"""
+
+from math import prod
+
+from planning.candidate import Candidate
+from training.layout import divided
+
+PARTS = "parameters", "moments", "batch", "gathered copies", "gradient sums", "activations", "logits", "temporaries"
+
+
+def memory(of: Candidate) -> dict[str, float]:
+    """Bytes on a device, by part."""
+    parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    muon, sizes, width = of.config.optimizer.matrices.kind == "muon", of.sizes, of.bytes_of_type
+    gathered = whole = 0.0
+    for p, count in of.kinds:
+        named = {axis for axis in p.axes if axis}
+        replica = count * p.size / prod(sizes[axis] for axis in named)  # whole over `data`
+        over_data = divided(p.shape, p.axes, sizes) != p.axes
+        share = replica / sizes["data"] if over_data else replica
+        parts["parameters"] += 4 * share
+        second = count * 4 * max(p.shape) if muon and p.group == "matrices" else 4 * share
+        parts["moments"] += 4 * share + second
+        parts["gathered copies"] += (4 if len(p.shape) == 1 else width) * replica
+        parts["gradient sums"] += 4 * replica
+        gathered += width * (replica * sizes["fsdp"] if "fsdp" in named else 0)
+        whole += 4 * replica * (sizes["fsdp"] if "fsdp" in named else 1)
+    micro_batches, rows, length = of.step
+    model, tokens = of.config.model, of.tokens
+    of_batch = 4 if of.config.data.mask_documents else 3
+    parts["batch"] = 4.0 * of_batch * micro_batches * rows * length
+    parts["logits"] = width * tokens / model.loss_chunks * model.vocab_size / sizes["tensor"]
+    kept, block = kept_widths(of)
+    depth, unit = model.depth, width * tokens
+    parts["activations"] = unit * (depth * kept + model.width)
+    again = unit * (block - kept) if model.remat != "none" else 0.0
+    if of.machine.gpu:
+        head = 4 * model.width * model.vocab_size / sizes["tensor"]  # its gradient in float32
+        # A block's activations, as they are computed again, are not there at the same time as the head's logits.
+        parts["temporaries"] = max(head, again - parts["logits"]) + 2 * unit * model.width
+        if sizes["fsdp"] > 1:
+            largest = width * max(p.size for p, _ in of.kinds if p.product) / sizes["tensor"]
+            parts["temporaries"] += gathered if model.remat == "none" else 2 * largest
+    else:
+        # Seen in a program: two widths of activations and one in float32, sums of softmaxes in eight sublanes, and as
+        # much again as whole gradients, of which fsdp takes no share.
+        sums = 4 * 8 * tokens * model.heads / sizes["tensor"] * (depth if model.remat == "none" else 1)
+        stream = unit * model.width * 2 + 4 * tokens * model.width
+        parts["temporaries"] = stream + sums + whole + max(0.0, again - parts["logits"])
+    return parts
+
+
+def kept_widths(of: Candidate) -> tuple[float, float]:
+    """Channels a token and block that are kept for the backward pass, and those of a block as it is computed again."""
+    model, tensor = of.config.model, of.sizes["tensor"]
+    queries, keys = model.heads * model.head_dim / tensor, model.kv_heads * model.head_dim / tensor
+    values = keys / 2 if model.value_embeddings else 0  # every other block
+    mixed = model.width if model.resid_lambdas or model.x0_lambdas else 0
+    # The two norms' results, queries, keys, values, what attention gives, and the MLP's.
+    whole = 2 * model.width + 2 * queries + 2 * keys + values + 4 * model.width / tensor
+    if not of.machine.gpu:  # splash attention reads queries and keys heads first, the norms' backward pass rows first
+        whole += queries + keys
+    if model.remat == "none":
+        return whole + mixed, whole
+    if model.remat == "products":  # the block's input, and what its products give, but for the last one
+        return (
+            2 * model.width + queries + 2 * keys + values + 4 * model.width / tensor + mixed,
+            whole + 4 * model.width / tensor,
+        )
+    return model.width + mixed, whole

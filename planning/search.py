@@ -1,0 +1,118 @@
+"""Which meshes, rows, recomputation and chunks there are, which fit, and which is best: closed form alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from configs.schema import UserError
+from planning.candidate import Candidate, name_of
+from planning.communication import Traffic, communication
+from planning.memory import memory
+from planning.step_time import StepTime, step_time
+from planning.whole_run import WholeRun, whole_run
+from program.machines import HEADROOM
+
+REMAT = ("none", "products", "block")
+CHUNKS = 8  # tried beside 1
+MOST_TENSOR = 8
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate with what is known of it."""
+
+    candidate: Candidate
+    parts: dict[str, float]
+    """Bytes on a device."""
+    traffic: list[Traffic]
+    time: StepTime
+    run: WholeRun
+    compiled: int | None = None
+    """Bytes that its compiled program asks for, where it was compiled."""
+
+    @property
+    def bytes(self) -> float:
+        """That count: the compiled program's, or the closed form's."""
+        return sum(self.parts.values()) if self.compiled is None else self.compiled
+
+    @property
+    def fits(self) -> bool:
+        return self.bytes <= HEADROOM * self.candidate.machine.memory
+
+
+def row_of(candidate: Candidate, price: float | None = None, preemptions: float = 0.0) -> Row:
+    """UserError where the sizes do not divide."""
+    traffic = communication(candidate)
+    time = step_time(candidate, traffic)
+    return Row(candidate, memory(candidate), traffic, time, whole_run(candidate, time, price, preemptions))
+
+
+def candidates(of: Candidate) -> Iterator[Candidate]:
+    """Every mesh whose `fsdp` and `tensor` are powers of two that divide what they must, every number of rows that is
+    the step's by halving, all recomputation and one or more chunks."""
+    model, batch, devices = of.config.model, of.config.batch, of.topology.devices
+    rows = batch.tokens_per_step // batch.sequence_length
+    more = model.loss_chunks if model.loss_chunks > 1 else CHUNKS
+    chunks = sorted({1, more} if batch.sequence_length % more == 0 else {model.loss_chunks})
+    divides = model.heads, model.kv_heads, model.vocab_size
+    for tensor in (t for t in _powers(min(MOST_TENSOR, devices)) if all(n % t == 0 for n in divides)):
+        for fsdp in _powers(devices // tensor):
+            whole = devices % (fsdp * tensor) == 0 and model.width % fsdp == 0
+            replicas = devices // tensor
+            vocabulary = not model.value_embeddings or model.vocab_size % fsdp == 0
+            if not (whole and vocabulary) or rows % replicas:
+                continue
+            share = rows // replicas
+            while True:
+                yield from (of.having(fsdp, tensor, share, remat, n) for remat in REMAT for n in chunks)
+                if share % 2:
+                    break
+                share //= 2
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+
+
+def search(of: Candidate, price: float | None, preemptions: float) -> list[Row]:
+    """All candidates, the fastest that fit first; of those as fast, the one that holds least. UserError where the
+    devices cannot share the step's rows."""
+    rows = [row_of(candidate, price, preemptions) for candidate in candidates(of)]
+    if not rows:
+        of.step  # says what does not divide  # noqa: B018
+        raise UserError(f"no mesh of {name_of(of.topology)} divides this network and its step")
+    return sorted(rows, key=lambda row: (not row.fits, row.time.expected, row.bytes))
+
+
+def most_rows(row: Row) -> int:
+    """The most rows_per_device that fit, of those that divide the step's; 0 where none does."""
+    of = row.candidate
+    share = of.step[0] * of.step[1]
+    fitting = [n for n in range(1, share + 1) if share % n == 0 and _bytes(of, rows=n) <= HEADROOM * of.machine.memory]
+    return max(fitting, default=0)
+
+
+def _bytes(of: Candidate, rows: int) -> float:
+    batch = replace(of.config.batch, rows_per_device=rows)
+    return sum(memory(Candidate(replace(of.config, batch=batch), of.topology)).values())
+
+
+def nearest_change(row: Row, price: float | None, preemptions: float) -> tuple[str, Row] | None:
+    """The options that differ in the candidate that fits with the fewest changes, the fastest of these; None where none
+    fits."""
+    asked = row.candidate.options() | {"mesh.data": -1}
+    fitting = [found for found in search(row.candidate, price, preemptions) if found.fits]
+    differs = lambda found: {k: v for k, v in found.candidate.options().items() if v != asked[k]}
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda found: (len(differs(found)), found.time.expected))
+    return " ".join(f"--{name}={value}" for name, value in differs(best).items()), best
+
+
+def more_devices(of: Candidate) -> str:
+    """The same slices or nodes, so many more of them that something fits; empty where 64 times are not enough."""
+    for times in (2, 4, 8, 16, 32, 64):
+        larger = of.topology._replace(slices=of.topology.slices * times)
+        for candidate in candidates(Candidate(of.config, larger)):
+            if sum(memory(candidate).values()) <= HEADROOM * of.machine.memory:
+                return name_of(larger)
+    return ""

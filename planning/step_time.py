@@ -1,0 +1,135 @@
+"""How long a step takes, as a bracket: sums of what it multiplies, passes over memory, attends and sends.
+
+None of this was measured on a TPU. PASSES was read off XLA's estimated cycles (docs/planning.md), ATTENTION and
+PRODUCTS off one H200 running a sketch of the same network: matrix products reached 790 of 989 TFLOP/s, attention 330.
+"""
+
+from typing import NamedTuple
+
+from model.shapes import window_of
+from planning.candidate import Candidate
+from planning.communication import Traffic, communication
+
+PRODUCTS = (1.0, 0.75)
+"""Share of the peak that matrix products reach: at best, and at worst."""
+ATTENTION = (0.5, 0.2)
+"""The same of attention's kernels, its causal half left out."""
+MEMORY = (1.0, 0.75)
+"""Share of the memory's bandwidth that passes over it reach."""
+PASSES = 72
+"""Times that element-wise passes read or write one width of a block's tokens, forward and backward."""
+AGAIN = {"none": 0, "products": 12, "block": 16}
+"""And how many more where a block is computed again."""
+LOGIT_PASSES = 3
+"""Times that the logits are read or written."""
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step."""
+
+    fast: float
+    """Everything at its best, and all that can overlap overlapping."""
+    slow: float
+    """Everything at its worst, one after the other."""
+    products: float
+    """Matrix units, at their best; as are the following."""
+    attention: float
+    passes: float
+    """Element-wise passes over memory, the optimizer's included."""
+    links: float
+    """Inside of a slice or node."""
+    network: float
+    """Between them."""
+
+    @property
+    def expected(self) -> float:
+        """The middle of the bracket, by which candidates are put in order."""
+        return (self.fast * self.slow) ** 0.5
+
+    @property
+    def limiter(self) -> str:
+        """What takes most."""
+        takes = {name: getattr(self, name) for name in ("products", "attention", "passes", "links", "network")}
+        said = {"products": "matrix units", "passes": "memory"}
+        most = max(takes, key=lambda name: takes[name])
+        return said.get(most, most)
+
+
+def step_time(of: Candidate, traffic: list[Traffic] | None = None) -> StepTime:
+    """Of a step, by closed form."""
+    machine = of.machine
+    traffic = communication(of) if traffic is None else traffic
+    products = product_flops(of) / machine.flops
+    attention = attention_flops(of) / machine.flops
+    passes = passed_bytes(of) / machine.bandwidth
+    computed = [products / PRODUCTS[best] + attention / ATTENTION[best] + passes / MEMORY[best] for best in (0, 1)]
+    hidden = sum(t.fast for t in traffic if t.overlaps)
+    shown = sum(t.fast for t in traffic if not t.overlaps)
+    sent = {link: sum(t.fast for t in traffic if t.link == link) for link in ("inside", "between")}
+    return StepTime(
+        max(computed[0], hidden) + shown,
+        computed[1] + sum(t.slow for t in traffic),
+        products / PRODUCTS[0],
+        attention / ATTENTION[0],
+        passes / MEMORY[0],
+        sent["inside"],
+        sent["between"],
+    )
+
+
+def product_flops(of: Candidate) -> float:
+    """Matrix products of a step on a device, those computed again included; without attention."""
+    model, sizes = of.config.model, of.sizes
+    tokens = of.step[0] * of.tokens
+    again = 2 if model.remat == "block" else 0
+    flops = 0.0
+    for p, count in of.kinds:
+        if p.product:
+            flops += (
+                count
+                * p.size
+                / (sizes["tensor"] if "tensor" in p.axes else 1)
+                * tokens
+                * (6 + again * (p.group == "matrices"))
+            )
+    return flops + muon_flops(of)
+
+
+def muon_flops(of: Candidate) -> float:
+    """Of five iterations for each matrix, in float32, which takes six passes of a TPU's matrix units; each device has
+    its share of the matrices (training/muon.py)."""
+    if of.config.optimizer.matrices.kind != "muon":
+        return 0.0
+    each = lambda short, long: 5 * (4 * short**2 * long + 2 * short**3)
+    flops = sum(count * each(*sorted(p.shape)) for p, count in of.kinds if p.group == "matrices")
+    return 6 * flops / of.topology.devices
+
+
+def attention_flops(of: Candidate) -> float:
+    """Of a step on a device, the causal half alone: seven products of the scores' size forward and backward, of which a
+    kernel computes two again (arXiv:2205.14135); with recomputation two more."""
+    model, length = of.config.model, of.step[2]
+    seen = 0.0
+    for layer in range(model.depth):
+        window = min(window_of(model, layer) or length, length)
+        seen += window * (length - window / 2)
+    products = 7 if model.remat == "none" else 9
+    heads = model.heads * model.head_dim / of.sizes["tensor"]
+    return of.step[0] * of.step[1] * 2 * products * seen * heads
+
+
+def passed_bytes(of: Candidate) -> float:
+    """Bytes that a step reads and writes outside of products and attention, on a device."""
+    model, sizes, width = of.config.model, of.sizes, of.bytes_of_type
+    micro_batches = of.step[0]
+    # Half of a block's passes are of what `tensor` divides.
+    shared = 0.5 + 0.5 / sizes["tensor"]
+    extra = 8 * bool(model.resid_lambdas or model.x0_lambdas) + 2 * model.value_embeddings
+    blocks = (PASSES + AGAIN[model.remat] + extra) * shared * width * of.tokens * model.width * model.depth
+    logits = LOGIT_PASSES * width * of.tokens * model.vocab_size / sizes["tensor"]
+    # Each further chunk reads and writes the sum of the head's float32 gradient.
+    logits += 8 * (model.loss_chunks - 1) * model.width * model.vocab_size / sizes["tensor"]
+    whole = sum(count * p.size / (sizes["tensor"] if "tensor" in p.axes else 1) for p, count in of.kinds)
+    replica = whole / sizes["fsdp"]
+    # Sums of gradients are read and written in every micro-batch; the update reads and writes float32 state.
+    return micro_batches * (blocks + logits + 8 * replica) + 2 * 4 * replica + 4 * 8 * replica / sizes["data"]

@@ -1,0 +1,85 @@
+"""The run that a step is one of: days, chip-hours, money, what preemptions cost, checkpoints, and its text."""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from configs.schema import Config, UserError
+from data.record import read_record
+from model.flops import flops_per_token, parameter_counts
+from planning.candidate import Candidate
+from planning.step_time import StepTime
+
+DAY = 86_400
+RESTART = 600.0
+"""Seconds from a preemption to the next step: getting the machine, starting, compiling or reading the program,
+restoring. Assumed; `python -m run.goodput RUN` measures it."""
+WRITES = 1e9
+"""Bytes/s that a host writes of a checkpoint, assumed. Training goes on meanwhile."""
+DEVICES_OF_A_HOST = {False: 4, True: 8}
+"""TPU chips, and GPUs."""
+
+
+class WholeRun(NamedTuple):
+    """Of an expected step."""
+
+    tokens: int
+    tokens_per_second: float
+    mfu: float
+    days: float
+    """With evaluations and preemptions."""
+    device_hours: float
+    cost: float | None
+    """Where a price is known."""
+    goodput: float
+    """Share of the time that makes steps which are kept."""
+    checkpoint_bytes: int
+    checkpoint_seconds: float
+    dataset_tokens: int | None
+    """Of a dataset folder."""
+
+
+def whole_run(of: Candidate, step: StepTime, price: float | None, preemptions: float) -> WholeRun:
+    """`price`: dollars a device and hour. `preemptions`: a day, of the whole run."""
+    config, devices = of.config, of.topology.devices
+    tokens = config.steps * config.batch.tokens_per_step
+    per_second = config.batch.tokens_per_step / step.expected
+    flops = flops_per_token(config.model, config.batch.sequence_length)
+    # An evaluation is the forward third of a step's work.
+    evaluations = math.ceil(config.steps / config.eval.every_steps) * config.eval.tokens / per_second / 3
+    training = config.steps * step.expected
+    interval = config.checkpoint.every_steps * step.expected
+    if config.checkpoint.every_minutes:
+        interval = min(interval, 60 * config.checkpoint.every_minutes)
+    lost = preemptions * (min(interval, training) / 2 + RESTART) / DAY  # of a day: half an interval is done again
+    if lost >= 1:
+        raise UserError(
+            f"--preemptions={preemptions:g} a day: each costs {interval / 2 + RESTART:.0f} s, and the run never ends; "
+            f"save more often (--checkpoint.every_minutes)"
+        )
+    goodput = (1 - lost) * training / (training + evaluations)
+    days = (training + evaluations) / (1 - lost) / DAY
+    hours = days * 24 * devices
+    saved = 12 * sum(parameter_counts(config.model).values())
+    hosts = math.ceil(devices / DEVICES_OF_A_HOST[of.machine.gpu])
+    return WholeRun(
+        tokens,
+        per_second,
+        per_second * flops / (of.machine.flops * devices),
+        days,
+        hours,
+        None if price is None else hours * price,
+        goodput,
+        saved,
+        saved / hosts / WRITES,
+        dataset_tokens(config),
+    )
+
+
+def dataset_tokens(config: Config) -> int | None:
+    """The training part's of a dataset folder; None for raw text, shares of several, and other programs' shards."""
+    folder = Path(config.data.source)
+    if not (folder / "dataset.json").is_file():
+        return None
+    record = read_record(folder)
+    return record["train"]["tokens"] if record["complete"] else None

@@ -1,0 +1,187 @@
+"""The closed form against the shapes that training has, and against the programs that it compiles to."""
+
+from dataclasses import replace
+from math import prod
+
+import jax
+import pytest
+
+from bench import plan_grid
+from configs.schema import Config, MeshConfig, UserError, resolved
+from model.shapes import parameters
+from planning import compiled, report
+from planning.candidate import Candidate, known_topology
+from planning.communication import communication
+from planning.memory import memory
+from planning.search import nearest_change, row_of, search
+from planning.step_time import step_time
+from planning.whole_run import whole_run
+from program.collectives import collectives
+from program.machines import HEADROOM, machines
+from tests.helpers import ALL_FEATURES, tiny_config
+from tests.program.test_collectives import MESHES, lowered
+from training.build import build
+
+GIB = 2**30
+
+
+def candidate(topology: str, config: Config | None = None, **mesh: int) -> Candidate:
+    """The config, or d12's, on a topology."""
+    config = config or Config(name="d12", steps=2520)
+    return Candidate(resolved(replace(config, mesh=MeshConfig(**mesh))), known_topology(topology))
+
+
+def small(mesh: MeshConfig) -> Candidate:
+    """The candidate whose step `lowered` gives."""
+    config = replace(tiny_config(depth=1), mesh=mesh)
+    batch = replace(config.batch, tokens_per_step=16 * 4 * 8 // mesh.tensor, rows_per_device=1)
+    return Candidate(resolved(replace(config, batch=batch)), known_topology("h200:8"))
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tensor": 2}, {"fsdp": 4}], ids=str)
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_parameters_and_moments_are_those_of_the_state(mesh, kind):
+    config = tiny_config(**ALL_FEATURES, width=64)
+    config = replace(
+        config, optimizer=replace(config.optimizer, matrices=replace(config.optimizer.matrices, kind=kind))
+    )
+    of = candidate("h200:8", config, **mesh)
+    built = build(of.config, jax.devices()[:8])
+    held = lambda tree: sum(4 * prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
+    parts = memory(of)
+    assert parts["parameters"] == held(built.abstract_state.params)
+    # The optimizer counts its steps in some 32-bit numbers.
+    assert 0 <= held(built.abstract_state.opt_state) - parts["moments"] <= 64
+    assert parts["batch"] == held(built.abstract_batch())
+
+
+@MESHES
+def test_the_program_asks_for_the_arguments_and_sends_what_is_planned(mesh):
+    step, shape, _ = lowered(mesh)
+    of = small(mesh)
+    assert of.sizes == shape
+    parts = memory(of)
+    program = step.compile()
+    arguments = program.memory_analysis().argument_size_in_bytes
+    assert arguments == pytest.approx(parts["parameters"] + parts["moments"] + parts["batch"], rel=0.01)
+    found = collectives(step.as_text("hlo"), shape)
+    sent = lambda kind, axis: sum(c.times * c.bytes_each for c in found if c.kind == kind and c.axes == (axis,))
+    planned = {(t.kind, t.axis): t for t in communication(of)}
+    assert {axis for _, axis in planned} == {axis for axis, size in shape.items() if size > 1}
+    for (kind, axis), traffic in planned.items():
+        if (kind, axis) == ("all-gather", "fsdp"):  # written forward and backward; once where XLA keeps it
+            assert traffic.bytes < sent(kind, axis) <= 2 * traffic.bytes
+        else:
+            assert sent(kind, axis) == pytest.approx(traffic.bytes, rel=0.01), (kind, axis)
+        assert {c.in_loop for c in found if c.kind == kind and c.axes == (axis,) and c.bytes_each > 64} == {
+            traffic.in_scan
+        }
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "between"),
+    [
+        ("v5e:16x16", {}, set()),
+        ("2x v5e:4x4", {"fsdp": 4}, {"data"}),
+        ("4x h200:8", {"fsdp": 8}, {"data"}),
+        ("4x h200:8", {"fsdp": 16}, {"data", "fsdp"}),
+    ],
+)
+def test_what_goes_between_slices_and_nodes(topology, mesh, between):
+    traffic = communication(candidate(topology, **mesh))
+    assert {t.axis for t in traffic if t.link == "between"} == between
+    assert all(t.fast <= t.slow for t in traffic)
+
+
+def test_d12_s_gradients_are_gathered_and_reduced_once_with_the_bytes_that_its_program_has():
+    """docs/mesh.md: read from the program for v5e:4x4."""
+    traffic = {t.kind: t for t in communication(candidate("v5e:4x4"))}
+    assert traffic["reduce-scatter"].bytes == 4 * 135_266_304
+    assert traffic["all-gather"].bytes == 2 * 135_266_304
+    halves = {(t.kind, t.axis): t.bytes for t in communication(candidate("v5e:4x4", fsdp=4)) if t.axis == "fsdp"}
+    micro_batches = candidate("v5e:4x4", fsdp=4).step[0]
+    assert halves == {
+        ("all-gather", "fsdp"): micro_batches * 2 * 135_266_304,
+        ("reduce-scatter", "fsdp"): micro_batches * 4 * 135_266_304,
+    }
+
+
+def test_less_memory_costs_more_time():
+    of = candidate("v5e:4x4")
+    takes = {}
+    for remat in ("none", "products", "block"):
+        for chunks in (1, 8):
+            other = of.having(1, 1, 16, remat, chunks)
+            takes[remat, chunks] = sum(memory(other).values()), step_time(other).expected
+    for remat in ("none", "products", "block"):
+        assert takes[remat, 8][0] < takes[remat, 1][0] and takes[remat, 8][1] > takes[remat, 1][1]
+    for chunks in (1, 8):
+        sizes, times = zip(*(takes[remat, chunks] for remat in ("none", "products", "block")))
+        assert list(sizes) == sorted(sizes, reverse=True) and list(times) == sorted(times)
+
+
+def test_a_search_puts_what_fits_and_is_fastest_first():
+    rows = search(candidate("v5e:4x4"), None, 0.0)
+    fitting = [row for row in rows if row.fits]
+    assert rows[: len(fitting)] == fitting
+    assert [row.time.expected for row in fitting] == sorted(row.time.expected for row in fitting)
+    assert len({tuple(row.candidate.options().items()) for row in rows}) == len(rows) > 100
+
+
+def test_the_nearest_change_is_the_fewest_options_and_fits(monkeypatch):
+    tight = replace(machines()["v5e"], memory=3 * GIB)
+    monkeypatch.setitem(machines(), "v5e", tight)
+    row = row_of(candidate("v5e:4x4"))
+    assert not row.fits
+    found = nearest_change(row, None, 0.0)
+    assert found and found[0].count("--") == 1 and found[1].bytes <= HEADROOM * tight.memory
+
+
+def test_preemptions_take_half_an_interval_and_a_restart_each():
+    of = candidate("v5e:4x4")
+    time = step_time(of)
+    none, some = whole_run(of, time, 2.0, 0.0), whole_run(of, time, 2.0, 4.0)
+    lost = 4 * (250 * time.expected / 2 + 600) / 86_400
+    assert some.days == pytest.approx(none.days / (1 - lost))
+    assert some.cost == pytest.approx(some.days * 24 * 16 * 2) and none.checkpoint_bytes == 12 * 135_266_304
+    with pytest.raises(UserError, match="the run never ends"):
+        whole_run(of, time, None, 1000.0)
+
+
+def test_what_a_program_asks_for_counts_and_the_next_is_compiled_where_one_does_not_fit(monkeypatch):
+    rows = search(candidate("v5e:4x4"), None, 0.0)
+    asked = []
+
+    def pretend(row):
+        asked.append(row)
+        return int((100 if len(asked) == 1 else 2) * GIB)
+
+    monkeypatch.setattr(compiled, "_compiled_bytes", pretend)
+    found = compiled.corrected(rows, 1)
+    assert asked == rows[:2]
+    assert found[0].candidate is rows[1].candidate and found[0].bytes == 2 * GIB and found[0].fits
+    assert not found[1].fits and found[1].compiled
+
+
+def test_parameters_are_kept_for_who_has_no_jax(tmp_path, monkeypatch):
+    from model import shapes
+
+    model = resolved(tiny_config(**ALL_FEATURES)).model
+    monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path))
+    shapes._parameters.cache_clear()
+    first = parameters(model)
+    shapes._parameters.cache_clear()
+    monkeypatch.setattr(shapes, "_declared", lambda config: pytest.fail("made again"))
+    assert parameters(replace(model, remat="block", loss_chunks=2)) == first
+    (file,) = (tmp_path / "shapes").iterdir()
+    file.write_text("damaged")
+    shapes._parameters.cache_clear()
+    monkeypatch.undo()
+    assert parameters(model) == first
+
+
+def test_what_is_said_of_its_errors_is_what_the_grid_says():
+    known = plan_grid.record(plan_grid.RECORD)
+    points = [(fitted, words) for fitted, words in plan_grid.points("") if words in known]
+    found = [(fitted, plan_grid.compared(words, known[words])) for fitted, words in points]
+    assert plan_grid.held(found) == report.HELD

@@ -1,0 +1,91 @@
+"""plan.py as a user runs it."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+import plan
+from configs.command_line import parse
+from configs.exit_codes import Exit
+
+D12 = "--config=configs/d12.py"
+
+
+def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
+    """The exit code, and what was printed."""
+    monkeypatch.setattr(sys, "argv", ["plan.py", *words])
+    code = plan.run()
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--topology=v9:4x4"], "v9 is no machine that program/machines.toml describes; it has v4, v5e"),
+        (["--topology=v5e:4x4x4"], "a slice of v5e has 2 sides, as in 4x4"),
+        (["--topology=v5e"], "give a TPU slice"),
+        ([], "--topology is missing"),
+        (
+            ["--topology=v5e:4x4", "--mesh.fsdp=3"],
+            "--mesh.data=-1 x fsdp=3 x tensor=1 does not fit the 16 devices of v5e:4x4",
+        ),
+        (["--topology=v5e:4x4", "--batch.rows_per_device=3"], "rows_per_device that would work: [1, 2, 4, 8, 16]"),
+        (
+            ["--topology=v5e:16x16", "--batch.tokens_per_step=2048", "--search"],
+            "1 rows of 2048 tokens, which 256 devices",
+        ),
+        (["--topology=v5e:4x4", "v6e:4x4", "h200:8", "--price", "1", "2"], "--price has 2 numbers for 3 topologies"),
+    ],
+)
+def test_a_mistake_is_one_message_and_code_2(monkeypatch, capsys, words, said):
+    code, _, problem = run(monkeypatch, capsys, D12, *words)
+    assert code == Exit.MISTAKE and said in problem and problem.count("\n") == 1
+
+
+def test_where_nothing_fits_it_ends_with_1_and_names_what_would(monkeypatch, capsys):
+    network = lambda heads: [f"--model.width={128 * heads}", f"--model.heads={heads}", f"--model.kv_heads={heads}"]
+    words = [D12, "--model.depth=32", "--batch.rows_per_device=16", "--topology"]
+    code, _, problem = run(monkeypatch, capsys, *words, "v5e:4x4", *network(64))
+    assert code == Exit.FAILED and "nothing on it would" in problem and "x v5e:4x4 would" in problem
+    code, _, problem = run(monkeypatch, capsys, *words, "v5p:2x2x4", *network(32))
+    assert code == Exit.FAILED and "nearest that would: --" in problem
+
+
+def test_the_chosen_one_is_a_command_of_train(monkeypatch, capsys, tmp_path):
+    picture = tmp_path / "plan.png"
+    words = [D12, "--steps=5000", "--topology", "v5e:4x4", "2x h200:8", "--price", "1.2", "4", "--search", "--json"]
+    code, out, _ = run(monkeypatch, capsys, *words, f"--picture={picture}")
+    found = json.loads(out)
+    assert code == Exit.COMPLETE and picture.stat().st_size > 10_000
+    assert [each["topology"] for each in found["plans"]] == ["v5e:4x4", "2x h200:8"]
+    cheapest = min((each["candidates"][0]["run"]["cost"], each["topology"]) for each in found["plans"])
+    assert found["chosen"]["run"]["cost"] == cheapest[0] and found["chosen"]["topology"] == cheapest[1]
+    python, train, *rest = shlex.split(found["command"])
+    config, _ = parse(None, argv=rest)
+    assert (python, train, config.steps) == ("python", "train.py", 5000)
+    options = found["chosen"]["options"]
+    assert (config.mesh.fsdp, config.batch.rows_per_device) == (options["mesh.fsdp"], options["batch.rows_per_device"])
+    assert (config.model.remat, config.model.loss_chunks) == (options["model.remat"], options["model.loss_chunks"])
+
+
+def test_a_table_says_what_it_stands_on(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, D12, "--topology=v5e:4x4", "v6e:4x4", "--price=1.5")
+    assert code == Exit.COMPLETE
+    parts = ("gathered copies", "reduce-scatter", "limited by", "device-hours", "assumed of a")
+    for said in (*parts, "compiled programs so far"):
+        assert said in out
+    assert out.rstrip().splitlines()[-1] == "python train.py --config=configs/d12.py"
+
+
+def test_the_closed_form_takes_no_jax():
+    """Once the network's shapes are kept: nor, then, any program compiled."""
+    script = "import sys, plan; code = plan.run(); assert 'jax' not in sys.modules; sys.exit(code)"
+    words = [sys.executable, "-c", script, D12, "--topology=v5e:16x16", "--search"]
+    for _ in range(2):
+        ended = subprocess.run(words, capture_output=True, text=True)
+        if ended.returncode == 0:
+            break
+    assert ended.returncode == 0, ended.stderr
