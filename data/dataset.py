@@ -8,6 +8,7 @@ them, serves too: those with `val` in their names are held out, and `data.tokeni
 import hashlib
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -17,7 +17,7 @@ from evaluation.harness import digest
 BOOTSTRAP = 1000  # draws for the standard error of a metric that is no mean; the harness' 100,000 take minutes a task
 
 
-def load_tasks(names: Sequence[str], folder: str | None) -> dict[str, Any]:
+def load_tasks(names: Sequence[str], folder: str | None) -> Mapping[str, Any]:
     """The harness' tasks of these names, of its own or of the task files in `folder`. UserError for an unknown name,
     and for a task whose data cannot be had."""
     from lm_eval.tasks import TaskManager
@@ -46,11 +46,11 @@ def others_network(folder: str) -> LM:
     except ImportError as error:
         raise UserError(f"{folder} is of another architecture: make setup EXTRA=harness,interop ({error})") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return HFLM(pretrained=folder, device=device, dtype="float32", batch_size=8)
+    return HFLM(pretrained=folder, device=device, dtype="float32", batch_size=8)  # pyright: ignore[reportCallIssue]
 
 
 def measure(
-    network: LM, loaded: dict[str, Any], items: int | None, tie: float, cache: str | None = None
+    network: LM, loaded: Mapping[str, Any], items: int | None, tie: float, cache: str | None = None
 ) -> tuple[dict[str, dict], dict[str, list[dict]]]:
     """Each task's figures and standard errors, as the harness computes them, and a line for each of its items.
 
@@ -65,14 +65,13 @@ def measure(
     for name, task in tasks.items() if items else ():
         count = len(task.eval_docs)
         chosen[name] = sorted(random.Random(1337).sample(range(count), min(items or count, count)))
-    found = simple_evaluate(
+    found: Any = simple_evaluate(
         network,
         tasks=[one for one in top if getattr(one, "name", getattr(one, "task_name", None)) not in members],
         samples=chosen or None,
         bootstrap_iters=BOOTSTRAP,
         use_cache=cache,
     )
-    assert found is not None
     answers = getattr(network, "answers", {})
     lines = {name: [line_of(sample, tie, answers) for sample in found["samples"][name]] for name in tasks}
     results = {name: result_of(found["results"][name], lines.get(name)) for name in found["results"]}
