@@ -61,7 +61,7 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
             ],
         ),
         description=f"{description}\n\n--config FILE (required) gives every option below its default.",
-        args=argv,
+        args=[_flag(word) for word in argv],
         use_underscores=True,
     )
     # tyro takes hyphens for underscores.
@@ -89,6 +89,13 @@ def _take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
         if word == f"--{name}" and i + 1 < len(argv):
             return argv[i + 1], argv[:i] + argv[i + 2 :]
     return None, argv
+
+
+def _flag(word: str) -> str:
+    """`--deterministic=False` in tyro's spelling, `--no_deterministic`; `--deterministic=True` as `--deterministic`."""
+    option, _, value = word.partition("=")
+    section, dot, name = option.removeprefix("--").rpartition(".")
+    return {"True": option, "False": f"--{section}{dot}no_{name}"}.get(value, word)
 
 
 def config_from_json(text: str) -> Config:

@@ -63,6 +63,14 @@ def test_overrides_change_single_options(flag, first):
     }
 
 
+def test_a_switch_takes_true_and_false():
+    words = [f"--config={SMALL}", "--deterministic=False", "--model.smear=False", "--model.backout=True"]
+    config, extra = parse(None, Extra, [*words, "--accept_changes=True"])
+    assert (config.deterministic, config.model.smear, config.model.backout) == (False, False, True)
+    assert extra.accept_changes
+    assert not parse(None, Extra, [f"--config={SMALL}", "--no-deterministic"])[0].deterministic
+
+
 @pytest.mark.parametrize(
     ("words", "run_dir"),
     [([], "runs/small"), (["--name=mine"], "runs/mine"), (["--name=mine", "--run_dir=/x/y"], "/x/y")],

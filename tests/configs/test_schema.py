@@ -191,10 +191,14 @@ def test_what_may_change_when_a_run_is_continued():
     sections = {"mesh", "log", "eval", "hang", "profile", "diagnostics"}
     assert {name for name in free if name.split(".")[0] not in sections} == {
         *("run_dir", "resume", "max_skipped_steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
+        "deterministic",
         *(
             "data.source",
             "data.tokenizer",
             "data.workers",
+            "data.copy",
+            "data.cache_gb",
+            "data.max_epochs",
             "checkpoint.every_minutes",
             "checkpoint.every_steps",
             "checkpoint.keep",
