@@ -14,7 +14,7 @@ import train
 from run.events import Events
 from run.lines import read_metrics
 from run.runtime import run_command
-from training.build import build
+from training.build import build_stages
 
 CONFIG = """
 from configs.schema import *
@@ -55,7 +55,7 @@ def folder(tmp_path_factory):
 def start(monkeypatch, folder: Path, *arguments: str) -> int:
     """The exit code of train.py, in this process, on one device."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(train, "build", partial(build, devices=jax.devices()[:1]))
+    monkeypatch.setattr(train, "build_stages", partial(build_stages, devices=jax.devices()[:1]))
     monkeypatch.setattr("sys.argv", ["train.py", "--config=tiny.py", *arguments])
     with pytest.raises(SystemExit) as end:
         run_command(train.main)
