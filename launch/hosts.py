@@ -68,9 +68,10 @@ def prepare(job: Job, code: Code, setup: str) -> str:
 
 
 def start(name: str) -> str:
-    """Shell that starts the loop, detached, unless it runs, or has ended since `prepare`."""
+    """Shell that starts the loop, detached, unless it runs, or has ended since `prepare`. On a host that lost its disk
+    since then it does nothing; `state` tells of it."""
     return (
-        f'cd "{folder(name)}" && {{ test -e ended || ! flock --nonblock lock true || '
+        f'cd "{folder(name)}" 2>/dev/null || exit 0; {{ test -e ended || ! flock --nonblock lock true || '
         "{ setsid nohup flock --timeout 5 lock bash loop.sh >> log 2>&1 < /dev/null & }; }"
     )
 

@@ -128,7 +128,8 @@ def start(slices: Slices, job: Job, code: Code, options: TpuOptions) -> None:
     slices.ssh(hosts.prepare(job, code, options.setup))
     for _ in range(3):  # a connection may break after a host was told, and before it did it
         slices.ssh(hosts.start(job.name))
-        if options.dry_run or not {"none", "idle"} & {state for state, _ in states(slices).values()}:
+        # "none": a host lost its disk since it was prepared, and `watch` prepares it anew.
+        if options.dry_run or "idle" not in {state for state, _ in states(slices).values()}:
             return
         pause(0.2)
     raise UserError(f"the run does not start on every host of {slices.name}: {states(slices)}")
