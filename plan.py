@@ -15,7 +15,7 @@ import contextlib
 import json
 import shlex
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from configs.command_line import parse
 from configs.exit_codes import Exit
@@ -23,7 +23,9 @@ from configs.interrupt import raise_at_interrupt
 from configs.schema import Config, FilePath, NotNegative, UserError
 from planning import compiled, report
 from planning.candidate import Candidate, known_topology, name_of
-from planning.search import Row, more_devices, nearest_change, row_of, search
+from planning.measured import measured, of_machines
+from planning.search import Given, Row, more_devices, nearest_change, row_of, search
+from run.report import read_runs
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Arguments:
     """US dollars a device and hour: one for all, or one for each topology."""
     preemptions: NotNegative[float] = 0.0
     """Of the whole run, a day."""
+    calibrate: tuple[str, ...] = ()
+    """Folders of runs: what they measured on a machine takes the place of what is assumed of it."""
     json: bool = False
     """Print JSON in place of tables."""
     picture: FilePath = ""
@@ -56,10 +60,16 @@ def plan(config: Config, arguments: Arguments, words: list[str]) -> int:
     if len(prices) != len(asked):
         raise UserError(f"--price has {len(prices)} numbers for {len(asked)} topologies; give one, or one each")
     say = (lambda text: None) if arguments.json else print
+    found = [measured(run) for run in read_runs(list(arguments.calibrate))]
+    for of in found:
+        say(of.words)
+    known = of_machines(found)
     plans: list[list[Row]] = []
     for of, price in zip(asked, prices):
-        options = price, arguments.preemptions
-        rows = search(of, *options) if arguments.search else [row_of(of, *options)]
+        given = Given(price, arguments.preemptions)
+        if run := known.get(of.machine.kind):
+            given = replace(given, seconds=run.seconds, bytes=run.bytes)
+        rows = search(of, given) if arguments.search else [row_of(of, given)]
         plans.append(rows)
         say(report.candidates(rows))
     if arguments.compile:
@@ -75,19 +85,19 @@ def plan(config: Config, arguments: Arguments, words: list[str]) -> int:
         if len(plans) > 1:
             say(report.comparison(best))
         say(f"\n{command(words, config, chosen)}")
-    for rows, price in zip(plans, prices):
+    for rows in plans:
         if not rows[0].fits:
-            print(what_would_fit(rows[0], price, arguments), file=sys.stderr)
+            print(what_would_fit(rows[0], arguments.search), file=sys.stderr)
     if arguments.picture:
         report.picture(plans, chosen, arguments.picture)
     return Exit.COMPLETE if chosen else Exit.FAILED
 
 
-def what_would_fit(row: Row, price: float | None, arguments: Arguments) -> str:
+def what_would_fit(row: Row, searched: bool) -> str:
     """In a line, where a topology's best does not fit."""
     name = name_of(row.candidate.topology)
     line = f"{name}: does not fit: it asks for {report.gib(row.bytes)}, and {report.limit(row)} may be taken; "
-    change = None if arguments.search else nearest_change(row, price, arguments.preemptions)
+    change = None if searched else nearest_change(row)
     if change:
         return f"{line}nearest that would: {change[0]} ({report.gib(change[1].bytes)})"
     larger = more_devices(row.candidate)
@@ -111,7 +121,7 @@ def command(words: list[str], config: Config, chosen: Row | None) -> str:
 def main() -> int:
     words = sys.argv[1:]
     # `--topology=A B` is `--topology A B`
-    lists = ("--topology=", "--price=")
+    lists = ("--topology=", "--price=", "--calibrate=")
     spread = [part for word in words for part in (word.split("=", 1) if word.startswith(lists) else [word])]
     # What follows from a depth is printed, which is no JSON.
     with contextlib.redirect_stdout(sys.stderr if "--json" in words else sys.stdout):

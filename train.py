@@ -27,6 +27,7 @@ from data.loader import train_batches
 from evaluation.evaluator import Evaluator
 from interchange.init_from import read_params, require_same_network
 from model.flops import parameter_counts
+from planning.measured import does_not_fit
 from run.checkpoint import Checkpoints, whole_steps
 from run.cluster import Cluster
 from run.events import Events, rollbacks_to
@@ -41,7 +42,7 @@ from run.preflight import preflight
 from run.runtime import Stop, cache_dir, check_hosts_agree, describe_processes, on_first_process, run_command, start_jax
 from run.stages import Programs, batches_from
 from training.build import Build, build_stages
-from training.mesh import cost_of_slow_links, make_mesh
+from training.mesh import cost_of_slow_links, islands, make_mesh
 from training.state import params_sha256
 
 
@@ -271,7 +272,14 @@ def main() -> int:
     with RunLock(config.run_dir) as lock, Stop() as stop:
         cluster = start_jax()
         with failures_told(config):
-            return train(config, cluster, arguments.accept_changes, lock, stop)
+            try:
+                return train(config, cluster, arguments.accept_changes, lock, stop)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                devices = jax.devices()
+                why = does_not_fit(config, devices[0].device_kind, len(devices), len(islands(devices)))
+                raise UserError(f"{why}\n{str(error).splitlines()[0]}") from error
 
 
 if __name__ == "__main__":

@@ -17,10 +17,25 @@ MOST_TENSOR = 8
 
 
 @dataclass(frozen=True)
+class Given:
+    """What is known beside a config and a topology."""
+
+    price: float | None = None
+    """Dollars a device and hour."""
+    preemptions: float = 0.0
+    """Of the whole run, a day."""
+    seconds: float = 1.0
+    """Of a step, measured over planned: what the closed form's are multiplied by."""
+    bytes: float = 1.0
+    """Of a device, likewise."""
+
+
+@dataclass(frozen=True)
 class Row:
     """A candidate with what is known of it."""
 
     candidate: Candidate
+    given: Given
     parts: dict[str, float]
     """Bytes on a device."""
     traffic: list[Traffic]
@@ -39,11 +54,13 @@ class Row:
         return self.bytes <= HEADROOM * self.candidate.machine.memory
 
 
-def row_of(candidate: Candidate, price: float | None = None, preemptions: float = 0.0) -> Row:
+def row_of(candidate: Candidate, given: Given) -> Row:
     """UserError where the sizes do not divide."""
     traffic = communication(candidate)
-    time = step_time(candidate, traffic)
-    return Row(candidate, memory(candidate), traffic, time, whole_run(candidate, time, price, preemptions))
+    time = step_time(candidate, traffic).times(given.seconds)
+    parts = {part: size * given.bytes for part, size in memory(candidate).items()}
+    run = whole_run(candidate, time, given.price, given.preemptions)
+    return Row(candidate, given, parts, traffic, time, run)
 
 
 def candidates(of: Candidate) -> Iterator[Candidate]:
@@ -73,10 +90,10 @@ def _powers(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length()) if 2**i <= most]
 
 
-def search(of: Candidate, price: float | None, preemptions: float) -> list[Row]:
+def search(of: Candidate, given: Given) -> list[Row]:
     """All candidates, the fastest that fit first; of those as fast, the one that holds least. UserError where the
     devices cannot share the step's rows."""
-    rows = [row_of(candidate, price, preemptions) for candidate in candidates(of)]
+    rows = [row_of(candidate, given) for candidate in candidates(of)]
     if not rows:
         of.step  # says what does not divide  # noqa: B018
         raise UserError(f"no mesh of {name_of(of.topology)} divides this network and its step")
@@ -87,20 +104,17 @@ def most_rows(row: Row) -> int:
     """The most rows_per_device that fit, of those that divide the step's; 0 where none does."""
     of = row.candidate
     share = of.step[0] * of.step[1]
-    fitting = [n for n in range(1, share + 1) if share % n == 0 and _bytes(of, rows=n) <= HEADROOM * of.machine.memory]
+    having = lambda rows: replace(of.config, batch=replace(of.config.batch, rows_per_device=rows))
+    bytes_of = lambda rows: row.given.bytes * sum(memory(Candidate(having(rows), of.topology)).values())
+    fitting = [n for n in range(1, share + 1) if share % n == 0 and bytes_of(n) <= HEADROOM * of.machine.memory]
     return max(fitting, default=0)
 
 
-def _bytes(of: Candidate, rows: int) -> float:
-    batch = replace(of.config.batch, rows_per_device=rows)
-    return sum(memory(Candidate(replace(of.config, batch=batch), of.topology)).values())
-
-
-def nearest_change(row: Row, price: float | None, preemptions: float) -> tuple[str, Row] | None:
+def nearest_change(row: Row) -> tuple[str, Row] | None:
     """The options that differ in the candidate that fits with the fewest changes, the fastest of these; None where none
     fits."""
     asked = row.candidate.options() | {"mesh.data": -1}
-    fitting = [found for found in search(row.candidate, price, preemptions) if found.fits]
+    fitting = [found for found in search(row.candidate, row.given) if found.fits]
     differs = lambda found: {k: v for k, v in found.candidate.options().items() if v != asked[k]}
     if not fitting:
         return None

@@ -46,6 +46,10 @@ class StepTime(NamedTuple):
         """The middle of the bracket, by which candidates are put in order."""
         return (self.fast * self.slow) ** 0.5
 
+    def times(self, factor: float) -> "StepTime":
+        """Each so many times as long."""
+        return StepTime(*(factor * seconds for seconds in self))
+
     @property
     def limiter(self) -> str:
         """What takes most."""

@@ -39,7 +39,13 @@ def machines() -> dict[str, Machine]:
         raise UserError(f"{MACHINES}: {error}") from error
 
 
+def machine_of(device_kind: str) -> Machine | None:
+    """The machine of a `jax.Device.device_kind`, or None where none is described (every CPU)."""
+    matches = [(len(part), m.kind) for m in machines().values() for part in m.device_kind if part in device_kind]
+    return machines()[max(matches)[1]] if matches else None
+
+
 def peak_flops(device_kind: str) -> float | None:
-    """Peak bfloat16 FLOP/s of a `jax.Device.device_kind`, or None where it is not known (every CPU)."""
-    matches = [(len(part), m.flops) for m in machines().values() for part in m.device_kind if part in device_kind]
-    return max(matches)[1] if matches else None
+    """Its peak bfloat16 FLOP/s, or None where it is not known."""
+    machine = machine_of(device_kind)
+    return machine.flops if machine else None

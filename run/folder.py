@@ -25,7 +25,7 @@ from run.kernels import ARCHIVE
 from run.lines import read_metrics
 from run.runtime import versions
 from training.build import build
-from training.mesh import make_mesh
+from training.mesh import islands, make_mesh
 from training.optimizer import path_name
 from training.state import TrainState, abstract_params
 
@@ -279,7 +279,12 @@ def write_record(record: Path, config: Config, fingerprint: str, changes: list[l
         "config": dataclasses.asdict(dataclasses.replace(config, data=absolute(config.data))),
         "dataset": fingerprint,
         "versions": versions(),
-        "devices": {"kind": devices[0].device_kind, "count": len(devices), "processes": jax.process_count()},
+        "devices": {
+            "kind": devices[0].device_kind,
+            "count": len(devices),
+            "processes": jax.process_count(),
+            "slices": len(islands(devices)),
+        },
         "changes": changes,
     }
     record.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """The closed form against the shapes that training has, and against the programs that it compiles to."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from math import prod
 
 import jax
@@ -12,12 +13,14 @@ from model.shapes import parameters
 from planning import compiled, report
 from planning.candidate import Candidate, known_topology
 from planning.communication import communication
+from planning.measured import does_not_fit, measured, of_machines
 from planning.memory import memory
-from planning.search import nearest_change, row_of, search
+from planning.search import Given, nearest_change, row_of, search
 from planning.step_time import step_time
 from planning.whole_run import whole_run
 from program.collectives import collectives
 from program.machines import HEADROOM, machines
+from run.report import read_run
 from tests.helpers import ALL_FEATURES, tiny_config
 from tests.program.test_collectives import MESHES, lowered
 from training.build import build
@@ -121,7 +124,7 @@ def test_less_memory_costs_more_time():
 
 
 def test_a_search_puts_what_fits_and_is_fastest_first():
-    rows = search(candidate("v5e:4x4"), None, 0.0)
+    rows = search(candidate("v5e:4x4"), Given())
     fitting = [row for row in rows if row.fits]
     assert rows[: len(fitting)] == fitting
     assert [row.time.expected for row in fitting] == sorted(row.time.expected for row in fitting)
@@ -131,9 +134,9 @@ def test_a_search_puts_what_fits_and_is_fastest_first():
 def test_the_nearest_change_is_the_fewest_options_and_fits(monkeypatch):
     tight = replace(machines()["v5e"], memory=3 * GIB)
     monkeypatch.setitem(machines(), "v5e", tight)
-    row = row_of(candidate("v5e:4x4"))
+    row = row_of(candidate("v5e:4x4"), Given())
     assert not row.fits
-    found = nearest_change(row, None, 0.0)
+    found = nearest_change(row)
     assert found and found[0].count("--") == 1 and found[1].bytes <= HEADROOM * tight.memory
 
 
@@ -149,7 +152,7 @@ def test_preemptions_take_half_an_interval_and_a_restart_each():
 
 
 def test_what_a_program_asks_for_counts_and_the_next_is_compiled_where_one_does_not_fit(monkeypatch):
-    rows = search(candidate("v5e:4x4"), None, 0.0)
+    rows = search(candidate("v5e:4x4"), Given())
     asked = []
 
     def pretend(row):
@@ -161,6 +164,45 @@ def test_what_a_program_asks_for_counts_and_the_next_is_compiled_where_one_does_
     assert asked == rows[:2]
     assert found[0].candidate is rows[1].candidate and found[0].bytes == 2 * GIB and found[0].fits
     assert not found[1].fits and found[1].compiled
+
+
+def finished_run(folder, of, seconds, peak):
+    """What plan.py reads of a run that took so long a step and held so much."""
+    per_second = of.config.batch.tokens_per_step / seconds
+    line = {"time": 0.0, "loss": 3.0, "peak_memory_bytes": peak}
+    # The first logged step has the start in it, and the last had something beside it.
+    rates = [per_second / 10, per_second, per_second, per_second / 2]
+    lines = [line | {"step": 10 * i, "tokens_per_second": rate} for i, rate in enumerate(rates, 1)]
+    folder.mkdir()
+    devices = {"kind": "TPU v5 lite", "count": 16, "processes": 4, "slices": 1}
+    record = {"config": asdict(of.config), "dataset": "", "versions": {}, "devices": devices, "changes": []}
+    (folder / "config.json").write_text(json.dumps(record))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_run(folder)
+
+
+def test_what_a_run_measured_takes_the_place_of_what_is_assumed(tmp_path):
+    of = candidate("v5e:4x4")
+    seconds, peak = 2 * step_time(of).expected, int(1.25 * sum(memory(of).values()))
+    found = measured(finished_run(tmp_path / "run", of, seconds, peak))
+    assert found.machine == "v5e" and "-50.0%" in found.words and "-20.0%" in found.words
+    known = of_machines([found, found._replace(machine="v6e")])["v5e"]
+    row = row_of(of, Given(seconds=known.seconds, bytes=known.bytes))
+    assert row.time.expected == pytest.approx(seconds) and row.bytes == pytest.approx(peak)
+    assert row.run.tokens_per_second == pytest.approx(of.config.batch.tokens_per_step / seconds)
+    with pytest.raises(UserError, match="has not logged two steps"):
+        (tmp_path / "run" / "metrics.jsonl").write_text("")
+        measured(read_run(tmp_path / "run"))
+
+
+def test_a_step_that_asked_for_too_much_is_told_what_it_holds_and_what_would_fit(monkeypatch):
+    """Also where the closed form had thought that it fits."""
+    of = candidate("v5e:4x4")
+    for memory_of_chip in (sum(memory(of).values()) * share for share in (0.6, 1.2)):
+        monkeypatch.setitem(machines(), "v5e", replace(machines()["v5e"], memory=int(memory_of_chip)))
+        said = does_not_fit(of.config, "TPU v5 lite", 16, 1)
+        assert "activations" in said and "would fit" in said
+    assert "not known of this device" in does_not_fit(of.config, "cpu", 16, 1)
 
 
 def test_parameters_are_kept_for_who_has_no_jax(tmp_path, monkeypatch):

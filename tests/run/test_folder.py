@@ -95,7 +95,7 @@ def test_first_start_writes_the_config_and_what_it_ran_on(config):
     assert record["dataset"] == "print"
     assert record["versions"] == versions()
     assert record["versions"]["jax"] == jax.__version__
-    assert record["devices"] == {"kind": jax.devices()[0].device_kind, "count": 8, "processes": 1}
+    assert record["devices"] == {"kind": jax.devices()[0].device_kind, "count": 8, "processes": 1, "slices": 1}
     assert record["changes"] == []
     assert sorted(path.name for path in Path(config.run_dir).iterdir()) == ["config.json", "events.jsonl", "lock"]
 
