@@ -14,8 +14,10 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,7 @@ import run.inspect as inspect_run
 import sample
 import train
 from configs.ramp import Ramp
+from program.machines import machines
 from run.checkpoint import Checkpoints
 from run.events import Events, batch_of
 from run.folder import RunLock
@@ -401,6 +404,22 @@ def test_two_runs_are_compared_on_other_text(folder, untouched, monkeypatch, cap
     monkeypatch.setattr("evaluation.document_losses.DocumentLosses._losses", None)  # all is in the logs
     assert run("evaluate", monkeypatch, *command) == 0
     assert json.loads(capsys.readouterr().out) == found
+
+
+def test_a_step_that_does_not_fit_says_what_it_holds_and_what_would_fit(folder, monkeypatch, capfd):
+    used = "RESOURCE_EXHAUSTED: Used 20.3G of 15.7G hbm."
+    compiling = Mock(side_effect=jax.errors.JaxRuntimeError(f"{used}\nand a page more"))
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("train.Programs.compile", compiling)
+    monkeypatch.setitem(
+        machines(), "cpu", replace(machines()["v5e"], kind="cpu", device_kind=["cpu"], memory=1_000_000)
+    )
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large") == 2
+    said = capfd.readouterr().err
+    assert "gradient sums" in said and "would fit" in said and said.strip().endswith(used)
+    compiling.side_effect = jax.errors.JaxRuntimeError("INTERNAL: another")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another"):
+        run("train", monkeypatch, "--config=tiny.py", "--run_dir=large")
 
 
 @pytest.mark.parametrize(
