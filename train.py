@@ -33,7 +33,6 @@ from run.cluster import Cluster
 from run.events import Events, rollbacks_to
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
 from run.goodput import Times, goodput, summed_up
-from run.kernels import keep_choices, use_choices
 from run.lines import read_metrics
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, summarize, write_summary
@@ -88,42 +87,34 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
 
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
     say(describe(builds))
-    programs = Programs(builds)
-    keeps_kernels = config.deterministic and built.mesh.devices.flat[0].platform == "gpu"
-    if keeps_kernels:
-        use_choices(config.run_dir)
-    with times.during("compilation"):
-        programs.compile(checkpoints.newest, say)
-    if keeps_kernels:
-        on_first_process(lambda: keep_choices(config.run_dir))
+    programs = Programs(builds, times, say)
+    programs.compile(checkpoints.newest)
     if slow := cost_of_slow_links(built.mesh, config.model, built.batch_shape):
         say(slow)
     outcome = None
     while outcome is None:
         with times.during("restore"):
             start = resume(built, checkpoints, past, say)
-        with times.during("compilation"):
-            programs.compile(start.step, say)  # nothing, unless the newest checkpoint could not be read
+        programs.compile(start.step)  # nothing, unless the newest checkpoint could not be read
         accepted = partial(accept, config, text.fingerprint, past.changes, start.step, start.position, **times.note())
         on_first_process(accepted)
         if jax.process_index() == 0:
             text.tokenizer.save(Path(config.run_dir) / "tokenizer")
         batches = batches_from(start, builds, text)
-        seen, fingerprint = lambda i, batches=batches: text.seen(batches.row_numbers(i)), text.fingerprint
         loop = Loop(
             built,
             start,
             programs.train_step,
             evaluator,
-            seen,
+            lambda i, batches=batches: text.seen(batches.row_numbers(i)),
             checkpoints,
-            fingerprint,
+            text.fingerprint,
             stop,
             say,
             times,
-            programs.measuring_step if config.diagnostics.every_steps else None,
-            evaluator.tasks,
-            lambda position: text.epochs(position // length),
+            measuring_step=programs.measuring_step if config.diagnostics.every_steps else None,
+            measure_tasks=evaluator.tasks,
+            epochs=lambda position: text.epochs(position // length),
         )
         write_what_happened(loop, past)
         ended = loop.run(train_batches(batches, built.batch_sharding, config.data.workers))

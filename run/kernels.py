@@ -6,14 +6,19 @@ begins with those that others on the machine have made, and is theirs to the bit
 checkpoints.
 """
 
+import io
 import shutil
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from zipfile import BadZipFile, ZipFile
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from run.runtime import cache_dir, on_first_process
+from configs.files import cache_dir, write_whole
+from configs.schema import UserError
+from run.runtime import on_first_process
 
 ARCHIVE = "kernels.zip"
 CHOICES = "xla_gpu_per_fusion_autotune_cache_dir"  # which JAX adds to the folder of its cache
@@ -21,7 +26,7 @@ CHOICES = "xla_gpu_per_fusion_autotune_cache_dir"  # which JAX adds to the folde
 
 def use_choices(run_dir: str | Path) -> None:
     """From here on programs are compiled with the choices of the run, or, where it has none, with those of the cache.
-    Every process must call it."""
+    UserError where the run's cannot be read. Every process must call it."""
     folder = Path(run_dir).resolve() / "compiled"  # a part of the programs' keys: the same however it is spelled
     on_first_process(lambda: _begin(folder / CHOICES, Path(run_dir) / ARCHIVE))
     (folder / CHOICES).mkdir(parents=True, exist_ok=True)  # of a process that has a folder of its own
@@ -35,7 +40,14 @@ def _begin(mine: Path, archive: Path) -> None:
     partial = mine.with_name("partial")
     shutil.rmtree(partial, ignore_errors=True)
     if archive.exists():
-        shutil.unpack_archive(archive, partial)
+        try:
+            shutil.unpack_archive(archive, partial)
+        except (shutil.ReadError, BadZipFile) as error:
+            raise UserError(
+                f"{archive} cannot be read ({error}); it holds the kernels that the run computes with. Restore it (with "
+                "--checkpoint.folder there is a copy beside the checkpoints), or delete it: the run then goes on with "
+                "kernels that are chosen anew, and may round differently"
+            ) from error
     elif known_choices().exists():
         shutil.copytree(known_choices(), partial)
     else:
@@ -44,15 +56,19 @@ def _begin(mine: Path, archive: Path) -> None:
 
 
 def keep_choices(run_dir: str | Path) -> None:
-    """Once the run's programs are compiled: packs its choices, and adds to the cache those that are new there. Only
-    the first process may call it."""
-    mine, known = Path(run_dir) / "compiled" / CHOICES, known_choices()
+    """Once programs are compiled: packs the run's choices, and adds to the cache those that are new there. Only the
+    first process may call it."""
+    mine, known, packed = Path(run_dir) / "compiled" / CHOICES, known_choices(), io.BytesIO()
+    chosen = [path for path in mine.iterdir() if path.is_file()]  # beside them XLA has a folder, `tmp`
     known.mkdir(parents=True, exist_ok=True)
-    for choice in mine.iterdir():
-        if not (known / choice.name).exists():
-            shutil.copy(choice, known)
-    partial = shutil.make_archive(str(Path(run_dir) / f"{ARCHIVE}.partial"), "zip", mine)
-    Path(partial).replace(Path(run_dir) / ARCHIVE)
+    with ZipFile(packed, "w") as archive, TemporaryDirectory(dir=known.parent) as unfinished:
+        for choice in chosen:
+            archive.write(choice, choice.name)
+            if not (known / choice.name).exists():  # others read there, and add theirs, at the same time
+                whole = Path(unfinished) / choice.name
+                write_whole(whole, choice.read_bytes())
+                whole.rename(known / choice.name)
+    write_whole(Path(run_dir) / ARCHIVE, packed.getbuffer())
 
 
 def known_choices() -> Path:

@@ -2,12 +2,16 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from configs.ramp import Ramp
 from data.dataset import Text
 from data.loader import StagedBatches, StepBatches, local_rows
+from run.goodput import Times
+from run.kernels import keep_choices, use_choices
 from run.loop import Start
+from run.runtime import on_first_process
 from training.build import Build
 from training.state import TrainState
 from training.step import Batch, Metrics, TrainStep
@@ -16,24 +20,33 @@ from training.step import Batch, Metrics, TrainStep
 class Programs:
     """The compiled steps of a run, one for each stage of its ramp, told apart by the shape of a batch."""
 
-    def __init__(self, builds: list[Build]):
-        self.builds = builds
+    def __init__(self, builds: list[Build], times: Times, say: Callable[[str], Any]):
+        """Every process must make one, and compile together with the others."""
+        self.builds, self.times, self.say = builds, times, say
+        config, device = builds[-1].config, builds[-1].mesh.devices.flat[0]
+        self.keeps_kernels = config.deterministic and device.platform == "gpu"
+        if self.keeps_kernels:
+            use_choices(config.run_dir)
         self.plain: dict[tuple[int, ...], TrainStep] = {}
         self.measuring: dict[tuple[int, ...], TrainStep] = {}
 
-    def compile(self, step: int, say: Callable[[str], Any]) -> None:
-        """All that the run needs after `step`, so that whatever a later stage cannot do, memory included, is known now.
-        A compiled program refuses other shapes, so no step can compile anew."""
-        config, began, before = self.builds[-1].config, time.monotonic(), len(self.plain)
+    def compile(self, step: int) -> None:
+        """All that the run needs after `step` and that is not compiled yet, so that whatever a later stage cannot do,
+        memory included, is known now. A compiled program refuses other shapes, so no step can compile anew."""
+        config, began = self.builds[-1].config, time.monotonic()
         ramp = Ramp.of(config.batch)
-        for built in self.builds[ramp.index(step) : len(ramp.reached(config.steps))]:
-            if built.batch_shape not in self.plain:
-                compiled = lambda step, of=built: step.lower(of.abstract_state, of.abstract_batch()).compile()
-                self.plain[built.batch_shape] = compiled(built.train_step)
+        needed = self.builds[ramp.index(step) : len(ramp.reached(config.steps))]
+        new = [built for built in needed if built.batch_shape not in self.plain]
+        with self.times.during("compilation"):
+            for built in new:
+                state, batch = built.abstract_state, built.abstract_batch()
+                self.plain[built.batch_shape] = built.train_step.lower(state, batch).compile()
                 if config.diagnostics.every_steps:
-                    self.measuring[built.batch_shape] = compiled(built.measuring_step)
-        if (new := len(self.plain) - before) and config.batch.ramp:
-            say(f"compiled the programs of {new} stage(s) in {time.monotonic() - began:.1f} s")
+                    self.measuring[built.batch_shape] = built.measuring_step.lower(state, batch).compile()
+        if new and self.keeps_kernels:
+            on_first_process(partial(keep_choices, config.run_dir))
+        if new and config.batch.ramp:
+            self.say(f"compiled the programs of {len(new)} stage(s) in {time.monotonic() - began:.1f} s")
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """A step, by its stage's program."""

@@ -1,13 +1,20 @@
 """The choices of kernels that a run keeps. On a CPU XLA makes none, so their files are made up here."""
 
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from zipfile import ZipFile
 
 import jax
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from configs.schema import BatchConfig, Config, UserError
 from run.folder import record_files
-from run.kernels import CHOICES, keep_choices, use_choices
+from run.goodput import Times
+from run.kernels import ARCHIVE, CHOICES, keep_choices, use_choices
+from run.stages import Programs
 
 
 @pytest.fixture(autouse=True)
@@ -22,12 +29,19 @@ def cache(tmp_path, monkeypatch):
 def start(run_dir, chosen: dict[str, str]) -> dict[str, str]:
     """What a start of the run goes on with, where XLA would choose so: a choice that it finds is not made anew."""
     use_choices(run_dir)
+    choose(run_dir, chosen)
+    keep_choices(run_dir)
+    return {path.name: path.read_text() for path in (run_dir / "compiled" / CHOICES).iterdir() if path.is_file()}
+
+
+def choose(run_dir, chosen: dict[str, str]) -> None:
+    """As XLA does it: written in a folder `tmp`, which stays, and then renamed."""
     folder = run_dir / "compiled" / CHOICES
+    (folder / "tmp").mkdir(exist_ok=True)
     for name, choice in chosen.items():
         if not (folder / name).exists():
-            (folder / name).write_text(choice)
-    keep_choices(run_dir)
-    return {path.name: path.read_text() for path in folder.iterdir()}
+            (folder / "tmp" / name).write_text(choice)
+            (folder / "tmp" / name).rename(folder / name)
 
 
 def test_a_run_goes_on_with_its_choices_whatever_becomes_of_the_cache_or_of_its_folder(tmp_path, cache):
@@ -50,6 +64,59 @@ def test_a_new_run_begins_with_the_choices_of_others_and_changes_none(tmp_path):
     assert start(tmp_path / "third", {"a": "3", "b": "3"}) == {"a": "1", "b": "2"}
     assert start(tmp_path / "first", {"b": "4"}) == {"a": "1", "b": "4"}  # it had begun without
     assert start(tmp_path / "fourth", {}) == {"a": "1", "b": "2"}
+
+
+def test_a_choice_lies_whole_in_the_cache_or_not_at_all(tmp_path, monkeypatch):
+    """Others may copy the cache while a run that is killed adds to it."""
+    use_choices(tmp_path / "run")
+    choose(tmp_path / "run", {"a": "1"})
+
+    def killed(path, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "rename", killed)
+        keep_choices(tmp_path / "run")
+    assert start(tmp_path / "second", {}) == {}
+    assert start(tmp_path / "run", {}) == {"a": "1"} and start(tmp_path / "third", {}) == {"a": "1"}
+
+
+def test_an_archive_that_cannot_be_read_is_named(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ARCHIVE).write_bytes(b"PK half of it")
+    with pytest.raises(UserError, match=f"{ARCHIVE} cannot be read"):
+        use_choices(tmp_path / "run")
+
+
+def test_what_a_later_compilation_chooses_is_kept_too(tmp_path):
+    """Of an earlier stage, where the newest checkpoint turns out to be damaged."""
+    run_dir = tmp_path / "run"
+    config = Config("run", str(run_dir), steps=8, batch=BatchConfig(2, rows_per_device=1, ramp="0:2,8:4"))
+
+    class Step:
+        def __init__(self, name: str):
+            self.name = name
+
+        def lower(self, *_: object) -> "Step":
+            return self
+
+        def compile(self) -> "Step":
+            choose(run_dir, {self.name: "1"})
+            return self
+
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    stage = lambda name, rows: SimpleNamespace(
+        config=config,
+        mesh=mesh,
+        batch_shape=(rows, 1, 2),
+        train_step=Step(name),
+        abstract_state=None,
+        abstract_batch=lambda: None,
+    )
+    programs = Programs([stage("first", 1), stage("second", 2)], Times(), lambda said: None)  # pyright: ignore
+    for newest, kept in ((6, ["second"]), (2, ["first", "second"])):
+        programs.compile(newest)
+        assert sorted(ZipFile(run_dir / ARCHIVE).namelist()) == kept
 
 
 def test_programs_are_compiled_into_the_runs_folder(tmp_path):
