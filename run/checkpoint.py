@@ -346,7 +346,7 @@ class Checkpoints:
 
 def copy(source: epath.Path, target: epath.Path) -> None:
     """Copies a small file, whole or not at all."""
-    partial = target.with_suffix(".partial")
+    partial = target.with_name(f"{target.name}.partial")
     partial.write_bytes(source.read_bytes())
     partial.replace(target)
 

@@ -104,9 +104,10 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     if not record.exists():
         elsewhere = epath.Path(config.checkpoint.folder)
         saved_elsewhere = config.checkpoint.folder != "" and (elsewhere / record.name).exists()
-        # A start that was killed while it claimed the folder may have left these.
-        harmless = ("lock", f"{record.name}.partial", *(RECORD if saved_elsewhere else ()))
-        if folder.exists() and any(path.name not in harmless for path in folder.iterdir()):
+        # A start that was killed while it claimed the folder may have left these, and a preflight its file.
+        harmless = {"lock", f"{record.name}.partial", ".preflight-0"}
+        harmless |= {name + end for name in RECORD for end in ("", ".partial")} if saved_elsewhere else set()
+        if folder.exists() and {path.name for path in folder.iterdir()} - harmless:
             raise UserError(f"--run_dir={folder} is not empty and holds no run (no config.json); choose another folder")
         if not saved_elsewhere:
             if config.resume == "must":

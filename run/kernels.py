@@ -44,7 +44,7 @@ def _begin(mine: Path, archive: Path) -> None:
             shutil.unpack_archive(archive, partial)
         except (shutil.ReadError, BadZipFile) as error:
             raise UserError(
-                f"{archive} cannot be read ({error}); it holds the kernels that the run computes with. Restore it (with "
+                f"{archive} cannot be read ({error}); it says which kernels the run computes with. Restore it (with "
                 "--checkpoint.folder there is a copy beside the checkpoints), or delete it: the run then goes on with "
                 "kernels that are chosen anew, and may round differently"
             ) from error

@@ -8,7 +8,16 @@ import jax
 import pytest
 
 from configs.command_line import config_from_json
-from configs.schema import BatchConfig, Config, EvalConfig, MeshConfig, ModelConfig, UserError, options
+from configs.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    MeshConfig,
+    ModelConfig,
+    UserError,
+    options,
+)
 from run import folder as run_folder
 from run.folder import RunLock, load_run
 from run.runtime import versions
@@ -202,6 +211,22 @@ def test_a_start_killed_while_it_claimed_the_folder_can_be_repeated(config, monk
         patch.setattr(Path, "replace", die)
         open_run(config, "print", accept_changes=False)
     assert open_run(config, "print", accept_changes=False) == []
+
+
+def test_a_start_killed_while_it_fetched_the_record_can_be_repeated(config, tmp_path, monkeypatch):
+    config = replace(config, checkpoint=CheckpointConfig(folder=str(tmp_path / "store")))
+    open_run(config, "data", False)
+    Path(config.run_dir).rename(tmp_path / "store")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.replace", killed)
+        open_run(config, "data", False)
+    (Path(config.run_dir) / ".preflight-0").touch()  # of run.doctor, killed
+    assert {path.name for path in Path(config.run_dir).iterdir()} > {"lock", ".preflight-0"}
+    assert open_run(config, "data", False) == [] and record_of(config)["dataset"] == "data"
 
 
 def test_using_a_folder_without_a_run_names_the_runs_that_are_there(config, tmp_path, monkeypatch):
