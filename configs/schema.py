@@ -264,8 +264,9 @@ class CheckpointConfig:
     """What is kept of a run. A checkpoint is always saved at the end, on Ctrl-C, and on SIGTERM."""
 
     folder: FilePath = ""
-    """Where checkpoints go in place of the run's folder, with copies of config.json and metrics.jsonl: a disk that
-    outlives the machine, or `gs://BUCKET/FOLDER`. A machine without the run's folder continues from what lies there."""
+    """Where checkpoints go in place of the run's folder, with copies of its record (config.json, metrics.jsonl and the
+    like): a disk that outlives the machine, or `gs://BUCKET/FOLDER`. A machine without the run's folder continues from
+    what lies there."""
     every_steps: Free[Positive[int]] = 250
     """Steps between checkpoints, written while training goes on."""
     every_minutes: Free[NotNegative[float]] = 0.0
@@ -383,7 +384,7 @@ class Config:
     deterministic: Free[bool] = True
     """On GPUs: no kernel that adds in an order of its own, and the kernels that XLA chooses by timing them are kept in
     the run's folder, so that a run that is continued ends with the same bits (docs/checkpoints.md). False: whatever is
-    fastest. CPUs and TPUs have no such kernels."""
+    fastest. On CPUs and TPUs it changes nothing."""
     max_skipped_steps: Free[Positive[int]] = 10
     """A step without a valid token, or whose gradient is not finite, changes nothing; so many in a row end the run."""
     init_from: FilePath = ""
