@@ -123,7 +123,8 @@ def jumps(run: Run) -> list[Sentence]:
 
 def sources(run: Run) -> list[Sentence]:
     """How often the run went through its text."""
-    epochs = {name: run.course("epochs", name).values[-1] for name in run.names("epochs")}
+    courses = {name: run.course("epochs", name).values for name in run.names("epochs")}
+    epochs = {name: values[-1] for name, values in courses.items() if values}
     if not epochs:
         return []
     said = ", ".join(f"{name} {taken:.3g} times" for name, taken in epochs.items())

@@ -125,6 +125,11 @@ def test_a_run_that_has_logged_nothing_says_so(tmp_path):
     assert not [figure for figure in figures([read_run(started)]) if figure.traces and figure.id != "goodput"]
 
 
+def test_a_source_of_which_nothing_is_known_is_left_out(tmp_path):
+    found = said(write_run(tmp_path / "run", line={"epochs": {"web": 0.5, "code": None}}))
+    assert "It went through web 0.5 times." in found
+
+
 def test_steps_done_again_and_time_without_a_process_are_told(tmp_path):
     run = write_run(tmp_path / "run", complete=False, logged=100)
     seconds = {"start": 10.0, "steps": 1.0}
