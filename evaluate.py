@@ -52,9 +52,9 @@ class Arguments:
     """In place of a run: a folder that export.py wrote, or a published nanochat in transformers' format; for `tasks` of
     lm-evaluation-harness, any causal network that transformers loads."""
     out: FilePath = ""
-    """Where what is found goes. Default: the run's folder, or that of the network."""
+    """Where what is found by `source` or `tasks` goes. Default: the run's folder, or that of the network."""
     tokens: Positive[int] | None = None
-    """Tokens of the held-out set. Default: the run's own `eval.tokens`."""
+    """Tokens of the run's own held-out set. Default: its `eval.tokens`."""
     source: str = ""
     """Other text in place of the run's own held-out part: a file, a folder or a glob as data.prepare takes it, a
     dataset folder (its held-out part), or several with their shares: `0.7:DIR,0.3:DIR`."""
@@ -113,12 +113,26 @@ def main() -> int:
         raise UserError("--tasks and --source are two evaluations; give one of them at a time")
     if arguments.against and not arguments.source:
         raise UserError("--against compares two networks on the same text; give it: --source=PATH")
-    start_jax()
-    mesh = make_mesh(arguments.mesh)
     of_tasks = core if arguments.tasks == "core" else harness
     evaluation = texts if arguments.source else of_tasks if arguments.tasks else held_out
+    require_options_of(evaluation, arguments)
+    start_jax()
+    mesh = make_mesh(arguments.mesh)
     print(json.dumps({"from" if arguments.from_ else "run_dir": folder, **evaluation(arguments, folder, mesh)}))
     return 0
+
+
+def require_options_of(evaluation: Callable, arguments: Arguments) -> None:
+    """UserError for an option that this evaluation would not look at."""
+    kind, *looked_at = {
+        held_out: ("the run's own held-out text", "tokens"),
+        texts: ("other text (--source)", "source", "documents", "text_column", "against", "out"),
+        core: ("CORE (--tasks=core)", "tasks", "bundle", "items", "prompt_tokens", "out"),
+        harness: ("lm-evaluation-harness' --tasks", "tasks", "task_files", "items", "prompt_tokens", "out"),
+    }[evaluation]
+    given = {name for name, value in vars(arguments).items() if value != getattr(Arguments, name)}
+    if others := sorted(given - {"run_dir", "from_", "mesh", *looked_at}):
+        raise UserError(f"{', '.join(f'--{name}' for name in others)}: not an option of an evaluation by {kind}")
 
 
 def load(folder: str, mesh: Mesh) -> Network:
