@@ -54,22 +54,22 @@ end "$code"
 """
 
 
-def prepare(job: Job, code: Code, setup: str) -> str:
+def prepare(job: Job, code: Code, setup: str, forget: bool) -> str:
     """Shell that unpacks the code, which lies in the home folder as launch-HASH.tar, and sets it up, one at a time.
-    Whatever ended the run before is forgotten."""
+    `forget`: whatever ended or stopped the run before, as a person has typed the command again."""
     here, home = folder(job.name), f"{folder(job.name)}/code/{code.name}"
     steps = (
         f'{unpack(code, f"$HOME/launch-{code.name}.tar", f"{here}/code")} && cd "{home}" && '
         f"{{ test -e .launch-ready || {{ bash -c {quote(setup)} && touch .launch-ready; }}; }} && "
-        f'printf %s {quote(loop(job, home))} > "{here}/loop.$$" && mv "{here}/loop.$$" "{here}/loop.sh" && '
-        f'rm -f "{here}/ended" "{here}/stop"'
+        f'printf %s {quote(loop(job, home))} > "{here}/loop.$$" && mv "{here}/loop.$$" "{here}/loop.sh"'
     )
+    steps += f' && rm -f "{here}/ended" "{here}/stop"' if forget else ""
     return f'mkdir -p "{here}" && flock "{here}/preparing" bash -c {quote(steps)}'
 
 
 def start(name: str) -> str:
-    """Shell that starts the loop, detached, unless it runs, or has ended since `prepare`. On a host that lost its disk
-    since then it does nothing; `state` tells of it."""
+    """Shell that starts the loop, detached, unless it runs, or has ended and nobody has forgotten it. On a host that lost
+    its disk since `prepare` it does nothing; `state` tells of it."""
     return (
         f'cd "{folder(name)}" 2>/dev/null || exit 0; {{ test -e ended || ! flock --nonblock lock true || '
         "{ setsid nohup flock --timeout 5 lock bash loop.sh >> log 2>&1 < /dev/null & }; }"

@@ -91,7 +91,7 @@ def get_and_start(
         elif not obtain(slices, job, options, deadline):
             continue
         try:
-            start(slices, job, code, options)
+            start(slices, job, code, options, forget=True)
             return slices
         except UserError as error:
             if options.dry_run or slices.state() not in OVER:
@@ -118,14 +118,15 @@ def obtain(slices: Slices, job: Job, options: TpuOptions, deadline: float) -> bo
     return False
 
 
-def start(slices: Slices, job: Job, code: Code, options: TpuOptions) -> None:
-    """Sends the code, sets it up, and starts the loop on every host that has none. UserError where a host fails."""
+def start(slices: Slices, job: Job, code: Code, options: TpuOptions, forget: bool) -> None:
+    """Sends the code, sets it up, and starts the loop on every host that has none; where the run has ended or was
+    stopped, only with `forget`. UserError where a host fails."""
     cache = Path(os.environ.get("TOKENSUM_CACHE") or "~/.cache/tokensum").expanduser()
     archive = cache / "launch" / f"launch-{code.name}.tar"
     slices.shell.write(archive, code.archive)
     if slices.copy(str(archive), f"{slices.name}:{archive.name}"):
         raise UserError(f"the code could not be sent to the hosts of {slices.name}")
-    slices.ssh(hosts.prepare(job, code, options.setup))
+    slices.ssh(hosts.prepare(job, code, options.setup, forget))
     for _ in range(3):  # a connection may break after a host was told, and before it did it
         slices.ssh(hosts.start(job.name))
         # "none": a host lost its disk since it was prepared, and `watch` prepares it anew.
@@ -157,18 +158,18 @@ def watch(slices: Slices, job: Job, code: Code, options: TpuOptions, deadline: f
             slices.delete()
             return "taken"
         known = states(slices)
-        codes = [code for state, code in known.values() if state == "ended"]
         if failed := [f"{host} {code}" for host, (state, code) in known.items() if state == "ended" and code != "0"]:
             say(f"ended by itself: {', '.join(failed)}")
             save(slices)
             return f"ended {failed[0].split()[1]}"
-        if codes and len(codes) == len(known) == job.hardware.hosts:
-            fetch(slices)
-            return "ended 0"
         now = {state for state, _ in known.values()}
-        if "none" in now:  # a host was made anew, with an empty disk
+        if "ended" in now:  # with 0, as all others are about to: one that was made anew meanwhile would wait for them
+            if "running" not in now and len(known) == job.hardware.hosts:
+                fetch(slices)
+                return "ended 0"
+        elif "none" in now:  # a host was made anew, with an empty disk
             try:
-                start(slices, job, code, options)
+                start(slices, job, code, options, forget=False)
             except UserError as error:
                 warn(str(error))
         elif "idle" in now:  # a host was started anew

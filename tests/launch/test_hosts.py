@@ -30,8 +30,9 @@ def host(tmp_path, monkeypatch):
     code = pack(repository.root)
     job = make_job(JobOptions("v5e:1x1"), ["--config=tiny.py", "--checkpoint.folder=gs://bucket/it's"])
     (home / f"launch-{code.name}.tar").write_bytes(code.archive)
-    prepare = lambda: ssh(hosts.prepare(job, code, f"echo set up >> {tmp_path}/set-up && {repository.setup}"))
-    prepare()
+    setup = f"echo set up >> {tmp_path}/set-up && {repository.setup}"
+    prepare = lambda forget: ssh(hosts.prepare(job, code, setup, forget))
+    prepare(forget=True)
     assert (tmp_path / "set-up").read_text() == "set up\n"
     return ssh, repository, prepare
 
@@ -43,14 +44,15 @@ def wait_for(happened) -> None:
         time.sleep(0.02)
 
 
-def test_a_start_after_the_end_starts_nothing_until_it_is_prepared_again(host):
+def test_a_start_after_the_end_starts_nothing_until_the_end_is_forgotten(host):
     ssh, repository, prepare = host
     repository.plan([0])
     ssh(hosts.start("tiny"))
     wait_for(lambda: " ended 0" in ssh(hosts.state("tiny")))
+    prepare(forget=False)
     ssh(hosts.start("tiny"))
     assert " ended 0" in ssh(hosts.state("tiny"))
-    prepare()
+    prepare(forget=True)
     ssh(hosts.start("tiny"))
     wait_for(lambda: " ended 0" in ssh(hosts.state("tiny")))
     assert len(repository.starts()) == 2
@@ -58,7 +60,7 @@ def test_a_start_after_the_end_starts_nothing_until_it_is_prepared_again(host):
 
 
 def test_a_stop_saves_and_lasts(host):
-    ssh, repository, _ = host
+    ssh, repository, prepare = host
     repository.plan(["wait"])
     assert ssh(hosts.state("tiny")).split()[1] == "idle"
     ssh(hosts.start("tiny"))
@@ -66,7 +68,9 @@ def test_a_stop_saves_and_lasts(host):
     assert ssh(hosts.state("tiny")).split()[1] == "running"
     ssh(hosts.stop("tiny"))
     wait_for(lambda: " ended 143" in ssh(hosts.state("tiny")))
-    assert len(repository.starts()) == 1
+    prepare(forget=False)  # as where another host was made anew at the same time
+    ssh(hosts.start("tiny"))
+    assert " ended 143" in ssh(hosts.state("tiny")) and len(repository.starts()) == 1
 
 
 def test_where_nothing_was_prepared_nothing_is_known_started_or_stopped(host):

@@ -3,6 +3,7 @@ connections, slices that are taken, and deletions that are refused. Nothing may 
 
 import importlib.util
 import json
+import math
 import os
 import shlex
 import shutil
@@ -11,10 +12,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from configs.schema import UserError
+from launch import tpu
 from launch.__main__ import main
 from tests.launch.stand_in import StandIn
 
@@ -170,14 +173,28 @@ def test_a_host_that_lost_its_disk_is_prepared_anew(repository, cloud):
     def harm() -> None:
         wait_for(lambda: starts(repository) == [1, 1])
         cloud.take_host("host-0-0")
+        wait_for(lambda: starts(repository) == [2, 1])
         os.kill(repository.starts(1)[0]["pid"], 15)  # the other one has lost its peer
 
     harming = threading.Thread(target=harm)
     harming.start()
     assert launch(repository, "run") == 0
     harming.join()
-    # The other one may have ended before, and then sees once more that all is done.
-    assert starts(repository)[0] == 2 and not cloud.left() and len(cloud.asked("create")) == 1
+    assert starts(repository) == [2, 2] and not cloud.left() and len(cloud.asked("create")) == 1
+
+
+@pytest.mark.parametrize("lost", ["none", "idle"])
+def test_a_host_that_is_lost_while_the_run_ends_is_not_started_anew(monkeypatch, lost):
+    """It would wait for those that have ended."""
+    seen = [{"a": ("ended", "0"), "b": (lost, ""), "c": ("running", "")}, {"a": ("ended", "0"), "b": (lost, "")}]
+    seen.append({**seen[0], "c": ("ended", "0")})
+    slices, job = SimpleNamespace(state=lambda: "ACTIVE"), SimpleNamespace(hardware=SimpleNamespace(hosts=3))
+    fetched = []
+    monkeypatch.setattr(tpu, "states", lambda slices: seen.pop(0))
+    monkeypatch.setattr(tpu, "pause", lambda: None)
+    monkeypatch.setattr(tpu, "fetch", fetched.append)
+    assert tpu.watch(slices, job, None, None, math.inf) == "ended 0"  # pyright: ignore
+    assert fetched == [slices] and not seen
 
 
 def test_commands_that_run_again_and_connections_that_break_are_harmless(repository, cloud):
