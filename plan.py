@@ -17,9 +17,8 @@ import shlex
 import sys
 from dataclasses import dataclass, fields, replace
 
-from configs.command_line import parse
+from configs.command_line import exit_code_of, parse
 from configs.exit_codes import Exit
-from configs.interrupt import raise_at_interrupt
 from configs.schema import Config, FilePath, NotNegative, UserError
 from planning import compiled, report
 from planning.candidate import Candidate, known_topology, name_of
@@ -129,18 +128,5 @@ def main() -> int:
     return plan(config, arguments, words)
 
 
-def run() -> int:
-    """`main`, with a mistake as its message and code 2. Without run.runtime, which takes JAX."""
-    raise_at_interrupt()
-    try:
-        return main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return Exit.MISTAKE
-    except KeyboardInterrupt:
-        print("interrupted; what is printed above is in closed form", file=sys.stderr)
-        return Exit.INTERRUPTED
-
-
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(exit_code_of(main, "interrupted; what is printed above is in closed form"))

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import tyro
 
-from configs.command_line import parse_arguments
+from configs.command_line import exit_code_of, parse_arguments
 from configs.exit_codes import Exit
 from configs.files import write_whole
-from configs.interrupt import raise_at_interrupt
 from configs.schema import FilePath, NotNegative, Positive, UserError
 from run.page import contents, page
 from run.report import read_runs
@@ -89,17 +88,5 @@ def main() -> int:
     return Exit.COMPLETE
 
 
-def run() -> int:
-    """`main`, with a mistake as its message and code 2, as run/runtime.py does it for commands that start JAX."""
-    raise_at_interrupt()
-    try:
-        return main()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return Exit.MISTAKE
-    except KeyboardInterrupt:
-        return Exit.INTERRUPTED
-
-
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(exit_code_of(main, "interrupted"))

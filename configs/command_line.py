@@ -4,12 +4,14 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
 
+from configs.exit_codes import Exit
+from configs.interrupt import raise_at_interrupt
 from configs.ramp import with_ramp_spelled_out
 from configs.schema import Config, UserError, check_types, resolved, validate, with_homes
 
@@ -52,6 +54,7 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
     if path is None and not {"-h", "--help"} & set(argv):
         raise UserError("--config is missing; try --config=configs/small.py")
     default, derive = load_config(path) if path else (Config(name="NAME"), lambda config, given: config)
+    names = _switches(Config) | _switches(extra)
     both = tyro.cli(
         make_dataclass(
             "Arguments",
@@ -61,7 +64,7 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
             ],
         ),
         description=f"{description}\n\n--config FILE (required) gives every option below its default.",
-        args=[_flag(word) for word in argv],
+        args=[_switch(word, names) for word in argv],
         use_underscores=True,
     )
     # tyro takes hyphens for underscores.
@@ -76,9 +79,25 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
 def parse_arguments(description: str | None, arguments: type[T]) -> T:
     """Parses the fields of the dataclass `arguments` alone, for a command that has no config. UserError for a value
     that its field's type does not allow."""
-    parsed = tyro.cli(arguments, description=description, use_underscores=True)
+    names = _switches(arguments)
+    args = [_switch(word, names) for word in sys.argv[1:]]
+    parsed = tyro.cli(arguments, description=description, args=args, use_underscores=True)
     check_types(parsed)
     return with_homes(parsed)
+
+
+def exit_code_of(main: Callable[[], int], interrupted: str) -> int:
+    """Runs a command that does not start JAX (run/runtime.py runs those that do); a UserError becomes its message and
+    code 2. `interrupted`: what is said after Ctrl-C."""
+    raise_at_interrupt()
+    try:
+        return main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return Exit.MISTAKE
+    except KeyboardInterrupt:
+        print(interrupted, file=sys.stderr)
+        return Exit.INTERRUPTED
 
 
 def _take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
@@ -91,11 +110,23 @@ def _take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
     return None, argv
 
 
-def _flag(word: str) -> str:
+def _switches(section: type, prefix: str = "") -> set[str]:
+    """The options that are true or false, by their command-line names."""
+    found = set()
+    for name, hint in get_type_hints(section).items():
+        nested = _switches(hint, f"{prefix}{name}.") if is_dataclass(hint) else set()
+        found |= {prefix + name} if hint is bool else nested
+    return found
+
+
+def _switch(word: str, names: set[str]) -> str:
     """`--deterministic=False` in tyro's spelling, `--no_deterministic`; `--deterministic=True` as `--deterministic`."""
     option, _, value = word.partition("=")
-    section, dot, name = option.removeprefix("--").rpartition(".")
-    return {"True": option, "False": f"--{section}{dot}no_{name}"}.get(value, word)
+    name = option.removeprefix("--").replace("-", "_")
+    if name not in names or not option.startswith("--"):
+        return word
+    section, dot, last = name.rpartition(".")
+    return {"True": option, "False": f"--{section}{dot}no_{last}"}.get(value, word)
 
 
 def config_from_json(text: str) -> Config:

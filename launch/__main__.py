@@ -13,8 +13,8 @@ import sys
 
 import tyro
 
+from configs.command_line import exit_code_of
 from configs.exit_codes import Exit
-from configs.interrupt import raise_at_interrupt
 from configs.schema import UserError, check_types
 
 SCHEDULERS = ("k8s", "sky", "slurm", "tpu")
@@ -41,18 +41,6 @@ def main(argv: list[str]) -> int:
     return command(parsed, train)
 
 
-def run() -> int:
-    """`main`, with a mistake as its message and code 2."""
-    raise_at_interrupt()
-    try:
-        return main(sys.argv[1:])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return Exit.MISTAKE
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on, and `down` clears up", file=sys.stderr)
-        return Exit.INTERRUPTED
-
-
 if __name__ == "__main__":
-    sys.exit(run())
+    words = sys.argv[1:]
+    sys.exit(exit_code_of(lambda: main(words), "interrupted; the same command goes on, and `down` clears up"))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import plan
-from configs.command_line import parse
+from configs.command_line import exit_code_of, parse
 from configs.exit_codes import Exit
 
 D12 = "--config=configs/d12.py"
@@ -17,7 +17,7 @@ D12 = "--config=configs/d12.py"
 def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
     """The exit code, and what was printed."""
     monkeypatch.setattr(sys, "argv", ["plan.py", *words])
-    code = plan.run()
+    code = exit_code_of(plan.main, "")
     return code, *capsys.readouterr()
 
 
@@ -82,7 +82,7 @@ def test_a_table_says_what_it_stands_on(monkeypatch, capsys):
 
 def test_the_closed_form_takes_no_jax():
     """Once the network's shapes are kept: nor, then, any program compiled."""
-    script = "import sys, plan; code = plan.run(); assert 'jax' not in sys.modules; sys.exit(code)"
+    script = "import sys, plan; code = plan.main(); assert 'jax' not in sys.modules; sys.exit(code)"
     words = [sys.executable, "-c", script, D12, "--topology=v5e:16x16", "--search"]
     for _ in range(2):
         ended = subprocess.run(words, capture_output=True, text=True)

@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 import pytest
 
 import report
+from configs.command_line import exit_code_of
 from run.figures import figures
 from run.report import read_runs
 from tests.chromium import PROGRAM, Chromium
@@ -40,7 +41,7 @@ def runs(tmp_path_factory) -> list[str]:
 def run(monkeypatch, *arguments: str) -> int:
     """The exit code of the command, run in this process."""
     monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
-    return report.run()
+    return exit_code_of(report.main, "")
 
 
 @pytest.fixture(scope="module")

@@ -139,7 +139,7 @@ def test_the_report_draws_what_the_run_s_beginning_measured_of_itself(tuned, tmp
     if PROGRAM is None:
         pytest.skip("chromium is not installed: the page was not opened")
     monkeypatch.setattr(sys, "argv", ["report.py", str(tuned[0] / "trunk"), f"--out={tmp_path}/report.html"])
-    assert report.run() == 0
+    assert report.main() == 0
     with Chromium(tmp_path) as browser:
         browser.open(f"file://{tmp_path}/report.html")
         for plot, traces in measured.items():

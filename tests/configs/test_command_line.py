@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,6 +70,15 @@ def test_a_switch_takes_true_and_false():
     assert (config.deterministic, config.model.smear, config.model.backout) == (False, False, True)
     assert extra.accept_changes
     assert not parse(None, Extra, [f"--config={SMALL}", "--no-deterministic"])[0].deterministic
+
+
+def test_what_is_no_switch_may_be_true_or_end_in_it(monkeypatch):
+    config, _ = parse(
+        None, Extra, [f"--config={SMALL}", "--name=True", "--eval.prompts", "f(x=True", "x=True", "y=False"]
+    )
+    assert config.name == "True" and config.eval.prompts == ("f(x=True", "x=True", "y=False")
+    monkeypatch.setattr(sys, "argv", ["command", "--accept_changes=True"])
+    assert parse_arguments(None, Extra).accept_changes
 
 
 @pytest.mark.parametrize(
