@@ -68,8 +68,8 @@ def prepare(job: Job, code: Code, setup: str, forget: bool) -> str:
 
 
 def start(name: str) -> str:
-    """Shell that starts the loop, detached, unless it runs, or has ended and nobody has forgotten it. On a host that lost
-    its disk since `prepare` it does nothing; `state` tells of it."""
+    """Shell that starts the loop, detached, unless it runs, or has ended and nobody has forgotten it. On a host that
+    lost its disk since `prepare` it does nothing; `state` tells of it."""
     return (
         f'cd "{folder(name)}" 2>/dev/null || exit 0; {{ test -e ended || ! flock --nonblock lock true || '
         "{ setsid nohup flock --timeout 5 lock bash loop.sh >> log 2>&1 < /dev/null & }; }"
