@@ -11,7 +11,7 @@ import shutil
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -61,7 +61,7 @@ def keep_choices(run_dir: str | Path) -> None:
     mine, known, packed = Path(run_dir) / "compiled" / CHOICES, known_choices(), io.BytesIO()
     chosen = [path for path in mine.iterdir() if path.is_file()]  # beside them XLA has a folder, `tmp`
     known.mkdir(parents=True, exist_ok=True)
-    with ZipFile(packed, "w") as archive, TemporaryDirectory(dir=known.parent) as unfinished:
+    with ZipFile(packed, "w", ZIP_DEFLATED) as archive, TemporaryDirectory(dir=known.parent) as unfinished:
         for choice in chosen:
             archive.write(choice, choice.name)
             if not (known / choice.name).exists():  # others read there, and add theirs, at the same time
