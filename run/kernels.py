@@ -50,8 +50,7 @@ def _begin(mine: Path, archive: Path) -> None:
             ) from error
     elif known_choices().exists():
         shutil.copytree(known_choices(), partial)
-    else:
-        partial.mkdir(parents=True)
+    partial.mkdir(parents=True, exist_ok=True)  # where nothing was chosen yet
     partial.rename(mine)
 
 

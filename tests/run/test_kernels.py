@@ -81,6 +81,13 @@ def test_a_choice_lies_whole_in_the_cache_or_not_at_all(tmp_path, monkeypatch):
     assert start(tmp_path / "run", {}) == {"a": "1"} and start(tmp_path / "third", {}) == {"a": "1"}
 
 
+def test_a_run_may_have_nothing_to_choose(tmp_path):
+    assert start(tmp_path / "run", {}) == {}
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(tmp_path / "run" / ARCHIVE, tmp_path / "elsewhere")
+    assert start(tmp_path / "elsewhere", {}) == {}
+
+
 def test_an_archive_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ARCHIVE).write_bytes(b"PK half of it")
