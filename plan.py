@@ -50,9 +50,14 @@ class Arguments:
 
 
 def plan(config: Config, arguments: Arguments, words: list[str]) -> int:
-    """Prints the plan. UserError for a topology or sizes that cannot be."""
+    """Prints the plan. UserError for a topology or sizes that cannot be, and for a batch that grows."""
     if not arguments.topology:
         raise UserError("--topology is missing: the machines to plan for, as --topology=v5e:16x16 '64x h200:8'")
+    if config.batch.ramp:
+        raise UserError(
+            f"--batch.ramp={config.batch.ramp}: a constant batch is what is planned for; plan for each stage's size as "
+            "--batch.tokens_per_step, without the ramp"
+        )
     asked = [Candidate(config, known_topology(text)) for text in arguments.topology]
     prices = arguments.price or (None,)
     prices = prices * len(asked) if len(prices) == 1 else prices

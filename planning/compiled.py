@@ -17,8 +17,8 @@ GIB = 2**30
 
 
 def corrected(rows: list[Row], most: int) -> list[Row]:
-    """The rows, the best `most` that are expected to fit with their programs' memory; those that fit first again. Where
-    one does not fit, the next is compiled in its place, once."""
+    """The rows, the best `most` that are expected to fit with their programs' memory; those that fit first again, and
+    of these the compiled ones. Where one does not fit, the next is compiled in its place, once."""
     found, spare = list(rows), most
     for i, row in enumerate(rows):
         if not row.fits or most == 0:
@@ -27,7 +27,7 @@ def corrected(rows: list[Row], most: int) -> list[Row]:
         most -= 1
         if not found[i].fits and spare:
             most, spare = most + 1, spare - 1
-    return sorted(found, key=lambda row: (row.compiled is None, not row.fits, row.time.expected))
+    return sorted(found, key=lambda row: (not row.fits, row.compiled is None, row.time.expected))
 
 
 def _compiled_bytes(row: Row) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from configs.schema import UserError
 from planning import step_time, whole_run
 from planning.candidate import Candidate, name_of
 from planning.search import Row, most_rows
@@ -164,7 +165,8 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def picture(plans: Sequence[Sequence[Row]], chosen: Row | None, path: str) -> None:
-    """Memory of a device against tokens/s, a colour a topology; its limit, and the chosen one."""
+    """Memory of a device against tokens/s, a colour a topology; its limit, and the chosen one. UserError where `path`
+    cannot be written, or is of no format that matplotlib has."""
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -192,4 +194,7 @@ def picture(plans: Sequence[Sequence[Row]], chosen: Row | None, path: str) -> No
     axes.set_ylabel("tokens/s, expected")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--picture={path} cannot be written: {error}") from error

@@ -38,6 +38,8 @@ def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
             "1 rows of 2048 tokens, which 256 devices",
         ),
         (["--topology=v5e:4x4", "v6e:4x4", "h200:8", "--price", "1", "2"], "--price has 2 numbers for 3 topologies"),
+        (["--topology=v5e:4x4", "--batch.ramp=0:65536,2e8:131072"], "a constant batch is what is planned for"),
+        (["--topology=v5e:4x4", "--picture=no/folder/plan.png"], "--picture=no/folder/plan.png cannot be written"),
     ],
 )
 def test_a_mistake_is_one_message_and_code_2(monkeypatch, capsys, words, said):
