@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from configs import schema
 from configs.files import cache_dir, write_whole
 from configs.schema import ModelConfig
 
@@ -53,7 +54,7 @@ def _kinds(config: ModelConfig) -> tuple[tuple[Parameter, int], ...]:
 
 @cache
 def _parameters(config: ModelConfig) -> tuple[Parameter, ...]:
-    sources = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    sources = [file.read_bytes() for file in (Path(schema.__file__), *sorted(Path(__file__).parent.glob("*.py")))]
     key = hashlib.sha256(b"\0".join([repr(config).encode(), *sources])).hexdigest()
     kept = cache_dir() / "shapes" / f"{key[:32]}.json"
     try:

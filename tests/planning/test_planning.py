@@ -222,7 +222,27 @@ def test_parameters_are_kept_for_who_has_no_jax(tmp_path, monkeypatch):
     file.write_text("damaged")
     shapes._parameters.cache_clear()
     monkeypatch.undo()
+    monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path))
     assert parameters(model) == first
+    assert file.read_text().startswith("[[")
+
+
+def test_parameters_are_made_again_where_the_schema_changed(tmp_path, monkeypatch):
+    """It has sizes that are no options, as the gates' channels."""
+    from model import shapes
+
+    changed = tmp_path / "schema.py"
+    changed.write_text("SMEAR_CHANNELS = 48")
+    monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path))
+    made = []
+    monkeypatch.setattr(shapes, "_declared", lambda config: made.append(config) or [])
+    for kept in ("first", "again", "changed"):
+        shapes._parameters.cache_clear()
+        if kept == "changed":
+            monkeypatch.setattr(shapes.schema, "__file__", str(changed))
+        parameters(resolved(tiny_config()).model)
+    shapes._parameters.cache_clear()
+    assert len(made) == 2
 
 
 def test_what_is_said_of_its_errors_is_what_the_grid_says():
