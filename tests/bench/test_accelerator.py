@@ -9,7 +9,8 @@ import pytest
 
 import bench.chaos
 import train
-from bench import accelerator
+from bench import accelerator, diagnostics
+from bench.accelerator_page import sentences
 from configs.command_line import parse, parse_arguments
 from configs.schema import UserError
 
@@ -43,6 +44,12 @@ def test_it_goes_on_where_it_ended_and_says_what_is_missing(monkeypatch, tmp_pat
     assert failed["failed"] == "exit code 3" and failed["last_lines"] == ["broken"]
     shown = (tmp_path / "index.html").read_text()
     assert "beside failed: exit code 3" in shown and "plain d2" in shown and "src=" not in shown.split("<body>")[1]
+
+
+def test_the_page_says_what_measuring_costs():
+    cost = diagnostics.ratios({"plain": 2.0, **dict.fromkeys(diagnostics.MEASURED, 2.1)})
+    (said,) = sentences({"diagnostics": {"cost": cost}})
+    assert "takes 1.050 of the time" in said
 
 
 def test_a_part_is_ended_with_all_that_it_started(tmp_path):
