@@ -8,7 +8,7 @@ from configs.schema import Config, UserError
 from model.shapes import Parameter, kinds
 from program.machines import Machine, machines
 from program.topologies import Topology, parse_topology
-from training.layout import AXES, inside, step_shape
+from training.layout import AXES, inside, mesh_shape, step_shape
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,8 @@ class Candidate:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """The mesh's axes. UserError where they do not fit the devices."""
-        mesh, devices = self.config.mesh, self.topology.devices
-        inner = mesh.fsdp * mesh.tensor
-        data = devices // inner if mesh.data == -1 else mesh.data
-        if data * inner != devices:
-            whole = devices % inner == 0
-            right = f"{devices // inner} or -1" if whole else f"-1, and fsdp x tensor that divide {devices}"
-            raise UserError(
-                f"--mesh.data={mesh.data} x fsdp={mesh.fsdp} x tensor={mesh.tensor} does not fit the {devices} devices "
-                f"of {name_of(self.topology)}; use --mesh.data={right}"
-            )
-        return dict(zip(AXES, (data, mesh.fsdp, mesh.tensor)))
+        devices = self.topology.devices
+        return dict(zip(AXES, mesh_shape(self.config.mesh, devices, f"{devices} devices of {name_of(self.topology)}")))
 
     @cached_property
     def across(self) -> dict[str, int]:

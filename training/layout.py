@@ -3,9 +3,23 @@
 from collections.abc import Mapping
 from math import gcd
 
-from configs.schema import BatchConfig, UserError
+from configs.schema import BatchConfig, MeshConfig, UserError
 
 AXES = ("data", "fsdp", "tensor")
+
+
+def mesh_shape(config: MeshConfig, devices: int, described: str) -> tuple[int, int, int]:
+    """`(data, fsdp, tensor)` of a mesh of so many devices, which are `described` for the message. UserError, with what
+    would work, where it is not of as many."""
+    inner = config.fsdp * config.tensor
+    data = devices // inner if config.data == -1 else config.data
+    if data * inner != devices:
+        works = f"{devices // inner} or -1" if devices % inner == 0 else "-1, and fsdp x tensor that divide them"
+        raise UserError(
+            f"--mesh.data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} does not fit the {described}; "
+            f"use --mesh.data={works}"
+        )
+    return data, config.fsdp, config.tensor
 
 
 def step_shape(config: BatchConfig, sizes: Mapping[str, int]) -> tuple[int, int, int]:

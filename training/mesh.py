@@ -24,7 +24,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from configs.schema import BatchConfig, MeshConfig, ModelConfig, UserError
 from model.flops import parameter_counts
 from model.parallel import Axes
-from training.layout import AXES, divided, inside, step_shape
+from training.layout import AXES, divided, inside, mesh_shape, step_shape
 
 ROWS = PartitionSpec(None, ("data", "fsdp"))
 """Arrays [K, B, T]: the rows of each micro-batch over replicas and `fsdp`."""
@@ -33,17 +33,7 @@ ROWS = PartitionSpec(None, ("data", "fsdp"))
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of all devices (or those given), in their interconnect's order. UserError where it does not fit."""
     devices = jax.devices() if devices is None else devices
-    inner = config.fsdp * config.tensor
-    data = len(devices) // inner if config.data == -1 else config.data
-    if data * inner != len(devices):
-        fits = (
-            f"{len(devices) // inner} or -1" if len(devices) % inner == 0 else "-1, and fsdp x tensor that divide them"
-        )
-        raise UserError(
-            f"--mesh.data={config.data} x fsdp={config.fsdp} x tensor={config.tensor} does not fit the {len(devices)} "
-            f"{devices[0].platform} device(s) here; use --mesh.data={fits}"
-        )
-    shape = (data, config.fsdp, config.tensor)
+    shape = mesh_shape(config, len(devices), f"{len(devices)} {devices[0].platform} device(s) here")
     if len(groups := islands(devices)) == 1:
         return jax.make_mesh(shape, AXES, (AxisType.Auto,) * 3, devices=devices)
     return Mesh(arrange(shape, groups), AXES, axis_types=(AxisType.Auto,) * 3)
