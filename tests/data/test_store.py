@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -181,13 +182,16 @@ def test_the_cache_stays_under_its_limit_and_is_shared_by_what_comes_after(bucke
         assert 0 < (tmp_path / "cache" / "blocks").stat().st_size <= most
 
 
-def test_a_full_disk_costs_the_cache_and_is_said_once(bucket, made, tmp_path, monkeypatch, capfd):
-    def no_room(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize(("call", "code", "said"), [("pwrite", errno.ENOSPC, "written"), ("pread", errno.EIO, "read")])
+def test_a_disk_that_is_full_or_fails_costs_the_cache_and_is_said_once(
+    bucket, made, tmp_path, monkeypatch, capfd, call, code, said
+):
+    def fails(*_):
+        raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(module.os, "pwrite", no_room)
+    monkeypatch.setattr(module.os, call, fails)
     assert digest(opened(URL, tmp_path / "cache")) == digest(opened(made, tmp_path / "cache"))
-    assert capfd.readouterr().err.count("blocks cannot be written (No space left on device)") == 1
+    assert capfd.readouterr().err.count(f"blocks cannot be {said} ({os.strerror(code)})") == 1
 
 
 def test_an_outage_costs_time_and_nothing_else(bucket, made, tmp_path, monkeypatch, capfd):
