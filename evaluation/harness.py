@@ -182,6 +182,10 @@ class HarnessNetwork(LM):
         }
         if asked and sampled:
             raise UserError(f"{request.task_name} draws its text with {asked}; there is temperature and top_k alone")
+        if sampled and (request.repeats or 1) > 1:  # which would all be answered by the first
+            raise UserError(
+                f"{request.task_name} draws {request.repeats} texts of each item, and here one alone can be drawn"
+            )
         if options["tokens"] >= self.longest:
             raise UserError(
                 f"{request.task_name} asks for {options['tokens']} new tokens, and a row of the network has "

@@ -139,6 +139,9 @@ def test_a_text_that_finds_no_room_and_options_that_do_not_exist_are_refused(req
     request = replace(request, arguments=("a", {"do_sample": True, "temperature": 1.0, "top_p": 0.5}))
     with pytest.raises(UserError, match="top_p"):
         ours.generate_until([request])
+    several = replace(request, arguments=("a", {"do_sample": True, "temperature": 1.0}), metadata=("drawn", 0, 5))
+    with pytest.raises(UserError, match="drawn draws 5 texts of each item"):
+        ours.generate_until([several] * 5)
 
 
 def test_a_network_of_another_architecture_is_measured_by_the_harness_itself(tmp_path, monkeypatch, capsys):
