@@ -5,7 +5,8 @@ from statistics import median
 from typing import NamedTuple
 
 from configs.command_line import config_from_json
-from configs.schema import Config, UserError
+from configs.ramp import Ramp
+from configs.schema import Config, UserError, with_options
 from planning.candidate import Candidate, name_of
 from planning.memory import memory
 from planning.search import Given, nearest_change, row_of
@@ -31,8 +32,10 @@ class Measured(NamedTuple):
 
 
 def candidate_of(config: Config, device_kind: str, devices: int, slices: int) -> Candidate | None:
-    """A run's config on the devices that it has; None where no machine is described of that kind."""
-    machine = machine_of(device_kind)
+    """A run's config on the devices that it has, with the last of its stages for a batch that does not grow; None where
+    no machine is described of that kind."""
+    machine, last = machine_of(device_kind), Ramp.of(config.batch).stages[-1]
+    config = with_options(config, {"batch.tokens_per_step": last.tokens_per_step, "batch.ramp": ""})
     return Candidate(config, Topology(slices, machine.kind, (devices // slices,))) if machine else None
 
 

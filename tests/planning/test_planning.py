@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from bench import plan_grid
-from configs.schema import Config, MeshConfig, UserError, resolved
+from configs.schema import Config, MeshConfig, UserError, resolved, with_options
 from model.shapes import parameters
 from planning import compiled, report
 from planning.candidate import Candidate, known_topology
@@ -193,6 +193,10 @@ def test_what_a_run_measured_takes_the_place_of_what_is_assumed(tmp_path):
     row = row_of(of, Given(seconds=known.seconds, bytes=known.bytes))
     assert row.time.expected == pytest.approx(seconds) and row.bytes == pytest.approx(peak)
     assert row.run.tokens_per_second == pytest.approx(of.config.batch.tokens_per_step / seconds)
+    size = of.config.batch.tokens_per_step  # of the last stage of a batch that grows
+    grown = with_options(of.config, {"batch.ramp": f"0:{size // 2},1e6:{size}", "batch.tokens_per_step": 2 * size})
+    at_last = measured(finished_run(tmp_path / "grown", replace(of, config=grown), 2 * seconds, peak))
+    assert (at_last.seconds, at_last.bytes) == pytest.approx((found.seconds, found.bytes))
     with pytest.raises(UserError, match="has not logged two steps"):
         (tmp_path / "run" / "metrics.jsonl").write_text("")
         measured(read_run(tmp_path / "run"))
