@@ -36,7 +36,7 @@ class Traffic(NamedTuple):
     def overlaps(self) -> bool:
         """Whether work that does not need it stands beside it: beside what is gathered and scattered over `fsdp`; not
         beside what the residual stream waits for, nor what all of a step waits for."""
-        return self.axis == "fsdp"
+        return self.axis == "fsdp" and self.in_scan
 
 
 def communication(of: Candidate) -> list[Traffic]:

@@ -114,7 +114,7 @@ def nearest_change(row: Row) -> tuple[str, Row] | None:
     """The options that differ in the candidate that fits with the fewest changes, the fastest of these; None where none
     fits."""
     asked = row.candidate.options() | {"mesh.data": -1}
-    fitting = [found for found in search(row.candidate, row.given) if found.fits]
+    fitting = [found for of in candidates(row.candidate) if (found := row_of(of, row.given)).fits]
     differs = lambda found: {k: v for k, v in found.candidate.options().items() if v != asked[k]}
     if not fitting:
         return None
