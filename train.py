@@ -8,8 +8,8 @@ if __name__ == "__main__":
 import dataclasses
 import json
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -88,7 +88,8 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
     say(describe(builds))
     programs = Programs(builds, times, say)
-    programs.compile(checkpoints.newest)
+    with too_large_told(config, mistake=True):
+        programs.compile(checkpoints.newest)
     if slow := cost_of_slow_links(built.mesh, config.model, built.batch_shape):
         say(slow)
     outcome = None
@@ -117,7 +118,8 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
             epochs=lambda position: text.epochs(position // length),
         )
         write_what_happened(loop, past)
-        ended = loop.run(train_batches(batches, built.batch_sharding, config.data.workers))
+        with too_large_told(config):
+            ended = loop.run(train_batches(batches, built.batch_sharding, config.data.workers))
         if isinstance(ended, Jumped) and jax.process_index() == 0:
             Events(config.run_dir).add("running", loop.step, **times.note())  # these steps will be done again
         outcome = roll_back(config, ended, checkpoints, loop, say) if isinstance(ended, Jumped) else ended
@@ -125,6 +127,22 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     with times.during("saving"):
         checkpoints.close()
     return finish(config, outcome, loop, stop, say)
+
+
+@contextmanager
+def too_large_told(config: Config, mistake: bool = False) -> Iterator[None]:
+    """Where the devices' memory does not hold what is done inside, says what it is, and what would fit: a UserError
+    before anything was computed (`mistake`), later a note on the error, which ends the run with code 1."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            devices = jax.devices()
+            why = does_not_fit(config, devices[0].device_kind, len(devices), len(islands(devices)))
+            if mistake:
+                raise UserError(f"{why}\n{str(error).splitlines()[0]}") from error
+            error.add_note(why)
+        raise
 
 
 def open_checkpoints(config: Config, past: Past) -> Checkpoints:
@@ -263,14 +281,7 @@ def main() -> int:
     with RunLock(config.run_dir) as lock, Stop() as stop:
         cluster = start_jax()
         with failures_told(config):
-            try:
-                return train(config, cluster, arguments.accept_changes, lock, stop)
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
-                devices = jax.devices()
-                why = does_not_fit(config, devices[0].device_kind, len(devices), len(islands(devices)))
-                raise UserError(f"{why}\n{str(error).splitlines()[0]}") from error
+            return train(config, cluster, arguments.accept_changes, lock, stop)
 
 
 if __name__ == "__main__":

@@ -417,6 +417,11 @@ def test_a_step_that_does_not_fit_says_what_it_holds_and_what_would_fit(folder, 
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large") == 2
     said = capfd.readouterr().err
     assert "gradient sums" in said and "would fit" in said and said.strip().endswith(used)
+    monkeypatch.setattr("train.Loop.run", Mock(side_effect=compiling.side_effect))  # found by a device, in a step
+    compiling.side_effect = None
+    with pytest.raises(jax.errors.JaxRuntimeError) as end:
+        run("train", monkeypatch, "--config=tiny.py", "--run_dir=large")
+    assert "would fit" in end.value.__notes__[0]
     compiling.side_effect = jax.errors.JaxRuntimeError("INTERNAL: another")
     with pytest.raises(jax.errors.JaxRuntimeError, match="another"):
         run("train", monkeypatch, "--config=tiny.py", "--run_dir=large")
