@@ -259,7 +259,7 @@ def signal_over_noise(opt_state: Any, gradient_norms: dict[str, Float[Array, ""]
     return found
 
 
-def moment_sums(opt_state: Any) -> dict[str, dict[str, Float[Array, ""]]]:
+def moment_sums(opt_state: Any) -> dict[str, dict[str, Any]]:
     """Of each group that AdamW updates, the sum of its `first` moments' squares, and that of its `second` moments."""
     moments = _adam_moments(opt_state)
     return {
