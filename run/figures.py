@@ -103,18 +103,21 @@ def _of_diagnostics(runs: list[Run]) -> list[Figure]:
         legend = run.name if len(runs) > 1 else ""
         course = lambda name, run=run: run.course("diagnostics", name)
         low, high, scale = (course(f"noise_scale{end}") for end in ("_low", "_high", ""))
-        batch = run.course("valid_tokens") if low.steps or scale.steps else Course([], [])
+        known = low.steps or scale.steps or course("noise_scale_moments").steps
+        batch = run.course("valid_tokens") if known else Course([], [])
         both = set(low.steps) & set(high.steps)  # an interval without an upper end has no band
         edge = {"line": {"width": 0}, "hoverinfo": "skip", "hovertemplate": None, "legendgroup": run.name}
         band = edge | {"fill": "tonexty", "fillcolor": f"{color}22"}
         ends = {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 7, "color": color}}
         dotted = {"line": {"width": 1.5, "color": color, "dash": "dot"}}
+        dots = {"mode": "markers", "marker": {"size": 4, "color": color}}
         dashed = {"line": {"width": 1.5, "dash": "dash", "color": color if legend else GRAY}}
         noise += [
             Line(run, "low", _only(low, both), color, edge | {"showlegend": False}),
             Line(run, "high", _only(high, both), color, band | {"showlegend": False}),
             Line(run, "noise scale", scale, color, {}, legend),
             Line(run, "in AdamW's metric", course("noise_scale_adam"), color, dotted, legend),
+            Line(run, "from AdamW's moments", course("noise_scale_moments"), color, dots, legend),
             Line(run, "at least", _only(low, set(low.steps) - both), color, ends, legend),
             Line(run, "batch", batch, color, dashed, legend),
         ]
@@ -126,7 +129,10 @@ def _of_diagnostics(runs: list[Run]) -> list[Figure]:
         for line in _groups(runs, "diagnostics", place, inner="update_norm")
     ]
     gradients = _groups(runs, "diagnostics", "blocks", inner="gradient_norm")
-    about_noise = "tokens; band: its interval; triangles: at least; dotted: in AdamW's metric; dashed: the batch"
+    about_noise = (
+        "tokens; band: its interval; triangles: at least; dotted: in AdamW's metric; dots: roughly, from AdamW's "
+        "moments; dashed: the batch"
+    )
     about_cosine = "cosine of a micro-batch's gradient and the one before; dotted: and the sum before"
     by_group, by_block = _by(runs, "group"), _by(runs, "block")
     return [

@@ -53,7 +53,7 @@ class Monitor:
         """The first step whose loss jumped, until somebody has dealt with it: `step`, and `spike` with the loss, the
         median, and which batch and rows it saw."""
         lines = read_metrics(config.run_dir) if config.diagnostics.every_steps else []
-        self.diagnosis = Diagnosis(line for line in lines if line["step"] <= step)
+        self.diagnosis = Diagnosis((line for line in lines if line["step"] <= step), config.optimizer)
         self.unread: list[tuple[int, Metrics]] = []
         hidden = None if jax.process_index() == 0 else True  # None: where the output is no terminal
         # By tokens where steps differ in size, so that the time left is right.
@@ -79,8 +79,8 @@ class Monitor:
             self._count_skipped()
             self._compare_loss()
             if "diagnostics" in self.values:
-                line = {"step": step, "tokens": self.tokens_after(step)}
-                self.writer.write(line | {"diagnostics": self.diagnosis.line(self.values.pop("diagnostics"))})
+                measured = self.diagnosis.line(self.values.pop("diagnostics"), step, self.values["valid_tokens"])
+                self.writer.write({"step": step, "tokens": self.tokens_after(step), "diagnostics": measured})
         self.unread.clear()
 
     def write(self) -> None:

@@ -173,22 +173,23 @@ def time_spent(run: Run) -> list[Sentence]:
 def noise(run: Run) -> list[Sentence]:
     """The batch against the gradient noise scale, by the rule of arXiv:1812.06162: with batch b and noise scale B a
     loss takes 1 + B/b times the fewest possible steps, and 1 + b/B times the fewest possible tokens."""
-    low = "noise_scale_low"
-    line = next((line for line in reversed(run.lines) if number(line, "diagnostics", low) is not None), None)
-    line = line or next((line for line in reversed(run.lines) if number(line, "diagnostics", "noise_scale")), None)
-    if line is None:
+    told = lambda name: [line for line in run.lines if number(line, "diagnostics", name) is not None]
+    name = "noise_scale" if told("noise_scale_low") or told("noise_scale") else "noise_scale_moments"
+    lines = told(f"{name}_low") or told(name)
+    if not lines:
         return []
-    scale, least, most = (number(line, "diagnostics", name) for name in ("noise_scale", low, "noise_scale_high"))
+    line, rough = lines[-1], ", roughly, from AdamW's moments" if name == "noise_scale_moments" else ""
+    scale, least, most = (number(line, "diagnostics", f"{name}{end}") for end in ("", "_low", "_high"))
     batch = (run.course("valid_tokens").values or [run.ramp.stage(line["step"] - 1).tokens_per_step])[-1]
     size = f"The batch of {quantity(batch)} tokens is"
     if scale is None or scale <= 0 or (least is not None and most is None):
         if not least or least <= 0:
             return [Sentence("The noise scale cannot be told from what was measured so far.")]
         where = "smaller" if batch < least else "larger: whether it is too large cannot be told yet"
-        at_least = f"The noise scale is at least {quantity(least)} tokens"
+        at_least = f"The noise scale is at least {quantity(least)} tokens{rough}"
         return [Sentence(f"{at_least}; the batch, {quantity(batch)}, is {where}.")]
     interval = f", between {quantity(least)} and {quantity(most)}" if least is not None and most is not None else ""
-    ratio, known = batch / scale, f"the noise scale ({quantity(scale)}{interval})"
+    ratio, known = batch / scale, f"the noise scale ({quantity(scale)}{interval}{rough})"
     if ratio >= 2:
         steps, tokens = (1 + 2 / ratio) / (1 + 1 / ratio) - 1, 1 - (1 + ratio / 2) / (1 + ratio)
         cost = f"{percent(steps)} more steps and {percent(tokens)} fewer tokens"

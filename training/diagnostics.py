@@ -242,6 +242,7 @@ def measure(
         "clipped": (clip < 1).astype(jnp.float32),
         "groups": groups | {"unchanged_share": unchanged, "snr": signal_over_noise(opt_state, clipped)},
         "blocks": norms(layout.by_block),
+        "moments": moment_sums(opt_state),
     }
 
 
@@ -250,14 +251,21 @@ def signal_over_noise(opt_state: Any, gradient_norms: dict[str, Float[Array, ""]
     root of the sum of AdamW's second moments v, and, since Muon keeps none of the gradient, the norm of this step's
     own, as `gradient_norms` (after the clip) says: |m| / sqrt(v). Near 1 where gradients agree from step to step, near
     sqrt((1 - beta1) / (1 + beta1)) where they are noise; beta1 is Muon's momentum."""
-    found = {}
-    for name, (first, second) in _adam_moments(opt_state).items():
-        squares = sum(map(square_sum, first)) / jnp.maximum(sum(map(jnp.sum, second)), 1e-30)
-        found[name] = jnp.sqrt(squares)
+    sums = moment_sums(opt_state)
+    found = {name: jnp.sqrt(first / jnp.maximum(sums["second"][name], 1e-30)) for name, first in sums["first"].items()}
     for name, state in _states_of(MuonState, opt_state):
         norm = jnp.sqrt(sum(map(square_sum, jax.tree.leaves(state.mu))))
         found[name] = norm / jnp.maximum(gradient_norms[name], 1e-30)
     return found
+
+
+def moment_sums(opt_state: Any) -> dict[str, dict[str, Any]]:
+    """Of each group that AdamW updates, the sum of its `first` moments' squares, and that of its `second` moments."""
+    moments = _adam_moments(opt_state)
+    return {
+        "first": {name: sum(map(square_sum, first)) for name, (first, _) in moments.items()},
+        "second": {name: sum(map(jnp.sum, second)) for name, (_, second) in moments.items()},
+    }
 
 
 def _adam_moments(opt_state: Any) -> dict[str, tuple[list[Array], list[Array]]]:

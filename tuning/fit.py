@@ -72,10 +72,11 @@ def _divides(config: Config, devices: Sequence[Any] | None) -> bool:
 
 
 def kinds(config: Config) -> list[list[tuple[str, int]]]:
-    """(remat, loss_chunks), by levels of recomputation from the config's on, those of fewer chunks first."""
+    """(remat, loss_chunks), by levels of recomputation from the config's on, its own chunks first: what is chosen is
+    timed beside the config as it is."""
     length, chunks = config.batch.sequence_length, config.model.loss_chunks
-    more = chunks if chunks > 1 else MORE_CHUNKS
-    tried = [chunks] if length % more else sorted({1, more})
+    other = 1 if chunks > 1 else MORE_CHUNKS
+    tried = [chunks] if length % other else [chunks, other]
     return [[(remat, n) for n in tried] for remat in REMAT[REMAT.index(config.model.remat) :]]
 
 

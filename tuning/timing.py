@@ -19,6 +19,7 @@ from tuning.trial import Context
 MOST = 6  # candidates
 LEAST_ROUNDS, MOST_ROUNDS = 4, 16
 TIE = 0.02  # a share of the time that is not worth a choice
+OF_STAKE = 0.25  # of what a choice can save at most, that timing may cost: it will save less
 
 
 def chosen(fitting: list[Candidate]) -> list[Candidate]:
@@ -33,16 +34,16 @@ def needed(config: Config, candidates: list[Candidate]) -> int:
 
 def time_steps(context: Context, candidates: list[Candidate], programs: dict[str, Any]) -> None:
     """Times whole steps on the run's first batch, one of each candidate in a round, drops those that are slower for
-    certain, and stops when one is left, or those that are left are alike within 2%, or when so many steps were timed
-    as a choice among them could still save of the run, or after 16 rounds, or before the budget is passed. Decides for
-    the one of those left that asks for the least memory."""
+    certain, and stops when one is left, or those that are left are alike within 2%, or when the steps timed have cost
+    a quarter of what a choice among them could still save of the run, or after 16 rounds, or before the budget is
+    passed. Decides for the one of those left that asks for the least memory."""
     record, config = context.record, context.config
     kept = {c.name: record.pieces.get(f"time/{c.name}", {}).get("seconds", []) for c in candidates}
     left, alike = _left(kept)
     state, steps = None, {}
     while len(left) > 1 and not alike and len(kept[left[0]]) < MOST_ROUNDS:
-        if sum(map(len, kept.values())) >= at_stake({name: kept[name] for name in left}) * config.steps:
-            context.say("time: more rounds would cost more than the choice can save of this run")
+        if sum(map(len, kept.values())) >= OF_STAKE * at_stake({name: kept[name] for name in left}) * config.steps:
+            context.say("time: more rounds would cost too much of what the choice can save of this run")
             break
         first = [name for name in left if name not in steps]
         if (len(left) + len(first)) * config.batch.tokens_per_step > record.left:

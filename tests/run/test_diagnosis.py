@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from run.diagnosis import BLOCKS, WINDOW, Diagnosis, noise_scale
+from configs.schema import GroupConfig, OptimizerConfig
+from run.diagnosis import BLOCKS, WINDOW, Diagnosis, from_moments, noise_scale
 
 
 def course(signal: float, noise: float, steps: int, spread: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -47,17 +48,18 @@ def measured(signal: float, noise: float) -> dict:
             "clipped": 1.0,
             "groups": quantities,
             "blocks": {"gradient_norm": {"0": 2.0}},
+            "moments": {"first": {"embed": 2.0}, "second": {"embed": 3.0}},
         }
     )
 
 
 def test_a_run_that_goes_on_has_the_window_that_it_had():
     signals, noises = course(2.0, 1000.0, WINDOW + 20, 0.3)
-    whole, lines = Diagnosis([]), []
+    whole, lines = Diagnosis([], OptimizerConfig()), []
     for step, values in enumerate(zip(signals, noises)):
-        lines.append({"step": step, "diagnostics": whole.line(measured(*values))})
-    continued = Diagnosis(lines[:-1]).line(measured(signals[-1], noises[-1]))
-    assert continued == lines[-1]["diagnostics"]
+        lines.append({"step": step, "diagnostics": whole.line(measured(*values), step, 100)})
+    continued = Diagnosis(lines[:-1], OptimizerConfig()).line(measured(signals[-1], noises[-1]), step, 100)
+    assert continued == lines[-1]["diagnostics"] and not any("moments" in name for name in continued)
     assert continued["noise_scale"] == pytest.approx(np.mean(noises[-WINDOW:]) / np.mean(signals[-WINDOW:]))
     assert continued["groups"]["embed"]["noise_scale"] == pytest.approx(continued["noise_scale"] / 2)
     assert continued["noise_scale_adam"] == pytest.approx(2 * continued["noise_scale"])
@@ -67,7 +69,40 @@ def test_a_run_that_goes_on_has_the_window_that_it_had():
 
 
 def test_steps_that_measured_nothing_are_left_out():
-    diagnosis = Diagnosis([{"step": 1, "diagnostics": {"signal": {"all": None}, "noise": {"all": None}}}])
-    for _ in range(BLOCKS):
-        line = diagnosis.line(measured(math.nan, 1.0))
-    assert line["noise_scale"] is None
+    lines = [{"step": 1, "diagnostics": {"signal": {"all": None}, "noise": {"all": None}}}]
+    diagnosis = Diagnosis(lines, OptimizerConfig())
+    for step in range(BLOCKS):
+        line = diagnosis.line(measured(math.nan, 1.0), 2 + step, 0)
+    assert line["noise_scale"] is None and "noise_scale_moments" not in line
+
+
+def test_moments_tell_signal_from_noise_on_average():
+    """AdamW's, over 4,000 courses of 12 steps, of gradients with a known mean and covariance: the mean estimates lie
+    within four standard errors of the truth, long before v has forgotten that it began at nothing."""
+    generator, tokens, steps = np.random.default_rng(0), 50, 12
+    truth, deviation = {"embed": np.ones(4), "lm_head": np.full(6, 0.5)}, {"embed": 3.0, "lm_head": 5.0}
+    optimizer = OptimizerConfig(embed=GroupConfig(0.1, 0.8, 0.95), lm_head=GroupConfig(0.1, 0.9, 0.99))
+    moments: dict[str, dict] = {"first": {}, "second": {}}
+    for name, mean in truth.items():
+        options, first, second = getattr(optimizer, name), np.zeros((4000, len(mean))), np.zeros((4000, len(mean)))
+        for _ in range(steps):
+            gradient = mean + deviation[name] / tokens**0.5 * generator.standard_normal(first.shape)
+            first += (1 - options.beta1) * (gradient - first)
+            second += (1 - options.beta2) * (gradient**2 - second)
+        moments["first"][name], moments["second"][name] = (first**2).sum(1), second.sum(1)
+    found = from_moments(moments, optimizer, steps, tokens)
+    signal = {name: np.sum(mean**2) for name, mean in truth.items()}
+    noise = {name: len(mean) * deviation[name] ** 2 for name, mean in truth.items()}
+    for estimates, known in ((found["moments_signal"], signal), (found["moments_noise"], noise)):
+        for name, value in {**known, "all": sum(known.values())}.items():
+            error = np.std(estimates[name]) / 4000**0.5
+            assert abs(np.mean(estimates[name]) - value) < 4 * error and error < 0.02 * value, name
+
+
+def test_steps_of_one_gradient_take_the_noise_scale_from_the_moments():
+    diagnosis = Diagnosis([], OptimizerConfig())
+    for step in range(2, 2 + BLOCKS):
+        line = diagnosis.line(measured(math.nan, math.nan), step, 100)
+    assert line["noise_scale"] is None and "moments" not in line
+    assert line["noise_scale_moments"] > 0 and line["groups"]["embed"]["noise_scale_moments"] > 0
+    assert "noise_scale_moments" not in line["groups"]["matrices"]

@@ -86,6 +86,11 @@ def scale(noise: float | None, low: float | None, high: float | None) -> dict:
             False,
         ),
         ({"line": scale(1e5, 1e4, None)}, "at least 10,000 tokens; the batch, 65,536, is larger: whether it", False),
+        (
+            {"line": {"diagnostics": {"noise_scale": None, "noise_scale_moments": 16_384}}, "diagnostics": False},
+            "4 times the noise scale (16,384, roughly, from AdamW's moments)",
+            True,
+        ),
         ({"line": scale(-5.0, -10.0, None)}, "The noise scale cannot be told from what was measured so far.", False),
         ({"line": {"diagnostics": {"coherence_running": 0.993}}}, "is 0.99: they say nearly the same", True),
         ({}, "A step's update of lm_head is 1.6% of its size: high (0.1% is usual).", True),

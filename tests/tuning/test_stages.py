@@ -72,7 +72,7 @@ def test_timing_ends_where_it_costs_more_than_it_can_save():
 
 def test_kinds_start_at_the_config_s_recomputation():
     assert kinds(tiny_config(remat="products")) == [[("products", 1), ("products", 8)], [("block", 1), ("block", 8)]]
-    assert kinds(tiny_config(loss_chunks=4, remat="block")) == [[("block", 1), ("block", 4)]]
+    assert kinds(tiny_config(loss_chunks=4, remat="block")) == [[("block", 4), ("block", 1)]]
     assert kinds(tiny_config(length=10))[0] == [("none", 1)]  # which 8 chunks do not divide
 
 
