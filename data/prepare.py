@@ -115,6 +115,10 @@ def _validate(settings: Preparation, max_files: int | None, where: Where) -> Non
     require(max_files is None or max_files > 0, "max_files", "it must be positive")
     require(where.workers >= 0, "workers", "it must be positive, or 0 for one a core")
     require(0 < where.jobs <= 1000, "jobs", "it must be positive, and 1000 at most")
+    if where.engine == "slurm":
+        from data.slurm import read_options
+
+        read_options(where.sbatch)
     require(settings.sample_bytes > 0, "sample_bytes", "it must be positive")
     require(0 < settings.shard_tokens <= 2**30, "shard_tokens", "it must be positive, and 2^30 at most")
     least = f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens; 2^22 at most are trained"

@@ -5,10 +5,10 @@ answers on clusters without accounting, too (submitit's own watcher needs sacct)
 """
 
 import hashlib
-import shlex
 import shutil
 import subprocess
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +21,35 @@ TASKS = 8  # for each process of a job: a minute or two of encoding, so that SLU
 SECONDS = 2  # between two looks at the queue
 
 
+def read_options(text: str) -> dict[str, Any]:
+    """Options of sbatch by name. UserError where they are not written as such, or there is no SLURM here."""
+    for command in ("sbatch", "srun", "squeue", "scancel"):
+        if not shutil.which(command):
+            raise UserError(f"--engine=slurm: there is no `{command}` here; prepare on a machine that has SLURM's")
+    if not find_spec("submitit"):
+        raise UserError('--engine=slurm needs submitit: pip install -e ".[slurm]"')
+    given: dict[str, Any] = {}
+    for word in text.split():
+        if not word.startswith("--"):
+            raise UserError(f"--sbatch={text} cannot work: each option is written --NAME=VALUE, not {word!r}")
+        name, equals, value = word[2:].partition("=")
+        given[name] = value if equals else True
+    return given
+
+
 class Slurm(Engine):
     """Up to `jobs` jobs in SLURM's queue, of `workers` processes each. `folder` is the dataset's, on a disk that all
     nodes share; `options` are more of sbatch's: `--partition=cpu --account=mine`."""
 
     def __init__(self, folder: Path, workers: int, jobs: int, options: str):
-        """UserError where there is no SLURM. Ends jobs that a killed command for this folder left behind."""
+        """Ends jobs that a killed command for this folder left behind. UserError as `read_options`."""
         super().__init__()
-        for command in ("sbatch", "srun", "squeue", "scancel"):
-            if not shutil.which(command):
-                raise UserError(f"--engine=slurm: there is no `{command}` here; prepare on a machine that has SLURM's")
-        try:
-            import submitit
-        except ImportError as error:
-            raise UserError('--engine=slurm needs submitit: pip install -e ".[slurm]"') from error
         self.workers, self.jobs, self.fruitless = workers or PROCESSES, jobs, 0
         self.name = "data-" + hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
         self.logs = folder.resolve() / "parts" / "slurm"
-        given: dict[str, Any] = {}
-        for word in shlex.split(options):
-            if not word.startswith("--"):
-                raise UserError(f"--sbatch={options} cannot work: each option is written --NAME=VALUE, not {word!r}")
-            name, equals, value = word[2:].partition("=")
-            given[name] = value if equals else True
+        given = read_options(options)
+        import submitit
+
         self.executor = submitit.SlurmExecutor(self.logs, max_num_timeout=0)
         self.executor.update_parameters(
             job_name=self.name, cpus_per_task=self.workers, time=120, additional_parameters=given

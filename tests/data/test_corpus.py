@@ -223,6 +223,7 @@ def test_shares_of_names_are_spread_evenly():
         b'{"text": "a\tb"}',
         b'{"text": ""}',
         b'{"text": null}',
+        b'{"text": "a", "q": [{"text": "b"}]}',
         b'{"text": 5}',
         b'{"body": "a"}',
         b'["text"]',
@@ -234,7 +235,7 @@ def test_a_long_line_gives_what_a_short_one_does(tmp_path, monkeypatch, line):
     corpus = find_corpus(str(tmp_path), on_error="skip")
     read = lambda: list(corpus.documents(corpus.files[0]))
     short = read()
-    monkeypatch.setattr(corpus_module, "LONG_LINE", 1)
+    monkeypatch.setattr(corpus_module, "LONG", 1)
     assert read() == short
 
 

@@ -93,6 +93,7 @@ def test_a_machine_without_slurm_is_told_so(source, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="no `sbatch` here"):
         prepare(source, tmp_path / "out", where=Where(engine="slurm"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_five_kills_of_workers_and_of_the_command_leave_no_trace(source, serial, tmp_path):
