@@ -65,7 +65,7 @@ def encoding(source: str, megabytes: float, vocab_size: int, nanochat: str, fold
     rivals: dict[str, Callable[[], Any]] = {"ours": ours}
     if nanochat:
         sys.path.insert(0, nanochat)
-        enc, bos = tiktoken_of(tokenizer), tokenizer.decode([tokenizer.bos])
+        enc, (bos,) = tiktoken_of(tokenizer), tokenizer.special_tokens
         theirs = importlib.import_module("nanochat.tokenizer").RustBPETokenizer(enc, bos)
         batches = [texts[i : i + 128] for i in range(0, len(texts), 128)]
         rivals["nanochat"] = lambda: [theirs.encode(batch, prepend=bos, num_threads=4) for batch in batches]

@@ -307,7 +307,8 @@ def _value(line: bytes, column: str) -> bytes | None:
     except pyarrow.ArrowException:
         return None
     values = table.column(column).cast(pyarrow.large_binary())
-    return (values[0].as_py() or b"") if len(values) == 1 and values[0].as_py() != b"" else None
+    value = values[0].as_py() if len(values) == 1 else b""
+    return None if value == b"" else value or b""
 
 
 def _is_utf8(content: bytes) -> bool:
