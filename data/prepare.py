@@ -289,9 +289,8 @@ def main() -> int:
         out = Path(arguments.out).expanduser()
     except RuntimeError as error:  # ~ of a user without a home
         raise UserError(f"--out={arguments.out}: {error}") from error
-    settings, where = (
-        kind(**{name: getattr(arguments, name) for name in kind.__dataclass_fields__}) for kind in (Preparation, Where)
-    )
+    settings = Preparation(**{name: getattr(arguments, name) for name in Preparation.__dataclass_fields__})
+    where = Where(**{name: getattr(arguments, name) for name in Where.__dataclass_fields__})
     prepare(settings, out, arguments.max_files, where)
     facts = read_record(out)
     print(json.dumps({"out": str(out), **{name: facts[name] for name in ("train", "val", "skipped")}}))
