@@ -2,6 +2,10 @@
 
 The loader is measured at d12's shapes (256 rows of 2048 tokens a step, two reading threads), from a warm page cache, up
 to arrays on the device; the plan, on documents of log-normal length (median 400 tokens, as web text).
+
+`--only=encoding`: a core's speed beside nanochat's tokenizer (`--nanochat=CHECKOUT`) and datatrove's pipeline (where it
+is installed). `cores`: two workers beside one. `kills`: one preparation under `--kills`. `memory`: of a worker, at its
+peak.
 """
 
 if __name__ == "__main__":
@@ -16,12 +20,14 @@ import time
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
+from bench import preparing
 from configs.command_line import parse_arguments
-from configs.schema import BatchConfig, DataConfig, MeshConfig, Positive
+from configs.schema import BatchConfig, DataConfig, FilePath, MeshConfig, Positive
 from data.dataset import open_dataset
 from data.loader import StepBatches, local_rows, train_batches
 from data.mixture import Mixture, Stage
@@ -43,10 +49,34 @@ class Arguments:
     """Documents to plan."""
     steps: Positive[int] = 20
     """Steps to load."""
+    only: Literal["", "encoding", "cores", "kills", "memory"] = ""
+    """Measure this instead."""
+    megabytes: Positive[float] = 8.3
+    """Of `source`, to encode."""
+    nanochat: FilePath = ""
+    """A checkout of nanochat to encode beside."""
+    kills: Positive[int] = 50
+    """SIGKILLs over one preparation."""
+
+
+def measure(arguments: Arguments, folder: Path) -> dict[str, Any]:
+    """What `only` asks for."""
+    text = arguments.source, arguments.megabytes, arguments.vocab_size
+    if arguments.only == "encoding":
+        return preparing.encoding(*text, arguments.nanochat, folder)
+    if arguments.only == "cores":
+        return preparing.cores(*text, folder)
+    if arguments.only == "kills":
+        return preparing.kills(*text, arguments.kills, folder)
+    return preparing.memory(arguments.vocab_size, folder)
 
 
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
+    if arguments.only:
+        with tempfile.TemporaryDirectory() as name:
+            print(json.dumps({"measured": arguments.only, **measure(arguments, Path(name))}))
+        return 0
     rates: dict[str, float | int | None] = {"cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,5 +1,6 @@
 """Documents: where the text comes from, read one after the other, and which of them are held out."""
 
+import codecs
 import glob
 import hashlib
 import itertools
@@ -15,11 +16,14 @@ from typing import Any, Literal
 
 import fsspec
 import pyarrow
+import pyarrow.json
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
 from configs.schema import UserError
 from data.records import TABLE_SUFFIXES, TEXT_SUFFIXES, SourceFile, chunks, lines, lines_before, rows
+
+LONG = 2**24  # bytes of a document, above which it is not held as characters: with one emoji each takes 4 bytes
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,11 @@ class Corpus:
         `on_error="skip"`, a document with a problem. UserError where the file is damaged."""
         for number, text, problem in self.read(file):
             if text or problem:
-                yield Document(self.name(file, number), text, problem)
+                yield Document(self.name(file, number), text if isinstance(text, str) else text.decode(), problem)
 
-    def read(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, str, str]]:
-        """Number, text and problem of each document of a span of the file, and of each empty line, which has neither.
-        Raises as `documents` does."""
+    def read(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, str | bytes, str]]:
+        """Number, text (a long one in UTF-8) and problem of each document of a span of the file, and of each empty
+        line, which has neither. Raises as `documents` does."""
         if file.problem:
             yield 1, "", file.problem
             return
@@ -265,10 +269,15 @@ def _local(url: str) -> str:
         raise UserError(f"{name} of {repository} was not downloaded ({error}); the same command goes on") from error
 
 
-def _text_of(file: SourceFile, content: bytes, column: str) -> tuple[str, str]:
-    """A document's text, and why there is none."""
+def _text_of(file: SourceFile, content: bytes, column: str) -> tuple[str | bytes, str]:
+    """A document's text, in UTF-8 where it is long, and why there is none."""
+    is_line = file.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
+    if len(content) > LONG:
+        text = _value(content, column) if is_line else content
+        if text is not None and _is_utf8(text):
+            return (text, "") if text else ("", f"no text under {column!r}")
     try:
-        if not file.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+        if not is_line:
             text = content.decode()
         else:
             record = json.loads(content, parse_int=float)  # an int of more than 4,300 digits would be refused
@@ -285,3 +294,29 @@ def _text_of(file: SourceFile, content: bytes, column: str) -> tuple[str, str]:
     except RecursionError:
         return "", "nested too deeply"
     return text, "" if text else "empty"
+
+
+def _value(line: bytes, column: str) -> bytes | None:
+    """A column of a long line of JSON, in UTF-8, empty where it is not there; None where `json` is to say what is
+    wrong. `json` would hold the characters of line and value."""
+    schema = pyarrow.schema([(column, pyarrow.large_string())])
+    options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+    reading = pyarrow.json.ReadOptions(use_threads=False, block_size=len(line) + 1)
+    try:
+        table = pyarrow.json.read_json(pyarrow.BufferReader(line), reading, options)
+    except pyarrow.ArrowException:
+        return None
+    values = table.column(column).cast(pyarrow.large_binary())
+    value = values[0].as_py() if len(values) == 1 else b""
+    return None if value == b"" else value or b""
+
+
+def _is_utf8(content: bytes) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for start in range(0, len(content), 2**20):
+            decoder.decode(content[start : start + 2**20])
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return False
+    return True

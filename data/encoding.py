@@ -4,6 +4,7 @@ tiktoken encodes several times as fast as `tokenizers` (docs/data.md), so it doe
 construction: `tiktoken_of` tells where.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Iterator
@@ -36,19 +37,29 @@ class Encoder:
             return self.fast.encode_to_numpy(text, disallowed_special=())
         return np.array(self.tokenizer.encode([text])[0], np.uint32)
 
-    def windows(self, text: str) -> Iterator[str]:
-        """A text in parts, whose tokens side by side are the text's. A stretch of `WINDOW` characters without a blank
-        between two letters is cut all the same: a token in a million may then be another."""
-        start = 0
-        while len(text) - start > WINDOW and self.is_byte_level:
-            window = text[start : start + WINDOW]
-            ends = [m.end() for m in BREAKS[0].finditer(window, WINDOW - 4096)]
-            for pattern in BREAKS:
-                ends = ends or [m.end() for m in pattern.finditer(window)]
-            end = max(ends, default=WINDOW)
-            yield window[:end]
-            start += end
-        yield text[start:] if start else text
+    def windows(self, text: str | bytes) -> Iterator[str]:
+        """A text (a long one in UTF-8) in parts, whose tokens side by side are the text's. A stretch of `WINDOW`
+        characters without a blank between two letters is cut all the same: a token in a million may then be another."""
+        if not self.is_byte_level:
+            yield text if isinstance(text, str) else text.decode()
+            return
+        rest = ""  # a part ends where it would with all of the text at hand
+        for characters in [text] if isinstance(text, str) else codecs.iterdecode(_pieces(text), "utf-8"):
+            rest, start = rest + characters, 0
+            while len(rest) - start > WINDOW:
+                window = rest[start : start + WINDOW]
+                ends = [m.end() for m in BREAKS[0].finditer(window, WINDOW - 4096)]
+                for pattern in BREAKS:
+                    ends = ends or [m.end() for m in pattern.finditer(window)]
+                end = max(ends, default=WINDOW)
+                yield window[:end]
+                start += end
+            rest = rest[start:] if start else rest
+        yield rest
+
+
+def _pieces(content: bytes) -> Iterator[bytes]:
+    return (content[start : start + 4 * WINDOW] for start in range(0, len(content), 4 * WINDOW))
 
 
 def tiktoken_of(tokenizer: TextTokenizer) -> tiktoken.Encoding | None:

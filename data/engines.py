@@ -1,4 +1,4 @@
-"""Where the tasks of a preparation run: on this machine's processes, or in an array of SLURM's jobs.
+"""Where the tasks of a preparation run: in processes of this machine (here), or in jobs of SLURM (data/slurm.py).
 
 Each engine takes tasks and gives them back, in any order, as they end. A worker that dies takes no other task with it:
 what it was at is tried again, alone, and named when that kills a worker three times on one document.
@@ -10,7 +10,7 @@ import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_for
@@ -45,16 +45,14 @@ class Ended:
     error: Exception | None = None
 
 
-class Local:
-    """Processes of this machine; with one worker, this process."""
+class Engine:
+    """What takes jobs and gives them back. One that runs them says where, in `wait` and `close`."""
 
-    def __init__(self, workers: int):
-        self.workers = workers
+    def __init__(self):
         self.waiting: deque[Job] = deque()
-        self.suspects: deque[Job] = deque()  # one at a time, each in a process that no other shares
-        self.running: dict[Future, Job] = {}
+        self.suspects: deque[Job] = deque()  # a worker died with each: to be run with no other beside it
+        self.running: dict[Any, Any] = {}
         self.deaths: Counter = Counter()
-        self.pool: ProcessPoolExecutor | None = None
 
     def submit(self, *jobs: Job, first: bool = False) -> None:
         (self.waiting.extendleft if first else self.waiting.extend)(jobs)
@@ -68,38 +66,16 @@ class Local:
     def is_idle(self) -> bool:
         return not (self.waiting or self.suspects or self.running)
 
-    def wait(self, seconds: float | None = None) -> list[Ended]:
+    def wait(self) -> list[Ended]:
         """What has ended since; waits until something has."""
-        if self.workers == 1:
-            return [_ended(job, job.run) for job in [self.waiting.popleft()]] if self.waiting else []
-        if not self.pool:
-            context = multiprocessing.get_context("spawn")  # JAX and its threads may be in this process
-            self.pool = ProcessPoolExecutor(self.workers, context, initializer=_worker)
-        try:
-            while (self.suspects and not self.running) or (
-                not self.suspects and self.waiting and len(self.running) <= self.workers
-            ):
-                job = (self.suspects or self.waiting).popleft()
-                self.running[self.pool.submit(job.run)] = job
-        except BrokenProcessPool:  # an idle worker died
-            self.waiting.appendleft(job)
-            if not self.running:
-                self.close()
-        done = wait(self.running, seconds, FIRST_COMPLETED).done
-        if any(isinstance(future.exception(), BrokenProcessPool) for future in done):
-            done = wait(self.running).done  # it ends all others as well
-        ended, lost = [], []
-        for future in done:
-            job = self.running.pop(future)
-            if isinstance(future.exception(), BrokenProcessPool):
-                lost.append(job)
-            else:
-                ended.append(_ended(job, future.result))
-        return ended + (self._bury(lost) if lost else [])
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends what runs."""
+        raise NotImplementedError
 
     def _bury(self, lost: list[Job]) -> list[Ended]:
-        """Sorts what was lost with a process that died."""
-        self.close()
+        """Sorts what was lost with workers that died together."""
         ended = []
         for job in lost:
             if (at := job.at()) is None:
@@ -115,8 +91,46 @@ class Local:
                 self.suspects.append(job)
         return ended
 
+
+class Local(Engine):
+    """Processes of this machine; with one worker, this process."""
+
+    def __init__(self, workers: int):
+        super().__init__()
+        self.workers = workers
+        self.pool: ProcessPoolExecutor | None = None
+
+    def wait(self) -> list[Ended]:
+        if self.workers == 1:
+            return [_ended(job, job.run) for job in [self.waiting.popleft()]] if self.waiting else []
+        if not self.pool:
+            context = multiprocessing.get_context("spawn")  # JAX and its threads may be in this process
+            self.pool = ProcessPoolExecutor(self.workers, context, initializer=_worker)
+        try:
+            while (self.suspects and not self.running) or (
+                not self.suspects and self.waiting and len(self.running) <= self.workers
+            ):
+                job = (self.suspects or self.waiting).popleft()
+                self.running[self.pool.submit(job.run)] = job
+        except BrokenProcessPool:  # an idle worker died
+            self.waiting.appendleft(job)
+            if not self.running:
+                self.close()
+        done = wait(self.running, return_when=FIRST_COMPLETED).done
+        if any(isinstance(future.exception(), BrokenProcessPool) for future in done):
+            done = wait(self.running).done  # it ends all others as well
+        ended, lost = [], []
+        for future in done:
+            job = self.running.pop(future)
+            if isinstance(future.exception(), BrokenProcessPool):
+                lost.append(job)
+            else:
+                ended.append(_ended(job, future.result))
+        if lost:
+            self.close()
+        return ended + self._bury(lost)
+
     def close(self) -> None:
-        """Ends all processes."""
         if self.pool:
             for process in list((self.pool._processes or {}).values()):  # no public name before Python 3.14
                 process.kill()

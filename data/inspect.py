@@ -6,7 +6,7 @@ if __name__ == "__main__":
     end_at_interrupt()
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -30,9 +30,9 @@ class Arguments:
     """What is in a dataset, or what a step sees."""
 
     path: Annotated[str, tyro.conf.Positional]
-    """A dataset folder, or a run's, whose own text, seed, packing and sizes are used then."""
+    """A dataset folder, here or at a URL, or a run's, whose own text, seed, packing and sizes are used then."""
     out: FilePath = ""
-    """The page with a dataset's facts; by default dataset.html in the folder."""
+    """The page with a dataset's facts; by default dataset.html in the folder, of one at a URL in the working folder."""
     step: int | None = None
     """Show the batch of this step (the first is 0), in place of the page. Of a run: what it saw there, after rollbacks
     too."""
@@ -50,10 +50,9 @@ class Arguments:
     """Of a folder of .bin shards without a dataset.json: what their tokens mean."""
 
 
-def describe(facts: Facts) -> str:
-    """A dataset's facts as text."""
-    dataset = facts.dataset
-    lines = [f"{dataset.folder}  (fingerprint {dataset.fingerprint})"]
+def describe(facts: Facts, place: str) -> str:
+    """The facts of the dataset at `place` as text."""
+    lines = [f"{place}  (fingerprint {facts.dataset.fingerprint})"]
     for name, part in (("train", facts.train), ("val", facts.val)):
         tokens, text = int(part.tokens.sum()), int(part.bytes.sum())
         lines.append(
@@ -111,7 +110,7 @@ def _config(arguments: Arguments) -> tuple[Config, bool]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{record} is no run's record: {type(error).__name__}: {error}") from error
         return config_from_json(json.dumps(kept)), True
-    if not Path(arguments.path).is_dir():
+    if "://" not in arguments.path and not Path(arguments.path).is_dir():
         raise UserError(f"{arguments.path} is no folder: give a dataset's, or a run's")
     batch = BatchConfig(arguments.sequence_length, arguments.tokens_per_step)
     source = DataConfig(arguments.path, arguments.tokenizer, packing=arguments.packing)
@@ -123,14 +122,14 @@ def show_facts(config: Config, is_run: bool, out: Path, cache: Path) -> None:
     from run.dataset_page import dataset_page
 
     (names, stages), length = read_source(config.data.source), config.batch.sequence_length
-    found = []
+    read, found, places = replace(config.data, packing="best_fit"), [], []  # which brings the documents' places along
     for name in names:
-        found.append(read_facts(open_dataset(name, config.data, config.model.vocab_size, cache), length))
-        print(describe(found[-1]))
+        found.append(read_facts(open_dataset(name, read, config.model.vocab_size, cache), length))
+        places.append(name if "://" in name else str(found[-1].dataset.folder))
+        print(describe(found[-1], places[-1]))
     mixture, tokens = Mixture(stages, length) if is_run else None, Ramp.of(config.batch).tokens(config.steps)
-    shown = shortest([str(facts.dataset.folder) for facts in found])
     try:
-        write_whole(out, dataset_page(shown, found, length, mixture, tokens))
+        write_whole(out, dataset_page(shortest(places), found, length, mixture, tokens))
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}); give --out=PATH") from error
     print(f"{out}: the same with pictures")
@@ -162,7 +161,8 @@ def main() -> int:
     _validate(arguments)
     config, is_run = _config(arguments)
     if arguments.step is None:
-        out = Path(arguments.out or Path(arguments.path, "dataset.html")).expanduser()
+        home = "" if "://" in arguments.path else arguments.path
+        out = Path(arguments.out or Path(home, "dataset.html")).expanduser()
         show_facts(config, is_run, out, cache_dir())
     else:
         show_step(config, arguments.path, arguments.step, arguments.rows, cache_dir())

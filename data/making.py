@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from bisect import bisect_right
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from tqdm import tqdm
 
 from configs.files import write_whole
 from data.corpus import Corpus
-from data.engines import Ended, Local
+from data.engines import Ended, Engine
 from data.layout import Cutter, Frame, Layout, Placed, Position, Shard
 from data.parts import Part, Task, make_tasks
 from data.records import SourceFile
@@ -48,7 +49,7 @@ class Making:
             self._place_spans(self.tasks[self.placed], spans)
             self.placed += 1
 
-    def run(self, engine: Local) -> None:
+    def run(self, engine: Engine) -> None:
         """Makes it. The first failure, in the order of the source, is raised when all before it is whole."""
         self.parts_folder.mkdir(exist_ok=True)
         for left in self.parts_folder.iterdir():  # by processes that were killed
@@ -100,41 +101,30 @@ class Making:
             self.counts[file] = before + count, lines + last
         return Placed(task.part, files, documents, numbers)
 
-    def _place(self, engine: Local) -> None:
+    def _place(self, engine: Engine) -> None:
         """Gives the documents of the next tasks whose parts are there their places, and has full shards laid out."""
         begun = self.placed
         while self.placed < len(self.tasks) and self.tasks[self.placed].part.exists():
-            part, number = self.frame.part(self.tasks[self.placed].part), self.placed
-            placed = self._place_spans(self.tasks[number], part.spans)
+            number, task = self.placed, self.tasks[self.placed]
+            part = self.frame.part(task.part)
+            placed, index = self._place_spans(task, part.spans), np.arange(len(part.lengths))
             self.cutter.parts[number], self.placed = placed, number + 1
-            index, lengths = np.arange(len(part.lengths)), np.array(part.lengths)
-
-            end_after = partial(_end_after, part, placed, 0)
-            if self.at_once:
-                first = (
-                    next((i for i in range(len(index)) if end_after(i) > self.start), len(index))
-                    if (placed.files and Position(placed.files[0], placed.documents[0]) < self.start)
-                    else 0
-                )
-                problems = {i - first: problem for i, problem in part.problems.items() if i >= first}
-                which = np.full(len(index) - first, number)
-                self._cut(
-                    engine,
-                    which,
-                    index[first:],
-                    lengths[first:],
-                    problems,
-                    lambda place, end_after=end_after, first=first: end_after(place + first),
-                )
-            else:
-                self.whole.append((np.full(len(index), number), index, lengths, part.hashes, part.problems))
+            which, lengths = np.full(len(index), number), np.array(part.lengths)
+            if not self.at_once:
+                self.whole.append((which, index, lengths, part.hashes, part.problems))
+                continue
+            # Documents up to the start are in shards already.
+            first = bisect_right(range(len(index)), self.start, key=partial(_end_after, part, placed, 0))
+            problems = {i - first: problem for i, problem in part.problems.items() if i >= first}
+            end_after = partial(_end_after, part, placed, first)
+            self._cut(engine, which[first:], index[first:], lengths[first:], problems, end_after)
         if self.placed == len(self.tasks) and (begun < self.placed or not self.tasks):
             if self.whole:
                 self._cut_whole(engine)
             if not self.cutter.is_empty:
                 self._lay_out(engine, self.cutter.close())
 
-    def _cut_whole(self, engine: Local) -> None:
+    def _cut_whole(self, engine: Engine) -> None:
         """Places all documents: without those that were there before, in the order that the seed gives."""
         columns = [np.concatenate(arrays) for arrays in list(zip(*self.whole))[:4]]
         which, index, lengths, hashes = columns
@@ -153,11 +143,11 @@ class Making:
         end = Position(self.facts["files"], 0)
         self._cut(engine, which[order], index[order], lengths[order], problems, lambda _: end)
 
-    def _cut(self, engine: Local, *documents: Any) -> None:
+    def _cut(self, engine: Engine, *documents: Any) -> None:
         for shard in self.cutter.add(*documents):
             self._lay_out(engine, shard)
 
-    def _lay_out(self, engine: Local, shard: Shard) -> None:
+    def _lay_out(self, engine: Engine, shard: Shard) -> None:
         if shard.number >= len(self.facts["shards"]):  # else it is there
             engine.submit(Layout(self.frame, shard), first=True)
 

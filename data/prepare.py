@@ -34,7 +34,7 @@ import tyro
 
 from configs.schema import MIN_VOCAB_SIZE, UserError
 from data.corpus import Corpus, find_corpus, hash_share
-from data.engines import Local
+from data.engines import Engine, Local
 from data.making import Making, write_record
 from data.record import read_record
 from data.records import SourceFile
@@ -69,36 +69,63 @@ class Preparation:
     """A seed: documents are laid out in an order drawn from it, in place of the source's."""
 
 
-def prepare(settings: Preparation, out: Path, max_files: int | None = None, workers: int = 0) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Where a dataset is made. Its bytes do not depend on any of these."""
+
+    engine: Literal["local", "slurm"] = "local"
+    """`slurm`: in jobs of SLURM, from a machine that can submit them; source and DIR must be on a disk that all nodes
+    share, or the source at a URL. Needs `pip install -e ".[slurm]"`."""
+    workers: int = 0
+    """Processes; 0: one a core. With `slurm`: of each job; 0: 8. Each takes up to 1.5 GB of memory."""
+    jobs: int = 16
+    """With `slurm`: jobs in its queue at a time."""
+    sbatch: str = ""
+    """With `slurm`: more options of sbatch: --sbatch="--partition=cpu --account=mine --mem=12G"."""
+
+    def open(self, folder: Path, tasks: int) -> Engine:
+        """The engine, for so many tasks of a dataset in the folder."""
+        if self.engine == "slurm":
+            from data.slurm import Slurm
+
+            return Slurm(folder, self.workers, self.jobs, self.sbatch)
+        return Local(min(self.workers or len(os.sched_getaffinity(0)), max(tasks, 1)))
+
+
+def prepare(settings: Preparation, out: Path, max_files: int | None = None, where: Where = Where()) -> None:
     """Makes the dataset in `out`, or what is still missing of it; the bytes do not depend on where it was stopped.
 
-    `max_files`: so many of the source's files for now; more can follow. `workers`: processes, 0 for one a core; nothing
-    but speed depends on them. UserError for text that is missing, damaged or
+    `max_files`: so many of the source's files for now; more can follow. UserError for text that is missing, damaged or
     too little, and where `out` holds something else.
     """
-    _validate(settings, max_files, workers)
+    _validate(settings, max_files, where)
     try:
-        _prepare(settings, out, max_files, workers or len(os.sched_getaffinity(0)))
+        _prepare(settings, out, max_files, where)
     except OSError as error:  # whatever fails in reading the text is a UserError already
         raise UserError(f"{out} cannot be written: {error}; once it can be, the same command goes on") from error
 
 
-def _validate(settings: Preparation, max_files: int | None, workers: int) -> None:
+def _validate(settings: Preparation, max_files: int | None, where: Where) -> None:
     def require(condition: bool, name: str, expectation: str) -> None:
         if not condition:
-            value = {"max_files": max_files, "workers": workers}.get(name) or getattr(settings, name, 0)
+            value = ({"max_files": max_files} | vars(where) | vars(settings))[name]
             raise UserError(f"--{name}={value} cannot work: {expectation}")
 
     require(0 < settings.val_fraction < 1, "val_fraction", "it must lie between 0 and 1")
     require(max_files is None or max_files > 0, "max_files", "it must be positive")
-    require(workers >= 0, "workers", "it must be positive, or 0 for one a core")
+    require(where.workers >= 0, "workers", "it must be positive, or 0 for one a core")
+    require(0 < where.jobs <= 1000, "jobs", "it must be positive, and 1000 at most")
+    if where.engine == "slurm":
+        from data.slurm import read_options
+
+        read_options(where.sbatch)
     require(settings.sample_bytes > 0, "sample_bytes", "it must be positive")
     require(0 < settings.shard_tokens <= 2**30, "shard_tokens", "it must be positive, and 2^30 at most")
     least = f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens; 2^22 at most are trained"
     require(MIN_VOCAB_SIZE <= settings.vocab_size <= 2**22, "vocab_size", least)  # the trainer aborts without memory
 
 
-def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: int) -> None:
+def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Where) -> None:
     record = out / "dataset.json"
     if not record.exists() and any(path.suffix != ".partial" and path.name != "lock" for path in out.glob("*")):
         raise UserError(f"--out={out} is not empty and holds no dataset (no dataset.json); choose another folder")
@@ -134,7 +161,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, workers: i
         tokenizer = load_tokenizer(out / "tokenizer")
         if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
             raise UserError(f"{out}/tokenizer is not what the dataset's first shards were made with; delete {out}")
-        _write_shards(corpus, files, tokenizer, facts, record, workers)
+        _write_shards(corpus, files, tokenizer, facts, record, where)
 
 
 def _write_shards(
@@ -143,11 +170,11 @@ def _write_shards(
     tokenizer: TextTokenizer,
     facts: dict,
     record: Path,
-    workers: int,
+    where: Where,
 ) -> None:
     """Encodes what follows the last whole shard, and lays out the shards that it fills."""
     making = Making(corpus, files, tokenizer, facts, record.parent)
-    engine = Local(min(workers, max(len(making.tasks), 1)))
+    engine = where.open(record.parent, len(making.tasks))
     try:
         making.run(engine)
     finally:
@@ -246,13 +273,11 @@ def _only_one(out: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(Preparation):
+class Arguments(Where, Preparation):
     """Raw text to a dataset folder."""
 
     out: str
     """The dataset's folder."""
-    workers: int = 0
-    """Processes; 0: one a core. The bytes are the same for any number."""
     max_files: int | None = None
     """Only so many of the source's files for now; the same command with more goes on from there, with the tokenizer
     that the first was given or trained."""
@@ -264,8 +289,9 @@ def main() -> int:
         out = Path(arguments.out).expanduser()
     except RuntimeError as error:  # ~ of a user without a home
         raise UserError(f"--out={arguments.out}: {error}") from error
-    settings = {name: getattr(arguments, name) for name in Preparation.__dataclass_fields__}
-    prepare(Preparation(**settings), out, arguments.max_files, arguments.workers)
+    settings = Preparation(**{name: getattr(arguments, name) for name in Preparation.__dataclass_fields__})
+    where = Where(**{name: getattr(arguments, name) for name in Where.__dataclass_fields__})
+    prepare(settings, out, arguments.max_files, where)
     facts = read_record(out)
     print(json.dumps({"out": str(out), **{name: facts[name] for name in ("train", "val", "skipped")}}))
     return 0

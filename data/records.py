@@ -48,7 +48,7 @@ def lines(file: SourceFile, opened: Any, start: int, stop: int | None) -> Iterat
         if stop is not None and not packed and at >= stop:
             return
         at += len(line)
-        yield number, line if line.strip() else b""
+        yield number, b"" if line.isspace() else line
 
 
 def lines_before(opened: Any, start: int) -> int:

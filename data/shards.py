@@ -5,7 +5,9 @@ version 1; uint32, for vocabularies of more than 65,536, under llm.c's magic for
 """
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,19 +85,17 @@ class TokenStream:
         self.shards = shards
         self.together = together
         self.is_stored = together is not map
-        self.starts = np.cumsum([0, *map(len, shards)])
+        self.starts = [*accumulate(map(len, shards), initial=0)]
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return self.starts[-1]
 
     def read(self, start: int, stop: int) -> Integer[np.ndarray, "tokens"]:
         """Tokens `start` to `stop`, across shards; fewer where the stream ends."""
-        first = int(np.searchsorted(self.starts, start, "right")) - 1
-        parts = []
-        for shard, begins in zip(self.shards[first:], self.starts[first:].tolist()):
-            if begins >= stop:
-                break
-            parts.append(shard[max(start - begins, 0) : stop - begins])
+        parts, i = [], bisect_right(self.starts, start) - 1
+        while i < len(self.shards) and self.starts[i] < stop:
+            parts.append(self.shards[i][max(start - self.starts[i], 0) : stop - self.starts[i]])
+            i += 1
         return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.zeros(0, np.int32)])
 
     def read_many(self, spans: Iterable[tuple[int, int]]) -> list[Integer[np.ndarray, "_"]]:

@@ -107,7 +107,9 @@ class Store:
                 return answer
             except Exception as error:
                 if _is_lasting(error):
-                    raise UserError(f"--data.source={where}: cannot be read: {_in_a_line(error)}") from error
+                    shorter = "it is shorter than it was: it was changed (416)"
+                    why = shorter if getattr(error, "code", 0) == 416 else _in_a_line(error)
+                    raise UserError(f"--data.source={where}: cannot be read: {why}") from error
                 OUTAGE.failed(where, error)
             readers().submit(int)  # raises at this process's end, which a thread that tries for ever would put off
             time.sleep(delay * random.uniform(0.5, 1))

@@ -43,9 +43,9 @@ def test_a_start_reads_no_shard_that_has_a_sidecar(shard, tmp_path, monkeypatch)
     expected = examine(shard, tmp_path / "memory").sha256
     monkeypatch.setattr(module, "_file_blocks", None)
     mapped = MappedShard(shard, tmp_path / "memory")
-    assert mapped.blocks.sha256 == expected and not mapped.checked.any() and not (tmp_path / "memory").exists()
-    assert (mapped[40_000:40_010] == TOKENS[40_000:40_010]).all() and mapped.checked.sum() == 1
-    assert (mapped[:] == TOKENS).all() and mapped.checked.all()
+    assert mapped.blocks.sha256 == expected and not any(mapped.checked) and not (tmp_path / "memory").exists()
+    assert (mapped[40_000:40_010] == TOKENS[40_000:40_010]).all() and sum(mapped.checked) == 1
+    assert (mapped[:] == TOKENS).all() and all(mapped.checked)
 
 
 @pytest.mark.parametrize("place", [9, HEADER_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES, -1])

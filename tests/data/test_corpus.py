@@ -8,9 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from bench.preparing import large_files, peak_bytes
 from configs.schema import UserError
+from data import corpus as corpus_module
 from data.corpus import Corpus, find_corpus, hash_share
 from data.records import CHUNK_BYTES
+from data.tokenizer import train_tokenizer
 
 
 def write_files(folder: Path, files: dict[str, str | bytes]) -> str:
@@ -205,3 +208,40 @@ def test_the_version_changes_with_the_files(tmp_path):
 def test_shares_of_names_are_spread_evenly():
     shares = sorted(hash_share(f"document {i}") for i in range(1000))
     assert all(abs(share - i / 1000) < 0.05 for i, share in enumerate(shares))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"a": {"text": "no"}, "text": "caf\xc3\xa9 \\u00e9 \\ud83d\\ude00 \\u0000", "n": [1, null]}',
+        b'{"text": "a", "text": "b"}',
+        b'{"text": "a", "n": 1e999, "q": NaN}',
+        b'{"text": "a", "n": ' + b"9" * 5000 + b"}",
+        b'{"text": "\\ud800"}',
+        b'{"text": "\xff"}',
+        b'{"text": "a"}{"text": "b"}',
+        b'{"text": "a\tb"}',
+        b'{"text": ""}',
+        b'{"text": null}',
+        b'{"text": "a", "q": [{"text": "b"}]}',
+        b'{"text": 5}',
+        b'{"body": "a"}',
+        b'["text"]',
+        b"text",
+    ],
+)
+def test_a_long_line_gives_what_a_short_one_does(tmp_path, monkeypatch, line):
+    (tmp_path / "a.jsonl").write_bytes(line)
+    corpus = find_corpus(str(tmp_path), on_error="skip")
+    read = lambda: list(corpus.documents(corpus.files[0]))
+    short = read()
+    monkeypatch.setattr(corpus_module, "LONG", 1)
+    assert read() == short
+
+
+@pytest.mark.slow
+def test_a_worker_takes_less_than_1_5_gb_whatever_the_document_and_the_file(tmp_path):
+    train_tokenizer(["some words"], 258).save(tmp_path / "tokenizer")
+    for kind, path in large_files(tmp_path):
+        read, peak = peak_bytes(tmp_path / "tokenizer", path, "read")
+        assert read >= 150e6 and peak < 1.5e9, (kind, peak)

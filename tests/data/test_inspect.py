@@ -3,6 +3,7 @@ import os
 import sys
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -157,3 +158,23 @@ def test_prepare_writes_one_line_of_json_to_its_output(made, tmp_path, monkeypat
     (line,) = capfd.readouterr().out.splitlines()
     assert json.loads(line)["train"]["documents"] > 1
     assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_dataset_at_a_url_has_the_facts_of_the_folder(made, tmp_path, monkeypatch, capsys):
+    filesystem = fsspec.filesystem("memory")
+    for path in made.rglob("*"):
+        if path.is_file():
+            filesystem.pipe(f"/inspected/{path.relative_to(made)}", path.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path / "cache"))
+    assert inspect(monkeypatch, made, f"--out={tmp_path / 'folder.html'}") == 0
+    folder = capsys.readouterr().out.splitlines()
+    assert inspect(monkeypatch, "memory://inspected") == 0
+    stored = capsys.readouterr().out.splitlines()
+    told = lambda lines: [line.partition("; planned in")[0] for line in lines[1:-1]]
+    assert stored[0].startswith("memory://inspected  (fingerprint") and told(stored) == told(folder)
+    assert (tmp_path / "dataset.html").exists() and not (tmp_path / "memory:").exists()
+    assert inspect(monkeypatch, "memory://inspected", "--step=3", *SIZES) == 0
+    assert "step 3: 4 rows of 16 tokens" in capsys.readouterr().out
+    with pytest.raises(UserError, match="nothing is there"):
+        inspect(monkeypatch, "memory://nowhere")

@@ -1,13 +1,7 @@
 """Many workers make what one makes, whoever is killed meanwhile."""
 
-import hashlib
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +12,17 @@ import pyarrow.parquet as pq
 import pytest
 
 import data.parts
+from bench.preparing import digests, prepare_under_fire
 from configs.schema import UserError
 from data.corpus import find_corpus
-from data.engines import Local
-from data.parts import Span, make_tasks
-from data.prepare import Preparation, prepare
+from data.engines import Ended, Engine, Local
+from data.parts import Span, Task, make_tasks
+from data.prepare import Preparation, Where, prepare
 from data.shards import read_shard
+from data.slurm import Slurm
 from data.tokenizer import load_tokenizer, train_tokenizer
 from tests.data.deadly import DeadlyCorpus
+from tests.launch.real_slurm import real
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["alpha", "naïve", "日本語", "12345", "it's", "\n", "  ", "foo_bar();", "\t", "the"]
@@ -57,80 +54,74 @@ def many_tasks(monkeypatch):
     monkeypatch.setattr(data.parts, "TASK_BYTES", (9_000, 9_000))
 
 
-def digests(folder: Path) -> dict[str, str]:
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 @pytest.fixture(scope="module")
 def serial(source, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("serial") / "out"
-    prepare(source, out, workers=1)  # in one task
+    prepare(source, out, where=Where(workers=1))  # in one task
     return out
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
 def test_any_number_of_workers_writes_the_bytes_of_one(source, serial, tmp_path, workers):
-    prepare(source, tmp_path / "out", workers=workers)
+    prepare(source, tmp_path / "out", where=Where(workers=workers))
     assert len(make_tasks(find_corpus(source.source), find_corpus(source.source).files, tmp_path, "", False)) > 8
     assert digests(tmp_path / "out") == digests(serial)
 
 
-DRIVER = """
-import sys
-from pathlib import Path
-import data.parts
-from data.prepare import Preparation, prepare
-data.parts.TASK_BYTES = 9_000, 9_000
-prepare(Preparation(**eval(sys.argv[1])), Path(sys.argv[2]), workers=2)
-"""
+@pytest.fixture
+def slurm(monkeypatch):
+    """SLURM itself, which starts jobs where the command was typed: in the repository's root."""
+    monkeypatch.chdir(ROOT)
+    with real(monkeypatch):
+        yield
+
+
+@pytest.mark.slow
+def test_jobs_of_slurm_write_the_bytes_of_one_worker_and_name_what_kills_them(slurm, source, serial, tmp_path, capsys):
+    for workers in (1, 2):
+        out = tmp_path / str(workers)
+        prepare(source, out, where=Where(engine="slurm", workers=workers, jobs=2, sbatch="--nice=1"))
+        assert digests(out) == digests(serial)
+    (failed,), tasks = run_deadly(source, tmp_path, Slurm(tmp_path, 1, 3, ""))
+    assert "a.jsonl line 41: a worker died on it 3 times" in str(failed.error)
+    assert not tasks[-1].part.exists() and all(task.part.exists() for task in tasks[:-1])
+    with pytest.raises(UserError, match=r"sbatch failed.*nowhere"):
+        prepare(source, tmp_path / "refused", where=Where(engine="slurm", sbatch="--partition=nowhere"))
+
+
+def test_a_machine_without_slurm_is_told_so(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match="no `sbatch` here"):
+        prepare(source, tmp_path / "out", where=Where(engine="slurm"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_five_kills_of_workers_and_of_the_command_leave_no_trace(source, serial, tmp_path):
-    out, generator = tmp_path / "out", random.Random(0)
-    words = [sys.executable, "-c", DRIVER, repr(vars(source)), str(out)]
-    begin = lambda: subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    process, kills = begin(), 0
-    while process.poll() is None and kills < 5:
-        there = len([*out.glob("parts/*"), *out.glob("*.bin")])
-        aim = there + generator.randint(1, 3)
-        while process.poll() is None and len([*out.glob("parts/*"), *out.glob("*.bin")]) < aim:
-            time.sleep(0.002)
-        if process.poll() is not None:
-            break
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        if kills % 2 and children:
-            os.kill(int(generator.choice(children)), signal.SIGKILL)
-        else:
-            process.kill()
-            process.communicate()
-            process = begin()
-        kills += 1
-    said = process.communicate()[1]
-    assert process.returncode == 0 and kills == 5, said
-    assert digests(out) == digests(serial)
+    kills, said = prepare_under_fire(source, tmp_path / "out", 9_000, 5, random.Random(0))
+    assert kills == 5, said
+    assert digests(tmp_path / "out") == digests(serial)
 
 
-def test_a_document_that_kills_every_worker_is_named(source, tmp_path):
+def run_deadly(source, tmp_path: Path, engine: Engine) -> tuple[list[Ended], list[Task]]:
+    """What has failed of a file whose last document kills whoever reads it, and all tasks."""
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "a.jsonl").write_text(
-        "".join(json.dumps({"text": f"fine {i}" * 99}) + "\n" for i in range(40))
-    )
-    with (tmp_path / "text" / "a.jsonl").open("a") as file:
-        file.write(json.dumps({"text": "deadly"}))
-    corpus = find_corpus(str(tmp_path / "text"))
-    corpus = DeadlyCorpus(**vars(corpus))
+    fine = "".join(json.dumps({"text": f"fine {i}" * 99}) + "\n" for i in range(40))
+    (tmp_path / "text" / "a.jsonl").write_text(fine + json.dumps({"text": "deadly"}))
+    corpus = DeadlyCorpus(**vars(find_corpus(str(tmp_path / "text"))))
     tokenizer = load_tokenizer(source.tokenizer)
     tokenizer.save(tmp_path / "tokenizer")
-    (tmp_path / "parts").mkdir()
-    tasks = make_tasks(corpus, corpus.files, tmp_path, tokenizer.sha256, False)
-    engine, ended = Local(2), []
+    (tmp_path / "parts").mkdir(exist_ok=True)
+    tasks, ended = make_tasks(corpus, corpus.files, tmp_path, tokenizer.sha256, False), []
     engine.submit(*tasks)
     while not engine.is_idle:
         ended += engine.wait()
     engine.close()
     assert len(tasks) > 2 and len(ended) == len(tasks)
-    (failed,) = [one for one in ended if one.error]
+    return [one for one in ended if one.error], tasks
+
+
+def test_a_document_that_kills_every_worker_is_named(source, tmp_path):
+    (failed,), tasks = run_deadly(source, tmp_path, Local(2))
     assert "a.jsonl line 41: a worker died on it 3 times" in str(failed.error)
     assert not tasks[-1].part.exists() and all(task.part.exists() for task in tasks[:-1])
 
@@ -144,8 +135,8 @@ def documents(folder: Path, part: str) -> list[bytes]:
 
 def test_duplicates_are_left_out_and_counted_and_a_seed_gives_an_order(source, serial, tmp_path):
     for name, workers in (("one", 1), ("two", 2)):
-        prepare(replace(source, deduplicate=True, shuffle=3), tmp_path / name, workers=workers)
-    prepare(replace(source, shuffle=4), tmp_path / "other", workers=1)
+        prepare(replace(source, deduplicate=True, shuffle=3), tmp_path / name, where=Where(workers=workers))
+    prepare(replace(source, shuffle=4), tmp_path / "other", where=Where(workers=1))
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
     skipped = json.loads((tmp_path / "one" / "dataset.json").read_text())["skipped"]
     folders = (serial, tmp_path / "one", tmp_path / "other")
@@ -156,7 +147,7 @@ def test_duplicates_are_left_out_and_counted_and_a_seed_gives_an_order(source, s
     path = sorted((tmp_path / "one").glob("train_*.bin"))[1]
     before = digests(tmp_path / "one")
     path.unlink()
-    prepare(replace(source, deduplicate=True, shuffle=3), tmp_path / "one", workers=1)
+    prepare(replace(source, deduplicate=True, shuffle=3), tmp_path / "one", where=Where(workers=1))
     assert digests(tmp_path / "one") == before
 
 
@@ -178,4 +169,4 @@ def test_spans_side_by_side_read_each_document_once_under_the_file_s_numbers(sou
 
 def test_the_first_failure_in_the_source_s_order_is_told(source, tmp_path):
     with pytest.raises(UserError, match=r"t\.jsonl line 8: not JSON"):
-        prepare(replace(source, on_error="stop"), tmp_path / "out", workers=2)
+        prepare(replace(source, on_error="stop"), tmp_path / "out", where=Where(workers=2))

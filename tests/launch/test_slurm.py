@@ -2,49 +2,19 @@
 where slurmctld and slurmd are installed, on SLURM itself, of one machine that passes for three."""
 
 import os
-import shutil
-import socket
 import subprocess
 import sys
-import tempfile
-import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from configs.schema import UserError
 from launch.__main__ import main
+from tests.launch.real_slurm import real
 from tests.launch.stand_in import StandIn
 
 STAND_IN = Path(__file__).with_name("fake_slurm.py")
-SLURM_CONF = """
-ClusterName=test
-SlurmctldHost=localhost
-SlurmctldPort={ports[0]}
-SlurmUser=root
-AuthType=auth/none
-CryptoType=crypto/none
-CredType=cred/none
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/%n.spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/%n.log
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-MpiDefault=none
-ReturnToService=2
-SchedulerParameters=sched_interval=1,batch_sched_delay=0
-KillWait=2
-{extra}
-NodeName=node0 NodeHostname=localhost NodeAddr=localhost Port={ports[1]} CPUs=2
-NodeName=node1 NodeHostname=localhost NodeAddr=localhost Port={ports[2]} CPUs=2
-NodeName=node2 NodeHostname=localhost NodeAddr=localhost Port={ports[3]} CPUs=2
-PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
 
 
 def fake(tmp_path, monkeypatch):
@@ -57,48 +27,6 @@ def fake(tmp_path, monkeypatch):
         script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_SLURM", str(tmp_path / "slurm"))
-
-
-@contextmanager
-def real(monkeypatch):
-    """A SLURM of this test's own: a controller and three nodes that are this machine."""
-    if not (shutil.which("slurmctld") and shutil.which("slurmd")):
-        pytest.skip("SLURM itself is not installed (Debian: slurm-wlm): slurmctld and slurmd did not run")
-    temporary = tempfile.TemporaryDirectory(prefix="slurm-")  # a short path: it holds Unix sockets
-    folder, ports = Path(temporary.name), []
-    for name in ("state", "node0.spool", "node1.spool", "node2.spool"):
-        (folder / name).mkdir(parents=True)
-    for _ in range(4):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            ports.append(free.getsockname()[1])
-    extra = f"PluginDir={os.environ['SLURM_PLUGINS']}" if "SLURM_PLUGINS" in os.environ else ""
-    (folder / "slurm.conf").write_text(SLURM_CONF.format(ports=ports, folder=folder, extra=extra))
-    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
-    monkeypatch.setenv("LAUNCH_PAUSE", "1")
-    daemons = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", f"node{i}"] for i in range(3))]
-    started = [subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for words in daemons]
-    deadline, over = time.time() + 60, threading.Event()
-    try:
-        while subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True).stdout.strip() != b"3":
-            told = [(folder / name).read_text()[-1500:] for name in ("slurmctld.log", "node0.log")]
-            assert time.time() < deadline, "\n".join(told)
-            time.sleep(0.5)
-
-        def hurry() -> None:  # SLURM holds a job that is queued again back for two minutes
-            while not over.wait(1):
-                subprocess.run(["scontrol", "update", "JobId=1", "StartTime=now"], capture_output=True, check=False)
-
-        threading.Thread(target=hurry).start()
-        yield
-        subprocess.run(["scancel", "--me"], check=False)
-    finally:
-        over.set()
-        for process in started:
-            process.terminate()
-        for process in started:
-            process.wait()
-        temporary.cleanup()
 
 
 @pytest.fixture(params=["stand-in", pytest.param("slurm", marks=pytest.mark.slow)])

@@ -1,0 +1,222 @@
+"""What bench.data measures of data.prepare: encoding beside others', two cores, kills, memory."""
+
+import hashlib
+import importlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from configs.schema import UserError
+from data.corpus import find_corpus
+from data.encoding import tiktoken_of
+from data.parts import encode, make_tasks
+from data.prepare import Preparation, Where, prepare
+from data.tokenizer import load_tokenizer, train_tokenizer
+
+ROOT = Path(__file__).parents[1]
+LARGE = 200_000_000  # bytes of a document
+DRIVER = """
+import sys
+from pathlib import Path
+import data.parts
+from data.prepare import Preparation, Where, prepare
+data.parts.TASK_BYTES = eval(sys.argv[1])
+prepare(Preparation(**eval(sys.argv[2])), Path(sys.argv[3]), where=Where(workers=2))
+"""
+
+
+def write_text(source: str, megabytes: float, path: Path) -> list[str]:
+    """Some MB of documents of `source`, also as the lines of one .jsonl at `path`."""
+    corpus, texts, left = find_corpus(source, on_error="skip"), [], megabytes * 1e6
+    for document in (document for file in corpus.files for document in corpus.documents(file)):
+        if document.text and left > 0:
+            texts.append(document.text)
+            left -= len(document.text.encode())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return texts
+
+
+def encoding(source: str, megabytes: float, vocab_size: int, nanochat: str, folder: Path) -> dict[str, Any]:
+    """Processor seconds to encode one text with one vocabulary, in turn, three times: a task of ours from file to part;
+    nanochat's tokenizer, as its loader calls it, on texts in memory; datatrove's pipeline, from file to file."""
+    texts = write_text(source, megabytes, folder / "text" / "text.jsonl")
+    train_tokenizer(iter(texts), vocab_size).save(folder / "tokenizer")
+    tokenizer, corpus = load_tokenizer(folder / "tokenizer"), find_corpus(str(folder / "text"))
+    (folder / "parts").mkdir()
+    tasks = make_tasks(corpus, corpus.files, folder, tokenizer.sha256, False)
+    encode(tasks[0])  # which reads the tokenizer
+
+    def ours() -> None:
+        for task in tasks:
+            encode(task)
+
+    rivals: dict[str, Callable[[], Any]] = {"ours": ours}
+    if nanochat:
+        sys.path.insert(0, nanochat)
+        enc, (bos,) = tiktoken_of(tokenizer), tokenizer.special_tokens
+        theirs = importlib.import_module("nanochat.tokenizer").RustBPETokenizer(enc, bos)
+        batches = [texts[i : i + 128] for i in range(0, len(texts), 128)]
+        rivals["nanochat"] = lambda: [theirs.encode(batch, prepend=bos, num_threads=4) for batch in batches]
+    try:
+        executor = importlib.import_module("datatrove.executor").LocalPipelineExecutor
+        reader = importlib.import_module("datatrove.pipeline.readers").JsonlReader
+        writer = importlib.import_module("datatrove.pipeline.tokens").DocumentTokenizer
+    except ImportError:
+        pass
+    else:
+
+        def datatrove() -> None:
+            told = str(folder / "tokenizer" / "tokenizer.json")
+            steps = [reader(str(folder / "text")), writer(str(folder / "datatrove"), tokenizer_name_or_path=told)]
+            executor(pipeline=steps, skip_completed=False, logging_dir=str(folder / "logs")).run()
+
+        rivals["datatrove"] = datatrove
+    size = sum(len(text.encode()) for text in texts)
+    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    for _ in range(3):
+        for name, run in rivals.items():
+            before = spent()
+            run()
+            seconds[name].append(round(spent() - before, 2))
+    rates = {name: round(size / 1e6 / min(found), 2) for name, found in seconds.items()}
+    return {"megabytes": round(size / 1e6, 1), "processor_seconds": seconds, "megabytes_per_second_a_core": rates}
+
+
+def spent() -> float:
+    """Processor seconds of this process and of those that it has waited for."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def cores(source: str, megabytes: float, vocab_size: int, folder: Path) -> dict[str, Any]:
+    """Seconds of whole preparations, tokenizer given, by one worker and by two, in turn, twice."""
+    texts = write_text(source, megabytes, folder / "text" / "text.jsonl")
+    train_tokenizer(iter(texts[:2000]), vocab_size).save(folder / "tokenizer")
+    settings = Preparation(source=str(folder / "text"), tokenizer=str(folder / "tokenizer"))
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    for turn in range(2):
+        for workers, found in seconds.items():
+            start = time.perf_counter()
+            prepare(settings, folder / f"{workers}.{turn}", where=Where(workers=workers))
+            found.append(round(time.perf_counter() - start, 2))
+    return {"seconds": seconds, "ratio": round(min(seconds[1]) / min(seconds[2]), 3)}
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file of a folder, by its path there."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def prepare_under_fire(
+    settings: Preparation, out: Path, task_bytes: int, kills: int, generator: random.Random
+) -> tuple[int, str]:
+    """Prepares with two workers; SIGKILL, as often as told, to a worker or to the command, at a time drawn anew, after
+    one to three more files are there. Returns how many there were, and what the last command said. Fails as it does."""
+    words = [sys.executable, "-c", DRIVER, repr((task_bytes, task_bytes)), repr(vars(settings)), str(out)]
+    begin = lambda: subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    there = lambda: len([*out.glob("parts/*"), *out.glob("*.bin")])
+    process, done = begin(), 0
+    while done < kills and process.poll() is None:
+        before, aim = there(), generator.randint(1, 3)
+        while process.poll() is None and abs(there() - before) < aim:
+            time.sleep(0.002 * generator.random())
+        try:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        except OSError:  # it has ended
+            break
+        if children and generator.random() < 0.5:
+            os.kill(int(generator.choice(children)), signal.SIGKILL)
+        else:
+            process.kill()
+            process.communicate()
+            process = begin()
+        done += 1
+    said = process.communicate()[1]
+    if process.returncode:
+        raise UserError(f"after {done} kills a preparation ended with {process.returncode}: {said}")
+    return done, said
+
+
+def kills(source: str, megabytes: float, vocab_size: int, count: int, folder: Path) -> dict[str, Any]:
+    """One preparation under so many kills, beside one in peace by one worker."""
+    texts = write_text(source, megabytes, folder / "text" / "text.jsonl")
+    train_tokenizer(iter(texts[:2000]), vocab_size).save(folder / "tokenizer")
+    settings = Preparation(
+        source=str(folder / "text"), tokenizer=str(folder / "tokenizer"), shard_tokens=round(megabytes * 1e6 / 40)
+    )
+    prepare(settings, folder / "serial", where=Where(workers=1))
+    done, _ = prepare_under_fire(settings, folder / "out", round(megabytes * 1e6 / 3 / count), count, random.Random(0))
+    expected = digests(folder / "serial")
+    return {"kills": done, "files": len(expected), "same_bytes": digests(folder / "out") == expected}
+
+
+def large_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Files with a document of 200 MB, most with one emoji among its ASCII, so that each of its characters takes 4
+    bytes in Python; and a table of 1 GB in one group of rows."""
+    generator = random.Random(0)
+    words = ["".join(generator.choices("etaoinshrdlu", k=generator.randint(1, 9))) for _ in range(5000)]
+    some = " ".join(generator.choices(words, k=200_000))
+    wide = some * (LARGE // len(some)) + "😀"
+    (folder / "txt").mkdir()
+    (folder / "txt" / "a.txt").write_text(wide)
+    (folder / "txt" / "b.txt").write_text("two of them, or the one would be cut")
+    yield ".txt", folder / "txt"
+    (folder / "a.jsonl").write_text(json.dumps({"text": wide}, ensure_ascii=False))
+    yield ".jsonl", folder / "a.jsonl"
+    (folder / "b.jsonl").write_text(json.dumps({"text": wide}))
+    yield ".jsonl, escaped", folder / "b.jsonl"
+    (folder / "c.jsonl").write_text(json.dumps({"text": "😀 🎉 " * (LARGE // 10)}, ensure_ascii=False))
+    yield ".jsonl of 4-byte characters", folder / "c.jsonl"
+    with pa.output_stream(str(folder / "a.jsonl.zst"), compression="zstd") as file:
+        file.write(json.dumps({"text": wide}, ensure_ascii=False).encode())
+    yield ".jsonl.zst of one line", folder / "a.jsonl.zst"
+    pq.write_table(pa.table({"text": ["small"] * 5000 + [wide]}), folder / "a.parquet")
+    yield ".parquet, one row", folder / "a.parquet"
+    many = [some[i : i + 4000] + str(i) for i in range(0, 1_000_000, 4)]
+    pq.write_table(pa.table({"text": many}), folder / "b.parquet", row_group_size=len(many), compression="zstd")
+    yield ".parquet, one group of rows", folder / "b.parquet"
+
+
+READER = """
+import resource, sys
+from data.corpus import find_corpus
+from data.encoding import Encoder
+from data.tokenizer import load_tokenizer
+encoder, corpus = Encoder(load_tokenizer(sys.argv[1])), find_corpus(sys.argv[2])
+read = 0
+for file in corpus.files:
+    for _, text, _ in corpus.read(file):
+        for window in encoder.windows(text):
+            read += len(window.encode())
+            if sys.argv[3] == "encoded":
+                encoder.encode(window)
+print(read, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def peak_bytes(tokenizer: Path, source: Path, how: str) -> tuple[int, int]:
+    """Bytes of text in a file, and of memory, at its peak, of a process that reads it as a worker does. `how`: `read`,
+    or `encoded` as well."""
+    words = [sys.executable, "-c", READER, str(tokenizer), str(source), how]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    read, peak = map(int, done.stdout.split())
+    return read, peak
+
+
+def memory(vocab_size: int, folder: Path) -> dict[str, Any]:
+    """GB of memory of a worker at its peak, by kind of file."""
+    train_tokenizer(write_text("stdlib", 2, folder / "text.jsonl"), vocab_size).save(folder / "tokenizer")
+    made = large_files(folder)
+    return {kind: round(peak_bytes(folder / "tokenizer", path, "encoded")[1] / 1e9, 2) for kind, path in made}

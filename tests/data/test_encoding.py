@@ -1,0 +1,67 @@
+"""Text to tokens: tiktoken where it gives those of `tokenizers`, and documents in parts."""
+
+import json
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.encoding import WINDOW, Encoder, tiktoken_of
+from data.tokenizer import TextTokenizer, train_tokenizer
+
+WORDS = ["alpha", "naïve", "日本語", "12345", "it's", "IT'S", "\n", "  ", "foo_bar();", "\t", "the", "😀", "\r\n\r\n"]
+
+
+@cache
+def trained() -> TextTokenizer:
+    generator = random.Random(0)
+    return train_tokenizer([" ".join(generator.choices(WORDS, k=2000))], 330)
+
+
+def slow(tokenizer: TextTokenizer, text: str) -> list[int]:
+    """What `tokenizers` gives."""
+    return tokenizer.encode([text])[0]
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.one_of(st.sampled_from(WORDS), st.text(max_size=5))).map("".join))
+def test_tiktoken_gives_the_tokens_of_tokenizers(text):
+    encoder = Encoder(trained())
+    assert encoder.fast and encoder.encode(text).tolist() == slow(trained(), text)
+
+
+def changed(**model: object) -> TextTokenizer:
+    """The tokenizer with parts of its file replaced."""
+    facts = json.loads(trained().json)
+    facts["normalizer"] = model.pop("normalizer", None)
+    facts["model"] |= model
+    return TextTokenizer(json.dumps(facts))
+
+
+def test_tiktoken_is_not_taken_where_its_order_of_merges_would_be_another():
+    merges = json.loads(trained().json)["model"]["merges"]
+    swapped = [merges[1], merges[0], *merges[2:]]
+    assert tiktoken_of(changed()) and not tiktoken_of(changed(merges=swapped))
+    assert not tiktoken_of(changed(dropout=0.1)) and not tiktoken_of(changed(normalizer={"type": "NFC"}))
+
+
+def test_blanks_that_tiktoken_cannot_take_are_encoded():
+    text = "a" + " " * 200_000 + "b"
+    assert Encoder(trained()).encode(text).tolist() == slow(trained(), text)
+
+
+@pytest.mark.parametrize("words", [["alpha", "naïve", "日本語", "😀 the"], ["日本語\n"], ["12345"], ["x"]])
+def test_parts_side_by_side_are_the_text_and_its_utf_8_has_the_same(words, monkeypatch):
+    monkeypatch.setattr("data.encoding.WINDOW", 5000)
+    encoder, generator = Encoder(trained()), random.Random(1)
+    text = (" " if len(words) > 1 else "").join(generator.choices(words, k=6000))
+    parts = list(encoder.windows(text))
+    assert "".join(parts) == text and max(map(len, parts)) <= 5000 and len(parts) > 1
+    assert list(encoder.windows(text.encode())) == parts
+    tokens = np.concatenate([encoder.encode(part) for part in parts]).tolist()
+    if len(words) > 1:  # there are blanks between letters
+        assert tokens == slow(trained(), text)
+    assert WINDOW == 2**20 and list(encoder.windows("short")) == ["short"]

@@ -1,0 +1,73 @@
+"""A dataset is the same in whatever order its tasks end, and wherever it was stopped."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+import data.parts
+from bench.preparing import digests
+from configs.schema import UserError
+from data.engines import Ended, Engine
+from data.prepare import Preparation, Where, prepare
+from data.tokenizer import train_tokenizer
+
+
+class AnyOrder(Engine):
+    """Runs a job that a seed draws, in this process; stops after so many of them, as if it were killed."""
+
+    def __init__(self, seed: int, jobs: int = 10**6):
+        super().__init__()
+        self.dice, self.left = random.Random(seed), jobs
+
+    def wait(self) -> list[Ended]:
+        if not self.left:
+            raise KeyboardInterrupt
+        self.left -= 1
+        job = self.waiting[self.dice.randrange(len(self.waiting))]
+        self.waiting.remove(job)
+        try:
+            return [Ended(job, job.run())]
+        except UserError as error:
+            return [Ended(job, error=error)]
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch) -> Preparation:
+    monkeypatch.setattr(data.parts, "TASK_BYTES", (2_000, 2_000))
+    (tmp_path / "text").mkdir()
+    for name in "abc":
+        lines = [json.dumps({"text": f"{name} {i} word" * (i % 7 + 1)}) for i in range(60)]
+        lines[10] = "junk"
+        (tmp_path / "text" / f"{name}.jsonl").write_text("\n".join(lines))
+    train_tokenizer(["some words"], 258).save(tmp_path / "tokenizer")
+    given = {"tokenizer": str(tmp_path / "tokenizer"), "shard_tokens": 1200, "val_fraction": 0.2}
+    return Preparation(source=str(tmp_path / "text"), on_error="skip", **given)
+
+
+def make(monkeypatch, source: Preparation, out: Path, *engine: int) -> None:
+    monkeypatch.setattr(Where, "open", lambda *_: AnyOrder(*engine))
+    prepare(source, out)
+
+
+def test_tasks_in_any_order_stopped_anywhere_give_the_same_bytes(source, tmp_path, monkeypatch):
+    prepare(source, tmp_path / "serial", where=Where(workers=1))
+    expected = digests(tmp_path / "serial")
+    assert len([name for name in expected if name.startswith("train") and name.endswith(".bin")]) > 3
+    for seed in range(3):
+        out, jobs = tmp_path / str(seed), 4
+        while not (out / "dataset.json").exists() or not json.loads((out / "dataset.json").read_text())["complete"]:
+            try:
+                make(monkeypatch, source, out, seed, jobs)
+            except KeyboardInterrupt:
+                jobs += 1
+        assert digests(out) == expected
+
+
+def test_the_first_failure_of_the_source_is_told_whichever_comes_first(source, tmp_path, monkeypatch):
+    for seed in range(3):
+        with pytest.raises(UserError, match=r"a\.jsonl line 11: not JSON"):
+            make(monkeypatch, Preparation(**vars(source) | {"on_error": "stop"}), tmp_path / str(seed), seed)
