@@ -64,7 +64,7 @@ def item(kind: str, texts: list[list[str]], rng: random.Random) -> dict:
         others = [before(j) for j in rng.sample([j for j in places if abs(j - i) > LINES], 1)]
         right, field, more = before(i), "context_options", {"continuation": text[i]}
     else:
-        others = rng.sample([line for line in text if line != text[i]], 3)
+        others = rng.sample(sorted({*text} - {text[i]}), 3)
         right, field, more = text[i], "choices", {"query": before(i)}
     options = rng.sample([right, *others], 1 + len(others))
     return {field: options, "gold": options.index(right), **more}
