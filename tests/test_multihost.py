@@ -106,9 +106,8 @@ def test_two_processes_give_the_benchmarks_of_one(folder, one_device):  # noqa: 
 def test_two_processes_give_the_answers_of_one_to_lm_evaluation_harness(folder, one_device, monkeypatch):  # noqa: F811
     """All kinds of request; and a second start takes them from the log."""
     pytest.importorskip("lm_eval")
-    with_torch = lambda devices: (
-        environment_of(devices) | {"PYTHONPATH": str(ROOT)}
-    )  # which the harness seeds, if it is there
+    # With torch, which the harness seeds where it is installed.
+    with_torch = lambda devices, known=environment_of: known(devices) | {"PYTHONPATH": str(ROOT)}
     monkeypatch.setattr("tests.test_multihost.environment_of", with_torch)
     (folder / "tasks").mkdir()
     make_tasks(folder / "tasks")
