@@ -92,6 +92,11 @@ class Network(NamedTuple):
     label: str
 
     @property
+    def step(self) -> dict:
+        """Of a run: `step`, for the JSON line."""
+        return {name: value for name, value in self.facts.items() if name == "step"}
+
+    @property
     def dtype(self) -> jnp.dtype:
         return compute_dtype(self.config.model, jax.default_backend())
 
@@ -214,8 +219,7 @@ def of_documents(folder: str, out: Path, sources: list[Source], text: str, mesh:
     measure = DocumentLosses(network.tokenizer, config.model, config.batch, network.dtype, mesh)
     place = out / "texts" / f"{network.label}_{text[:8]}"
     done, record = log_of(place / "documents.jsonl", measure.facts | {"text": text} | network.facts)
-    step = {name: value for name, value in network.facts.items() if name == "step"}
-    return step, place, measure(network.params, sources, done, record)
+    return network.step, place, measure(network.params, sources, done, record)
 
 
 def log_of(path: Path, facts: dict) -> tuple[list[dict], Callable[[list[dict]], None]]:
@@ -226,10 +230,11 @@ def log_of(path: Path, facts: dict) -> tuple[list[dict], Callable[[list[dict]], 
 
 def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
     """CORE and its tasks' figures; in the folder a line an item, the figures, and a picture of them."""
+    tasks = read_bundle(arguments.bundle, arguments.items)
     network = load(folder, mesh)
     config, first = network.config, jax.process_index() == 0
     benchmarks = Benchmarks(
-        read_bundle(arguments.bundle, arguments.items),
+        tasks,
         network.tokenizer,
         config.model,
         config.batch,
@@ -247,7 +252,7 @@ def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
     if first:
         write_whole(place / "core.json", json.dumps(facts | results, indent=2) + "\n")
         plot_core(results, f"{config.name}, {network.label.replace('_', ' ')}", place / "core.png")
-    return {**{name: value for name, value in network.facts.items() if name == "step"}, **results}
+    return {**network.step, **results}
 
 
 def harness(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
@@ -260,12 +265,12 @@ def harness(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
     out, first = Path(arguments.out or folder) / "harness", jax.process_index() == 0
     if is_network(folder) and architecture_of(folder) not in ("nanochat", "tokensum"):
         out.mkdir(parents=True, exist_ok=True)
-        label, facts, tie = "network", {}, TIES["float32"]
+        label, step, facts, tie = "network", {}, {}, TIES["float32"]
         model, cache = others_network(folder), str(out / "answers")
     else:
         network = load(folder, mesh)
-        label, config, tie, cache = network.label, network.config, TIES[network.dtype.name], None
-        longest = arguments.prompt_tokens or config.batch.sequence_length
+        label, step, config, cache = network.label, network.step, network.config, None
+        tie, longest = TIES[network.dtype.name], arguments.prompt_tokens or config.batch.sequence_length
         of_answers = {"tokenizer": network.tokenizer.sha256, "dtype": network.dtype.name, "longest": longest}
         facts = of_answers | network.facts
         log = log_of(out / label / "requests.jsonl", facts)
@@ -281,7 +286,7 @@ def harness(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
         write_whole(place / "tasks.json", json.dumps(facts | {"tasks": results}, indent=2) + "\n")
         if drawn := points(results):
             plot_tasks(drawn, f"{Path(folder).resolve().name}, {label.replace('_', ' ')}", place / "tasks.png")
-    return {**{name: value for name, value in facts.items() if name == "step"}, "tasks": results}
+    return {**step, "tasks": results}
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ from configs.files import write_whole
 from configs.schema import BatchConfig, ModelConfig
 from data.tokenizer import TextTokenizer
 from evaluation.core import TIES, Task, encode, figures, judge
+from evaluation.log import recorded
 from evaluation.scorer import make_score, score_questions
-
-AT_A_TIME = 512  # items whose tokens are held, sorted by length, and logged
 
 
 class Benchmarks:
@@ -55,12 +54,11 @@ class Benchmarks:
         finished = {(line["task"], line["item"]) for line in done}
         for task in self.tasks:
             left = [index for index in range(len(task.items)) if (task.label, index) not in finished]
-            for first in range(0, len(left), AT_A_TIME):
-                questions = encode(task, left[first : first + AT_A_TIME], self.tokenizer, self.longest)
+            if left:
+                questions = encode(task, left, self.tokenizer, self.longest)
                 scored = score_questions(self.score, params, questions, self.mesh, self.tokens_per_device)
-                judged = [judge(task, question, *map(np.asarray, scores), tie=self.tie) for question, scores in scored]
-                record(judged)
-                lines += judged
+                judged = (judge(task, question, *map(np.asarray, scores), tie=self.tie) for question, scores in scored)
+                lines += recorded(judged, record)
             say(in_words(task.label, figures([task], lines)["tasks"][task.label]))
         return figures(self.tasks, lines)
 

@@ -19,7 +19,7 @@ from configs.schema import BatchConfig, ModelConfig
 from data.corpus import Document
 from data.tokenizer import TextTokenizer
 from evaluation.documents import Source
-from evaluation.scorer import ROWS, batch_width, on_rows, size_up
+from evaluation.scorer import ROWS, coarse_size, on_rows
 from model.gpt import GPT
 from model.loss import log_sum_and_target
 
@@ -104,7 +104,7 @@ class DocumentLosses:
         for document, ids in enumerate(encoded):
             for start in range(0, len(ids), self.length):
                 piece = Piece(document, start, ids[start : start + self.length])
-                by_size[min(size_up(len(piece.tokens)), self.length)].append(piece)
+                by_size[min(coarse_size(len(piece.tokens)), self.length)].append(piece)
         for size, pieces in sorted(by_size.items()):
             width = batch_width(self.mesh, self.tokens_per_device // size, len(pieces))
             for first in range(0, len(pieces), width):
@@ -117,3 +117,10 @@ class DocumentLosses:
                 for piece, nats in zip(batch, found):
                     losses[piece.document][piece.start : piece.start + self.length] = nats[: len(piece.tokens)]
         return losses
+
+
+def batch_width(mesh: Mesh, fit: int, count: int) -> int:
+    """How many of `count` to compute together, where `fit` fit on a device: a power of two a device, no larger than it
+    takes for all, so that the sizes of small groups are few, too."""
+    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
+    return replicas * (1 << min(max(1, fit).bit_length() - 1, (-(-count // replicas) - 1).bit_length()))

@@ -19,14 +19,13 @@ from configs.schema import BatchConfig, ModelConfig, UserError
 from data.tokenizer import TextTokenizer
 from evaluation.core import Question
 from evaluation.generation import make_generate
-from evaluation.scorer import SMALLEST, make_score, score_questions, size_up
+from evaluation.log import recorded
+from evaluation.scorer import coarse_size, make_score, score_questions
 
 try:
     from lm_eval.api.model import LM
 except ImportError as error:
     raise UserError(f"these tasks need lm-evaluation-harness: make setup EXTRA=harness ({error})") from error
-
-AT_A_TIME = 2048  # requests whose tokens are held, sorted by length, and logged
 
 
 class HarnessNetwork(LM):
@@ -71,27 +70,26 @@ class HarnessNetwork(LM):
         """After each (context, options), up to a stop sequence or the document's end."""
         return [line["text"] for line in self._answered("generate", requests, self._generated)]
 
-    def _answered(self, kind: str, requests: list, answer: Callable[[list], Iterator[dict]]) -> list[dict]:
-        """Each request's line: of those that were answered before, and of the others, as `answer` gives them."""
+    def _answered(self, kind: str, requests: list, answer: Callable[[list], Iterator[tuple[int, dict]]]) -> list[dict]:
+        """Each request's line: of those that were answered before, and of the others, as `answer` gives them: with
+        their places, in any order."""
         keys = [digest(request.args) for request in requests]
         self.agree(f"their {kind} requests", digest(keys))
         new = {key: request for key, request in zip(keys, requests) if key not in self.answers}
-        left = list(new.items())
-        for first in range(0, len(left), AT_A_TIME):
-            some = left[first : first + AT_A_TIME]
-            found = answer([request for _, request in some])
-            lines = [{"request": key, **line} for (key, _), line in zip(some, found, strict=True)]
-            self.record(lines)
-            self.answers |= {line["request"]: line for line in lines}
+        left = list(new)
+        answered = answer(list(new.values())) if new else ()
+        found = ({"request": left[place], **line} for place, line in answered)
+        self.answers |= {line["request"]: line for line in recorded(found, self.record)}
         return [self.answers[key] for key in keys]
 
-    def _loglikelihoods(self, requests: list) -> Iterator[dict]:
+    def _loglikelihoods(self, requests: list) -> Iterator[tuple[int, dict]]:
         """The continuations of one item share what they begin with alike, so an item's requests are one question."""
         pairs = [pair_of(*request.args) for request in requests]
         encode = lambda texts: iter(self.tokenizer.encode(texts))
         wholes = encode([context + continuation for context, continuation in pairs])
         contexts = encode([context for context, _ in pairs])
-        questions, start = [], 0
+        questions: list[Question] = []
+        start = 0
         for _, group in groupby(requests, lambda request: (request.task_name, request.doc_id)):
             rows, spans, cut = [], [], 0
             for _ in group:
@@ -103,49 +101,50 @@ class HarnessNetwork(LM):
                 spans.append((max(len(kept) - new, 1), len(kept)))
             questions.append(Question(start, rows, spans, cut))
             start += len(rows)
-        return self._scored(questions, start)
+        return ((first + i, line) for first, i, line in self._scored(questions))
 
-    def _scored(self, questions: Sequence[Question], count: int) -> Iterator[dict]:
-        """A line for each row of the questions; their `index` is that of their first row."""
-        lines: list[dict] = [{}] * count
+    def _scored(self, questions: Sequence[Question]) -> Iterator[tuple[int, int, dict]]:
+        """Each question's `index`, each of its rows' numbers, and the line of that row."""
         for question, scores in score_questions(self.score, self.params, questions, self.mesh, self.tokens_per_device):
             for i, (start, end) in enumerate(question.spans):
                 nothing = start >= end
-                lines[question.index + i] = {
+                line = {
                     "loglikelihood": 0.0 if nothing else -float(scores.loss_sums[i]),
                     "greedy": nothing or bool(scores.likeliest[i]),
                     "margin": 0.0 if nothing else float(scores.margins[i]),
                     "tokens": end - start,
                     "cut": question.cut,
                 }
-        return iter(lines)
+                yield question.index, i, line
 
-    def _rolling(self, requests: list) -> Iterator[dict]:
-        questions, counts = [], []
-        for ids in self.tokenizer.encode([request.args[0] for request in requests]):
+    def _rolling(self, requests: list) -> Iterator[tuple[int, dict]]:
+        questions, parts, found = [], [], []
+        for text, ids in enumerate(self.tokenizer.encode([request.args[0] for request in requests])):
             tokens = np.array([self.tokenizer.bos, *ids], np.int32)
             ends = [*range(1 + self.longest, len(tokens), self.longest), len(tokens)] if ids else []
-            counts.append(len(ends))
             for before, end in zip([1, *ends], ends):
                 # The last row is full, too: what stands before it is read again, and not scored again.
                 row = tokens[max(end - self.longest - 1, 0) : end]
-                questions.append(Question(len(questions), [row], [(len(row) - (end - before), len(row))], 0))
-        parts = self._scored(questions, len(questions))
-        for count in counts:
-            rows = [next(parts) for _ in range(count)]
-            yield {"loglikelihood": sum(row["loglikelihood"] for row in rows), "tokens": sum(r["tokens"] for r in rows)}
+                questions.append(Question(text, [row], [(len(row) - (end - before), len(row))], 0))
+            parts.append(len(ends))
+            found.append({"loglikelihood": 0.0, "tokens": 0})
+        yield from ((text, line) for text, line in enumerate(found) if parts[text] == 0)
+        for text, _, row in self._scored(questions):
+            found[text] = {name: found[text][name] + row[name] for name in found[text]}
+            parts[text] -= 1
+            if parts[text] == 0:
+                yield text, found[text]
 
-    def _generated(self, requests: list) -> Iterator[dict]:
+    def _generated(self, requests: list) -> Iterator[tuple[int, dict]]:
         """Prompts of like length and the same options together. A context loses its first tokens where the new ones
         would find no room."""
-        texts: list[dict] = [{}] * len(requests)
         groups = {}
         for i, (request, ids) in enumerate(zip(requests, self.tokenizer.encode([r.args[0] for r in requests]))):
             options = self._generation(request)
             room = self.longest - options["tokens"]
             whole = [self.tokenizer.bos, *ids]
             prompt = whole[-room:]
-            shape = (size_up(len(prompt)), options["tokens"], options["temperature"], options["top_k"])
+            shape = (coarse_size(len(prompt)), options["tokens"], options["temperature"], options["top_k"])
             groups.setdefault(shape, []).append((i, prompt, options["until"], len(whole) - len(prompt)))
         for (size, tokens, temperature, top_k), prompts in sorted(groups.items(), key=lambda group: group[0]):
             fit = max(1, self.tokens_per_device // (size + tokens))  # every device holds all of them
@@ -155,7 +154,7 @@ class HarnessNetwork(LM):
                 buffer, lengths = np.zeros((width, size + tokens), np.int32), np.ones(width, np.int32)
                 for row, (_, prompt, _, _) in enumerate(some):
                     buffer[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-                prefill = 1 if size == SMALLEST else below(size)  # one for all of a size: one program
+                prefill = below(size)  # one for all of a size: one program
                 lengths[len(some) :] = prefill
                 options = {"prefill": prefill, "temperature": temperature, "top_k": top_k}
                 filled = np.asarray(self.generate(self.params, buffer, lengths, np.int32(0), **options))
@@ -165,8 +164,7 @@ class HarnessNetwork(LM):
                     text = self.tokenizer.decode(new)
                     for end in until:
                         text = text.split(end)[0] if end else text
-                    texts[i] = {"text": text, "cut": cut}
-        return iter(texts)
+                    yield i, {"text": text, "cut": cut}
 
     def _generation(self, request: Any) -> dict[str, Any]:
         """What a task asks of the text. UserError for what there is not."""
@@ -195,8 +193,8 @@ class HarnessNetwork(LM):
 
 
 def below(size: int) -> int:
-    """One more than the next smaller of `size_up`'s sizes: no text of this size is shorter."""
-    return next(shorter for shorter in range(size - 1, 0, -1) if size_up(shorter) < size) + 1
+    """One more than the next smaller of `coarse_size`'s sizes: no prompt of this size is shorter."""
+    return next((shorter for shorter in range(size - 1, 0, -1) if coarse_size(shorter) < size), 0) + 1
 
 
 def pair_of(context: str, continuation: str) -> tuple[str, str]:

@@ -57,8 +57,10 @@ def measure(
     `items`: take at most so many of each task, always the same. `tie`: nats, below which an item's two best options are
     too close to call. `cache`: a file of answers, for a network that keeps none."""
     from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
 
     os.environ["DISABLE_MULTIPROC"] = "1"  # else the harness forks to bootstrap, which JAX's threads do not survive
+    os.environ.pop("LOCAL_RANK", None)  # with which, as torchrun sets it, all processes but the first get no figures
     tasks, members = loaded["tasks"], {name for group in loaded["groups"].values() for name in group.child_names}
     top = [*loaded["groups"].values(), *tasks.values()]
     chosen = {}
@@ -71,6 +73,7 @@ def measure(
         samples=chosen or None,
         bootstrap_iters=BOOTSTRAP,
         use_cache=cache,
+        task_manager=TaskManager(include_defaults=False),  # else it reads its 14,000 files, which it needs for nothing
     )
     answers = getattr(network, "answers", {})
     lines = {name: [line_of(sample, tie, answers) for sample in found["samples"][name]] for name in tasks}

@@ -1,12 +1,15 @@
 """A log of an evaluation, a JSON object a line, that goes on after a kill."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from configs.files import append_whole, write_whole
 from configs.schema import UserError
+
+AT_A_TIME = 512  # lines that a kill may lose
 
 
 def open_log(path: Path, facts: dict[str, Any]) -> list[dict]:
@@ -27,6 +30,15 @@ def open_log(path: Path, facts: dict[str, Any]) -> list[dict]:
 def append_to_log(path: Path, lines: list[dict]) -> None:
     """Adds lines, on disk for certain."""
     append_whole(path, to_lines(lines))
+
+
+def recorded(lines: Iterable[dict], record: Callable[[list[dict]], Any]) -> list[dict]:
+    """All of them; `record` is given `AT_A_TIME`, as they come."""
+    coming, kept = iter(lines), []
+    while some := list(islice(coming, AT_A_TIME)):
+        record(some)
+        kept += some
+    return kept
 
 
 def to_lines(values: Sequence[dict]) -> str:

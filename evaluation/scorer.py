@@ -7,6 +7,7 @@ rounded to a few sizes, so that few programs are compiled; the logits of scored 
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +25,10 @@ from model.parallel import mark_varying, pmax_over_tensor, tensor_index
 from training.state import abstract_params, split_model
 from training.step import all_gather_data, on_each_device
 
-SMALLEST = 64  # tokens: a shorter prefix is not worth a pass of its own
+LEAST_SHARED = 16  # tokens
+WORTH = 2048  # tokens: a program that saves no more is not worth compiling
 ROWS = PartitionSpec(("data", "fsdp"))
-CHUNK = 16  # scored tokens of a row whose logits exist at a time
+CHUNK = 256  # scored tokens of a device whose logits exist at a time
 
 
 class Scores(NamedTuple):
@@ -44,16 +46,21 @@ Score = Callable[..., Scores]
 
 
 def size_up(length: int) -> int:
-    """The next larger of the sizes 64, 96, 128, 192, 256, 384, ...: two in each octave."""
-    power = max(SMALLEST, 1 << (length - 1).bit_length())
-    return power * 3 // 4 if SMALLEST < length <= power * 3 // 4 else power
+    """The next larger of the sizes 8, 16, ..., 128, 144, 160, ...: at least eight in each octave from 64 on."""
+    step = max(8, 1 << max((length - 1).bit_length() - 4, 0))
+    return -(-length // step) * step
+
+
+def coarse_size(length: int) -> int:
+    """The next larger of the sizes 64, 96, 128, 192, 256, 384, ...: two in each octave, where shapes are not joined."""
+    power = max(64, 1 << (length - 1).bit_length())
+    return power * 3 // 4 if 64 < length <= power * 3 // 4 else power
 
 
 def size_down(length: int) -> int:
-    """The next smaller of the sizes 64, 80, 96, 112, 128, 160, ...: four in each octave, since each token that is left
-    of a prefix costs one in every option; 0 below the smallest."""
-    quarter = 1 << max(length.bit_length() - 3, 0)
-    return length // quarter * quarter if length >= SMALLEST else 0
+    """The next smaller of `size_up`'s sizes; 0 for a prefix that is not worth a pass of its own."""
+    step = max(8, 1 << max(length.bit_length() - 4, 0))
+    return length // step * step if length >= LEAST_SHARED else 0
 
 
 def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Score:
@@ -61,7 +68,8 @@ def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Score:
     compiled once for arrays of one shape.
 
     Each of C options of a question is its prefix and then its row, of which the tokens from `starts` (at least 1) up to
-    `ends` are scored, at most `chunks * CHUNK`. B divides over `data` and `fsdp`; every process gets all scores.
+    `ends` are scored, at most `chunks * CHUNK` on a device. B divides over `data` and `fsdp`; every process gets all
+    scores.
     """
 
     def score(model: GPT, prefixes: Array, rows: Array, starts: Array, ends: Array, chunks: Array) -> Scores:
@@ -70,26 +78,22 @@ def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Score:
         if shared:
             _, cache = model.activations(prefixes, model.empty_cache(questions, shared + length))
             cache = jax.tree.map(lambda kept: jnp.repeat(kept, choices, axis=0), cache)
-        tokens = rows.reshape(-1, length)
+        tokens, counts = rows.reshape(-1, length), (ends - starts).ravel()
         x, _ = model.activations(tokens, cache, start=shared)
-        first, end = starts.reshape(-1, 1) - 1, ends.reshape(-1, 1) - 1  # what predicts them
+        upto = jnp.cumsum(counts)  # scored tokens of the rows up to each, counted one after the other
 
-        def chunk(i: Array, scores: Scores) -> Scores:
-            places = first + i * CHUNK + jnp.arange(CHUNK)
-            scored, here = places < end, jnp.minimum(places, length - 2)
-            targets = jnp.take_along_axis(tokens, here + 1, axis=1)
-            logits = model.lm_head(jnp.take_along_axis(x, here[..., None], axis=1))
-            loss, likeliest, margin = token_scores(logits, targets, config.softcap)
-            return Scores(
-                scores.loss_sums + jnp.sum(jnp.where(scored, loss, 0), axis=1),
-                scores.likeliest & jnp.all(likeliest | ~scored, axis=1),
-                jnp.minimum(scores.margins, jnp.min(jnp.where(scored, margin, jnp.inf), axis=1)),
-            )
+        def chunk(i: Array, of_tokens: Scores) -> Scores:
+            number = i * CHUNK + jnp.arange(CHUNK)
+            row = jnp.searchsorted(upto, number, side="right")  # beyond the last one: none, and dropped below
+            place = starts.ravel()[row] + number - (upto - counts)[row]
+            logits = model.lm_head(x[row, place - 1])
+            scores = token_scores(logits, tokens[row, place], config.softcap)
+            return jax.tree.map(lambda all, new: all.at[row, place].set(new, mode="drop"), of_tokens, Scores(*scores))
 
-        count = questions * choices
-        start = Scores(jnp.zeros(count), jnp.ones(count, bool), jnp.full(count, jnp.inf))
-        scores = jax.lax.fori_loop(0, chunks, chunk, mark_varying(start, ("data", "fsdp")))
-        return jax.tree.map(lambda score: score.reshape(questions, choices), scores)
+        of_tokens = Scores(jnp.zeros(tokens.shape), jnp.ones(tokens.shape, bool), jnp.full(tokens.shape, jnp.inf))
+        of_tokens = jax.lax.fori_loop(0, chunks, chunk, mark_varying(of_tokens, ("data", "fsdp")))
+        sums = (jnp.sum(of_tokens[0], axis=1), jnp.all(of_tokens[1], axis=1), jnp.min(of_tokens[2], axis=1))
+        return Scores(*(score.reshape(questions, choices) for score in sums))
 
     return on_rows(score, config, dtype, mesh, (ROWS, ROWS, ROWS, ROWS, PartitionSpec()))
 
@@ -116,23 +120,63 @@ def on_rows(
 
 
 def token_scores(
-    logits: Float[Array, "rows length vocab_share"], targets: Int[Array, "rows length"], cap: float
-) -> tuple[Float[Array, "rows length"], Bool[Array, "rows length"], Float[Array, "rows length"]]:
+    logits: Float[Array, "tokens vocab_share"], targets: Int[Array, "tokens"], cap: float
+) -> tuple[Float[Array, "tokens"], Bool[Array, "tokens"], Float[Array, "tokens"]]:
     """Each target's loss, whether it is the likeliest token, and by how much its capped logit lies above the others."""
     log_sum, target = log_sum_and_target(logits, targets, cap)
-    share = logits.shape[-1]
-    token, capped = tensor_index() * share + jnp.arange(share), softcap(logits, cap)
-    highest = lambda among: pmax_over_tensor(jnp.max(jnp.where(among, capped, -jnp.inf), axis=-1))
-    before, after = highest(token < targets[..., None]), highest(token > targets[..., None])
+    token = tensor_index() * logits.shape[-1] + jnp.arange(logits.shape[-1])
+    # The cap keeps the order, so the highest alone are capped.
+    highest = lambda among: softcap(pmax_over_tensor(jnp.max(jnp.where(among, logits, -jnp.inf), axis=-1)), cap)
+    before, after = highest(token < targets[:, None]), highest(token > targets[:, None])
     return log_sum - target, (target > before) & (target >= after), target - jnp.maximum(before, after)
 
 
-def shape_of(question: Question) -> tuple[int, int, int]:
-    """`(C, P, T)` that it is computed in: options, tokens of the prefix that is read once, tokens of a row after it."""
+Shape = tuple[int, int, int]
+"""`(C, P, T)` of questions computed together: options, tokens of the prefix that is read once, of a row after it."""
+
+
+def shape_of(question: Question) -> Shape:
+    """The one that fits it most closely."""
     rows, starts = question.rows, [start for start, end in question.spans if start < end]
     shared = min([common_prefix(rows), *(start - 1 for start in starts)]) if len(rows) > 1 else 0
     prefix = size_down(shared)
     return len(rows), prefix, size_up(max(map(len, rows)) - prefix)
+
+
+def by_shape(questions: Sequence[Question]) -> dict[Shape, list[Question]]:
+    """Questions by the shape that they are computed in. Each shape is a program, and to be few, neighbours are joined
+    for as long as that costs an eighth more tokens in all, or `WORTH`."""
+    fitting, found = defaultdict(list), defaultdict(list)
+    for question in questions:
+        fitting[shape_of(question)].append(question)
+    for _, of_choices in groupby(sorted(fitting), lambda shape: shape[0]):
+        groups = [(shape, fitting[shape]) for shape in of_choices]
+        spare = max(WORTH, sum(tokens_of(shape, len(alike)) for shape, alike in groups) // 8)
+        while len(groups) > 1:
+            costs = []
+            for i, ((one, ones), (other, others)) in enumerate(pairwise(groups)):
+                both, apart = joined(one, other), tokens_of(one, len(ones)) + tokens_of(other, len(others))
+                costs.append((tokens_of(both, len(ones) + len(others)) - apart, i, both))
+            more, i, both = min(costs)
+            spare -= more
+            if spare < 0:
+                break
+            groups[i : i + 2] = [(both, groups[i][1] + groups[i + 1][1])]
+        for shape, alike in groups:
+            found[shape] += alike
+    return found
+
+
+def tokens_of(shape: Shape, questions: int) -> int:
+    """That so many questions take."""
+    choices, prefix, length = shape
+    return questions * (prefix + choices * length)
+
+
+def joined(one: Shape, other: Shape) -> Shape:
+    """The smallest in which both find room."""
+    prefix = min(one[1], other[1])
+    return one[0], prefix, size_up(max(sum(one[1:]), sum(other[1:])) - prefix)
 
 
 def score_questions(
@@ -140,28 +184,23 @@ def score_questions(
 ) -> Iterator[tuple[Question, Scores]]:
     """Each question with its scores, those of one shape together, in batches of at most `tokens_per_device` (or of one
     question a device). `score` is of `make_score`. Every process must go through all of it."""
-    by_shape = defaultdict(list)
-    for question in questions:
-        by_shape[shape_of(question)].append(question)
-    for (choices, prefix, length), alike in sorted(by_shape.items(), key=lambda group: group[0]):
-        width = batch_width(mesh, tokens_per_device // (prefix + choices * length), len(alike))
+    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
+    for (choices, prefix, length), alike in by_shape(questions).items():
+        fit = replicas * max(1, tokens_per_device // tokens_of((choices, prefix, length), 1))
+        batches = -(-len(alike) // fit)
+        width = replicas * -(-len(alike) // (replicas * batches))  # as many in each, so that few rows are empty
         for first in range(0, len(alike), width):
             batch = alike[first : first + width]
-            scores = score(params, *arrays_of(batch, width, choices, prefix, length))
+            arrays = arrays_of(batch, width, choices, prefix, length)
+            of_devices = np.sum((arrays[3] - arrays[2]).reshape(replicas, -1), axis=1)
+            scores = score(params, *arrays, np.asarray(np.int32(-(-np.max(of_devices) // CHUNK))))
             for i, question in enumerate(batch):
                 yield question, Scores(*(of_all[i] for of_all in scores))
 
 
-def batch_width(mesh: Mesh, fit: int, count: int) -> int:
-    """How many of `count` to compute together, where `fit` fit on a device: a power of two a device, no larger than it
-    takes for all, so that the sizes of small groups are few, too."""
-    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
-    return replicas * (1 << min(max(1, fit).bit_length() - 1, (-(-count // replicas) - 1).bit_length()))
-
-
 def arrays_of(batch: Sequence[Question], width: int, choices: int, prefix: int, length: int) -> tuple[np.ndarray, ...]:
-    """What `make_score`'s function takes besides the parameters; rows are padded with 0, and questions with rows of
-    which nothing is scored."""
+    """What `make_score`'s function takes between the parameters and `chunks`. Rows are padded with 0, and questions
+    with rows of which nothing is scored."""
     prefixes = np.zeros((width, prefix), np.int32)
     rows = np.zeros((width, choices, length), np.int32)
     starts, ends = np.ones((2, width, choices), np.int32)
@@ -171,5 +210,4 @@ def arrays_of(batch: Sequence[Question], width: int, choices: int, prefix: int, 
             rows[i, j, : len(row) - prefix] = row[prefix:]
             if start < end:
                 starts[i, j], ends[i, j] = start - prefix, end - prefix
-    chunks = np.int32(-(-np.max(ends - starts) // CHUNK))
-    return prefixes, rows, starts, ends, np.asarray(chunks)
+    return prefixes, rows, starts, ends

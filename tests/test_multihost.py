@@ -14,6 +14,7 @@ import pytest
 
 from run.lines import read_metrics
 from tests.evaluation.core_bundle import make_bundle
+from tests.evaluation.harness_tasks import make_tasks
 from tests.fake_gcs import FakeGCS
 from tests.test_train import PREEMPTED, ROOT, environment_of, folder, run, summary  # noqa: F401
 
@@ -99,6 +100,37 @@ def test_two_processes_give_the_benchmarks_of_one(folder, one_device):  # noqa: 
     for line, expected in zip(ours, theirs):
         np.testing.assert_allclose(np.array(line["losses"], float), np.array(expected["losses"], float), atol=1e-4)
         assert line["correct"] == expected["correct"] or line["tie"]
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_answers_of_one_to_lm_evaluation_harness(folder, one_device, monkeypatch):  # noqa: F811
+    """All kinds of request; and a second start takes them from the log."""
+    pytest.importorskip("lm_eval")
+    # With torch, which the harness seeds where it is installed.
+    with_torch = lambda devices, known=environment_of: known(devices) | {"PYTHONPATH": str(ROOT)}
+    monkeypatch.setattr("tests.test_multihost.environment_of", with_torch)
+    (folder / "tasks").mkdir()
+    make_tasks(folder / "tasks")
+    names = "tiny_choices,tiny_schema,tiny_endings,tiny_text,tiny_writing"
+    command = ("evaluate.py", "--run_dir=one", f"--tasks={names}", "--task_files=tasks")
+    finish(start(folder, 1, 1, "--out=asked-one", command=command))
+    found = []
+    for _ in range(2):
+        finish(start(folder, 4, 2, "--out=asked-two", "--mesh.fsdp=2", command=command))
+        found.append((folder / "asked-two" / "harness" / "step_60" / "requests.jsonl").read_text())
+    assert found[0] == found[1]
+    left = [folder / name / "harness" / "step_60" for name in ("asked-one", "asked-two")]
+    ours, theirs = (
+        {line["request"]: line for line in map(json.loads, (path / "requests.jsonl").read_text().splitlines()[1:])}
+        for path in left
+    )
+    assert ours.keys() == theirs.keys() and len(ours) > 60
+    for key, line in ours.items():
+        assert theirs[key].get("loglikelihood") == pytest.approx(line.get("loglikelihood"), abs=1e-4)
+        assert theirs[key].get("text") == line.get("text")
+    figures = [json.loads(next(path.glob("*/tasks.json")).read_text())["tasks"] for path in left]
+    assert figures[0].keys() == figures[1].keys() == set(names.split(","))
+    assert figures[0]["tiny_choices"]["acc"] == pytest.approx(figures[1]["tiny_choices"]["acc"])
 
 
 @pytest.mark.slow

@@ -12,9 +12,9 @@ import pytest
 
 from configs.schema import BatchConfig, MeshConfig, UserError
 from evaluation.benchmarks import Benchmarks, plot_core
-from evaluation.core import COUNTS, KINDS, Task, encode, figures, judge, read_bundle
+from evaluation.core import KINDS, Task, encode, figures, judge, read_bundle
 from evaluation.log import append_to_log, open_log
-from evaluation.scorer import Scores, shape_of, size_down, size_up
+from evaluation.scorer import CHUNK, Scores, by_shape, size_down, size_up, tokens_of
 from tests.evaluation import nanochat_core
 from tests.evaluation.core_bundle import CONFIG, LONGEST, TASKS, make_bundle, params, tokenizer
 from tests.nanochat_checkout import import_nanochat
@@ -41,17 +41,12 @@ def benchmarks(bundle, mesh="one", items=None, dtype="float32"):
     return made, jax.device_put(params(), shardings)
 
 
-def lines_on(bundle, mesh, shapes=None):
-    """The lines of all items that are computed in these shapes (None: any), in order, on one of `MESHES`."""
+def lines_on(bundle, mesh, labels=LABELS):
+    """The lines of all items of these tasks, in order, on one of `MESHES`."""
     run, placed = benchmarks(bundle, mesh)
-    left_out = [
-        {"task": task.label, "item": question.index, **dict.fromkeys(("correct", *COUNTS.values()), 0)}
-        for task in run.tasks
-        for question in encode(task, range(len(task.items)), tokenizer(), LONGEST)
-        if shapes and shape_of(question) not in shapes
-    ]
+    run.tasks = [task for task in run.tasks if task.label in labels]
     lines = []
-    run(placed, left_out, record=lines.extend)
+    run(placed, record=lines.extend)
     return sorted(lines, key=lambda line: (LABELS.index(line["task"]), line["item"]))
 
 
@@ -77,8 +72,8 @@ def nanochat_s():
 
 
 def test_items_of_every_kind_are_as_nanochat_s_core_eval_has_them(bundle, nanochat_s):
-    """Of four shapes: with and without shots, a shared prefix and a prompt that is cut."""
-    lines = lines_on(bundle, "one", {(4, 0, 64), (4, 128, 64), (2, 64, 64), (1, 0, 256)})
+    """With and without shots, a shared prefix and a prompt that is cut."""
+    lines = lines_on(bundle, "one", ("choices", "choices_with_shots", "schema", "continuations_at_the_limit"))
     require_equal(lines, nanochat_s, read_bundle(str(bundle), None))
     kinds = {label: kind for label, kind, *_ in TASKS}
     assert {kinds[line["task"]] for line in lines} == set(KINDS) and len(lines) > 70
@@ -156,7 +151,7 @@ class Killed(Exception):
 
 def scores_of_lengths(params, prefixes, rows, starts, ends, chunks):
     """In place of a network: what only depends on the question itself."""
-    assert chunks * 16 >= np.max(ends - starts) and np.all(starts >= 1) and np.all(ends <= rows.shape[2])
+    assert chunks * CHUNK >= np.sum(ends - starts) and np.all(starts >= 1) and np.all(ends <= rows.shape[2])
     losses = (rows.sum(axis=2) % 101) * 1.0 + 1
     return Scores(losses, losses > 50, losses - 50)
 
@@ -200,22 +195,31 @@ def test_the_picture_shows_every_task(bundle, tmp_path):
 
 def test_sizes_are_few_and_fit():
     for length in range(1, 3000):
-        assert length <= size_up(length) <= max(64, 1.5 * length)
-        assert size_down(length) <= length and (size_down(length) > 0.8 * length or length < 64)
-    assert len({size_up(length) for length in range(1, 2049)}) == 11
-    assert len({size_down(length) for length in range(2048)}) == 21
+        assert length <= size_up(length) <= max(length + 7, 1.125 * length)
+        assert size_down(length) <= length and (length - size_down(length) < max(8, length / 8) or length < 16)
+    sizes = {size_up(length) for length in range(1, 2049)}
+    assert len(sizes) == 48 and {size_down(length) for length in range(2048)} <= sizes | {0}
 
 
-def test_a_prefix_is_shared_up_to_the_token_before_the_answers(bundle):
-    shapes = set()
-    for task in read_bundle(str(bundle), None):
-        for question in encode(task, range(len(task.items)), tokenizer(), LONGEST):
-            choices, prefix, length = shape_of(question)
-            shapes.add((choices, prefix, length))
-            assert all(np.array_equal(row[:prefix], question.rows[0][:prefix]) for row in question.rows)
-            assert all(prefix < start for start, end in question.spans if start < end)
-            assert len(question.rows[0]) <= prefix + length and (choices > 1 or prefix == 0)
-    assert {prefix > 0 for _, prefix, _ in shapes} == {True, False} and len(shapes) < 20
+def test_shapes_are_few_and_each_question_fits_in_its_own(bundle):
+    """A prefix is shared up to the token before the answers."""
+    shapes, computed, tasks = set(), {}, read_bundle(str(bundle), None)
+    for task in tasks:
+        questions = encode(task, range(len(task.items)), tokenizer(), LONGEST)
+        grouped = by_shape(questions)
+        assert sorted(q.index for alike in grouped.values() for q in alike) == [q.index for q in questions]
+        for (choices, prefix, length), alike in grouped.items():
+            for question in alike:
+                assert len(question.rows) == choices and max(map(len, question.rows)) <= prefix + length
+                assert all(np.array_equal(row[:prefix], question.rows[0][:prefix]) for row in question.rows)
+                assert all(prefix < start for start, end in question.spans if start < end)
+        computed[task.label] = sum(tokens_of(shape, len(alike)) for shape, alike in grouped.items())
+        shapes |= grouped.keys()
+    assert {prefix > 0 for _, prefix, _ in shapes} == {True, False} and len(shapes) == 10
+    many = [question for question in encode(tasks[1], range(20), tokenizer(), LONGEST) for _ in range(50)]
+    grouped = by_shape(many)  # worth a program each
+    assert len(grouped) > len(by_shape(many[::50])) == 2
+    assert sum(tokens_of(shape, len(alike)) for shape, alike in grouped.items()) < 50 * computed["choices_with_shots"]
 
 
 DAMAGES = {
