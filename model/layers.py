@@ -96,31 +96,43 @@ def _matmul_backward(axes: Axes, residuals: tuple[Array, Array], dy: Array) -> t
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def embed(
-    tokens: Int[Array, "*shape"], share: Float[Array, "v_share w_share"], axes: Axes, dtype: jnp.dtype
+    tokens: Int[Array, "*shape"],
+    share: Float[Array, "v_share w_share"],
+    gradient_sum: Float[Array, "..."] | float,
+    axes: Axes,
+    dtype: jnp.dtype,
 ) -> Float[Array, "*shape width"]:
     """The tokens' rows of the table, in `dtype`; zeros for those whose rows lie on another device along `tensor`.
 
-    The gradient with respect to `share` (float32) is accumulated in float32.
+    The gradient with respect to `share` (float32) is `gradient_sum` and, added to it in float32, that of each token:
+    where the table is not divided over `fsdp`, the tokens' rows are all that is read and written of it.
     """
     table = all_gather_fsdp(share.astype(dtype), axes)
     row = _row(tokens, table.shape[0], axes)
     return jnp.where((row < table.shape[0])[..., None], table.at[row].get(mode="clip"), 0)
 
 
-def _embed_forward(tokens: Array, share: Array, axes: Axes, dtype: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
-    return embed(tokens, share, axes, dtype), (tokens, share)
+def _embed_forward(
+    tokens: Array, share: Array, gradient_sum: Array | float, axes: Axes, dtype: jnp.dtype
+) -> tuple[Array, tuple[Array, Array, Array | float]]:
+    return embed(tokens, share, gradient_sum, axes, dtype), (tokens, share, gradient_sum)
 
 
-def _embed_backward(axes: Axes, dtype: jnp.dtype, residuals: tuple[Array, Array], dy: Array) -> tuple[None, Array]:
-    tokens, share = residuals
-    rows = jax.eval_shape(lambda: all_gather_fsdp(share, axes)).shape[0]
-    row = _row(tokens, rows, axes)
+def _embed_backward(
+    axes: Axes, dtype: jnp.dtype, residuals: tuple[Array, Array, Array | float], dy: Array
+) -> tuple[None, Array, None]:
+    tokens, share, gradient_sum = residuals
+    whole = jax.eval_shape(lambda: all_gather_fsdp(share, axes)).shape
+    divided = whole != share.shape  # over fsdp: a share's gradient is known when all devices' tables are summed
+    row = _row(tokens, whole[0], axes)
+    onto = jnp.broadcast_to(jnp.float32(0) if divided else gradient_sum, whole)
     if platform() in ("gpu", "cuda"):
-        return None, reduce_scatter_fsdp(segment_sum(dy.reshape(-1, dy.shape[-1]), row.ravel(), rows), axes)
-    table = jnp.zeros((rows, dy.shape[-1]), jnp.float32)
-    return None, reduce_scatter_fsdp(table.at[row].add(dy.astype(jnp.float32), mode="drop"), axes)
+        gradient = onto + segment_sum(dy.reshape(-1, dy.shape[-1]), row.ravel(), whole[0])
+    else:
+        gradient = onto.at[row].add(dy.astype(jnp.float32), mode="drop")
+    return None, gradient_sum + reduce_scatter_fsdp(gradient, axes) if divided else gradient, None
 
 
 def _row(tokens: Array, rows: int, axes: Axes) -> Array:
@@ -134,13 +146,23 @@ def _row(tokens: Array, rows: int, axes: Axes) -> Array:
 embed.defvjp(_embed_forward, _embed_backward)
 
 
+class Table(nnx.Param):
+    """A parameter of which a micro-batch reads some rows."""
+
+
 def parameter(
-    init: nnx.Initializer, shape: tuple[int, ...], *, axes: Axes, group: str, rngs: nnx.Rngs | None
+    init: nnx.Initializer,
+    shape: tuple[int, ...],
+    *,
+    axes: Axes,
+    group: str,
+    rngs: nnx.Rngs | None,
+    kind: type[nnx.Param] = nnx.Param,
 ) -> nnx.Param:
     """A float32 parameter, which declares the mesh axes that its dimensions are divided over, and its group: a field of
     configs.schema.OptimizerConfig. Without `rngs` it is its shape and type alone."""
     value = jax.ShapeDtypeStruct(shape, jnp.float32) if rngs is None else init(rngs.params(), shape, jnp.float32)
-    return nnx.Param(value, axes=axes, group=group)
+    return kind(value, axes=axes, group=group)
 
 
 class Linear(nnx.Module):
@@ -159,14 +181,25 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """A table of a vector a token: a `parameter` [vocab_size, width]."""
 
+    gradient_sum: Float[Array, "vocab_size width"] | float = 0.0
+    """What the gradient is added to: see `accumulate_onto`. So the table is looked up once, in one place."""
+
     def __init__(
         self, vocab_size: int, width: int, init: nnx.Initializer, *, axes: Axes, group: str, rngs: nnx.Rngs | None
     ):
         self.axes = axes
-        self.table = parameter(init, (vocab_size, width), axes=axes, group=group, rngs=rngs)
+        self.table = parameter(init, (vocab_size, width), axes=axes, group=group, rngs=rngs, kind=Table)
 
     def __call__(self, tokens: Int[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape width"]:
-        return embed(tokens, self.table[...], self.axes, dtype)
+        return embed(tokens, self.table[...], self.gradient_sum, self.axes, dtype)
+
+
+def accumulate_onto(sums: nnx.Module, model: nnx.Module) -> None:
+    """Makes the gradient of each `Table` in `model` that in `sums`, a model of the gradients so far, with this one
+    added: row by row, where a dense gradient would be made, and be added, of the size of the table."""
+    for (_, so_far), (_, module) in zip(nnx.iter_modules(sums), nnx.iter_modules(model)):
+        if isinstance(module, Embedding) and isinstance(so_far, Embedding):
+            module.gradient_sum = so_far.table[...]
 
 
 class Scalars(nnx.Module):

@@ -1,5 +1,7 @@
 """Sums of rows by number, as GPUs take them for the gradients of tables."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,24 +45,30 @@ def test_no_number_is_added_in_an_order_of_its_own():
     assert len(scatters) == 1 and "unique_indices = true" in scatters[0], scatters
 
 
-def test_on_a_mesh_the_gradient_of_a_table_is_that_of_scatters(monkeypatch):
-    mesh, table = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2)), PartitionSpec("tensor", "fsdp")
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_on_a_mesh_the_gradient_of_a_table_is_that_of_scatters(monkeypatch, fsdp):
+    """And is added to the sum so far, before or after the sum over `fsdp`."""
+    mesh = make_mesh(MeshConfig(data=2, fsdp=fsdp, tensor=2), jax.devices()[: 4 * fsdp])
+    table = PartitionSpec("tensor", "fsdp")
     tokens = np.random.default_rng(0).integers(0, 40, (8, 16), np.int32)
     dy = np.random.default_rng(1).standard_normal((8, 16, 6), np.float32)
+    so_far = np.random.default_rng(2).standard_normal((40, 6), np.float32)
 
     def gradient(platform: str) -> np.ndarray:
         monkeypatch.setattr(model.layers, "platform", lambda: platform)
 
-        def for_one_device(share, tokens, dy):
-            looked_up = lambda share: psum_over_tensor(embed(tokens, share, ("tensor", "fsdp"), jnp.dtype("float32")))
+        def for_one_device(share, tokens, dy, so_far):
+            so_far = mark_varying(so_far, ("data",))
+            look_up = partial(embed, axes=("tensor", "fsdp"), dtype=jnp.dtype("float32"))
+            looked_up = lambda share: psum_over_tensor(look_up(tokens, share, so_far))
             _, backward = jax.vjp(looked_up, mark_varying(share, ("data",)))
             return psum(backward(dy)[0], ("data",))
 
         rows = PartitionSpec(("data", "fsdp"))
-        whole = on_each_device(for_one_device, mesh, (table, rows, rows), table)
-        return np.asarray(jax.jit(whole)(np.zeros((40, 6), np.float32), tokens, dy))
+        whole = on_each_device(for_one_device, mesh, (table, rows, rows, table), table)
+        return np.asarray(jax.jit(whole)(np.zeros((40, 6), np.float32), tokens, dy, so_far))
 
-    expected = np.zeros((40, 6))
+    expected = 2 * so_far.astype(np.float64)  # of both replicas
     np.add.at(expected, tokens, dy.astype(np.float64))
     for platform in ("cpu", "gpu"):
         np.testing.assert_allclose(gradient(platform), expected, rtol=1e-5, atol=1e-5)

@@ -231,7 +231,7 @@ def test_the_program_fails_a_step_that_reduces_every_micro_batch(monkeypatch, ca
     def reduced_each_time(function, **options):
         def graded(params):
             value, gradients = value_and_grad(function, **options)(params)
-            return value, jax.lax.pmean(gradients, "data")
+            return value, jax.lax.pcast(jax.lax.pmean(gradients, "data"), "data", to="varying")
 
         return graded
 
