@@ -49,6 +49,6 @@ $(STAMP): pyproject.toml
 		uv pip install --quiet --python $(BIN)/python -e ".[$(EXTRAS)]"; \
 	else \
 		$(BIN)/python -m pip --version >/dev/null 2>&1 || { rm -rf $(VENV); $$python -m venv $(VENV); } || exit 2; \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"; \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[$(EXTRAS)]"; \
 	fi
 	@touch $@

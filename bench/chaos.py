@@ -92,7 +92,7 @@ def torment(arguments: Arguments, run_dir: Path, generator: random.Random, recor
         enough = record.total() >= arguments.kills
         process, begin = start(arguments, run_dir), time.monotonic()
         while process.poll() is None and (enough or not kinds[kind](time.monotonic() - begin)):
-            time.sleep(0.05 if enough else 0.0005)
+            time.sleep(0.05 if enough else 0.002)
         if process.poll() is None:
             process.kill()
             record[kind] += 1

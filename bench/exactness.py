@@ -156,7 +156,7 @@ def course(config: Config, split: Split, steps: int) -> Mapping[str, Float[np.nd
     if split.processes > jax.process_count():
         return _in_processes(config, split, steps)
     built = built_for(config, split)
-    train_step = compile_step(built, xla_backend_optimization_level=3)  # as train.py does; the tests' own is lower
+    train_step = compile_step(built)
     if split.processes > 1:  # whose first sum fails where one compiles half a minute longer than the others
         print("compiled", flush=True)
         sys.stdin.read()

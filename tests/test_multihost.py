@@ -1,4 +1,4 @@
-"""The same run on one device, on a mesh of eight, and on two processes of four."""
+"""The same run on one device, on a mesh of eight, and on two processes of two."""
 
 import json
 import shutil
@@ -63,7 +63,9 @@ def finish(processes, code=0) -> list[str]:
 
 @pytest.fixture(scope="module")
 def one_device(folder):  # noqa: F811
-    finish(start(folder, 1, 1, "--run_dir=one"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert run("train", patch, *OPTIONS, "--run_dir=one", devices=1) == 0
     return folder / "one"
 
 
@@ -82,17 +84,18 @@ def assert_same(run_dir: Path, other: Path, steps=20) -> None:
 def test_eight_devices_on_three_axes(folder, one_device, monkeypatch):  # noqa: F811
     monkeypatch.chdir(folder)
     mesh = ("--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2")
-    assert run("train", monkeypatch, *OPTIONS, "--run_dir=three-axes", *mesh) == 0
+    assert run("train", monkeypatch, *OPTIONS, "--run_dir=three-axes", *mesh, devices=8) == 0
     assert_same(folder / "three-axes", one_device)
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_benchmarks_of_one(folder, one_device):  # noqa: F811
+def test_two_processes_give_the_benchmarks_of_one(folder, one_device, monkeypatch):  # noqa: F811
     make_bundle(folder / "bundle")
     shutil.copytree(one_device, folder / "of-two")
     command = ("evaluate.py", "--tasks=core", "--bundle=bundle", "--items=16")
-    finish(start(folder, 1, 1, "--run_dir=one", command=command))
-    finish(start(folder, 4, 2, "--run_dir=of-two", "--mesh.fsdp=2", command=command))
+    monkeypatch.chdir(folder)
+    assert run("evaluate", monkeypatch, *command[1:], "--run_dir=one", devices=1) == 0
+    finish(start(folder, 2, 2, "--run_dir=of-two", "--mesh.fsdp=2", command=command))
     logs = (folder / run_dir / "core" / "step_60_items_16" / "items.jsonl" for run_dir in ("one", "of-two"))
     key = lambda line: (line["task"], line["item"])
     ours, theirs = (sorted(map(json.loads, log.read_text().splitlines()[1:]), key=key) for log in logs)
@@ -135,7 +138,7 @@ def test_two_processes_give_the_answers_of_one_to_lm_evaluation_harness(folder, 
 
 @pytest.mark.slow
 def test_processes_that_disagree_refuse_with_code_2(folder):  # noqa: F811
-    said = finish(start(folder, 4, 2, "--run_dir=disagree", per_process=((), ("--seed=1",))), code=2)
+    said = finish(start(folder, 2, 2, "--run_dir=disagree", per_process=((), ("--seed=1",))), code=2)
     for text in said:
         assert "[1] differ from process 0 in their config" in text and "Traceback" not in text
     assert not (folder / "disagree").exists()
@@ -143,14 +146,14 @@ def test_processes_that_disagree_refuse_with_code_2(folder):  # noqa: F811
 
 @pytest.mark.slow
 def test_a_mistake_is_told_by_every_process(folder, one_device):  # noqa: F811
-    said = finish(start(folder, 4, 2, "--run_dir=one", "--seed=1"), code=2)
+    said = finish(start(folder, 2, 2, "--run_dir=one", "--seed=1"), code=2)
     for text in said:
         assert "seed: 0 -> 1" in text and "Traceback" not in text
 
 
 def begin(folder: Path, run_dir: str, *options) -> list[subprocess.Popen]:  # noqa: F811
     """Two processes that have taken three steps."""
-    began, processes = time.time(), start(folder, 4, 2, f"--run_dir={run_dir}", *options)
+    began, processes = time.time(), start(folder, 2, 2, f"--run_dir={run_dir}", *options)
     new = lambda: [line for line in read_metrics(folder / run_dir) if line["time"] > began and "loss" in line]
     while len(new()) < 3:
         assert all(process.poll() is None for process in processes), finish(processes)
@@ -182,17 +185,17 @@ def test_two_processes_stopped_killed_and_continued_end_as_one_device(folder, on
         assert "another one has stopped, or cannot be reached" in said or "another process of the run was lost" in said
 
     subprocess.run(["cp", "-r", "two", "elsewhere"], cwd=folder, check=True)
-    said = finish(start(folder, 4, 2, "--run_dir=two", fsdp))
-    first = "launcher: JAX_* variables; process 0 of 2; 4 of 8 cpu device(s) here, in 1 slice(s) or node(s); mesh: "
-    assert first + "data 4, fsdp 2, tensor 1\n" in said[0] and "goodput: " in said[0]
+    said = finish(start(folder, 2, 2, "--run_dir=two", fsdp))
+    first = "launcher: JAX_* variables; process 0 of 2; 2 of 4 cpu device(s) here, in 1 slice(s) or node(s); mesh: "
+    assert first + "data 2, fsdp 2, tensor 1\n" in said[0] and "goodput: " in said[0]
     assert "continuing after step" in said[0]
     assert "bits per byte" in said[0] and "bits per byte" not in said[1]
     assert_same(run_dir, one_device)
 
     monkeypatch.chdir(folder)
-    assert run("train", monkeypatch, *OPTIONS, "--run_dir=never", fsdp) == 0
+    assert run("train", monkeypatch, *OPTIONS, "--run_dir=never", fsdp, devices=4) == 0
     assert_same(run_dir, folder / "never", steps=60)
-    assert run("train", monkeypatch, *OPTIONS, "--run_dir=elsewhere", fsdp, "--mesh.tensor=2") == 0
+    assert run("train", monkeypatch, *OPTIONS, "--run_dir=elsewhere", fsdp, "--mesh.tensor=2", devices=4) == 0
     assert_same(folder / "elsewhere", folder / "never", steps=60)
 
 
@@ -212,19 +215,19 @@ def test_machines_that_share_only_a_bucket_are_lost_and_replaced(folder, tmp_pat
 
     options = ("--checkpoint.folder=gs://bucket/runs/pod",)
     first, second = machines("first"), machines("second")
-    processes = start(folder, 4, 2, *options, folders=first)
+    processes = start(folder, 2, 2, *options, folders=first)
     while not any("checkpoints/20/commit_success.txt" in name for name in list(server.objects)):
         assert all(process.poll() is None for process in processes), finish(processes)
         time.sleep(0.01)
     for process in processes:
         process.kill()
         process.communicate()
-    said = finish(start(folder, 4, 2, *options, folders=second))
+    said = finish(start(folder, 2, 2, *options, folders=second))
     assert "continuing after step" in said[0] and "bits per byte" in said[0]
     assert not (second[1] / "runs").exists()
     assert_same(second[0] / "runs" / "tiny", one_device)
     steps = [line["step"] for line in read_metrics(second[0] / "runs" / "tiny") if "loss" in line]
     assert steps == list(range(1, 61))
-    said = finish(start(folder, 4, 2, *options, folders=second))  # the first sees summary.json, and tells the other
+    said = finish(start(folder, 2, 2, *options, folders=second))  # the first sees summary.json, and tells the other
     assert "is complete: 60 steps" in said[0]
     server.shutdown()

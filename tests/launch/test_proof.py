@@ -34,13 +34,13 @@ def result(run_dir: Path) -> str:
 def test_pods_that_are_drained_and_killed_end_as_pods_that_were_left_alone(folder, tmp_path, capsys, monkeypatch):  # noqa: F811
     monkeypatch.chdir(folder)
     monkeypatch.setattr("launch.k8s.pack", lambda root: type("Code", (), {"name": "hash", "archive": b""}))
-    options = ["--hardware=2x cpu:4", "--image=I", "--claim=disk", "--max_crashes=1", "--dry_run"]
+    options = ["--hardware=2x cpu:2", "--image=I", "--claim=disk", "--max_crashes=1", "--dry_run"]
     arguments = [f"--config={folder}/tiny.py", f"--data.source={folder}/text", "--log.every_steps=1"]
     shas = []
     for name in ("left-alone", "harmed"):
         assert main(["k8s", "up", *options, f"--name={name}", "--", *arguments]) == 0
         jobset = json.loads(capsys.readouterr().out.partition(" <<'END'\n")[2].removesuffix("END\n"))
-        environment = environment_of(4) | {"PATH": environment_with(sys.executable, tmp_path / f"bin-{name}")["PATH"]}
+        environment = environment_of(2) | {"PATH": environment_with(sys.executable, tmp_path / f"bin-{name}")["PATH"]}
         cluster = Cluster(jobset, ROOT, {"runs": tmp_path / "disk"}, environment)
         run_dir, done = tmp_path / "disk" / name, []
 

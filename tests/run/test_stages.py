@@ -24,16 +24,18 @@ OPTIONS = (
 CLOCKS = {"seconds", "tokens_per_second", "data_wait", "time", "goodput", "peak_memory_bytes"}
 
 
-def command(main, *words: str) -> int:
-    """The exit code of a command run in this process."""
+def command(main, *words: str, devices: int = 2) -> int:
+    """The exit code of a command run in this process, on so many of its devices."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
+        some = jax.devices()[:devices]
+        patch.setattr(jax, "devices", lambda *_: some)
         patch.setattr(sys, "argv", ["command", *words])
         run_command(main)
     return ended.value.code or 0
 
 
-def trained(run_dir: str, *more: str) -> int:
-    return command(train.main, *OPTIONS, f"--run_dir={run_dir}", *more)
+def trained(run_dir: str, *more: str, devices: int = 2) -> int:
+    return command(train.main, *OPTIONS, f"--run_dir={run_dir}", *more, devices=devices)
 
 
 def lines(run_dir: Path) -> list[dict]:
@@ -112,7 +114,7 @@ def test_killed_around_a_border_it_ends_as_the_untouched_one(folder, saved):
 
 @pytest.mark.slow
 def test_other_micro_batches_and_another_mesh_give_the_same_run(folder):
-    """K follows in each stage: 1 and 2 micro-batches of a row a device, in place of 1 and 1."""
+    """K follows in each stage: 4 and 8 micro-batches of a row a device, in place of 1 and 2 of four rows."""
     assert trained("split", "--batch.rows_per_device=1", "--mesh.fsdp=2") == 0
     for ours, theirs in zip(lines(folder / "split"), lines(folder / "whole"), strict=True):
         for name in ours.keys() & {"loss", "val_loss", "grad_norm"}:
@@ -142,5 +144,5 @@ def test_another_ramp_is_refused_and_another_spelling_is_none(folder, capfd):
     ],
 )
 def test_a_stage_that_cannot_run_is_refused_before_anything_is_computed(folder, capfd, ramp, says):
-    assert trained("refused", f"--batch.ramp={ramp}") == 2
+    assert trained("refused", f"--batch.ramp={ramp}", devices=8) == 2
     assert says in "".join(capfd.readouterr()) and not (folder / "refused").exists()

@@ -17,7 +17,7 @@ from configs.schema import Config, DiagnosticsConfig, GroupConfig, MeshConfig, M
 from model.loss import loss_sums
 from program.collectives import collectives
 from tests.helpers import ALL_FEATURES, initial_state, perturbed, random_rows, tiny_config
-from training.build import build
+from training.build import Build, build
 from training.diagnostics import LEAST_V, Layout, signal_and_noise, sum_units, unit
 from training.mesh import dimension_over
 from training.muon import MuonState, momentum_at
@@ -31,7 +31,7 @@ ROWS = 32
 
 def config_on(mesh: tuple[int, int, int]) -> Config:
     """With all that can be measured; with Muon where `tensor` divides the network."""
-    config = tiny_config(rows=ROWS, rows_per_device=2, **ALL_FEATURES)
+    config = tiny_config(rows=ROWS, rows_per_device=2, **ALL_FEATURES | {"depth": 3})
     matrices = replace(config.optimizer.matrices, kind="adamw" if mesh[2] == 1 else "muon")
     return replace(
         config,
@@ -62,10 +62,14 @@ def start(config: Config) -> TrainState:
     )
 
 
+@cache
+def built_for(config: Config) -> Build:
+    return build(config, jax.devices()[: prod([config.mesh.data, config.mesh.fsdp, config.mesh.tensor])])
+
+
 def measured(config: Config) -> tuple[dict, list[PartitionSpec], dict]:
     """A measuring step's metrics, the parameters' specs, and the parameters after it."""
-    devices = jax.devices()[: int(np.prod([config.mesh.data, config.mesh.fsdp, config.mesh.tensor]))]
-    built = build(config, devices)
+    built = built_for(config)
     placed = jax.device_put(start(config), jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state))
     batch = {name: array.reshape(built.batch_shape) for name, array in rows_of_random_lengths().items()}
     after, metrics = built.measuring_step(placed, jax.device_put(batch, built.batch_sharding))
@@ -218,7 +222,7 @@ def test_the_estimates_are_right_on_average():
 
 
 def test_scalars_alone_cross_the_mesh_once_after_the_scan_and_the_roots_of_v_before_it():
-    built = build(config_on((2, 2, 2)), jax.devices())
+    built = built_for(config_on((2, 2, 2)))
     compiled = lambda step: step.lower(built.abstract_state, built.abstract_batch()).compile().as_text()
     shape = dict(built.mesh.shape)
     plain, measuring = (collectives(compiled(step), shape) for step in (built.train_step, built.measuring_step))

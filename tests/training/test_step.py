@@ -44,36 +44,31 @@ def weights(kind: str, rows: int, length: int, seed: int = 0) -> np.ndarray:
 KINDS = ("ones", "lengths", "empty micro-batches", "single token")
 
 
-def three_steps(kind: str) -> list[dict]:
-    return [random_rows(tiny_config(), step, weights(kind, 16, 16, step)) for step in range(3)]
-
-
 def assert_same_steps(config, others, expected_by=None) -> None:
-    """Three steps with each kind of weights: each of `others`, pairs of a config and devices, gives the update of
-    `config` on one device; and that one the update that `expected_by` (the reference) gives."""
+    """Four steps, each with another kind of weights: each of `others`, pairs of a config and devices, gives the update
+    of `config` on one device; and that one the update that `expected_by` (the reference) gives."""
     start, rates = start_params(config), step_of(config, 1)[3]
-    for kind in KINDS:
-        rows = three_steps(kind)
-        whole, whole_metrics = run_steps(config, rows)
-        moved = jax.tree.map(np.subtract, whole, start)
-        if expected_by:
-            expected, expected_metrics = expected_by(
-                start, rows, config, lambda step: {name: float(rate(step)) for name, rate in rates.items()}
-            )
-            assert distance(whole, expected) < 1e-5
-            # The update itself, not just the sum.
-            assert distance(moved, jax.tree.map(np.subtract, expected, start)) < 1e-3
-            for ours, theirs in zip(whole_metrics, expected_metrics, strict=True):
-                for name in ("loss", "grad_norm"):
-                    assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
-        for other, devices in others:
-            params, metrics = run_steps(other, rows, devices)
-            assert distance(params, whole) < 1e-6, (kind, other.mesh, other.batch)
-            assert distance(jax.tree.map(np.subtract, params, start), moved) < 1e-4
-            for step, (ours, theirs) in enumerate(zip(metrics, whole_metrics, strict=True)):
-                assert ours["valid_tokens"] == rows[step]["weights"].sum()
-                for name in ("loss", "grad_norm"):
-                    assert ours[name] == pytest.approx(theirs[name], rel=1e-6)
+    rows = [random_rows(tiny_config(), step, weights(kind, 16, 16, step)) for step, kind in enumerate(KINDS)]
+    whole, whole_metrics = run_steps(config, rows)
+    moved = jax.tree.map(np.subtract, whole, start)
+    if expected_by:
+        expected, expected_metrics = expected_by(
+            start, rows, config, lambda step: {name: float(rate(step)) for name, rate in rates.items()}
+        )
+        assert distance(whole, expected) < 1e-5
+        # The update itself, not just the sum.
+        assert distance(moved, jax.tree.map(np.subtract, expected, start)) < 1e-3
+        for kind, ours, theirs in zip(KINDS, whole_metrics, expected_metrics, strict=True):
+            for name in ("loss", "grad_norm"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5), kind
+    for other, devices in others:
+        params, metrics = run_steps(other, rows, devices)
+        assert distance(params, whole) < 1e-6, (other.mesh, other.batch)
+        assert distance(jax.tree.map(np.subtract, params, start), moved) < 1e-4
+        for step, (ours, theirs) in enumerate(zip(metrics, whole_metrics, strict=True)):
+            assert ours["valid_tokens"] == rows[step]["weights"].sum()
+            for name in ("loss", "grad_norm"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-6), (KINDS[step], other.mesh, other.batch)
 
 
 def on_mesh(config, rows_per_device: int, sizes: tuple):
@@ -85,7 +80,7 @@ ONE = (1, 1, 1)
 
 
 def test_every_split_and_mesh_gives_the_reference_update():
-    """Three consecutive steps in float32: K = 1, 4, 16 on one device, K = 1, 2 on eight."""
+    """Four consecutive steps in float32: K = 1, 4, 16 on one device, K = 1, 2 on eight."""
     config = tiny_config()
     others = [on_mesh(config, *sizes) for sizes in ((4, ONE), (1, ONE), (2, (8, 1, 1)), (1, (8, 1, 1)))]
     assert_same_steps(config, others, reference.train)
@@ -96,7 +91,7 @@ FACTORIZATIONS = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8
 
 @pytest.mark.slow
 def test_every_mesh_of_eight_gives_the_update_of_one():
-    """Three steps with each kind of weights, through micro-batches, in float32."""
+    """Four steps through micro-batches, in float32."""
     config = tiny_config(depth=1, heads=8, kv_heads=8, head_dim=8)
     assert_same_steps(config, [on_mesh(config, 1, sizes) for sizes in FACTORIZATIONS])
 
@@ -199,7 +194,7 @@ def test_muon_s_update_is_the_same_whatever_the_split_and_mesh():
     matrices = MatricesConfig(0.01, kind="muon")
     config = tiny_config(heads=4, kv_heads=4)
     config = replace(config, optimizer=replace(OPTIMIZER, matrices=matrices, muon=MuonConfig(schedule=SCHEDULE)))
-    rows = three_steps("lengths")
+    rows = [random_rows(tiny_config(), step, weights("lengths", 16, 16, step)) for step in range(3)]
     whole, _ = run_steps(config, rows)
     for size in ((4, ONE), (1, (8, 1, 1)), (2, (2, 2, 2))):
         divided, devices = on_mesh(config, *size)

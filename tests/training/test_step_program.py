@@ -19,7 +19,7 @@ from training.build import build
 from training.mesh import batch_shape, batch_sharding
 
 # Activations, logits and parameters of a size that tells in the sum.
-SIZES = {"depth": 4, "width": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "vocab_size": 1024}
+SIZES = {"depth": 2, "width": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "vocab_size": 1024}
 
 
 def memory(micro_batches: int, mesh: MeshConfig = MeshConfig(), devices: int = 1, **model) -> int:  # noqa: B008
