@@ -114,7 +114,7 @@ def _switches(section: type, prefix: str = "") -> set[str]:
     """The options that are true or false, by their command-line names."""
     found = set()
     for name, hint in get_type_hints(section).items():
-        nested = _switches(hint, f"{prefix}{name}.") if is_dataclass(hint) else set()
+        nested = _switches(hint, f"{prefix}{name}.") if isinstance(hint, type) and is_dataclass(hint) else set()
         found |= {prefix + name} if hint is bool else nested
     return found
 
