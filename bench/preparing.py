@@ -189,8 +189,9 @@ def large_files(folder: Path) -> Iterator[tuple[str, Path]]:
     yield ".parquet, one group of rows", folder / "b.parquet"
 
 
-READER = """
-import resource, sys
+READER = r"""
+import re, sys
+from pathlib import Path
 from data.corpus import find_corpus
 from data.encoding import Encoder
 from data.tokenizer import load_tokenizer
@@ -202,7 +203,8 @@ for file in corpus.files:
             read += len(window.encode())
             if sys.argv[3] == "encoded":
                 encoder.encode(window)
-print(read, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+# ru_maxrss would begin with that of the process that started this one.
+print(read, 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]))
 """
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import submitit  # noqa: F401  (it closes what others log to, which must not be a test's captured output)
 
 import data.parts
 from bench.preparing import digests, prepare_under_fire
@@ -77,7 +78,7 @@ def slurm(monkeypatch):
 
 
 @pytest.mark.slow
-def test_jobs_of_slurm_write_the_bytes_of_one_worker_and_name_what_kills_them(slurm, source, serial, tmp_path, capsys):
+def test_jobs_of_slurm_write_the_bytes_of_one_worker_and_name_what_kills_them(slurm, source, serial, tmp_path):
     for workers in (1, 2):
         out = tmp_path / str(workers)
         prepare(source, out, where=Where(engine="slurm", workers=workers, jobs=2, sbatch="--nice=1"))

@@ -1,6 +1,7 @@
 """A network is exported where it does not fit the memory: a shard of it at a time."""
 
-import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,19 +36,19 @@ def make_run(folder: Path, depth: int, width: int) -> int:
 
 
 def peak_bytes(folder: Path) -> int:
-    """The most memory that the command held."""
-    command = [sys.executable, str(ROOT / "export.py"), f"--run_dir={folder}", f"--out={folder / 'out'}"]
-    pid = os.posix_spawn(command[0], [*command, "--shard_gigabytes=0.1"], os.environ | {"PYTHONPATH": str(ROOT)})
-    _, status, usage = os.wait4(pid, 0)
-    assert status == 0
-    return 1024 * usage.ru_maxrss
+    """The most memory that the command held. (ru_maxrss would begin with what this process holds.)"""
+    told = "import export; assert export.main() == 0; print(open('/proc/self/status').read())"
+    command = [sys.executable, "-c", told, f"--run_dir={folder}", f"--out={folder / 'out'}", "--shard_gigabytes=0.1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = re.search(r"VmHWM:\s+(\d+) kB", done.stdout)
+    assert found
+    return 1024 * int(found[1])
 
 
 @pytest.mark.slow
-def test_the_memory_of_an_export_is_bounded_by_a_shard(tmp_path):
-    """Of a network of 1 GB, in shards of 0.1 GB: a shard as it is read, turned, and as it is written."""
-    size = make_run(tmp_path / "large", 20, 1024)
-    assert size > 1e9
-    make_run(tmp_path / "small", 1, 64)
-    assert peak_bytes(tmp_path / "large") - peak_bytes(tmp_path / "small") < 0.5e9
-    assert len(list((tmp_path / "large" / "out").glob("*.safetensors"))) > 10
+def test_the_memory_of_an_export_is_bounded_whatever_the_network(tmp_path):
+    """By what shards of 0.1 GB take as they are read, turned and written, some 0.5 GB: of 0.5 GB and of 1 GB."""
+    sizes = make_run(tmp_path / "half", 10, 1024), make_run(tmp_path / "whole", 20, 1024)
+    assert sizes[0] > 0.5e9 and sizes[1] > 1e9
+    assert peak_bytes(tmp_path / "whole") - peak_bytes(tmp_path / "half") < 0.2e9
+    assert len(list((tmp_path / "whole" / "out").glob("*.safetensors"))) > 10
