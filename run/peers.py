@@ -277,7 +277,7 @@ def _acknowledge(client: Any) -> None:
     state = distributed.global_state
     with suppress(Exception):
         client.key_value_set(f"{ENDING}-known/{state.process_id}", "")
-        until = time.monotonic() + 3 * GRACE
+        until = time.monotonic() + 10 * GRACE
         while state.process_id == 0 and time.monotonic() < until:
             if len(client.key_value_dir_get(f"{ENDING}-known/")) == state.num_processes:
                 break

@@ -151,6 +151,26 @@ def test_a_mistake_is_told_by_every_process(folder, one_device):  # noqa: F811
         assert "seed: 0 -> 1" in text and "Traceback" not in text
 
 
+@pytest.mark.slow
+def test_a_ramp_on_two_processes_is_that_of_one_also_where_it_goes_on_before_a_border(folder, monkeypatch):  # noqa: F811
+    """Each process reads its own rows of steps of either size: 20 steps of 8 rows, then 10 of 16."""
+    sizes = ("--batch.ramp=0:256,5120:512", "--batch.ramp_scaling=root")
+    ramp = ("--steps=30", *sizes, "--mesh.fsdp=2", "--checkpoint.every_steps=15")
+    said = finish(start(folder, 2, 2, *ramp, "--run_dir=ramp-of-two"))
+    assert "from step 21 on, after 5,120 tokens" in said[0]
+    monkeypatch.chdir(folder)
+    assert run("train", monkeypatch, *OPTIONS, *ramp, "--run_dir=ramp-of-one") == 0
+    tokens = [line["valid_tokens"] for line in read_metrics(folder / "ramp-of-one") if "loss" in line]
+    assert tokens == [256] * 20 + [512] * 10
+    assert_same(folder / "ramp-of-two", folder / "ramp-of-one", steps=30)
+
+    (folder / "ramp-of-two" / "summary.json").unlink()
+    shutil.rmtree(folder / "ramp-of-two" / "checkpoints" / "30")
+    said = finish(start(folder, 2, 2, *ramp, "--run_dir=ramp-of-two"))
+    assert "continuing after step 15 of 30" in said[0]
+    assert_same(folder / "ramp-of-two", folder / "ramp-of-one", steps=30)
+
+
 def begin(folder: Path, run_dir: str, *options) -> list[subprocess.Popen]:  # noqa: F811
     """Two processes that have taken three steps."""
     began, processes = time.time(), start(folder, 2, 2, f"--run_dir={run_dir}", *options)
