@@ -4,6 +4,7 @@ import io
 import json
 import math
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,13 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tensorboardX import summary as events
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto import event_pb2
 
 from configs.files import append_whole, write_whole
 from run.lines import read_metrics
 from run.weights_and_biases import Wandb
+
+# tensorboardX loads these where they are installed, which takes as long as all else that a run imports, and works as
+# well without: while it is imported, they are not to be found.
+_hidden = dict.fromkeys({"torch", "google.cloud.storage"} - sys.modules.keys())
+sys.modules |= _hidden
+from tensorboardX import summary as events  # noqa: E402
+from tensorboardX.event_file_writer import EventsWriter  # noqa: E402
+from tensorboardX.proto import event_pb2  # noqa: E402
+
+for _name in _hidden:
+    del sys.modules[_name]
 
 
 class Clock:

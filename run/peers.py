@@ -268,13 +268,15 @@ def end_all(code: int, reason: str) -> NoReturn:
             client.key_value_set(ENDING, f"{int(code)} {distributed.global_state.process_id} {reason}")
         with suppress(Exception):
             code = int(client.key_value_try_get(ENDING).split()[0])
-        _acknowledge(client)
+        _acknowledge(client, code)
     os._exit(code)
 
 
-def _acknowledge(client: Any) -> None:
-    """Says that this process ends, too. The service is in process 0, which waits until all others have said so."""
-    state = distributed.global_state
+def _acknowledge(client: Any, code: int) -> None:
+    """Says that this process ends, too. The service is in process 0, which waits until all others have said so, and then
+    is gone: an abort of JAX's client before this process has ended must not change its code."""
+    global _ending
+    state, _ending = distributed.global_state, code
     with suppress(Exception):
         client.key_value_set(f"{ENDING}-known/{state.process_id}", "")
         until = time.monotonic() + 10 * GRACE
@@ -293,11 +295,12 @@ def _end_with_others() -> NoReturn:
             code, index, reason = client.key_value_try_get(ENDING).split(" ", 2)
             time.sleep(GRACE)
             print(f"error: process {index} ended the run: {reason}", file=sys.stderr, flush=True)
-            _acknowledge(client)
+            _acknowledge(client, int(code))
             os._exit(int(code))
 
 
 _abort_handler: Any = None  # kept: C holds no reference
+_ending: int | None = None  # the code with which this process is about to end
 
 
 def end_aborts_as_lost_peers() -> None:
@@ -312,6 +315,8 @@ def end_aborts_as_lost_peers() -> None:
         if not isinstance(threading.current_thread(), threading._DummyThread):
             libc.signal(signal.SIGABRT, None)  # the default; abort() raises it once more
             return
+        if _ending is not None:
+            os._exit(_ending)
         os.write(2, b"error: another process of the run was lost (JAX's message is above); start all again\n")
         os._exit(Exit.PEER_LOST)
 

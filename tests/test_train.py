@@ -81,8 +81,8 @@ def folder(tmp_path_factory):
 
 
 def environment_of(devices: int) -> dict[str, str]:
-    """For a process of so many CPU devices, that need not load torch: TensorBoard's writer would, where it is there."""
-    return os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/no_torch", "JAX_NUM_CPU_DEVICES": str(devices)}
+    """For a process of so many CPU devices."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": str(devices)}
 
 
 def start(folder, *arguments):

@@ -11,7 +11,6 @@ SHORT = {"steps=120": "steps=100", "Config(every_steps=20": "Config(every_steps=
 
 @pytest.mark.slow
 def test_ten_kills_change_nothing(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests" / "no_torch"))
     config = CONFIG.replace('"text"', f'"{ROOT}/configs"')
     for long, short in SHORT.items():
         config = config.replace(long, short)

@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,16 +86,13 @@ def describe(path: Path) -> int:
     return 0
 
 
-def processes_of(path: Path, host: str) -> list[int]:
-    """Every process whose HOME is a host of this resource whose name begins so."""
+def processes_in(folder: Path) -> list[int]:
+    """Every process whose working folder lies there."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (entry / "environ").read_bytes()
-        except OSError:
-            continue
-        if f"HOME={path}/{host}".encode() in environment:
-            found.append(int(entry.name))
+        with suppress(OSError):
+            if (entry / "cwd").readlink().is_relative_to(folder):
+                found.append(int(entry.name))
     return found
 
 
@@ -105,13 +103,16 @@ def take(path: Path, state: str = "SUSPENDED") -> None:
 
 
 def take_hosts(path: Path, name: str) -> None:
-    """The hosts whose names begin so are gone, and what ran there."""
-    while running := [pid for pid in processes_of(path, name) if pid != os.getpid()]:
+    """The hosts whose names begin so are gone, disks first, at once: a command that arrives meanwhile finds an empty
+    disk."""
+    lost = Path(tempfile.mkdtemp(dir=HOME))
+    for host in path.glob(f"{name}*"):
+        host.rename(lost / host.name)
+    while running := processes_in(lost):
         for pid in running:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    for host in path.glob(f"{name}*"):
-        shutil.rmtree(host)
+    shutil.rmtree(lost, ignore_errors=True)
 
 
 def delete(path: Path, given: dict[str, str]) -> int:

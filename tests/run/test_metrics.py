@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -165,3 +167,10 @@ def test_a_damaged_line_is_named_and_costs_itself_alone(tmp_path, capsys):
     path.write_bytes(first + b"\n\xff\x00 garbage\n" + third + b"\n")
     assert [each["step"] for each in read_metrics(tmp_path)] == [1, 3]
     assert "line 2 is damaged" in capsys.readouterr().err
+
+
+def test_a_run_loads_no_torch(tmp_path):
+    """tensorboardX would, where it is installed, for longer than all else takes to load."""
+    (tmp_path / "torch.py").write_text("assert False")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import train"
+    subprocess.run([sys.executable, "-c", code], check=True)
