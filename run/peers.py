@@ -273,8 +273,8 @@ def end_all(code: int, reason: str) -> NoReturn:
 
 
 def _acknowledge(client: Any, code: int) -> None:
-    """Says that this process ends, too. The service is in process 0, which waits until all others have said so, and then
-    is gone: an abort of JAX's client before this process has ended must not change its code."""
+    """Says that this process ends, too. The service is in process 0, which waits until all others have said so, and is
+    then gone: an abort of JAX's client before this process has ended must not change its code."""
     global _ending
     state, _ending = distributed.global_state, code
     with suppress(Exception):
