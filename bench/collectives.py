@@ -79,7 +79,7 @@ def main() -> int:
     parts = {"arguments": memory.argument_size_in_bytes, "outputs": outputs, "temporaries": memory.temp_size_in_bytes}
     print(f"\n{mesh.size} x {mesh.devices.flat[0].device_kind}, {dict(mesh.shape)}; compiled in {seconds:.0f} s")
     print(f"float32 reduced over data: {reduced:,} bytes; gradients: {gradients:,}")
-    print("memory of a chip:", ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in parts.items()))
+    print("memory of a chip:", ", ".join(f"{name} {size / 2**30:.3f} GiB" for name, size in parts.items()))
     cycles = estimated_cycles(text)
     print(f"estimated cycles: {cycles:,}" if cycles else f"read and written in memory: {traffic(text):,} bytes")
     wrong = [c for c in found if c.in_loop and "data" in c.axes]

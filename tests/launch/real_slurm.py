@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+# With CompleteWait no job begins while a node still ends the one before, so that a job gets the same nodes again.
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost=localhost
@@ -32,6 +33,7 @@ MpiDefault=none
 ReturnToService=2
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 KillWait=2
+CompleteWait=60
 {extra}
 NodeName=node0 NodeHostname=localhost NodeAddr=localhost Port={ports[1]} CPUs=2
 NodeName=node1 NodeHostname=localhost NodeAddr=localhost Port={ports[2]} CPUs=2

@@ -35,7 +35,7 @@ def test_pods_that_are_drained_and_killed_end_as_pods_that_were_left_alone(folde
     monkeypatch.chdir(folder)
     monkeypatch.setattr("launch.k8s.pack", lambda root: type("Code", (), {"name": "hash", "archive": b""}))
     options = ["--hardware=2x cpu:2", "--image=I", "--claim=disk", "--max_crashes=1", "--dry_run"]
-    arguments = [f"--config={folder}/tiny.py", f"--data.source={folder}/text", "--log.every_steps=1"]
+    arguments = [f"--config={folder}/tiny.py", f"--data.source={folder}/text", "--log.every_steps=1", "--steps=80"]
     shas = []
     for name in ("left-alone", "harmed"):
         assert main(["k8s", "up", *options, f"--name={name}", "--", *arguments]) == 0
@@ -46,9 +46,9 @@ def test_pods_that_are_drained_and_killed_end_as_pods_that_were_left_alone(folde
 
         def harm(cluster, run_dir=run_dir, done=done):
             at = steps(run_dir)
-            if not done and at >= 25:
+            if not done and at >= 15:
                 done.append(cluster.evict((0, 1)))
-            if len(done) == 1 and cluster.restarts == 1 and at >= 50:
+            if len(done) == 1 and cluster.restarts == 1 and at >= 35:
                 done.append(cluster.pods[0, 0].send_signal(signal.SIGKILL))
 
         assert cluster.run(SECONDS, harm if name == "harmed" else lambda cluster: None) == "Completed", cluster.said
@@ -69,7 +69,7 @@ def test_a_slice_that_is_taken_from_a_run_leaves_no_trace_in_it(folder, cloud, t
     python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'  # a link would not find its packages
     setup = f"mkdir -p .venv/bin && printf %s {quote(python)} > .venv/bin/python && chmod +x .venv/bin/python"
     options = ["--hardware=v5e:2x4", "--project=project", "--zones", "us-central1-a", "us-west4-a", f"--setup={setup}"]
-    arguments = [f"--config={folder}/tiny.py", f"--data.source={folder}/text"]
+    arguments = [f"--config={folder}/tiny.py", f"--data.source={folder}/text", "--steps=80"]
 
     def launched(name: str) -> str:
         """The digest of the parameters that a launched run ends with."""
@@ -79,7 +79,7 @@ def test_a_slice_that_is_taken_from_a_run_leaves_no_trace_in_it(folder, cloud, t
 
     def take() -> None:
         saved = lambda step: any(f"harmed/checkpoints/{step}/commit_success" in name for name in list(server.objects))
-        for step in (20, 60):
+        for step in (20, 40):
             wait_for(lambda step=step: saved(step), SECONDS)
             cloud.take()
 
