@@ -167,7 +167,7 @@ def test_a_run_that_measures_itself_ends_as_one_that_does_not(folder, monkeypatc
     """To the bit, as XLA compiles it for users; and where it is stopped and goes on, its noise scales are those of a
     run that was not."""
     monkeypatch.setenv("XLA_FLAGS", "")
-    options = ("--steps=60", "--eval.every_steps=900")
+    options = ("--steps=60", "--eval.every_steps=900", "--model.depth=1")
     measured = (*options, "--run_dir=measured", "--diagnostics.every_steps=4")
     for started in [start(folder, *options, "--run_dir=plain"), start(folder, *measured)]:
         finish(started)

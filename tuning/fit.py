@@ -101,7 +101,7 @@ def _frontier(
     levels: Sequence[Sequence[tuple[str, int]]], rows: int, share: int, fits: Callable[[Candidate], bool]
 ) -> bool:
     """Whether the first level takes the whole share."""
-    sizes = sorted({*_halvings(share), *(n for n in _halvings(rows) if share % n == 0)})
+    sizes = sorted({*halvings(share), *(n for n in halvings(rows) if share % n == 0)})
     at = sizes.index(max((n for n in sizes if n <= rows), default=sizes[0]))
     for level in levels:
         whole = False
@@ -120,9 +120,9 @@ def _frontier(
     return False
 
 
-def _halvings(n: int) -> list[int]:
+def halvings(n: int) -> list[int]:
     """n, n / 2, ... as long as they are whole."""
-    return [n] + (_halvings(n // 2) if n % 2 == 0 else [])
+    return [n] + (halvings(n // 2) if n % 2 == 0 else [])
 
 
 def fit(

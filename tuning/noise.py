@@ -5,7 +5,7 @@ from run.diagnosis import BLOCKS, NoiseScale, noise_scale
 from run.lines import read_metrics
 from training.build import build
 from training.mesh import make_mesh
-from tuning.fit import _halvings
+from tuning.fit import halvings
 from tuning.record import Decision
 from tuning.trial import Context
 
@@ -43,7 +43,7 @@ def read(lines: list[dict], step: int) -> NoiseScale | None:
 def units_of(share: int, rows: int, replicas: int) -> int:
     """Rows of a micro-batch on a device that make a step 8 units or more, as far as a device's `share` can be halved:
     how the noise is told apart, and no part of the result."""
-    sizes = [n for n in sorted(_halvings(share), reverse=True) if n <= rows]
+    sizes = [n for n in sorted(halvings(share), reverse=True) if n <= rows]
     return next((n for n in sizes if share // n * replicas >= UNITS), sizes[-1])
 
 
