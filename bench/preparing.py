@@ -103,8 +103,8 @@ def spent() -> float:
 
 
 def cores(source: str, megabytes: float, vocab_size: int, folder: Path) -> dict[str, Any]:
-    """Seconds of whole commands, tokenizer given: by one worker, by two, and, as what a second core gives at all, two of
-    one worker beside each other; in turn, twice."""
+    """Seconds of whole commands, tokenizer given: by one worker, by two, and, as what a second core gives at all, two
+    commands of one worker beside each other; in turn, twice."""
     texts = write_text(source, megabytes, folder / "text" / "text.jsonl")
     train_tokenizer(iter(texts[:2000]), vocab_size).save(folder / "tokenizer")
 
