@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -232,5 +233,7 @@ def peak_bytes(tokenizer: Path, source: Path, how: str) -> tuple[int, int]:
 def memory(vocab_size: int, folder: Path) -> dict[str, Any]:
     """GB of memory of a worker at its peak, by kind of file."""
     train_tokenizer(write_text("stdlib", 2, folder / "text.jsonl"), vocab_size).save(folder / "tokenizer")
-    made = large_files(folder)
-    return {kind: round(peak_bytes(folder / "tokenizer", path, "encoded")[1] / 1e9, 2) for kind, path in made}
+    kinds, paths = zip(*large_files(folder))
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        peaks = threads.map(lambda path: peak_bytes(folder / "tokenizer", path, "encoded")[1], paths)
+    return {kind: round(peak / 1e9, 2) for kind, peak in zip(kinds, peaks)}
