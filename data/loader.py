@@ -10,6 +10,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import grain
@@ -132,21 +133,18 @@ def train_batches(batches: StepBatches | StagedBatches, sharding: NamedSharding,
     if any(part.tokens.is_stored for part in staged.stages[0].rows):
         workers = max(workers, 8)
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
-    read = enumerate(grain.MapDataset.source(staged).to_iter_dataset(options))
-
-    def placed() -> Any:
-        i, batch = next(read)
-        return to_devices(batch, staged.stage(i)[0].shape, sharding)
-
+    read = iter(grain.MapDataset.source(staged).to_iter_dataset(options))
+    placed = lambda i: to_devices(next(read), staged.stage(i)[0].shape, sharding)
     placing = ThreadPoolExecutor(1, "placing")
     try:
-        ahead = placing.submit(placed)
-        while True:
+        ahead = placing.submit(placed, 0)
+        for i in count(1):
             batch = ahead.result()
-            ahead = placing.submit(placed)
+            ahead = placing.submit(placed, i)
             yield batch
-    finally:
-        placing.shutdown(wait=False, cancel_futures=True)  # what it is at may wait for a store
+    finally:  # without a wait: what they are at may wait for a store
+        placing.shutdown(wait=False, cancel_futures=True)
+        read.close()
 
 
 def held_out_batches(
