@@ -180,7 +180,7 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
         text.tokenizer.token_bytes,
         shape,
         batch_sharding(mesh),
-        text.tokenizer.bos if config.data.mask_documents else None,
+        text.document_bos,
     )
     eval_step = make_eval_step(config.model, compute_dtype(config.model, jax.default_backend()), mesh)
     return {"step": run.step, **evaluate(eval_step, run.params, batches, text_bytes)}

@@ -69,8 +69,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir())
     check_hosts_agree("their text", text.fingerprint)
     say(text.outlook(Ramp.of(config.batch).tokens(config.steps) // length, length, config.data.max_epochs))
-    document_bos = text.tokenizer.bos if config.data.mask_documents else None
-    evaluator = Evaluator(built, text, document_bos)
+    evaluator = Evaluator(built, text)
     if config.eval.tasks:
         check_hosts_agree("their bundle", evaluator.benchmarks.facts["bundle"])
 

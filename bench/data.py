@@ -4,8 +4,8 @@ The loader is measured at d12's shapes (256 rows of 2048 tokens a step, two read
 to arrays on the device; the plan, on documents of log-normal length (median 400 tokens, as web text).
 
 `--only=encoding`: a core's speed beside nanochat's tokenizer (`--nanochat=CHECKOUT`) and datatrove's pipeline (where it
-is installed). `cores`: two workers beside one. `kills`: one preparation under `--kills`. `memory`: of a worker, at its
-peak.
+is installed). `cores`: two workers beside one, and beside what the machine gives. `kills`: one preparation under
+`--kills`. `memory`: of a worker, at its peak.
 """
 
 if __name__ == "__main__":
@@ -52,7 +52,7 @@ class Arguments:
     only: Literal["", "encoding", "cores", "kills", "memory"] = ""
     """Measure this instead."""
     megabytes: Positive[float] = 8.3
-    """Of `source`, to encode."""
+    """Of `source`, to encode; where it has fewer, again from its first."""
     nanochat: FilePath = ""
     """A checkout of nanochat to encode beside."""
     kills: Positive[int] = 50

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,12 @@ prepare(Preparation(**eval(sys.argv[2])), Path(sys.argv[3]), where=Where(workers
 
 
 def write_text(source: str, megabytes: float, path: Path) -> list[str]:
-    """Some MB of documents of `source`, also as the lines of one .jsonl at `path`."""
+    """Some MB of documents of `source`, again from the first where it has fewer, also as the lines of one .jsonl."""
     corpus, texts, left = find_corpus(source, on_error="skip"), [], megabytes * 1e6
-    for document in (document for file in corpus.files for document in corpus.documents(file)):
-        if document.text and left > 0:
+    for document in (document for file in itertools.cycle(corpus.files) for document in corpus.documents(file)):
+        if left <= 0:
+            break
+        if document.text:
             texts.append(document.text)
             left -= len(document.text.encode())
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,17 +104,26 @@ def spent() -> float:
 
 
 def cores(source: str, megabytes: float, vocab_size: int, folder: Path) -> dict[str, Any]:
-    """Seconds of whole preparations, tokenizer given, by one worker and by two, in turn, twice."""
+    """Seconds of whole commands, tokenizer given: by one worker, by two, and, as what a second core gives at all, two
+    commands of one worker beside each other; in turn, twice."""
     texts = write_text(source, megabytes, folder / "text" / "text.jsonl")
     train_tokenizer(iter(texts[:2000]), vocab_size).save(folder / "tokenizer")
-    settings = Preparation(source=str(folder / "text"), tokenizer=str(folder / "tokenizer"))
-    seconds: dict[int, list[float]] = {1: [], 2: []}
+
+    def took(name: str, workers: int, commands: int) -> float:
+        words = [sys.executable, "-m", "data.prepare", f"--source={folder}/text", f"--tokenizer={folder}/tokenizer"]
+        outs, begin = [f"--out={folder}/{name}.{i}" for i in range(commands)], time.perf_counter()
+        quiet = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        started = [subprocess.Popen([*words, f"--workers={workers}", out], **quiet) for out in outs]
+        if [process.wait() for process in started] != [0] * commands:
+            raise UserError(f"data.prepare failed: {' '.join(words)}")
+        return round(time.perf_counter() - begin, 2)
+
+    seconds: dict[str, list[float]] = {"one worker": [], "two workers": [], "one worker, twice at once": []}
     for turn in range(2):
-        for workers, found in seconds.items():
-            start = time.perf_counter()
-            prepare(settings, folder / f"{workers}.{turn}", where=Where(workers=workers))
-            found.append(round(time.perf_counter() - start, 2))
-    return {"seconds": seconds, "ratio": round(min(seconds[1]) / min(seconds[2]), 3)}
+        for (name, found), (workers, commands) in zip(seconds.items(), ((1, 1), (2, 1), (1, 2))):
+            found.append(took(f"{name}.{turn}", workers, commands))
+    one, two, twice = (min(found) for found in seconds.values())
+    return {"seconds": seconds, "ratio": round(one / two, 2), "ratio_of_the_machine": round(2 * one / twice, 2)}
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -220,5 +233,7 @@ def peak_bytes(tokenizer: Path, source: Path, how: str) -> tuple[int, int]:
 def memory(vocab_size: int, folder: Path) -> dict[str, Any]:
     """GB of memory of a worker at its peak, by kind of file."""
     train_tokenizer(write_text("stdlib", 2, folder / "text.jsonl"), vocab_size).save(folder / "tokenizer")
-    made = large_files(folder)
-    return {kind: round(peak_bytes(folder / "tokenizer", path, "encoded")[1] / 1e9, 2) for kind, path in made}
+    kinds, paths = zip(*large_files(folder))
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        peaks = threads.map(lambda path: peak_bytes(folder / "tokenizer", path, "encoded")[1], paths)
+    return {kind: round(peak / 1e9, 2) for kind, peak in zip(kinds, peaks)}

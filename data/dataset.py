@@ -109,6 +109,8 @@ class Text:
     weights: list[float]
     """Each dataset's share of the held-out rows: the mean of its shares in all stages. They sum to 1."""
     tokenizer: TextTokenizer
+    document_bos: int | None
+    """Where documents are to be told apart (`mask_documents`), what begins them."""
     fingerprint: str
 
     def seen(self, rows: list[tuple[int, int]]) -> dict[str, list]:
@@ -177,7 +179,8 @@ def open_text(config: DataConfig, vocab_size: int, length: int, rows_per_step: i
     prints = [dataset.fingerprint for dataset in datasets]
     mixed = [list(stages[0].shares), *map(tuple, stages[1:])]
     fingerprint = prints[0] if len(prints) == 1 else _digest(*mixed, prints)
-    return Text(names, train, val, Mixture(stages, length), mean_shares(stages), tokenizer, fingerprint)
+    document_bos = tokenizer.bos if config.mask_documents else None
+    return Text(names, train, val, Mixture(stages, length), mean_shares(stages), tokenizer, document_bos, fingerprint)
 
 
 def absolute(config: DataConfig) -> DataConfig:

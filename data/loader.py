@@ -9,6 +9,8 @@ process reads only its own.
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from typing import Any
 
 import grain
@@ -123,14 +125,26 @@ def to_devices(batch: dict[str, np.ndarray], shape: Shape, sharding: NamedShardi
 
 
 def train_batches(batches: StepBatches | StagedBatches, sharding: NamedSharding, workers: int) -> Iterator[Any]:
-    """The batches 0, 1, ... without end, on the devices, read ahead by `workers` threads. From a store by 8 at least,
-    which wait most of the time: a request that must be repeated holds up one batch for seconds, and the others not."""
+    """The batches 0, 1, ... without end, on the devices: one more than was asked for, so that the loop waits for
+    neither the transfer nor the threads' turns at the interpreter. `workers` threads read ahead; from a store 8 at
+    least, which wait most of the time: a request that must be repeated holds up one batch for seconds, and the others
+    not."""
     staged = StagedBatches({0: batches}) if isinstance(batches, StepBatches) else batches
     if any(part.tokens.is_stored for part in staged.stages[0].rows):
         workers = max(workers, 8)
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
-    for i, batch in enumerate(grain.MapDataset.source(staged).to_iter_dataset(options)):
-        yield to_devices(batch, staged.stage(i)[0].shape, sharding)
+    read = iter(grain.MapDataset.source(staged).to_iter_dataset(options))
+    placed = lambda i: to_devices(next(read), staged.stage(i)[0].shape, sharding)
+    placing = ThreadPoolExecutor(1, "placing")
+    try:
+        ahead = placing.submit(placed, 0)
+        for i in count(1):
+            batch = ahead.result()
+            ahead = placing.submit(placed, i)
+            yield batch
+    finally:  # without a wait: what they are at may wait for a store
+        placing.shutdown(wait=False, cancel_futures=True)
+        read.close()
 
 
 def held_out_batches(

@@ -170,8 +170,9 @@ class Making:
 
     def _use_up(self, number: int) -> None:
         """Deletes the parts before this one, but for what tells where the documents behind them stand."""
-        for task in [self.tasks[i] for i in range(number) if i in self.cutter.parts]:
-            del self.cutter.parts[self.tasks.index(task)]
+        for i in [i for i in self.cutter.parts if i < number]:
+            task = self.tasks[i]
+            del self.cutter.parts[i]
             write_whole(task.done, json.dumps(self.frame.part(task.part).spans))
             task.part.unlink()
 

@@ -7,6 +7,7 @@ file on this machine. A request that fails is repeated until it is answered: an 
 
 import fcntl
 import hashlib
+import json
 import logging
 import os
 import random
@@ -47,6 +48,7 @@ CHUNK_BYTES = 128 * BLOCK_BYTES  # 8 MiB: a range of what is read from one end t
 SECONDS = 60  # that a request may take before it is repeated
 READ_AGAIN = 3  # times, where what comes is not what should: it may have been damaged on its way
 LASTING = (FileNotFoundError, IsADirectoryError, PermissionError, ImportError, ValueError, NotImplementedError)
+PAGES = (json.JSONDecodeError, UnicodeDecodeError)  # what a client makes of a proxy's page: they are ValueErrors, too
 AGAIN = ("408", "429")  # those of a status of 4xx that pass by: a request that timed out, too many at a time
 
 
@@ -64,11 +66,13 @@ class Store:
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its every failure, with a traceback: told here instead
         self.url = url.rstrip("/")
         self.filesystem, self.root = self._persist(lambda: fsspec.core.url_to_fs(self.url), "")
-        self.filesystem.invalidate_cache()  # of what another Store listed
-        found = self._persist(lambda: self.filesystem.find(self.root, detail=True), "")
-        self.facts = {path.removeprefix(self.root).lstrip("/"): facts for path, facts in found.items()}
+        self.facts = {path.removeprefix(self.root).lstrip("/"): facts for path, facts in self._listed().items()}
         if not self.facts:
             raise UserError(f"--data.source={url}: nothing is there, or the bucket is not")
+
+    def _listed(self) -> dict[str, dict]:
+        self.filesystem.invalidate_cache()  # of what was listed before
+        return self._persist(lambda: self.filesystem.find(self.root, detail=True), "")
 
     @property
     def names(self) -> list[str]:
@@ -88,6 +92,7 @@ class Store:
             content = self._persist(lambda: self._ask(f"{self.root}/{name}", start, stop), name)
             if len(content) == stop - start:
                 return content
+            self._listed()  # which a proxy's page in place of the content is none of: what answers is the store again
         raise UserError(f"{self.url}/{name} was changed while it was read: it ends before its byte {stop:,}")
 
     def _ask(self, path: str, start: int, stop: int) -> bytes:
@@ -320,9 +325,11 @@ def _is_lasting(error: Exception) -> bool:
     refused = any(
         str(status).isdigit() and 400 <= int(str(status)) < 500 for status in said if str(status) not in AGAIN
     )
+    # gcsfs' ValueError for an answer of any status with "invalid" in it, as in what a proxy says of a server behind it
+    page = isinstance(error, PAGES) or str(error).startswith("Bad Request")
     return (
         refused
-        or isinstance(error, LASTING)
+        or (isinstance(error, LASTING) and not page)
         or "Credentials" in type(error).__name__
         or str(error).startswith("Forbidden")  # gcsfs' OSError
     )

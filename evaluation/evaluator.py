@@ -15,7 +15,7 @@ class Evaluator:
     """Held-out rows and prompts, on the devices; called with parameters, it gives `val_loss`, `val_bpb`, `samples`, and
     `tasks` gives the figures of benchmarks."""
 
-    def __init__(self, built: Build, text: Text, document_bos: int | None):
+    def __init__(self, built: Build, text: Text):
         """UserError for a prompt that leaves no room for a continuation, and for a bundle that is not whole."""
         config = built.config
         self.built, self.tokenizer = built, text.tokenizer
@@ -28,7 +28,7 @@ class Evaluator:
             text.tokenizer.token_bytes,
             built.batch_shape,
             built.batch_sharding,
-            document_bos,
+            text.document_bos,
         )
         if config.eval.tasks:
             tasks = read_bundle(config.eval.bundle, config.eval.items)

@@ -60,13 +60,12 @@ class Programs:
 def batches_from(start: Start, builds: list[Build], text: Text) -> StagedBatches:
     """The batches of the steps to come, in the shapes of the stages that they belong to."""
     config, sharding = builds[0].config, builds[0].batch_sharding
-    ramp, bos = Ramp.of(config.batch), text.tokenizer.bos if config.data.mask_documents else None
-    stages = {}
+    ramp, stages = Ramp.of(config.batch), {}
     for stage, built in list(zip(ramp.reached(config.steps), builds))[ramp.index(start.step) :]:
         first = max(stage.step, start.step)
         row = (start.position + ramp.tokens(first) - ramp.tokens(start.step)) // config.batch.sequence_length
         mine = local_rows(built.batch_shape, sharding)
         stages[first - start.step] = StepBatches(
-            text.train, text.mixture, config.seed, built.batch_shape, mine, bos, row
+            text.train, text.mixture, config.seed, built.batch_shape, mine, text.document_bos, row
         )
     return StagedBatches(stages)

@@ -33,6 +33,8 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+from tests.fake_gcs import FakeGCS
+
 jax.config.update("jax_num_cpu_devices", 8)
 install_import_hook(["model", "training", "data", "program", "evaluation", "interchange"], "beartype.beartype")
 # Examples compile programs, and are drawn, in the time that it takes on a shared machine.
@@ -41,6 +43,24 @@ hypothesis.settings.register_profile(
     "tests", deadline=None, derandomize=True, print_blob=True, suppress_health_check=slow
 )
 hypothesis.settings.load_profile("tests")
+
+
+@pytest.fixture(scope="module")
+def gcs_server():
+    """gcsfs and tensorstore remember where their server is: one for all the tests of a file."""
+    server = FakeGCS()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment().items():
+            patch.setenv(name, value)
+        yield server
+    server.shutdown()
+
+
+@pytest.fixture
+def gcs(gcs_server) -> FakeGCS:
+    """A store that is well, and holds nothing."""
+    gcs_server.reset()
+    return gcs_server
 
 
 @pytest.fixture(autouse=True, scope="module")

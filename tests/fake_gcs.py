@@ -19,22 +19,28 @@ class FakeGCS(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.objects: dict[str, tuple[int, bytes]] = {}
         self.generation = 0
-        self.uploads: dict[str, tuple[str, bytes]] = {}
         self.lock = threading.Lock()
+        self.dice = random.Random(0)
+        self.reset()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def reset(self) -> None:
+        """An empty bucket, in a store that is well."""
+        self.objects: dict[str, tuple[int, bytes]] = {}
+        self.uploads: dict[str, tuple[str, bytes]] = {}
+        self.asked: list[str] = []
         self.full = False
         """Answers each write with an error."""
-        self.asked: list[str] = []
         self.seconds = 0.0
         """That each answer takes."""
         self.failing = 0.0
         """The share of the requests that get an error in place of an answer."""
-        self.dice = random.Random(0)
         self.down = False
         """Answers nothing but errors."""
         self.forbidden = False
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        self.page: tuple[int, bytes] | None = None
+        """Status and content of what a proxy answers in the store's place."""
 
     @property
     def url(self) -> str:
@@ -87,6 +93,8 @@ class Handler(BaseHTTPRequestHandler):
         asked = {name: values[0] for name, values in parse_qs(address.query).items()}
         self.server.asked.append(f"{self.command} {self.path}")
         time.sleep(self.server.seconds)
+        if self.server.page:
+            return self.answer(*self.server.page)
         if self.server.down or self.server.dice.random() < self.server.failing:
             return self.answer(503, {"error": {"code": 503, "message": "try again"}})
         if self.server.forbidden:

@@ -55,16 +55,11 @@ class Context:
     def __init__(self, config: Config, folder: Path, record: Record, text: Text, stop: Stop, say: Callable[[str], Any]):
         self.config, self.folder, self.record, self.text, self.stop, self.say = config, folder, record, text, stop, say
 
-    @property
-    def document_bos(self) -> int | None:
-        """Where documents are to be told apart, what begins them."""
-        return self.text.tokenizer.bos if self.config.data.mask_documents else None
-
     def batches(self, built: Build, first_row: int = 0) -> StepBatches:
         """The run's batches from a row of its sequence on, in a build's shape."""
         rows = local_rows(built.batch_shape, built.batch_sharding)
         text, seed = self.text, self.config.seed
-        return StepBatches(text.train, text.mixture, seed, built.batch_shape, rows, self.document_bos, first_row)
+        return StepBatches(text.train, text.mixture, seed, built.batch_shape, rows, text.document_bos, first_row)
 
     @cached_property
     def held_out(self) -> tuple[Any, list[Any], Any]:
@@ -73,7 +68,7 @@ class Context:
         shape, token_bytes = (1, *built.batch_shape[1:]), self.text.tokenizer.token_bytes
         tokens, text = held_out_tokens(self.config), self.text
         batches, _ = held_out_batches(
-            text.val, text.weights, tokens, token_bytes, shape, built.batch_sharding, self.document_bos
+            text.val, text.weights, tokens, token_bytes, shape, built.batch_sharding, text.document_bos
         )
         return built.eval_step, batches, jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state.params)
 

@@ -4,9 +4,12 @@ import hashlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -42,7 +45,7 @@ FILES = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """/api/datasets/... and /datasets/.../resolve/..., with ranges; the download of one file breaks off."""
+    """/api/datasets/... with its /tree/..., and /datasets/.../resolve/... with ranges; one download breaks off."""
 
     asked: ClassVar[list[tuple[str, str]]] = []
     repositories: ClassVar[dict[str, dict[str, bytes]]] = {"owner/name": FILES}
@@ -57,22 +60,31 @@ class Hub(BaseHTTPRequestHandler):
         self.answer(body=True)
 
     def answer(self, body: bool):
-        path, start = self.path.split("?")[0], int(self.headers.get("Range", "bytes=0-")[6:].split("-")[0])
+        path, asked = self.path.split("?")[0], self.headers.get("Range", "bytes=0-")[6:].split("-")
+        start, stop = int(asked[0]), int(asked[1]) + 1 if asked[1] else None
         repository = "/".join(path.removeprefix("/api").split("/")[2:4])
-        files, name = self.repositories.get(repository, {}), path.partition(f"/resolve/{SHA}/")[2]
-        if files and path.startswith("/api/datasets/"):
+        files, name = self.repositories.get(repository, {}), re.sub(rf".*/resolve/(main|{SHA})/", "", path)
+        if files and "/tree/" in path:
+            folder = path.partition("/tree/main")[2].strip("/")
+            recursive = "recursive=true" in self.path.lower()
+            below = [one.removeprefix(f"{folder}/").split("/") for one in files if one.startswith(f"{folder}/")]
+            ends = {"/".join(names[:end]) for names in below for end in range(1, len(names) + 1)}
+            found = sorted(end for end in ends if recursive or "/" not in end)
+            listed = [self.entry(files, f"{folder}/{end}") for end in found]
+            content, status, headers = json.dumps(listed).encode(), 200, {}
+        elif files and path.startswith("/api/datasets/"):
             siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
             facts = {"id": repository, "sha": SHA, "siblings": siblings}
             content, status, headers = json.dumps(facts).encode(), 200, {}
         elif name in files:
-            content, status = files[name], 206 if start else 200
+            content, status = files[name][:stop], 206 if start or stop else 200
             headers = {
                 "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
                 "X-Repo-Commit": SHA,
                 "Accept-Ranges": "bytes",
             }
-            if start:
-                headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            if status == 206:
+                headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(files[name])}"
             if body:
                 self.asked.append((name, self.headers.get("Range", "")))
         else:
@@ -87,13 +99,31 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(content[: PIECE + 500] if breaks else content[start:])
             self.close_connection = True
 
+    def entry(self, files: dict[str, bytes], path: str) -> dict:
+        kind, content = ("file", files[path]) if path in files else ("directory", b"")
+        return {"type": kind, "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
 
-@pytest.fixture(scope="module")
-def endpoint():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+
+@contextmanager
+def serving(handler: type[Hub]) -> Iterator[str]:
+    """Where the hub is meanwhile."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
+
+
+def ask(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's client asks there from now on."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+@pytest.fixture(scope="module")
+def endpoint():
+    with serving(Hub) as url:
+        yield url
 
 
 def prepare(endpoint: str, tmp_path: Path, source: str, *more: str) -> tuple[int, str]:

@@ -1,3 +1,4 @@
+import threading
 from itertools import islice
 from unittest.mock import Mock
 
@@ -169,6 +170,22 @@ def test_iterating_from_any_start_with_any_workers_equals_random_access(start, w
     batches = list(islice(train_batches(begun, sharding(), workers), 4))
     assert all(equal(batch, steps[start + i]) for i, batch in enumerate(batches))
     assert all(array.sharding == sharding() for array in batches[0].values())
+
+
+def test_one_batch_more_than_was_asked_for_is_on_the_devices(monkeypatch):
+    placed = threading.Semaphore(0)
+
+    def counted(*args):
+        batch = to_devices(*args)
+        placed.release()
+        return batch
+
+    monkeypatch.setattr("data.loader.to_devices", counted)
+    batches = train_batches(step_batches(3), sharding(), 2)
+    for _ in range(3):
+        next(batches)
+        assert placed.acquire(timeout=60)
+    assert placed.acquire(timeout=60) and not placed.acquire(blocking=False)
 
 
 def test_stages_of_a_ramp_go_on_in_each_other_s_rows_whatever_the_workers_and_the_start():

@@ -5,8 +5,6 @@ import json
 import re
 import shlex
 import sys
-import threading
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +15,7 @@ import pytest
 import data.prepare
 from configs.schema import DataConfig
 from data.dataset import open_dataset
-from tests.data.test_hub import Hub
+from tests.data.test_hub import Hub, ask, serving
 
 PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 RECIPES = re.findall(r"^python -m data\.prepare (--source=hf:.*)$", PAGE.partition("## Recipes")[2], re.MULTILINE)
@@ -78,10 +76,8 @@ class Laid(Hub):
 
 @pytest.fixture(scope="module")
 def endpoint():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Laid)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with serving(Laid) as url:
+        yield url
 
 
 def test_there_is_a_recipe_for_each():
@@ -92,9 +88,7 @@ def test_there_is_a_recipe_for_each():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_works_as_it_is_typed(recipe, endpoint, tmp_path, monkeypatch):
     """But for where it writes to, and for sizes that so little text can fill."""
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
-    template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    ask(endpoint, monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     words = re.sub("--out=[^ ]+", f"--out={tmp_path}/out", recipe)

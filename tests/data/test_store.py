@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from huggingface_hub import HfFileSystem
 
 import data.store as module
 from configs.schema import DataConfig, MeshConfig, UserError
@@ -21,6 +22,7 @@ from data.loader import StepBatches, train_batches
 from data.outage import OUTAGE
 from data.prepare import Preparation, prepare
 from data.store import Store
+from tests.data.test_hub import Hub, ask, serving
 from tests.fake_gcs import FakeGCS
 from training.mesh import batch_sharding, make_mesh
 
@@ -42,27 +44,13 @@ def made(tmp_path_factory) -> Path:
     return folder / "made"
 
 
-@pytest.fixture(scope="module")
-def server():
-    """gcsfs remembers where its server is: one for all the tests here."""
-    server = FakeGCS()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment().items():
-            patch.setenv(name, value)
-        yield server
-    server.shutdown()
-
-
 @pytest.fixture
-def bucket(server, made):
+def bucket(gcs, made):
     """The dataset, in a bucket."""
-    server.seconds, server.failing, server.down, server.forbidden = 0.0, 0.0, False, False
-    server.objects.clear()
     for path in sorted(made.rglob("*")):
         if path.is_file() and path.name != "lock":
-            server.put(f"text/{path.relative_to(made)}", path.read_bytes())
-    server.asked.clear()
-    return server
+            gcs.put(f"text/{path.relative_to(made)}", path.read_bytes())
+    return gcs
 
 
 def opened(source, cache: Path, **options) -> Text:
@@ -194,9 +182,20 @@ def test_a_disk_that_is_full_or_fails_costs_the_cache_and_is_said_once(
     assert capfd.readouterr().err.count(f"blocks cannot be {said} ({os.strerror(code)})") == 1
 
 
-def test_an_outage_costs_time_and_nothing_else(bucket, made, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    "away",
+    [
+        {"down": True},
+        {"page": (200, b"<html>The network will be back soon.</html>")},
+        {"page": (503, b"The proxy server received an invalid response from an upstream server.")},
+        {"page": (503, "<html>Der Server antwortet nicht; später!</html>".encode("latin-1"))},
+        {"page": (500, b'{"message": "JSON, and not the store\'s"}')},
+    ],
+    ids=repr,
+)
+def test_an_outage_costs_time_and_nothing_else(bucket, made, tmp_path, monkeypatch, capfd, away):
     text = opened(URL, tmp_path / "cache")
-    bucket.down = True
+    vars(bucket).update(away)
     monkeypatch.setattr(module, "SECONDS", 2)  # gcsfs itself would try for half a minute
     monkeypatch.setattr(OUTAGE, "said", -30.0)  # so that the first failure is told
     failed, seen = OUTAGE.failed, []
@@ -204,13 +203,14 @@ def test_an_outage_costs_time_and_nothing_else(bucket, made, tmp_path, monkeypat
     def up_after_some_failures(*failure):
         failed(*failure)
         seen.append(OUTAGE.seconds)
-        bucket.down = len(seen) < 5
+        if len(seen) >= 5:
+            bucket.down, bucket.page = False, None
 
     monkeypatch.setattr(OUTAGE, "failed", up_after_some_failures)
     assert digest(text) == digest(opened(made, tmp_path / "cache"))
     assert len(seen) >= 5 and OUTAGE.since is None
     said = capfd.readouterr().err
-    assert re.search(rf"{URL}/\S+\.bin: no answer for 0 s .*; trying again", said)
+    assert re.search(rf"{URL}\S*: no answer for 0 s .*; trying again", said)
     assert "the store answers again" in said
 
 
@@ -275,6 +275,24 @@ def test_other_filesystems_are_read_in_ranges_too(made, tmp_path):
         memory.rm("/made", recursive=True)
 
 
+def test_shards_on_the_hub_are_read_in_ranges_and_copied(made, tmp_path, monkeypatch):
+    files = {f"mine/{path.relative_to(made)}": path.read_bytes() for path in made.rglob("*") if path.is_file()}
+    tokens = type("Tokens", (Hub,), {"repositories": {"owner/tokens": files}, "asked": []})
+    expected, url = digest(opened(made, tmp_path / "cache")), "hf://datasets/owner/tokens/mine"
+    HfFileSystem.clear_instance_cache()
+    with serving(tokens) as endpoint:
+        ask(endpoint, monkeypatch)
+        assert digest(opened(url, tmp_path / "cache", cache_gb=0.0)) == expected
+        ranges = [asked for name, asked in tokens.asked if name.endswith(".bin")]
+        bounds = [[int(bound) for bound in one.removeprefix("bytes=").split("-")] for one in ranges]
+        assert bounds and all(last - first < 3 * BLOCK_BYTES for first, last in bounds)
+        assert digest(opened(url, tmp_path / "cache", copy="all")) == expected
+        with pytest.raises(UserError, match=rf"--data\.source={url}/else: (cannot be read|nothing is there)"):
+            opened(f"{url}/else", tmp_path / "cache")
+        with pytest.raises(UserError, match=r"owner/nobody: cannot be read: FileNotFoundError"):
+            opened("hf://datasets/owner/nobody", tmp_path / "cache")
+
+
 class Answered(Exception):
     """An error with a status, as gcsfs, aiohttp, the hub's client and botocore give them."""
 
@@ -292,6 +310,7 @@ class Answered(Exception):
         (Answered(response={"ResponseMetadata": {"HTTPStatusCode": 500}}), False),
         (Answered(code=None, response=None), False),
         (OSError("Forbidden: https://..."), True),
+        (ValueError("Protocol not known: nowhere"), True),
         (ConnectionResetError(), False),
         (TimeoutError(), False),
     ],

@@ -10,22 +10,9 @@ from tests.run.test_checkpoint import KEEP_ALL, assert_equal, changed, saved
 from tests.training.test_state import state_on
 
 
-@pytest.fixture(scope="module")
-def server():
-    """gcsfs and tensorstore remember where their server is: one for all the tests here."""
-    server = FakeGCS()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.environment().items():
-            patch.setenv(name, value)
-        yield server
-    server.shutdown()
-
-
 @pytest.fixture
-def bucket(server):
-    server.objects.clear()
-    server.full = False
-    return server
+def bucket(gcs) -> FakeGCS:
+    return gcs
 
 
 RUN = "gs://bucket/runs/mine"
