@@ -23,6 +23,15 @@ class LayerCache(NamedTuple):
     values: Float[Array, "batch capacity kv_heads head_dim"]
 
 
+class Inputs(NamedTuple):
+    """What every block reads of the tokens besides the residual stream."""
+
+    tokens: Int[Array, "batch length"]
+    positions: Int[Array, "length"]
+    angles: Angles
+    segment_ids: Int[Array, "batch length"] | None
+
+
 def attend(
     q: Float[Array, "batch length heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],
@@ -126,14 +135,9 @@ class Attention(nnx.Module):
             self.value_gate = matrix(VALUE_GATE_CHANNELS, config.kv_heads, gate, axes=(None, "tensor"))
 
     def __call__(
-        self,
-        x: Float[Array, "batch length width"],
-        tokens: Int[Array, "batch length"],
-        angles: Angles,
-        positions: Int[Array, "length"],
-        cache: LayerCache | None,
-        segment_ids: Int[Array, "batch length"] | None,
+        self, x: Float[Array, "batch length width"], inputs: Inputs, cache: LayerCache | None
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
+        tokens, positions, angles, segment_ids = inputs
         x = vary_over_tensor(x)
         heads = (*x.shape[:2], -1, self.head_dim)  # this device's own, along `tensor`
         q: Array = rotate_and_norm(self.query(x).reshape(heads), angles, self.qk_scale)

@@ -11,10 +11,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from configs.schema import SMEAR_CHANNELS, ModelConfig
-from model.attention import Attention, LayerCache
+from model.attention import Attention, Inputs, LayerCache
 from model.layers import Embedding, Linear, Scalars, relu_squared, rms_norm
 from model.parallel import psum_over_tensor, tensor_size, vary_over_tensor
-from model.rotary import Angles, rotary_angles
+from model.rotary import rotary_angles
 
 
 class KVCache(NamedTuple):
@@ -47,15 +47,9 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
-        self,
-        x: Float[Array, "batch length width"],
-        tokens: Int[Array, "batch length"],
-        angles: Angles,
-        positions: Int[Array, "length"],
-        cache: LayerCache | None,
-        segment_ids: Int[Array, "batch length"] | None,
+        self, x: Float[Array, "batch length width"], inputs: Inputs, cache: LayerCache | None
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
-        y, cache = self.attention(rms_norm(x), tokens, angles, positions, cache, segment_ids)
+        y, cache = self.attention(rms_norm(x), inputs, cache)
         x = x + y
         return x + self.mlp(rms_norm(x)), cache
 
@@ -120,7 +114,7 @@ class GPT(nnx.Module):
         """
         config = self.config
         positions = start + jnp.arange(tokens.shape[1])
-        angles = rotary_angles(positions, config.head_dim, config.rotary_base)
+        inputs = Inputs(tokens, positions, rotary_angles(positions, config.head_dim, config.rotary_base), segment_ids)
         x = embedded = rms_norm(psum_over_tensor(self.embed(tokens, self.dtype)))
         if config.smear:
             x = self._smeared(embedded, cache, segment_ids)
@@ -130,9 +124,7 @@ class GPT(nnx.Module):
                 kept = self.resid_lambdas.times(i, x) if config.resid_lambdas else x
                 added = self.x0_lambdas.times(i, first) if config.x0_lambdas else 0
                 x = (kept + added).astype(self.dtype)
-            layer_cache = cache.layers[i] if cache else None
-            apply = partial(block, angles=angles, positions=positions, cache=layer_cache, segment_ids=segment_ids)
-            x, layer_cache = rematerialized(apply, config.remat)(x, tokens)
+            x, layer_cache = rematerialized(block, config.remat)(x, inputs, cache.layers[i] if cache else None)
             grown.append(layer_cache)
             if i == config.depth // 2:
                 middle = x

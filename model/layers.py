@@ -18,6 +18,8 @@ from jaxtyping import Array, Float, Int
 from model.parallel import Axes, all_gather_fsdp, platform, reduce_scatter_fsdp, tensor_index
 from model.segment_sum import segment_sum
 
+EPSILON = 1e-6  # added to the mean square by every norm
+
 
 @jax.custom_vjp
 def rms_norm(x: Float[Array, "*shape channels"]) -> Float[Array, "*shape channels"]:
@@ -30,7 +32,7 @@ def rms_norm(x: Float[Array, "*shape channels"]) -> Float[Array, "*shape channel
 
 def inverse_rms(x: Float[Array, "*shape channels"]) -> Float[Array, "*shape 1"]:
     """What rms_norm multiplies by."""
-    return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + 1e-6)
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + EPSILON)
 
 
 def _rms_norm_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from model.layers import inverse_rms
+from model.layers import EPSILON
 from model.parallel import platform
 
 Angles = tuple[Float[Array, "length head_dim"], Float[Array, "length head_dim"]]
@@ -39,6 +39,18 @@ def _swap_halves(x: Array) -> Array:
     return jnp.matmul(x, swap, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
+def _sums_over_heads(a: Array, b: Array) -> Float[Array, "batch length heads 1"]:
+    """Of each head the sum over its channels of a * b, in float32. On a TPU a sum along the lanes takes nine times the
+    cycles of a product with ones, which is as exact: HIGH takes a product of two bfloat16, of 16 bits, as two of 8."""
+    products = a.astype(jnp.float32) * b.astype(jnp.float32)
+    if platform() != "tpu":
+        return jnp.sum(products, axis=-1, keepdims=True)
+    heads, channels = a.shape[2:]
+    ones = jnp.repeat(jnp.eye(heads, dtype=jnp.float32), channels, axis=0)  # of a head's channels, in its column
+    precision = jax.lax.Precision.HIGH if a.dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+    return jnp.matmul(products.reshape(*a.shape[:2], -1), ones, precision=precision)[..., None]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rotate_and_norm(
     x: Float[Array, "batch length heads head_dim"], angles: Angles, scale: float
@@ -49,14 +61,15 @@ def rotate_and_norm(
 
 
 def _forward(x: Array, angles: Angles, scale: float) -> tuple[Array, tuple[Array, Array, Angles]]:
-    factor = scale * inverse_rms(x)  # of x itself, since turning changes no length
+    # Of x itself, since turning changes no length.
+    factor = scale * jax.lax.rsqrt(_sums_over_heads(x, x) / x.shape[-1] + EPSILON)
     y = (rotate(x, angles) * factor).astype(x.dtype)
     return y, (y, factor, angles)
 
 
 def _backward(scale: float, residuals: tuple[Array, Array, Angles], dy: Array) -> tuple[Array, None]:
     y, factor, (cos, sin) = residuals
-    along = jnp.mean(y.astype(jnp.float32) * dy.astype(jnp.float32), axis=-1, keepdims=True) / scale**2
+    along = _sums_over_heads(y, dy) / y.shape[-1] / scale**2
     dx = factor * (rotate(dy, (cos, -sin)) - along * rotate(y, (cos, -sin)))
     return dx.astype(dy.dtype), None
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -101,6 +99,10 @@ def _varying_as(like: Array, tree: Any) -> Any:
 def _kernel(length: int, group: int, window: int | None, interpret: bool) -> Callable:
     """The kernel of all rows and key heads: of queries [batch, kv_heads, group, length, head_dim], keys and values
     [batch, kv_heads, length, head_dim], and segment ids [batch, length] or None."""
+    # A twentieth of what a start imports, and wanted on TPUs alone.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
     block, shape = min(BLOCK, length), (length, length)
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window, 0), 0)
     sizes = library.BlockSizes(

@@ -109,7 +109,7 @@ def xla_options(mesh: Mesh, deterministic: bool) -> dict[str, bool]:
     On a GPU: to round to bfloat16 where the network says so. Left to itself XLA drops such roundings, and so keeps and
     reads float32 copies of activations: 7 of 24 GiB, and 125 of 894 GB a step, at depth 12 (bench/LOG.md). And, if it
     is to be deterministic, no kernel whose result may differ from one execution to the next, cuDNN's backward attention
-    among them (openxla.org/xla/determinism). Elsewhere XLA has no such kernels.
+    among them (openxla.org/xla/determinism). What other platforms promise: docs/checkpoints.md.
     """
     if mesh.devices.flat[0].platform != "gpu":
         return {}

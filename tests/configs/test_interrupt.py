@@ -1,4 +1,4 @@
-"""Ctrl-C while a command's modules are imported."""
+"""Ctrl-C and garbage while a command's modules are imported."""
 
 import ast
 import signal
@@ -31,6 +31,11 @@ def test_an_interrupt(program, code, said):
     start = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n" + START
     done = subprocess.run([sys.executable, "-c", start + program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == code and (done.stderr == said or done.stderr.strip().endswith(said or "\0"))
+
+
+def test_garbage_is_not_looked_for_in_what_was_imported():
+    program = "assert not gc.isenabled()\nraise_at_interrupt()\nassert gc.isenabled() and gc.get_freeze_count()"
+    subprocess.run([sys.executable, "-c", f"import gc\n{START}end_at_interrupt()\n{program}"], cwd=ROOT, check=True)
 
 
 def test_every_command_starts_with_it():

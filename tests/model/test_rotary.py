@@ -54,3 +54,14 @@ def test_a_product_with_a_permutation_swaps_as_exactly(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(rotary, "platform", lambda: "tpu")
             np.testing.assert_array_equal(rotary._swap_halves(x), moved)
+
+
+def test_a_product_with_ones_sums_over_heads_as_exactly(monkeypatch):
+    """What a TPU does, done here."""
+    for dtype in (jnp.float32, jnp.bfloat16):
+        a, b = jnp.asarray(np.random.default_rng(4).standard_normal((2, 2, 5, 4, 16)), dtype)
+        expected = np.sum(np.asarray(a, np.float64) * np.asarray(b, np.float64), axis=-1, keepdims=True)
+        np.testing.assert_allclose(rotary._sums_over_heads(a, b), expected, atol=1e-5)
+        with monkeypatch.context() as patch:
+            patch.setattr(rotary, "platform", lambda: "tpu")
+            np.testing.assert_allclose(rotary._sums_over_heads(a, b), expected, atol=1e-5)

@@ -67,5 +67,13 @@ def test_attention_runs_in_its_kernel_and_its_scores_are_nowhere():
 
 
 @pytest.mark.slow
+def test_sums_over_heads_are_products():
+    """Two a block forward, for the norms of queries and keys, and two backward: none is a sum along the lanes."""
+    made = [i for i in scheduled()[0] if i.opcode == "fusion" and i.type.startswith(f"f32[{ROWS},{LENGTH},2]")]
+    sums = [i for i in made if re.search(r"(reduce_sum|dot_general)\"", i.attributes)]
+    assert len(sums) == 4 * DEPTH and all('dot_general"' in i.attributes for i in sums)
+
+
+@pytest.mark.slow
 def test_no_mask_of_the_mlp_is_kept():
     assert not [i for i in scheduled()[0] if re.search(rf"(pred|u8)\[{ROWS},{LENGTH},1024\]", i.type)]
