@@ -32,7 +32,9 @@ from evaluation.bits_per_byte import evaluate
 from evaluation.core import TIES, read_bundle
 from evaluation.document_losses import DocumentLosses
 from evaluation.documents import Source, digest, read_sources
+from evaluation.generation import make_generate
 from evaluation.log import append_to_log, open_log, to_lines
+from evaluation.scorer import Scorer
 from interchange.init_from import architecture_of, config_of, is_network, read_params, require_same_network
 from run.folder import load_run, record_of
 from run.runtime import cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
@@ -99,6 +101,9 @@ class Network(NamedTuple):
     @property
     def dtype(self) -> jnp.dtype:
         return compute_dtype(self.config.model, jax.default_backend())
+
+    def scorer(self, mesh: Mesh, longest: int | None) -> Scorer:
+        return Scorer(self.config.model, self.config.batch, self.dtype, mesh, longest)
 
 
 def main() -> int:
@@ -232,16 +237,8 @@ def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
     """CORE and its tasks' figures; in the folder a line an item, the figures, and a picture of them."""
     tasks = read_bundle(arguments.bundle, arguments.items)
     network = load(folder, mesh)
-    config, first = network.config, jax.process_index() == 0
-    benchmarks = Benchmarks(
-        tasks,
-        network.tokenizer,
-        config.model,
-        config.batch,
-        network.dtype,
-        mesh,
-        arguments.prompt_tokens,
-    )
+    first = jax.process_index() == 0
+    benchmarks = Benchmarks(tasks, network.tokenizer, network.scorer(mesh, arguments.prompt_tokens))
     check_hosts_agree("their bundle", json.dumps(benchmarks.facts))
     facts = benchmarks.facts | network.facts
     name = network.label + (f"_items_{arguments.items}" if arguments.items else "")
@@ -251,7 +248,7 @@ def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
     results = benchmarks(network.params, done, record, say)
     if first:
         write_whole(place / "core.json", json.dumps(facts | results, indent=2) + "\n")
-        plot_core(results, f"{config.name}, {network.label.replace('_', ' ')}", place / "core.png")
+        plot_core(results, f"{network.config.name}, {network.label.replace('_', ' ')}", place / "core.png")
     return {**network.step, **results}
 
 
@@ -269,13 +266,12 @@ def harness(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
         model, cache = others_network(folder), str(out / "answers")
     else:
         network = load(folder, mesh)
-        label, step, config, cache = network.label, network.step, network.config, None
-        tie, longest = TIES[network.dtype.name], arguments.prompt_tokens or config.batch.sequence_length
-        of_answers = {"tokenizer": network.tokenizer.sha256, "dtype": network.dtype.name, "longest": longest}
-        facts = of_answers | network.facts
-        log = log_of(out / label / "requests.jsonl", facts)
-        taken = (config.model, config.batch, network.dtype, mesh, longest, *log, check_hosts_agree)
-        model = HarnessNetwork(network.params, network.tokenizer, *taken)
+        label, step, cache, tie = network.label, network.step, None, TIES[network.dtype.name]
+        scorer = network.scorer(mesh, arguments.prompt_tokens)
+        facts = {"tokenizer": network.tokenizer.sha256} | scorer.facts | network.facts
+        done, record = log_of(out / label / "requests.jsonl", facts)
+        generate = make_generate(network.config.model, network.dtype, mesh)
+        model = HarnessNetwork(network.params, network.tokenizer, scorer, generate, done, record, check_hosts_agree)
     results, lines = measure(model, loaded, arguments.items, tie, cache)
     if first:
         name = "+".join(sorted(loaded["tasks"]))[:100] + (f"_items_{arguments.items}" if arguments.items else "")

@@ -33,6 +33,7 @@ from configs.schema import BatchConfig, Config, MeshConfig, Positive, UserError
 from data.tokenizer import train_tokenizer
 from evaluation.benchmarks import Benchmarks
 from evaluation.core import Task
+from evaluation.scorer import Scorer
 from run.runtime import run_command, start_jax
 from tests.evaluation.core_bundle import CONFIG, words
 from tests.evaluation.nanochat_core import TheirTokenizer, their_network
@@ -111,7 +112,7 @@ def main() -> int:
         of_rounds = [[0.0, 0.0] for _ in range(arguments.rounds)]
         for facts in (facts for facts in TASKS if facts[0] in arguments.tasks):
             task = made_up(*facts, arguments.items)
-            ours = Benchmarks([task], tokenizer, config, batch, jnp.dtype("float32"), mesh)
+            ours = Benchmarks([task], tokenizer, Scorer(config, batch, jnp.dtype("float32"), mesh))
             meta = {"task_type": task.kind, "num_fewshot": task.shots, "continuation_delimiter": task.delimiter}
             theirs = lambda task=task, meta=meta: core_eval.evaluate_task(
                 network, TheirTokenizer(tokenizer), task.items, "cpu", meta

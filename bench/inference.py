@@ -55,8 +55,8 @@ def main() -> int:
     params, batch = built.create_state().params, random_batch(built)
     generate = make_generate(built.config.model, built.dtype, built.mesh)
     buffer = np.zeros((arguments.prompts, arguments.tokens + 1), np.int32)
-    lengths = np.ones(arguments.prompts, np.int32)
-    sample = lambda: generate(params, buffer, lengths, np.int32(0), prefill=1, temperature=0.8, top_k=50)
+    lengths, seeds = np.ones(arguments.prompts, np.int32), np.arange(arguments.prompts, dtype=np.int32)
+    sample = lambda: generate(params, buffer, lengths, seeds, prefill=1, temperature=0.8, top_k=50)
     sampling = median_seconds(sample, arguments.times)
     evaluation = median_seconds(lambda: built.eval_step(params, batch), arguments.times)
     result = {

@@ -7,38 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from configs.files import write_whole
-from configs.schema import BatchConfig, ModelConfig
 from data.tokenizer import TextTokenizer
 from evaluation.core import TIES, Task, encode, figures, judge
 from evaluation.log import recorded
-from evaluation.scorer import make_score, score_questions
+from evaluation.scorer import Scorer
 
 
 class Benchmarks:
-    """Tasks, and the programs that score them on a mesh. Called with parameters, it gives `evaluation.core.figures`."""
+    """Tasks, and what scores them on a mesh. Called with parameters, it gives `evaluation.core.figures`."""
 
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        tokenizer: TextTokenizer,
-        config: ModelConfig,
-        batch: BatchConfig,
-        dtype: jnp.dtype,
-        mesh: Mesh,
-        longest: int | None = None,
-    ):
-        """`longest`: most tokens of a prompt, as many as a row of `batch` has unless it is given."""
-        self.tasks, self.tokenizer, self.mesh = tasks, tokenizer, mesh
-        self.longest = longest or batch.sequence_length
-        self.tokens_per_device = batch.rows_per_device * batch.sequence_length
-        self.score, self.tie = make_score(config, dtype, mesh), TIES[dtype.name]
+    def __init__(self, tasks: Sequence[Task], tokenizer: TextTokenizer, scorer: Scorer):
+        self.tasks, self.tokenizer, self.scorer = tasks, tokenizer, scorer
         of_text = hashlib.sha256(json.dumps([tuple(task) for task in tasks]).encode()).hexdigest()
-        self.facts = {"bundle": of_text, "tokenizer": tokenizer.sha256, "dtype": dtype.name, "longest": self.longest}
+        self.facts = {"bundle": of_text, "tokenizer": tokenizer.sha256, **scorer.facts}
         """What the figures depend on besides the parameters."""
 
     def __call__(
@@ -52,12 +36,12 @@ class Benchmarks:
         those of the others, as they are scored. Every process must call it."""
         lines = list(done)
         finished = {(line["task"], line["item"]) for line in done}
+        tie = TIES[self.facts["dtype"]]
         for task in self.tasks:
             left = [index for index in range(len(task.items)) if (task.label, index) not in finished]
             if left:
-                questions = encode(task, left, self.tokenizer, self.longest)
-                scored = score_questions(self.score, params, questions, self.mesh, self.tokens_per_device)
-                judged = (judge(task, question, *map(np.asarray, scores), tie=self.tie) for question, scores in scored)
+                scored = self.scorer(params, encode(task, left, self.tokenizer, self.scorer.longest))
+                judged = (judge(task, question, *map(np.asarray, scores), tie=tie) for question, scores in scored)
                 lines += recorded(judged, record)
             say(in_words(task.label, figures([task], lines)["tasks"][task.label]))
         return figures(self.tasks, lines)

@@ -112,7 +112,7 @@ def plot(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure  # a second to import
 
     figure = Figure(figsize=(10, 4), layout="constrained")
-    panels = {"by_bytes": "bytes of the document", "by_position": "tokens before it in its row"}
+    panels = {"by_bytes": "bytes of a document", "by_position": "tokens before one in its row"}
     for axes, (panel, label) in zip(figure.subplots(1, 2, sharey=True), panels.items()):
         for i, (name, result) in enumerate(results.items()):
             curves = {name: (result[panel], "-")}
@@ -124,8 +124,11 @@ def plot(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
                 places, values = ([point[key] for point in points] for key in ("from", "bits_per_byte"))
                 looks = {"fmt": f"o{style}", "color": f"C{i}", "ms": 3, "capsize": 2}
                 axes.errorbar(places, values, yerr=errors, label=legend, **looks)
+        octaves = sorted({point["from"] for result in results.values() for point in result[panel]})
         axes.set_xscale("symlog" if panel == "by_position" else "log", base=2)
-        axes.set_xlabel(f"{label}, from")
+        axes.set_xticks(octaves, [str(octave) for octave in octaves], fontsize="small")
+        axes.minorticks_off()
+        axes.set_xlabel(f"{label}: from this number up to twice as many")
         axes.grid(alpha=0.3)
         axes.legend()
     figure.axes[0].set_ylabel("bits per byte, 2 standard errors")

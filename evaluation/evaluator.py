@@ -8,6 +8,7 @@ from evaluation.benchmarks import Benchmarks
 from evaluation.bits_per_byte import evaluate
 from evaluation.core import read_bundle
 from evaluation.generation import continuations, encode_prompts, make_generate
+from evaluation.scorer import Scorer
 from training.build import Build
 
 
@@ -32,7 +33,8 @@ class Evaluator:
         )
         if config.eval.tasks:
             tasks = read_bundle(config.eval.bundle, config.eval.items)
-            self.benchmarks = Benchmarks(tasks, text.tokenizer, config.model, config.batch, built.dtype, built.mesh)
+            scorer = Scorer(config.model, config.batch, built.dtype, built.mesh)
+            self.benchmarks = Benchmarks(tasks, text.tokenizer, scorer)
 
     def __call__(self, params: dict) -> dict[str, Any]:
         """Of float32 parameters as a step leaves them. Every process must call it."""

@@ -20,7 +20,7 @@ Generate = Callable[..., Int[Array, "batch length"]]
 
 
 def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate:
-    """`generate(params, prompts, prompt_lengths, seed, *, prefill, temperature, top_k) -> tokens`, jitted: compiled
+    """`generate(params, prompts, prompt_lengths, seeds, *, prefill, temperature, top_k) -> tokens`, jitted: compiled
     once for prompts of one shape. See `model.generate.generate` for all but `params`: the float32 shares of the state.
 
     They are gathered over `data` in the compute type, and stay divided over `fsdp` and `tensor`, as in a step.
@@ -33,7 +33,7 @@ def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate
         params: dict,
         prompts: Int[Array, "batch length"],
         prompt_lengths: Int[Array, "batch"],
-        seed: Int[Array, ""],
+        seeds: Int[Array, "batch"],
         **options: float | int,
     ) -> Int[Array, "batch length"]:
         def for_one_device(params: dict, *arrays: Array) -> Array:
@@ -42,7 +42,7 @@ def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate
 
         everywhere = PartitionSpec()
         in_specs = (specs, everywhere, everywhere, everywhere)
-        return on_each_device(for_one_device, mesh, in_specs, everywhere)(params, prompts, prompt_lengths, seed)
+        return on_each_device(for_one_device, mesh, in_specs, everywhere)(params, prompts, prompt_lengths, seeds)
 
     return generate
 
@@ -85,7 +85,7 @@ def continuations(
         params,
         buffer,
         lengths,
-        np.int32(seed),
+        np.random.default_rng(seed).integers(1 << 31, size=len(prompts)).astype(np.int32),
         prefill=int(lengths.min()),
         temperature=temperature,
         top_k=top_k,

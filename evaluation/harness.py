@@ -7,20 +7,19 @@ and what it would write after a context. Nothing else of it is used; it comes wi
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from configs.schema import BatchConfig, ModelConfig, UserError
+from configs.schema import UserError
 from data.tokenizer import TextTokenizer
 from evaluation.core import Question
-from evaluation.generation import make_generate
+from evaluation.generation import Generate
 from evaluation.log import recorded
-from evaluation.scorer import coarse_size, make_score, score_questions
+from evaluation.scorer import Scorer, coarse_size, size_down
 
 try:
     from lm_eval.api.model import LM
@@ -39,21 +38,15 @@ class HarnessNetwork(LM):
         self,
         params: dict,
         tokenizer: TextTokenizer,
-        config: ModelConfig,
-        batch: BatchConfig,
-        dtype: jnp.dtype,
-        mesh: Mesh,
-        longest: int | None = None,
+        scorer: Scorer,
+        generate: Generate,
         done: Sequence[dict] = (),
         record: Callable[[list[dict]], Any] = lambda lines: None,
         agree: Callable[[str, str], Any] = lambda name, text: None,
     ):
-        """`longest`: most tokens that the network reads, as many as a row of `batch` has unless it is given."""
         super().__init__()
-        self.params, self.tokenizer, self.mesh = params, tokenizer, mesh
-        self.longest = longest or batch.sequence_length
-        self.tokens_per_device = batch.rows_per_device * batch.sequence_length
-        self.score, self.generate = make_score(config, dtype, mesh), make_generate(config, dtype, mesh)
+        self.params, self.tokenizer, self.longest = params, tokenizer, scorer.longest
+        self.scorer, self.generate = scorer, generate
         self.answers = {line["request"]: line for line in done}
         self.record, self.agree = record, agree
 
@@ -70,20 +63,24 @@ class HarnessNetwork(LM):
         """After each (context, options), up to a stop sequence or the document's end."""
         return [line["text"] for line in self._answered("generate", requests, self._generated)]
 
-    def _answered(self, kind: str, requests: list, answer: Callable[[list], Iterator[tuple[int, dict]]]) -> list[dict]:
-        """Each request's line: of those that were answered before, and of the others, as `answer` gives them: with
-        their places, in any order."""
+    def _answered(self, kind: str, requests: list, answer: Callable[[dict], Iterator[tuple[int, dict]]]) -> list[dict]:
+        """Each request's line: of those that were answered before, and of the others, by their keys, as `answer` gives
+        them: with their places, in any order."""
         keys = [digest(request.args) for request in requests]
+        if kind == "generate":  # a text that is asked for several times is drawn several times
+            draws = defaultdict(count)
+            keys = [f"{key}-{next(draws[key])}" for key in keys]
         self.agree(f"their {kind} requests", digest(keys))
         new = {key: request for key, request in zip(keys, requests) if key not in self.answers}
         left = list(new)
-        answered = answer(list(new.values())) if new else ()
+        answered = answer(new) if new else ()
         found = ({"request": left[place], **line} for place, line in answered)
         self.answers |= {line["request"]: line for line in recorded(found, self.record)}
         return [self.answers[key] for key in keys]
 
-    def _loglikelihoods(self, requests: list) -> Iterator[tuple[int, dict]]:
+    def _loglikelihoods(self, new: dict) -> Iterator[tuple[int, dict]]:
         """The continuations of one item share what they begin with alike, so an item's requests are one question."""
+        requests = list(new.values())
         pairs = [pair_of(*request.args) for request in requests]
         encode = lambda texts: iter(self.tokenizer.encode(texts))
         wholes = encode([context + continuation for context, continuation in pairs])
@@ -95,17 +92,17 @@ class HarnessNetwork(LM):
             for _ in group:
                 row = np.array([self.tokenizer.bos, *next(wholes)], np.int32)
                 # As the harness has it: as many tokens as the whole has more than the context.
-                new = max(len(row) - 1 - len(next(contexts)), 1)
+                scored = max(len(row) - 1 - len(next(contexts)), 1)
                 kept = row[-(self.longest + 1) :]  # nothing is read of the last one
                 rows, cut = [*rows, kept], max(cut, len(row) - len(kept))
-                spans.append((max(len(kept) - new, 1), len(kept)))
+                spans.append((max(len(kept) - scored, 1), len(kept)))
             questions.append(Question(start, rows, spans, cut))
             start += len(rows)
         return ((first + i, line) for first, i, line in self._scored(questions))
 
     def _scored(self, questions: Sequence[Question]) -> Iterator[tuple[int, int, dict]]:
         """Each question's `index`, each of its rows' numbers, and the line of that row."""
-        for question, scores in score_questions(self.score, self.params, questions, self.mesh, self.tokens_per_device):
+        for question, scores in self.scorer(self.params, questions):
             for i, (start, end) in enumerate(question.spans):
                 nothing = start >= end
                 line = {
@@ -117,9 +114,9 @@ class HarnessNetwork(LM):
                 }
                 yield question.index, i, line
 
-    def _rolling(self, requests: list) -> Iterator[tuple[int, dict]]:
+    def _rolling(self, new: dict) -> Iterator[tuple[int, dict]]:
         questions, parts, found = [], [], []
-        for text, ids in enumerate(self.tokenizer.encode([request.args[0] for request in requests])):
+        for text, ids in enumerate(self.tokenizer.encode([request.args[0] for request in new.values()])):
             tokens = np.array([self.tokenizer.bos, *ids], np.int32)
             ends = [*range(1 + self.longest, len(tokens), self.longest), len(tokens)] if ids else []
             for before, end in zip([1, *ends], ends):
@@ -135,29 +132,35 @@ class HarnessNetwork(LM):
             if parts[text] == 0:
                 yield text, found[text]
 
-    def _generated(self, requests: list) -> Iterator[tuple[int, dict]]:
-        """Prompts of like length and the same options together. A context loses its first tokens where the new ones
-        would find no room."""
-        groups = {}
-        for i, (request, ids) in enumerate(zip(requests, self.tokenizer.encode([r.args[0] for r in requests]))):
+    def _generated(self, asked: dict) -> Iterator[tuple[int, dict]]:
+        """Prompts of like length and equal options together. A context loses its first tokens where the new ones
+        would find no room. What is drawn follows from the request, whatever stands beside it."""
+        groups, seeds = {}, [int(digest(key)[:7], 16) for key in asked]
+        encoded = self.tokenizer.encode([request.args[0] for request in asked.values()])
+        for i, (request, ids) in enumerate(zip(asked.values(), encoded)):
             options = self._generation(request)
             room = self.longest - options["tokens"]
             whole = [self.tokenizer.bos, *ids]
             prompt = whole[-room:]
-            shape = (coarse_size(len(prompt)), options["tokens"], options["temperature"], options["top_k"])
-            groups.setdefault(shape, []).append((i, prompt, options["until"], len(whole) - len(prompt)))
-        for (size, tokens, temperature, top_k), prompts in sorted(groups.items(), key=lambda group: group[0]):
-            fit = max(1, self.tokens_per_device // (size + tokens))  # every device holds all of them
+            alike = (options["tokens"], options["temperature"], options["top_k"])
+            groups.setdefault(alike, []).append((i, prompt, options["until"], len(whole) - len(prompt)))
+        for (tokens, temperature, top_k), prompts in sorted(groups.items()):
+            prompts.sort(key=lambda prompt: len(prompt[1]))
+            longest = coarse_size(len(prompts[-1][1])) + tokens
+            fit = max(1, self.scorer.tokens_per_device // longest)  # every device holds all of them
             width = 1 << min(fit.bit_length() - 1, (len(prompts) - 1).bit_length())
             for first in range(0, len(prompts), width):
                 some = prompts[first : first + width]
+                size = coarse_size(len(some[-1][1]))
                 buffer, lengths = np.zeros((width, size + tokens), np.int32), np.ones(width, np.int32)
                 for row, (_, prompt, _, _) in enumerate(some):
                     buffer[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-                prefill = below(size)  # one for all of a size: one program
+                # Beyond it a prompt is read token by token; rounded down, so that there are few programs.
+                prefill = max(1, size_down(len(some[0][1])) // 64 * 64)
                 lengths[len(some) :] = prefill
+                of_rows = np.resize(np.array([seeds[i] for i, *_ in some], np.int32), width)
                 options = {"prefill": prefill, "temperature": temperature, "top_k": top_k}
-                filled = np.asarray(self.generate(self.params, buffer, lengths, np.int32(0), **options))
+                filled = np.asarray(self.generate(self.params, buffer, lengths, of_rows, **options))
                 for row, (i, prompt, until, cut) in zip(filled, some):
                     new = row[len(prompt) : len(prompt) + tokens].tolist()
                     new = new[: new.index(self.tokenizer.bos)] if self.tokenizer.bos in new else new
@@ -180,21 +183,12 @@ class HarnessNetwork(LM):
         }
         if asked and sampled:
             raise UserError(f"{request.task_name} draws its text with {asked}; there is temperature and top_k alone")
-        if sampled and (request.repeats or 1) > 1:  # which would all be answered by the first
-            raise UserError(
-                f"{request.task_name} draws {request.repeats} texts of each item, and here one alone can be drawn"
-            )
         if options["tokens"] >= self.longest:
             raise UserError(
                 f"{request.task_name} asks for {options['tokens']} new tokens, and a row of the network has "
                 f"{self.longest}: leave that task out"
             )
         return options
-
-
-def below(size: int) -> int:
-    """One more than the next smaller of `coarse_size`'s sizes: no prompt of this size is shorter."""
-    return next((shorter for shorter in range(size - 1, 0, -1) if coarse_size(shorter) < size), 0) + 1
 
 
 def pair_of(context: str, continuation: str) -> tuple[str, str]:

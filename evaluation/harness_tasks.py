@@ -83,8 +83,8 @@ def measure(
 
 def line_of(sample: dict[str, Any], tie: float, known: Mapping[str, dict]) -> dict[str, Any]:
     """An item's line: its metrics, what the network answered, and of our own, whose lines are `known`, what was cut."""
-    answers = [answer[0] for answer in sample["resps"]]
-    own = [known.get(digest(arguments), {}) for arguments in sample["arguments"]]
+    answers = [answer[0] if len(answer) == 1 else answer for answer in sample["resps"]]
+    own = [known.get(key, known.get(f"{key}-0", {})) for key in map(digest, sample["arguments"])]
     likelihoods = sorted((a[0] for a in answers if isinstance(a, tuple)), reverse=True)
     if len(likelihoods) == 1:  # of which counts whether its tokens are the likeliest
         margin = abs(own[0].get("margin", math.inf))

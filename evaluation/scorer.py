@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from configs.schema import ModelConfig
+from configs.schema import BatchConfig, ModelConfig
 from evaluation.core import Question, common_prefix
 from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap
@@ -28,7 +28,6 @@ from training.step import all_gather_data, on_each_device
 LEAST_SHARED = 16  # tokens
 WORTH = 2048  # tokens: a program that saves no more is not worth compiling
 ROWS = PartitionSpec(("data", "fsdp"))
-CHUNK = 256  # scored tokens of a device whose logits exist at a time
 
 
 class Scores(NamedTuple):
@@ -63,13 +62,18 @@ def size_down(length: int) -> int:
     return length // step * step if length >= LEAST_SHARED else 0
 
 
+def chunk_of(rows: int) -> int:
+    """Scored tokens whose logits a device computes at a time, of so many rows."""
+    return min(256, 16 * rows)
+
+
 def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Score:
     """`score(params, prefixes [B, P], rows [B, C, T], starts [B, C], ends [B, C], chunks) -> Scores [B, C]`, jitted:
     compiled once for arrays of one shape.
 
     Each of C options of a question is its prefix and then its row, of which the tokens from `starts` (at least 1) up to
-    `ends` are scored, at most `chunks * CHUNK` on a device. B divides over `data` and `fsdp`; every process gets all
-    scores.
+    `ends` are scored, on a device at most `chunks` times `chunk_of` its rows. B divides over `data` and `fsdp`; every
+    process gets all scores.
     """
 
     def score(model: GPT, prefixes: Array, rows: Array, starts: Array, ends: Array, chunks: Array) -> Scores:
@@ -80,10 +84,11 @@ def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Score:
             cache = jax.tree.map(lambda kept: jnp.repeat(kept, choices, axis=0), cache)
         tokens, counts = rows.reshape(-1, length), (ends - starts).ravel()
         x, _ = model.activations(tokens, cache, start=shared)
+        size = chunk_of(len(tokens))
         upto = jnp.cumsum(counts)  # scored tokens of the rows up to each, counted one after the other
 
         def chunk(i: Array, of_tokens: Scores) -> Scores:
-            number = i * CHUNK + jnp.arange(CHUNK)
+            number = i * size + jnp.arange(size)
             row = jnp.searchsorted(upto, number, side="right")  # beyond the last one: none, and dropped below
             place = starts.ravel()[row] + number - (upto - counts)[row]
             logits = model.lm_head(x[row, place - 1])
@@ -96,6 +101,36 @@ def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Score:
         return Scores(*(score.reshape(questions, choices) for score in sums))
 
     return on_rows(score, config, dtype, mesh, (ROWS, ROWS, ROWS, ROWS, PartitionSpec()))
+
+
+class Scorer:
+    """Called with parameters and questions, it gives each with its scores, those of one shape together. Every process
+    must go through all of it."""
+
+    def __init__(
+        self, config: ModelConfig, batch: BatchConfig, dtype: jnp.dtype, mesh: Mesh, longest: int | None = None
+    ):
+        """`longest`: most tokens that the network reads, as many as a row of `batch` has unless it is given."""
+        self.longest = longest or batch.sequence_length
+        self.facts = {"dtype": dtype.name, "longest": self.longest}
+        """What scores depend on besides parameters and questions."""
+        self.tokens_per_device = batch.rows_per_device * batch.sequence_length
+        self.replicas = mesh.shape["data"] * mesh.shape["fsdp"]
+        self.score = make_score(config, dtype, mesh)
+
+    def __call__(self, params: dict, questions: Sequence[Question]) -> Iterator[tuple[Question, Scores]]:
+        for shape, alike in by_shape(questions).items():
+            fit = self.replicas * max(1, self.tokens_per_device // tokens_of(shape, 1))
+            batches = -(-len(alike) // fit)
+            a_device = -(-len(alike) // (self.replicas * batches))  # as many in each, so that few rows are empty
+            for first in range(0, len(alike), self.replicas * a_device):
+                batch = alike[first : first + self.replicas * a_device]
+                arrays = arrays_of(batch, self.replicas * a_device, *shape)
+                of_devices = np.sum((arrays[3] - arrays[2]).reshape(self.replicas, -1), axis=1)
+                chunks = -(-np.max(of_devices) // chunk_of(a_device * shape[0]))
+                scores = self.score(params, *arrays, np.asarray(chunks, np.int32))
+                for i, question in enumerate(batch):
+                    yield question, Scores(*(of_all[i] for of_all in scores))
 
 
 def on_rows(
@@ -138,20 +173,19 @@ Shape = tuple[int, int, int]
 def shape_of(question: Question) -> Shape:
     """The one that fits it most closely."""
     rows, starts = question.rows, [start for start, end in question.spans if start < end]
-    shared = min([common_prefix(rows), *(start - 1 for start in starts)]) if len(rows) > 1 else 0
-    prefix = size_down(shared)
+    prefix = size_down(min([common_prefix(rows), *starts]) - 1)
     return len(rows), prefix, size_up(max(map(len, rows)) - prefix)
 
 
 def by_shape(questions: Sequence[Question]) -> dict[Shape, list[Question]]:
     """Questions by the shape that they are computed in. Each shape is a program, and to be few, neighbours are joined
-    for as long as that costs an eighth more tokens in all, or `WORTH`."""
+    for as long as that costs a sixteenth more tokens in all, or `WORTH`."""
     fitting, found = defaultdict(list), defaultdict(list)
     for question in questions:
         fitting[shape_of(question)].append(question)
     for _, of_choices in groupby(sorted(fitting), lambda shape: shape[0]):
         groups = [(shape, fitting[shape]) for shape in of_choices]
-        spare = max(WORTH, sum(tokens_of(shape, len(alike)) for shape, alike in groups) // 8)
+        spare = max(WORTH, sum(tokens_of(shape, len(alike)) for shape, alike in groups) // 16)
         while len(groups) > 1:
             costs = []
             for i, ((one, ones), (other, others)) in enumerate(pairwise(groups)):
@@ -177,25 +211,6 @@ def joined(one: Shape, other: Shape) -> Shape:
     """The smallest in which both find room."""
     prefix = min(one[1], other[1])
     return one[0], prefix, size_up(max(sum(one[1:]), sum(other[1:])) - prefix)
-
-
-def score_questions(
-    score: Score, params: dict, questions: Sequence[Question], mesh: Mesh, tokens_per_device: int
-) -> Iterator[tuple[Question, Scores]]:
-    """Each question with its scores, those of one shape together, in batches of at most `tokens_per_device` (or of one
-    question a device). `score` is of `make_score`. Every process must go through all of it."""
-    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
-    for (choices, prefix, length), alike in by_shape(questions).items():
-        fit = replicas * max(1, tokens_per_device // tokens_of((choices, prefix, length), 1))
-        batches = -(-len(alike) // fit)
-        width = replicas * -(-len(alike) // (replicas * batches))  # as many in each, so that few rows are empty
-        for first in range(0, len(alike), width):
-            batch = alike[first : first + width]
-            arrays = arrays_of(batch, width, choices, prefix, length)
-            of_devices = np.sum((arrays[3] - arrays[2]).reshape(replicas, -1), axis=1)
-            scores = score(params, *arrays, np.asarray(np.int32(-(-np.max(of_devices) // CHUNK))))
-            for i, question in enumerate(batch):
-                yield question, Scores(*(of_all[i] for of_all in scores))
 
 
 def arrays_of(batch: Sequence[Question], width: int, choices: int, prefix: int, length: int) -> tuple[np.ndarray, ...]:

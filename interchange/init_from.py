@@ -78,7 +78,7 @@ def require_same_network(config: Config, tokenizer: TextTokenizer) -> None:
         theirs, ours = (of.library.get_vocab() for of in (load_tokenizer(folder), tokenizer))
         if theirs != ours:
             raise UserError(
-                f"--init_from={folder} holds another vocabulary than the data were made with; prepare the data with "
+                f"{folder} holds another vocabulary than the data were made with; prepare the data with "
                 f"--tokenizer={folder}, or give --data.tokenizer={folder} for raw text"
             )
     problems = _other_options(folder, config)
@@ -92,7 +92,7 @@ def require_same_network(config: Config, tokenizer: TextTokenizer) -> None:
             problems.append(f"{name}: {shapes.get(name, 'missing')}, not {wanted.get(name, 'there')}")
     if problems:
         differences = "\n  ".join(problems)
-        raise UserError(f"--init_from={folder} is of another network than the options ask for:\n  {differences}")
+        raise UserError(f"{folder} is of another network than the options ask for:\n  {differences}")
 
 
 def read_params(config: Config, abstract: dict) -> dict:

@@ -82,9 +82,9 @@ def stored_arrays(folder: Path) -> dict[str, Any]:
     """The arrays in a folder's files, by name, not yet read."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError(f"--init_from={folder}: no *.safetensors there")
+        raise UserError(f"{folder} holds no network: no *.safetensors there")
     try:
         opened = [safe_open(path, "numpy") for path in files]
         return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
     except Exception as error:  # safetensors' own, of a file that is not whole
-        raise UserError(f"--init_from={folder} cannot be read: {error}") from error
+        raise UserError(f"the network in {folder} cannot be read: {error}") from error

@@ -15,6 +15,8 @@ from model.rotary import Angles, rotate_and_norm
 from model.shapes import window_of
 from model.splash import fits, splash_attention
 
+SHORTEST_FOR_CUDNN = 64  # positions; what sampling and scoring read of fewer gains nothing by it
+
 
 class LayerCache(NamedTuple):
     """Keys (turned and normed) and values of the positions seen so far; later positions hold zeros."""
@@ -27,7 +29,8 @@ class Inputs(NamedTuple):
     """What every block reads of the tokens besides the residual stream."""
 
     tokens: Int[Array, "batch length"]
-    positions: Int[Array, "length"]
+    positions: Int[Array, "length"] | None
+    """None where nothing came before: without a cache, or to fill one."""
     angles: Angles
     segment_ids: Int[Array, "batch length"] | None
 
@@ -50,7 +53,7 @@ def attend(
     if positions is None:
         if platform() == "tpu" and fits(q.shape[1], q.shape[3]):
             return splash_attention(q, k, v, segment_ids, window)
-        if platform() in ("gpu", "cuda") and q.dtype == jnp.bfloat16:
+        if platform() in ("gpu", "cuda") and q.dtype == jnp.bfloat16 and q.shape[1] >= SHORTEST_FOR_CUDNN:
             back = None if window is None else (window, 0)
             return jax.nn.dot_product_attention(
                 q, k, v, mask=same, is_causal=True, local_window_size=back, implementation="cudnn"
@@ -146,10 +149,11 @@ class Attention(nnx.Module):
         if hasattr(self, "value_embedding"):
             gate = 3 * jax.nn.sigmoid(self.value_gate(x[..., :VALUE_GATE_CHANNELS]))
             v = v + gate[..., None] * self.value_embedding(tokens, x.dtype).reshape(heads)
-        if cache is None:
+        if cache is not None:
+            start = (0, 0 if positions is None else positions[0], 0, 0)
+            cache = LayerCache(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, (k, v))))
+        if cache is None or positions is None:  # nothing came before
             y = attend(q, k, v, segment_ids=segment_ids, window=self.window)
         else:
-            start = (0, positions[0], 0, 0)
-            cache = LayerCache(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, (k, v))))
             y = attend(q, *cache, positions, window=self.window)
         return psum_over_tensor(self.out(y.reshape(*x.shape[:2], -1))), cache

@@ -3,8 +3,6 @@
 Written for one device, as the step is: each holds the cache of its own heads along `tensor`, and all hold every row.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -18,7 +16,7 @@ def generate(
     model: GPT,
     prompts: Int[Array, "batch length"],
     prompt_lengths: Int[Array, "batch"],
-    seed: Int[Array, ""],
+    seeds: Int[Array, "batch"],
     *,
     prefill: int,
     temperature: float,
@@ -28,10 +26,10 @@ def generate(
 
     `prefill` is the shortest prompt's length (at least 1): that many positions are read in one pass. `temperature` 0
     takes the likeliest token; `top_k` draws from so many of the likeliest, 0 from all tokens. A row's tokens depend on
-    `seed`, its index and its prompt, not on how many rows there are beside it.
+    its own seed and prompt, not on the rows beside it.
     """
     batch, length = prompts.shape
-    row_keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(seed)))(jnp.arange(batch))
+    row_keys = jax.vmap(jax.random.key)(seeds)
 
     def next_tokens(logits: Float[Array, "batch vocab_share"], position: Int[Array, ""]) -> Int[Array, "batch"]:
         """The token at `position`: the prompt's where it is that long, else a sample."""
@@ -52,7 +50,7 @@ def generate(
         tokens = next_tokens(logits[:, 0], position + 1)
         return (cache, tokens), tokens
 
-    logits, cache = model(prompts[:, :prefill], model.empty_cache(batch, length))
-    first = next_tokens(logits[:, -1], jnp.asarray(prefill))
+    x, cache = model.activations(prompts[:, :prefill], model.empty_cache(batch, length))
+    first = next_tokens(model.lm_head(x[:, -1]), jnp.asarray(prefill))
     _, rest = jax.lax.scan(decode, (cache, first), jnp.arange(prefill, length - 1))
     return jnp.concatenate([prompts[:, :prefill], first[:, None], rest.T], axis=1)

@@ -113,8 +113,9 @@ class GPT(nnx.Module):
         with them added is returned. With `segment_ids`, positions attend within their own segment only.
         """
         config = self.config
-        positions = start + jnp.arange(tokens.shape[1])
-        inputs = Inputs(tokens, positions, rotary_angles(positions, config.head_dim, config.rotary_base), segment_ids)
+        places = start + jnp.arange(tokens.shape[1])
+        positions = None if isinstance(start, int) and start == 0 else places
+        inputs = Inputs(tokens, positions, rotary_angles(places, config.head_dim, config.rotary_base), segment_ids)
         x = embedded = rms_norm(psum_over_tensor(self.embed(tokens, self.dtype)))
         if config.smear:
             x = self._smeared(embedded, cache, segment_ids)

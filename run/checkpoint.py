@@ -260,8 +260,11 @@ class Checkpoints:
         params = ocp.args.PyTreeRestore(abstract, arguments, partial_restore=True)  # pyright: ignore[reportCallIssue]
         try:
             facts = self.facts(self.newest)
+            self._require_same_network(facts, abstract, part=True)
             found: Any = self.manager.restore(self.newest, args=ocp.args.Composite(params=params))
             require_checksums(facts["checksums"], {"params": found.params})
+        except UserError:
+            raise
         except Exception as error:
             raise UserError(f"checkpoint {self.newest} in {self.folder} cannot be read: {first_line(error)}") from error
         return found.params, self.newest
@@ -276,20 +279,25 @@ class Checkpoints:
 
     def _require_same_state(self, facts: dict, state: dict) -> None:
         """UserError where the checkpoint's parameters have other shapes, or its optimizer other moments."""
-        step, saved, asked = facts["step"], facts["shapes"], _shapes(state["params"])
-        differ = [
-            f"{name}: {saved.get(name, 'not there')}, not {asked.get(name, 'there')}"
-            for name in sorted(saved | asked)
-            if saved.get(name) != asked.get(name)
-        ]
-        if differ:
-            raise UserError(f"checkpoint {step} in {self.folder} is of another network:\n  " + "\n  ".join(differ))
+        self._require_same_network(facts, state["params"])
         if others := sorted(facts["checksums"].keys() ^ _shapes(state).keys()):
             raise UserError(
-                f"checkpoint {step} in {self.folder} was made with another optimizer: {', '.join(others[:4])}"
+                f"checkpoint {facts['step']} in {self.folder} was made with another optimizer: {', '.join(others[:4])}"
                 f"{' and others' if len(others) > 4 else ''} are in one of the two alone; give the optimizer it was "
                 "made with, or start a new run from its network (export.py, then --init_from)"
             )
+
+    def _require_same_network(self, facts: dict, params: dict, part: bool = False) -> None:
+        """UserError where the checkpoint's parameters have other shapes; `part`: it may have more of them."""
+        saved, asked = facts["shapes"], _shapes(params)
+        differ = [
+            f"{name}: {saved.get(name, 'not there')}, not {asked.get(name, 'there')}"
+            for name in sorted(asked if part else saved | asked)
+            if saved.get(name) != asked.get(name)
+        ]
+        if differ:
+            differences = "\n  ".join(differ)
+            raise UserError(f"checkpoint {facts['step']} in {self.folder} is of another network:\n  {differences}")
 
     def _score(self, step: int) -> dict[str, float] | None:
         try:

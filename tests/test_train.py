@@ -366,7 +366,7 @@ def test_the_harness_tasks_of_a_run(folder, untouched, monkeypatch, capsys):
     assert json.loads((left / "tasks.json").read_text())["tasks"] == found["tasks"]
     assert len((left / "tiny_choices.jsonl").read_text().splitlines()) == 6
     assert (left / "tasks.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setattr("evaluation.harness.score_questions", None)  # all is in the log
+    monkeypatch.setattr("evaluation.scorer.by_shape", None)  # all is in the log
     assert run("evaluate", monkeypatch, *command) == 0
     assert json.loads(capsys.readouterr().out) == found
     from lm_eval import tasks

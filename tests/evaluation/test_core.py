@@ -14,7 +14,7 @@ from configs.schema import BatchConfig, MeshConfig, UserError
 from evaluation.benchmarks import Benchmarks, plot_core
 from evaluation.core import KINDS, Task, encode, figures, judge, read_bundle
 from evaluation.log import append_to_log, open_log
-from evaluation.scorer import CHUNK, Scores, by_shape, size_down, size_up, tokens_of
+from evaluation.scorer import Scorer, Scores, by_shape, chunk_of, size_down, size_up, tokens_of
 from tests.evaluation import nanochat_core
 from tests.evaluation.core_bundle import CONFIG, LONGEST, TASKS, make_bundle, params, tokenizer
 from tests.nanochat_checkout import import_nanochat
@@ -37,8 +37,8 @@ def benchmarks(bundle, mesh="one", items=None, dtype="float32"):
     mesh = make_mesh(sizes, jax.devices()[:devices])
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(CONFIG, mesh))
     tasks = read_bundle(str(bundle), items)
-    made = Benchmarks(tasks, tokenizer(), replace(CONFIG, dtype=dtype), BATCH, jnp.dtype(dtype), mesh)
-    return made, jax.device_put(params(), shardings)
+    scorer = Scorer(replace(CONFIG, dtype=dtype), BATCH, jnp.dtype(dtype), mesh)
+    return Benchmarks(tasks, tokenizer(), scorer), jax.device_put(params(), shardings)
 
 
 def lines_on(bundle, mesh, labels=LABELS):
@@ -151,14 +151,15 @@ class Killed(Exception):
 
 def scores_of_lengths(params, prefixes, rows, starts, ends, chunks):
     """In place of a network: what only depends on the question itself."""
-    assert chunks * CHUNK >= np.sum(ends - starts) and np.all(starts >= 1) and np.all(ends <= rows.shape[2])
+    assert chunks * chunk_of(starts.size) >= np.sum(ends - starts)
+    assert np.all(starts >= 1) and np.all(ends <= rows.shape[2])
     losses = (rows.sum(axis=2) % 101) * 1.0 + 1
     return Scores(losses, losses > 50, losses - 50)
 
 
 def test_a_log_is_continued_after_a_kill(bundle, tmp_path):
     run, _ = benchmarks(bundle)
-    run.score = scores_of_lengths
+    run.scorer.score = scores_of_lengths
     whole = []
     results = run({}, record=whole.extend)
     log, facts = tmp_path / "core" / "items.jsonl", run.facts | {"step": 3}
@@ -185,7 +186,7 @@ def test_a_log_is_continued_after_a_kill(bundle, tmp_path):
 
 def test_the_picture_shows_every_task(bundle, tmp_path):
     run, _ = benchmarks(bundle)
-    run.score = scores_of_lengths
+    run.scorer.score = scores_of_lengths
     said = []
     plot_core(run({}, say=said.append), "tiny, step 3", tmp_path / "core.png")
     assert (tmp_path / "core.png").read_bytes()[:4] == b"\x89PNG"
@@ -215,7 +216,7 @@ def test_shapes_are_few_and_each_question_fits_in_its_own(bundle):
                 assert all(prefix < start for start, end in question.spans if start < end)
         computed[task.label] = sum(tokens_of(shape, len(alike)) for shape, alike in grouped.items())
         shapes |= grouped.keys()
-    assert {prefix > 0 for _, prefix, _ in shapes} == {True, False} and len(shapes) == 10
+    assert {prefix > 0 for _, prefix, _ in shapes} == {True, False} and len(shapes) == 11
     many = [question for question in encode(tasks[1], range(20), tokenizer(), LONGEST) for _ in range(50)]
     grouped = by_shape(many)  # worth a program each
     assert len(grouped) > len(by_shape(many[::50])) == 2

@@ -42,7 +42,8 @@ def tokens_of(sizes: MeshConfig, devices: int, seed=0, **options):
     for row, prompt in zip(buffer, PROMPTS):
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
-    return np.asarray(generate(params, buffer, lengths, np.int32(seed), prefill=1, **options))
+    seeds = np.arange(len(PROMPTS), dtype=np.int32) + seed
+    return np.asarray(generate(params, buffer, lengths, seeds, prefill=1, **options))
 
 
 @pytest.mark.parametrize("options", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -56,8 +57,8 @@ def test_what_tensor_divides_is_never_whole():
     config = ModelConfig(depth=2, width=64, heads=8, kv_heads=8, head_dim=24, vocab_size=2048)
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
     params, of = abstract_params(config, mesh), lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
-    generate, seed = make_generate(config, FLOAT32, mesh), jax.ShapeDtypeStruct((), np.int32)
-    compiled = generate.lower(params, of(2, 16), of(2), seed, prefill=1, **GREEDY).compile()
+    generate = make_generate(config, FLOAT32, mesh)
+    compiled = generate.lower(params, of(2, 16), of(2), of(2), prefill=1, **GREEDY).compile()
     shapes = {tuple(map(int, shape.split(","))) for shape in re.findall(r"f32\[([\d,]+)\]", compiled.as_text())}
     whole = {leaf.shape for leaf in jax.tree.leaves(params)}
     assert not (shapes | {shape[::-1] for shape in shapes}) & whole
@@ -71,9 +72,9 @@ def test_on_a_tpu_slice_what_fsdp_divides_is_gathered_matrix_by_matrix():
     config = ModelConfig(depth=2, width=512, heads=8, kv_heads=8, head_dim=64, vocab_size=512)
     mesh = make_mesh(MeshConfig(fsdp=4), devices_of("v5e:2x2"))
     params, of = abstract_params(config, mesh), lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
-    generate, seed = make_generate(config, jnp.dtype("bfloat16"), mesh), jax.ShapeDtypeStruct((), np.int32)
+    generate = make_generate(config, jnp.dtype("bfloat16"), mesh)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled = generate.lower(params, of(2, 6), of(2), seed, prefill=1, **GREEDY).compile()
+        compiled = generate.lower(params, of(2, 6), of(2), of(2), prefill=1, **GREEDY).compile()
     whole = sum(2 * leaf.size for leaf in jax.tree.leaves(params))
     assert compiled.memory_analysis().temp_size_in_bytes < whole / 2
     found = collectives(compiled.as_text(), dict(mesh.shape))

@@ -18,8 +18,10 @@ pytest.importorskip("lm_eval")
 import evaluate
 from configs.schema import BatchConfig, Config, MeshConfig, UserError
 from data.tokenizer import BOS
+from evaluation.generation import make_generate
 from evaluation.harness import HarnessNetwork
 from evaluation.harness_tasks import load_tasks, measure, points
+from evaluation.scorer import Scorer
 from interchange.safetensors import arrays_of
 from interchange.transformers import write_hf
 from tests.evaluation.core_bundle import CONFIG, params, tokenizer
@@ -51,11 +53,13 @@ def requests(loaded):
     return found
 
 
-def network(devices=1, **more):
+def network(devices=1, longest=None, **more):
     mesh = make_mesh(MESHES[devices], jax.devices()[:devices])
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(MODEL, mesh))
     placed = jax.device_put(params(), shardings)
-    return HarnessNetwork(placed, tokenizer(), MODEL, BATCH, jnp.dtype("float32"), mesh, **more)
+    dtype = jnp.dtype("float32")
+    scorer, generate = Scorer(MODEL, BATCH, dtype, mesh, longest), make_generate(MODEL, dtype, mesh)
+    return HarnessNetwork(placed, tokenizer(), scorer, generate, **more)
 
 
 @pytest.fixture(scope="module")
@@ -116,10 +120,8 @@ def test_a_mesh_gives_the_answers_of_one_device(requests, answered):
 
 def test_figures_have_errors_ties_and_chance_and_go_on_from_the_log(loaded, answered, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")  # of a process that is not the machine's first
-    names = ("score", "generate")
     ours = network(done=answered[1])
-    for name in names:
-        setattr(ours, name, None)  # all is in the log
+    ours.scorer = ours.generate = None  # all is in the log
     results, lines = measure(ours, loaded, None, tie=1e-4)
     choices = results["tiny_choices"]
     assert choices["items"] == 10 and choices["baseline"] == 0.25 and choices["ties"] == 2 and choices["cut"] > 0
@@ -132,6 +134,14 @@ def test_figures_have_errors_ties_and_chance_and_go_on_from_the_log(loaded, answ
     assert one == another and len(one) == 4 and [line["item"] for line in one] != [0, 1, 2, 3]
 
 
+def test_what_is_drawn_follows_from_the_request_and_each_of_several_draws_is_another(requests):
+    drawn = {"until": ["~~"], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
+    one, other = (replace(request, arguments=(request.args[0], drawn)) for request in requests["generate_until"][:2])
+    together = network().generate_until([one, one, one, other])
+    assert len(set(together)) == 4
+    assert network().generate_until([other, one, one]) == [together[3], *together[:2]]
+
+
 def test_a_text_that_finds_no_room_and_options_that_do_not_exist_are_refused(requests):
     (request, *_) = requests["generate_until"]
     ours = network(longest=12)
@@ -140,9 +150,6 @@ def test_a_text_that_finds_no_room_and_options_that_do_not_exist_are_refused(req
     request = replace(request, arguments=("a", {"do_sample": True, "temperature": 1.0, "top_p": 0.5}))
     with pytest.raises(UserError, match="top_p"):
         ours.generate_until([request])
-    several = replace(request, arguments=("a", {"do_sample": True, "temperature": 1.0}), metadata=("drawn", 0, 5))
-    with pytest.raises(UserError, match="drawn draws 5 texts of each item"):
-        ours.generate_until([several] * 5)
 
 
 def test_a_network_of_another_architecture_is_measured_by_the_harness_itself(tmp_path, monkeypatch, capsys):

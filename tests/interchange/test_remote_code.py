@@ -92,7 +92,7 @@ def test_greedy_continuations_with_the_cache_are_equal(everything):
     prompts = TOKENS[:, :5]
     buffer = np.concatenate([prompts, np.zeros((2, 64), np.int32)], axis=1)
     lengths = np.array([5, 5], np.int32)
-    ours = np.asarray(generate(params, buffer, lengths, np.int32(0), prefill=5, temperature=0.0, top_k=0))
+    ours = np.asarray(generate(params, buffer, lengths, np.zeros(2, np.int32), prefill=5, temperature=0.0, top_k=0))
     theirs = loaded(folder)
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     ids, ones = torch.tensor(prompts, dtype=torch.long), torch.ones(2, 5)

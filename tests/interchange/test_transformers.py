@@ -74,7 +74,7 @@ def test_greedy_continuations_are_equal(pair):
     prompts = TOKENS[:, :5]
     buffer = np.concatenate([prompts, np.zeros((2, 64), int)], axis=1).astype(np.int32)
     lengths = np.array([5, 5], np.int32)
-    ours = generate(params, buffer, lengths, np.int32(0), prefill=5, temperature=0.0, top_k=0)
+    ours = generate(params, buffer, lengths, np.zeros(2, np.int32), prefill=5, temperature=0.0, top_k=0)
     expected = theirs.generate(
         torch.tensor(prompts), attention_mask=torch.ones(2, 5), max_new_tokens=64, do_sample=False, eos_token_id=None
     )

@@ -18,8 +18,8 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
 
 @partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"))
-def generated(graphdef, params, buffer, lengths, seed, **options):
-    return generate(nnx.merge(graphdef, params), buffer, lengths, seed, **options)
+def generated(graphdef, params, buffer, lengths, seeds, **options):
+    return generate(nnx.merge(graphdef, params), buffer, lengths, seeds, **options)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,8 @@ def sample(network, prompts=PROMPTS, seed=0, temperature=1.0, top_k=0):
         row[: len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     options = {"prefill": int(lengths.min()), "temperature": temperature, "top_k": top_k}
-    return np.asarray(generated(graphdef, params, buffer, lengths, np.int32(seed), **options))
+    seeds = np.arange(len(prompts), dtype=np.int32) + 1000 * seed
+    return np.asarray(generated(graphdef, params, buffer, lengths, seeds, **options))
 
 
 @networks

@@ -224,8 +224,11 @@ def test_another_network_is_refused_with_the_sizes_that_differ(tmp_path):
     wider = replace(config.model, width=48)
     optimizer, _ = make_optimizer(config.optimizer, wider, 8)
     abstract = abstract_state(wider, optimizer, make_mesh(MeshConfig(), jax.devices()[:1]))
-    with pytest.raises(UserError, match=r"of another network:(.|\n)*embed\.table: \[272, 32\], not \[272, 48\]"):
+    said = r"checkpoint 3 in .* is of another network:(.|\n)*embed\.table: \[272, 32\], not \[272, 48\]"
+    with pytest.raises(UserError, match=said):
         Checkpoints(tmp_path, KEEP_ALL).restore_newest(abstract, print)
+    with pytest.raises(UserError, match=said):
+        Checkpoints(tmp_path).restore_params(abstract.params)
     assert names(tmp_path) == ["3"]
 
 
