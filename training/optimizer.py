@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Num
+from jaxtyping import Array, Float, Int, Num
 
 from configs.ramp import Stage
 from configs.schema import GroupConfig, ModelConfig, MuonConfig, OptimizerConfig, UserError
@@ -75,20 +75,38 @@ class Handover(NamedTuple):
 def handed_over(
     adam: optax.GradientTransformation, beta2: float, earlier: float, first: float
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam that from the step `first` on goes on with second moments of another decay, `earlier`.
-
-    Adam divides a second moment by 1 - beta2^updates, the sum of its weights had beta2 never been another. So moments
-    are brought to that sum once, before the first update. (Where just that step is skipped, they stay as they were.)
-    """
+    """Adam that from the step `first` on goes on with second moments of another decay, `earlier`, which are brought to
+    the new one's weights once, before the first update. (Where just that step is skipped, they stay as they were.)"""
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, *, step: Num[Array, ""]
     ) -> tuple[optax.Updates, optax.OptState]:
-        weight = lambda decay: 1 - decay**state.count
-        change = jnp.where(jnp.abs(step - first) < 0.5, weight(beta2) / jnp.maximum(weight(earlier), 1e-30), 1.0)
+        change = jnp.where(jnp.abs(step - first) < 0.5, change_of_weights(state.count, beta2, earlier), 1.0)
         return adam.update(updates, state._replace(nu=jax.tree.map(lambda v: change * v, state.nu)), params)
 
     return optax.GradientTransformationExtraArgs(adam.init, update)  # pyright: ignore
+
+
+def change_of_weights(updates: Int[Array, ""], beta2: float, earlier: float) -> Float[Array, ""]:
+    """What second moments of the decay `earlier` are multiplied by to go on with `beta2`. Adam divides them by
+    1 - beta2^updates, the sum of their weights had beta2 never been another; so they are brought to that sum."""
+    weights = lambda decay: 1 - decay**updates
+    return weights(beta2) / jnp.maximum(weights(earlier), 1e-30)
+
+
+def with_moments_of(opt_state: Any, config: OptimizerConfig, earlier: OptimizerConfig) -> Any:
+    """The state of `earlier`'s optimizer, for that of `config`: Adam's second moments are brought to the weights that
+    its `beta2` gives them. Muon restores a matrix's norm after its own, so that a factor of all of them is nothing."""
+    is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
+
+    def of_group(name: str, state: Any) -> Any:
+        decays = group_config(config, name).beta2, group_config(earlier, name).beta2
+        change = lambda adam: adam._replace(
+            nu=jax.tree.map(lambda v: change_of_weights(adam.count, *decays) * v, adam.nu)
+        )
+        return jax.tree.map(lambda node: change(node) if is_adam(node) else node, state, is_leaf=is_adam)
+
+    return opt_state._replace(inner_states={name: of_group(name, of) for name, of in opt_state.inner_states.items()})
 
 
 def make_optimizer(

@@ -14,7 +14,8 @@ from configs.schema import Config, UserError, options
 from model.flops import flops_per_token
 
 STAGES = ("fit", "time", "noise", "rate", "branch")
-KNOWN_BY = ("device", "devices", "jax")  # what measurements of one folder must share, besides the config
+FORMAT = 2  # of tune.json: another where pieces are named otherwise, or made so that older ones would not compare
+KNOWN_BY = ("format", "device", "devices", "jax")  # what measurements of one folder must share, besides the config
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,12 @@ class Record:
     done again."""
 
     def __init__(self, folder: Path, config: Config, budget: float, device: Any, devices: int):
-        """`budget`: a share of the run's FLOPs; 0 is without limit. UserError where the folder is of another config or
-        machine."""
+        """`budget`: a share of the run's FLOPs; 0 is without limit. UserError where the folder is of another config,
+        machine or version."""
         self.path = folder / "tune.json"
         self.run_tokens = config.steps * config.batch.tokens_per_step
         self.allowed = budget * self.run_tokens if budget else math.inf
-        known = {"device": device.device_kind, "devices": devices, "jax": jax.__version__}
+        known = {"format": FORMAT, "device": device.device_kind, "devices": devices, "jax": jax.__version__}
         self.facts = {
             "config": options(config),
             **known,
@@ -64,7 +65,7 @@ class Record:
         ]
         if different:
             raise UserError(
-                f"{self.path} is of another config or machine; give another --out. Different are:\n  "
+                f"{self.path} is of another config, machine or version; give another --out. Different are:\n  "
                 + "\n  ".join(different)
             )
         return before["pieces"]
