@@ -129,7 +129,9 @@ def held(found: list[tuple[bool, dict[str, float]]]) -> str:
     parts = []
     for fitted, name in ((True, "in view when its rules were chosen"), (False, "held out")):
         errors = [100 * each["error"] for fits, each in found if fits == fitted]
-        parts.append(f"{len(errors)} {name}" + (f" ({min(errors):+.1f}% to {max(errors):+.1f}%)" if errors else ""))
+        middle = f"{np.median(np.abs(errors)):.1f}% off at the median, " if errors else ""
+        range_of = f" ({middle}{min(errors):+.1f}% to {max(errors):+.1f}%)" if errors else ""
+        parts.append(f"{len(errors)} {name}{range_of}")
     return (
         f"the closed form's memory was held against {len(found)} compiled programs so far: {', '.join(parts)}; its "
         "seconds against none that ran (docs/planning.md)"
@@ -155,8 +157,11 @@ def report(found: dict[str, tuple[bool, dict[str, float]]]) -> None:
     for fitted, name in ((True, "fit"), (False, "held out")):
         errors = np.abs([of["error"] for fits, of in found.values() if fits == fitted])
         if len(errors):
-            middle = np.median(errors)
-            print(f"{name}: {len(errors)} programs, memory {middle:.1%} off at the median, {max(errors):.1%} at most")
+            middle, high = np.percentile(errors, (50, 95))
+            print(
+                f"{name}: {len(errors)} programs, memory {middle:.1%} off at the median, {high:.1%} at the 95th "
+                f"percentile, {max(errors):.1%} at most"
+            )
     for machine in ("v5e", "v5p", "v6e"):
         timed = [of for words, (_, of) in found.items() if "program_cycles" in of and f"{machine}:" in words]
         if len(timed) > 2:

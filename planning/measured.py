@@ -8,7 +8,7 @@ from configs.command_line import config_from_json
 from configs.ramp import Ramp
 from configs.schema import Config, UserError, with_options
 from planning.candidate import Candidate, name_of
-from planning.memory import memory
+from planning.evaluation import device_bytes
 from planning.search import Given, nearest_change, row_of
 from planning.step_time import step_time
 from program.machines import machine_of
@@ -58,7 +58,7 @@ def measured(run: Run) -> Measured:
         f"{run.folder}, {name_of(of.topology)}: a step takes {seconds:.3g} s, planned were {time.fast:.3g} to "
         f"{time.slow:.3g} (middle {time.expected:.3g}, {time.expected / seconds - 1:+.1%})"
     )
-    planned, held = sum(memory(of).values()), run.course("peak_memory_bytes").values
+    planned, held = device_bytes(of), run.course("peak_memory_bytes").values
     if held:
         words += (
             f"; a device held {max(held) / GIB:.3g} GiB, planned were {planned / GIB:.3g} "
@@ -87,7 +87,7 @@ def does_not_fit(config: Config, device_kind: str, devices: int, slices: int) ->
     if of is None:
         return f"the step needs more memory than a {device_kind} has; what it would hold is not known of this device"
     # It asked for more than the memory, whatever the closed form says.
-    too_little = max(1.0, of.machine.memory / sum(memory(of).values()))
+    too_little = max(1.0, of.machine.memory / device_bytes(of))
     row = row_of(of, Given(bytes=too_little))
     parts = ", ".join(f"{part} {size / GIB:.2f}" for part, size in row.parts.items() if size > 0.005 * row.bytes)
     change = nearest_change(row)

@@ -27,7 +27,8 @@ def memory(of: Candidate) -> dict[str, float]:
         parts["moments"] += 4 * share + second
         parts["gathered copies"] += (4 if len(p.shape) == 1 else width) * replica
         parts["gradient sums"] += 4 * replica
-        gathered += width * (replica * sizes["fsdp"] if "fsdp" in named else 0)
+        if sizes["fsdp"] > 1 and p.product and p.group != "lm_head":
+            gathered += width * replica * sizes["fsdp"]
         whole += 4 * replica * (sizes["fsdp"] if "fsdp" in named else 1)
     micro_batches, rows, length = of.step
     model, tokens = of.config.model, of.tokens
@@ -42,15 +43,27 @@ def memory(of: Candidate) -> dict[str, float]:
         head = 4 * model.width * model.vocab_size / sizes["tensor"]  # its gradient in float32
         # A block's activations, as they are computed again, are not there at the same time as the head's logits.
         parts["temporaries"] = max(head, again - parts["logits"]) + 2 * unit * model.width
+        # XLA's scheduler takes the first of its orders that it thinks needs least. Counting the head's logits twice,
+        # beside their gradient, it lets the products of weight gradients wait until the backward pass is over, the
+        # head's among them, where what they read is not more than that.
+        at_head = parts["activations"] + parts["logits"]
+        late = unit * depth * read_by_weight_gradients(of) + (parts["logits"] if model.loss_chunks == 1 else 0.0)
+        if late <= at_head + parts["logits"] + again:
+            parts["temporaries"] += max(0.0, late - at_head)
         if sizes["fsdp"] > 1:
             largest = width * max(p.size for p, _ in of.kinds if p.product) / sizes["tensor"]
             parts["temporaries"] += gathered if model.remat == "none" else 2 * largest
     else:
-        # Seen in a program: two widths of activations and one in float32, sums of softmaxes in eight sublanes, and as
-        # much again as whole gradients, of which fsdp takes no share.
-        sums = 4 * 8 * tokens * model.heads / sizes["tensor"] * (depth if model.remat == "none" else 1)
-        stream = unit * model.width * 2 + 4 * tokens * model.width
-        parts["temporaries"] = stream + sums + whole + max(0.0, again - parts["logits"])
+        # As d12's program for v5e:4x4 with fsdp=4 lists them where it holds most: what attention keeps of its softmaxes
+        # in float32, a number a head and token over 128 lanes; and blocks' matrices as gathered. As many bytes as whole
+        # gradients are left over, of which that list has the head's.
+        softmaxes = 4 * 128 * tokens * model.heads / sizes["tensor"]
+        parts["temporaries"] = whole
+        if model.remat == "none":
+            parts["activations"] += depth * softmaxes
+            parts["temporaries"] += gathered
+        else:
+            parts["temporaries"] += max(0.0, again + softmaxes - parts["logits"])
     return parts
 
 
@@ -72,3 +85,13 @@ def kept_widths(of: Candidate) -> tuple[float, float]:
             whole + 4 * model.width / tensor,
         )
     return model.width + mixed, whole
+
+
+def read_by_weight_gradients(of: Candidate) -> float:
+    """Channels a token and block that the products of weight gradients read: inputs, and gradients of outputs."""
+    model, tensor = of.config.model, of.sizes["tensor"]
+    queries, keys = model.heads * model.head_dim / tensor, model.kv_heads * model.head_dim / tensor
+    values = keys / 2 if model.value_embeddings else 0  # every other block
+    mixed = model.width if model.resid_lambdas or model.x0_lambdas else 0
+    inputs = 2 * model.width + queries + 4 * model.width / tensor + values + mixed
+    return inputs + queries + 2 * keys + 2 * model.width + 4 * model.width / tensor

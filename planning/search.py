@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from configs.schema import UserError
 from planning.candidate import Candidate, name_of
 from planning.communication import Traffic, communication
+from planning.evaluation import device_bytes, evaluation_memory, most
 from planning.memory import memory
 from planning.step_time import StepTime, step_time
 from planning.whole_run import WholeRun, whole_run
@@ -37,7 +38,9 @@ class Row:
     candidate: Candidate
     given: Given
     parts: dict[str, float]
-    """Bytes on a device."""
+    """Bytes on a device, of a step."""
+    evaluation: dict[str, float]
+    """Bytes on a device: `held-out rows`, all of an `evaluation`, and of `sampling`."""
     traffic: list[Traffic]
     time: StepTime
     run: WholeRun
@@ -46,8 +49,10 @@ class Row:
 
     @property
     def bytes(self) -> float:
-        """That count: the compiled program's, or the closed form's."""
-        return sum(self.parts.values()) if self.compiled is None else self.compiled
+        """That count: the step's, by its compiled program or the closed form, beside the held-out rows; or those of an
+        evaluation or of sampling, where they are more."""
+        step = sum(self.parts.values()) if self.compiled is None else self.compiled
+        return most(step, self.evaluation)
 
     @property
     def fits(self) -> bool:
@@ -58,9 +63,12 @@ def row_of(candidate: Candidate, given: Given) -> Row:
     """UserError where the sizes do not divide."""
     traffic = communication(candidate)
     time = step_time(candidate, traffic).times(given.seconds)
-    parts = {part: size * given.bytes for part, size in memory(candidate).items()}
+    parts, evaluation = (
+        {part: size * given.bytes for part, size in found.items()}
+        for found in (memory(candidate), evaluation_memory(candidate))
+    )
     run = whole_run(candidate, time, given.price, given.preemptions)
-    return Row(candidate, given, parts, traffic, time, run)
+    return Row(candidate, given, parts, evaluation, traffic, time, run)
 
 
 def candidates(of: Candidate) -> Iterator[Candidate]:
@@ -105,7 +113,7 @@ def most_rows(row: Row) -> int:
     of = row.candidate
     share = of.step[0] * of.step[1]
     having = lambda rows: replace(of.config, batch=replace(of.config.batch, rows_per_device=rows))
-    bytes_of = lambda rows: row.given.bytes * sum(memory(Candidate(having(rows), of.topology)).values())
+    bytes_of = lambda rows: row.given.bytes * device_bytes(Candidate(having(rows), of.topology))
     fitting = [n for n in range(1, share + 1) if share % n == 0 and bytes_of(n) <= HEADROOM * of.machine.memory]
     return max(fitting, default=0)
 
@@ -127,6 +135,6 @@ def more_devices(of: Candidate) -> str:
     for times in (2, 4, 8, 16, 32, 64):
         larger = of.topology._replace(slices=of.topology.slices * times)
         for candidate in candidates(Candidate(of.config, larger)):
-            if sum(memory(candidate).values()) <= HEADROOM * of.machine.memory:
+            if device_bytes(candidate) <= HEADROOM * of.machine.memory:
                 return name_of(larger)
     return ""

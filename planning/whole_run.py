@@ -18,6 +18,11 @@ WRITES = 1e9
 """Bytes/s that a host writes of a checkpoint, assumed. Training goes on meanwhile."""
 DEVICES_OF_A_HOST = {False: 4, True: 8}
 """TPU chips, and GPUs."""
+COMPILING = {False: (75.0, 8.0), True: (5.0, 1.0)}
+"""Processor seconds of compiling a step for TPUs, and for GPUs: once, and for each block. Read off the grid's record
+(bench/plan_grid.jsonl, two AMD EPYC cores); right to about a factor of two."""
+MUON_COMPILES = 1.5
+"""Times as long with Muon and the network's options."""
 
 
 class WholeRun(NamedTuple):
@@ -35,6 +40,8 @@ class WholeRun(NamedTuple):
     """Share of the time that makes steps which are kept."""
     checkpoint_bytes: int
     checkpoint_seconds: float
+    compile_seconds: float
+    """Of processor time."""
     dataset_tokens: int | None
     """Of a dataset folder."""
 
@@ -72,8 +79,16 @@ def whole_run(of: Candidate, step: StepTime, price: float | None, preemptions: f
         goodput,
         saved,
         saved / hosts / WRITES,
+        compile_seconds(of),
         dataset_tokens(config),
     )
+
+
+def compile_seconds(of: Candidate) -> float:
+    """Of the step's program, in processor time."""
+    once, block = COMPILING[of.machine.gpu]
+    times = MUON_COMPILES if of.config.optimizer.matrices.kind == "muon" else 1.0
+    return times * (once + block * of.config.model.depth)
 
 
 def dataset_tokens(config: Config) -> int | None:
