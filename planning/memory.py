@@ -63,7 +63,7 @@ def memory(of: Candidate) -> dict[str, float]:
             parts["activations"] += depth * softmaxes
             parts["temporaries"] += gathered
         else:
-            parts["temporaries"] += max(0.0, again + softmaxes - parts["logits"])
+            parts["temporaries"] += max(0.0, again - parts["logits"])
     return parts
 
 
@@ -84,6 +84,8 @@ def kept_widths(of: Candidate) -> tuple[float, float]:
             2 * model.width + queries + 2 * keys + values + 4 * model.width / tensor + mixed,
             whole + 4 * model.width / tensor,
         )
+    if not of.machine.gpu:  # seen in a program: beside the block the gradient of its MLP, and both products in float32
+        whole += 4 * model.width / tensor + 2 * (queries + keys) + mixed
     return model.width + mixed, whole
 
 
