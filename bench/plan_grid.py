@@ -169,20 +169,23 @@ def report(found: dict[str, tuple[bool, dict[str, float]]]) -> None:
     print(held(list(found.values())))
 
 
-def plot(found: list[tuple[bool, dict[str, float]]], path: str) -> None:
+def plot(found: dict[str, tuple[bool, dict[str, float]]], path: str) -> None:
     """Predicted against compiled: memory, and cycles."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(9.5, 4.2), layout="constrained")
     names = (("bytes", GIB, "GiB of a device"), ("cycles", 1e6, "million cycles, without attention and collectives"))
     for axes, (name, unit, label) in zip(figure.subplots(1, 2), names):
-        for fitted, colour in ((True, "C0"), (False, "C1")):
-            shown = [of for fits, of in found if fits == fitted and f"program_{name}" in of]
-            x, y = ([of[f"{which}_{name}"] / unit for of in shown] for which in ("program", "predicted"))
-            axes.scatter(x, y, color=colour, label=f"{'in view' if fitted else 'held out'} ({len(shown)})")
+        for machine, marker in (("v5e", "o"), ("v5p", "s"), ("v6e", "^"), ("h200", "D")):
+            for fitted, colour in ((True, "C0"), (False, "C1")):
+                of_kind = [of for words, (fits, of) in found.items() if fits == fitted and f"{machine}:" in words]
+                shown = [of for of in of_kind if f"program_{name}" in of]
+                x, y = ([of[f"{which}_{name}"] / unit for of in shown] for which in ("program", "predicted"))
+                what = f"{machine}, {'in view' if fitted else 'held out'} ({len(shown)})"
+                axes.scatter(x, y, s=22, color=colour, marker=marker, label=what if shown else None)
         axes.axline((1, 1), slope=1, color="grey", linewidth=1)
         axes.set(xscale="log", yscale="log", xlabel=f"program: {label}", ylabel="closed form")
-        axes.legend()
+        axes.legend(fontsize=7)
     figure.savefig(path, dpi=150)
 
 
@@ -198,7 +201,7 @@ def main() -> int:
     found = {words: (fitted, compared(words, known[words])) for fitted, words in listed if words in known}
     report(found)
     if arguments.out:
-        plot(list(found.values()), arguments.out)
+        plot(found, arguments.out)
     return 0
 
 

@@ -43,13 +43,7 @@ def memory(of: Candidate) -> dict[str, float]:
         head = 4 * model.width * model.vocab_size / sizes["tensor"]  # its gradient in float32
         # A block's activations, as they are computed again, are not there at the same time as the head's logits.
         parts["temporaries"] = max(head, again - parts["logits"]) + 2 * unit * model.width
-        # XLA's scheduler takes the first of its orders that it thinks needs least. Counting the head's logits twice,
-        # beside their gradient, it lets the products of weight gradients wait until the backward pass is over, the
-        # head's among them, where what they read is not more than that.
-        at_head = parts["activations"] + parts["logits"]
-        late = unit * depth * read_by_weight_gradients(of) + (parts["logits"] if model.loss_chunks == 1 else 0.0)
-        if late <= at_head + parts["logits"] + again:
-            parts["temporaries"] += max(0.0, late - at_head)
+        parts["temporaries"] += max(0.0, waiting(of, kept, again) - parts["activations"] - parts["logits"])
         if sizes["fsdp"] > 1:
             largest = width * max(p.size for p, _ in of.kinds if p.product) / sizes["tensor"]
             parts["temporaries"] += gathered if model.remat == "none" else 2 * largest
@@ -87,6 +81,28 @@ def kept_widths(of: Candidate) -> tuple[float, float]:
     if not of.machine.gpu:  # seen in a program: beside the block the gradient of its MLP, and both products in float32
         whole += 4 * model.width / tensor + 2 * (queries + keys) + mixed
     return model.width + mixed, whole
+
+
+def waiting(of: Candidate, kept: float, again: float) -> float:
+    """Bytes of activations and logits where products of weight gradients wait while the backward pass goes on, on a GPU;
+    0 where none does.
+
+    XLA takes the first of its orders that it thinks needs least. Counting the head's logits twice, beside their gradient,
+    it lets all of these products wait, the head's among them, where what they read is not more than that. With `fsdp` its
+    scheduler lets them wait for longer, beside their reduce-scatters: all, or with recomputation those of two blocks.
+    """
+    model, unit = of.config.model, of.bytes_of_type * of.tokens
+    logits = unit * model.vocab_size / model.loss_chunks / of.sizes["tensor"]
+
+    def held(blocks: int) -> float:
+        widths = blocks * read_by_weight_gradients(of) + (model.depth - blocks) * kept + model.width
+        return unit * widths + (logits if model.loss_chunks == 1 else 0.0)
+
+    if held(model.depth) <= unit * (model.depth * kept + model.width) + 2 * logits + again:
+        return held(model.depth)
+    if of.sizes["fsdp"] == 1:
+        return 0.0
+    return held(model.depth if model.remat == "none" else min(2, model.depth))
 
 
 def read_by_weight_gradients(of: Candidate) -> float:
