@@ -9,12 +9,11 @@ NEWEST = 4
 """Arrays [rows, vocabulary] in float32 that drawing a token takes: logits, those cut off, noise, and their sum."""
 
 
-def evaluation_memory(of: Candidate) -> dict[str, float]:
+def evaluation_memory(of: Candidate, step: dict[str, float]) -> dict[str, float]:
     """Bytes on a device: `held-out rows`, which lie there all the time; and all that is there in an `evaluation`, and
-    as prompts are continued (`sampling`)."""
+    as prompts are continued (`sampling`). `step`: `memory(of)`."""
     config, (micro_batches, rows, length), sizes = of.config, of.step, of.sizes
     model, width = config.model, of.bytes_of_type
-    step = memory(of)
     of_batch = step["batch"]
     whole = micro_batches * rows * length * sizes["data"] * sizes["fsdp"]
     held_out = ceil(config.eval.tokens / whole) * of_batch
@@ -39,4 +38,5 @@ def most(step: float, evaluation: dict[str, float]) -> float:
 
 def device_bytes(of: Candidate) -> float:
     """What a device must have, by closed form."""
-    return most(sum(memory(of).values()), evaluation_memory(of))
+    step = memory(of)
+    return most(sum(step.values()), evaluation_memory(of, step))

@@ -63,10 +63,9 @@ def row_of(candidate: Candidate, given: Given) -> Row:
     """UserError where the sizes do not divide."""
     traffic = communication(candidate)
     time = step_time(candidate, traffic).times(given.seconds)
-    parts, evaluation = (
-        {part: size * given.bytes for part, size in found.items()}
-        for found in (memory(candidate), evaluation_memory(candidate))
-    )
+    parts = memory(candidate)
+    evaluation = evaluation_memory(candidate, parts)
+    parts, evaluation = ({name: size * given.bytes for name, size in each.items()} for each in (parts, evaluation))
     run = whole_run(candidate, time, given.price, given.preemptions)
     return Row(candidate, given, parts, evaluation, traffic, time, run)
 

@@ -138,14 +138,15 @@ def test_held_out_rows_and_a_cache_take_the_bytes_that_they_have_on_a_device():
     size, shape = np.ones(config.model.vocab_size, np.int32), (built.batch_shape, built.batch_sharding)
     batches, _ = held_out_batches([rows], [1.0], of.config.eval.tokens, size, *shape)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(batches))
-    found = evaluation_memory(of)
+    found = evaluation_memory(of, memory(of))
     assert len(batches) == 2 and found["held-out rows"] == held
     model = GPT(of.config.model, jnp.dtype(of.config.model.dtype), rngs=None)
     cache = sum(
         leaf.size * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.empty_cache(3, 9).layers))
     )
-    longer = evaluation_memory(replace(of, config=with_options(of.config, {"eval.sample_tokens": 9})))
+    longer = replace(of, config=with_options(of.config, {"eval.sample_tokens": 9}))
+    longer = evaluation_memory(longer, memory(longer))
     assert longer["sampling"] - found["sampling"] == cache / 9
 
 
@@ -154,7 +155,7 @@ def test_a_device_must_hold_the_most_of_step_evaluation_and_sampling():
     row, step = row_of(of, Given()), sum(memory(of).values())
     assert row.bytes == step + row.evaluation["held-out rows"] == device_bytes(of)
     many = replace(of, config=with_options(of.config, {"eval.prompts": ("",) * 9999}))
-    assert device_bytes(many) == evaluation_memory(many)["sampling"] > step
+    assert device_bytes(many) == evaluation_memory(many, memory(many))["sampling"] > step
 
 
 def test_less_memory_costs_more_time():
