@@ -5,7 +5,7 @@ from math import ceil
 from planning.candidate import Candidate
 from planning.memory import kept_widths, memory
 
-NEWEST = 4
+DRAWING = 4
 """Arrays [rows, vocabulary] in float32 that drawing a token takes: logits, those cut off, noise, and their sum."""
 
 
@@ -26,7 +26,7 @@ def evaluation_memory(of: Candidate, step: dict[str, float]) -> dict[str, float]
     return {
         "held-out rows": held_out,
         "evaluation": state + forward,
-        "sampling": state + cache + NEWEST * 4 * prompts * model.vocab_size,
+        "sampling": state + cache + DRAWING * 4 * prompts * model.vocab_size,
     }
 
 

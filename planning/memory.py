@@ -87,8 +87,9 @@ def waiting(of: Candidate, kept: float, again: float) -> float:
     """Bytes of activations and logits on a GPU where products of weight gradients wait while the backward pass goes on;
     0 where none does.
 
-    XLA takes the first of its orders that it thinks needs least. Counting the head's logits twice, beside their
-    gradient, it lets all of these products wait, the head's among them, where what they read is not more than that.
+    As far as programs tell, XLA takes the first of its orders that it thinks needs least. Counting the head's logits
+    twice, beside their gradient, it lets all of these products wait, the head's among them, where what they read is not
+    more than that.
     With `fsdp` its scheduler lets them wait for longer, beside their reduce-scatters: all, or with recomputation those
     of two blocks.
     """

@@ -18,11 +18,10 @@ WRITES = 1e9
 """Bytes/s that a host writes of a checkpoint, assumed. Training goes on meanwhile."""
 DEVICES_OF_A_HOST = {False: 4, True: 8}
 """TPU chips, and GPUs."""
-COMPILING = {False: (75.0, 8.0), True: (5.0, 1.0)}
-"""Processor seconds of compiling a step for TPUs, and for GPUs: once, and for each block. Read off the grid's record
-(bench/plan_grid.jsonl, two AMD EPYC cores); right to about a factor of two."""
-MUON_COMPILES = 1.5
-"""Times as long with Muon and the network's options."""
+COMPILING = {False: (75.0, 8.0, 1.5), True: (5.0, 1.0, 2.5)}
+"""Processor seconds of compiling a step for TPUs, and for GPUs: once, and for each block; and how many times as long with
+Muon and the network's options. Read off the grid's record (bench/plan_grid.jsonl, two AMD EPYC cores), which it is right
+for to a factor of two."""
 
 
 class WholeRun(NamedTuple):
@@ -86,8 +85,8 @@ def whole_run(of: Candidate, step: StepTime, price: float | None, preemptions: f
 
 def compile_seconds(of: Candidate) -> float:
     """Of the step's program, in processor time."""
-    once, block = COMPILING[of.machine.gpu]
-    times = MUON_COMPILES if of.config.optimizer.matrices.kind == "muon" else 1.0
+    once, block, with_muon = COMPILING[of.machine.gpu]
+    times = with_muon if of.config.optimizer.matrices.kind == "muon" else 1.0
     return times * (once + block * of.config.model.depth)
 
 
