@@ -174,8 +174,9 @@ def plot(found: dict[str, tuple[bool, dict[str, float]]], path: str) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.5, 4.2), layout="constrained")
-    names = (("bytes", GIB, "GiB of a device"), ("cycles", 1e6, "million cycles, without attention and collectives"))
-    for axes, (name, unit, label) in zip(figure.subplots(1, 2), names):
+    label_of_cycles = "million cycles, without attention and collectives"
+    names = (("bytes", GIB, "GiB of a device", 1), ("cycles", 1e6, label_of_cycles, 100))
+    for axes, (name, unit, label, middle) in zip(figure.subplots(1, 2), names):
         for machine, marker in (("v5e", "o"), ("v5p", "s"), ("v6e", "^"), ("h200", "D")):
             for fitted, colour in ((True, "C0"), (False, "C1")):
                 of_kind = [of for words, (fits, of) in found.items() if fits == fitted and f"{machine}:" in words]
@@ -183,8 +184,9 @@ def plot(found: dict[str, tuple[bool, dict[str, float]]], path: str) -> None:
                 x, y = ([of[f"{which}_{name}"] / unit for of in shown] for which in ("program", "predicted"))
                 what = f"{machine}, {'in view' if fitted else 'held out'} ({len(shown)})"
                 axes.scatter(x, y, s=22, color=colour, marker=marker, label=what if shown else None)
-        axes.axline((1, 1), slope=1, color="grey", linewidth=1)
+        axes.axline((middle, middle), slope=1, color="grey", linewidth=1)
         axes.set(xscale="log", yscale="log", xlabel=f"program: {label}", ylabel="closed form")
+        axes.xaxis.set_minor_formatter("")
         axes.legend(fontsize=7)
     figure.savefig(path, dpi=150)
 

@@ -19,9 +19,9 @@ WRITES = 1e9
 DEVICES_OF_A_HOST = {False: 4, True: 8}
 """TPU chips, and GPUs."""
 COMPILING = {False: (75.0, 8.0, 1.5), True: (5.0, 1.0, 2.5)}
-"""Processor seconds of compiling a step for TPUs, and for GPUs: once, and for each block; and how many times as long with
-Muon and the network's options. Read off the grid's record (bench/plan_grid.jsonl, two AMD EPYC cores), which it is right
-for to a factor of two."""
+"""Processor seconds of compiling a step for TPUs, and for GPUs: once, and for each block; and how many times as long
+with Muon and the network's options. Read off the grid's record (bench/plan_grid.jsonl, two AMD EPYC cores), which it is
+right for to a factor of two."""
 
 
 class WholeRun(NamedTuple):
