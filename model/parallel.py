@@ -74,6 +74,16 @@ def pmax_over_mesh(tokens: Int[Array, "batch"]) -> Int[Array, "batch"]:
     return jax.lax.pmax(tokens, ("data", "fsdp", "tensor")) if in_shard_map() else tokens
 
 
+def psum_scatter(x: Float[Array, "..."], axis: str, dimension: int) -> Float[Array, "..."]:
+    """The sum over the devices along the mesh `axis`, of which each keeps its share of `dimension`."""
+    if platform() == "cpu" and jax.process_count() > 1:
+        # Processes on CPUs sum through gloo, whose reduce-scatter now and then sends a buffer that it has overwritten
+        # already (jax issue 40830); its all-reduce does not.
+        size = x.shape[dimension] // jax.lax.axis_size(axis)
+        return jax.lax.dynamic_slice_in_dim(jax.lax.psum(x, axis), jax.lax.axis_index(axis) * size, size, dimension)
+    return jax.lax.psum_scatter(x, axis, scatter_dimension=dimension, tiled=True)
+
+
 def all_gather_fsdp(share: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
     """A parameter whose dimensions are divided over `axes`, whole along `fsdp`."""
     if not in_shard_map() or "fsdp" not in axes:
@@ -86,6 +96,6 @@ def reduce_scatter_fsdp(gradient: Float[Array, "..."], axes: Axes) -> Float[Arra
     share."""
     if not in_shard_map() or "fsdp" not in axes:
         return gradient
-    share = jax.lax.psum_scatter(gradient, "fsdp", scatter_dimension=axes.index("fsdp"), tiled=True)
+    share = psum_scatter(gradient, "fsdp", axes.index("fsdp"))
     # Without the barrier XLA moves the sum out of the scan and keeps whole gradients in it (openxla/xla#49143's pass).
     return jax.lax.optimization_barrier(share)

@@ -26,7 +26,7 @@ from configs.schema import DiagnosticsConfig, ModelConfig
 from model.gpt import map_parameters
 from model.layers import Table, accumulate_onto
 from model.loss import loss_sums
-from model.parallel import in_shard_map, mark_varying, psum
+from model.parallel import in_shard_map, mark_varying, psum, psum_scatter
 from training.diagnostics import Layout, Metric, Units, UnitSums, adam_metric, measure, sum_units, unit
 from training.mesh import ROWS, dimension_over, xla_options
 from training.optimizer import parameter_groups
@@ -69,7 +69,7 @@ def reduce_scatter_data(gradients: dict, specs: dict) -> dict:
     def share(gradient: Array, spec: PartitionSpec) -> Array:
         axis = dimension_over(spec, "data")
         if axis is not None and in_shard_map():
-            gradient = jax.lax.psum_scatter(gradient, "data", scatter_dimension=axis, tiled=True)
+            gradient = psum_scatter(gradient, "data", axis)
         return psum(gradient, replicated_axes(spec))
 
     return jax.tree.map(share, gradients, specs)
