@@ -247,6 +247,21 @@ def test_of_two_preparations_at_once_one_waits_for_the_other(settings, tmp_path,
     )
 
 
+def test_a_preparation_that_begins_while_another_looks_is_waited_for(settings, tmp_path, monkeypatch):
+    out, exists, begun = tmp_path / "out", Path.exists, []
+
+    def looked(path):
+        found = exists(path)
+        if path == out / "dataset.json" and not begun:
+            begun.append(True)
+            prepare(settings, out)
+        return found
+
+    monkeypatch.setattr(Path, "exists", looked)
+    prepare(settings, out)
+    assert json.loads((out / "dataset.json").read_text())["complete"]
+
+
 @pytest.mark.parametrize(("text", "some_size_works"), [("hello hello world ", True), ("a", False)])
 def test_too_large_vocabulary_names_a_size_that_works_if_there_is_one(text, some_size_works, tmp_path):
     (tmp_path / "text").mkdir()
