@@ -34,6 +34,7 @@ JOIN_TIMEOUT = 120  # seconds for JAX's own start, once all have answered
 HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life after which a process counts as lost
 HOSTS = "tokensum/host"  # in the service's store: each process's host
 ENDING = "tokensum/exit"  # there, too: the code, and who was first to end with it
+LOOK_EVERY = 1  # seconds between looks for it
 GRACE = 2  # seconds in which a process that learns of it may end in its own words
 
 
@@ -56,7 +57,16 @@ def join(cluster: Cluster) -> None:
     )
     client: Any = distributed.global_state.client
     client.key_value_set(f"{HOSTS}/{cluster.index}", socket.gethostname())
-    threading.Thread(target=_end_with_others, daemon=True).start()
+    _watcher.start()
+
+
+def leave() -> None:
+    """Leaves JAX's service together with the others, for which it waits, and stops looking for their exit codes: Python
+    aborts where it ends while a thread is in JAX's C++ (`FATAL: exception not rethrown`)."""
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+        _left.set()
+        _watcher.join()
 
 
 def roll_call(
@@ -286,11 +296,10 @@ def _acknowledge(client: Any, code: int) -> None:
             time.sleep(0.1)
 
 
-def _end_with_others() -> NoReturn:
-    """A thread: looks every second whether another process has ended the run."""
+def _end_with_others() -> None:
+    """A thread: looks every second whether another process has ended the run, until this one has left it."""
     client: Any = distributed.global_state.client
-    while True:
-        time.sleep(1)
+    while not _left.wait(LOOK_EVERY):
         with suppress(Exception):
             code, index, reason = client.key_value_try_get(ENDING).split(" ", 2)
             time.sleep(GRACE)
@@ -298,6 +307,9 @@ def _end_with_others() -> NoReturn:
             _acknowledge(client, int(code))
             os._exit(int(code))
 
+
+_left = threading.Event()
+_watcher = threading.Thread(target=_end_with_others, daemon=True)
 
 _abort_handler: Any = None  # kept: C holds no reference
 _ending: int | None = None  # the code with which this process is about to end

@@ -29,7 +29,7 @@ from configs.files import cache_dir
 from configs.interrupt import raise_at_interrupt
 from configs.schema import UserError
 from run.cluster import Cluster, detect
-from run.peers import PeerLost, end_all, exchange, join
+from run.peers import PeerLost, end_all, exchange, join, leave
 from training.mesh import axes_between, islands
 
 OF_THE_PROGRAM = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # errors that would come again
@@ -51,6 +51,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     ended: BaseException | None = None
     try:
         code = main()
+        leave()
     except (UserError, NoCheckpoint) as error:
         print(f"error: {error}", file=sys.stderr)
         code, ended = Exit.MISTAKE if isinstance(error, UserError) else Exit.UNREADABLE, error
