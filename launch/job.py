@@ -1,7 +1,7 @@
 """One job, as all schedulers read it: a name, the arguments of train.py, and what it runs on."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configs.command_line import parse
@@ -9,6 +9,7 @@ from configs.exit_codes import Exit
 from configs.ramp import Ramp
 from configs.schema import Config, NotNegative, UserError
 from launch.hardware import Hardware, parse_hardware
+from training.layout import AXES, mesh_shape, step_shape
 
 DONE, AGAIN = (Exit.COMPLETE,), (Exit.PEER_LOST, Exit.PREEMPTED)
 NEVER = (Exit.FAILED, Exit.MISTAKE, Exit.UNREADABLE, Exit.INTERRUPTED)
@@ -76,24 +77,10 @@ def job_name(given: str, otherwise: str = "") -> str:
 
 
 def require_fit(config: Config, hardware: Hardware) -> None:
-    """UserError where the mesh is not as large as the hardware, or a step's rows do not divide (training/mesh.py says
-    the rest at the start)."""
-    mesh, batch = config.mesh, config.batch
-    inner = mesh.fsdp * mesh.tensor
-    data = hardware.devices // inner if mesh.data == -1 else mesh.data
-    if data * inner != hardware.devices or data == 0:
-        raise UserError(
-            f"--mesh.data={mesh.data} x fsdp={mesh.fsdp} x tensor={mesh.tensor} does not fit the {hardware.devices} "
-            f"devices of {hardware}"
-        )
-    replicas, option = data * mesh.fsdp, f"--batch.ramp={batch.ramp}: " if batch.ramp else "--batch.tokens_per_step="
-    for stage in Ramp.of(batch).stages:
-        rows = stage.tokens_per_step // batch.sequence_length
-        if rows % replicas:
-            raise UserError(
-                f"{option}{stage.tokens_per_step} is {rows} rows of {batch.sequence_length} tokens, which "
-                f"{replicas} devices of {hardware} cannot share evenly"
-            )
+    """UserError where the mesh is not as large as the hardware, or a step's rows do not divide."""
+    shape = mesh_shape(config.mesh, hardware.devices, f"{hardware.devices} devices of {hardware}")
+    for stage in Ramp.of(config.batch).stages:
+        step_shape(replace(config.batch, tokens_per_step=stage.tokens_per_step), dict(zip(AXES, shape)))
 
 
 def require_bucket(job: Job, why: str) -> str:
