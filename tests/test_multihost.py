@@ -116,7 +116,7 @@ def test_two_processes_give_the_answers_of_one_to_lm_evaluation_harness(folder, 
     finish(start(folder, 1, 1, "--out=asked-one", command=command))
     found = []
     for _ in range(2):
-        finish(start(folder, 4, 2, "--out=asked-two", "--mesh.fsdp=2", command=command))
+        finish(start(folder, 2, 2, "--out=asked-two", "--mesh.fsdp=2", command=command))
         found.append((folder / "asked-two" / "harness" / "step_40" / "requests.jsonl").read_text())
     assert found[0] == found[1]
     left = [folder / name / "harness" / "step_40" for name in ("asked-one", "asked-two")]
