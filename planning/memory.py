@@ -11,12 +11,15 @@ from training.layout import divided
 
 PARTS = "parameters", "moments", "batch", "gathered copies", "gradient sums", "activations", "logits", "temporaries"
 
+COMBINED = 30 * 2**20
+"""Bytes of gradients' shares that XLA:GPU scatters in one reduce-scatter (xla_gpu_reduce_scatter_combine_threshold_bytes)."""
+
 
 def memory(of: Candidate) -> dict[str, float]:
     """Bytes on a device, by part."""
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     muon, sizes, width = of.config.optimizer.matrices.kind == "muon", of.sizes, of.bytes_of_type
-    gathered = whole = 0.0
+    gathered = whole = blocks = 0.0
     for p, count in of.kinds:
         named = {axis for axis in p.axes if axis}
         replica = count * p.size / prod(sizes[axis] for axis in named)  # whole over `data`
@@ -29,6 +32,7 @@ def memory(of: Candidate) -> dict[str, float]:
         parts["gradient sums"] += 4 * replica
         if sizes["fsdp"] > 1 and p.product and p.group != "lm_head":
             gathered += width * replica * sizes["fsdp"]
+        blocks += 4 * replica if p.group == "matrices" else 0
         whole += 4 * replica * (sizes["fsdp"] if "fsdp" in named else 1)
     micro_batches, rows, length = of.step
     model, tokens = of.config.model, of.tokens
@@ -43,10 +47,12 @@ def memory(of: Candidate) -> dict[str, float]:
         head = 4 * model.width * model.vocab_size / sizes["tensor"]  # its gradient in float32
         # A block's activations, as they are computed again, are not there at the same time as the head's logits.
         parts["temporaries"] = max(head, again - parts["logits"]) + 2 * unit * model.width
-        parts["temporaries"] += max(0.0, waiting(of, kept, again) - parts["activations"] - parts["logits"])
-        if sizes["fsdp"] > 1:
-            largest = width * max(p.size for p, _ in of.kinds if p.product) / sizes["tensor"]
-            parts["temporaries"] += gathered if model.remat == "none" else 2 * largest
+        # Of what was gathered for the forward pass little is left by the time that most products wait.
+        largest = width * max(p.size for p, _ in of.kinds if p.product) / sizes["tensor"]
+        there = 0.0 if sizes["fsdp"] == 1 else gathered if model.remat == "none" else 2 * largest
+        parts["temporaries"] += max(there, waiting(of, kept, again, parts["gradient sums"]) - parts["activations"] - parts["logits"])
+        if model.remat != "none":  # jax.checkpoint keeps what it is given: parameters as widened to float32
+            parts["temporaries"] += blocks
     else:
         # As d12's program for v5e:4x4 with fsdp=4 lists them where it holds most: what attention keeps of its softmaxes
         # in float32, a number a head and token over 128 lanes; and blocks' matrices as gathered. As many bytes as whole
@@ -83,7 +89,7 @@ def kept_widths(of: Candidate) -> tuple[float, float]:
     return model.width + mixed, whole
 
 
-def waiting(of: Candidate, kept: float, again: float) -> float:
+def waiting(of: Candidate, kept: float, again: float, sums: float) -> float:
     """Bytes of activations and logits on a GPU where products of weight gradients wait while the backward pass goes on;
     0 where none does.
 
@@ -96,15 +102,18 @@ def waiting(of: Candidate, kept: float, again: float) -> float:
     model, unit = of.config.model, of.bytes_of_type * of.tokens
     logits = unit * model.vocab_size / model.loss_chunks / of.sizes["tensor"]
 
-    def held(blocks: int) -> float:
+    def held(blocks: float) -> float:
         widths = blocks * read_by_weight_gradients(of) + (model.depth - blocks) * kept + model.width
         return unit * widths + (logits if model.loss_chunks == 1 else 0.0)
 
     if held(model.depth) <= unit * (model.depth * kept + model.width) + 2 * logits + again:
         return held(model.depth)
-    if of.sizes["fsdp"] == 1:
+    if of.sizes["fsdp"] == 1 or of.sizes["tensor"] > 1:
         return 0.0
-    return held(model.depth if model.remat == "none" else min(2, model.depth))
+    if model.remat == "none":
+        return held(max(1, model.depth - 2))
+    one = model.remat == "products" or sums <= COMBINED
+    return held(1 if one else max(1, 0.4 * model.depth))
 
 
 def read_by_weight_gradients(of: Candidate) -> float:
