@@ -110,8 +110,8 @@ def compared(words: str, program: dict[str, Any]) -> dict[str, float]:
     size = (
         program.get("total") or program.get("arguments", arguments) + program.get("outputs", 0) + program["temporaries"]
     )
-    # A TPU's cycle is 131,072 FLOPs here, whichever it is: cycles are compared within a machine.
-    cycles = (time.products + time.passes) * of.machine.flops / 131_072
+    cores = 2 if of.machine.kind in ("v4", "v5p") else 1
+    cycles = (time.products + time.passes) * of.machine.vector / 1024 / cores
     found = {"predicted_bytes": sum(parts.values()), "program_bytes": size, "error": sum(parts.values()) / size - 1}
     if program.get("cycles"):
         found |= {"predicted_cycles": cycles, "program_cycles": program["cycles"]}

@@ -43,27 +43,27 @@ def memory(of: Candidate) -> dict[str, float]:
     depth, unit = model.depth, width * tokens
     parts["activations"] = unit * (depth * kept + model.width)
     again = unit * (block - kept) if model.remat != "none" else 0.0
+    head = 4 * model.width * model.vocab_size / sizes["tensor"]  # its gradient in float32
+    stream = 2 * unit * model.width  # the residual stream's gradient, as a block reads and makes it
     if of.machine.gpu:
-        head = 4 * model.width * model.vocab_size / sizes["tensor"]  # its gradient in float32
         # A block's activations, as they are computed again, are not there at the same time as the head's logits.
-        parts["temporaries"] = max(head, again - parts["logits"]) + 2 * unit * model.width
+        parts["temporaries"] = max(head, again - parts["logits"]) + stream
         # Of what was gathered for the forward pass little is left by the time that most products wait.
         largest = width * max(p.size for p, _ in of.kinds if p.product) / sizes["tensor"]
         there = 0.0 if sizes["fsdp"] == 1 else gathered if model.remat == "none" else 2 * largest
-        parts["temporaries"] += max(there, waiting(of, kept, again, parts["gradient sums"]) - parts["activations"] - parts["logits"])
+        held = waiting(of, kept, again, parts["gradient sums"])
+        parts["temporaries"] += max(there, held - parts["activations"] - parts["logits"])
         if model.remat != "none":  # jax.checkpoint keeps what it is given: parameters as widened to float32
             parts["temporaries"] += blocks
     else:
-        # As d12's program for v5e:4x4 with fsdp=4 lists them where it holds most: what attention keeps of its softmaxes
-        # in float32, a number a head and token over 128 lanes; and blocks' matrices as gathered. As many bytes as whole
-        # gradients are left over, of which that list has the head's.
+        # What attention keeps of its softmaxes in float32, a number a head and token over 128 lanes.
         softmaxes = 4 * 128 * tokens * model.heads / sizes["tensor"]
-        parts["temporaries"] = whole
         if model.remat == "none":
             parts["activations"] += depth * softmaxes
-            parts["temporaries"] += gathered
-        else:
-            parts["temporaries"] += max(0.0, again - parts["logits"])
+            parts["temporaries"] = whole + gathered + stream
+        else:  # the logits' gradient is there while blocks are computed again, where it is not made in chunks
+            gone = parts["logits"] if model.loss_chunks > 1 else 0.0
+            parts["temporaries"] = head + stream + max(0.0, again + softmaxes - gone)
     return parts
 
 

@@ -22,6 +22,9 @@ AGAIN = {"none": 0, "products": 12, "block": 16}
 """And how many more where a block is computed again."""
 LOGIT_PASSES = 3
 """Times that the logits are read or written."""
+VECTOR, LOGIT_VECTOR = 3.8, 19.0
+"""Cycles of a TPU core's vector unit for 1,024 numbers: in one of PASSES, and in all that is done to logits. With these
+two XLA's estimates for v5e, v5p and v6e agree, whose cores have the same vector unit beside memory of unlike speeds."""
 
 
 class StepTime(NamedTuple):
@@ -65,7 +68,7 @@ def step_time(of: Candidate, traffic: list[Traffic] | None = None) -> StepTime:
     traffic = communication(of) if traffic is None else traffic
     products = product_flops(of) / machine.flops
     attention = attention_flops(of) / machine.flops
-    passes = passed_bytes(of) / machine.bandwidth
+    passes = pass_seconds(of)
     computed = [products / PRODUCTS[best] + attention / ATTENTION[best] + passes / MEMORY[best] for best in (0, 1)]
     hidden = sum(t.fast for t in traffic if t.overlaps)
     shown = sum(t.fast for t in traffic if not t.overlaps)
@@ -122,18 +125,26 @@ def attention_flops(of: Candidate) -> float:
     return of.step[0] * of.step[1] * 2 * products * seen * heads
 
 
-def passed_bytes(of: Candidate) -> float:
-    """Bytes that a step reads and writes outside of products and attention, on a device."""
-    model, sizes, width = of.config.model, of.sizes, of.bytes_of_type
+def pass_seconds(of: Candidate) -> float:
+    """Of a step outside of products and attention, on a device: reading and writing memory, or the vector unit's work
+    where that takes longer."""
+    model, sizes, width, machine = of.config.model, of.sizes, of.bytes_of_type, of.machine
     micro_batches = of.step[0]
+
+    def seconds(numbers: float, passes: float, cycles: float) -> float:
+        in_memory = numbers * passes * width / machine.bandwidth
+        return max(in_memory, numbers * cycles / machine.vector) if machine.vector else in_memory
+
     # Half of a block's passes are of what `tensor` divides.
     shared = 0.5 + 0.5 / sizes["tensor"]
     extra = 8 * bool(model.resid_lambdas or model.x0_lambdas) + 2 * model.value_embeddings
-    blocks = (PASSES + AGAIN[model.remat] + extra) * shared * width * of.tokens * model.width * model.depth
-    logits = LOGIT_PASSES * width * of.tokens * model.vocab_size / sizes["tensor"]
-    # Each further chunk reads and writes the sum of the head's float32 gradient.
-    logits += 8 * (model.loss_chunks - 1) * model.width * model.vocab_size / sizes["tensor"]
+    times = (PASSES + AGAIN[model.remat] + extra) * shared
+    blocks = seconds(of.tokens * model.width * model.depth, times, times * VECTOR)
+    logits = seconds(of.tokens * model.vocab_size / sizes["tensor"], LOGIT_PASSES, LOGIT_VECTOR)
     whole = sum(count * p.size / (sizes["tensor"] if "tensor" in p.axes else 1) for p, count in of.kinds)
     replica = whole / sizes["fsdp"]
-    # Sums of gradients are read and written in every micro-batch; the update reads and writes float32 state.
-    return micro_batches * (blocks + logits + 8 * replica) + 2 * 4 * replica + 4 * 8 * replica / sizes["data"]
+    # Sums of gradients are read and written in every micro-batch, the head's with every chunk; the update reads and
+    # writes float32 state.
+    sums = 8 * (replica + (model.loss_chunks - 1) * model.width * model.vocab_size / sizes["tensor"])
+    update = 2 * 4 * replica + 4 * 8 * replica / sizes["data"]
+    return micro_batches * (blocks + logits + sums / machine.bandwidth) + update / machine.bandwidth

@@ -27,6 +27,7 @@ class Machine:
     network: float
     source: str
     gpu: bool = False
+    vector: float = 0.0
 
 
 @cache
