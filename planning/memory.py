@@ -11,9 +11,6 @@ from training.layout import divided
 
 PARTS = "parameters", "moments", "batch", "gathered copies", "gradient sums", "activations", "logits", "temporaries"
 
-COMBINED = 30 * 2**20
-"""Bytes of gradients' shares that XLA:GPU scatters in one reduce-scatter (xla_gpu_reduce_scatter_combine_threshold_bytes)."""
-
 
 def memory(of: Candidate) -> dict[str, float]:
     """Bytes on a device, by part."""
@@ -51,7 +48,7 @@ def memory(of: Candidate) -> dict[str, float]:
         # Of what was gathered for the forward pass little is left by the time that most products wait.
         largest = width * max(p.size for p, _ in of.kinds if p.product) / sizes["tensor"]
         there = 0.0 if sizes["fsdp"] == 1 else gathered if model.remat == "none" else 2 * largest
-        held = waiting(of, kept, again, parts["gradient sums"])
+        held = waiting(of, kept, again)
         parts["temporaries"] += max(there, held - parts["activations"] - parts["logits"])
         if model.remat != "none":  # jax.checkpoint keeps what it is given: parameters as widened to float32
             parts["temporaries"] += blocks
@@ -89,15 +86,18 @@ def kept_widths(of: Candidate) -> tuple[float, float]:
     return model.width + mixed, whole
 
 
-def waiting(of: Candidate, kept: float, again: float, sums: float) -> float:
+def waiting(of: Candidate, kept: float, again: float) -> float:
     """Bytes of activations and logits on a GPU where products of weight gradients wait while the backward pass goes on;
     0 where none does.
 
     As far as programs tell, XLA takes the first of its orders that it thinks needs least. Counting the head's logits
     twice, beside their gradient, it lets all of these products wait, the head's among them, where what they read is not
     more than that.
-    With `fsdp` its scheduler lets them wait for longer, beside their reduce-scatters: all, or with recomputation those
-    of two blocks.
+    With `fsdp` its latency hiding scheduler orders anew, from the end on, and puts these products beside collectives.
+    Without recomputation these are the reduce-scatters alone, at the end: all products wait but those of the last two
+    blocks. Where something is summed over `tensor`, or gathered again for a block that is computed again, a product
+    stands beside each of those, and only the block at hand waits; or with `remat=block`, where `fsdp` is not the whole
+    node, products are used up before the chain has come to the first four tenths of the blocks.
     """
     model, unit = of.config.model, of.bytes_of_type * of.tokens
     logits = unit * model.vocab_size / model.loss_chunks / of.sizes["tensor"]
@@ -106,14 +106,14 @@ def waiting(of: Candidate, kept: float, again: float, sums: float) -> float:
         widths = blocks * read_by_weight_gradients(of) + (model.depth - blocks) * kept + model.width
         return unit * widths + (logits if model.loss_chunks == 1 else 0.0)
 
-    if held(model.depth) <= unit * (model.depth * kept + model.width) + 2 * logits + again:
-        return held(model.depth)
-    if of.sizes["fsdp"] == 1 or of.sizes["tensor"] > 1:
+    fsdp, depth = of.sizes["fsdp"], model.depth
+    if of.sizes["tensor"] > 1:
         return 0.0
-    if model.remat == "none":
-        return held(max(1, model.depth - 2))
-    one = model.remat == "products" or sums <= COMBINED
-    return held(1 if one else max(1, 0.4 * model.depth))
+    if fsdp > 1 and model.remat != "none":
+        return held(1 if model.remat == "products" or fsdp == prod(of.topology.chips) else max(1, 0.4 * depth))
+    if held(depth) <= unit * (depth * kept + model.width) + 2 * logits + again:
+        return held(depth)
+    return held(max(1, depth - 2)) if fsdp > 1 else 0.0
 
 
 def read_by_weight_gradients(of: Candidate) -> float:
