@@ -13,9 +13,9 @@ from program.machines import HEADROOM
 GIB = 2**30
 SHOWN = 8  # candidates of a topology
 HELD = (
-    "the closed form's memory was held against 44 compiled programs so far: 16 in view when its rules were chosen "
-    "(1.0% off at the median, -20.1% to +5.9%), 28 held out (1.9% off at the median, -21.9% to +40.4%); its seconds "
-    "against none that ran (docs/planning.md)"
+    "the closed form's memory was held against 70 compiled programs so far: 52 in view when its rules were chosen "
+    "(1.3% off at the median, -21.2% to +109.0%), 18 held out (3.4% off at the median, -30.5% to +10.0%); its seconds"
+    " against none that ran (docs/planning.md)"
 )
 """As `python -m bench.plan_grid --no_compile` says it."""
 
