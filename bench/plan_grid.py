@@ -154,8 +154,14 @@ def report(found: dict[str, tuple[bool, dict[str, float]]]) -> None:
             f"{'fit' if fitted else 'out':4}{of['predicted_bytes'] / GIB:8.3f}{of['program_bytes'] / GIB:8.3f} GiB"
             f"{of['error']:+8.1%}{cycles:16} M cycles  {words}"
         )
-    for fitted, name in ((True, "fit"), (False, "held out")):
-        errors = np.abs([of["error"] for fits, of in found.values() if fits == fitted])
+    # Blocks computed again on GPUs are where the rules are known to be wrong (docs/planning.md).
+    known = {words for words in found if "h200" in words and "remat=block" in words}
+    for name, of_name in (
+        ("fit", {words for words, (fits, _) in found.items() if fits}),
+        ("held out", out := {words for words, (fits, _) in found.items() if not fits}),
+        ("held out, without remat=block on GPUs", out - known),
+    ):
+        errors = np.abs([found[words][1]["error"] for words in of_name])
         if len(errors):
             middle, high = np.percentile(errors, (50, 95))
             print(
