@@ -110,7 +110,7 @@ def compared(words: str, program: dict[str, Any]) -> dict[str, float]:
     size = (
         program.get("total") or program.get("arguments", arguments) + program.get("outputs", 0) + program["temporaries"]
     )
-    cores = 2 if of.machine.kind in ("v4", "v5p") else 1
+    cores = 2 if of.machine.kind in ("v4", "v5p") else 1  # XLA estimates a core's
     cycles = (time.products + time.passes) * of.machine.vector / 1024 / cores
     found = {"predicted_bytes": sum(parts.values()), "program_bytes": size, "error": sum(parts.values()) / size - 1}
     if program.get("cycles"):
