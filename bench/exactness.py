@@ -183,7 +183,8 @@ def _in_processes(config: Config, split: Split, steps: int) -> Mapping[str, Floa
             "JAX_PROCESS_ID": str(index),
         }
         # The text of a dataclass is the expression that makes it.
-        call = f"from bench.exactness import *; from configs.schema import *; member({config}, {split}, {steps})"
+        imports = "from bench.exactness import *; from configs.schema import *"
+        call = f"{imports}; run_command(lambda: member({config}, {split}, {steps}))"
         pipe = subprocess.PIPE
         members.append(subprocess.Popen([sys.executable, "-c", call], env=environment, stdin=pipe, stdout=pipe))
     for member in members:
@@ -198,10 +199,11 @@ def _in_processes(config: Config, split: Split, steps: int) -> Mapping[str, Floa
     return {name: np.array(values) for name, values in json.loads(said[0].splitlines()[-1]).items()}
 
 
-def member(config: Config, split: Split, steps: int) -> None:
-    """One of several processes: runs with the others, and prints the course."""
+def member(config: Config, split: Split, steps: int) -> int:
+    """One of several processes: runs with the others, and prints the course. Its exit code."""
     start_jax()
     print(json.dumps({name: list(values) for name, values in course(config, split, steps).items()}))
+    return 0
 
 
 def differences(config: Config, split: Split, steps: int) -> dict[str, Float[np.ndarray, "steps"]]:
