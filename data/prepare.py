@@ -128,8 +128,8 @@ def _validate(settings: Preparation, max_files: int | None, where: Where) -> Non
 def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Where) -> None:
     record = out / "dataset.json"
     # What is there is listed first: another preparation may begin meanwhile, and writes its record before all else.
-    found = [path for path in out.glob("*") if path.suffix != ".partial" and path.name != "lock"]
-    if found and not record.exists():
+    is_taken = any(path.suffix != ".partial" and path.name != "lock" for path in out.glob("*"))
+    if is_taken and not record.exists():
         raise UserError(f"--out={out} is not empty and holds no dataset (no dataset.json); choose another folder")
     corpus = find_corpus(settings.source, settings.text_column, settings.on_error)
     files, made_from = corpus.files[:max_files], {**asdict(settings), "version": corpus.version}
