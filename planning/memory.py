@@ -58,13 +58,13 @@ def memory(of: Candidate) -> dict[str, float]:
         # The logits' gradient lies beside them where it is not made within the products that read it: where memory is
         # fast beside the vector units (v5p, v6e), and the products are not narrow.
         apart = of.machine.bandwidth > 0.65 * of.machine.vector and model.width >= 512 and sizes["tensor"] == 1
-        second = parts["logits"] if apart else 0.0
+        beside = parts["logits"] if apart else 0.0
         if model.remat == "none":
             parts["activations"] += depth * softmaxes
-            parts["temporaries"] = whole + gathered + stream + second
+            parts["temporaries"] = whole + gathered + stream + beside
         else:  # the logits' gradient is there while blocks are computed again, where it is not made in chunks
             gone = parts["logits"] if model.loss_chunks > 1 else 0.0
-            parts["temporaries"] = head + stream + max(second, again + softmaxes - gone)
+            parts["temporaries"] = head + stream + max(beside, again + softmaxes - gone)
     return parts
 
 
