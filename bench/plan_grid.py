@@ -110,8 +110,8 @@ def compared(words: str, program: dict[str, Any]) -> dict[str, float]:
     size = (
         program.get("total") or program.get("arguments", arguments) + program.get("outputs", 0) + program["temporaries"]
     )
-    cores = 2 if of.machine.kind in ("v4", "v5p") else 1  # XLA estimates a core's
-    cycles = (time.products + time.passes) * of.machine.vector / 1024 / cores
+    clock = of.machine.vector / 1024 / of.machine.cores
+    cycles = (time.products + time.passes) * clock
     found = {"predicted_bytes": sum(parts.values()), "program_bytes": size, "error": sum(parts.values()) / size - 1}
     if program.get("cycles"):
         found |= {"predicted_cycles": cycles, "program_cycles": program["cycles"]}
@@ -156,12 +156,10 @@ def report(found: dict[str, tuple[bool, dict[str, float]]]) -> None:
         )
     # Blocks computed again on GPUs are where the rules are known to be wrong (docs/planning.md).
     known = {words for words in found if "h200" in words and "remat=block" in words}
-    for name, of_name in (
-        ("fit", {words for words, (fits, _) in found.items() if fits}),
-        ("held out", out := {words for words, (fits, _) in found.items() if not fits}),
-        ("held out, without remat=block on GPUs", out - known),
-    ):
-        errors = np.abs([found[words][1]["error"] for words in of_name])
+    fit = {words for words, (fits, _) in found.items() if fits}
+    out = found.keys() - fit
+    for name, chosen in (("fit", fit), ("held out", out), ("held out, without remat=block on GPUs", out - known)):
+        errors = np.abs([found[words][1]["error"] for words in chosen])
         if len(errors):
             middle, high = np.percentile(errors, (50, 95))
             print(

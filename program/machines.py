@@ -28,6 +28,7 @@ class Machine:
     source: str
     gpu: bool = False
     vector: float = 0.0
+    cores: int = 1
 
 
 @cache
