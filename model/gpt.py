@@ -54,12 +54,29 @@ class Block(nnx.Module):
         return x + self.mlp(rms_norm(x)), cache
 
 
-def rematerialized(apply: Callable, remat: str) -> Callable:
-    """`apply`, of which the backward pass finds all activations, the results of products, or the input alone."""
+@jax.custom_vjp
+def widened(narrow: Float[Array, "..."], wide: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`narrow` in the type of `wide`, whose gradient it gets: `wide`, of the same values, is not read."""
+    return narrow.astype(wide.dtype)
+
+
+widened.defvjp(lambda narrow, wide: (widened(narrow, wide), None), lambda _, gradient: (None, gradient))
+
+
+def rematerialized(block: Block, remat: str, dtype: jnp.dtype) -> Callable:
+    """`block`, of which the backward pass finds all activations, the results of products, or the input alone; and its
+    parameters in the activations' `dtype`: as float32, which gradients are, they would be kept beside those."""
     if remat == "none":
-        return apply
+        return block
     policies = jax.checkpoint_policies
-    return jax.checkpoint(apply, policy=policies.dots_saveable if remat == "products" else policies.nothing_saveable)
+    policy = policies.dots_saveable if remat == "products" else policies.nothing_saveable
+    graphdef, params, sums = nnx.split(block, nnx.Param, ...)
+
+    @partial(jax.checkpoint, policy=policy)
+    def apply(narrow: Any, params: Any, x: Array, inputs: Inputs, cache: LayerCache | None) -> tuple:
+        return nnx.merge(graphdef, jax.tree.map(widened, narrow, params), sums)(x, inputs, cache)
+
+    return partial(apply, jax.tree.map(lambda p: jax.lax.stop_gradient(p).astype(dtype), params), params)
 
 
 class GPT(nnx.Module):
@@ -125,7 +142,8 @@ class GPT(nnx.Module):
                 kept = self.resid_lambdas.times(i, x) if config.resid_lambdas else x
                 added = self.x0_lambdas.times(i, first) if config.x0_lambdas else 0
                 x = (kept + added).astype(self.dtype)
-            x, layer_cache = rematerialized(block, config.remat)(x, inputs, cache.layers[i] if cache else None)
+            apply = rematerialized(block, config.remat, self.dtype)
+            x, layer_cache = apply(x, inputs, cache.layers[i] if cache else None)
             grown.append(layer_cache)
             if i == config.depth // 2:
                 middle = x

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from model.parallel import Axes, all_gather_fsdp, platform, reduce_scatter_fsdp, tensor_index
+from model.parallel import Axes, all_gather_fsdp, in_turn, platform, reduce_scatter_fsdp, tensor_index
 from model.segment_sum import segment_sum
 
 EPSILON = 1e-6  # added to the mean square by every norm
@@ -92,7 +92,8 @@ def _matmul_backward(axes: Axes, residuals: tuple[Array, Array], dy: Array) -> t
     x, share = residuals
     rows = tuple(range(x.ndim - 1))
     dkernel = jax.lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
-    return dy @ all_gather_fsdp(share, axes).T, reduce_scatter_fsdp(dkernel, axes)
+    dx, dkernel = in_turn(dy @ all_gather_fsdp(share, axes).T, dkernel)
+    return dx, reduce_scatter_fsdp(dkernel, axes)
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ModelConfig
 from model.gpt import GPT
-from model.parallel import Axes, all_gather_fsdp, psum_over_tensor, reduce_scatter_fsdp, tensor_index
+from model.parallel import Axes, all_gather_fsdp, in_turn, psum_over_tensor, reduce_scatter_fsdp, tensor_index
 
 
 def softcap(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
@@ -77,8 +77,9 @@ def _forward(
     def chunk(dkernel: Array, rows: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         x, targets, weights = rows
         loss, dlogits = cross_entropy(x @ kernel, targets, weights, config)
-        dkernel += jax.lax.dot_general(x, dlogits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        return dkernel, (loss, dlogits @ kernel.T)
+        of_chunk = jax.lax.dot_general(x, dlogits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        dx, of_chunk = in_turn(dlogits @ kernel.T, of_chunk)
+        return dkernel + of_chunk, (loss, dx)
 
     chunks = jax.tree.map(lambda a: a.reshape(config.loss_chunks, -1, *a.shape[1:]), (x, targets, weights))
     dkernel, (losses, dx) = jax.lax.scan(chunk, jnp.zeros_like(kernel, jnp.float32), chunks)

@@ -91,6 +91,18 @@ def all_gather_fsdp(share: Float[Array, "..."], axes: Axes) -> Float[Array, "...
     return jax.lax.all_gather(share, "fsdp", axis=axes.index("fsdp"), tiled=True)
 
 
+def in_turn(dx: Float[Array, "*shape i"], dkernel: Float[Array, "i o"]) -> tuple[Array, Array]:
+    """The same gradients, of a product's input and of its whole matrix. With `fsdp` on GPUs the backward pass goes on
+    only when both are there.
+
+    XLA's latency hiding scheduler would leave the gradients of most matrices for the end, to have work beside the
+    reduce-scatters, and all that they are computed from would be kept until then (docs/performance.md).
+    """
+    if platform() in ("gpu", "cuda") and in_shard_map() and jax.lax.axis_size("fsdp") > 1:
+        return jax.lax.optimization_barrier((dx, dkernel))
+    return dx, dkernel
+
+
 def reduce_scatter_fsdp(gradient: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
     """The gradient with respect to what `all_gather_fsdp` takes: the sum over `fsdp`, of which each device keeps its
     share."""

@@ -16,7 +16,7 @@ def memory(of: Candidate) -> dict[str, float]:
     """Bytes on a device, by part."""
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     muon, sizes, width = of.config.optimizer.matrices.kind == "muon", of.sizes, of.bytes_of_type
-    gathered = whole = blocks = 0.0
+    gathered = whole = scattered = 0.0
     for p, count in of.kinds:
         named = {axis for axis in p.axes if axis}
         replica = count * p.size / prod(sizes[axis] for axis in named)  # whole over `data`
@@ -29,8 +29,9 @@ def memory(of: Candidate) -> dict[str, float]:
         parts["gradient sums"] += 4 * replica
         if sizes["fsdp"] > 1 and p.product and p.group != "lm_head":
             gathered += width * replica * sizes["fsdp"]
-        blocks += 4 * replica if p.group == "matrices" else 0
-        whole += 4 * replica * (sizes["fsdp"] if "fsdp" in named else 1)
+        entire = 4 * replica * (sizes["fsdp"] if "fsdp" in named else 1)
+        whole += entire
+        scattered += entire if p.group != "embed" else 0
     micro_batches, rows, length = of.step
     model, tokens = of.config.model, of.tokens
     of_batch = 4 if of.config.data.mask_documents else 3
@@ -43,15 +44,20 @@ def memory(of: Candidate) -> dict[str, float]:
     head = 4 * model.width * model.vocab_size / sizes["tensor"]  # its gradient in float32
     stream = 2 * unit * model.width  # the residual stream's gradient, as a block reads and makes it
     if of.machine.gpu:
+        if model.remat == "block":
+            again += unit * 4 * model.width / sizes["tensor"]  # the gradient of its MLP
         # A block's activations, as they are computed again, are not there at the same time as the head's logits.
         parts["temporaries"] = max(head, again - parts["logits"]) + stream
-        # Of what was gathered for the forward pass little is left by the time that most products wait.
-        largest = width * max(p.size for p, _ in of.kinds if p.product) / sizes["tensor"]
-        there = 0.0 if sizes["fsdp"] == 1 else gathered if model.remat == "none" else 2 * largest
-        held = waiting(of, kept, again)
-        parts["temporaries"] += max(there, held - parts["activations"] - parts["logits"])
-        if model.remat != "none":  # jax.checkpoint keeps what it is given: parameters as widened to float32
-            parts["temporaries"] += blocks
+        if sizes["fsdp"] == 1:
+            parts["temporaries"] += max(0.0, waiting(of, kept, again) - parts["activations"] - parts["logits"])
+        elif model.remat == "none":
+            parts["temporaries"] += gathered
+        else:
+            # In the last block of the backward pass gradients that wait to be scattered, whole, are there in place of
+            # activations: all but that of the embedding.
+            end = again + scattered + stream - parts["activations"] - parts["logits"]
+            largest = width * max(p.size for p, _ in of.kinds if p.product) / sizes["tensor"]
+            parts["temporaries"] = max(parts["temporaries"], end) + 2 * largest
     else:
         # What attention keeps of its softmaxes in float32, a number a head and token over 128 lanes.
         softmaxes = 4 * 128 * tokens * model.heads / sizes["tensor"]
@@ -91,34 +97,21 @@ def kept_widths(of: Candidate) -> tuple[float, float]:
 
 
 def waiting(of: Candidate, kept: float, again: float) -> float:
-    """Bytes of activations and logits on a GPU where products of weight gradients wait while the backward pass goes on;
-    0 where none does.
+    """Bytes of activations and logits on a GPU, without `fsdp`, where products of weight gradients wait while the
+    backward pass goes on; 0 where none does.
 
-    Without `fsdp` XLA takes, as far as programs tell, the first of its orders that it thinks needs least. Counting the
-    head's logits twice, beside their gradient, it lets all of these products wait, the head's among them, where what
-    they read is not more than that.
-
-    With collectives its latency hiding scheduler orders anew, from the end on, and puts these products beside them.
-    With `fsdp` those are the reduce-scatters, which it has combined and moved to the end: all products wait but those
-    of the last two blocks. Sums over `tensor` have products beside each of them, so that none waits; gathers for blocks
-    that are computed again as well, with `products`. With `block` they use up the products before the first blocks of
-    the backward pass are reached: of 4 in 10 blocks, at most of half, and now and then of none.
+    XLA takes, as far as programs tell, the first of its orders that it thinks needs least. Counting the head's logits
+    twice, beside their gradient, it lets all of these products wait, the head's among them, where what they read is
+    not more than that; where blocks are computed again, none; nor with `tensor`, whose sums have products beside each
+    of them. With `fsdp` the step does not leave it to XLA (`model.parallel.in_turn`).
     """
     model, unit = of.config.model, of.bytes_of_type * of.tokens
-    logits = unit * model.vocab_size / model.loss_chunks / of.sizes["tensor"]
-
-    def held(blocks: float) -> float:
-        widths = blocks * read_by_weight_gradients(of) + (model.depth - blocks) * kept + model.width
-        return unit * widths + (logits if model.loss_chunks == 1 else 0.0)
-
-    fsdp, depth = of.sizes["fsdp"], model.depth
-    if of.sizes["tensor"] > 1:
+    if model.remat == "block" or of.sizes["tensor"] > 1:
         return 0.0
-    if fsdp > 1 and model.remat != "none":
-        return held(1 if model.remat == "products" else max(1, 0.4 * depth))
-    if held(depth) <= unit * (depth * kept + model.width) + 2 * logits + again:
-        return held(depth)
-    return held(max(1, depth - 2)) if fsdp > 1 else 0.0
+    logits = unit * model.vocab_size / model.loss_chunks
+    held = unit * (model.depth * read_by_weight_gradients(of) + model.width)
+    held += logits if model.loss_chunks == 1 else 0.0
+    return held if held <= unit * (model.depth * kept + model.width) + 2 * logits + again else 0.0
 
 
 def read_by_weight_gradients(of: Candidate) -> float:
