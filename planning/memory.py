@@ -93,7 +93,8 @@ def kept_widths(of: Candidate) -> tuple[float, float]:
         )
     if not of.machine.gpu:  # seen in a program: beside the block the gradient of its MLP, and both products in float32
         whole += 4 * model.width / tensor + 2 * (queries + keys) + mixed
-    return model.width + mixed, whole
+    # Read in programs for GPUs: what attention and MLP add is kept, both, in place of their sum with the block's input.
+    return model.width + (2 if of.machine.gpu else 1) * mixed, whole
 
 
 def waiting(of: Candidate, kept: float, again: float) -> float:
