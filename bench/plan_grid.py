@@ -147,18 +147,14 @@ def order(found: list[dict[str, float]]) -> float:
 def report(found: dict[str, tuple[bool, dict[str, float]]]) -> None:
     """Prints the table, and what it comes to."""
     for words, (fitted, of) in found.items():
-        cycles = (
-            f"{of['predicted_cycles'] / 1e6:8.1f}{of['program_cycles'] / 1e6:8.1f}" if "program_cycles" in of else ""
-        )
+        predicted, program = of.get("predicted_cycles", 0) / 1e6, of.get("program_cycles", 0) / 1e6
+        cycles = f"{predicted:8.1f}{program:8.1f} M cycles" if program else ""
         print(
             f"{'fit' if fitted else 'out':4}{of['predicted_bytes'] / GIB:8.3f}{of['program_bytes'] / GIB:8.3f} GiB"
-            f"{of['error']:+8.1%}{cycles:16} M cycles  {words}"
+            f"{of['error']:+8.1%}{cycles:25}  {words}"
         )
-    # Blocks computed again on GPUs are where the rules are known to be wrong (docs/planning.md).
-    known = {words for words in found if "h200" in words and "remat=block" in words}
     fit = {words for words, (fits, _) in found.items() if fits}
-    out = found.keys() - fit
-    for name, chosen in (("fit", fit), ("held out", out), ("held out, without remat=block on GPUs", out - known)):
+    for name, chosen in (("fit", fit), ("held out", found.keys() - fit)):
         errors = np.abs([found[words][1]["error"] for words in chosen])
         if len(errors):
             middle, high = np.percentile(errors, (50, 95))
