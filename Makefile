@@ -18,7 +18,7 @@ train: setup
 	$(BIN)/python train.py --config=$(CONFIG) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not (medium or slow)" $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

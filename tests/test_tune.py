@@ -86,6 +86,7 @@ def tuned(folder):
     return folder / "tuned", trials, moments
 
 
+@pytest.mark.medium
 def test_it_goes_on_where_it_was_interrupted(tuned):
     _, trials, _ = tuned
     names = [name for _, name, _ in trials]
@@ -93,12 +94,14 @@ def test_it_goes_on_where_it_was_interrupted(tuned):
     assert names[0] == "trunk" and {start for start, _, _ in trials} == {"first", "second"}
 
 
+@pytest.mark.medium
 def test_trials_that_are_compared_train_their_schedules_to_the_end(tuned):
     """Without the warmdown high rates look worse than they are at a run's end."""
     left = {name: steps for _, name, steps in tuned[1] if not name.startswith("trunk")}
     assert {name.partition("/")[0] for name in left} == {"rate", "branch"} and not any(left.values()), left
 
 
+@pytest.mark.medium
 def test_a_branch_takes_second_moments_over_without_bias(tuned):
     """Adam divides them by 1 - beta2^updates, with the branch's beta2 and the updates before it too."""
     config, moments = load_config(str(tuned[0].parent / "tiny.py"))[0].optimizer, tuned[2]
@@ -109,6 +112,7 @@ def test_a_branch_takes_second_moments_over_without_bias(tuned):
         assert twice["second"][name] / second == pytest.approx((1 - beta2 ** (2 * 40)) / (1 - beta2**40), rel=1e-4)
 
 
+@pytest.mark.medium
 def test_tune_json_holds_every_piece_with_its_cost_and_every_decision(tuned):
     record = json.loads((tuned[0] / "tune.json").read_text())
     assert [decision["stage"] for decision in record["decisions"]] == ["fit", "time", "noise", "rate", "branch"]
@@ -123,6 +127,7 @@ def test_tune_json_holds_every_piece_with_its_cost_and_every_decision(tuned):
     assert losses["branch/x2-linear"] != losses["branch/x1-root"]
 
 
+@pytest.mark.medium
 def test_tuned_py_is_a_config_that_holds_the_decisions(tuned):
     config, _ = load_config(str(tuned[0] / "tuned.py"))
     validate(config)
@@ -140,6 +145,7 @@ def test_tuned_py_is_a_config_that_holds_the_decisions(tuned):
     assert after["data.source"] == before["data.source"] and after["name"] == "tiny-tuned"
 
 
+@pytest.mark.medium
 def test_each_stage_has_its_picture_and_trials_leave_no_checkpoints(tuned):
     for name in ("memory", "noise", "rate", "branch"):
         assert (tuned[0] / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
@@ -147,6 +153,7 @@ def test_each_stage_has_its_picture_and_trials_leave_no_checkpoints(tuned):
     assert all(name.startswith("trunk") for name in left)
 
 
+@pytest.mark.medium
 def test_the_report_draws_what_the_run_s_beginning_measured_of_itself(tuned, tmp_path, monkeypatch):
     """A real run, up to the lines that Chromium draws."""
     drawn = figures.figures(read_runs([str(tuned[0] / "trunk")]))
@@ -166,12 +173,14 @@ def test_the_report_draws_what_the_run_s_beginning_measured_of_itself(tuned, tmp
             assert len(lengths) >= traces and all(lengths), plot
 
 
+@pytest.mark.medium
 def test_another_config_in_the_same_folder_is_refused(tuned, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert run(monkeypatch, *TUNE, *MEASURED, "--budget=0", "--out=tuned", "--seed=1") == 2
     assert "seed: 0, now 1" in capsys.readouterr().err
 
 
+@pytest.mark.medium
 def test_a_folder_of_another_version_is_refused_by_name(tuned, folder, monkeypatch, capsys):
     """Of the first one, which said no format, and named its candidates without a mesh."""
     record = json.loads((tuned[0] / "tune.json").read_text())
@@ -221,6 +230,7 @@ def test_a_stage_that_the_budget_is_too_small_for_is_left_out_and_told(folder, m
     assert json.loads((folder / "small" / "tune.json").read_text())["spent"] == 0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("budget", [0.01, 0.03, 0.2, 0.6, 1.0, 1.5, 4.0])
 def test_no_budget_is_passed(folder, monkeypatch, budget):
     """With trials that cost nothing here, and a loss that rates and batches change."""

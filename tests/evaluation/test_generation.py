@@ -46,6 +46,7 @@ def tokens_of(sizes: MeshConfig, devices: int, seed=0, **options):
     return np.asarray(generate(params, buffer, lengths, seeds, prefill=1, **options))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_mesh_of_all_axes_gives_the_tokens_of_one_device(options):
     mesh = MeshConfig(data=2, fsdp=2, tensor=2)

@@ -37,6 +37,7 @@ def test_causal_and_cached(kv_heads):
     np.testing.assert_allclose(cached, defined(late, k, v, lambda i: i + 4), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("window", [None, 70])
 @pytest.mark.parametrize("segments", [False, True])
 def test_blocks_of_queries_change_neither_values_nor_gradients(window, segments):

@@ -40,6 +40,7 @@ def sample(network, prompts=PROMPTS, seed=0, temperature=1.0, top_k=0):
     return np.asarray(generated(graphdef, params, buffer, lengths, seeds, **options))
 
 
+@pytest.mark.medium
 @networks
 def test_greedy_equals_the_full_pass_token_by_token(options):
     model, _ = build(replace(TINY, **options))

@@ -54,6 +54,7 @@ def test_a_token_changes_no_earlier_logits():
     assert not np.allclose(before[:, 12:], after[:, 12:])
 
 
+@pytest.mark.medium
 @networks
 @pytest.mark.parametrize("pieces", [[20], [7, *[1] * 5, 8]])
 def test_the_cache_gives_the_full_pass(pieces, options):
@@ -137,6 +138,7 @@ def test_a_bound_smear_does_not_cross_documents():
     np.testing.assert_array_equal(before[:, 8:], after[:, 8:])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("remat", ["none", "products", "block"])
 def test_the_sum_that_a_table_s_gradient_is_added_to_is_not_rounded(remat):
     """Blocks that are computed again get their parameters in bfloat16; the sums stay as they are."""

@@ -13,6 +13,7 @@ from model.splash import fits, splash_attention
 from training.mesh import make_mesh
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("kv_heads", "window", "documents", "length"),
     [(2, None, False, 256), (1, None, False, 256), (2, 100, False, 256), (1, 64, True, 128), (2, None, True, 256)],

@@ -24,6 +24,7 @@ def under(bucket: FakeGCS, folder: str) -> set[str]:
     return {name.removeprefix(prefix).split("/")[0] for name in bucket.objects if name.startswith(prefix)}
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("saved_on", "restored_on"), [(8, 8), (8, 1)])
 def test_round_trip(bucket, saved_on, restored_on):
     state = saved(RUN, devices=saved_on, seconds={3: 1.5})[3]

@@ -64,6 +64,7 @@ def abstract_on(sizes):
     return abstract_state(config.model, optimizer, mesh)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("source", MESHES, ids=str)
 def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source):
     abstract = abstract_on(source)
@@ -156,6 +157,7 @@ def files_of(folder: Path, step: int) -> list[Path]:
     return sorted(path for path in (folder / "checkpoints" / str(step)).rglob("*") if path.is_file())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_to_any_file_is_harmless_or_noticed_and_the_one_before_is_taken(tmp_path, pristine, damage):
     """Every file of a checkpoint in turn. What is restored is the newest state, or, with word of it, the one before."""

@@ -130,6 +130,7 @@ def test_fewer_steps_than_were_taken_are_a_mistake(folder, monkeypatch, capsys):
     assert "has come to step 6 already" in capsys.readouterr().err
 
 
+@pytest.mark.medium
 def test_another_tokens_per_step_goes_on_in_the_data_where_the_run_was(folder, monkeypatch):
     """Two steps of 8 rows see what four of 4 rows would have seen; with Adam's rates at 0 so do the losses."""
     still = [f"--optimizer.{group}.peak_rate=1e-30" for group in ("embed", "matrices", "lm_head")]

@@ -100,6 +100,7 @@ def test_tokens_are_counted_by_stage(folder):
     assert rates[3] == pytest.approx(rates[4] * 0.5**0.5) and rates[4] == rates[7]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("saved", [3, 4, 5])
 def test_killed_around_a_border_it_ends_as_the_untouched_one(folder, saved):
     run_dir = folder / f"killed-after-{saved}"

@@ -121,6 +121,7 @@ def snr(config: Config, state: TrainState, group: str, gradients: list[np.ndarra
     return norm(first) / np.sqrt(sum(np.sum(leaf) for leaf in second))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "mesh", [*QUICK, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES if mesh not in QUICK)]
 )
@@ -221,6 +222,7 @@ def test_the_estimates_are_right_on_average():
             assert error < 0.05 * known  # so that a wrong estimate would be seen
 
 
+@pytest.mark.medium
 def test_scalars_alone_cross_the_mesh_once_after_the_scan_and_the_roots_of_v_before_it():
     built = built_for(config_on((2, 2, 2)))
     compiled = lambda step: step.lower(built.abstract_state, built.abstract_batch()).compile().as_text()

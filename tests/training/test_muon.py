@@ -37,6 +37,7 @@ def test_a_matrix_of_zeros_stays():
     assert not np.any(orthogonalise_all([jnp.zeros((8, 4)), random((8, 4))], None)[0])
 
 
+@pytest.mark.medium
 def test_matrices_of_one_shape_are_stacked_turned_or_not_and_come_back_in_their_order():
     matrices = [random((8, 4), 0), random((4, 8), 1), random((4, 4), 2), random((8, 4), 3)]
     mesh = make_mesh(MeshConfig(2, 2, 2))

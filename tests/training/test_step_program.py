@@ -36,11 +36,13 @@ def temporaries(config: Config, devices: int) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.medium
 def test_memory_of_the_plain_config():
     """324 MiB where this was written (the scores of attention are kept once, and logits by a quarter)."""
     assert temporaries(plain.get_config(), 1) < 340 * 2**20
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("devices", [1, 8])
 def test_memory_does_not_grow_with_the_number_of_micro_batches(devices):
     one, two, many = (memory(k, devices=devices) for k in (1, 2, 32))
@@ -50,6 +52,7 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(devices):
     assert two <= one + accumulator + 0.02 * one
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("option", [{"remat": "products"}, {"remat": "block"}, {"loss_chunks": 4}])
 def test_what_saves_memory_does_not_change_the_result(option):
     config = tiny_config(rows_per_device=4)
@@ -60,6 +63,7 @@ def test_what_saves_memory_does_not_change_the_result(option):
     assert [float(t["loss"]) for t in metrics] == pytest.approx([float(t["loss"]) for t in expected_metrics], rel=1e-6)
 
 
+@pytest.mark.medium
 def test_chunks_and_z_loss_on_a_mesh_equal_one_device_and_the_whole():
     config = tiny_config(rows_per_device=4)
     config = replace(config, model=replace(config.model, z_loss=0.01))
@@ -79,6 +83,7 @@ def test_memory_of_chunks():
     assert parts < whole - logits
 
 
+@pytest.mark.medium
 def test_bfloat16_gradients_are_summed_in_float32():
     """One micro-batch 256 times over is that micro-batch: in bfloat16 such a sum would stall at a fraction of it."""
     config = tiny_config(rows=256, rows_per_device=1, dtype="bfloat16")
@@ -113,6 +118,7 @@ def test_a_run_compiles_its_step_once(caplog):
     assert sum("train_step" in message for message in compiled) == 1, compiled
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)])
 def test_the_state_comes_out_where_it_went_in(mesh):
     """Else a compiled step would refuse its own result. Muon's second moments are what XLA would place by itself."""
