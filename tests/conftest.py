@@ -4,12 +4,16 @@ import atexit
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from importlib.metadata import version
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # A process that a shell runs in the background ignores Ctrl-C, and so would those that it starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Tests start hundreds of processes. Each takes 6 s more where a container image says that no bytecode is kept.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     # The workers inherit it, and so do the processes that tests start: what one has compiled, all can load.
     cache = os.environ["TOKENSUM_CACHE"] = tempfile.mkdtemp(prefix="tokensum-tests-")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
