@@ -217,7 +217,8 @@ def plot_loss(run_dir: str | Path) -> Path:
         axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
     axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if train or val:
+        axes.legend()
     path, picture = Path(run_dir) / "loss.png", io.BytesIO()
     figure.savefig(picture, dpi=150)
     write_whole(path, picture.getbuffer())
