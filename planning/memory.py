@@ -16,7 +16,7 @@ def memory(of: Candidate) -> dict[str, float]:
     """Bytes on a device, by part."""
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     muon, sizes, width = of.config.optimizer.matrices.kind == "muon", of.sizes, of.bytes_of_type
-    gathered = whole = scattered = 0.0
+    gathered = scattered = 0.0
     for p, count in of.kinds:
         named = {axis for axis in p.axes if axis}
         replica = count * p.size / prod(sizes[axis] for axis in named)  # whole over `data`
@@ -29,9 +29,8 @@ def memory(of: Candidate) -> dict[str, float]:
         parts["gradient sums"] += 4 * replica
         if sizes["fsdp"] > 1 and p.product and p.group != "lm_head":
             gathered += width * replica * sizes["fsdp"]
-        entire = 4 * replica * (sizes["fsdp"] if "fsdp" in named else 1)
-        whole += entire
-        scattered += entire if p.group != "embed" else 0
+        if p.group != "embed":
+            scattered += 4 * replica * (sizes["fsdp"] if "fsdp" in named else 1)
     micro_batches, rows, length = of.step
     model, tokens = of.config.model, of.tokens
     of_batch = 4 if of.config.data.mask_documents else 3
@@ -62,15 +61,21 @@ def memory(of: Candidate) -> dict[str, float]:
         # What attention keeps of its softmaxes in float32, a number a head and token over 128 lanes.
         softmaxes = 4 * 128 * tokens * model.heads / sizes["tensor"]
         # The logits' gradient lies beside them where it is not made within the products that read it: where memory is
-        # fast beside the vector units (v5p, v6e), and the products are not narrow.
-        apart = of.machine.bandwidth > 0.65 * of.machine.vector and model.width >= 512 and sizes["tensor"] == 1
+        # fast beside the vector units (v5p, v6e), and they are not larger than 2 GiB or divided.
+        apart = of.machine.bandwidth > 0.65 * of.machine.vector and parts["logits"] < 2**31 and sizes["tensor"] == 1
         beside = parts["logits"] if apart else 0.0
-        if model.remat == "none":
+        sums = parts["gradient sums"] if micro_batches > 1 else 0.0  # as the scan had them before, and has them now
+        if model.remat == "block":  # the head's backward pass, or that of a block, without logits
+            gathered_head = width * model.width * model.vocab_size / sizes["tensor"] if sizes["fsdp"] > 1 else 0.0
+            most = max(beside + sums + head + gathered_head, again - parts["logits"])
+            parts["temporaries"] = most + stream + softmaxes + gathered / depth
+        else:
             parts["activations"] += depth * softmaxes
-            parts["temporaries"] = whole + gathered + stream + beside
-        else:  # the logits' gradient is there while blocks are computed again, where it is not made in chunks
-            gone = parts["logits"] if model.loss_chunks > 1 else 0.0
-            parts["temporaries"] = head + stream + max(beside, again + softmaxes - gone)
+            parts["temporaries"] = gathered + stream + beside + sums
+            if model.remat == "products":
+                parts["temporaries"] += head + again
+            elif sizes["fsdp"] > 1 and of.machine.cores == 1:
+                parts["temporaries"] += gathered + head
     return parts
 
 
