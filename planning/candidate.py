@@ -36,6 +36,18 @@ class Candidate:
         within = inside(shape, prod(self.topology.chips)) if self.topology.slices > 1 else shape
         return {axis: whole // part for axis, whole, part in zip(AXES, shape, within)}
 
+    @property
+    def scatters_by_sums(self) -> bool:
+        """Whether XLA:TPU makes all-reduces of what is scattered over `fsdp`, which send twice as much: where `fsdp` is
+        all of the only slice. Seen in programs for 8 to 128 chips, but not for v5e:4x8; nor for 4 chips, nor on two
+        slices (docs/planning.md)."""
+        return not self.machine.gpu and self.topology.slices == 1 and 4 < self.sizes["fsdp"] == self.topology.devices
+
+    @property
+    def gathers_by_sums(self) -> bool:
+        """Whether it makes all-reduces of what is gathered, too. Seen for 64 and 128 chips, not for 8, 16 and 32."""
+        return self.scatters_by_sums and self.sizes["fsdp"] >= 64
+
     @cached_property
     def step(self) -> tuple[int, int, int]:
         """(K, b, T): micro-batches, rows of one on one device, tokens of a row."""

@@ -77,6 +77,7 @@ def _timed(of: Candidate, kind: str, axis: str, in_scan: bool, times: int, size:
     machine, whole, across = of.machine, of.sizes[axis], of.across[axis]
     # XLA:TPU makes all-reduces of the reduce-scatters over `data` (docs/mesh.md); twice the bytes of a ring.
     reduces = kind == "all-reduce" or (kind == "reduce-scatter" and axis == "data" and not machine.gpu)
+    reduces |= axis == "fsdp" and (of.scatters_by_sums if kind == "reduce-scatter" else of.gathers_by_sums)
     rounds = 2 if reduces else 1
     within = whole // across
     sent = rounds * size * (within - 1) / within

@@ -61,8 +61,9 @@ def memory(of: Candidate) -> dict[str, float]:
         # What attention keeps of its softmaxes in float32, a number a head and token over 128 lanes.
         softmaxes = 4 * 128 * tokens * model.heads / sizes["tensor"]
         # The logits' gradient lies beside them where it is not made within the products that read it: where memory is
-        # fast beside the vector units (v5p, v6e), and they are not larger than 2 GiB or divided.
-        apart = of.machine.bandwidth > 0.65 * of.machine.vector and parts["logits"] < 2**31 and sizes["tensor"] == 1
+        # fast beside the vector units (v5p, v6e), and they are small enough, and at most halved.
+        small = sizes["tensor"] <= 2 and parts["logits"] * sizes["tensor"] ** 2 < 2**31
+        apart = small and of.machine.bandwidth > 0.65 * of.machine.vector
         beside = parts["logits"] if apart else 0.0
         sums = parts["gradient sums"] if micro_batches > 1 else 0.0  # as the scan had them before, and has them now
         if model.remat == "block":  # the head's backward pass, or that of a block, without logits
@@ -74,8 +75,10 @@ def memory(of: Candidate) -> dict[str, float]:
             parts["temporaries"] = gathered + stream + beside + sums
             if model.remat == "products":
                 parts["temporaries"] += head + again
-            elif sizes["fsdp"] > 1 and of.machine.cores == 1:
+            elif sizes["fsdp"] > 1 and of.machine.cores == 1:  # v5e, v6e: more than lives at once
                 parts["temporaries"] += gathered + head
+        if of.gathers_by_sums:  # what is summed, zeros but for a share, beside what is gathered: seen in three programs
+            parts["temporaries"] += 0.75 * gathered
     return parts
 
 
