@@ -117,6 +117,34 @@ def test_d12_s_gradients_are_gathered_and_reduced_once_with_the_bytes_that_its_p
 
 
 @pytest.mark.parametrize(
+    ("topology", "fsdp", "doubled"),
+    [
+        ("v5p:4x4x4", 64, {"all-gather", "reduce-scatter"}),
+        ("v5e:4x4", 16, {"reduce-scatter"}),
+        ("v5e:4x4", 8, set()),
+        ("v5e:2x2", 4, set()),
+        ("2x v5e:4x4", 16, set()),
+        ("h200:8", 8, set()),
+    ],
+)
+def test_fsdp_over_all_of_a_tpu_slice_sends_twice_as_much(topology, fsdp, doubled):
+    """As in programs (JAX 0.10.2), whose collectives are all-reduces there."""
+    of = candidate(topology, fsdp=fsdp)
+    found = {t.kind: t for t in communication(of) if t.axis == "fsdp" and t.in_scan}
+    once = {kind: t.times * 10e-6 + t.bytes * (fsdp - 1) / fsdp / of.machine.links for kind, t in found.items()}
+    assert {kind for kind, t in found.items() if t.fast > 1.5 * once[kind]} == doubled
+
+
+def test_memory_where_fsdp_is_all_of_a_large_tpu_slice():
+    """With the zeros that XLA sums there: 3.739 GiB in the program, 1.900 where blocks are computed again."""
+    words = "v5p:4x4x4 --config=configs/d12.py --model.depth=8 --rows=2 --micro_batches=2 --mesh.fsdp=64"
+    words += " --model.width=2048 --model.heads=16 --model.kv_heads=16"
+    for more, gib in (("", 3.739), (" --model.remat=block", 1.900)):
+        of = plan_grid.candidate_of(words + more)
+        assert sum(memory(of).values()) == pytest.approx(gib * GIB, rel=0.05)
+
+
+@pytest.mark.parametrize(
     ("words", "gib"),
     [
         ("--model.depth=4 --model.width=256 --model.heads=2 --model.kv_heads=2", 6.496),
