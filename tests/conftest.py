@@ -6,7 +6,6 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections import Counter
 from importlib.metadata import version
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -48,12 +47,6 @@ hypothesis.settings.register_profile(
     "tests", deadline=None, derandomize=True, print_blob=True, suppress_health_check=slow
 )
 hypothesis.settings.load_profile("tests")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with most slow tests first: whichever process began one last would be alone with it at the end."""
-    slow = Counter(item.path for item in items if {"slow", "medium"} & {mark.name for mark in item.iter_markers()})
-    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(scope="module")
