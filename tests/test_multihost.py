@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from run.lines import read_metrics
 from tests.evaluation.core_bundle import make_bundle
 from tests.evaluation.harness_tasks import make_tasks
 from tests.fake_gcs import FakeGCS
+from tests.ports import free_ports
 from tests.test_train import PREEMPTED, ROOT, environment_of, folder, run, summary  # noqa: F401
 
 OPTIONS = (
@@ -35,9 +35,7 @@ def start(
 ):
     """Starts train.py, or another command, in so many processes of so many CPU devices each, all in one folder or each
     in its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     started = []
     for index in range(processes):
         environment = environment_of(devices)

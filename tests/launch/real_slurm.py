@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import threading
@@ -11,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.ports import free_ports
 
 # With CompleteWait no job begins while a node still ends the one before, so that a job gets the same nodes again.
 SLURM_CONF = """
@@ -48,13 +49,9 @@ def real(monkeypatch):
     if not (shutil.which("slurmctld") and shutil.which("slurmd")):
         pytest.skip("SLURM itself is not installed (Debian: slurm-wlm): slurmctld and slurmd did not run")
     temporary = tempfile.TemporaryDirectory(prefix="slurm-")  # a short path: it holds Unix sockets
-    folder, ports = Path(temporary.name), []
+    folder, ports = Path(temporary.name), free_ports(4)
     for name in ("state", "node0.spool", "node1.spool", "node2.spool"):
         (folder / name).mkdir(parents=True)
-    for _ in range(4):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            ports.append(free.getsockname()[1])
     extra = f"PluginDir={os.environ['SLURM_PLUGINS']}" if "SLURM_PLUGINS" in os.environ else ""
     (folder / "slurm.conf").write_text(SLURM_CONF.format(ports=ports, folder=folder, extra=extra))
     monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
@@ -64,8 +61,8 @@ def real(monkeypatch):
     deadline, over = time.time() + 60, threading.Event()
     try:
         while subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True).stdout.strip() != b"3":
-            told = [(folder / name).read_text()[-1500:] for name in ("slurmctld.log", "node0.log")]
-            assert time.time() < deadline, "\n".join(told)
+            logs = [f"{log.name}:\n{log.read_text()[-2000:]}" for log in sorted(folder.glob("*.log"))]
+            assert time.time() < deadline, "\n".join(logs)
             time.sleep(0.5)
 
         def hurry() -> None:  # SLURM holds a job that is queued again back for two minutes

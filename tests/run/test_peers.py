@@ -14,15 +14,14 @@ import pytest
 from configs.schema import UserError
 from run.cluster import Cluster
 from run.peers import PeerLost, missing, roll_call
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    return free_ports(1)[0]
 
 
 class Caller(threading.Thread):
