@@ -11,7 +11,7 @@ FIRST, END = 16384, int(GIVEN_BY_KERNEL.read_text().split()[0]) if GIVEN_BY_KERN
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports at which nothing on this machine listens, drawn at random, since other tests draw theirs at the same time."""
+    """Ports at which nothing on this machine listens, drawn at random, since other tests draw theirs meanwhile."""
     found = []
     for port in random.SystemRandom().sample(range(FIRST, END), END - FIRST):
         with socket.socket() as free:
