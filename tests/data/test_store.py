@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -111,6 +112,9 @@ def test_a_shard_that_changed_after_the_run_began_is_named(bucket, tmp_path):
     with pytest.raises(UserError, match=f"{URL}/train_000000.bin is damaged, or was changed"):
         for _ in range(3):  # which a loop sees through its threads
             next(batches)
+    for thread in threading.enumerate():  # readers of later batches, which another test would find at its server
+        if thread.name.startswith("grain-prefetch"):
+            thread.join()
     bucket.put(name, b"short")
     with pytest.raises(UserError, match=rf"{URL}/train_000000\.bin"):
         digest(text)
@@ -180,7 +184,7 @@ def test_a_disk_that_is_full_or_fails_costs_the_cache_and_is_said_once(
 
     monkeypatch.setattr(module.os, call, fails)
     assert digest(opened(URL, tmp_path / "cache")) == digest(opened(made, tmp_path / "cache"))
-    line = f"{tmp_path}/cache/blocks cannot be {said} ({os.strerror(code)})"  # a reader of another test may say its own
+    line = f"{tmp_path}/cache/blocks cannot be {said} ({os.strerror(code)})"
     assert capfd.readouterr().err.count(line) == 1
 
 
