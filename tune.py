@@ -80,7 +80,7 @@ def needs(config: Config, record: Record, candidates: int = 2) -> dict[str, floa
     size, evaluation = config.batch.tokens_per_step, evaluation_cost(config)
     begun = bool(record.of("noise")) and record.decided("rate", "rate", 1.0) == 1  # else `branch` begins anew
     least = {
-        "time": candidates * (timing.LEAST_ROUNDS + 1) * size if candidates > 1 else 0,
+        "time": candidates * (timing.MIN_ROUNDS + 1) * size if candidates > 1 else 0,
         "noise": noise.needed(config.steps, size),
         "rate": rate.needed(size, evaluation),
         "branch": branch.needed(config.steps, size, evaluation, begun),
@@ -120,7 +120,7 @@ def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit
         raise UserError("--stages: time takes what fit found, and there is nothing of it yet; give fit, too")
     programs = fit.fit(config, record, limit, say, devices) if "fit" in stages else {}
     if "fit" in stages:
-        told(record, "fit", say)
+        say_decision(record, "fit", say)
     if stages != ["fit"]:
         micro_batches, rows, length = built.batch_shape
         text = open_text(config.data, config.model.vocab_size, length, 4 * micro_batches * rows, cache_dir())
@@ -140,7 +140,7 @@ def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit
                 rate.rate(context, record.left * (OF_RATE if "branch" in stages else 1))
             else:
                 branch.branch(context, record.decided("rate", "rate", 1.0))
-            told(record, stage, say)
+            say_decision(record, stage, say)
     names = panels.draw(config, record, limit)
     command = "python tune.py " + shlex.join(sys.argv[1:])
     tuned.write(config, record, command, devices)
@@ -150,7 +150,7 @@ def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit
     return Exit.COMPLETE
 
 
-def told(record: Record, stage: str, say: Callable[[str], Any]) -> None:
+def say_decision(record: Record, stage: str, say: Callable[[str], Any]) -> None:
     """Says in a line what a stage decided."""
     decision = record.decisions[stage]
     say(f"{stage}: {decision.says} ({decision.kind}; cost {record.share(record.cost(stage))} of the run)")

@@ -82,8 +82,8 @@ def encoding(source: str, megabytes: float, vocab_size: int, nanochat: str, fold
     else:
 
         def datatrove() -> None:
-            told = str(folder / "tokenizer" / "tokenizer.json")
-            steps = [reader(str(folder / "text")), writer(str(folder / "datatrove"), tokenizer_name_or_path=told)]
+            path = str(folder / "tokenizer" / "tokenizer.json")
+            steps = [reader(str(folder / "text")), writer(str(folder / "datatrove"), tokenizer_name_or_path=path)]
             executor(pipeline=steps, skip_completed=False, logging_dir=str(folder / "logs")).run()
 
         rivals["datatrove"] = datatrove

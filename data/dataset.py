@@ -126,13 +126,13 @@ class Text:
     def outlook(self, rows: int, length: int, max_epochs: float) -> str:
         """What a run of so many rows takes of each dataset, and which of them run out. UserError where one is gone
         through more than `max_epochs` times (0: as often as it takes)."""
-        told, never = [], [s.begins for s in self.mixture.stages if s.begins >= rows * length]
+        parts, never = [], [s.begins for s in self.mixture.stages if s.begins >= rows * length]
         for i, (name, taken) in enumerate(self.epochs(rows).items()):
             size, out = len(self.train[i]), ""
             if taken > 1:
                 again = self.mixture.row_after(i, size + 1, rows) - 1
                 out = f", whose rows come again after {again * length:,} tokens"
-            told.append(f"{name} {taken:.3g} time{'s' * (taken != 1)}{out}")
+            parts.append(f"{name} {taken:.3g} time{'s' * (taken != 1)}{out}")
             if max_epochs and taken > max_epochs:
                 end = self.mixture.row_after(i, int(max_epochs * size) + 1, rows) - 1
                 raise UserError(
@@ -141,8 +141,8 @@ class Text:
                     "tokens; give more of it, a smaller share, or fewer steps"
                 )
         if never:
-            told.append(f"and ends before the stage from={never[0]:,}")
-        return "the run goes through " + "; ".join(told)
+            parts.append(f"and ends before the stage from={never[0]:,}")
+        return "the run goes through " + "; ".join(parts)
 
 
 def shortest(names: list[str]) -> list[str]:

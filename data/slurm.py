@@ -86,9 +86,9 @@ class Slurm(Engine):
 
     def _queued(self) -> set[str]:
         """Jobs that SLURM has not ended. While it does not answer, all are taken to run."""
-        asked = ["squeue", "--me", "--array", "--noheader", f"--name={self.name}", "--format=%i"]
-        told = subprocess.run(asked, capture_output=True, text=True, check=False)
-        return set(told.stdout.split()) if told.returncode == 0 else {job.job_id for job in self.running}
+        command = ["squeue", "--me", "--array", "--noheader", f"--name={self.name}", "--format=%i"]
+        queue = subprocess.run(command, capture_output=True, text=True, check=False)
+        return set(queue.stdout.split()) if queue.returncode == 0 else {job.job_id for job in self.running}
 
     def _end(self, job: Any, group: list[Job]) -> list[Ended]:
         """What a job of SLURM has done, whether it came to its end or not."""

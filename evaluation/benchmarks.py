@@ -49,8 +49,8 @@ class Benchmarks:
 
 def in_words(label: str, result: dict[str, Any]) -> str:
     """A task's result in a line."""
-    told = {"ties": "too close to call", "cut": "cut to fit", "unscored": "with an answer that was cut away"}
-    notes = [f"{result[name]} {words}" for name, words in told.items() if result[name]]
+    notable = {"ties": "too close to call", "cut": "cut to fit", "unscored": "with an answer that was cut away"}
+    notes = [f"{result[name]} {words}" for name, words in notable.items() if result[name]]
     return (
         f"{label}: {result['accuracy']:.4f} +- {result['stderr']:.4f}, guessing {result['baseline']:.4f}, centred "
         f"{result['centered']:.4f}; {result['items']} items" + "".join(f", {note}" for note in notes)

@@ -25,7 +25,7 @@ from model.parallel import mark_varying, pmax_over_tensor, tensor_index
 from training.state import abstract_params, split_model
 from training.step import all_gather_data, on_each_device
 
-LEAST_SHARED = 16  # tokens
+MIN_SHARED = 16  # tokens
 WORTH = 2048  # tokens: a program that saves no more is not worth compiling
 ROWS = PartitionSpec(("data", "fsdp"))
 
@@ -59,7 +59,7 @@ def coarse_size(length: int) -> int:
 def size_down(length: int) -> int:
     """The next smaller of `size_up`'s sizes; 0 for a prefix that is not worth a pass of its own."""
     step = max(8, 1 << max(length.bit_length() - 4, 0))
-    return length // step * step if length >= LEAST_SHARED else 0
+    return length // step * step if length >= MIN_SHARED else 0
 
 
 def chunk_of(rows: int) -> int:

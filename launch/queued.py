@@ -71,12 +71,12 @@ class Slices:
 
     def wait(self, seconds: float) -> str:
         """Waits until it is ACTIVE, or can no longer become so, or so long. Returns its state."""
-        deadline, told = time.time() + seconds, ""
+        deadline, last = time.time() + seconds, ""
         while True:
             state = self.state()
-            if state != told:
+            if state != last:
                 say(f"{self.name} in {self.zone}: {state}")
-                told = state
+                last = state
             if state == "ACTIVE" or state in OVER or time.time() > deadline:
                 return state
             pause()

@@ -7,7 +7,7 @@ from typing import Any
 from configs.schema import UserError
 from planning import step_time, whole_run
 from planning.candidate import Candidate, name_of
-from planning.search import Row, most_rows
+from planning.search import Row, max_rows_per_device
 from program.machines import HEADROOM
 
 GIB = 2**30
@@ -69,7 +69,7 @@ def details(row: Row) -> str:
     has = f"{machine.memory / GIB:.3g}, {limit(row)} may be taken"
     lines += [
         f"  {'at most':18}{row.bytes / GIB:9.3f} GiB of {has}",
-        f"  the most rows_per_device that fit with the rest as it is: {most_rows(row)}",
+        f"  the most rows_per_device that fit with the rest as it is: {max_rows_per_device(row)}",
         "",
         "what crosses the mesh in a step",
     ]

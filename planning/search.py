@@ -14,7 +14,7 @@ from program.machines import HEADROOM
 
 REMAT = ("none", "products", "block")
 CHUNKS = 8  # tried beside 1
-MOST_TENSOR = 8
+MAX_TENSOR = 8
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def candidates(of: Candidate) -> Iterator[Candidate]:
     more = model.loss_chunks if model.loss_chunks > 1 else CHUNKS
     chunks = sorted({1, more} if batch.sequence_length % more == 0 else {model.loss_chunks})
     divides = model.heads, model.kv_heads, model.vocab_size
-    for tensor in (t for t in _powers(min(MOST_TENSOR, devices)) if all(n % t == 0 for n in divides)):
+    for tensor in (t for t in _powers(min(MAX_TENSOR, devices)) if all(n % t == 0 for n in divides)):
         for fsdp in _powers(devices // tensor):
             whole = devices % (fsdp * tensor) == 0 and model.width % fsdp == 0
             replicas = devices // tensor
@@ -107,7 +107,7 @@ def search(of: Candidate, given: Given) -> list[Row]:
     return sorted(rows, key=lambda row: (not row.fits, row.time.expected, row.bytes))
 
 
-def most_rows(row: Row) -> int:
+def max_rows_per_device(row: Row) -> int:
     """The most rows_per_device that fit, of those that divide the step's; 0 where none does."""
     of = row.candidate
     share = of.step[0] * of.step[1]

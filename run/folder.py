@@ -206,9 +206,9 @@ def load_run(run_dir: str | Path, mesh: Mesh) -> Run:
     return Run(config, facts["dataset"], params, step)
 
 
-def read_in_shards(run_dir: str | Path, most_bytes: int) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
+def read_in_shards(run_dir: str | Path, max_bytes: int) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
     """A run's Config, its newest checkpoint's step, and its parameters by their dotted names: as many at a time as
-    `most_bytes` hold, or one that is larger, so that a network is read where it does not fit the memory."""
+    `max_bytes` hold, or one that is larger, so that a network is read where it does not fit the memory."""
     _, config = record_of(run_dir)
     checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
     if not checkpoints.steps:
@@ -217,7 +217,7 @@ def read_in_shards(run_dir: str | Path, most_bytes: int) -> tuple[Config, int, I
     shards, size = [set()], 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
         nbytes = leaf.size * leaf.dtype.itemsize
-        if shards[-1] and size + nbytes > most_bytes:
+        if shards[-1] and size + nbytes > max_bytes:
             shards, size = [*shards, set()], 0
         shards[-1].add(path_name(path))
         size += nbytes

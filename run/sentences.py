@@ -173,9 +173,9 @@ def time_spent(run: Run) -> list[Sentence]:
 def noise(run: Run) -> list[Sentence]:
     """The batch against the gradient noise scale, by the rule of arXiv:1812.06162: with batch b and noise scale B a
     loss takes 1 + B/b times the fewest possible steps, and 1 + b/B times the fewest possible tokens."""
-    told = lambda name: [line for line in run.lines if number(line, "diagnostics", name) is not None]
-    name = "noise_scale" if told("noise_scale_low") or told("noise_scale") else "noise_scale_moments"
-    lines = told(f"{name}_low") or told(name)
+    measured = lambda name: [line for line in run.lines if number(line, "diagnostics", name) is not None]
+    name = "noise_scale" if measured("noise_scale_low") or measured("noise_scale") else "noise_scale_moments"
+    lines = measured(f"{name}_low") or measured(name)
     if not lines:
         return []
     line, rough = lines[-1], ", roughly, from AdamW's moments" if name == "noise_scale_moments" else ""
@@ -184,8 +184,8 @@ def noise(run: Run) -> list[Sentence]:
     size = f"The batch of {quantity(batch)} tokens is"
     if scale is None or scale <= 0 or (least is not None and most is None):
         if not least or least <= 0:
-            return [Sentence("The noise scale cannot be told from what was measured so far.")]
-        where = "smaller" if batch < least else "larger: whether it is too large cannot be told yet"
+            return [Sentence("What was measured so far does not give the noise scale.")]
+        where = "smaller" if batch < least else "larger: whether it is too large is not known yet"
         at_least = f"The noise scale is at least {quantity(least)} tokens{rough}"
         return [Sentence(f"{at_least}; the batch, {quantity(batch)}, is {where}.")]
     interval = f", between {quantity(least)} and {quantity(most)}" if least is not None and most is not None else ""

@@ -72,11 +72,11 @@ def tuned(folder):
         # A device alone: its programs compile in half of the time.
         alone = jax.devices()[:1]
         patch.setattr(jax, "devices", lambda *_: alone)
-        patch.setattr(timing, "MOST_ROUNDS", 5)
+        patch.setattr(timing, "MAX_ROUNDS", 5)
         patch.setattr(rate, "GRID", (1.0, 2.0))
         patch.setattr(rate, "WIDEST", 2.0)
         patch.setattr(rate, "RUNGS", 1)
-        patch.setattr(rate, "LEAST_STEPS", 8)
+        patch.setattr(rate, "MIN_STEPS", 8)
         patch.setattr(branch, "BRANCHES", [(1.0, "root"), (2.0, "linear")])
         patch.setattr(Context, "train", counted)
         starts.append("first")

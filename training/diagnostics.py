@@ -34,7 +34,7 @@ from training.mesh import dimension_over
 from training.muon import MuonState
 
 DIVIDED, UNDIVIDED = 0, 1  # over `fsdp`: whose units are those of a replica, or of a device
-LEAST_V = 1e-6  # of its group's mean: what a second moment counts as at least, or rows not seen of late would be all
+MIN_V = 1e-6  # of its group's mean: what a second moment counts as at least, or rows not seen of late would be all
 
 
 class Layout(NamedTuple):
@@ -181,7 +181,7 @@ def adam_metric(opt_state: Any, layout: Layout, dtype: jnp.dtype) -> Metric:
     for name, (_, second) in _adam_moments(opt_state).items():
         mean = sum(jnp.sum(leaf) for leaf in second) / sum(leaf.size for leaf in second)
         for i, leaf in zip([i for i, group in enumerate(layout.groups) if group == name], second):
-            weight = jnp.where(mean > 0, jax.lax.rsqrt(jnp.maximum(leaf, LEAST_V * mean)), jnp.nan)
+            weight = jnp.where(mean > 0, jax.lax.rsqrt(jnp.maximum(leaf, MIN_V * mean)), jnp.nan)
             metric[i] = weight if leaf.ndim == 1 else weight.astype(dtype)  # as `all_gather_data` casts parameters
     return metric
 

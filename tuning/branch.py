@@ -19,19 +19,19 @@ BRANCHES: list[tuple[float, Rule]] = [
     *((factor, rule) for rule in RULES for factor in FACTORS if factor != 1),
 ]
 TOLERANCE = 0.01  # nats that a batch may lose on the best, and still be called no waste
-LEAST_STEPS = 16  # of the run's own batch, in a branch
+MIN_STEPS = 16  # of the run's own batch, in a branch
 
 
 def needed(steps: int, tokens_per_step: int, evaluation: int, trunk: bool) -> int:
     """Tokens of the shortest branches from the first point on, which is trained before where there is no `trunk`."""
     before = 0 if trunk else next(iter(points(steps)), 0) * tokens_per_step
-    return before + len(BRANCHES) * (LEAST_STEPS * tokens_per_step + evaluation)
+    return before + len(BRANCHES) * (MIN_STEPS * tokens_per_step + evaluation)
 
 
 def length(start: int, tokens_per_step: int, allowed: float, evaluation: int) -> int:
     """Steps of the run's own batch that a branch takes: as many as led to the checkpoint, or what the budget allows."""
     affordable = int(min(allowed / len(BRANCHES) - evaluation, 2.0**62) // tokens_per_step)
-    return max(LEAST_STEPS, min(start, affordable) // DIVISOR * DIVISOR)
+    return max(MIN_STEPS, min(start, affordable) // DIVISOR * DIVISOR)
 
 
 def branch(context: Context, rate: float) -> None:

@@ -13,19 +13,19 @@ GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 WIDEST = 16.0  # times the config's rates, or its inverse: how far the grid grows where its edge is the best
 RUNGS = 3  # each of twice the steps of the one before, with half of the rates
 OF_RUN = 0.025  # share of the run's steps that the first rung takes where the budget allows it
-LEAST_STEPS = 16  # of the first rung
+MIN_STEPS = 16  # of the first rung
 UNITS = 5 * 1 + 3 * 2 + 2 * 4  # of the first rung's steps, that all rungs take
 
 
 def needed(tokens_per_step: int, evaluation: int) -> int:
     """Tokens of the least that halving can be done with."""
-    return LEAST_STEPS * UNITS * tokens_per_step + (5 + 3 + 2) * evaluation
+    return MIN_STEPS * UNITS * tokens_per_step + (5 + 3 + 2) * evaluation
 
 
 def first_rung(steps: int, tokens_per_step: int, allowed: float, evaluation: int) -> int:
     """Steps of the first rung: a fortieth of the run, or what the budget allows of it."""
     affordable = (allowed - 10 * evaluation) / (UNITS * tokens_per_step)
-    return max(LEAST_STEPS, min(round(OF_RUN * steps), math.floor(min(affordable, 2.0**31))))
+    return max(MIN_STEPS, min(round(OF_RUN * steps), math.floor(min(affordable, 2.0**31))))
 
 
 def rate(context: Context, allowed: float) -> None:

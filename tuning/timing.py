@@ -16,20 +16,20 @@ from tuning.record import Decision
 from tuning.statistics import slowdowns
 from tuning.trial import Context
 
-MOST = 6  # candidates
-LEAST_ROUNDS, MOST_ROUNDS = 4, 16
+MAX_CANDIDATES = 6
+MIN_ROUNDS, MAX_ROUNDS = 4, 16
 TIE = 0.02  # a share of the time that is not worth a choice
 OF_STAKE = 0.25  # of what a choice can save at most, that timing may cost: it will save less
 
 
 def chosen(fitting: list[Candidate]) -> list[Candidate]:
     """The best few, before any is timed: those with the least recomputation and the most rows."""
-    return sorted(fitting, key=lambda c: (REMAT.index(c.remat), -c.rows, c.fsdp, c.loss_chunks))[:MOST]
+    return sorted(fitting, key=lambda c: (REMAT.index(c.remat), -c.rows, c.fsdp, c.loss_chunks))[:MAX_CANDIDATES]
 
 
 def needed(config: Config, candidates: list[Candidate]) -> int:
     """Tokens of the least that can tell candidates apart, and of their first steps, which do not count."""
-    return (LEAST_ROUNDS + 1) * len(candidates) * config.batch.tokens_per_step
+    return (MIN_ROUNDS + 1) * len(candidates) * config.batch.tokens_per_step
 
 
 def time_steps(context: Context, candidates: list[Candidate], programs: dict[str, Any]) -> None:
@@ -41,7 +41,7 @@ def time_steps(context: Context, candidates: list[Candidate], programs: dict[str
     kept = {c.name: record.pieces.get(f"time/{c.name}", {}).get("seconds", []) for c in candidates}
     left, alike = _left(kept)
     state, steps = None, {}
-    while len(left) > 1 and not alike and len(kept[left[0]]) < MOST_ROUNDS:
+    while len(left) > 1 and not alike and len(kept[left[0]]) < MAX_ROUNDS:
         if sum(map(len, kept.values())) >= OF_STAKE * at_stake({name: kept[name] for name in left}) * config.steps:
             context.say("time: more rounds would cost too much of what the choice can save of this run")
             break
@@ -71,7 +71,7 @@ def _left(kept: dict[str, list[float]]) -> tuple[list[str], bool]:
     """The candidates that are not slower for certain, and whether they are alike."""
     most = max(len(seconds) for seconds in kept.values())
     running = [name for name in kept if len(kept[name]) == most]
-    if most < LEAST_ROUNDS:
+    if most < MIN_ROUNDS:
         return running, False
     behind = slowdowns({name: kept[name] for name in running})
     left = [name for name in running if behind[name].low <= 0]
@@ -82,7 +82,7 @@ def at_stake(kept: dict[str, list[float]]) -> float:
     """The share of its time that the run could still lose or win by a choice among candidates: the upper bound of how
     much slower than the fastest so far any of them may be, or of how much faster. Without bound before the fourth
     round."""
-    if len(next(iter(kept.values()))) < LEAST_ROUNDS:
+    if len(next(iter(kept.values()))) < MIN_ROUNDS:
         return math.inf
     return max(max(of.high, -of.low) for of in slowdowns(kept).values())
 

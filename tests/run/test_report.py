@@ -91,7 +91,7 @@ def scale(noise: float | None, low: float | None, high: float | None) -> dict:
             "4 times the noise scale (16,384, roughly, from AdamW's moments)",
             True,
         ),
-        ({"line": scale(-5.0, -10.0, None)}, "The noise scale cannot be told from what was measured so far.", False),
+        ({"line": scale(-5.0, -10.0, None)}, "What was measured so far does not give the noise scale.", False),
         ({"line": {"diagnostics": {"coherence_running": 0.993}}}, "is 0.99: they say nearly the same", True),
         ({}, "A step's update of lm_head is 1.6% of its size: high (0.1% is usual).", True),
         ({}, "In 25% of the parameters of embed a step changes nothing", False),

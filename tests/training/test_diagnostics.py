@@ -18,7 +18,7 @@ from model.loss import loss_sums
 from program.collectives import collectives
 from tests.helpers import ALL_FEATURES, initial_state, perturbed, random_rows, tiny_config
 from training.build import Build, build
-from training.diagnostics import LEAST_V, Layout, signal_and_noise, sum_units, unit
+from training.diagnostics import MIN_V, Layout, signal_and_noise, sum_units, unit
 from training.mesh import dimension_over
 from training.muon import MuonState, momentum_at
 from training.optimizer import group_config, parameter_groups
@@ -143,7 +143,7 @@ def test_every_quantity_equals_the_float64_reference(mesh):
         weights = {"": np.float64(1)}
         if group in in_adam_s:
             _, second = moments(state, group)
-            least = LEAST_V * np.mean(np.concatenate([leaf.ravel() for leaf in second]))
+            least = MIN_V * np.mean(np.concatenate([leaf.ravel() for leaf in second]))
             weights["adam_"] = 1 / np.sqrt(np.maximum(second[groups[:i].count(group)], least))
         for metric, weight in weights.items():
             into = (adam_signal, adam_noise) if metric else (signal, noise)

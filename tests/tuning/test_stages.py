@@ -12,7 +12,7 @@ from training.scaling import with_batch, with_rates, with_steps
 from tuning import branch, fit, noise, rate, timing
 from tuning.fit import Candidate, frontier, kinds, meshes, named
 from tuning.statistics import slowdowns
-from tuning.timing import LEAST_ROUNDS, _left, chosen, padding
+from tuning.timing import MIN_ROUNDS, _left, chosen, padding
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_those_with_the_least_recomputation_and_the_most_rows_are_timed():
     ("seconds", "left", "alike"),
     [
         ({"a": [1.0] * 3, "b": [9.0] * 3}, ["a", "b"], False),  # too few rounds to say
-        ({"a": [1.0] * LEAST_ROUNDS, "b": [1.5, 1.6, 1.5, 1.6]}, ["a"], True),
-        ({"a": [1.0] * LEAST_ROUNDS, "b": [0.8, 1.3, 0.9, 1.2]}, ["a", "b"], False),
-        ({"a": [1.0] * LEAST_ROUNDS, "b": [1.001, 0.999, 1.001, 1.0]}, ["a", "b"], True),
+        ({"a": [1.0] * MIN_ROUNDS, "b": [1.5, 1.6, 1.5, 1.6]}, ["a"], True),
+        ({"a": [1.0] * MIN_ROUNDS, "b": [0.8, 1.3, 0.9, 1.2]}, ["a", "b"], False),
+        ({"a": [1.0] * MIN_ROUNDS, "b": [1.001, 0.999, 1.001, 1.0]}, ["a", "b"], True),
         ({"a": [1.0] * 6, "b": [1.2, 0.9, 1.1, 1.0, 0.9, 1.0], "dropped": [2.0] * 4}, ["a", "b"], False),
     ],
 )
@@ -159,7 +159,7 @@ def test_the_grid_grows_where_its_edge_is_the_best(losses, more):
 def test_the_first_rung_is_what_the_budget_allows():
     assert rate.first_rung(10_000, 4096, math.inf, 0) == 250
     assert rate.first_rung(10_000, 4096, 19 * 100 * 4096.0, 0) == 100
-    assert rate.first_rung(100, 4096, math.inf, 0) == rate.LEAST_STEPS
+    assert rate.first_rung(100, 4096, math.inf, 0) == rate.MIN_STEPS
 
 
 def test_a_rate_of_shorter_runs_is_extrapolated_and_warned_of():
