@@ -234,7 +234,7 @@ def _stored(source: str, config: DataConfig, cache: Path) -> Dataset:
     shards = [name for name in store.names if re.fullmatch(r"[^/]+\.bin", name)]
     if "dataset.json" not in store.names and not shards:
         raise _not_a_dataset(source)
-    indices = r"|[\w-][\w.-]*\.starts\.npy" if config.packing == "best_fit" else ""
+    indices = r"|[\w-][\w.-]*\.starts\.npy" if config.packing != "stream" else ""
     small = re.compile(r"dataset\.json|tokenizer/[\w-][\w.-]*|[\w-][\w.-]*\.blocks" + indices)
     folder = mirrored(store, cache, lambda name: small.fullmatch(name) is not None)
     if config.copy == "all":

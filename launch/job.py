@@ -11,7 +11,7 @@ from configs.schema import Config, NotNegative, UserError
 from launch.hardware import Hardware, parse_hardware
 from training.layout import AXES, mesh_shape, step_shape
 
-DONE, AGAIN = (Exit.COMPLETE,), (Exit.PEER_LOST, Exit.PREEMPTED)
+DONE, AGAIN = (Exit.COMPLETE,), tuple(code for code in Exit if code.start_again)
 NEVER = (Exit.FAILED, Exit.MISTAKE, Exit.UNREADABLE, Exit.INTERRUPTED)
 """How each exit code of train.py is answered: the run is over; start all of it again; leave it. Any other code (134 an
 abort, 137 killed, 139 a segmentation fault) is a crash, after which all start again `max_crashes` times."""

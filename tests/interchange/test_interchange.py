@@ -13,18 +13,23 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from bench.exactness import shipped
+from configs.command_line import load_config
 from configs.schema import Config, MeshConfig, UserError
 from data.tokenizer import train_tokenizer
 from interchange import safetensors
 from interchange.init_from import read_params, require_same_network
+from interchange.remote_code import REMOTE
 from interchange.safetensors import arrays_of, write_safetensors
-from interchange.transformers import write_hf
+from interchange.transformers import IN_HF, beyond_hf, write_hf
 from model.gpt import GPT
 from tests.helpers import ALL_FEATURES, FEATURES, TINY, perturbed
 from training.mesh import make_mesh
 from training.state import abstract_params
 
 TOKENIZER = train_tokenizer(["to be or not to be " * 20, "that is the question " * 20], 272)
+EXPORTED = {name: options for name, options in FEATURES.items() if options.keys() <= IN_HF | REMOTE}
+"""The features that the modeling file computes, too."""
 OTHER = train_tokenizer(["a vocabulary of other words entirely " * 20], 272)
 
 
@@ -179,10 +184,15 @@ def test_a_folder_without_arrays_or_with_a_broken_file_is_refused(written, tmp_p
         require_same_network(config, TOKENIZER)
 
 
-@pytest.mark.parametrize("name", FEATURES)
+def test_every_shipped_config_s_network_can_be_exported():
+    for name in shipped():
+        assert set(beyond_hf(load_config(f"configs/{name}.py")[0].model)) <= REMOTE, name
+
+
+@pytest.mark.parametrize("name", EXPORTED)
 def test_a_network_that_transformers_cannot_express_comes_with_its_code(tmp_path, name):
     """That this computes what the network does is tested in test_remote_code.py."""
-    config, params = network(**FEATURES[name] | {"depth": 3})
+    config, params = network(**EXPORTED[name] | {"depth": 3})
     write_hf(tmp_path / "hf", [arrays_of(params)], config, TOKENIZER)
     facts = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert facts["model_type"] == "tokensum" and (tmp_path / "hf" / "modeling_tokensum.py").exists()

@@ -27,12 +27,14 @@ from interchange.safetensors import arrays_of
 from interchange.transformers import write_hf
 from interchange.verify import largest_difference
 from model.gpt import GPT
-from tests.helpers import ALL_FEATURES, FEATURES, TINY, perturbed
+from tests.helpers import TINY, perturbed
+from tests.interchange.test_interchange import EXPORTED
 from training.mesh import make_mesh
 from training.state import abstract_params
 
 TEXTS = ["to be or not to be, that is the question. " * 8, "whether it is nobler in the mind to suffer " * 8]
 TOKENIZER = train_tokenizer(TEXTS, TINY.vocab_size)
+ALL_EXPORTED = {name: value for options in EXPORTED.values() for name, value in options.items()} | {"depth": 4}
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 40), np.int32)
 
 
@@ -55,7 +57,7 @@ def modules_of_their_own(tmp_path_factory):
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
     """All features: config, parameters, and the folder that was written, in several shards."""
-    config, params = network(**ALL_FEATURES)
+    config, params = network(**ALL_EXPORTED)
     arrays = arrays_of(params)
     names = sorted(arrays)
     shards = [{name: arrays[name] for name in part} for part in (names[:7], names[7:9], names[9:])]
@@ -79,9 +81,9 @@ def test_logits_with_all_features_are_equal(everything):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", EXPORTED)
 def test_logits_with_each_feature_are_equal(tmp_path, name):
-    config, params = network(**FEATURES[name])
+    config, params = network(**EXPORTED[name])
     write_hf(tmp_path / "out", [arrays_of(params)], config, TOKENIZER)
     assert largest_difference(tmp_path / "out", params, config.model, TOKENS)[0] < 1e-4
 
@@ -144,7 +146,7 @@ def test_a_run_with_all_features_is_exported_in_shards_and_verified(tmp_path, mo
     Path("text").mkdir()
     for i in range(30):
         Path(f"text/{i}.txt").write_text(f"{i} " + TEXTS[i % 2])
-    options = [f"--model.{name}" + f"={value}" * (value is not True) for name, value in ALL_FEATURES.items()]
+    options = [f"--model.{name}" + f"={value}" * (value is not True) for name, value in ALL_EXPORTED.items()]
     options = ["--config=tiny.py", "--steps=4", "--batch.rows_per_device=2", *options]
     assert run("train", monkeypatch, *options, "--run_dir=first") == 0
     exported = lambda *more: monkeypatch.setattr(sys, "argv", ["export", "--run_dir=first", *more]) or export.main()
