@@ -36,7 +36,7 @@ from run.goodput import Times, goodput, summed_up
 from run.lines import read_metrics
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, summarize, write_summary
-from run.notify import failures_told, tell
+from run.notify import tell, tell_of_failure
 from run.preflight import preflight
 from run.runtime import Stop, cache_dir, check_hosts_agree, describe_processes, on_first_process, run_command, start_jax
 from run.stages import Programs, batches_from
@@ -87,7 +87,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
     say(describe(builds))
     programs = Programs(builds, times, say)
-    with too_large_told(config, mistake=True):
+    with explain_out_of_memory(config, mistake=True):
         programs.compile(checkpoints.newest)
     if slow := cost_of_slow_links(built.mesh, config.model, built.batch_shape):
         say(slow)
@@ -96,8 +96,9 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         with times.during("restore"):
             start = resume(built, checkpoints, past, say)
         programs.compile(start.step)  # nothing, unless the newest checkpoint could not be read
-        accepted = partial(accept, config, text.fingerprint, past.changes, start.step, start.position, **times.note())
-        on_first_process(accepted)
+        on_first_process(
+            partial(accept, config, text.fingerprint, past.changes, start.step, start.position, **times.note())
+        )
         if jax.process_index() == 0:
             text.tokenizer.save(Path(config.run_dir) / "tokenizer")
         batches = batches_from(start, builds, text)
@@ -117,7 +118,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
             epochs=lambda position: text.epochs(position // length),
         )
         write_what_happened(loop, past)
-        with too_large_told(config):
+        with explain_out_of_memory(config):
             ended = loop.run(train_batches(batches, built.batch_sharding, config.data.workers))
         if isinstance(ended, Jumped) and jax.process_index() == 0:
             Events(config.run_dir).add("running", loop.step, **times.note())  # these steps will be done again
@@ -129,7 +130,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
 
 
 @contextmanager
-def too_large_told(config: Config, mistake: bool = False) -> Iterator[None]:
+def explain_out_of_memory(config: Config, mistake: bool = False) -> Iterator[None]:
     """Where the devices' memory does not hold what is done inside, says what it is, and what would fit: a UserError
     before anything was computed (`mistake`), later a note on the error, which ends the run with code 1."""
     try:
@@ -279,7 +280,7 @@ def main() -> int:
     config, arguments = parse(__doc__, Arguments)
     with RunLock(config.run_dir) as lock, Stop() as stop:
         cluster = start_jax()
-        with failures_told(config):
+        with tell_of_failure(config):
             return train(config, cluster, arguments.accept_changes, lock, stop)
 
 

@@ -37,7 +37,7 @@ from tuning import branch, fit, noise, panels, rate, timing, tuned
 from tuning.record import STAGES, Record
 from tuning.trial import Context, evaluation_cost
 
-OF_RATE = 0.5  # of what is left, that it may take where `branch` comes after it
+OF_RATE = 0.5  # the share of the remaining budget that `rate` may spend where `branch` comes after it
 
 
 @dataclass(frozen=True)

@@ -65,11 +65,11 @@ class Ramp(NamedTuple):
         return ramp
 
     def index(self, step: int) -> int:
-        """Which stage the step after so many steps belongs to."""
+        """Which stage the step after so many steps belongs to, from 0."""
         return bisect_right(self.stages, step, key=lambda stage: stage.step) - 1
 
     def stage(self, step: int) -> Stage:
-        """The same, the stage itself."""
+        """The stage that the step after so many steps belongs to."""
         return self.stages[self.index(step)]
 
     def tokens(self, step: int) -> int:

@@ -31,7 +31,7 @@ class Range(NamedTuple):
 class Role(Enum):
     """What an option is for, where that matters elsewhere."""
 
-    FREE = "speed, reporting, or the spelling of what a fingerprint holds: it may differ when a run is continued"
+    FREE = "speed, reporting, or a path whose content a fingerprint holds: it may differ when a run is continued"
     TRAINING = "how the network is trained: whatever it is, the network computes the same function"
     PATH = "a file or folder: ~ is the home folder"
 
@@ -514,18 +514,20 @@ def validate(config: Config) -> None:
         require(model.width >= SMEAR_CHANNELS, "model.width", f"model.smear reads {SMEAR_CHANNELS} channels of it")
     fsdp, tensor = config.mesh.fsdp, config.mesh.tensor
     if model.value_embeddings:
-        least = f"it must divide model.vocab_size={model.vocab_size}, over which model.value_embeddings are shared"
-        require(model.vocab_size % fsdp == 0, "mesh.fsdp", least)
-        least = f"model.value_embeddings read {VALUE_GATE_CHANNELS} channels of it"
-        require(model.width >= VALUE_GATE_CHANNELS, "model.width", least)
+        expectation = (
+            f"it must divide model.vocab_size={model.vocab_size}, over which model.value_embeddings are shared"
+        )
+        require(model.vocab_size % fsdp == 0, "mesh.fsdp", expectation)
+        expectation = f"model.value_embeddings read {VALUE_GATE_CHANNELS} channels of it"
+        require(model.width >= VALUE_GATE_CHANNELS, "model.width", expectation)
     require(model.width % fsdp == 0, "mesh.fsdp", f"it must divide model.width={model.width}")
     for name in ("heads", "kv_heads", "vocab_size"):
         size = getattr(model, name)
         fits = [n for n in range(1, min(size, 64) + 1) if size % n == 0]
         require(size % tensor == 0, "mesh.tensor", f"it must divide model.{name}={size}: one of {fits}")
     require(4 * model.width % tensor == 0, "mesh.tensor", f"it must divide the MLP's width {4 * model.width}")
-    least = f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens"
-    require(model.vocab_size >= MIN_VOCAB_SIZE, "model.vocab_size", least)
+    expectation = f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens"
+    require(model.vocab_size >= MIN_VOCAB_SIZE, "model.vocab_size", expectation)
     require(
         batch.tokens_per_step % batch.sequence_length == 0,
         "batch.tokens_per_step",

@@ -48,9 +48,9 @@ class Shard:
     skipped: dict[str, int]
     """Documents left out before it was full, by problem."""
     which: Int[np.ndarray, "documents"]
-    """Its documents in order: the part of each,"""
+    """The part that each document is of, in the shard's order."""
     index: Int[np.ndarray, "documents"]
-    """and which of that part it is."""
+    """The number of each document within its part."""
     parts: dict[int, Placed]
 
 

@@ -51,7 +51,7 @@ class Mixture:
         return tuple(before + count for before, count in zip(self.before[stage], counts))
 
     def row_after(self, source: int, count: int, rows: int) -> int:
-        """How many rows of the run have `count` rows of a source, of `rows` that have so many."""
+        """The smallest n, of at most `rows`, for which the run's first n rows hold `count` rows of a source."""
         return bisect_left(range(rows), count, key=lambda n: self.counts(n)[source])
 
 

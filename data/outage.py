@@ -6,14 +6,14 @@ import time
 
 
 class Outage:
-    """Of all stores that this process reads."""
+    """The state of an outage, shared by all stores that this process reads."""
 
     def __init__(self):
         self.lock = threading.Lock()
         self.since: float | None = None
         """When a request failed for the first time since one was answered."""
         self.said = 0.0
-        """For how long the outage had lasted when it was last told."""
+        """For how long the outage had lasted when it was last reported."""
 
     def failed(self, name: str, error: Exception) -> None:
         """A request failed, and will be repeated."""

@@ -33,7 +33,7 @@ from data.records import SourceFile
 from data.shards import token_type
 from data.tokenizer import load_tokenizer
 
-TASK_BYTES = 2_000_000, 64_000_000  # of the source: at least and at most, and else a 256th of it
+TASK_BYTES = 2_000_000, 64_000_000  # a task is a 256th of the source, but no smaller and no larger than these
 
 
 class Span(NamedTuple):

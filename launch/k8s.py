@@ -166,7 +166,7 @@ def pod(job: Job, options: K8sOptions, image: str, hosts: int) -> dict[str, Any]
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": options.grace,
-        # Else train.py would be process 1, for which the kernel ignores a SIGTERM that has no handler yet.
+        # Without this train.py would be process 1, for which the kernel ignores a SIGTERM that has no handler yet.
         "shareProcessNamespace": True,
         "nodeSelector": selector,
         "tolerations": tolerations,

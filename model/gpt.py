@@ -56,7 +56,7 @@ class Block(nnx.Module):
 
 @jax.custom_vjp
 def widened(narrow: Float[Array, "..."], wide: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`narrow` in the type of `wide`, whose gradient it gets: `wide`, of the same values, is not read."""
+    """`narrow` cast to the type of `wide`, which has the same values and is not read; the gradient goes to `wide`."""
     return narrow.astype(wide.dtype)
 
 
@@ -64,8 +64,9 @@ widened.defvjp(lambda narrow, wide: (widened(narrow, wide), None), lambda _, gra
 
 
 def rematerialized(block: Block, remat: str, dtype: jnp.dtype) -> Callable:
-    """`block`, of which the backward pass finds all activations, the results of products, or the input alone; and its
-    parameters in the activations' `dtype`: as float32, which gradients are, they would be kept beside those."""
+    """`block`, by `remat`: the forward pass saves all activations (`none`), the results of products
+    (`products`), or the block's input alone (`block`), and the backward pass computes the rest again. The parameters
+    are saved in the activations' `dtype`: in float32, the type of their gradients, they would be kept a second time."""
     if remat == "none":
         return block
     policies = jax.checkpoint_policies

@@ -126,7 +126,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     lock.take()
     facts, first = read_record(record)
     before = options(first) | {"dataset": facts["dataset"]}
-    if before["model.dtype"] == "auto":  # of a version that recorded it so, and by which this was its meaning
+    if before["model.dtype"] == "auto":  # recorded by an older version, where it meant this
         before["model.dtype"] = "float32" if facts["devices"]["kind"] == "cpu" else "bfloat16"
     now = options(config) | {"dataset": fingerprint}
     changes = [

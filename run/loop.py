@@ -191,7 +191,7 @@ class Loop:
                     retry = self.log()  # what a checkpoint vouches for is written before it
                     unlogged = False
                 elif due.save or not self.watchdog.each:
-                    self.read()  # of the first step, too: how long it takes is the only thing known of the next ones
+                    self.read()  # after the first step, too: the watchdog's limit follows from its time
                 if outcome := self.end_before_saving(stopping):
                     return outcome
                 results = self.evaluate() if due.evaluate else {}

@@ -14,7 +14,7 @@ import jax
 from configs.schema import Config
 from run.runtime import first_line
 
-LAST = 10  # seconds that a process waits at its end: where it is a container's or a job's first, its end kills the rest
+LAST = 10  # seconds that a process waits for the command at its end, which would kill the command in a container or job
 
 
 def tell(
@@ -49,7 +49,7 @@ def tell(
 
 
 @contextmanager
-def failures_told(config: Config) -> Iterator[None]:
+def tell_of_failure(config: Config) -> Iterator[None]:
     """An exception that ends what is inside is a failure, but for one by which somebody asked for the end."""
     try:
         yield

@@ -35,7 +35,7 @@ HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life after which a process c
 HOSTS = "tokensum/host"  # in the service's store: each process's host
 ENDING = "tokensum/exit"  # there, too: the code, and who was first to end with it
 LOOK_EVERY = 1  # seconds between looks for it
-GRACE = 2  # seconds in which a process that learns of it may end in its own words
+GRACE = 2  # seconds that a process which learns of it has to end by itself, with its own message
 
 
 class PeerLost(Exception):

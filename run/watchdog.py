@@ -1,7 +1,7 @@
 """A step that does not end: on one process of many it holds up all the others for ever.
 
-A thread looks how long it is since the devices were last known to be done with a step. Steps are handed to the devices
-ahead of time, so a single one cannot be timed; so many steps may take what so many of their like took.
+A thread looks how long it is since the devices were last known to be done with a step. Steps are dispatched ahead of
+time, so a single one cannot be timed: the steps that are under way may take so many times the median of earlier ones.
 """
 
 import faulthandler
@@ -20,7 +20,7 @@ from data.outage import OUTAGE
 from run.peers import end_all
 
 AWAY = 10  # seconds without an answer from a store: longer than what single errors cost
-FIRST = 6  # so many times `hang.seconds` are allowed to the first step, which has no like: it connects the devices
+FIRST = 6  # so many times `hang.seconds` are allowed to the first step, which connects the devices
 
 
 class Watchdog:

@@ -63,9 +63,9 @@ def build(config: Config, devices: Sequence[Any] | None = None, stage: int = -1)
     dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
     config = replace(config, model=replace(config.model, dtype=dtype.name))
     stages = Ramp.of(config.batch).stages
-    here, before = of_stage(config, stages[stage]), stages[:stage][-1:]
-    after = Handover(stages[stage], of_stage(config, before[0]).optimizer) if before else None
-    optimizer, rates = make_optimizer(here.optimizer, config.model, here.steps, mesh, after)
+    here, previous = of_stage(config, stages[stage]), stages[:stage][-1:]
+    handover = Handover(stages[stage], of_stage(config, previous[0]).optimizer) if previous else None
+    optimizer, rates = make_optimizer(here.optimizer, config.model, here.steps, mesh, handover)
     state = abstract_state(config.model, optimizer, mesh)
     step = partial(make_train_step, config.model, dtype, mesh, state, optimizer, rates, config.optimizer.clip_norm)
     step = partial(step, deterministic=config.deterministic)

@@ -34,7 +34,9 @@ from training.mesh import dimension_over
 from training.muon import MuonState
 
 DIVIDED, UNDIVIDED = 0, 1  # over `fsdp`: whose units are those of a replica, or of a device
-MIN_V = 1e-6  # of its group's mean: what a second moment counts as at least, or rows not seen of late would be all
+# The least that a second moment counts as, as a share of its group's mean. Without it rows of a table that were not
+# seen of late, whose second moments have decayed to nearly nothing, would outweigh all others.
+MIN_V = 1e-6
 
 
 class Layout(NamedTuple):

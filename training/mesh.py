@@ -40,8 +40,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def islands(devices: Sequence[Any]) -> list[list[Any]]:
-    """The devices by what their fast links join: a TPU slice, a GPU node or NVLink domain (their `slice_index`); a
-    process, where no `slice_index` tells: on CPUs, and of GPUs that are only described, which say 0 on every node."""
+    """The devices in groups that fast links join: by `slice_index`, which numbers TPU slices, and GPU nodes or NVLink
+    domains; by process on CPUs, which have none, and of GPUs that are only described, whose `slice_index` is 0 on every
+    node."""
     tells = all(hasattr(device, "slice_index") for device in devices)
     if devices[0].platform == "gpu" and all(device.local_hardware_id is None for device in devices):
         tells = False

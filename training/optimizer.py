@@ -96,7 +96,8 @@ def change_of_weights(updates: Int[Array, ""], beta2: float, earlier: float) -> 
 
 def with_moments_of(opt_state: Any, config: OptimizerConfig, earlier: OptimizerConfig) -> Any:
     """The state of `earlier`'s optimizer, for that of `config`: Adam's second moments are brought to the weights that
-    its `beta2` gives them. Muon restores a matrix's norm after its own, so that a factor of all of them is nothing."""
+    its `beta2` gives them. Muon's stay: it restores a matrix's norm afterwards, so a common factor of all of its second
+    moments cancels."""
     is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
 
     def of_group(name: str, state: Any) -> Any:
@@ -114,14 +115,14 @@ def make_optimizer(
     model: ModelConfig,
     steps: int | float,
     mesh: Mesh | None = None,
-    after: Handover | None = None,
+    handover: Handover | None = None,
 ) -> tuple[optax.GradientTransformationExtraArgs, Mapping[str, Schedule]]:
     """The transformation of a network's parameters, and the learning rate of each group that it has as a function of
     the step, for the log. UserError where a parameter declares a group that there is not.
 
     `update(gradients, state, params, step=...)` expects the divided and clipped gradient in float32. The devices of
-    `mesh` share Muon's work. For a later stage of a ramp (`after`), `steps` and the config's warmups count steps of the
-    stage's size, and `step` is the run's number nevertheless.
+    `mesh` share Muon's work. For a later stage of a ramp (`handover`), `steps` and the config's warmups count steps of
+    the stage's size, and `step` is the run's number nevertheless.
     """
     groups = parameter_groups(model)
     for path, name in jax.tree_util.tree_leaves_with_path(groups):
@@ -142,17 +143,17 @@ def make_optimizer(
             mine = [where for where, of in zip(jax.tree.leaves(shardings), jax.tree.leaves(groups)) if of == name]
             return muon(options, rate, steps, mine or None), rate
         adam = optax.scale_by_adam(options.beta1, options.beta2, options.eps, mu_dtype=jnp.float32)
-        if after and (earlier := group_config(after.earlier, name).beta2) != options.beta2:
-            adam = handed_over(adam, options.beta2, earlier, after.step)
+        if handover and (earlier := group_config(handover.earlier, name).beta2) != options.beta2:
+            adam = handed_over(adam, options.beta2, earlier, handover.step)
         adamw = optax.chain(adam, optax.add_decayed_weights(options.weight_decay), scale_by_rate(rate))
         return adamw, rate
 
     built = {name: group(name) for name in present}
     transform = optax.partition({name: transform for name, (transform, _) in built.items()}, groups)
     rates = {name: rate for name, (_, rate) in built.items()}
-    if after is None:
+    if handover is None:
         return transform, rates
-    counted = lambda step: step + (after.step - after.stage.step)
+    counted = lambda step: step + (handover.step - handover.stage.step)
     update = lambda updates, state, params=None, *, step: transform.update(updates, state, params, step=counted(step))
     later = {name: lambda step, rate=rate: rate(counted(step)) for name, rate in rates.items()}
     return optax.GradientTransformationExtraArgs(transform.init, update), later  # pyright: ignore

@@ -1,4 +1,4 @@
-"""A config with other rates, another length, another batch, or as a stage of its ramp: what has to follow, follows."""
+"""A config with other rates, another length, another batch, or as a stage of a ramp: rates, betas, warmups follow."""
 
 import math
 from collections.abc import Callable

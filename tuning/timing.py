@@ -19,7 +19,7 @@ from tuning.trial import Context
 MAX_CANDIDATES = 6
 MIN_ROUNDS, MAX_ROUNDS = 4, 16
 TIE = 0.02  # a share of the time that is not worth a choice
-OF_STAKE = 0.25  # of what a choice can save at most, that timing may cost: it will save less
+OF_STAKE = 0.25  # timing ends once it has cost this share of the most that its choice could still save
 
 
 def chosen(fitting: list[Candidate]) -> list[Candidate]:

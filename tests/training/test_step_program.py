@@ -121,7 +121,7 @@ def test_a_run_compiles_its_step_once(caplog):
 @pytest.mark.medium
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)])
 def test_the_state_comes_out_where_it_went_in(mesh):
-    """Else a compiled step would refuse its own result. Muon's second moments are what XLA would place by itself."""
+    """A compiled step would refuse its result elsewhere. Muon's second moments are what XLA would place by itself."""
     matrices = replace(tiny_config().optimizer.matrices, kind="muon")
     config = replace(tiny_config(rows_per_device=1), mesh=mesh)
     config = replace(config, optimizer=replace(config.optimizer, matrices=matrices))

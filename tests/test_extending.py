@@ -1,0 +1,20 @@
+"""docs/extending.md is about the code that is there."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+
+
+def test_there_is_a_diff_for_each_kind_of_addition():
+    assert len(DIFFS) == (ROOT / "docs" / "extending.md").read_text().count("\n## ") == 6
+
+
+@pytest.mark.parametrize("diff", DIFFS, ids=range(len(DIFFS)))
+def test_every_diff_applies(diff):
+    done = subprocess.run(["git", "apply", "--check", "-"], cwd=ROOT, input=diff, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
