@@ -116,8 +116,8 @@ def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit
     if {"noise", "branch"} & {*stages} and not noise.points(config.steps):
         raise UserError(f"--steps={config.steps}: noise and branch need a run of {BLOCKS} steps at least")
     require_enough(config, record, stages)
-    if "time" in stages and "fit" not in stages and not record.of("fit"):
-        raise UserError("--stages: time takes what fit found, and there is nothing of it yet; give fit, too")
+    if "time" in stages and "fit" not in stages and not fit.that_fit(record, limit):
+        raise UserError("--stages: time takes what fit found to fit, and there is nothing of it yet; give fit, too")
     programs = fit.fit(config, record, limit, say, devices) if "fit" in stages else {}
     if "fit" in stages:
         say_decision(record, "fit", say)

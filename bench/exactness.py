@@ -235,7 +235,14 @@ def gradient_program(config: Config, split: Split) -> tuple[Build, Any]:
     keep = optax.GradientTransformationExtraArgs(zeros, lambda gradients, *_, **__: (zeros(gradients), gradients))  # pyright: ignore
     abstract = abstract_state(built.config.model, keep, built.mesh)
     train_step = make_train_step(
-        built.config.model, built.dtype, built.mesh, abstract, keep, built.rates, built.config.optimizer.clip_norm
+        built.config.model,
+        built.dtype,
+        built.mesh,
+        abstract,
+        keep,
+        built.rates,
+        built.config.optimizer.clip_norm,
+        deterministic=built.config.deterministic,
     )
     places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 

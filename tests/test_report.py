@@ -56,6 +56,7 @@ def page(runs, browser, tmp_path_factory):
     out = tmp_path_factory.mktemp("page") / "report.html"
     with pytest.MonkeyPatch.context() as patch:
         assert run(patch, *runs, f"--out={out}") == 0
+    browser.events.clear()  # of pages that other tests opened
     browser.open(f"file://{out}")
     return browser
 

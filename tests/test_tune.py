@@ -202,7 +202,7 @@ def test_a_folder_of_another_version_is_refused_by_name(tuned, folder, monkeypat
         (("--budget=much",), "--budget=much is no share of the run's FLOPs; as 3%, or 0 for no limit"),
         (("--budget=-1%",), "--budget=-1% is no share"),
         (("--batch.ramp=0:256,1e3:512",), "a constant batch is what is tuned; leave the ramp out"),
-        (("--stages=time",), "time takes what fit found, and there is nothing of it yet; give fit, too"),
+        (("--stages=time",), "time takes what fit found to fit, and there is nothing of it yet; give fit, too"),
         (("--stages=fit,time", "--topology=v5e:2x2"), "is compiled for, not run on: give --stages=fit"),
         (
             ("--stages=noise,rate", "--budget=1%"),
@@ -220,6 +220,14 @@ def test_a_mistake_is_one_message_and_code_2(folder, monkeypatch, capsys, argume
     monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2 * 2**30})
     assert run(monkeypatch, *TUNE, "--out=mistaken", "--memory=1", *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_where_nothing_fits_time_is_refused(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2 * 2**30})
+    for stages, message in [("fit", "no micro-batch of this run fits"), ("time", "give fit, too")]:
+        assert run(monkeypatch, *TUNE, "--out=too-large", "--memory=1", f"--stages={stages}") == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_stage_that_the_budget_is_too_small_for_is_left_out_and_told(folder, monkeypatch, capsys):
