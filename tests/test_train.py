@@ -186,7 +186,6 @@ def test_a_run_that_measures_itself_ends_as_one_that_does_not(folder, monkeypatc
     assert [line for line in lines_of(folder / "measured") if "diagnostics" in line] == found
 
 
-@pytest.mark.medium
 def test_killed_interrupted_and_preempted_it_ends_as_the_untouched_one(folder, untouched, monkeypatch):
     """SIGKILL after the first checkpoint, then Ctrl-C, then SIGTERM, and the same command each time."""
     run_dir = folder / "killed"
@@ -239,7 +238,6 @@ def test_stages_are_told_with_their_epochs_and_go_on_exactly(folder, untouched, 
     assert_as_untouched(Path("staged again"), Path("staged"))
 
 
-@pytest.mark.medium
 def test_two_devices_give_the_result_of_one(folder, untouched, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=one", devices=1) == 0

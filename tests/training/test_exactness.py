@@ -41,7 +41,6 @@ SMALLER = {"model.width": 128, "model.head_dim": 32, "model.vocab_size": 1024, "
 }
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize(("config", "split"), CASES)
 def test_every_shipped_config_gives_the_same_run_whatever_the_split(config, split):
     """Its features, optimizer and schedule, from its own start. With the `eps` that the groups once had, the second
@@ -122,7 +121,6 @@ def tiny(name: str, dtype: str, eps: float | None = None) -> Config:
     return with_options(sized(name, eps), {f"model.{size}": value for size, value in sizes.items()})
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("dtype", DISTURBANCE)
 @pytest.mark.parametrize("name", [names[0] for names in RUNS.values()])
 def test_no_group_s_update_amplifies_rounding(name, dtype):

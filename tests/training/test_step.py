@@ -96,7 +96,6 @@ def test_every_mesh_of_eight_gives_the_update_of_one():
     assert_same_steps(config, [on_mesh(config, 1, sizes) for sizes in FACTORIZATIONS])
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize(
     ("rows", "length", "kv_heads", "part"), [(12, 16, 4, 4), (6, 5, 2, 3), (4, 1, 1, 1)], ids="{}".format
 )
@@ -116,7 +115,6 @@ def test_any_weights_in_any_split_equal_no_split(rows, length, kv_heads, part, d
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
 
 
-@pytest.mark.medium
 def test_bfloat16_split_stays_close():
     config = tiny_config(dtype="bfloat16")
     rows = [random_rows(config, step, weights("lengths", 16, 16, step)) for step in range(3)]
@@ -173,7 +171,6 @@ def packed_and_apart(seed: int) -> tuple[dict, dict]:
     return packed | {"segment_ids": segments}, apart
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize(("sizes", "devices"), [((1, 1, 1), 1), ((2, 2, 2), 8)])
 def test_documents_side_by_side_give_the_update_of_documents_apart(sizes, devices):
     config, separate = tiny_config(rows=8, rows_per_device=2, kv_heads=4), tiny_config(rows=16, kv_heads=4)
@@ -187,14 +184,12 @@ def test_documents_side_by_side_give_the_update_of_documents_apart(sizes, device
     assert distance(run_steps(config, without)[0], expected) > 1e-4
 
 
-@pytest.mark.medium
 def test_all_features_give_the_reference_update_whatever_the_split_and_mesh():
     config = tiny_config(heads=4, kv_heads=4, **ALL_FEATURES | {"depth": 3})
     sizes = ((4, ONE), (1, (8, 1, 1)), (2, (2, 2, 2)), (4, (1, 2, 4)))
     assert_same_steps(config, [on_mesh(config, *size) for size in sizes], reference.train)
 
 
-@pytest.mark.medium
 def test_muon_s_update_is_the_same_whatever_the_split_and_mesh():
     matrices = MatricesConfig(0.01, kind="muon")
     config = tiny_config(heads=4, kv_heads=4)
