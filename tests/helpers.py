@@ -29,7 +29,14 @@ FEATURES = {
     "backout": {"backout": True, "depth": 3},
 }
 """nanochat's later features, each alone."""
-ALL_FEATURES = {name: value for options in FEATURES.values() for name, value in options.items()} | {"depth": 4}
+
+
+def together(features: dict[str, dict]) -> dict:
+    """The options of a network that has all of these features."""
+    return {name: value for options in features.values() for name, value in options.items()} | {"depth": 4}
+
+
+ALL_FEATURES = together(FEATURES)
 # eps well above the noise of a gradient that is nearly zero, whose Adam direction would otherwise be noise.
 SCHEDULE = ScheduleConfig(warmup_steps=2, warmdown=0.5)
 GROUP = GroupConfig(peak_rate=0.01, eps=1e-4, schedule=SCHEDULE)

@@ -27,14 +27,14 @@ from interchange.safetensors import arrays_of
 from interchange.transformers import write_hf
 from interchange.verify import largest_difference
 from model.gpt import GPT
-from tests.helpers import TINY, perturbed
+from tests.helpers import TINY, perturbed, together
 from tests.interchange.test_interchange import EXPORTED
 from training.mesh import make_mesh
 from training.state import abstract_params
 
 TEXTS = ["to be or not to be, that is the question. " * 8, "whether it is nobler in the mind to suffer " * 8]
 TOKENIZER = train_tokenizer(TEXTS, TINY.vocab_size)
-ALL_EXPORTED = {name: value for options in EXPORTED.values() for name, value in options.items()} | {"depth": 4}
+ALL_EXPORTED = together(EXPORTED)
 TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, (2, 40), np.int32)
 
 

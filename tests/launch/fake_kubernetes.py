@@ -9,10 +9,11 @@ import copy
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
+
+from tests.ports import free_ports
 
 
 class Cluster:
@@ -53,9 +54,7 @@ class Cluster:
         job = replicated["template"]["spec"]
         assert job["completionMode"] == "Indexed" and job["completions"] == job["parallelism"]
         assert job["backoffLimit"] == 0
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        (port,) = free_ports(1)
         for index in self.jobs():
             labels = {
                 "jobset.sigs.k8s.io/job-index": str(index),

@@ -61,8 +61,9 @@ def real(monkeypatch):
     deadline, over = time.time() + 60, threading.Event()
     try:
         while subprocess.run(["sinfo", "-h", "-t", "idle", "-o", "%D"], capture_output=True).stdout.strip() != b"3":
-            logs = [f"{log.name}:\n{log.read_text()[-2000:]}" for log in sorted(folder.glob("*.log"))]
-            assert time.time() < deadline, "\n".join(logs)
+            assert time.time() < deadline, "\n".join(
+                f"{log.name}:\n{log.read_text()[-2000:]}" for log in sorted(folder.glob("*.log"))
+            )
             time.sleep(0.5)
 
         def hurry() -> None:  # SLURM holds a job that is queued again back for two minutes
