@@ -3,8 +3,8 @@
 What the options are measured against (docs/recipe.md), and what transformers can load.
 
 On 2026-11-24, on two AMD EPYC cores with AVX-512 and other work beside it (Python 3.12, JAX 0.12.0.1, bfloat16), its
-300 steps took 306 s of training and reached a validation loss of 3.96, 1.61 bits per byte; 488 steps
-reached 1.467 on 2026-11-21, the mean of three seeds.
+300 steps took 306 s of training and reached a validation loss of 3.96, 1.61 bits per byte; 488 steps reached 1.467 on
+2026-11-21, the mean of three seeds.
 """
 
 from dataclasses import replace

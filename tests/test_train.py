@@ -208,7 +208,7 @@ def test_killed_interrupted_and_preempted_it_ends_as_the_untouched_one(folder, u
     assert series_of(run_dir) == series_of(untouched) and len(series_of(untouched)[0]) == 30
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_stages_are_told_with_their_epochs_and_go_on_exactly(folder, untouched, monkeypatch, capfd):
     """A stage begins within step 108, after the checkpoint that the second start goes on from."""
     monkeypatch.chdir(folder)
@@ -295,7 +295,7 @@ def test_the_end_of_a_run_that_was_killed_after_its_last_checkpoint_is_made_up(f
     assert all(ours[name] == theirs[name] for name in ours if name not in TIMES)
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_benchmarks_leave_the_run_s_bits_untouched_and_evaluate_gives_the_same(folder, untouched, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     make_bundle(folder / "bundle")
@@ -323,7 +323,7 @@ def test_benchmarks_leave_the_run_s_bits_untouched_and_evaluate_gives_the_same(f
     assert json.loads(capsys.readouterr().out) == found
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_a_network_in_a_folder_is_measured_as_the_run_that_it_is_of(folder, untouched, monkeypatch, capsys):
     """In transformers' format, as a nanochat is published."""
     # A folder does not say in what type it was computed; some versions of JAX would take bfloat16 here.
@@ -390,7 +390,7 @@ def test_without_the_harness_its_tasks_say_what_installs_it(folder, untouched, m
     assert "make setup EXTRA=harness" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_two_runs_are_compared_on_other_text(folder, untouched, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     shutil.copytree(untouched, folder / "earlier")
@@ -626,7 +626,7 @@ def saving(then):
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_a_run_that_another_process_writes_to_is_refused_and_a_second_ctrl_c_ends_it_at_once(
     folder, untouched, monkeypatch, capfd
 ):
@@ -684,7 +684,7 @@ def test_the_list_of_checkpoints_says_which_are_sound(folder, untouched, monkeyp
     assert f"{summary(untouched)['val_bpb']:.4f}" in lines["120"]
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.parametrize("recovers", [True, False])
 def test_a_full_disk_ends_the_run_only_if_it_stays_full(folder, untouched, monkeypatch, capfd, recovers):
     """Files may not grow past 40 kB: metrics are written, checkpoints are not, until the third try."""
@@ -749,7 +749,7 @@ def jumpy(folder) -> float:
     return sum(ratios[-3:-1]) / 2
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_a_jump_of_the_loss_is_told_with_the_rows_that_the_step_saw(folder, jumpy, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     watched = (f"--stability.spike_factor={jumpy}", *FAST)
@@ -764,7 +764,7 @@ def test_a_jump_of_the_loss_is_told_with_the_rows_that_the_step_saw(folder, jump
     assert f"row {spikes[0]['spike']['rows'][0][1]:,} of {folder}/text" in capfd.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kill(folder, jumpy, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     rolling = (f"--stability.spike_factor={jumpy}", *FAST, "--stability.rollback", "--stability.max_rollbacks=50")

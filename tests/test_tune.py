@@ -238,7 +238,7 @@ def test_a_stage_that_the_budget_is_too_small_for_is_left_out_and_told(folder, m
     assert json.loads((folder / "small" / "tune.json").read_text())["spent"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.parametrize("budget", [0.01, 0.03, 0.2, 0.6, 1.0, 1.5, 4.0])
 def test_no_budget_is_passed(folder, monkeypatch, budget):
     """With trials that cost nothing here, and a loss that rates and batches change."""

@@ -10,7 +10,7 @@ from bench import checkpoints
 PLAIN = "--config=configs/plain.py --model.depth=1 --model.width=64 --model.heads=1 --model.kv_heads=1 --saves=1"
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.parametrize(("steps", "key"), [(0, "seconds_until_written"), (2, "slower")])
 def test_one_json_line(monkeypatch, capsys, steps, key):
     sizes = f"{PLAIN} --batch.sequence_length=16 --batch.tokens_per_step=128 --steps_between={steps}"

@@ -7,7 +7,7 @@ import pytest
 from bench.gradient_accumulation import means, notebook, ragged
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.parametrize("schedule", ["constant", "warmup_cosine"])
 def test_nine_examples_at_once_or_three_times_three(schedule):
     """Two updates of 9 rows through our step with K = 3, against MultiSteps(3) over the micro-batches' means."""

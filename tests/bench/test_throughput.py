@@ -45,7 +45,7 @@ def test_sizes_below_one_are_refused(monkeypatch, program, word):
         assert refused.value.code == 2
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_along_tensor_the_sizes_are_those_that_are_printed(monkeypatch, capsys, tmp_path):
     """Rows of a micro-batch are a replica's: the devices along `tensor` share them."""
     arguments = "--config=configs/plain.py --model.depth=1 --model.width=64 --batch.sequence_length=32 --timed_steps=1"

@@ -62,7 +62,7 @@ def serial(source, tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
 def test_any_number_of_workers_writes_the_bytes_of_one(source, serial, tmp_path, workers):
     prepare(source, tmp_path / "out", where=Where(workers=workers))

@@ -208,7 +208,7 @@ def start(arguments: list[str], **environment: str) -> subprocess.Popen:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_the_command_killed_by_the_system_goes_on_and_gives_the_same_bytes(settings, tmp_path):
     table = Path(settings.source, "table.jsonl")
     table.write_text("".join(json.dumps({"text": f"line {i} " * 200}) + "\n" for i in range(1200)))

@@ -81,7 +81,7 @@ def test_batches_are_those_of_the_disk_and_a_start_reads_no_shard(bucket, made, 
     assert digest(again) == digest(expected) and len(reads_of_shards(bucket)) == before > 0
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_a_pod_of_two_processes_reads_the_batches_of_the_disk_each_its_own(bucket, made, tmp_path):
     bucket.seconds, bucket.failing = 0.05, 0.02
     program = (

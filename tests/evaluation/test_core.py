@@ -71,7 +71,7 @@ def nanochat_s():
     return json.loads(nanochat_core.RESULTS.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.medium
 def test_items_of_every_kind_are_as_nanochat_s_core_eval_has_them(bundle, nanochat_s):
     """With and without shots, a shared prefix and a prompt that is cut."""
     lines = lines_on(bundle, "one", ("choices", "choices_with_shots", "schema", "continuations_at_the_limit"))
