@@ -239,7 +239,7 @@ def finish(
         say(f"stopped after step {outcome.step} of {config.steps}, saved in {run_dir}; the same command continues it")
     else:
         code = Exit.COMPLETE
-        digest = params_sha256(outcome.state.params)  # gathered from all processes
+        digest = params_sha256(outcome.state.params, config.model)  # gathered from all processes
     if jax.process_index() > 0:
         return code
     with suppress(OSError):  # a full disk may be why it stopped, which has been said

@@ -11,7 +11,11 @@ from typing import TypeVar
 import jax
 from jaxtyping import Array, Float, Int
 
+from model.shapes import DATA
+
 T = TypeVar("T")
+BATCH_AXES = (*DATA, "fsdp")
+"""The mesh axes that the rows of a batch are divided over."""
 Axes = tuple[str | None, ...]
 """For each dimension of a parameter, the mesh axis it is divided over."""
 
@@ -71,11 +75,11 @@ def all_gather_vocabulary(logits: Float[Array, "batch vocab_share"]) -> Float[Ar
 def pmax_over_mesh(tokens: Int[Array, "batch"]) -> Int[Array, "batch"]:
     """The largest over all devices: of tokens that every device has drawn alike these tokens, marked as varying over
     no axis."""
-    return jax.lax.pmax(tokens, ("data", "fsdp", "tensor")) if in_shard_map() else tokens
+    return jax.lax.pmax(tokens, (*BATCH_AXES, "tensor")) if in_shard_map() else tokens
 
 
-def psum_scatter(x: Float[Array, "..."], axis: str, dimension: int) -> Float[Array, "..."]:
-    """The sum over the devices along the mesh `axis`, of which each keeps its share of `dimension`."""
+def psum_scatter(x: Float[Array, "..."], axis: str | tuple[str, ...], dimension: int) -> Float[Array, "..."]:
+    """The sum over the devices along the mesh `axis`, or several, of which each keeps its share of `dimension`."""
     if platform() == "cpu" and jax.process_count() > 1:
         # Processes on CPUs sum through gloo, whose reduce-scatter now and then sends a buffer that it has overwritten
         # already (jax issue 40830); its all-reduce does not.

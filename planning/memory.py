@@ -7,7 +7,6 @@ What a compiler adds (`temporaries`) is a rule for each platform, chosen with a 
 from math import prod
 
 from planning.candidate import Candidate
-from training.layout import divided
 
 PARTS = "parameters", "moments", "batch", "gathered copies", "gradient sums", "activations", "logits", "temporaries"
 
@@ -20,11 +19,16 @@ def memory(of: Candidate) -> dict[str, float]:
     for p, count in of.kinds:
         named = {axis for axis in p.axes if axis}
         replica = count * p.size / prod(sizes[axis] for axis in named)  # whole over `data`
-        over_data = divided(p.shape, p.axes, sizes) != p.axes
-        share = replica / sizes["data"] if over_data else replica
+        share = count * of.share(p.shape, p.axes)
+        second = share
+        if muon and p.group == "matrices":
+            inputs, outputs = p.shape
+            rows = outputs < inputs
+            second = count * of.share(
+                (inputs, 1) if rows else (1, outputs), (p.axes[0], None) if rows else (None, p.axes[1])
+            )
         parts["parameters"] += 4 * share
-        second = count * 4 * max(p.shape) if muon and p.group == "matrices" else 4 * share
-        parts["moments"] += 4 * share + second
+        parts["moments"] += 4 * (share + second)
         parts["gathered copies"] += (4 if len(p.shape) == 1 else width) * replica
         parts["gradient sums"] += 4 * replica
         if sizes["fsdp"] > 1 and p.product and p.group != "lm_head":

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 from configs.schema import CheckpointConfig, UserError
 from run.checksums import checksums, digest, require_checksums
 from run.runtime import NoCheckpoint, first_line, highest, on_first_process, versions
+from training.layout import padded
 from training.optimizer import path_name
 from training.state import TrainState
 
@@ -111,14 +113,15 @@ class Checkpoints:
         return ocp.CheckpointManager(self.folder, options=options, item_names=("params", "rest", "facts"))
 
     def save(self, step: int, state: TrainState, facts: dict) -> None:
-        """Copies the state off the devices, and writes it while training goes on. `step` is `int(state.step)`.
+        """Copies the state off the devices, and writes it while training goes on. `step` is `int(state.step)`; `facts`
+        holds the parameters' `shapes` without padding (`model.shapes.parameter_shapes`).
 
         A save that fails, at once or while it is written, is counted (`failing`). Older checkpoints are deleted when
         there is a newer one that is whole.
         """
         rest = {"opt_state": state.opt_state, "skipped_steps": state.skipped_steps}
-        facts = {"step": step, **facts, "time": time.time(), "versions": versions(), "shapes": _shapes(state.params)}
-        facts["checksums"] = checksums({"params": state.params, **rest})
+        facts = {"step": step, **facts, "time": time.time(), "versions": versions()}
+        facts["checksums"] = checksums({"params": state.params, **rest}, facts["shapes"])
         items = ocp.args.Composite(
             params=ocp.args.StandardSave(state.params),  # pyright: ignore[reportCallIssue]
             rest=ocp.args.StandardSave(rest),  # pyright: ignore[reportCallIssue]
@@ -210,7 +213,7 @@ class Checkpoints:
         return put_aside
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict]:
-        """The state saved at `step`, as `abstract`'s shapes and shardings say, and the facts saved with it.
+        """The state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it.
 
         UserError where it is of another network or optimizer; another exception where it is damaged.
         """
@@ -218,11 +221,12 @@ class Checkpoints:
         facts = self.facts(step)
         self._require_same_state(facts, {"params": abstract.params, **rest})
         items = ocp.args.Composite(
-            params=ocp.args.StandardRestore(abstract.params),  # pyright: ignore[reportCallIssue]
-            rest=ocp.args.StandardRestore(rest),  # pyright: ignore[reportCallIssue]
+            # Not strict: the mesh that saved it may have padded the arrays otherwise.
+            params=ocp.args.StandardRestore(abstract.params, strict=False),  # pyright: ignore[reportCallIssue]
+            rest=ocp.args.StandardRestore(rest, strict=False),  # pyright: ignore[reportCallIssue]
         )
         found: Any = self.manager.restore(step, args=items)
-        require_checksums(facts["checksums"], {"params": found.params, **found.rest})
+        require_checksums(facts["checksums"], {"params": found.params, **found.rest}, facts["shapes"])
         step_array = jax.device_put(abstract.step.dtype.type(facts["step"]), abstract.step.sharding)
         return TrainState(step_array, found.params, found.rest["opt_state"], found.rest["skipped_steps"]), facts
 
@@ -256,13 +260,13 @@ class Checkpoints:
         none, or it is damaged."""
         if not self.steps:
             raise UserError(f"{self.folder} holds no checkpoint yet")
-        arguments = ocp.checkpoint_utils.construct_restore_args(abstract)
+        arguments = ocp.checkpoint_utils.construct_restore_args(abstract, strict=False)
         params = ocp.args.PyTreeRestore(abstract, arguments, partial_restore=True)  # pyright: ignore[reportCallIssue]
         try:
             facts = self.facts(self.newest)
             self._require_same_network(facts, abstract, part=True)
             found: Any = self.manager.restore(self.newest, args=ocp.args.Composite(params=params))
-            require_checksums(facts["checksums"], {"params": found.params})
+            require_checksums(facts["checksums"], {"params": found.params}, facts["shapes"])
         except UserError:
             raise
         except Exception as error:
@@ -280,7 +284,7 @@ class Checkpoints:
     def _require_same_state(self, facts: dict, state: dict) -> None:
         """UserError where the checkpoint's parameters have other shapes, or its optimizer other moments."""
         self._require_same_network(facts, state["params"])
-        if others := sorted(facts["checksums"].keys() ^ _shapes(state).keys()):
+        if others := sorted(facts["checksums"].keys() ^ _leaves(state).keys()):
             raise UserError(
                 f"checkpoint {facts['step']} in {self.folder} was made with another optimizer: {', '.join(others[:4])}"
                 f"{' and others' if len(others) > 4 else ''} are in one of the two alone; give the optimizer it was "
@@ -289,11 +293,13 @@ class Checkpoints:
 
     def _require_same_network(self, facts: dict, params: dict, part: bool = False) -> None:
         """UserError where the checkpoint's parameters have other shapes; `part`: it may have more of them."""
-        saved, asked = facts["shapes"], _shapes(params)
+        saved, leaves = facts["shapes"], _leaves(params)
+        asked = {name: list(leaf.shape) for name, leaf in leaves.items()}
+        here = {name: _padded(shape, leaves[name].sharding) for name, shape in saved.items() if name in leaves}
         differ = [
             f"{name}: {saved.get(name, 'not there')}, not {asked.get(name, 'there')}"
             for name in sorted(asked if part else saved | asked)
-            if saved.get(name) != asked.get(name)
+            if here.get(name) != asked.get(name)
         ]
         if differ:
             differences = "\n  ".join(differ)
@@ -363,5 +369,11 @@ def _metrics(facts: dict) -> dict[str, float] | None:
     return None if facts.get("val_bpb") is None else {"val_bpb": facts["val_bpb"]}
 
 
-def _shapes(tree: Any) -> dict[str, list[int]]:
-    return {path_name(path): list(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+def _leaves(tree: Any) -> dict[str, Any]:
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _padded(shape: list[int], sharding: jax.sharding.NamedSharding) -> list[int]:
+    """The shape in which a mesh stores an array (`training.layout.Place`)."""
+    axes = [(names,) if isinstance(names, str) else names or () for names in sharding.spec]
+    return [padded(size, prod(sharding.mesh.shape[name] for name in names)) for size, names in zip(shape, axes)]

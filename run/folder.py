@@ -25,7 +25,7 @@ from run.kernels import ARCHIVE
 from run.lines import read_metrics
 from run.runtime import versions
 from training.build import build
-from training.mesh import islands, make_mesh
+from training.mesh import islands, make_mesh, sizes_of
 from training.optimizer import path_name
 from training.state import TrainState, abstract_params
 
@@ -201,7 +201,7 @@ def load_run(run_dir: str | Path, mesh: Mesh) -> Run:
     """The run in `run_dir` with its newest checkpoint's parameters. UserError where there is no run or checkpoint, or
     where the mesh cannot divide its network."""
     facts, config = record_of(run_dir)
-    validate(dataclasses.replace(config, mesh=MeshConfig(**mesh.shape)))
+    validate(dataclasses.replace(config, mesh=MeshConfig(**sizes_of(mesh))))
     params, step = Checkpoints(config.checkpoint.folder or run_dir).restore_params(abstract_params(config.model, mesh))
     return Run(config, facts["dataset"], params, step)
 

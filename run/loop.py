@@ -13,6 +13,7 @@ import jax
 from configs.ramp import Ramp
 from configs.schema import Config
 from model.flops import flops_per_token
+from model.shapes import parameter_shapes
 from program.machines import peak_flops
 from run.checkpoint import Checkpoints
 from run.events import Events
@@ -300,7 +301,8 @@ class Loop:
     def save(self, results: dict) -> None:
         position = {"tokens": self.tokens_after(self.step), "position": self.position_after(self.step)}
         kept = {"seconds": self.clock.seconds, "losses": list(self.monitor.losses)}
-        origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config)}
+        shapes = parameter_shapes(self.config.model)
+        origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config), "shapes": shapes}
         with self.watchdog.elsewhere(), self.times.during("saving"):
             self.checkpoints.save(self.step, self.state, {**position, **kept, **origin, **results})
         self.saved = time.monotonic()

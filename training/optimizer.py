@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +11,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Num
 
 from configs.ramp import Stage
-from configs.schema import GroupConfig, ModelConfig, MuonConfig, OptimizerConfig, UserError
+from configs.schema import GroupConfig, MeshConfig, ModelConfig, MuonConfig, OptimizerConfig, UserError
 from model.gpt import map_parameters
-from training.mesh import parameter_sharding
+from training.mesh import make_mesh, parameter_places
 from training.muon import muon
 from training.schedule import Schedule, make_schedule
 
@@ -121,8 +120,8 @@ def make_optimizer(
     the step, for the log. UserError where a parameter declares a group that there is not.
 
     `update(gradients, state, params, step=...)` expects the divided and clipped gradient in float32. The devices of
-    `mesh` share Muon's work. For a later stage of a ramp (`handover`), `steps` and the config's warmups count steps of
-    the stage's size, and `step` is the run's number nevertheless.
+    `mesh` share Muon's work (None: the first device does all). For a later stage of a ramp (`handover`), `steps` and
+    the config's warmups count steps of the stage's size, and `step` is the run's number nevertheless.
     """
     groups = parameter_groups(model)
     for path, name in jax.tree_util.tree_leaves_with_path(groups):
@@ -133,15 +132,16 @@ def make_optimizer(
             )
     present = sorted(set(jax.tree.leaves(groups)))
     peaks = peak_rates(config, model.width)
-    shardings = map_parameters(partial(parameter_sharding, mesh=mesh), model) if mesh else None
+    mesh = mesh or make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    places = jax.tree.leaves(parameter_places(model, mesh))
 
     def group(name: str) -> tuple[optax.GradientTransformation, Schedule]:
         options = group_config(config, name)
         schedule = make_schedule(options.schedule, steps)
         rate = lambda step: peaks[name] * schedule(step)
         if isinstance(options, MuonConfig):
-            mine = [where for where, of in zip(jax.tree.leaves(shardings), jax.tree.leaves(groups)) if of == name]
-            return muon(options, rate, steps, mine or None), rate
+            mine = [place for place, of in zip(places, jax.tree.leaves(groups)) if of == name]
+            return muon(options, rate, steps, mine, mesh), rate
         adam = optax.scale_by_adam(options.beta1, options.beta2, options.eps, mu_dtype=jnp.float32)
         if handover and (earlier := group_config(handover.earlier, name).beta2) != options.beta2:
             adam = handed_over(adam, options.beta2, earlier, handover.step)
