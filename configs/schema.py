@@ -6,6 +6,7 @@ imports from the rest of the project, and nothing here computes.
 """
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -65,7 +66,8 @@ class ModelConfig:
     vocab_size: Positive[int] = 32768
     """Tokens of the tokenizer, the BOS included."""
     softcap: Positive[float] = 15.0
-    """Logits are capped to `softcap * tanh(logits / softcap)`. The loss has no maximum pass because of this bound."""
+    """Logits are capped to `softcap * tanh(logits / softcap)`. The loss has no maximum pass because of this bound, so it
+    must be below 88.7 - log(vocab_size): the loss sums exp(logit) over the vocabulary, and float32 ends at exp(88.7)."""
     z_loss: OfTraining[NotNegative[float]] = 0.0
     """Factor of the squared log-sum-exp of the logits in the training loss (arXiv:2204.02311); not in validation's."""
     loss_chunks: Free[Positive[int]] = 1
@@ -512,6 +514,9 @@ def validate(config: Config) -> None:
     require(letters, "model.window_pattern", "letters S (short) and L (long), one for each block, such as SSSL")
     if model.smear:
         require(model.width >= SMEAR_CHANNELS, "model.width", f"model.smear reads {SMEAR_CHANNELS} channels of it")
+    most = math.floor(10 * (88.7 - math.log(model.vocab_size))) / 10
+    overflows = f"with model.vocab_size={model.vocab_size} the loss overflows float32; at most {most}"
+    require(model.softcap <= most, "model.softcap", overflows)
     fsdp, tensor = config.mesh.fsdp, config.mesh.tensor
     if model.value_embeddings:
         expectation = (

@@ -43,8 +43,8 @@ def attend(
     segment_ids: Int[Array, "batch length"] | None = None,
     window: int | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Softmax attention, scaled by head_dim^-0.5: causal, or from `positions` of the queries to all keys up to them;
-    with `segment_ids`, only among positions of one segment; with `window`, only to so many positions back.
+    """Softmax attention of queries that are scaled already: causal, or from `positions` of the queries to all keys up
+    to them; with `segment_ids`, only among positions of one segment; with `window`, only to so many positions back.
 
     The one place that chooses a kernel: splash attention on a TPU, cuDNN's on a GPU, plain products elsewhere and for
     the cache. Plain products take the queries in blocks, each with the keys that its queries can see.
@@ -56,7 +56,7 @@ def attend(
         if platform() in ("gpu", "cuda") and q.dtype == jnp.bfloat16 and q.shape[1] >= SHORTEST_FOR_CUDNN:
             back = None if window is None else (window, 0)
             return jax.nn.dot_product_attention(
-                q, k, v, mask=same, is_causal=True, local_window_size=back, implementation="cudnn"
+                q, k, v, mask=same, scale=1.0, is_causal=True, local_window_size=back, implementation="cudnn"
             )
     length, keys = q.shape[1], k.shape[1]
     back = keys if window is None else window
@@ -85,7 +85,7 @@ def plain_attention(
 
 
 def _plain_forward(q: Array, k: Array, v: Array, seen: Array) -> tuple[Array, tuple[Array, ...]]:
-    grouped = (q * q.shape[-1] ** -0.5).reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     scores = jnp.einsum("btkgd,bskd->bkgts", grouped, k, preferred_element_type=jnp.float32)
     scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
     shares = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
@@ -103,7 +103,7 @@ def _plain_backward(residuals: tuple[Array, ...], dy: Array) -> tuple[Array, Arr
     dv = jnp.einsum("bkgts,btkgd->bskd", shares, dy)
     dshares = jnp.einsum("btkgd,bskd->bkgts", dy, v, preferred_element_type=jnp.float32)
     dscores = (shares * (dshares - along)).astype(v.dtype)
-    dq = jnp.einsum("bkgts,bskd->btkgd", dscores, k) * q.shape[-1] ** -0.5
+    dq = jnp.einsum("bkgts,bskd->btkgd", dscores, k)
     dk = jnp.einsum("bkgts,btkgd->bskd", dscores, q)
     return dq.reshape(*q.shape[:2], -1, q.shape[-1]), dk, dv, None
 
@@ -143,7 +143,8 @@ class Attention(nnx.Module):
         tokens, positions, angles, segment_ids = inputs
         x = vary_over_tensor(x)
         heads = (*x.shape[:2], -1, self.head_dim)  # this device's own, along `tensor`
-        q: Array = rotate_and_norm(self.query(x).reshape(heads), angles, self.qk_scale)
+        # The scale of attention's scores is a factor of the queries here: applied later, it would round them twice.
+        q: Array = rotate_and_norm(self.query(x).reshape(heads), angles, self.qk_scale * self.head_dim**-0.5)
         k: Array = rotate_and_norm(self.key(x).reshape(heads), angles, self.qk_scale)
         v = self.value(x).reshape(heads)
         if hasattr(self, "value_embedding"):

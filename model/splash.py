@@ -26,13 +26,13 @@ def splash_attention(
     window: int | None,
     interpret: bool = False,
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Causal attention, scaled by head_dim^-0.5, without the matrix of scores, forward or backward (arXiv:2205.14135).
+    """Causal attention of scaled queries, without the matrix of scores, forward or backward (arXiv:2205.14135).
     In shard_map, q, k and v vary over the same mesh axes.
 
     Each key head serves its group of query heads: nothing is repeated. Blocks that the mask leaves empty are skipped.
     `interpret` runs it anywhere, slowly.
     """
-    grouped = (q * q.shape[-1] ** -0.5).reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
     y: Array = _attention(grouped, k, v, segment_ids, window, interpret)
     return y.reshape(q.shape)
 

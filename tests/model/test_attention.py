@@ -11,15 +11,15 @@ from model.attention import attend
 
 
 def defined(q, k, v, seen):
-    """softmax(q k / sqrt(head_dim)) v, a head and a query at a time, in float64."""
-    batch, length, heads, head_dim = q.shape
+    """softmax(q k) v, a head and a query at a time, in float64."""
+    batch, length, heads, _ = q.shape
     group = heads // k.shape[2]
     out = np.zeros(q.shape)
     for b in range(batch):
         for h in range(heads):
             for i in range(length):
                 keys, values = k[b, : seen(i), h // group].astype(np.float64), v[b, : seen(i), h // group]
-                shares = np.exp(keys @ q[b, i, h] / np.sqrt(head_dim))
+                shares = np.exp(keys @ q[b, i, h])
                 out[b, i, h] = shares / shares.sum() @ values
     return out
 
@@ -52,13 +52,20 @@ def test_blocks_of_queries_change_neither_values_nor_gradients(window, segments)
 
     def theirs(q, k, v):
         y = jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=True, local_window_size=window_size, implementation="xla"
+            q, k, v, mask=mask, scale=1.0, is_causal=True, local_window_size=window_size, implementation="xla"
         )
         return jnp.sum(y * weights)
 
     ours = lambda q, k, v: jnp.sum(attend(q, k, v, segment_ids=segment_ids, window=window) * weights)
     for mine, other in zip(*(jax.tree.leaves(jax.value_and_grad(f, (0, 1, 2))(q, k, v)) for f in (ours, theirs))):
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=2e-5)
+
+
+def test_queries_and_their_gradients_are_not_multiplied_after_they_were_rounded():
+    """`rotate_and_norm` scales queries in float32, before it rounds them to bfloat16."""
+    q = jax.ShapeDtypeStruct((2, 6, 4, 8), jnp.bfloat16)
+    program = jax.make_jaxpr(lambda q, k, v: jax.vjp(attend, q, k, v)[1](q))(q, q, q)
+    assert " = dot_general" in str(program) and not re.search(r":bf16\[[\d,]*\] = mul", str(program))
 
 
 @pytest.mark.parametrize(("window", "share"), [(None, 0.6), (256, 0.25)])

@@ -83,3 +83,12 @@ def test_logits_at_the_cap_do_not_overflow():
     huge = jnp.full((1, 70_000), 1e30)
     loss, _ = cross_entropy(huge, jnp.zeros(1, jnp.int32), jnp.ones(1), CONFIG)
     assert float(loss) == pytest.approx(np.log(70_000), rel=1e-5)
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_largest_cap_that_a_config_may_have_overflows_nothing(sign):
+    """All logits at one end of it: every token has the same share."""
+    vocab, cap = 32768, 78.3  # the edge of tests/configs/test_schema.py
+    logits, tokens = jnp.full((2, vocab), sign * 1e4), jnp.zeros(2, jnp.int32)
+    loss, gradient = cross_entropy(logits, tokens, jnp.ones(2), ModelConfig(vocab_size=vocab, softcap=cap))
+    assert float(loss) == pytest.approx(2 * np.log(vocab), rel=1e-5) and np.all(np.isfinite(gradient))

@@ -21,7 +21,7 @@ from training.mesh import make_mesh
 def test_values_and_gradients(kv_heads, window, documents, length):
     generator = np.random.default_rng(0)
     random = lambda heads: jnp.asarray(generator.standard_normal((2, length, heads, 128)), jnp.float32)
-    q, k, v, weights = random(2), random(kv_heads), random(kv_heads), random(2)
+    q, k, v, weights = random(2) * 128**-0.5, random(kv_heads), random(kv_heads), random(2)
     segments = jnp.asarray(np.sort(generator.integers(0, 3, (2, length)), axis=1), jnp.int32) if documents else None
 
     def value(attention):
@@ -42,7 +42,7 @@ def test_in_shard_map_its_results_vary_and_gradients_are_summed_where_they_must_
     generator = np.random.default_rng(0)
     q, k, v = (jnp.asarray(generator.standard_normal((2, 128, 2, 128)), jnp.float32) for _ in range(3))
     segments = jnp.asarray(np.sort(generator.integers(0, 3, (2, 128)), axis=1), jnp.int32)
-    matrix = jnp.asarray(generator.standard_normal((128, 128)) / 8, jnp.float32)
+    matrix = jnp.asarray(generator.standard_normal((128, 128)) / 8 * 128**-0.5, jnp.float32)
 
     def loss(attention):
         def of_one_device(matrix, q, k, v, segments):
