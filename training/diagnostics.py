@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from model.parallel import mark_varying, psum, tensor_size
 from training.mesh import dimension_over
 from training.muon import MuonState
+from training.optimizer import AdamState
 
 DIVIDED, UNDIVIDED = 0, 1  # over `fsdp`: whose units are those of a replica, or of a device
 # The least that a second moment counts as, as a share of its group's mean. Without it rows of a table that were not
@@ -181,7 +181,8 @@ def adam_metric(opt_state: Any, layout: Layout, dtype: jnp.dtype) -> Metric:
     there are any."""
     metric: Metric = {}
     for name, (_, second) in _adam_moments(opt_state).items():
-        mean = sum(jnp.sum(leaf) for leaf in second) / sum(leaf.size for leaf in second)
+        # A float, since an integer would have to fit in 32 bits.
+        mean = sum(jnp.sum(leaf) for leaf in second) / float(sum(leaf.size for leaf in second))
         for i, leaf in zip([i for i, group in enumerate(layout.groups) if group == name], second):
             weight = jnp.where(mean > 0, jax.lax.rsqrt(jnp.maximum(leaf, MIN_V * mean)), jnp.nan)
             metric[i] = weight if leaf.ndim == 1 else weight.astype(dtype)  # as `all_gather_data` casts parameters
@@ -232,7 +233,7 @@ def measure(
         "update_norm": roots(by(updates, square_sum)),
     }
     same = jax.tree.map(lambda p, u: (p + u == p).astype(jnp.float32), params, updates)
-    sizes = layout.by_group(params, lambda leaf: leaf.size)
+    sizes = layout.by_group(params, lambda leaf: float(leaf.size))  # as integers they would have to fit in 32 bits
     unchanged = {name: count / sizes[name] for name, count in layout.by_group(same, jnp.sum).items()}
     groups = norms(layout.by_group)
     clipped = {name: clip * norm for name, norm in groups["gradient_norm"].items()}
@@ -273,7 +274,7 @@ def moment_sums(opt_state: Any) -> dict[str, dict[str, Any]]:
 def _adam_moments(opt_state: Any) -> dict[str, tuple[list[Array], list[Array]]]:
     """The first and second moments of each group that AdamW updates, in the tree's order."""
     moments = lambda state: (jax.tree.leaves(state.mu), jax.tree.leaves(state.nu))
-    return {name: moments(state) for name, state in _states_of(optax.ScaleByAdamState, opt_state)}
+    return {name: moments(state) for name, state in _states_of(AdamState, opt_state)}
 
 
 def _states_of(kind: type, opt_state: Any) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from configs.schema import Config, OptimizerConfig, UserError, with_options
+from configs.schema import Config, UserError, with_options
 from data.dataset import Text
 from data.loader import StepBatches, held_out_batches, local_rows, train_batches
 from run.checkpoint import Checkpoints
@@ -20,7 +20,6 @@ from run.folder import Past, RunLock, accept, open_run, require_checkpoints
 from run.loop import GaveUp, Loop, Start
 from run.runtime import Stop
 from training.build import Build, build
-from training.optimizer import with_moments_of
 from tuning.record import Record
 
 HELD_OUT = 32  # batches of held-out text at most, whose losses are compared pair by pair
@@ -48,8 +47,6 @@ class Origin(NamedTuple):
     """The checkpoint's step."""
     step: int
     """How the trial numbers that checkpoint's step: its own steps may be of other sizes."""
-    optimizer: OptimizerConfig
-    """The other's."""
 
 
 class Context:
@@ -142,10 +139,8 @@ class Context:
             raise UserError(f"{origin.folder} holds no checkpoint of step {origin.saved} any more; give another --out")
         state, facts = theirs.restore(origin.saved, built.abstract_state)
         theirs.close()
-        opt_state = with_moments_of(state.opt_state, built.config.optimizer, origin.optimizer)
-        state = state._replace(step=np.int32(origin.step), opt_state=opt_state)
-        placed = jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state)
-        return Start(jax.device_put(state, placed), origin.step, facts["tokens"], facts["position"])
+        state = state._replace(step=jax.device_put(np.int32(origin.step), built.abstract_state.step.sharding))
+        return Start(state, origin.step, facts["tokens"], facts["position"])
 
     def losses(self, name: str, config: Config, until: int, origin: Origin | None = None) -> dict:
         """Trains, and evaluates: a piece, with the losses of the held-out batches, infinite where it gave up."""
