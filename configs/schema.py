@@ -66,8 +66,9 @@ class ModelConfig:
     vocab_size: Positive[int] = 32768
     """Tokens of the tokenizer, the BOS included."""
     softcap: Positive[float] = 15.0
-    """Logits are capped to `softcap * tanh(logits / softcap)`. The loss has no maximum pass because of this bound, so it
-    must be below 88.7 - log(vocab_size): the loss sums exp(logit) over the vocabulary, and float32 ends at exp(88.7)."""
+    """Logits are capped to `softcap * tanh(logits / softcap)`. The loss has no maximum pass because of this bound, so
+    it must be below 88.7 - log(vocab_size): the loss sums exp(logit) over the vocabulary, and float32 ends at
+    exp(88.7)."""
     z_loss: OfTraining[NotNegative[float]] = 0.0
     """Factor of the squared log-sum-exp of the logits in the training loss (arXiv:2204.02311); not in validation's."""
     loss_chunks: Free[Positive[int]] = 1

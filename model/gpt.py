@@ -71,11 +71,11 @@ def rematerialized(block: Block, remat: str, dtype: jnp.dtype) -> Callable:
         return block
     policies = jax.checkpoint_policies
     policy = policies.dots_saveable if remat == "products" else policies.nothing_saveable
-    graphdef, params, sums = nnx.split(block, nnx.Param, ...)
+    graphdef, params = nnx.split(block, nnx.Param)
 
     @partial(jax.checkpoint, policy=policy)
     def apply(narrow: Any, params: Any, x: Array, inputs: Inputs, cache: LayerCache | None) -> tuple:
-        return nnx.merge(graphdef, jax.tree.map(widened, narrow, params), sums)(x, inputs, cache)
+        return nnx.merge(graphdef, jax.tree.map(widened, narrow, params))(x, inputs, cache)
 
     return partial(apply, jax.tree.map(lambda p: jax.lax.stop_gradient(p).astype(dtype), params), params)
 

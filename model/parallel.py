@@ -110,7 +110,8 @@ def in_turn(dx: Float[Array, "*shape i"], dkernel: Float[Array, "i o"]) -> tuple
 def reduce_scatter_fsdp(gradient: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
     """The gradient with respect to what `all_gather_fsdp` takes: the sum over `fsdp`, of which each device keeps its
     share."""
-    if not in_shard_map() or "fsdp" not in axes:
+    # One device along `fsdp` has nothing to sum. Without a barrier XLA adds a table's rows to the scan's sum in place.
+    if not in_shard_map() or "fsdp" not in axes or jax.lax.axis_size("fsdp") == 1:
         return gradient
     share = psum_scatter(gradient, "fsdp", axes.index("fsdp"))
     # Without the barrier XLA moves the sum out of the scan and keeps whole gradients in it (openxla/xla#49143's pass).

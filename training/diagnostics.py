@@ -26,13 +26,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float, Int
 
 from model.parallel import BATCH_AXES, mark_varying, psum, tensor_size
 from model.shapes import DATA
 from training.layout import Place
 from training.muon import MuonState
+from training.optimizer import AdamState
 
 DIVIDED, UNDIVIDED = 0, 1  # over `fsdp`: whose units are those of a replica, or of a device
 # The least that a second moment counts as, as a share of its group's mean. Without it rows of a table that were not
@@ -67,7 +67,7 @@ class Layout(NamedTuple):
 
     @property
     def sizes(self) -> dict[str, float]:
-        """How many parameters each group has, without padding."""
+        """How many parameters each group has, without padding. Floats: an integer would have to fit in 32 bits."""
         return {
             name: float(sum(prod(p.shape) for p, of in zip(self.places, self.groups) if of == name))
             for name in self.names
@@ -278,7 +278,7 @@ def moment_sums(opt_state: Any) -> dict[str, dict[str, Any]]:
 def _adam_moments(opt_state: Any) -> dict[str, tuple[list[Array], list[Array]]]:
     """The first and second moments of each group that AdamW updates, in the tree's order."""
     moments = lambda state: (jax.tree.leaves(state.mu), jax.tree.leaves(state.nu))
-    return {name: moments(state) for name, state in _states_of(optax.ScaleByAdamState, opt_state)}
+    return {name: moments(state) for name, state in _states_of(AdamState, opt_state)}
 
 
 def _states_of(kind: type, opt_state: Any) -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Shaped
 
 from configs.schema import BatchConfig, MeshConfig, ModelConfig, UserError
 from model.flops import parameter_counts
@@ -157,8 +156,8 @@ def spec_of(stored: Place) -> PartitionSpec:
     return PartitionSpec(*stored.spec)
 
 
-def resized(x: Shaped[Array | np.ndarray, "..."], shape: Sequence[int]) -> Shaped[Array | np.ndarray, "..."]:
-    """Return `x` cut, or padded with zeros, at the end of each dimension to `shape`."""
+def resized(x: Any, shape: Sequence[int]) -> Any:
+    """Return the array `x` cut, or padded with zeros, at the end of each dimension to `shape`."""
     if x.shape == tuple(shape):
         return x
     x = x[tuple(map(slice, shape))]

@@ -23,8 +23,6 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from configs.schema import DiagnosticsConfig, ModelConfig
-from model.gpt import map_parameters
-from model.layers import Table, accumulate_onto
 from model.loss import loss_sums
 from model.parallel import BATCH_AXES, in_shard_map, mark_varying, psum, psum_scatter
 from training.diagnostics import Layout, Metric, Units, UnitSums, adam_metric, measure, sum_units, unit
@@ -142,7 +140,6 @@ def make_train_step(
     `deterministic`: the same bits in every execution, on GPUs too.
     """
     graphdef, _ = split_model(config, dtype)
-    tables = map_parameters(lambda param: isinstance(param, Table), config)
     groups = jax.tree.leaves(parameter_groups(config))
     placed = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
     places = parameter_places(config, mesh)
@@ -162,18 +159,13 @@ def make_train_step(
             wide = jax.tree.map(lambda p: p.astype(jnp.float32), compute_params)
             loss_before, tokens_before, so_far, *before = sums
 
-            def loss(params: dict) -> tuple[Array, Array]:
-                model = nnx.merge(graphdef, params)
-                accumulate_onto(nnx.merge(graphdef, so_far), model)
-                return loss_sums(model, **rows)
-
+            loss = lambda params: loss_sums(nnx.merge(graphdef, params), **rows)
             (loss_sum, tokens), gradients = jax.value_and_grad(loss, has_aux=True)(wide)
-            summed = jax.tree.map(lambda table, a, g: g if table else a + g, tables, so_far, gradients)
+            summed = jax.tree.map(jnp.add, so_far, gradients)
             sums = loss_before + loss_sum, tokens_before + tokens, summed
             if not diagnose:
                 return sums, None
-            own = jax.tree.map(lambda table, a, g: g - a if table else g, tables, so_far, gradients)
-            return (*sums, *(own for _ in before)), unit(tokens, own, summed, layout, metric, *before)
+            return (*sums, *(gradients for _ in before)), unit(tokens, gradients, summed, layout, metric, *before)
 
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), compute_params)
         kept = (zeros,) if diagnose and diagnose.successive else ()

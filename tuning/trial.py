@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from configs.schema import Config, OptimizerConfig, UserError, with_options
+from configs.schema import Config, UserError, with_options
 from data.dataset import Text
 from data.loader import StepBatches, held_out_batches, local_rows, train_batches
 from run.checkpoint import Checkpoints
@@ -19,7 +19,6 @@ from run.folder import Past, RunLock, accept, open_run, require_checkpoints
 from run.loop import GaveUp, Loop, Start
 from run.runtime import Stop
 from training.build import Build, build
-from training.optimizer import with_moments_of
 from training.state import stored_as
 from tuning.record import Record
 
@@ -48,8 +47,6 @@ class Origin(NamedTuple):
     """The checkpoint's step."""
     step: int
     """How the trial numbers that checkpoint's step: its own steps may be of other sizes."""
-    optimizer: OptimizerConfig
-    """The other's."""
 
 
 class Context:
@@ -142,8 +139,7 @@ class Context:
             raise UserError(f"{origin.folder} holds no checkpoint of step {origin.saved} any more; give another --out")
         state, facts = theirs.restore(origin.saved, built.abstract_state)
         theirs.close()
-        opt_state = with_moments_of(state.opt_state, built.config.optimizer, origin.optimizer)
-        state = state._replace(step=np.int32(origin.step), opt_state=opt_state)
+        state = state._replace(step=np.int32(origin.step))
         return Start(stored_as(state, built.abstract_state), origin.step, facts["tokens"], facts["position"])
 
     def losses(self, name: str, config: Config, until: int, origin: Origin | None = None) -> dict:

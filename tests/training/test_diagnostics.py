@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -21,7 +20,7 @@ from training.diagnostics import MIN_V, Layout, signal_and_noise, sum_units, uni
 from training.layout import Place
 from training.mesh import parameter_places, resized, sizes_of
 from training.muon import MuonState, momentum_at
-from training.optimizer import group_config, parameter_groups
+from training.optimizer import AdamState, group_config, parameter_groups
 from training.state import TrainState, split_model, stored_as
 
 MESHES = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if d * f <= 8 and 8 // d // f <= 2]
@@ -53,7 +52,7 @@ def start(config: Config) -> TrainState:
     """The network's first state, moved off its zeros; and moments as of earlier steps, of which some were too small."""
     state, generator = initial_state(config.model, config.optimizer), np.random.default_rng(2)
     draw = lambda leaf: np.float32(generator.uniform(0, 1e-6, leaf.shape) ** generator.choice([1, 3], leaf.shape))
-    keeps = lambda node: isinstance(node, optax.ScaleByAdamState | MuonState)
+    keeps = lambda node: isinstance(node, AdamState | MuonState)
     moments = lambda node: (
         node._replace(mu=jax.tree.map(draw, node.mu), nu=jax.tree.map(draw, node.nu)) if keeps(node) else node
     )
@@ -78,7 +77,7 @@ def measured(config: Config) -> tuple[dict, list[Place], dict]:
     return jax.device_get(metrics), jax.tree.leaves(places), after
 
 
-def moments(state: TrainState, group: str, kind: type = optax.ScaleByAdamState) -> list[Any]:
+def moments(state: TrainState, group: str, kind: type = AdamState) -> list[Any]:
     """What the optimizer keeps of a group, in float64: mu's leaves and nu's, or nothing where it keeps another kind."""
     nodes = jax.tree.leaves(state.opt_state.inner_states[group], is_leaf=lambda node: isinstance(node, kind))
     leaves = lambda tree: [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]

@@ -1,8 +1,6 @@
 """The compiled step: its memory, and how often it is compiled."""
 
 import logging
-import re
-from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -13,7 +11,6 @@ from configs import plain
 from configs.schema import BatchConfig, Config, MeshConfig
 from model.flops import parameter_counts
 from program.compile import compile_step
-from program.hlo import LINKS, read_program, visits
 from tests.helpers import distance, random_rows, run_steps, step_of, tiny_config
 from training.build import build
 from training.mesh import batch_shape, batch_sharding
@@ -94,20 +91,6 @@ def test_bfloat16_gradients_are_summed_in_float32():
     _, (expected,) = run_steps(alone, [row])
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-
-
-def test_in_the_scan_nothing_but_tokens_rows_is_made_or_added_of_a_table():
-    """Neither zeros of the table's size nor a sum of two such: the rows go onto what the scan carries, embedding and
-    value embeddings alike."""
-    config = tiny_config(rows_per_device=4, vocab_size=304, value_embeddings=True)
-    train_step, _, state, _ = step_of(config, 1)
-    shape, types = (4, 4, 16), {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in types.items()}
-    program, entry = read_program(train_step.lower(state, batch).as_text("hlo"))  # before any pass of the compiler
-    in_loop = {name for name, _, inside, _ in visits(program, entry, entry) if inside}
-    of_tables = [i for name in in_loop for i in program[name] if re.match(r"f32\[304,(16|32)\]", i.type)]
-    written = Counter(i.opcode for i in of_tables if i.opcode not in LINKS)
-    assert written["scatter"] == 2 and not {"broadcast", "add"} & written.keys(), written
 
 
 def test_a_run_compiles_its_step_once(caplog):
