@@ -17,10 +17,9 @@ from contextlib import contextmanager
 from glob import glob
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
@@ -29,7 +28,8 @@ from configs.files import cache_dir
 from configs.interrupt import raise_at_interrupt
 from configs.schema import UserError
 from run.cluster import Cluster, detect
-from run.peers import PeerLost, end_all, exchange, join, leave
+from run.peers import PeerLost, end_all, exchange, from_first, join, leave
+from run.retry import StorageLost
 from training.mesh import axes_between, islands
 
 OF_THE_PROGRAM = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # errors that would come again
@@ -42,6 +42,14 @@ def first_line(error: BaseException) -> str:
 
 class NoCheckpoint(Exception):
     """A run has checkpoints, and none can be read."""
+
+
+class Damaged(ValueError):
+    """What was saved is not what is read: a file is missing, or its content is another."""
+
+
+KINDS = (UserError, StorageLost, Damaged)  # exceptions that all processes raise where one does
+T = TypeVar("T")
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
@@ -58,6 +66,9 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt as error:
         print("interrupted while no step was being taken; what was saved before is still there", file=sys.stderr)
         code, ended = Exit.INTERRUPTED, error
+    except StorageLost as error:
+        print(f"error: {error}; start all again", file=sys.stderr)
+        code, ended = Exit.PEER_LOST, error
     except PeerLost as error:
         print(f"error: {error}; start all again", file=sys.stderr, flush=True)
         os._exit(Exit.PEER_LOST)  # an orderly end would wait for the others
@@ -141,13 +152,15 @@ def check_hosts_agree(about: str, value: str) -> None:
 
 
 def highest(value: int) -> int:
-    """The highest of the processes' values. Every process must call it."""
-    return value if jax.process_count() == 1 else int(multihost_utils.process_allgather(np.int32(value)).max())
+    """The highest of the processes' values. Through JAX's service, not through the devices: where one process does
+    not ask, nothing that the others compute is paired with it. Every process must call it."""
+    return max(map(int, exchange("a decision", str(int(value)))))
 
 
 def on_first_process(function: Callable[[], Any]) -> Any:
     """What `function` returns on process 0 (something that JSON can hold), on every process. An exception there is
-    raised on every process: a UserError as one, any other as a RuntimeError elsewhere. Every process must call it."""
+    raised on every process: one of KINDS as itself, any other as a RuntimeError elsewhere. Every process must call
+    it."""
     if jax.process_count() == 1:
         return function()
     answer: dict = {}
@@ -156,19 +169,37 @@ def on_first_process(function: Callable[[], Any]) -> Any:
         try:
             answer = {"result": function()}
         except Exception as error:
-            failure = error
-            answer = {"mistake" if isinstance(error, UserError) else "failure": str(error)}
-    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
-    text = multihost_utils.broadcast_one_to_all(np.resize(text, size))
-    answer = json.loads(bytes(text))
+            failure, answer = error, {"kind": _kind(error), "failure": str(error)}
+    answer = json.loads(from_first("an answer", json.dumps(answer)))
     if failure:
         raise failure
-    if "mistake" in answer:
-        raise UserError(answer["mistake"])
     if "failure" in answer:
-        raise RuntimeError(f"process 0 failed: {answer['failure']}")
+        if answer["kind"] is None:
+            raise RuntimeError(f"process 0 failed: {answer['failure']}")
+        raise KINDS[answer["kind"]](answer["failure"])
     return answer["result"]
+
+
+def on_every_process(what: str, function: Callable[[], T]) -> T:
+    """What `function` returns here, once it has returned on every process. Where it raises one of KINDS on some, the
+    first kind in that order is raised on all, with the process's number; other exceptions end the run at once. The
+    processes agree through JAX's service, and `function` must not wait for another process."""
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = function()
+    except KINDS as error:
+        failure = error
+    answers = exchange(what, f"{_kind(failure)} {failure}" if failure else "")
+    if failed := [(answer, i) for i, answer in enumerate(answers) if answer]:
+        answer, i = min(failed)
+        kind, _, message = answer.partition(" ")
+        raise KINDS[int(kind)](message if len(answers) == 1 else f"process {i}: {message}") from failure
+    return result
+
+
+def _kind(error: Exception) -> int | None:
+    return next((i for i, kind in enumerate(KINDS) if isinstance(error, kind)), None)
 
 
 def versions() -> dict[str, str]:
