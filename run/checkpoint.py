@@ -13,10 +13,12 @@ deletes in place, so that a kill leaves a part of a checkpoint under a checkpoin
 bucket that forbids it) fails the save that came before it.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import fsspec.config
@@ -54,11 +56,13 @@ class Checkpoints:
         config: CheckpointConfig | None = None,
         record: Sequence[Path] = (),
         on_saved: Callable[[int], None] = lambda step: None,
+        scores: Mapping[int, float] = MappingProxyType({}),
     ):
         """`record`: files of the run that are copied to the folder at once and before each save. `on_saved` is called
-        on the first process with the step of each checkpoint that has become whole. UserError where the folder cannot
-        be used. Every process must make one, and call its methods together."""
-        self.config, self.record, self.on_saved = config, record, on_saved
+        on the first process with the step of each checkpoint that has become whole. `scores`: `val_bpb` of steps, on
+        the first process. UserError where the folder cannot be used. Every process must make one, and call its methods
+        together."""
+        self.config, self.record, self.on_saved, self.scores = config, record, on_saved, scores
         self.in_bucket = str(folder).startswith("gs://")
         if self.in_bucket:
             # Other processes, and tensorstore, write to the bucket: a listing kept from before may be out of date.
@@ -101,7 +105,7 @@ class Checkpoints:
     def _look(self) -> list[Info]:
         """What is there. On the first process."""
         steps = whole_steps(self.folder)
-        return [Info(step, self._score(step) if self.config else None) for step in steps]
+        return [Info(step, self._score(step)) for step in steps]
 
     def save(self, step: int, state: TrainState, facts: dict) -> None:
         """Copies the state off the devices, and writes it while training goes on. `step` is `int(state.step)`.
@@ -122,7 +126,14 @@ class Checkpoints:
             orbax_calls.save(self.manager, step, state.params, rest, facts)
 
         if self._succeeds(write):
-            self.pending = Info(step, _metrics(facts))
+            self.pending = Info(step, None)
+
+    def score(self, step: int, val_bpb: float) -> None:
+        """The bits per byte of a checkpoint that was saved, or is being saved: the best is kept. The run's metrics have
+        it on record."""
+        if self.pending and self.pending.step == step:
+            self.pending = Info(step, _metrics(val_bpb))
+        self.infos = [Info(step, _metrics(val_bpb)) if info.step == step else info for info in self.infos]
 
     def failing(self, wait: bool = True) -> int:
         """How many saves in a row have failed, that of the last save included: it is waited for, or, without `wait`,
@@ -298,8 +309,10 @@ class Checkpoints:
             raise UserError(f"checkpoint {facts['step']} in {self.folder} is of another network:\n  {differences}")
 
     def _score(self, step: int) -> dict[str, float] | None:
-        try:
-            return _metrics(self.facts(step))
+        if step in self.scores:
+            return _metrics(self.scores[step])
+        try:  # versions that evaluated before they saved wrote it into the facts
+            return _metrics(self.facts(step).get("val_bpb")) if self.config else None
         except Damaged:  # it is not the best
             return None
 
@@ -361,8 +374,9 @@ def copy(source: epath.Path, target: epath.Path) -> None:
     partial.replace(target)
 
 
-def _metrics(facts: dict) -> dict[str, float] | None:
-    return None if facts.get("val_bpb") is None else {"val_bpb": facts["val_bpb"]}
+def _metrics(val_bpb: float | None) -> dict[str, float] | None:
+    """NaN is no score: it would be the best."""
+    return None if val_bpb is None or not math.isfinite(val_bpb) else {"val_bpb": val_bpb}
 
 
 def _shapes(tree: Any) -> dict[str, list[int]]:

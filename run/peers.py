@@ -1,8 +1,8 @@
 """The processes of a run: they wait for each other at the start, and end with one code.
 
-JAX's own start gives up by an abort (exit code 134), and does not say who is missing. So before it, process 0 calls
-the roll on the coordinator's port: each process connects, says who it is, and answers once all are there. Then JAX's
-service takes the port over.
+JAX's own start (`initialization_timeout`) gives up by an abort, exit code 134, and names nobody. So before it, process
+0 calls the roll on the coordinator's port: each process connects, says who it is, and answers once all are there. Then
+JAX's service takes the port over.
 
 Later JAX's coordination service, which every process is connected to, carries the exit code: the first process that
 ends otherwise than all together (an exception, a Ctrl-C, a hang) writes it there, and the others end with it.
@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed  # as Orbax does: the service's store has no other door
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random
 
 from configs.exit_codes import Exit
 from configs.schema import UserError
@@ -181,20 +182,23 @@ def _call(cluster: Cluster, port: int, timeout: float, tell_every: float, say: C
 
 def _listen(port: int) -> socket.socket:
     """UserError where the port stays taken."""
-    for attempt in range(30):
-        try:
-            if socket.has_dualstack_ipv6():
-                with suppress(OSError):
-                    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
-            return socket.create_server(("", port), backlog=4096)
-        except OSError as error:
-            if attempt == 29:
-                raise UserError(
-                    f"process 0 cannot listen on port {port} ({error.strerror}): is another run on this machine? "
-                    "JAX_COORDINATOR_PORT names another port, the same for all"
-                ) from error
-            time.sleep(1)  # the run before may still be ending
-    raise AssertionError
+    again = Retrying(
+        retry=retry_if_exception_type(OSError), stop=stop_after_delay(60), wait=wait_random(0.5, 1.5), reraise=True
+    )
+    try:
+        return again(_create_server, port)  # the run before may still be ending
+    except OSError as error:
+        raise UserError(
+            f"process 0 cannot listen on port {port} ({error.strerror}): is another run on this machine? "
+            "JAX_COORDINATOR_PORT names another port, the same for all"
+        ) from error
+
+
+def _create_server(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+    return socket.create_server(("", port), backlog=4096)
 
 
 def _answer(
@@ -202,34 +206,49 @@ def _answer(
 ) -> None:
     """Any other process."""
     start = reported = time.monotonic()
-    while True:
-        try:
-            with socket.create_connection(address, timeout=10) as connection:
-                connection.settimeout(2 * tell_every + 10)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                connection.sendall(f"here {cluster.index} {cluster.processes} {socket.gethostname()}\n".encode())
-                for line in connection.makefile():
-                    word, _, rest = line.strip().partition(" ")
-                    if word == "go":
-                        return
-                    if word == "ready?":
-                        connection.sendall(b"yes\n")
-                    elif word == "say":
-                        say(rest)
-                    elif word == "no":
-                        raise UserError(rest)
-                    elif word == "lost":
-                        raise PeerLost(rest)
-                problem = "it closed the connection"
-        except OSError as error:  # not there yet, not known yet, or it was started again
-            problem = str(error)
+
+    def waiting(state: RetryCallState) -> None:
+        nonlocal reported
         now = time.monotonic()
-        if now - start > timeout:
-            raise PeerLost(f"{now - start:.0f} s: process 0 at {cluster.address} cannot be reached: {problem}")
         if now - reported > tell_every:
             reported = now
+            problem = state.outcome and state.outcome.exception()
             say(f"{now - start:.0f} s: waiting for process 0 at {cluster.address}: {problem}")
-        time.sleep(1)
+
+    # Not there yet, not known yet, or started again; or JAX's service of the run before, whose answer is no text.
+    again = Retrying(
+        retry=retry_if_exception_type((OSError, UnicodeDecodeError)),
+        stop=stop_after_delay(timeout),
+        wait=wait_random(0.5, 1.5),
+        before_sleep=waiting,
+        reraise=True,
+    )
+    try:
+        again(_greet, cluster, address, tell_every, say)
+    except (OSError, UnicodeDecodeError) as problem:
+        passed = time.monotonic() - start
+        raise PeerLost(f"{passed:.0f} s: process 0 at {cluster.address} cannot be reached: {problem}") from problem
+
+
+def _greet(cluster: Cluster, address: tuple[str, int], tell_every: float, say: Callable[[str], Any]) -> None:
+    """Says who this process is, and does as process 0 says. OSError where that one closes the connection."""
+    with socket.create_connection(address, timeout=10) as connection:
+        connection.settimeout(2 * tell_every + 10)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.sendall(f"here {cluster.index} {cluster.processes} {socket.gethostname()}\n".encode())
+        for line in connection.makefile(encoding="utf-8"):
+            word, _, rest = line.strip().partition(" ")
+            if word == "go":
+                return
+            if word == "ready?":
+                connection.sendall(b"yes\n")
+            elif word == "say":
+                say(rest)
+            elif word == "no":
+                raise UserError(rest)
+            elif word == "lost":
+                raise PeerLost(rest)
+    raise ConnectionError("it closed the connection")
 
 
 _exchanged = 0  # how often; every process counts alike, so that no two exchanges have one name

@@ -8,9 +8,7 @@ import os
 import platform
 import signal
 import sys
-import time
 import traceback
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,10 +16,12 @@ from glob import glob
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NoReturn, TypeVar
+from urllib.error import HTTPError
 
 import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random
 
 from configs.exit_codes import Exit
 from configs.files import cache_dir
@@ -81,7 +81,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code, ended = Exit.FAILED, error
         if isinstance(error, OSError) and full:
             print(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
-        elif isinstance(error, jax.errors.JaxRuntimeError) and not str(error).startswith(OF_THE_PROGRAM):
+        elif _of_a_peer(error):
             code = Exit.PEER_LOST
             print(
                 f"error: process {jax.process_index()} cannot go on: another one has stopped, or cannot be reached; "
@@ -93,6 +93,13 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     if ended and jax.distributed.is_initialized():  # maybe this process alone
         end_all(code, f"{type(ended).__name__}: {first_line(ended)}")
     sys.exit(code)
+
+
+def _of_a_peer(error: Exception) -> bool:
+    """Whether an operation of all processes failed for want of another one."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return not str(error).startswith(OF_THE_PROGRAM)
+    return isinstance(error, ValueError) and str(error).startswith("UNKNOWN: Gloo")  # seen with JAX 0.10.2
 
 
 def start_jax() -> Cluster:
@@ -116,15 +123,21 @@ def google_metadata(key: str) -> str:
     host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
     address = f"http://{host}/computeMetadata/v1/instance/attributes/{key}"
     request = urllib.request.Request(address, headers={"Metadata-Flavor": "Google"})
-    for _ in range(3):
-        try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
-                return answer.read().decode()
-        except urllib.error.HTTPError:
-            return ""
-        except OSError:
-            time.sleep(1)
-    return ""
+    again = Retrying(
+        retry=retry_if_exception(lambda error: isinstance(error, OSError) and not isinstance(error, HTTPError)),
+        stop=stop_after_attempt(3),
+        wait=wait_random(0.5, 1.5),
+        reraise=True,
+    )
+
+    def ask() -> str:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.read().decode()
+
+    try:
+        return again(ask)
+    except OSError:
+        return ""
 
 
 def describe_processes(cluster: Cluster, mesh: Mesh) -> str:

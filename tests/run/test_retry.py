@@ -66,5 +66,5 @@ def test_what_passes_is_waited_for_and_what_lasts_is_raised_at_once(monkeypatch,
 
 def test_what_does_not_pass_for_long_is_lost_storage(monkeypatch):
     monkeypatch.setattr(run.retry, "SECONDS", 0)
-    with pytest.raises(StorageLost, match="the disk: .*Stale file handle"):
+    with pytest.raises(StorageLost, match=r"the disk: .*Stale file handle"):
         patiently("the disk", failing(2, OSError(errno.ESTALE, "Stale file handle")))
