@@ -33,7 +33,7 @@ from run.cluster import Cluster
 from run.events import Events, rollbacks_to
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
 from run.goodput import Times, goodput, summed_up
-from run.lines import read_metrics
+from run.lines import read_metrics, scores
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, summarize, write_summary
 from run.notify import tell, tell_of_failure
@@ -151,7 +151,7 @@ def open_checkpoints(config: Config, past: Past) -> Checkpoints:
     on_first_process(lambda: require_checkpoints(config, past))
     on_saved = lambda step: Events(run_dir).add("saved", step)
     record = record_files(run_dir) if elsewhere else ()
-    checkpoints = Checkpoints(elsewhere or run_dir, config.checkpoint, record, on_saved)
+    checkpoints = Checkpoints(elsewhere or run_dir, config.checkpoint, record, on_saved, scores(run_dir))
     if not checkpoints.steps and config.resume == "must":
         raise UserError(f"--resume=must, but {run_dir} holds no checkpoint")
     if checkpoints.newest > config.steps:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
+from run.runtime import Damaged
 from training.optimizer import path_name
 
 
@@ -46,9 +47,9 @@ def _checksums(leaves: list[Array], shapes: tuple[tuple[int, ...], ...]) -> list
 
 
 def require_checksums(saved: dict[str, int], tree: Any, shapes: Mapping[str, Sequence[int]]) -> None:
-    """ValueError, with the arrays' names, where a tree's checksums are not those that were saved."""
+    """Damaged, with the arrays' names, where a tree's checksums are not those that were saved."""
     if wrong := [name for name, total in checksums(tree, shapes).items() if saved.get(name) != total]:
-        raise ValueError(f"{len(wrong)} array(s) are not what was saved: {', '.join(wrong[:3])}")
+        raise Damaged(f"{len(wrong)} array(s) are not what was saved: {', '.join(wrong[:3])}")
 
 
 def digest(facts: dict) -> str:

@@ -22,7 +22,7 @@ from data.dataset import absolute
 from run.checkpoint import Checkpoints, copy, whole_steps
 from run.events import Events, saved_up_to
 from run.kernels import ARCHIVE
-from run.lines import read_metrics
+from run.lines import read_metrics, scores
 from run.runtime import versions
 from training.build import build
 from training.mesh import islands, make_mesh, sizes_of
@@ -246,7 +246,7 @@ def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
     """A run's checkpoints, and what to restore them as on one device."""
     _, config = record_of(run_dir)
     built = build(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
-    return Checkpoints(config.checkpoint.folder or run_dir), built.abstract_state
+    return Checkpoints(config.checkpoint.folder or run_dir, scores=scores(run_dir)), built.abstract_state
 
 
 def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:

@@ -38,7 +38,9 @@ def saved(folder: Path, steps=(3,), config=KEEP_ALL, devices=1, **facts):
     checkpoints = Checkpoints(folder, config)
     states = {step: changed(state_on(devices)[0], step) for step in steps}
     for step, state in states.items():
-        checkpoints.save(step, state, FACTS | {name: value[step] for name, value in facts.items()})
+        checkpoints.save(step, state, FACTS | {name: value[step] for name, value in facts.items() if name != "val_bpb"})
+        if (bits := facts.get("val_bpb", {}).get(step)) is not None:
+            checkpoints.score(step, bits)
     checkpoints.close()
     return states
 
@@ -116,6 +118,21 @@ def test_keeps_the_newest_every_nth_and_the_best(tmp_path, config, kept):
     assert names(tmp_path) == kept
     assert [str(step) for step in Checkpoints(tmp_path).steps] == kept
     assert [facts["step"] for facts in map(Checkpoints(tmp_path).facts, map(int, kept))] == [int(s) for s in kept]
+
+
+def test_a_score_that_is_no_number_is_not_the_best(tmp_path):
+    bits = {10: 2.0, 20: 1.0, 30: float("nan"), 40: 1.5}
+    saved(tmp_path, bits, CheckpointConfig(keep=1), val_bpb=bits)
+    assert names(tmp_path) == ["20", "40"]
+
+
+def test_scores_come_from_the_runs_record_and_from_the_facts_of_older_versions(tmp_path):
+    for step in (10, 20, 30):
+        checkpoints = Checkpoints(tmp_path, KEEP_ALL)
+        checkpoints.save(step, state_on(1)[0], {"val_bpb": {10: 1.1, 20: 0.9, 30: 1.3}[step]})
+        checkpoints.close()
+    scores = lambda found: [info.metrics and info.metrics["val_bpb"] for info in found.infos]
+    assert scores(Checkpoints(tmp_path, KEEP_ALL, scores={20: 1.5})) == [1.1, 1.5, 1.3]
 
 
 def test_an_old_one_goes_only_when_a_newer_one_is_whole(tmp_path):
