@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import product
 from math import gcd, isqrt, prod
 
@@ -81,14 +80,9 @@ class Place:
     spec: tuple[tuple[str, ...], ...]
     """For each dimension, all axes that divide it, the major one first."""
 
-    @cached_property
-    def gathers(self) -> tuple[tuple[tuple[str, ...], int], ...]:
-        """The groups of axes of `DATA`, each with the dimension that it divides, in the order in which a replica is
-        gathered: first between slices or nodes, so that the slow links carry each device's share alone. Gradients are
-        scattered in the reverse order."""
-        across = [(DATA[:1], i) for i, names in enumerate(self.spec) if DATA[0] in names]
-        within = [(tuple(name for name in names if name in DATA[1:]), i) for i, names in enumerate(self.spec)]
-        return (*across, *((names, i) for names, i in within if names))
+    def dimension(self, axis: str) -> int:
+        """Return the dimension that an axis of the mesh divides."""
+        return next(i for i, names in enumerate(self.spec) if axis in names)
 
 
 def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[str, int]) -> Place:
@@ -109,9 +103,9 @@ def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[s
 
     def cost(found: Place) -> tuple[float, int, int, int]:
         shares = [size // (sizes[axis] if axis else 1) for size, axis in zip(shape, axes)]
-        wide = {i for names, i in found.gathers if prod(sizes[name] for name in names) > 1}
+        along = [found.dimension(axis) for axis in DATA if sizes[axis] > 1]
         size = prod(found.stored)
-        return max(1.0 * size, 1.01 * prod(shape)), len(wide), size, -sum(shares[i] for _, i in found.gathers)
+        return max(1.0 * size, 1.01 * prod(shape)), len(set(along)), size, -sum(shares[i] for i in along)
 
     if not shape:
         return Place((), (), (), ())

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
 from configs.schema import BatchConfig, MeshConfig, ModelConfig, UserError
 from model.flops import parameter_counts
@@ -162,3 +163,30 @@ def resized(x: Any, shape: Sequence[int]) -> Any:
         return x
     x = x[tuple(map(slice, shape))]
     return jnp.pad(x, [(0, size - given) for size, given in zip(shape, x.shape)])
+
+
+def joined(parts: Float[Array, "..."], factors: Sequence[tuple[int, int]]) -> Float[Array, "..."]:
+    """Return an array from its parts [product of sizes, *share]. `factors`: into how many each axis of the mesh divides
+    it, and along which dimension, the major axis first."""
+    sizes = [size for size, _ in factors]
+    order, shape = _order(factors, parts.ndim - 1), list(parts.shape[1:])
+    for size, dimension in factors:
+        shape[dimension] *= size
+    return parts.reshape(*sizes, *parts.shape[1:]).transpose(order).reshape(shape)
+
+
+def parted(whole: Float[Array, "..."], factors: Sequence[tuple[int, int]]) -> Float[Array, "..."]:
+    """Return the parts [product of sizes, *share] of an array, so that `joined` gives the array again."""
+    share = list(whole.shape)
+    for size, dimension in factors:
+        share[dimension] //= size
+    order = _order(factors, whole.ndim)
+    split = [*(size for size, _ in factors), *share]
+    parts = whole.reshape([split[i] for i in order]).transpose(np.argsort(order))
+    return parts.reshape(prod(size for size, _ in factors), *share)
+
+
+def _order(factors: Sequence[tuple[int, int]], rank: int) -> list[int]:
+    """The factors and the dimensions of a share, which come after them, as they follow each other in the whole."""
+    of = lambda i: [j for j, (_, dimension) in enumerate(factors) if dimension == i]
+    return [place for i in range(rank) for place in (*of(i), len(factors) + i)]

@@ -8,7 +8,7 @@
 
 optax.contrib.muon has no second moment, no agreement of decay and update, and no schedule that is a function of the
 step; and it would orthogonalise every matrix on every device. Here matrices of one shape are stacked, and the stack is
-dealt out to all devices by all-to-alls: each matrix is whole on one of them, which orthogonalises it.
+dealt out to all devices by an all-to-all: each matrix is whole on one of them, which orthogonalises it.
 """
 
 import math
@@ -24,8 +24,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num
 
 from configs.schema import MuonConfig
+from model.shapes import DATA
 from training.layout import Place
-from training.mesh import resized, spec_of
+from training.mesh import joined, parted, resized, spec_of
 from training.schedule import Schedule
 
 # For five iterations, a safety factor of 2e-2 and a cushion of 2; from the paper.
@@ -127,22 +128,26 @@ def orthogonalise_dealt(
     """For one device: its shares of all matrices to some whole ones, these orthogonalised without their padding, and
     back.
 
-    An all-to-all over the axes that divide a dimension, of this device's share of the stack, there and back; what an
+    One all-to-all over all axes that divide the matrices, of this device's share of the stack, there and back; what an
     axis does not divide is cut, and all-gathered: gates, which are small.
     """
-    moves = [(tuple(axis for axis in names if mesh.shape[axis] > 1), i) for i, names in enumerate(place.spec)]
-    moves = [(axes, dimension) for axes, dimension in moves if axes]
-    whole = [axis for axis in mesh.axis_names if not any(axis in axes for axes in place.spec)]
-    for axes, dimension in moves:
-        x = jax.lax.all_to_all(x, axes, 0, dimension, tiled=True)
+    in_turn = ("fsdp", "tensor", *DATA[1:], DATA[0])  # as they divide a dimension (`training.layout.place`)
+    divided = tuple(axis for axis in in_turn if mesh.shape[axis] > 1 and any(axis in names for names in place.spec))
+    whole = [axis for axis in in_turn if not any(axis in names for names in place.spec)]
+    factors = [(mesh.shape[axis], place.dimension(axis) - 1) for axis in divided]
+    if divided:
+        parts = jax.lax.all_to_all(x, divided, 0, 0, tiled=True)
+        parts = parts.reshape(jax.lax.axis_size(divided), -1, *x.shape[1:])
+        x = jax.vmap(lambda parts: joined(parts, factors), 1)(parts)
     for axis in whole:
         size = x.shape[0] // jax.lax.axis_size(axis)
         x = jax.lax.dynamic_slice_in_dim(x, size * jax.lax.axis_index(axis), size)
     x = resized(orthogonalise(resized(x, (len(x), *place.shape[1:]))), (len(x), *place.stored[1:]))
     for axis in reversed(whole):
         x = jax.lax.all_gather(x, axis, tiled=True, to="invarying")
-    for axes, dimension in reversed(moves):
-        x = jax.lax.all_to_all(x, axes, dimension, 0, tiled=True)
+    if divided:
+        parts = jax.vmap(lambda whole: parted(whole, factors), out_axes=1)(x)
+        x = jax.lax.all_to_all(parts.reshape(-1, *parts.shape[2:]), divided, 0, 0, tiled=True)
     return x
 
 

@@ -25,12 +25,15 @@ from jaxtyping import Array, Float, Int
 from configs.schema import DiagnosticsConfig, ModelConfig
 from model.loss import loss_sums
 from model.parallel import BATCH_AXES, in_shard_map, mark_varying, psum, psum_scatter
+from model.shapes import DATA
 from training.diagnostics import Layout, Metric, Units, UnitSums, adam_metric, measure, sum_units, unit
 from training.layout import Place
-from training.mesh import ROWS, parameter_places, spec_of, xla_options
+from training.mesh import ROWS, joined, parameter_places, parted, spec_of, xla_options
 from training.optimizer import parameter_groups
 from training.schedule import Schedule
 from training.state import TrainState, split_model
+
+ACROSS, WITHIN = DATA[0], DATA[1:]
 
 
 class Batch(TypedDict):
@@ -56,9 +59,11 @@ def all_gather_data(params: dict, places: dict, dtype: jnp.dtype) -> dict:
         share = share if share.ndim == 1 else share.astype(dtype)
         if not in_shard_map():
             return share
-        for axes, dimension in place.gathers:
-            if jax.lax.axis_size(axes) > 1:
-                share = jax.lax.all_gather(share, axes, axis=dimension, tiled=True)
+        # First between slices or nodes: their slow links carry each device's share alone.
+        if jax.lax.axis_size(ACROSS) > 1:
+            share = jax.lax.all_gather(share, ACROSS, axis=place.dimension(ACROSS), tiled=True)
+        if jax.lax.axis_size(WITHIN) > 1:
+            share = joined(jax.lax.all_gather(share, WITHIN), factors_within(place))
         for axis, dimension, start, size in padded_dimensions(place):
             if axis:
                 share = jax.lax.all_gather(share, axis, axis=dimension, tiled=True)
@@ -81,12 +86,18 @@ def reduce_scatter_data(gradients: dict, places: dict) -> dict:
             gradient = jnp.pad(gradient, widths)
             if axis:
                 gradient = psum_scatter(jnp.roll(gradient, start, dimension), axis, dimension)
-        for axes, dimension in reversed(place.gathers):
-            if jax.lax.axis_size(axes) > 1:
-                gradient = psum_scatter(gradient, axes, dimension)
+        if jax.lax.axis_size(WITHIN) > 1:
+            gradient = psum_scatter(parted(gradient, factors_within(place)), WITHIN, 0)[0]
+        if jax.lax.axis_size(ACROSS) > 1:
+            gradient = psum_scatter(gradient, ACROSS, place.dimension(ACROSS))
         return psum(gradient, replicated_axes(place))
 
     return jax.tree.map(share, gradients, places)
+
+
+def factors_within(place: Place) -> list[tuple[int, int]]:
+    """For one device: the sizes of the axes of `data` inside a slice or node, and the dimension that each divides."""
+    return [(jax.lax.axis_size(axis), place.dimension(axis)) for axis in WITHIN]
 
 
 def padded_dimensions(place: Place) -> Iterator[tuple[str | None, int, Array | int, int]]:

@@ -129,7 +129,7 @@ def test_a_score_that_is_no_number_is_not_the_best(tmp_path):
 def test_scores_come_from_the_runs_record_and_from_the_facts_of_older_versions(tmp_path):
     for step in (10, 20, 30):
         checkpoints = Checkpoints(tmp_path, KEEP_ALL)
-        checkpoints.save(step, state_on(1)[0], {"val_bpb": {10: 1.1, 20: 0.9, 30: 1.3}[step]})
+        checkpoints.save(step, state_on(1)[0], FACTS | {"val_bpb": {10: 1.1, 20: 0.9, 30: 1.3}[step]})
         checkpoints.close()
     scores = lambda found: [info.metrics and info.metrics["val_bpb"] for info in found.infos]
     assert scores(Checkpoints(tmp_path, KEEP_ALL, scores={20: 1.5})) == [1.1, 1.5, 1.3]
