@@ -55,6 +55,8 @@ def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
                         if tries > FIRST and attempt.retry_state.attempt_number == 1:
                             notify(launch.job, "unavailable", str(trouble))
                         raise
+            if "running" in {state for state, _ in states_of(slices).values()}:
+                tries = math.inf  # a process before this one has started it
             outcome = TAKEN
             if begin(launch, slices, tries):
                 tries, outcome = math.inf, watch(launch, slices)

@@ -328,6 +328,17 @@ def test_a_set_up_that_fails_is_tried_again_and_once_it_has_worked_until_the_dea
     assert starts(repository) == [2, 2] and not cloud.left() and cloud.times("failing") == 0
 
 
+def test_what_another_process_has_started_is_not_given_up_for_a_set_up_that_fails(repository, cloud):
+    repository.plan(["wait", "wait"], [0, 0])
+    assert launch(repository, "up") == 0
+    wait_for(lambda: starts(repository) == [1, 1])
+    cloud.set("failing", 5)
+    end = lambda: [os.kill(repository.starts(process)[0]["pid"], 15) for process in range(2)]
+    with meanwhile(lambda: wait_for(lambda: cloud.times("failing") == 0), end):
+        assert launch(repository, "run") == 0
+    assert len(cloud.asked("create")) == 1 and not cloud.left()
+
+
 def test_a_set_up_that_never_works_ends_it_and_leaves_nothing(repository, cloud, capsys):
     cloud.set("failing", 100)
     assert launch(repository, "run") == 1
