@@ -11,9 +11,14 @@ from configs.schema import Config
 
 
 def start_hook(
-    config: Config, event: str, message: str, step: int | None = None, name: str = "", log: Path | None = None,
+    config: Config,
+    event: str,
+    message: str,
+    step: int | None = None,
+    name: str = "",
+    log: Path | None = None,
     wait: float = 0,
-) -> None:  # fmt: skip
+) -> None:
     """Starts the command with TOKENSUM_EVENT, TOKENSUM_MESSAGE, TOKENSUM_STEP, TOKENSUM_RUN (`name`, else the config's)
     and TOKENSUM_RUN_DIR in its environment, and waits for it no longer than `wait` seconds. What it prints is appended
     to `log`, or comes out here. Whatever goes wrong is said and changes nothing."""
