@@ -96,7 +96,7 @@ def cloud(tmp_path, monkeypatch):
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {STAND_IN} "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    for name, value in {"FAKE_GCLOUD": made.folder, "LAUNCH_PAUSE": "0.02", "TOKENSUM_CACHE": tmp_path / "c"}.items():
+    for name, value in {"FAKE_GCLOUD": made.folder, "LAUNCH_PAUSE": "0.05", "TOKENSUM_CACHE": tmp_path / "c"}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("launch.hardware.Hardware.hosts_per_group", 2)
     made.plan(us_central1_a=["active"], us_west4_a=["active"])
@@ -219,11 +219,11 @@ def test_commands_that_run_again_and_connections_that_break_are_harmless(reposit
 
 def test_a_deletion_that_is_refused_is_tried_again_until_all_is_gone(repository, cloud, capsys):
     repository.plan([0, 0])
-    cloud.set("refuses", 7)
+    cloud.set("refuses", 3)
     cloud.set("slow", 2)
     assert launch(repository, "run") == 0 and not cloud.left()
     told = "MAY COST MONEY: python -m launch tpu down --project=project --zones us-central1-a --name=tiny"
-    assert capsys.readouterr().err.count(told) >= 7
+    assert capsys.readouterr().err.count(told) >= 3
 
 
 def test_a_zone_that_deletes_nothing_keeps_no_other_from_it(monkeypatch):
@@ -310,8 +310,8 @@ def test_credentials_or_a_network_lost_at_the_deadline_delay_the_end_and_nothing
     repository, cloud, deadline, capsys, fault
 ):
     repository.plan(["wait", "wait"])
-    steps = [lambda: wait_for(lambda: starts(repository) == [1, 1]), lambda: cloud.set(fault, 15)]
-    with meanwhile(*steps, lambda: wait_for(lambda: cloud.times(fault) < 13), deadline.set):
+    steps = [lambda: wait_for(lambda: starts(repository) == [1, 1]), lambda: cloud.set(fault, 9)]
+    with meanwhile(*steps, lambda: wait_for(lambda: cloud.times(fault) < 8), deadline.set):
         assert launch(repository, "run") == 143
     told = capsys.readouterr()
     assert not cloud.left() and cloud.times(fault) == 0
@@ -322,7 +322,7 @@ def test_credentials_or_a_network_lost_at_the_deadline_delay_the_end_and_nothing
 def test_a_set_up_that_fails_is_tried_again_and_once_it_has_worked_until_the_deadline(repository, cloud):
     repository.plan(["wait", "wait"], [0, 0])
     cloud.set("failing", 1)
-    steps = [lambda: wait_for(lambda: starts(repository) == [1, 1]), lambda: cloud.set("failing", 5), cloud.take]
+    steps = [lambda: wait_for(lambda: starts(repository) == [1, 1]), lambda: cloud.set("failing", 4), cloud.take]
     with meanwhile(*steps):
         assert launch(repository, "run") == 0
     assert starts(repository) == [2, 2] and not cloud.left() and cloud.times("failing") == 0
@@ -332,7 +332,7 @@ def test_what_another_process_has_started_is_not_given_up_for_a_set_up_that_fail
     repository.plan(["wait", "wait"], [0, 0])
     assert launch(repository, "up") == 0
     wait_for(lambda: starts(repository) == [1, 1])
-    cloud.set("failing", 5)
+    cloud.set("failing", 4)
     end = lambda: [os.kill(repository.starts(process)[0]["pid"], 15) for process in range(2)]
     with meanwhile(lambda: wait_for(lambda: cloud.times("failing") == 0), end):
         assert launch(repository, "run") == 0
@@ -351,11 +351,9 @@ def test_a_failure_s_log_outlives_its_slice(repository, cloud):
     assert "start 0 of process 0" in cloud.logs()[0] and "ended with 1" in cloud.logs()[0]
 
 
-@pytest.mark.parametrize("oslogin", [False, True])
-def test_two_people_start_one_run(repository, cloud, monkeypatch, oslogin):
+def test_two_people_start_one_run_also_where_their_names_differ_on_the_hosts(repository, cloud, monkeypatch):
     repository.plan(["wait", "wait"])
-    if oslogin:
-        cloud.set("oslogin", 1)
+    cloud.set("oslogin", 1)
     for person in ("ada", "bob"):
         monkeypatch.setenv("USER", person)
         assert launch(repository, "up") == 0
