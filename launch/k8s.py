@@ -180,7 +180,7 @@ def pod(job: Job, options: K8sOptions, image: str, hosts: int) -> dict[str, Any]
         {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{job.name}-{WORKERS}-0-0.{job.name}:{PORT}"},
         {"name": "JAX_NUM_PROCESSES", "value": str(hardware.hosts)},
         {"name": "HOSTS_PER_JOB", "value": str(hosts)},
-        {"name": "DEADLINE", "value": str(round(time.time() + 3600 * options.hours) if options.hours else 0)},
+        {"name": "DEADLINE", "value": str(int(time.time() + 3600 * options.hours) if options.hours else 0)},
         {"name": "GRACE", "value": str(options.grace)},
         {
             "name": "JOB_INDEX",

@@ -167,7 +167,7 @@ def until(hours: float) -> str:
     if not hours:
         return "watching="
     return f"""\
-left=$(({round(time.time() + 3600 * hours)} - $(date +%s)))
+left=$(({int(time.time() + 3600 * hours)} - $(date +%s)))
 [ "$left" -gt 0 ] || {{ echo "the deadline has passed"; exit {int(Exit.PREEMPTED)}; }}
 (   sleep "$left"; touch "$folder/stop"; scancel --signal=TERM "$SLURM_JOB_ID" ) &
 watching=$!"""
