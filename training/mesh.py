@@ -56,8 +56,10 @@ def sizes_of(mesh: Mesh) -> dict[str, int]:
 def islands(devices: Sequence[Any]) -> list[list[Any]]:
     """The devices in groups that fast links join: by `slice_index`, which numbers TPU slices, and GPU nodes or NVLink
     domains; by process on CPUs, which have none, and of GPUs that are only described, whose `slice_index` is 0 on every
-    node."""
+    node. Described TPUs of one slice have none either, and are one group."""
     tells = all(hasattr(device, "slice_index") for device in devices)
+    if devices[0].platform == "tpu" and not tells:
+        return [list(devices)]
     if devices[0].platform == "gpu" and all(device.local_hardware_id is None for device in devices):
         tells = False
     groups = defaultdict(list)

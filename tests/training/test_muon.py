@@ -93,8 +93,8 @@ def test_decay_falls_on_what_the_update_shrinks_and_fades():
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
 def test_no_matrix_is_worked_on_twice_nor_sent_whole(sizes):
-XX
-    and back once, and nothing else but norms is sent."""
+    """Of 16 matrices each of eight devices multiplies two: an eighth of the work of one device alone. A device's share
+    of them goes there and back once, and nothing else but norms is sent."""
     mesh = make_mesh(MeshConfig(*sizes))
     of = place((64, 64), ("fsdp", "tensor"), mesh.shape)
     on_mesh = muon(CONFIG, lambda step: jnp.float32(0.1), 10, [of] * 16, mesh)
