@@ -31,6 +31,18 @@ def platform() -> str:
     return device.platform if device else jax.default_backend()
 
 
+def compute_capability() -> float:
+    """Of the GPUs here; without one, of those that programs are compiled for elsewhere, which are Hopper's
+    (program/topologies.py)."""
+    return float(jax.local_devices()[0].compute_capability) if jax.default_backend() == "gpu" else 9.0
+
+
+def varying_as(like: Array, tree: T) -> T:
+    """The same arrays, marked as varying over the mesh axes that `like` varies over."""
+    axes = lambda x: jax.typeof(x).manual_axis_type.varying
+    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(axes(like) - axes(x)), to="varying"), tree)
+
+
 def mark_varying(x: T, axes: tuple[str, ...]) -> T:
     """The same arrays, marked as varying over the mesh `axes`. Nothing is sent. The transpose is a psum over `axes`: a
     gradient with respect to the result is this device's own, and one with respect to `x` is summed."""
