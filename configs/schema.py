@@ -528,7 +528,16 @@ def validate(config: Config) -> None:
         expectation = f"model.value_embeddings read {VALUE_GATE_CHANNELS} channels of it"
         require(model.width >= VALUE_GATE_CHANNELS, "model.width", expectation)
     require(model.width % fsdp == 0, "mesh.fsdp", f"it must divide model.width={model.width}")
-    for name in ("heads", "kv_heads", "vocab_size"):
+    sharing = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
+    shares = sharing and model.kv_heads * model.head_dim % tensor == 0
+    fits = [
+        n for n in range(1, model.heads + 1) if model.heads % n == 0 and 0 in (model.kv_heads % n, n % model.kv_heads)
+    ]
+    expectation = (
+        f"it must divide model.kv_heads={model.kv_heads}, or be a multiple that divides their channels: {fits}"
+    )
+    require(shares, "mesh.tensor", expectation)
+    for name in ("heads", "vocab_size"):
         size = getattr(model, name)
         fits = [n for n in range(1, min(size, 64) + 1) if size % n == 0]
         require(size % tensor == 0, "mesh.tensor", f"it must divide model.{name}={size}: one of {fits}")

@@ -11,8 +11,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
 from model.kernels import attention_kernel, query_spans
-from model.layers import Embedding, Linear, symmetric_uniform
-from model.parallel import compute_capability, platform, psum_over_tensor, vary_over_tensor, varying_as
+from model.layers import Embedding, Linear, matmul, symmetric_uniform
+from model.parallel import (
+    all_gather_shared_head,
+    compute_capability,
+    own_heads,
+    platform,
+    psum_over_tensor,
+    vary_over_tensor,
+    varying_as,
+)
 from model.rotary import Angles, rotate_and_norm
 from model.shapes import window_of
 from model.splash import splash_attention
@@ -224,7 +232,7 @@ class Attention(nnx.Module):
     """One attention sub-layer, of block number `layer`."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs | None):
-        self.head_dim, self.qk_scale = config.head_dim, config.qk_scale
+        self.head_dim, self.kv_heads, self.qk_scale = config.head_dim, config.kv_heads, config.qk_scale
         self.window = window_of(config, layer)
         # As nanochat: uniform of the same standard deviation as a normal of 1/sqrt(width), to avoid outliers.
         uniform = nnx.initializers.variance_scaling(1.0, "fan_in", "uniform")
@@ -239,7 +247,7 @@ class Attention(nnx.Module):
             table, gate = symmetric_uniform(bound), nnx.initializers.uniform(0.02)
             axes = ("fsdp", "tensor")
             self.value_embedding = Embedding(config.vocab_size, keys, table, axes=axes, group="value_embeds", rngs=rngs)
-            self.value_gate = matrix(VALUE_GATE_CHANNELS, config.kv_heads, gate, axes=(None, "tensor"))
+            self.value_gate = matrix(VALUE_GATE_CHANNELS, config.kv_heads, gate, axes=(None, None))
 
     def __call__(
         self, x: Float[Array, "batch length width"], inputs: Inputs, cache: LayerCache | None
@@ -249,11 +257,15 @@ class Attention(nnx.Module):
         heads = (*x.shape[:2], -1, self.head_dim)  # this device's own, along `tensor`
         # The scale of attention's scores is a factor of the queries here: applied later, it would round them twice.
         q: Array = rotate_and_norm(self.query(x).reshape(heads), angles, self.qk_scale * self.head_dim**-0.5)
-        k: Array = rotate_and_norm(self.key(x).reshape(heads), angles, self.qk_scale)
-        v = self.value(x).reshape(heads)
+        k, v = self.key(x), self.value(x)
         if hasattr(self, "value_embedding"):
-            gate = 3 * jax.nn.sigmoid(self.value_gate(x[..., :VALUE_GATE_CHANNELS]))
-            v = v + gate[..., None] * self.value_embedding(tokens, x.dtype).reshape(heads)
+            first, own = own_heads(self.kv_heads)
+            kernel = jax.lax.dynamic_slice_in_dim(vary_over_tensor(self.value_gate.kernel[...]), first, own, axis=1)
+            gate = 3 * jax.nn.sigmoid(matmul(x[..., :VALUE_GATE_CHANNELS], kernel, self.value_gate.axes))
+            values = self.value_embedding(tokens, x.dtype).reshape(*gate.shape, -1)
+            v = (v.reshape(values.shape) + gate[..., None] * values).reshape(v.shape)
+        k, v = (all_gather_shared_head(part, self.kv_heads).reshape(heads) for part in (k, v))
+        k = rotate_and_norm(k, angles, self.qk_scale)
         if cache is not None:
             start = (0, 0 if positions is None else positions[0], 0, 0)
             cache = LayerCache(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, (k, v))))

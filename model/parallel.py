@@ -79,6 +79,22 @@ def tensor_size() -> int:
     return jax.lax.axis_size("tensor") if in_shard_map() else 1
 
 
+def own_heads(heads: int) -> tuple[Array | int, int]:
+    """The first of this device's key heads and their number, of so many in all. Where `tensor` is a multiple of their
+    number, devices that follow each other share one."""
+    return tensor_index() * heads // tensor_size(), max(1, heads // tensor_size())
+
+
+def all_gather_shared_head(x: Float[Array, "batch length part"], heads: int) -> Float[Array, "batch length channels"]:
+    """Of channels that `tensor` divides all those of this device's key heads: itself, except where devices share a
+    head. Then each has computed its part of it; the transpose sums their gradients, once."""
+    sharing = tensor_size() // heads
+    if sharing <= 1:
+        return x
+    groups = [list(range(first, first + sharing)) for first in range(0, tensor_size(), sharing)]
+    return jax.lax.all_gather(x, "tensor", axis=2, tiled=True, axis_index_groups=groups)
+
+
 def all_gather_vocabulary(logits: Float[Array, "batch vocab_share"]) -> Float[Array, "batch vocab"]:
     """The logits of all devices along `tensor`."""
     return jax.lax.all_gather(logits, "tensor", axis=1, tiled=True) if in_shard_map() else logits
