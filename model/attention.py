@@ -257,15 +257,16 @@ class Attention(nnx.Module):
         heads = (*x.shape[:2], -1, self.head_dim)  # this device's own, along `tensor`
         # The scale of attention's scores is a factor of the queries here: applied later, it would round them twice.
         q: Array = rotate_and_norm(self.query(x).reshape(heads), angles, self.qk_scale * self.head_dim**-0.5)
-        k, v = self.key(x), self.value(x)
+        k: Array = self.key(x)
+        v: Array = self.value(x)
         if hasattr(self, "value_embedding"):
             first, own = own_heads(self.kv_heads)
             kernel = jax.lax.dynamic_slice_in_dim(vary_over_tensor(self.value_gate.kernel[...]), first, own, axis=1)
             gate = 3 * jax.nn.sigmoid(matmul(x[..., :VALUE_GATE_CHANNELS], kernel, self.value_gate.axes))
             values = self.value_embedding(tokens, x.dtype).reshape(*gate.shape, -1)
             v = (v.reshape(values.shape) + gate[..., None] * values).reshape(v.shape)
-        k, v = (all_gather_shared_head(part, self.kv_heads).reshape(heads) for part in (k, v))
-        k = rotate_and_norm(k, angles, self.qk_scale)
+        v = all_gather_shared_head(v, self.kv_heads).reshape(heads)
+        k = rotate_and_norm(all_gather_shared_head(k, self.kv_heads).reshape(heads), angles, self.qk_scale)
         if cache is not None:
             start = (0, 0 if positions is None else positions[0], 0, 0)
             cache = LayerCache(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, (k, v))))

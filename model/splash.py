@@ -108,9 +108,15 @@ def of_one_key_head(length: int, group: int, window: int | None, head_dim: int, 
     block, shape, backward = splash_block(length), (length, length), splash_backward(length, window, head_dim)
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window, 0), 0)
     sizes = library.BlockSizes(
-        **{"block_q": block, "block_kv": block, "block_kv_compute": block, "block_q_dkv": block},
-        **{"block_kv_dkv": backward.keys, "block_kv_dkv_compute": block, "use_fused_bwd_kernel": backward.fused},
-        **({} if backward.fused else {"block_q_dq": block, "block_kv_dq": block}),
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=backward.keys,
+        block_kv_dkv_compute=block,
+        block_q_dq=None if backward.fused else block,
+        block_kv_dq=None if backward.fused else block,
+        use_fused_bwd_kernel=backward.fused,
     )
     masks_of_group = masks.MultiHeadMask([mask] * group)
     with jax.ensure_compile_time_eval():  # not as part of the trace that asks first
