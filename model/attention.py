@@ -164,12 +164,15 @@ def attention_in_blocks(
 
 
 def _blocks_forward(q: Array, k: Array, v: Array, places: Places, window: int | None) -> tuple[Array, tuple]:
+    q, positions = jax.lax.optimization_barrier((q, places.positions))
+    inside = places._replace(positions=positions)  # else XLA keeps the masks of all blocks, for all groups of rows
+
     def of_span(rows: slice, keys: slice) -> Array:
         def of_block(block: tuple[Array, Places]) -> Array:
             q, here = block
-            return plain_attention(q, k[:, keys], v[:, keys], here.see(places.of(keys), window))
+            return plain_attention(q, k[:, keys], v[:, keys], here.see(inside.of(keys), window))
 
-        return _rows(jax.lax.map(of_block, (_blocks(q[:, rows]), _blocks_of(places.of(rows)))), rows)
+        return _rows(jax.lax.map(of_block, (_blocks(q[:, rows]), _blocks_of(inside.of(rows)))), rows)
 
     y = jnp.concatenate([of_span(*span) for span in query_spans(q.shape[1], window)], axis=1)
     return y, (q, k, v, places, y)
@@ -177,16 +180,18 @@ def _blocks_forward(q: Array, k: Array, v: Array, places: Places, window: int | 
 
 def _blocks_backward(window: int | None, residuals: tuple, dy: Array) -> tuple[Array, Array, Array, None]:
     q, k, v, places, y = residuals
+    dy, positions = jax.lax.optimization_barrier((dy, places.positions))
+    inside = places._replace(positions=positions)
 
     def of_span(rows: slice, keys: slice) -> tuple[Array, tuple[Array, Array]]:
         def of_block(sums: tuple[Array, Array], block: tuple) -> tuple[tuple[Array, Array], Array]:
             q, y, dy, here = block
-            _, again = _plain_forward(q, k[:, keys], v[:, keys], here.see(places.of(keys), window))
+            _, again = _plain_forward(q, k[:, keys], v[:, keys], here.see(inside.of(keys), window))
             dq, dk, dv = _plain_gradients((*again[:-1], y), dy)
             return (sums[0] + dk, sums[1] + dv), dq
 
         zeros = varying_as(dy, jnp.zeros(k[:, keys].shape, jnp.float32))
-        blocks = (*(_blocks(x[:, rows]) for x in (q, y, dy)), _blocks_of(places.of(rows)))
+        blocks = (*(_blocks(x[:, rows]) for x in (q, y, dy)), _blocks_of(inside.of(rows)))
         sums, dq = jax.lax.scan(of_block, (zeros, zeros), blocks)
         return _rows(dq, rows), sums
 
