@@ -25,7 +25,7 @@ from model.rotary import Angles, rotate_and_norm
 from model.shapes import window_of
 from model.splash import splash_attention
 
-ROWS = 4  # of a batch, and
+ROWS = 2  # of a batch, and
 QUERIES = 256  # queries whose scores exist at a time, at most, where the backward pass computes them again
 
 
