@@ -27,7 +27,10 @@ from data.loader import train_batches
 from evaluation.evaluator import Evaluator
 from interchange.init_from import read_params, require_same_network
 from model.flops import parameter_counts
+from model.kernels import attention_kernel, described
+from model.parallel import compute_capability
 from planning.measured import does_not_fit
+from program.machines import VECTOR_MEMORY, exceeds_vector_memory
 from run.checkpoint import Checkpoints, whole_steps
 from run.cluster import Cluster
 from run.events import Events, rollbacks_to
@@ -86,6 +89,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
 
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
     say(describe(builds))
+    say(describe_attention(built))
     programs = Programs(builds, times, say)
     with explain_out_of_memory(config, mistake=True):
         programs.compile(checkpoints.newest)
@@ -136,6 +140,8 @@ def explain_out_of_memory(config: Config, mistake: bool = False) -> Iterator[Non
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
+        if exceeds_vector_memory(str(error)):
+            raise UserError(f"{VECTOR_MEMORY}\n{str(error).splitlines()[0]}") from error
         if "RESOURCE_EXHAUSTED" in str(error):
             devices = jax.devices()
             why = does_not_fit(config, devices[0].device_kind, len(devices), len(islands(devices)))
@@ -224,6 +230,14 @@ def describe(builds: list[Build]) -> str:
     last = lambda stage: "" if stage.step < config.steps else "; the run ends before"
     stages = (f"\n  {begins(stage)}: {size}{last(stage)}" for stage, size in zip(ramp.stages, sizes))
     return f"{run}a ramp of {len(sizes)} stages{''.join(stages)}"
+
+
+def describe_attention(built: Build) -> str:
+    """The kernel that computes attention, in a line."""
+    config, length, head_dim = built.config, built.batch_shape[2], built.config.model.head_dim
+    device, documents = built.mesh.devices.flat[0], config.data.mask_documents
+    kernel = attention_kernel(device.platform, compute_capability(), built.dtype.name, length, head_dim, documents)
+    return f"attention: {described(kernel, length, head_dim)}"
 
 
 def finish(

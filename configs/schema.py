@@ -60,7 +60,8 @@ class ModelConfig:
     heads: Positive[int] = 6
     """Query heads."""
     kv_heads: Positive[int] = 6
-    """Key and value heads; fewer than `heads` is grouped-query attention (arXiv:2305.13245). Must divide `heads`."""
+    """Key and value heads; fewer than `heads` is grouped-query attention (arXiv:2305.13245). Must divide `heads`.
+    `mesh.tensor` divides them, or is a multiple: then devices share a head."""
     head_dim: Positive[int] = 128
     """Channels of one head; even, since rotary positions turn pairs of channels."""
     vocab_size: Positive[int] = 32768
@@ -127,7 +128,7 @@ class DataConfig:
     """`stream`: documents, each after a BOS, in one long stream that is cut into rows; nothing is padded or lost.
     `best_fit`: whole documents side by side, every row starting with a BOS; longer ones are cut into rows."""
     mask_documents: bool = False
-    """Attention stays within a document. (On a GPU the mask takes memory: a number a pair of positions of a row.)"""
+    """Attention stays within a document. On a GPU it then runs without cuDNN's kernel (docs/performance.md)."""
     workers: Free[NotNegative[int]] = 2
     """Threads that read batches ahead; from a URL 8 at least."""
     copy: Free[Literal["none", "all"]] = "none"
@@ -528,10 +529,19 @@ def validate(config: Config) -> None:
         expectation = f"model.value_embeddings read {VALUE_GATE_CHANNELS} channels of it"
         require(model.width >= VALUE_GATE_CHANNELS, "model.width", expectation)
     require(model.width % fsdp == 0, "mesh.fsdp", f"it must divide model.width={model.width}")
-    for name in ("heads", "kv_heads", "vocab_size"):
+    for name in ("heads", "vocab_size"):
         size = getattr(model, name)
         fits = [n for n in range(1, min(size, 64) + 1) if size % n == 0]
         require(size % tensor == 0, "mesh.tensor", f"it must divide model.{name}={size}: one of {fits}")
+    sharing = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
+    shares = sharing and model.kv_heads * model.head_dim % tensor == 0
+    fits = [
+        n for n in range(1, model.heads + 1) if model.heads % n == 0 and 0 in (model.kv_heads % n, n % model.kv_heads)
+    ]
+    expectation = (
+        f"it must divide model.kv_heads={model.kv_heads}, or be a multiple that divides their channels: {fits}"
+    )
+    require(shares, "mesh.tensor", expectation)
     require(4 * model.width % tensor == 0, "mesh.tensor", f"it must divide the MLP's width {4 * model.width}")
     expectation = f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens"
     require(model.vocab_size >= MIN_VOCAB_SIZE, "model.vocab_size", expectation)

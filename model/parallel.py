@@ -31,6 +31,18 @@ def platform() -> str:
     return device.platform if device else jax.default_backend()
 
 
+def compute_capability() -> float:
+    """Of the GPUs here; without one, of those that programs are compiled for elsewhere, which are Hopper's
+    (program/topologies.py)."""
+    return float(jax.local_devices()[0].compute_capability) if jax.default_backend() == "gpu" else 9.0
+
+
+def varying_as(like: Array, tree: T) -> T:
+    """The same arrays, marked as varying over the mesh axes that `like` varies over."""
+    axes = lambda x: jax.typeof(x).manual_axis_type.varying
+    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(axes(like) - axes(x)), to="varying"), tree)
+
+
 def mark_varying(x: T, axes: tuple[str, ...]) -> T:
     """The same arrays, marked as varying over the mesh `axes`. Nothing is sent. The transpose is a psum over `axes`: a
     gradient with respect to the result is this device's own, and one with respect to `x` is summed."""
@@ -65,6 +77,22 @@ def tensor_index() -> Array | int:
 def tensor_size() -> int:
     """The number of devices along `tensor`."""
     return jax.lax.axis_size("tensor") if in_shard_map() else 1
+
+
+def own_heads(heads: int) -> tuple[Array | int, int]:
+    """The first of this device's key heads and their number, of so many in all. Where `tensor` is a multiple of their
+    number, devices that follow each other share one."""
+    return tensor_index() * heads // tensor_size(), max(1, heads // tensor_size())
+
+
+def all_gather_shared_head(x: Float[Array, "batch length part"], heads: int) -> Float[Array, "batch length channels"]:
+    """Of channels that `tensor` divides all those of this device's key heads: itself, except where devices share a
+    head. Then each has computed its part of it; the transpose sums their gradients, once."""
+    sharing = tensor_size() // heads
+    if sharing <= 1:
+        return x
+    groups = [list(range(first, first + sharing)) for first in range(0, tensor_size(), sharing)]
+    return jax.lax.all_gather(x, "tensor", axis=2, tiled=True, axis_index_groups=groups)
 
 
 def all_gather_vocabulary(logits: Float[Array, "batch vocab_share"]) -> Float[Array, "batch vocab"]:

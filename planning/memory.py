@@ -89,7 +89,7 @@ def memory(of: Candidate) -> dict[str, float]:
 def kept_widths(of: Candidate) -> tuple[float, float]:
     """Channels a token and block that are kept for the backward pass, and those of a block as it is computed again."""
     model, tensor = of.config.model, of.sizes["tensor"]
-    queries, keys = model.heads * model.head_dim / tensor, model.kv_heads * model.head_dim / tensor
+    queries, keys = model.heads * model.head_dim / tensor, max(1, model.kv_heads / tensor) * model.head_dim
     values = keys / 2 if model.value_embeddings else 0  # every other block
     mixed = model.width if model.resid_lambdas or model.x0_lambdas else 0
     # The two norms' results, queries, keys, values, what attention gives, and the MLP's.
@@ -130,7 +130,7 @@ def waiting(of: Candidate, kept: float, again: float) -> float:
 def read_by_weight_gradients(of: Candidate) -> float:
     """Channels a token and block that the products of weight gradients read: inputs, and gradients of outputs."""
     model, tensor = of.config.model, of.sizes["tensor"]
-    queries, keys = model.heads * model.head_dim / tensor, model.kv_heads * model.head_dim / tensor
+    queries, keys = model.heads * model.head_dim / tensor, max(1, model.kv_heads / tensor) * model.head_dim
     values = keys / 2 if model.value_embeddings else 0  # every other block
     mixed = model.width if model.resid_lambdas or model.x0_lambdas else 0
     inputs = 2 * model.width + queries + 4 * model.width / tensor + values + mixed

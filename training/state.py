@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 
 from configs.schema import ModelConfig
 from model.gpt import GPT, abstract_model, map_parameters
+from model.parallel import compute_capability
 from model.shapes import parameter_shapes
 from training.layout import Place, place
 from training.mesh import parameter_places, resized, spec_of
@@ -37,10 +38,12 @@ class TrainState(NamedTuple):
 
 
 def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:
-    """The type of activations: as configured, or bfloat16, but float32 where that is no slower."""
+    """The type of activations: as configured, or bfloat16, but float32 where that is no slower, and on GPUs before
+    Ampere, which have no bfloat16."""
     if config.dtype == "auto":
         float32_is_as_fast = platform == "cpu" and jax.__version_info__ < (0, 12)  # docs/performance.md
-        return jnp.dtype("float32" if float32_is_as_fast else "bfloat16")
+        lacks_bfloat16 = platform == "gpu" and compute_capability() < 8
+        return jnp.dtype("float32" if float32_is_as_fast or lacks_bfloat16 else "bfloat16")
     return jnp.dtype(config.dtype)
 
 

@@ -78,3 +78,9 @@ def test_sha256_sees_every_parameter():
 def test_compute_dtype(configured, platform, jax_version, expected, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", jax_version)
     assert compute_dtype(replace(tiny_config().model, dtype=configured), platform) == expected
+
+
+@pytest.mark.parametrize(("capability", "expected"), [(7.0, "float32"), (7.5, "float32"), (8.0, "bfloat16")])
+def test_auto_is_float32_on_gpus_without_bfloat16(capability, expected, monkeypatch):
+    monkeypatch.setattr("training.state.compute_capability", lambda: capability)
+    assert compute_dtype(replace(tiny_config().model, dtype="auto"), "gpu") == expected

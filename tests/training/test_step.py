@@ -193,6 +193,14 @@ def test_all_features_give_the_reference_update_whatever_the_split_and_mesh():
     assert_same_steps(config, [on_mesh(config, *size) for size in sizes], reference.train)
 
 
+def test_devices_that_share_a_key_head_give_the_update_of_one():
+    """Four devices along `tensor` and two key heads: two compute a head's parts, and its gradient is summed once."""
+    config = tiny_config(heads=4, kv_heads=2, **ALL_FEATURES | {"depth": 2})
+    rows = [random_rows(config, step, weights("lengths", 16, 16, step)) for step in range(2)]
+    divided, devices = on_mesh(config, 2, (1, 2, 4))
+    assert distance(run_steps(divided, rows, devices)[0], run_steps(config, rows)[0]) < 1e-6
+
+
 @pytest.mark.medium
 def test_a_mesh_that_divides_few_sizes_gives_the_update_of_one():
     """Width 32 and three blocks over `data` = 3: most of the state is padded, Muon's and AdamW's."""
