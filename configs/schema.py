@@ -70,7 +70,8 @@ class ModelConfig:
     it must be below 88.7 - log(vocab_size): the loss sums exp(logit) over the vocabulary, and float32 ends at
     exp(88.7)."""
     z_loss: OfTraining[NotNegative[float]] = 0.0
-    """Factor of the squared log-sum-exp of the logits in the training loss (arXiv:2204.02311); not in validation's."""
+    """Factor of the squared log-sum-exp of the logits that training adds to the loss (arXiv:2204.02311). The logged
+    `loss` is without it, as validation's; `z_loss` is what it adds."""
     loss_chunks: Free[Positive[int]] = 1
     """The head and the loss take a micro-batch's tokens in so many parts, so that the logits of one alone exist. Less
     memory, more time, the same result. Must divide `batch.sequence_length`."""
