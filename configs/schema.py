@@ -211,7 +211,7 @@ class MuonConfig:
     momentum_start: Decay = 0.85
     """At step 0."""
     momentum_warmup_steps: NotNegative[int] = 400
-    """Steps of its linear rise."""
+    """Steps of its linear rise. If the warmdown begins earlier, it falls from where it has risen to."""
     momentum_final: Decay = 0.9
     """At the end of the warmdown."""
     beta2: Decay = 0.9
