@@ -71,7 +71,8 @@ class ModelConfig:
     it must be below 88.7 - log(vocab_size): the loss sums exp(logit) over the vocabulary, and float32 ends at
     exp(88.7)."""
     z_loss: OfTraining[NotNegative[float]] = 0.0
-    """Factor of the squared log-sum-exp of the logits in the training loss (arXiv:2204.02311); not in validation's."""
+    """Factor of the squared log-sum-exp of the logits that training adds to the loss (arXiv:2204.02311). The logged
+    `loss` is without it, as validation's; `z_loss` is what it adds."""
     loss_chunks: Free[Positive[int]] = 1
     """The head and the loss take a micro-batch's tokens in so many parts, so that the logits of one alone exist. Less
     memory, more time, the same result. Must divide `batch.sequence_length`."""
@@ -211,7 +212,7 @@ class MuonConfig:
     momentum_start: Decay = 0.85
     """At step 0."""
     momentum_warmup_steps: NotNegative[int] = 400
-    """Steps of its linear rise."""
+    """Steps of its linear rise. If the warmdown begins earlier, it falls from where it has risen to."""
     momentum_final: Decay = 0.9
     """At the end of the warmdown."""
     beta2: Decay = 0.9

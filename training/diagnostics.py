@@ -142,13 +142,14 @@ def unit(
 def _products(a: dict, b: dict, layout: Layout, metric: Metric | None = None) -> Float[Array, "2 groups"]:
     zero = mark_varying(jnp.float32(0), (*BATCH_AXES, "tensor"))
     totals = {(kind, name): zero for kind in (DIVIDED, UNDIVIDED) for name in layout.names}
+    kinds = layout.kinds  # once: it looks at every leaf
     for i, (mine, other) in enumerate(zip(jax.tree.leaves(a), jax.tree.leaves(b))):
         if metric is not None and i not in metric:
             continue
         product = jnp.sum(mine * other if metric is None else mine * other * metric[i])
         if "tensor" not in layout.places[i].axes:  # alike along `tensor`: each device counts its part
             product = mark_varying(product / tensor_size(), ("tensor",))
-        totals[layout.kinds[i], layout.groups[i]] += product
+        totals[kinds[i], layout.groups[i]] += product
     return jnp.stack(list(totals.values())).reshape(2, -1)
 
 
@@ -202,7 +203,8 @@ def signal_and_noise(
     leaves, in_metric = jax.tree.leaves(gradients), sums.squares["own" if metric is None else "adam"]
     signal: dict[str, Array] = {}
     noise: dict[str, Array] = {}
-    places = {i: (layout.kinds[i], layout.groups[i]) for i in (range(len(leaves)) if metric is None else metric)}
+    kinds, chosen = layout.kinds, range(len(leaves)) if metric is None else metric
+    places = {i: (kinds[i], layout.groups[i]) for i in chosen}
     for kind, name in sorted(set(places.values())):
         of = [i for i, place in places.items() if place == (kind, name)]
         weighted = (square_sum(leaves[i]) if metric is None else jnp.sum(leaves[i] ** 2 * metric[i]) for i in of)

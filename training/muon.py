@@ -86,14 +86,13 @@ def muon(
 
 
 def momentum_at(config: MuonConfig, step: Num[Array, ""] | int, steps: int | float) -> Float[Array, ""]:
-    """Rises, stays, and falls while the rate does."""
+    """Rises, stays, and falls while the rate does. In a run too short for both, it falls from where it has risen to."""
     t = jnp.asarray(step, jnp.float32)
     rise = jnp.minimum(1.0, t / max(config.momentum_warmup_steps, 1))
     falls = config.schedule.warmdown * steps if config.schedule.kind == "warmup_constant_warmdown" else 0
     fall = jnp.clip((t - (steps - falls)) / max(falls, 1), 0, 1)
     risen = config.momentum_start + rise * (config.momentum - config.momentum_start)
-    fallen = config.momentum + fall * (config.momentum_final - config.momentum)
-    return jnp.where(rise < 1, risen, fallen)
+    return risen + fall * (config.momentum_final - risen)
 
 
 def orthogonalise_all(

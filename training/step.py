@@ -11,7 +11,6 @@ decided here and in model/parallel.py, and not by a compiler pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, NotRequired, TypedDict
 
@@ -119,9 +118,9 @@ def replicated_axes(place: Place) -> tuple[str, ...]:
     return () if "fsdp" in place.axes else ("fsdp",)
 
 
-def zero_sums() -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """For one device: the loss sum and the token count that a scan starts from."""
-    return mark_varying((jnp.float32(0), jnp.int32(0)), BATCH_AXES)
+def zero_sums() -> tuple[Float[Array, ""], tuple[Float[Array, ""], Int[Array, ""]]]:
+    """For one device: the sums of `loss_sums` that a scan starts from."""
+    return mark_varying((jnp.float32(0), (jnp.float32(0), jnp.int32(0))), BATCH_AXES)
 
 
 def on_each_device(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
@@ -145,9 +144,10 @@ def make_train_step(
 ) -> TrainStep:
     """`train_step(state, batch) -> (state, metrics)`, jitted. `state` lies as `abstract_state` says, and is donated.
 
-    Metrics are scalars: `loss` (nats a valid token), `grad_norm` (before the clip), `grad_norms` and `learning_rate`
-    (of each group), `valid_tokens`, and `skipped_steps`: how many so far changed nothing, for want of a valid token or
-    of a finite gradient; and, if it is to `diagnose`, `diagnostics` (training/diagnostics.py) with these options.
+    Metrics are scalars: `loss` (nats a valid token), `z_loss` (what it adds, if it is on), `grad_norm` (before the
+    clip), `grad_norms` and `learning_rate` (of each group), `valid_tokens`, and `skipped_steps`: how many so far
+    changed nothing, for want of a valid token or of a finite gradient; and, if it is to `diagnose`, `diagnostics`
+    (training/diagnostics.py) with these options.
     `deterministic`: the same bits in every execution, on GPUs too.
     """
     graphdef, _ = split_model(config, dtype)
@@ -157,8 +157,8 @@ def make_train_step(
     specs = jax.tree.map(spec_of, places)
     layout = Layout.of(places, groups)
 
-    def gradient_sums(params: dict, batch: Batch, metric: Metric) -> tuple[Array, Array, dict, UnitSums | None]:
-        """For one device: (loss_sum, token_count, gradient of loss_sum) of the whole step, and sums over its units.
+    def gradient_sums(params: dict, batch: Batch, metric: Metric) -> tuple[tuple, dict, UnitSums | None]:
+        """For one device: the sums of `loss_sums` and the objective's gradient of the whole step, and sums over units.
 
         `params` are its float32 shares, `batch` its rows [K, B / (data fsdp), T]; the gradient comes in like shares.
         """
@@ -168,35 +168,33 @@ def make_train_step(
         def micro_batch(sums: tuple, rows: Batch) -> tuple[tuple, Units | None]:
             # Widened so that gradients are float32 (model/layers.py); the compiler drops the round trip of types.
             wide = jax.tree.map(lambda p: p.astype(jnp.float32), compute_params)
-            loss_before, tokens_before, so_far, *before = sums
-
+            losses, so_far, *before = sums
             loss = lambda params: loss_sums(nnx.merge(graphdef, params), **rows)
-            (loss_sum, tokens), gradients = jax.value_and_grad(loss, has_aux=True)(wide)
+            of_rows, gradients = jax.value_and_grad(loss, has_aux=True)(wide)
             summed = jax.tree.map(jnp.add, so_far, gradients)
-            sums = loss_before + loss_sum, tokens_before + tokens, summed
+            sums = jax.tree.map(jnp.add, losses, of_rows), summed
             if not diagnose:
                 return sums, None
+            _, (_, tokens) = of_rows
             return (*sums, *(gradients for _ in before)), unit(tokens, gradients, summed, layout, metric, *before)
 
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), compute_params)
         kept = (zeros,) if diagnose and diagnose.successive else ()
-        (loss_sum, tokens, gradients, *_), units = jax.lax.scan(micro_batch, (*zero_sums(), zeros, *kept), batch)
+        (losses, gradients, *_), units = jax.lax.scan(micro_batch, (zero_sums(), zeros, *kept), batch)
         whole = reduce_scatter_data(gradients, places)
-        return *psum((loss_sum, tokens), BATCH_AXES), whole, sum_units(units) if units else None
+        return psum(losses, BATCH_AXES), whole, sum_units(units) if units else None
 
     everywhere = PartitionSpec()
     metric_of = lambda opt_state: adam_metric(opt_state, layout, dtype) if diagnose and diagnose.adam_metric else {}
     metric_places = {i: layout.places[i] for i in jax.eval_shape(metric_of, abstract_state.opt_state)}
     metric_specs = jax.tree.map(spec_of, metric_places)
-    summed = on_each_device(
-        gradient_sums, mesh, (specs, ROWS, metric_specs), (everywhere, everywhere, specs, everywhere)
-    )
+    summed = on_each_device(gradient_sums, mesh, (specs, ROWS, metric_specs), (everywhere, specs, everywhere))
 
     # With the shardings given: the compiler could choose others, which the next step would not take.
     @partial(jax.jit, donate_argnums=0, out_shardings=(placed, None), compiler_options=xla_options(mesh, deterministic))
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         metric = metric_of(state.opt_state)
-        loss_sum, tokens, gradients, units = summed(state.params, batch, metric)
+        (objective, (loss_sum, tokens)), gradients, units = summed(state.params, batch, metric)
         whole = gradients = jax.tree.map(lambda g: g / jnp.maximum(tokens, 1), gradients)
         leaves = jax.tree.leaves(gradients)
         grad_norms = {name: optax.tree.norm([g for g, of in zip(leaves, groups) if of == name]) for name in rates}
@@ -217,6 +215,8 @@ def make_train_step(
             "learning_rate": {group: rate(state.step) for group, rate in rates.items()},
             "skipped_steps": state.skipped_steps + jnp.where(sound, 0, 1),
         }
+        if config.z_loss:
+            metrics["z_loss"] = (objective - loss_sum) / jnp.maximum(tokens, 1)
         if units is not None:
             metrics["diagnostics"] = measure(
                 whole, tokens, units, clip, state.params, updates, opt_state, layout, metric
@@ -233,8 +233,8 @@ def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalSte
 
     def sums(params: dict, batch: Batch) -> tuple[Array, Array]:
         model = nnx.merge(graphdef, all_gather_data(params, places, dtype))
-        model.config = replace(config, z_loss=0.0)
         micro_batch = lambda sums, rows: (jax.tree.map(jnp.add, sums, loss_sums(model, **rows)), None)
-        return psum(jax.lax.scan(micro_batch, zero_sums(), batch)[0], BATCH_AXES)
+        _, losses = jax.lax.scan(micro_batch, zero_sums(), batch)[0]
+        return psum(losses, BATCH_AXES)
 
     return jax.jit(on_each_device(sums, mesh, (jax.tree.map(spec_of, places), ROWS), PartitionSpec()))

@@ -98,7 +98,7 @@ def unit_gradients(config: Config, units: int) -> list[tuple[int, list[np.ndarra
     found = []
     for part in range(units):
         rows = {name: array.reshape(units, -1, 16)[part] for name, array in rows_of_random_lengths().items()}
-        (_, tokens), gradient = gradient_program(config)(params, rows)
+        (_, (_, tokens)), gradient = gradient_program(config)(params, rows)
         found.append((int(tokens), [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(gradient)]))
     return found
 

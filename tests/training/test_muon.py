@@ -77,6 +77,13 @@ def test_momentum_rises_stays_and_falls():
     assert float(momentum_at(CONFIG, 2000, 2000)) == pytest.approx(0.97)
 
 
+@pytest.mark.parametrize("steps", [300, 500, 1000])
+def test_momentum_never_jumps_and_falls_in_a_short_run_too(steps):
+    """With 500 steps it once jumped from 0.97 to 0.92 at step 400; with 300 it never fell."""
+    course = np.array([float(momentum_at(MuonConfig(), step, steps)) for step in range(0, steps + 1, 5)])
+    assert np.abs(np.diff(course)).max() < 0.003 and course[-1] == pytest.approx(0.9)
+
+
 def test_decay_falls_on_what_the_update_shrinks_and_fades():
     transform = muon_on_one(CONFIG)
     without = muon_on_one(MuonConfig(weight_decay=0.0, schedule=CONFIG.schedule))

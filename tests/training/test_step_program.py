@@ -70,8 +70,12 @@ def test_chunks_and_z_loss_on_a_mesh_equal_one_device_and_the_whole():
     mesh_params, mesh_metrics = run_steps(chunks, rows, devices=8)
     assert distance(mesh_params, params) < 1e-6
     assert mesh_metrics[1]["loss"] == pytest.approx(metrics[1]["loss"], rel=1e-6)
+    assert mesh_metrics[1]["z_loss"] == pytest.approx(metrics[1]["z_loss"], rel=1e-5)
     without = replace(config, model=replace(config.model, z_loss=0.0))
-    assert run_steps(without, rows)[1][0]["loss"] < metrics[0]["loss"] - 0.1  # 0.01 log(272)^2 = 0.31
+    _, (plain, _) = run_steps(without, rows)
+    assert metrics[0]["loss"] == plain["loss"] and "z_loss" not in plain
+    assert metrics[0]["z_loss"] == pytest.approx(0.01 * np.log(272) ** 2, rel=0.1)
+    assert metrics[0]["grad_norm"] > 1.001 * plain["grad_norm"]
 
 
 def test_memory_of_chunks():

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from configs.schema import BatchConfig, Config, DiagnosticsConfig, MeshConfig, ModelConfig
 from evaluation.generation import make_generate
@@ -9,6 +10,7 @@ from tests.helpers import ALL_FEATURES
 from training.build import build
 
 
+@pytest.mark.medium
 def test_every_program_of_depth_48_is_traced():
     """Counts of its parameters do not fit in 32 bits."""
     sizes = {"depth": 48, "width": 3072, "heads": 24, "kv_heads": 24, "head_dim": 128, "vocab_size": 32768}
