@@ -40,6 +40,7 @@ from run.notify import tell, tell_of_failure
 from run.preflight import preflight
 from run.runtime import Stop, cache_dir, check_hosts_agree, describe_processes, on_first_process, run_command, start_jax
 from run.stages import Programs, batches_from
+from run.watchdog import limited
 from training.build import Build, build_stages
 from training.mesh import cost_of_slow_links, islands, make_mesh
 from training.state import params_sha256
@@ -78,13 +79,14 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         require_same_network(config, text.tokenizer)
     text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer")
     past = Past(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
-    checkpoints = open_checkpoints(config, past)
+    preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
+    with limited(config.hang, "opening the checkpoints"):
+        checkpoints = open_checkpoints(config, past)
     if past.finished == checkpoints.newest == config.steps:
         longer = f"--steps={2 * config.steps} --accept_changes"
         say(f"{config.run_dir} is complete: {config.steps} steps; a longer run: {longer}")
         return Exit.COMPLETE
 
-    preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
     say(describe(builds))
     programs = Programs(builds, times, say)
     with explain_out_of_memory(config, mistake=True):
@@ -93,7 +95,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         say(slow)
     outcome = None
     while outcome is None:
-        with times.during("restore"):
+        with times.during("restore"), limited(config.hang, "restoring"), explain_out_of_memory(config):
             start = resume(built, checkpoints, past, say)
         programs.compile(start.step)  # nothing, unless the newest checkpoint could not be read
         on_first_process(
@@ -123,8 +125,10 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         if isinstance(ended, Jumped) and jax.process_index() == 0:
             Events(config.run_dir).add("running", loop.step, **times.note())  # these steps will be done again
         outcome = roll_back(config, ended, checkpoints, loop, say) if isinstance(ended, Jumped) else ended
+        if outcome is None:
+            loop.drop_state()  # the devices may not hold two
         past = past._replace(changes=[], events=on_first_process(Events(config.run_dir).read))
-    with times.during("saving"):
+    with times.during("saving"), limited(config.hang, "the end of saving"):
         checkpoints.close()
     return finish(config, outcome, loop, stop, say)
 
