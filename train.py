@@ -77,7 +77,8 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     # The run's folder, which no other process may write to meanwhile, and what has been saved of the run.
     if config.init_from and not on_first_process(lambda: whole_steps(checkpoint_folder(config))):
         require_same_network(config, text.tokenizer)
-    text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer")
+    # On one process: an NFS client that looks before the folder is there does not see it for a while.
+    on_first_process(lambda: text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer"))
     past = Past(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
     with limited(config.hang, "opening the checkpoints"):

@@ -14,6 +14,7 @@ bucket that forbids it) fails the save that came before it.
 """
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -84,7 +85,7 @@ class Checkpoints:
         except (UserError, StorageLost):
             raise
         except Exception as error:  # of the disk or the store
-            raise UserError(f"checkpoints cannot be kept in {folder}: {first_line(error)}") from error
+            raise UserError(f"checkpoints cannot be kept in {folder}: {first_line(error)}{role(error)}") from error
         self.pending: Info | None = None
         """What is being saved."""
         self.failed_saves = 0
@@ -372,6 +373,14 @@ def copy(source: epath.Path, target: epath.Path) -> None:
     partial = target.with_name(f"{target.name}.partial")
     partial.write_bytes(source.read_bytes())
     partial.replace(target)
+
+
+def role(error: Exception) -> str:
+    """What to grant, where the store says which permission is missing."""
+    if not (missing := re.search(r"storage\.(buckets|objects|folders)\.\w+", str(error))):
+        return ""
+    role = "legacyBucketReader" if missing[1] == "buckets" else "objectUser"
+    return f"; the account lacks {missing[0]}: grant it roles/storage.{role} on the bucket"
 
 
 def _metrics(val_bpb: float | None) -> dict[str, float] | None:

@@ -1,12 +1,14 @@
 """A run's folder: who made it, whether this command continues it, and what it tells afterwards."""
 
 import dataclasses
+import errno
 import fcntl
 import json
 import os
 import platform
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -14,6 +16,7 @@ import jax
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from configs.command_line import config_from_json
 from configs.files import write_whole
@@ -23,6 +26,7 @@ from run.checkpoint import Checkpoints, copy, whole_steps
 from run.events import Events, saved_up_to
 from run.kernels import ARCHIVE
 from run.lines import read_metrics, scores
+from run.retry import patiently
 from run.runtime import versions
 from training.build import build
 from training.mesh import islands, make_mesh
@@ -30,6 +34,9 @@ from training.optimizer import path_name
 from training.state import TrainState, abstract_params
 
 RECORD = ("config.json", "metrics.jsonl", "events.jsonl", ARCHIVE)  # what continues a run, besides its checkpoints
+
+
+LEASE = 120  # seconds to wait for the lock of a machine that may be gone: servers of NFS keep it for 90
 
 
 class RunLock:
@@ -52,18 +59,52 @@ class RunLock:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+")
+        waits = Retrying(
+            retry=retry_if_exception(lambda error: isinstance(error, BlockingIOError) and self._is_of_another(file)),
+            stop=stop_after_delay(LEASE),
+            wait=wait_random(1, 3),
+            before_sleep=lambda state: self._say_waiting(file) if state.attempt_number == 1 else None,
+            reraise=True,
+        )
+        holder = ""
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
+            waits(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = self._holder(file)[0]
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            print(f"{self.path.parent} is on a disk without locks: nothing keeps a second process from writing to it")
+        if holder:
             raise UserError(
-                f"{self.path.parent} is being written to by another process ({file.read()}); wait for it, or end it, "
+                f"{self.path.parent} is being written to by another process ({holder}); wait for it, or end it, "
                 "or choose another --run_dir"
-            ) from error
+            )
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n{_boot()}")
         file.flush()
         self.file = file
+
+    def _holder(self, file: IO) -> list[str]:
+        """Who wrote into the file: a line for people, and the machine's boot."""
+        file.seek(0)
+        return [*file.read().splitlines(), "", ""][:2]
+
+    def _is_of_another(self, file: IO) -> bool:
+        """Whether a process of another machine has it, which may be gone: a server of NFS keeps its lock for a while.
+        One of this machine lives."""
+        return self._holder(file)[1] not in ("", _boot())
+
+    def _say_waiting(self, file: IO) -> None:
+        holder = self._holder(file)[0]
+        print(f"{self.path} is locked ({holder}): waiting up to {LEASE} s, in case its machine is gone", flush=True)
+
+
+def _boot() -> str:
+    """What tells this start of this machine from others."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return platform.node()
 
 
 def record_files(run_dir: str | Path) -> list[Path]:
@@ -93,7 +134,7 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLo
     deleted, and no change is recorded yet (`accept`). Only the first process may call it.
     """
     try:
-        return _open_run(config, fingerprint, accept_changes, lock)
+        return patiently(config.run_dir, lambda: _open_run(config, fingerprint, accept_changes, lock))
     except OSError as error:
         raise UserError(f"--run_dir={config.run_dir} cannot be written: {error}") from error
 
