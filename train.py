@@ -31,13 +31,25 @@ from planning.measured import does_not_fit
 from run.checkpoint import Checkpoints, whole_steps
 from run.cluster import Cluster
 from run.events import Events, rollbacks_to
-from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
+from run.folder import (
+    STARTS,
+    Past,
+    RunLock,
+    accept,
+    begin,
+    checkpoint_folder,
+    made_with,
+    open_run,
+    record_files,
+    require_checkpoints,
+)
 from run.goodput import Times, goodput, summed_up
 from run.lines import read_metrics, scores
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, summarize, write_summary
 from run.notify import tell, tell_of_failure
 from run.preflight import preflight
+from run.retry import patiently
 from run.runtime import Stop, cache_dir, check_hosts_agree, describe_processes, on_first_process, run_command, start_jax
 from run.stages import Programs, batches_from
 from run.watchdog import limited
@@ -88,6 +100,14 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         say(f"{config.run_dir} is complete: {config.steps} steps; a longer run: {longer}")
         return Exit.COMPLETE
 
+    if not on_first_process(partial(begin, config, checkpoints.newest)):
+        say(
+            f"{STARTS} starts in a row brought no checkpoint newer than that of step {checkpoints.newest}: the run is "
+            "given up; once its cause is mended, the same command continues it"
+        )
+        return Exit.FAILED
+    if config.checkpoint.folder:
+        on_first_process(lambda: patiently(config.checkpoint.folder, checkpoints.copy_record))
     say(describe(builds))
     programs = Programs(builds, times, say)
     with explain_out_of_memory(config, mistake=True):
@@ -99,9 +119,8 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         with times.during("restore"), limited(config.hang, "restoring"), explain_out_of_memory(config):
             start = resume(built, checkpoints, past, say)
         programs.compile(start.step)  # nothing, unless the newest checkpoint could not be read
-        on_first_process(
-            partial(accept, config, text.fingerprint, past.changes, start.step, start.position, **times.note())
-        )
+        facts = times.note() | made_with(built.mesh)
+        on_first_process(partial(accept, config, text.fingerprint, past.changes, start.step, start.position, **facts))
         if jax.process_index() == 0:
             text.tokenizer.save(Path(config.run_dir) / "tokenizer")
         batches = batches_from(start, builds, text)

@@ -81,7 +81,7 @@ class Checkpoints:
             self.infos = [Info(*info) for info in on_first_process(lambda: patiently(where, self._look))]
             """The whole checkpoints, in order; every process has the same."""
             if config:
-                on_first_process(lambda: patiently(where, self._copy_record))
+                on_first_process(lambda: patiently(where, self.copy_record))
         except (UserError, StorageLost):
             raise
         except Exception as error:  # of the disk or the store
@@ -123,7 +123,7 @@ class Checkpoints:
             return
 
         def write() -> None:
-            on_first_process(self._copy_record)
+            on_first_process(self.copy_record)
             orbax_calls.save(self.manager, step, state.params, rest, facts)
 
         if self._succeeds(write):
@@ -180,7 +180,7 @@ class Checkpoints:
         self.manager = orbax_calls.open_manager(self.folder)
         return False
 
-    def _copy_record(self) -> None:
+    def copy_record(self) -> None:
         """Copies what a machine needs, besides the newest checkpoint, to continue a run whose folder is gone."""
         for path in self.record:
             if path.exists():

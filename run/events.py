@@ -1,6 +1,7 @@
 """events.jsonl: what happened to a run, a line each, appended and never rewritten.
 
-`start` (from which step, at how many tokens of the data, with how many a step or which ramp), `running` (at which
+`begun` (a process that is about to compile and restore), `start` (from which step, at how many tokens of the data, with
+how many a step or which ramp; the code's hash, versions, devices and mesh), `running` (at which
 step; each minute), `saved` (a checkpoint that is whole), `rollback` (to which checkpoint, and at how many tokens of the
 data it goes on), `stop` (after which step, with which exit code). A run whose checkpoints have gone is known by it, the
 batch that each step saw, and where the time went: `start`, `running` and `stop` carry when their process began, and its
@@ -13,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from configs.exit_codes import Exit
 from configs.files import append_whole
 from configs.ramp import Ramp
 from configs.schema import UserError
@@ -54,6 +56,16 @@ class Events:
 def saved_up_to(events: list[dict]) -> int:
     """The newest step that was ever saved, as far as events tell; 0: none."""
     return max((event["step"] for event in events if event["event"] in ("saved", "start")), default=0)
+
+
+def starts_in_vain(events: list[dict]) -> int:
+    """How many processes have begun since a checkpoint was saved, a person stopped the run, or it was given up."""
+    count, again = 0, [code for code in Exit if code.start_again]
+    for event in reversed(events):
+        if event["event"] == "saved" or (event["event"] == "stop" and event.get("code") not in again):
+            break
+        count += event["event"] == "begun"
+    return count
 
 
 def batch_of(events: list[dict], step: int, ramp: Ramp) -> tuple[int, int]:

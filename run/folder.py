@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,13 +20,15 @@ from jax.sharding import Mesh
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from configs.command_line import config_from_json
+from configs.exit_codes import Exit
 from configs.files import write_whole
 from configs.schema import Config, MeshConfig, UserError, free_to_change, options, validate
 from data.dataset import absolute
 from run.checkpoint import Checkpoints, copy, whole_steps
-from run.events import Events, saved_up_to
+from run.events import Events, saved_up_to, starts_in_vain
 from run.kernels import ARCHIVE
 from run.lines import read_metrics, scores
+from run.preflight import ROOT, code_digest
 from run.retry import patiently
 from run.runtime import versions
 from training.build import build
@@ -36,6 +39,7 @@ from training.state import TrainState, abstract_params
 RECORD = ("config.json", "metrics.jsonl", "events.jsonl", ARCHIVE)  # what continues a run, besides its checkpoints
 
 
+STARTS = 10  # processes in a row that brought no newer checkpoint, after which the run is given up
 LEASE = 120  # seconds to wait for the lock of a machine that may be gone: servers of NFS keep it for 90
 
 
@@ -211,19 +215,44 @@ def require_checkpoints(config: Config, past: Past) -> None:
         )
 
 
-def accept(config: Config, fingerprint: str, changes: list[str], step: int, position: int, **seconds: Any) -> None:
+def begin(config: Config, step: int) -> bool:
+    """Records that a process begins after `step`. False where so many have begun in a row without bringing a newer
+    checkpoint that one more would be in vain; the next start then counts anew. Only the first process may call it."""
+    events = Events(config.run_dir)
+    if starts_in_vain(events.read()) >= STARTS:
+        events.add("stop", step, code=Exit.FAILED)
+        return False
+    events.add("begun", step)
+    return True
+
+
+def made_with(mesh: Mesh) -> dict[str, Any]:
+    """What a start is made with, for its event: the hash of the code, versions, devices, mesh."""
+    git = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
+    with suppress(OSError, subprocess.SubprocessError):
+        status = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout
+        return {"dirty": bool(status), **_made_with(mesh)}
+    return _made_with(mesh)  # a copy without git
+
+
+def _made_with(mesh: Mesh) -> dict[str, Any]:
+    devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)"
+    return {"code_hash": code_digest(), "versions": versions(), "devices": devices, "mesh": dict(mesh.shape)}
+
+
+def accept(config: Config, fingerprint: str, changes: list[str], step: int, position: int, **facts: Any) -> None:
     """Records that the run goes on from `step`, at `position` tokens of the data, what changed, and these facts. Only
     the first process may call it, once the state has been restored."""
     folder = Path(config.run_dir)
     record = folder / "config.json"
-    facts, first = read_record(record)
+    recorded, first = read_record(record)
     respelled = absolute(first.data) != absolute(config.data)
     if changes or respelled:
-        write_record(record, config, fingerprint, facts["changes"] + ([changes] if changes else []))
+        write_record(record, config, fingerprint, recorded["changes"] + ([changes] if changes else []))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # of a shorter run
     batch = {"tokens_per_step": config.batch.tokens_per_step, **({"ramp": ramp} if (ramp := config.batch.ramp) else {})}
-    Events(folder).add("start", step, position=position, **batch, **seconds)
+    Events(folder).add("start", step, position=position, **batch, **facts)
 
 
 class Run(NamedTuple):
