@@ -25,7 +25,7 @@ from configs.files import write_whole
 from configs.schema import Config, MeshConfig, UserError, free_to_change, options, validate
 from data.dataset import absolute
 from run.checkpoint import Checkpoints, copy, whole_steps
-from run.events import Events, saved_up_to, starts_in_vain
+from run.events import Events, another_went_on, saved_up_to, starts_in_vain
 from run.kernels import ARCHIVE
 from run.lines import read_metrics, scores
 from run.preflight import ROOT, code_digest
@@ -163,12 +163,13 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
         if config.resume == "never":
             raise UserError(f"--resume=never, but {elsewhere} holds a run already; choose another --checkpoint.folder")
         lock.take()
-        for path in reversed(record_files(folder)):  # the one that claims the folder comes last
-            if (elsewhere / path.name).exists():
-                copy(elsewhere / path.name, epath.Path(path))
+        _fetch_record(elsewhere, folder)
     if config.resume == "never":
         raise UserError(f"--resume=never, but {folder} holds a run already; choose another --run_dir or --name")
     lock.take()
+    if config.checkpoint.folder and another_went_on(Events(folder).read(), Events(config.checkpoint.folder).read()):
+        print(f"another machine has gone on with this run: its record is fetched from {config.checkpoint.folder}")
+        _fetch_record(epath.Path(config.checkpoint.folder), folder)
     facts, first = read_record(record)
     before = options(first) | {"dataset": facts["dataset"]}
     if before["model.dtype"] == "auto":  # recorded by an older version, where it meant this
@@ -190,6 +191,12 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     if not events:  # a run of a version that wrote none: steps in its metrics say that it had come somewhere
         saved = max((line["step"] for line in read_metrics(folder) if "loss" in line), default=0)
     return Past(changes, events, _finished(folder), saved, first.checkpoint.folder or str(folder))
+
+
+def _fetch_record(elsewhere: epath.Path, folder: Path) -> None:
+    for path in reversed(record_files(folder)):  # the one that claims the folder comes last
+        if (elsewhere / path.name).exists():
+            copy(elsewhere / path.name, epath.Path(path))
 
 
 def _finished(folder: Path) -> int:

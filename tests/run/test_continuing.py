@@ -11,7 +11,8 @@ import pytest
 import evaluate
 import export
 import train
-from run.events import Events
+from configs.schema import UserError
+from run.events import Events, another_went_on
 from run.folder import STARTS
 from run.lines import read_metrics
 from run.report import read_run
@@ -231,3 +232,23 @@ def test_each_start_records_what_it_was_made_with_and_the_report_compares(folder
     assert first["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1} and first["devices"] == "1 x cpu, 1 process(es)"
     (said,) = made_with(read_run(str(run_dir)))
     assert said.text.startswith("From step 6 on it was made with other things: code ") and "-> feedbeef" in said.text
+
+
+def test_a_machine_that_comes_back_after_another_has_gone_on_takes_over_its_record(folder, monkeypatch, capsys):
+    shared = ("--checkpoint.folder=shared", "--checkpoint.every_steps=2")
+    assert start(monkeypatch, folder, "--run_dir=machine-a", "--steps=4", *shared) == 0
+    assert start(monkeypatch, folder, "--run_dir=machine-b", "--steps=6", "--accept_changes", *shared) == 0
+    (folder / "machine-a" / "summary.json").unlink()
+    assert start(monkeypatch, folder, "--run_dir=machine-a", "--steps=8", "--accept_changes", *shared) == 0
+    assert "another machine has gone on with this run" in capsys.readouterr().out
+    steps = [line["step"] for line in read_metrics(folder / "machine-a") if "loss" in line]
+    assert steps == list(range(1, 9))
+    assert [event["step"] for event in Events(folder / "machine-a").read() if event["event"] == "start"] == [0, 4, 6]
+    with pytest.raises(UserError, match="two machines have continued this run: this one up to step 8"):
+        mine, copied = (
+            [{"event": name, "step": step, "on": on} for name, step in events] for on, events in TWO.items()
+        )
+        another_went_on(mine, copied)
+
+
+TWO = {"a": [("start", 4), ("saved", 8)], "b": [("start", 4), ("saved", 6)]}
