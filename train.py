@@ -34,15 +34,28 @@ from program.machines import VECTOR_MEMORY, exceeds_vector_memory
 from run.checkpoint import Checkpoints, whole_steps
 from run.cluster import Cluster
 from run.events import Events, rollbacks_to
-from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
+from run.folder import (
+    STARTS,
+    Past,
+    RunLock,
+    accept,
+    begin,
+    checkpoint_folder,
+    made_with,
+    open_run,
+    record_files,
+    require_checkpoints,
+)
 from run.goodput import Times, goodput, summed_up
 from run.lines import read_metrics, scores
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, summarize, write_summary
 from run.notify import tell, tell_of_failure
 from run.preflight import preflight
+from run.retry import patiently
 from run.runtime import Stop, cache_dir, check_hosts_agree, describe_processes, on_first_process, run_command, start_jax
 from run.stages import Programs, batches_from
+from run.watchdog import limited
 from training.build import Build, build_stages
 from training.mesh import cost_of_slow_links, islands, make_mesh
 from training.state import params_sha256
@@ -79,15 +92,25 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     # The run's folder, which no other process may write to meanwhile, and what has been saved of the run.
     if config.init_from and not on_first_process(lambda: whole_steps(checkpoint_folder(config))):
         require_same_network(config, text.tokenizer)
-    text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer")
+    # On one process: an NFS client that looks before the folder is there does not see it for a while.
+    on_first_process(lambda: text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer"))
     past = Past(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
-    checkpoints = open_checkpoints(config, past)
+    preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
+    with limited(config.hang, "opening the checkpoints"):
+        checkpoints = open_checkpoints(config, past)
     if past.finished == checkpoints.newest == config.steps:
         longer = f"--steps={2 * config.steps} --accept_changes"
         say(f"{config.run_dir} is complete: {config.steps} steps; a longer run: {longer}")
         return Exit.COMPLETE
 
-    preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
+    if not on_first_process(partial(begin, config, checkpoints.newest)):
+        say(
+            f"{STARTS} starts in a row brought no checkpoint newer than that of step {checkpoints.newest}: the run is "
+            "given up; once its cause is mended, the same command continues it"
+        )
+        return Exit.FAILED
+    if config.checkpoint.folder:
+        on_first_process(lambda: patiently(config.checkpoint.folder, checkpoints.copy_record))
     say(describe(builds))
     say(describe_attention(built))
     programs = Programs(builds, times, say)
@@ -97,12 +120,11 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         say(slow)
     outcome = None
     while outcome is None:
-        with times.during("restore"):
+        with times.during("restore"), limited(config.hang, "restoring"), explain_out_of_memory(config):
             start = resume(built, checkpoints, past, say)
         programs.compile(start.step)  # nothing, unless the newest checkpoint could not be read
-        on_first_process(
-            partial(accept, config, text.fingerprint, past.changes, start.step, start.position, **times.note())
-        )
+        facts = times.note() | made_with(built.mesh)
+        on_first_process(partial(accept, config, text.fingerprint, past.changes, start.step, start.position, **facts))
         if jax.process_index() == 0:
             text.tokenizer.save(Path(config.run_dir) / "tokenizer")
         batches = batches_from(start, builds, text)
@@ -127,8 +149,10 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         if isinstance(ended, Jumped) and jax.process_index() == 0:
             Events(config.run_dir).add("running", loop.step, **times.note())  # these steps will be done again
         outcome = roll_back(config, ended, checkpoints, loop, say) if isinstance(ended, Jumped) else ended
+        if outcome is None:
+            loop.drop_state()  # the devices may not hold two
         past = past._replace(changes=[], events=on_first_process(Events(config.run_dir).read))
-    with times.during("saving"):
+    with times.during("saving"), limited(config.hang, "the end of saving"):
         checkpoints.close()
     return finish(config, outcome, loop, stop, say)
 

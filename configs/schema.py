@@ -363,6 +363,8 @@ class HangConfig:
     that the data are read from does not answer, no time counts."""
     factor: Annotated[float, Range(lambda x: x >= 2, "it must be at least 2")] = 10.0
     """And so many times the median step."""
+    other_seconds: NotNegative[float] = 7200.0
+    """Seconds that a restore, a save or an evaluation may take; 0: for ever. More than the longest of them."""
 
 
 @dataclass(frozen=True)

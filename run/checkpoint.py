@@ -14,6 +14,7 @@ bucket that forbids it) fails the save that came before it.
 """
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -81,11 +82,11 @@ class Checkpoints:
             self.infos = [Info(*info) for info in on_first_process(lambda: patiently(where, self._look))]
             """The whole checkpoints, in order; every process has the same."""
             if config:
-                on_first_process(lambda: patiently(where, self._copy_record))
+                on_first_process(lambda: patiently(where, self.copy_record))
         except (UserError, StorageLost):
             raise
         except Exception as error:  # of the disk or the store
-            raise UserError(f"checkpoints cannot be kept in {folder}: {first_line(error)}") from error
+            raise UserError(f"checkpoints cannot be kept in {folder}: {first_line(error)}{role(error)}") from error
         self.pending: Info | None = None
         """What is being saved."""
         self.failed_saves = 0
@@ -124,7 +125,7 @@ class Checkpoints:
             return
 
         def write() -> None:
-            on_first_process(self._copy_record)
+            on_first_process(self.copy_record)
             orbax_calls.save(self.manager, step, state.params, rest, facts)
 
         if self._succeeds(write):
@@ -181,7 +182,7 @@ class Checkpoints:
         self.manager = orbax_calls.open_manager(self.folder)
         return False
 
-    def _copy_record(self) -> None:
+    def copy_record(self) -> None:
         """Copies what a machine needs, besides the newest checkpoint, to continue a run whose folder is gone."""
         for path in self.record:
             if path.exists():
@@ -376,6 +377,14 @@ def copy(source: epath.Path, target: epath.Path) -> None:
     partial = target.with_name(f"{target.name}.partial")
     partial.write_bytes(source.read_bytes())
     partial.replace(target)
+
+
+def role(error: Exception) -> str:
+    """What to grant, where the store says which permission is missing."""
+    if not (missing := re.search(r"storage\.(buckets|objects|folders)\.\w+", str(error))):
+        return ""
+    role = "legacyBucketReader" if missing[1] == "buckets" else "objectUser"
+    return f"; the account lacks {missing[0]}: grant it roles/storage.{role} on the bucket"
 
 
 def _metrics(val_bpb: float | None) -> dict[str, float] | None:

@@ -1,6 +1,7 @@
 """events.jsonl: what happened to a run, a line each, appended and never rewritten.
 
-`start` (from which step, at how many tokens of the data, with how many a step or which ramp), `running` (at which
+`begun` (a process that is about to compile and restore), `start` (from which step, at how many tokens of the data, with
+how many a step or which ramp; the code's hash, versions, devices and mesh), `running` (at which
 step; each minute), `saved` (a checkpoint that is whole), `rollback` (to which checkpoint, and at how many tokens of the
 data it goes on), `stop` (after which step, with which exit code). A run whose checkpoints have gone is known by it, the
 batch that each step saw, and where the time went: `start`, `running` and `stop` carry when their process began, and its
@@ -13,6 +14,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
+from configs.exit_codes import Exit
 from configs.files import append_whole
 from configs.ramp import Ramp
 from configs.schema import UserError
@@ -22,7 +26,8 @@ class Events:
     """The events of one run. Only the first process may write."""
 
     def __init__(self, run_dir: str | Path):
-        self.path = Path(run_dir) / "events.jsonl"
+        in_bucket = str(run_dir).startswith("gs://")  # a copy, which is only read
+        self.path: Any = (epath.Path(run_dir) if in_bucket else Path(run_dir)) / "events.jsonl"
 
     def add(self, event: str, step: int, **facts: Any) -> None:
         """Appends one, on disk for certain, or not at all; a half line that a kill left is cut off before. OSError
@@ -54,6 +59,31 @@ class Events:
 def saved_up_to(events: list[dict]) -> int:
     """The newest step that was ever saved, as far as events tell; 0: none."""
     return max((event["step"] for event in events if event["event"] in ("saved", "start")), default=0)
+
+
+def another_went_on(mine: list[dict], copied: list[dict]) -> bool:
+    """Whether another machine has gone on from the copy of this one's events. UserError where both have saved what the
+    other has not."""
+    common = next((i for i, (one, other) in enumerate(zip(mine, copied)) if one != other), min(len(mine), len(copied)))
+    begins = [event["step"] for event in copied[common:] if event["event"] == "start"]
+    if not begins:
+        return False
+    if (here := max((event["step"] for event in mine[common:] if event["event"] == "saved"), default=0)) > begins[0]:
+        raise UserError(
+            f"two machines have continued this run: this one up to step {here}, another one from step {begins[0]} on; "
+            "delete this machine's run folder to follow the other one, or give another --checkpoint.folder"
+        )
+    return True
+
+
+def starts_in_vain(events: list[dict]) -> int:
+    """How many processes have begun since a checkpoint was saved, a person stopped the run, or it was given up."""
+    count, again = 0, [code for code in Exit if code.start_again]
+    for event in reversed(events):
+        if event["event"] == "saved" or (event["event"] == "stop" and event.get("code") not in again):
+            break
+        count += event["event"] == "begun"
+    return count
 
 
 def batch_of(events: list[dict], step: int, ramp: Ramp) -> tuple[int, int]:

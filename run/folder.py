@@ -1,12 +1,15 @@
 """A run's folder: who made it, whether this command continues it, and what it tells afterwards."""
 
 import dataclasses
+import errno
 import fcntl
 import json
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -14,15 +17,19 @@ import jax
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from configs.command_line import config_from_json
+from configs.exit_codes import Exit
 from configs.files import write_whole
 from configs.schema import Config, MeshConfig, UserError, free_to_change, options, validate
 from data.dataset import absolute
 from run.checkpoint import Checkpoints, copy, whole_steps
-from run.events import Events, saved_up_to
+from run.events import Events, another_went_on, saved_up_to, starts_in_vain
 from run.kernels import ARCHIVE
 from run.lines import read_metrics, scores
+from run.preflight import ROOT, code_digest
+from run.retry import patiently
 from run.runtime import versions
 from training.build import build
 from training.mesh import islands, make_mesh, sizes_of
@@ -30,6 +37,10 @@ from training.optimizer import path_name
 from training.state import TrainState, abstract_params
 
 RECORD = ("config.json", "metrics.jsonl", "events.jsonl", ARCHIVE)  # what continues a run, besides its checkpoints
+
+
+STARTS = 10  # processes in a row that brought no newer checkpoint, after which the run is given up
+LEASE = 120  # seconds to wait for the lock of a machine that may be gone: servers of NFS keep it for 90
 
 
 class RunLock:
@@ -52,18 +63,52 @@ class RunLock:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+")
+        waits = Retrying(
+            retry=retry_if_exception(lambda error: isinstance(error, BlockingIOError) and self._is_of_another(file)),
+            stop=stop_after_delay(LEASE),
+            wait=wait_random(1, 3),
+            before_sleep=lambda state: self._say_waiting(file) if state.attempt_number == 1 else None,
+            reraise=True,
+        )
+        holder = ""
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
+            waits(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = self._holder(file)[0]
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            print(f"{self.path.parent} is on a disk without locks: nothing keeps a second process from writing to it")
+        if holder:
             raise UserError(
-                f"{self.path.parent} is being written to by another process ({file.read()}); wait for it, or end it, "
+                f"{self.path.parent} is being written to by another process ({holder}); wait for it, or end it, "
                 "or choose another --run_dir"
-            ) from error
+            )
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n{_boot()}")
         file.flush()
         self.file = file
+
+    def _holder(self, file: IO) -> list[str]:
+        """Who wrote into the file: a line for people, and the machine's boot."""
+        file.seek(0)
+        return [*file.read().splitlines(), "", ""][:2]
+
+    def _is_of_another(self, file: IO) -> bool:
+        """Whether a process of another machine has it, which may be gone: a server of NFS keeps its lock for a while.
+        One of this machine lives."""
+        return self._holder(file)[1] not in ("", _boot())
+
+    def _say_waiting(self, file: IO) -> None:
+        holder = self._holder(file)[0]
+        print(f"{self.path} is locked ({holder}): waiting up to {LEASE} s, in case its machine is gone", flush=True)
+
+
+def _boot() -> str:
+    """What tells this start of this machine from others."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return platform.node()
 
 
 def record_files(run_dir: str | Path) -> list[Path]:
@@ -93,7 +138,7 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLo
     deleted, and no change is recorded yet (`accept`). Only the first process may call it.
     """
     try:
-        return _open_run(config, fingerprint, accept_changes, lock)
+        return patiently(config.run_dir, lambda: _open_run(config, fingerprint, accept_changes, lock))
     except OSError as error:
         raise UserError(f"--run_dir={config.run_dir} cannot be written: {error}") from error
 
@@ -118,12 +163,13 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
         if config.resume == "never":
             raise UserError(f"--resume=never, but {elsewhere} holds a run already; choose another --checkpoint.folder")
         lock.take()
-        for path in reversed(record_files(folder)):  # the one that claims the folder comes last
-            if (elsewhere / path.name).exists():
-                copy(elsewhere / path.name, epath.Path(path))
+        _fetch_record(elsewhere, folder)
     if config.resume == "never":
         raise UserError(f"--resume=never, but {folder} holds a run already; choose another --run_dir or --name")
     lock.take()
+    if config.checkpoint.folder and another_went_on(Events(folder).read(), Events(config.checkpoint.folder).read()):
+        print(f"another machine has gone on with this run: its record is fetched from {config.checkpoint.folder}")
+        _fetch_record(epath.Path(config.checkpoint.folder), folder)
     facts, first = read_record(record)
     before = options(first) | {"dataset": facts["dataset"]}
     if before["model.dtype"] == "auto":  # recorded by an older version, where it meant this
@@ -145,6 +191,12 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     if not events:  # a run of a version that wrote none: steps in its metrics say that it had come somewhere
         saved = max((line["step"] for line in read_metrics(folder) if "loss" in line), default=0)
     return Past(changes, events, _finished(folder), saved, first.checkpoint.folder or str(folder))
+
+
+def _fetch_record(elsewhere: epath.Path, folder: Path) -> None:
+    for path in reversed(record_files(folder)):  # the one that claims the folder comes last
+        if (elsewhere / path.name).exists():
+            copy(elsewhere / path.name, epath.Path(path))
 
 
 def _finished(folder: Path) -> int:
@@ -170,19 +222,44 @@ def require_checkpoints(config: Config, past: Past) -> None:
         )
 
 
-def accept(config: Config, fingerprint: str, changes: list[str], step: int, position: int, **seconds: Any) -> None:
+def begin(config: Config, step: int) -> bool:
+    """Records that a process begins after `step`. False where so many have begun in a row without bringing a newer
+    checkpoint that one more would be in vain; the next start then counts anew. Only the first process may call it."""
+    events = Events(config.run_dir)
+    if starts_in_vain(events.read()) >= STARTS:
+        events.add("stop", step, code=Exit.FAILED)
+        return False
+    events.add("begun", step)
+    return True
+
+
+def made_with(mesh: Mesh) -> dict[str, Any]:
+    """What a start is made with, for its event: the hash of the code, versions, devices, mesh."""
+    git = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
+    with suppress(OSError, subprocess.SubprocessError):
+        status = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout
+        return {"dirty": bool(status), **_made_with(mesh)}
+    return _made_with(mesh)  # a copy without git
+
+
+def _made_with(mesh: Mesh) -> dict[str, Any]:
+    devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)"
+    return {"code_hash": code_digest(), "versions": versions(), "devices": devices, "mesh": dict(mesh.shape)}
+
+
+def accept(config: Config, fingerprint: str, changes: list[str], step: int, position: int, **facts: Any) -> None:
     """Records that the run goes on from `step`, at `position` tokens of the data, what changed, and these facts. Only
     the first process may call it, once the state has been restored."""
     folder = Path(config.run_dir)
     record = folder / "config.json"
-    facts, first = read_record(record)
+    recorded, first = read_record(record)
     respelled = absolute(first.data) != absolute(config.data)
     if changes or respelled:
-        write_record(record, config, fingerprint, facts["changes"] + ([changes] if changes else []))
+        write_record(record, config, fingerprint, recorded["changes"] + ([changes] if changes else []))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # of a shorter run
     batch = {"tokens_per_step": config.batch.tokens_per_step, **({"ramp": ramp} if (ramp := config.batch.ramp) else {})}
-    Events(folder).add("start", step, position=position, **batch, **seconds)
+    Events(folder).add("start", step, position=position, **batch, **facts)
 
 
 class Run(NamedTuple):

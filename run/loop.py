@@ -156,6 +156,11 @@ class Loop:
             skipped=int(start.state.skipped_steps),
         )
 
+    def drop_state(self) -> None:
+        """Frees the devices' memory of the state, which the run goes back from."""
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
+
     def tokens_after(self, step: int) -> int:
         """Tokens of the run up to `step`."""
         return self.start.tokens + self.ramp.tokens(step) - self.ramp.tokens(self.start.step)
@@ -248,7 +253,7 @@ class Loop:
             return self.give_up(f"--max_skipped_steps={self.config.max_skipped_steps} in a row were skipped")
         if monitor.spike and self.config.stability.rollback:
             spike, monitor.spike = monitor.spike, None
-            with self.watchdog.elsewhere(), self.times.during("saving"):
+            with self.watchdog.elsewhere("saving"), self.times.during("saving"):
                 checkpoints.failing()  # waits: which checkpoint is the newest must not depend on how fast it is written
             if checkpoints.newest:
                 return Jumped(spike, self.position_after(spike["step"]), stopping)
@@ -261,7 +266,7 @@ class Loop:
         """After the last step: waits for its checkpoint, and tries again, after a pause, where that fails."""
         limit, failed = self.config.checkpoint.max_failed_saves, 0
         pause = wait_random_exponential(multiplier=0.5, max=LONGEST)
-        with self.watchdog.elsewhere(), self.times.during("saving"):
+        with self.watchdog.elsewhere("saving"), self.times.during("saving"):
             for attempt in Retrying(retry=retry_if_result(lambda failed: 0 < failed < limit), wait=pause):
                 if failed:
                     self.save()
@@ -274,7 +279,7 @@ class Loop:
         return Finished(self.state, self.tokens_after(self.step), self.clock.seconds)
 
     def give_up(self, reason: str) -> GaveUp:
-        with self.watchdog.elsewhere(), self.times.during("saving"):
+        with self.watchdog.elsewhere("saving"), self.times.during("saving"):
             self.checkpoints.failing()  # waits for what is being saved
         newest = self.checkpoints.newest
         where = f"the newest checkpoint is of step {newest}" if newest else "no checkpoint was saved"
@@ -303,7 +308,7 @@ class Loop:
     def measured(self, measure: Callable[[dict], dict]) -> dict:
         """What `measure` finds of the network, written down; none of its time is training's."""
         jax.block_until_ready(self.state)
-        with self.clock.paused(), self.watchdog.elsewhere(), self.times.during("evaluation"):
+        with self.clock.paused(), self.watchdog.elsewhere("an evaluation"), self.times.during("evaluation"):
             results = measure(self.state.params)
         self.writer.write({"step": self.step, "tokens": self.tokens_after(self.step), **results})
         return results
@@ -313,6 +318,6 @@ class Loop:
         kept = {"seconds": self.clock.seconds, "losses": list(self.monitor.losses)}
         shapes = parameter_shapes(self.config.model)
         origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config), "shapes": shapes}
-        with self.watchdog.elsewhere(), self.times.during("saving"):
+        with self.watchdog.elsewhere("saving"), self.times.during("saving"):
             self.checkpoints.save(self.step, self.state, {**position, **kept, **origin})
         self.saved = time.monotonic()

@@ -22,12 +22,15 @@ import numpy as np
 from etils import epath
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tenacity import Retrying, retry_if_result, stop_after_delay, wait_random
 
 from configs.schema import Config, UserError
 from model.flops import parameter_counts
 from model.kernels import attention_kernel
 from model.parallel import compute_capability
+from run.checkpoint import role
 from run.peers import exchange
+from run.retry import StorageLost, patiently
 from run.runtime import first_line, versions
 from run.watchdog import end_as_hung
 
@@ -35,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 CLOCKS = 60  # seconds by which hosts' clocks may differ: stores refuse requests signed at another time
 SUM_TIMEOUT = 180  # seconds for the sum, the connection of all devices included
 MIN_CUDNN = 91801  # 9.18.1; pyproject.toml asks for it
-SEEN = 10  # seconds for a shared folder to show what another host wrote
+SEEN = 90  # seconds for a shared folder to show what another host wrote: NFS remembers for 60 what was not there
 
 
 class Host(NamedTuple):
@@ -85,29 +88,37 @@ def needs(config: Config) -> list[str]:
         try:
             if index == 0:
                 target.mkdir(parents=True, exist_ok=True)
-                probe.write_text("written by the preflight, and deleted")
+                patiently(str(target), lambda probe=probe: probe.write_text("written by the preflight, and deleted"))
+                probe.write_text("overwritten by the preflight, as tensorstore does, and deleted")
                 written.append(probe)
+        except StorageLost:
+            raise
         except Exception as error:  # of the disk or the store
-            problems.append(f"cannot write to {target}: {first_line(error)}")
+            problems.append(f"cannot write to {target}: {first_line(error)}{role(error)}")
     exchange("the preflight's first file", "")
     if index > 0:
-        first, until = shared / ".preflight-0", time.monotonic() + SEEN
+        seen = Retrying(
+            retry=retry_if_result(lambda seen: not seen),
+            stop=stop_after_delay(SEEN),
+            wait=wait_random(0.5, 1.5),
+            retry_error_callback=lambda state: False,
+        )
         try:
-            while not first.exists() and time.monotonic() < until:
-                time.sleep(0.5)
-            if first.exists():
-                written.append(shared / f".preflight-{index}")
-                written[-1].write_text("written by the preflight, and deleted")
+            if seen((shared / ".preflight-0").exists):
+                written.append(probe := shared / f".preflight-{index}")
+                patiently(str(shared), lambda: probe.write_text("written by the preflight, and deleted"))
             else:
                 problems.append(
                     f"does not see what process 0 wrote to {shared}: all hosts must share it; or give "
                     "--checkpoint.folder=gs://BUCKET/FOLDER"
                 )
+        except StorageLost:
+            raise
         except Exception as error:
-            problems.append(f"cannot write to {shared}: {first_line(error)}")
+            problems.append(f"cannot write to {shared}: {first_line(error)}{role(error)}")
     exchange("the preflight's files", "")
     for probe in written:
-        with suppress(Exception):  # a store that lets nothing be deleted is one to train on
+        with suppress(Exception):  # it does not matter that they stay
             probe.unlink()
     checkpoint = 12 * sum(parameter_counts(config.model).values())  # float32 parameters and two moments
     if not str(shared).startswith("gs://"):

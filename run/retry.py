@@ -36,10 +36,11 @@ class StorageLost(Exception):
 
 def causes(error: BaseException) -> list[BaseException]:
     """The exception, and those that it was raised from."""
-    chain, cause = [error], error.__cause__ or error.__context__
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
     while cause and cause not in chain:
         chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return chain
 
 

@@ -1,5 +1,6 @@
 """What a person should know of a run, in sentences with figures; those that ask for something are marked."""
 
+import itertools
 import math
 from statistics import mean, median, stdev
 from typing import NamedTuple
@@ -7,7 +8,7 @@ from typing import NamedTuple
 from configs.exit_codes import Exit
 from run.report import Course, Run, number
 
-ALIVE = 300  # seconds since anything was written, within which a run that has not stopped counts as running
+ALIVE = 300  # seconds without a line after which a run that has not stopped is reported, or three times the usual
 WAITING = 0.05  # share of the time that waiting for data, or steps done again, may take before it is worth a thought
 SLOWER = 0.85  # of its first rate: the run has become slower
 USUAL_UPDATE, HIGH_UPDATE, LOW_UPDATE = 1e-3, 1e-2, 1e-5  # norm of a step's update over that of its parameters
@@ -25,7 +26,7 @@ class Sentence(NamedTuple):
 def sentences(run: Run, now: float) -> list[Sentence]:
     """What a person should know of one run, at the time `now` (seconds since 1970)."""
     said = state(run, now)
-    for part in (losses, benchmarks, jumps, sources, speed, time_spent, noise, coherence, updates):
+    for part in (made_with, losses, benchmarks, jumps, sources, speed, time_spent, noise, coherence, updates):
         said += part(run)
     if run.lines and not run.measured:
         switch = "--diagnostics.every_steps=10 switches them on"
@@ -50,7 +51,9 @@ def state(run: Run, now: float) -> list[Sentence]:
     if not run.lines:
         return [Sentence("Nothing has been logged yet.")]
     silence = now - run.last_sign
-    if silence > ALIVE:
+    times = [line["time"] for line in run.lines[-16:]]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    if silence > max(ALIVE, *(3 * gap for gap in gaps), 0):
         text = (
             f"Nothing was written for {duration(silence)}, after step {step:,} of {steps:,}: it was killed, or hangs."
         )
@@ -59,6 +62,29 @@ def state(run: Run, now: float) -> list[Sentence]:
     left = (run.ramp.tokens(steps) - run.ramp.tokens(step)) / median(rates[-8:]) if rates else 0
     rest = f"; {duration(left)} of training are left at its present rate" if left else ""
     return [Sentence(f"Running: step {step:,} of {steps:,} ({percent(step / max(steps, 1))}){rest}.")]
+
+
+def made_with(run: Run) -> list[Sentence]:
+    """What later starts were made with that differs from the one before."""
+    starts = [event for event in run.events if event["event"] == "start" and "code_hash" in event]
+    said = []
+    for before, after in itertools.pairwise(starts):
+        flat = [
+            {"code": f"{at['code_hash']}{' (git: changed files)' * at.get('dirty', False)}", "devices": at["devices"]}
+            | {"mesh": " ".join(f"{axis} {size}" for axis, size in at["mesh"].items())}
+            | at["versions"]
+            for at in (before, after)
+        ]
+        differ = [
+            f"{name} {flat[0].get(name)} -> {flat[1].get(name)}"
+            for name in flat[1]
+            if flat[0].get(name) != flat[1][name]
+        ]
+        if differ:
+            said.append(
+                Sentence(f"From step {after['step']:,} on it was made with other things: {'; '.join(differ)}.", True)
+            )
+    return said
 
 
 def losses(run: Run) -> list[Sentence]:

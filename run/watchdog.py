@@ -65,12 +65,13 @@ class Watchdog:
             self.since, self.done = now, step
 
     @contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """What happens inside is no step: an evaluation, a save. It may take what it takes."""
+    def elsewhere(self, what: str) -> Iterator[None]:
+        """What happens inside is no step: an evaluation, a save. It has a limit of its own."""
         self.paused += 1
         began = self.now()
         try:
-            yield
+            with limited(self.config, what, self.bark):
+                yield
         finally:
             self.since += self.now() - began
             self.paused -= 1
@@ -97,6 +98,25 @@ class Watchdog:
     def _watch(self) -> None:
         while not self.ended.wait(min(1.0, self.config.seconds / 4)):
             self.check()
+
+
+@contextmanager
+def limited(config: HangConfig, what: str, bark: Callable[[str], Any] | None = None) -> Iterator[None]:
+    """Ends all processes with code 42 where what happens inside takes longer than `hang.other_seconds`: a restore, a
+    save, an evaluation, and the barriers of Orbax in them."""
+    seconds = config.other_seconds
+    if not seconds:
+        yield
+        return
+    late = threading.Timer(
+        seconds, bark or end_as_hung, [f"{what} takes longer than {seconds} s (--hang.other_seconds)"]
+    )
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
 
 
 def end_as_hung(reason: str) -> None:

@@ -39,6 +39,8 @@ class FakeGCS(ThreadingHTTPServer):
         self.down = False
         """Answers nothing but errors."""
         self.forbidden = False
+        self.keeps = False
+        """Lets nothing be deleted, and so nothing be overwritten."""
         self.page: tuple[int, bytes] | None = None
         """Status and content of what a proxy answers in the store's place."""
 
@@ -122,6 +124,8 @@ class Handler(BaseHTTPRequestHandler):
                 return self.answer(200, self.write(unquote(move[2]), self.server.objects.pop(source)[1]))
             if name not in self.server.objects:
                 return self.answer(404, {"error": {"code": 404, "message": f"no object {name}"}})
+            if self.command == "DELETE" and self.server.keeps:
+                return self.answer(403, {"error": {"code": 403, "message": "storage.objects.delete is missing"}})
             if self.command == "DELETE":
                 del self.server.objects[name]
                 return self.answer(204)
@@ -180,18 +184,24 @@ class Handler(BaseHTTPRequestHandler):
                 return self.answer(308, Range=f"bytes=0-{len(content) - 1}")
             return self.answer(200, self.write(name, content))
         if asked.get("uploadType") == "resumable":
-            identity = str(len(self.server.uploads))
-            self.server.uploads[identity] = (asked.get("name") or json.loads(body)["name"], b"")
+            identity, name = str(len(self.server.uploads)), asked.get("name") or json.loads(body)["name"]
+            if self.server.keeps and name in self.server.objects:
+                return self.answer(403, {"error": {"code": 403, "message": "storage.objects.delete is missing"}})
+            self.server.uploads[identity] = (name, b"")
             where = f"{self.server.url}/upload/storage/v1/b/bucket/o?uploadType=resumable&upload_id={identity}"
             return self.answer(200, Location=where)
         if asked.get("uploadType") == "multipart":
             header = f"Content-Type: {self.headers['Content-Type']}\r\n\r\n".encode()
             about, content = message_from_bytes(header + body).get_payload()
             name = json.loads(about.get_payload())["name"]
+            if self.server.keeps and name in self.server.objects:
+                return self.answer(403, {"error": {"code": 403, "message": "storage.objects.delete is missing"}})
             start = body.index(b"\r\n\r\n", body.index(b"\r\n\r\n") + 4) + 4
             size = body.rindex(b"\r\n--") - start if b"\r\n--" in body[start:] else body.rindex(b"\n--") - start
             return self.answer(200, self.write(name, body[start : start + size]))
         name, wanted = asked["name"], asked.get("ifGenerationMatch")
+        if self.server.keeps and name in self.server.objects:
+            return self.answer(403, {"error": {"code": 403, "message": "storage.objects.delete is missing"}})
         if wanted is not None and int(wanted) != self.server.objects.get(name, (0, b""))[0]:
             return self.answer(412, {"error": {"code": 412, "message": "another generation"}})
         return self.answer(200, self.write(name, body))
@@ -202,8 +212,8 @@ class Handler(BaseHTTPRequestHandler):
         parts = []
         for i, path in enumerate(re.findall(rb"DELETE (?:https?://[^/]+)?(\S+)", body)):
             name = unquote(re.search(r"/o/([^?\s]+)", path.decode())[1])
-            found = self.server.objects.pop(name, None)
-            status = "204 No Content" if found else "404 Not Found"
+            found = None if self.server.keeps else self.server.objects.pop(name, None)
+            status = "204 No Content" if found else "403 Forbidden" if self.server.keeps else "404 Not Found"
             parts.append(
                 f"--{boundary}\r\nContent-Type: application/http\r\nContent-ID: <response-{i + 1}>\r\n\r\n"
                 f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n\r\n"

@@ -5,8 +5,10 @@ from the session's cache; a process of its own is started where it is to be kill
 the time: on two cores their threads wait for each other in every collective.)
 """
 
+import gc
 import gzip
 import json
+import math
 import os
 import resource
 import shutil
@@ -798,5 +800,17 @@ def test_rollbacks_that_do_not_help_end_the_run(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     hopeless = ("--stability.spike_factor=0.5", "--stability.rollback", "--stability.max_rollbacks=2")
     command = ("--config=tiny.py", "--run_dir=hopeless", *FAST, *hopeless, "--checkpoint.every_steps=20")
+    restore, bytes_before = Checkpoints.restore_newest, []
+
+    def measured(self, *arguments):
+        gc.collect()
+        bytes_before.append(sum(leaf.nbytes for leaf in jax.live_arrays()))
+        return restore(self, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "restore_newest", measured)
     assert run("train", monkeypatch, *command) == 1
     assert "2 rollbacks to step 20 did not help" in "".join(capfd.readouterr())
+    facts = Checkpoints(folder / "hopeless").facts(20)
+    params = 4 * sum(math.prod(shape) for shape in facts["shapes"].values())
+    assert len(bytes_before) == 3
+    assert max(bytes_before) < bytes_before[0] + params, "the state that is given up is still there at a rollback"

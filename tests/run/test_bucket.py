@@ -1,13 +1,21 @@
 """Checkpoints in a bucket: gs:// through Orbax, tensorstore and gcsfs, against a small server that speaks its API."""
 
+import json
+from dataclasses import replace
+
 import fsspec.config
 import pytest
+from gcsfs.retry import HttpError
 
-from configs.schema import CheckpointConfig, UserError
-from run.checkpoint import COMMITTED, Checkpoints
+from configs.schema import CheckpointConfig, MeshConfig, UserError
+from run.checkpoint import COMMITTED, Checkpoints, whole_steps
+from run.preflight import preflight
+from run.retry import StorageLost
 from tests.fake_gcs import FakeGCS
+from tests.helpers import tiny_config
 from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, saved
 from tests.training.test_state import state_on
+from training.mesh import make_mesh
 
 
 @pytest.fixture
@@ -100,3 +108,39 @@ def test_a_bucket_that_cannot_be_written_is_told(bucket, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=f"checkpoints cannot be kept in {RUN}: Forbidden"):
         Checkpoints(RUN, KEEP_ALL, [tmp_path / "config.json"])
+
+
+def test_a_bucket_that_lets_nothing_be_overwritten_is_refused_before_the_first_step_with_the_role(bucket, tmp_path):
+    """tensorstore overwrites manifest.ocdbt: nothing can be saved there."""
+    bucket.keeps = True
+    checkpoints = Checkpoints(RUN, CheckpointConfig())
+    checkpoints.save(1, state_on(1)[0], {})
+    assert checkpoints.failing() == 1 and "manifest.ocdbt" in checkpoints.failure
+    config = replace(tiny_config(), run_dir=str(tmp_path), checkpoint=CheckpointConfig(RUN))
+    said = r"lacks storage\.objects\.delete: grant it roles/storage\.objectUser"
+    with pytest.raises(UserError, match=said):
+        preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
+
+
+def test_a_permission_that_is_missing_is_named_with_its_role(bucket):
+    message = "x@y.com does not have storage.buckets.get access to the Google Cloud Storage bucket."
+    bucket.page = (403, json.dumps({"error": {"code": 403, "message": message}}).encode())
+    with pytest.raises(UserError, match=r"lacks storage\.buckets\.get: grant it roles/storage\.legacyBucketReader"):
+        Checkpoints(RUN, KEEP_ALL)
+
+
+def test_a_store_that_answers_503_at_the_start_is_asked_again_and_then_lost(bucket, monkeypatch):
+    saved(RUN, (1,))
+    errors = [HttpError({"code": 503, "message": "try again"})]
+
+    def faulty(folder):
+        if errors:
+            raise errors.pop()
+        return whole_steps(folder)
+
+    monkeypatch.setattr("run.checkpoint.whole_steps", faulty)
+    assert Checkpoints(RUN).steps == [1]
+    errors += [HttpError({"code": 503, "message": "try again"})] * 9
+    monkeypatch.setattr("run.retry.SECONDS", 0)
+    with pytest.raises(StorageLost, match="try again"):
+        Checkpoints(RUN)

@@ -11,9 +11,13 @@ import pytest
 import evaluate
 import export
 import train
-from run.events import Events
+from configs.schema import UserError
+from run.events import Events, another_went_on
+from run.folder import STARTS
 from run.lines import read_metrics
+from run.report import read_run
 from run.runtime import run_command
+from run.sentences import made_with
 from training.build import build_stages
 
 CONFIG = """
@@ -104,9 +108,12 @@ def test_so_is_one_whose_disk_is_not_mounted_or_that_is_sent_elsewhere(folder, m
 )
 def test_a_change_that_the_checkpoint_cannot_follow_is_not_recorded(folder, monkeypatch, capsys, change, says):
     run_dir = copy_of(folder, f"changed{change}")
-    before = content(run_dir)
+    before, events = content(run_dir), Events(run_dir)
     assert start(monkeypatch, folder, f"--run_dir={run_dir}", "--accept_changes", "--steps=7", change) == 2
-    assert says in capsys.readouterr().err and content(run_dir) == before
+    begun, after = events.read()[-1], content(run_dir)
+    assert begun["event"] == "begun" and after[str(events.path)].startswith(before.pop(str(events.path)))
+    after.pop(str(events.path))
+    assert says in capsys.readouterr().err and after == before
     assert start(monkeypatch, folder, f"--run_dir={run_dir}") == 0  # the original command still holds
 
 
@@ -204,3 +211,44 @@ def test_a_relative_source_is_found_from_another_folder(folder, tmp_path, monkey
     monkeypatch.setattr("sys.argv", ["evaluate.py", f"--run_dir={folder}/finished"])
     assert evaluate.main() == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 6
+
+
+def test_starts_that_bring_no_newer_checkpoint_come_to_an_end_and_a_person_may_start_again(folder, monkeypatch, capsys):
+    run_dir = copy_of(folder, "in-vain")
+    longer = ("--run_dir=in-vain", "--steps=7", "--accept_changes")
+    for _ in range(STARTS):
+        Events(run_dir).add("begun", 6)
+    assert start(monkeypatch, folder, *longer) == 1
+    assert "10 starts in a row brought no checkpoint newer than that of step 6" in capsys.readouterr().out
+    assert start(monkeypatch, folder, *longer) == 0
+
+
+def test_each_start_records_what_it_was_made_with_and_the_report_compares(folder, monkeypatch):
+    run_dir = copy_of(folder, "other-code")
+    monkeypatch.setattr("run.folder.code_digest", lambda: "feedbeef")
+    assert start(monkeypatch, folder, "--run_dir=other-code", "--steps=7", "--accept_changes") == 0
+    first, second = [event for event in Events(run_dir).read() if event["event"] == "start"]
+    assert first["code_hash"] != second["code_hash"] == "feedbeef" and first["versions"]["jax"] == jax.__version__
+    assert first["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1} and first["devices"] == "1 x cpu, 1 process(es)"
+    (said,) = made_with(read_run(str(run_dir)))
+    assert said.text.startswith("From step 6 on it was made with other things: code ") and "-> feedbeef" in said.text
+
+
+def test_a_machine_that_comes_back_after_another_has_gone_on_takes_over_its_record(folder, monkeypatch, capsys):
+    shared = ("--checkpoint.folder=shared", "--checkpoint.every_steps=2")
+    assert start(monkeypatch, folder, "--run_dir=machine-a", "--steps=4", *shared) == 0
+    assert start(monkeypatch, folder, "--run_dir=machine-b", "--steps=6", "--accept_changes", *shared) == 0
+    (folder / "machine-a" / "summary.json").unlink()
+    assert start(monkeypatch, folder, "--run_dir=machine-a", "--steps=8", "--accept_changes", *shared) == 0
+    assert "another machine has gone on with this run" in capsys.readouterr().out
+    steps = [line["step"] for line in read_metrics(folder / "machine-a") if "loss" in line]
+    assert steps == list(range(1, 9))
+    assert [event["step"] for event in Events(folder / "machine-a").read() if event["event"] == "start"] == [0, 4, 6]
+    with pytest.raises(UserError, match="two machines have continued this run: this one up to step 8"):
+        mine, copied = (
+            [{"event": name, "step": step, "on": on} for name, step in events] for on, events in TWO.items()
+        )
+        another_went_on(mine, copied)
+
+
+TWO = {"a": [("start", 4), ("saved", 8)], "b": [("start", 4), ("saved", 6)]}

@@ -4,7 +4,7 @@ import pytest
 
 from configs.ramp import Ramp
 from configs.schema import UserError
-from run.events import Events, batch_of, rollbacks_to, saved_up_to
+from run.events import Events, batch_of, rollbacks_to, saved_up_to, starts_in_vain
 
 
 def test_events_are_read_in_order_and_a_half_line_is_cut_off(tmp_path):
@@ -69,3 +69,11 @@ def test_the_batch_of_a_ramp_that_was_changed_and_rolled_back():
     ]
     expected = {2: (200, 100), 3: (300, 200), 4: (500, 200), 5: (1700, 200), 6: (1900, 200), 8: (2300, 200)}
     assert {step: batch_of(events, step, Ramp.read("", 7)) for step in expected} == expected
+
+
+def test_starts_are_in_vain_until_a_checkpoint_comes_a_person_stops_it_or_it_is_given_up():
+    begun, lost = event("begun", 10), event("stop", 10, code=143)
+    assert starts_in_vain([]) == 0
+    assert starts_in_vain([begun, event("saved", 10), begun, event("start", 10), begun, lost, begun]) == 3
+    for end in (130, 1, 2, 0):
+        assert starts_in_vain([begun, begun, event("stop", 10, code=end), begun]) == 1

@@ -1,8 +1,10 @@
+import errno
 import json
 import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -20,7 +22,9 @@ from configs.schema import (
 )
 from run import folder as run_folder
 from run.folder import RunLock, load_run
+from run.retry import StorageLost, passes
 from run.runtime import versions
+from tests.helpers import tiny_config
 
 FREE = {
     "batch.rows_per_device",
@@ -48,6 +52,7 @@ FREE = {
     "diagnostics.every_steps",
     "diagnostics.successive",
     "hang.factor",
+    "hang.other_seconds",
     "hang.seconds",
     "log.every_steps",
     "log.on_event",
@@ -264,3 +269,50 @@ def test_the_type_of_a_run_of_an_older_version_is_what_auto_then_meant(config, k
     with pytest.raises(UserError, match=f"model.dtype: {dtype} -> "):
         open_run(other, "print", accept_changes=False)
     assert open_run(same, "print", accept_changes=False) == []
+
+
+@pytest.mark.parametrize(("number", "taken"), [(errno.ENOSYS, True), (errno.EOPNOTSUPP, True), (errno.ENOLCK, False)])
+def test_a_disk_without_locks_is_said_and_one_whose_locks_fail_is_no_mistake(
+    tmp_path, monkeypatch, capsys, number, taken
+):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    lock = RunLock(tmp_path)
+    if taken:
+        lock.take()
+        assert lock.file and "without locks" in capsys.readouterr().out
+    else:
+        with pytest.raises(OSError) as error:
+            lock.take()
+        assert passes(error.value)
+
+
+def test_the_lock_of_a_machine_that_is_gone_is_waited_for_and_that_of_this_one_is_not(tmp_path, monkeypatch):
+    """A server of NFS keeps it for 90 seconds."""
+    pauses = []
+    monkeypatch.setattr("tenacity.nap.time.sleep", pauses.append)
+    answers = [BlockingIOError(errno.EAGAIN, "locked")] * 3
+
+    def flock(*_):
+        if answers:
+            raise answers.pop()
+
+    with RunLock(tmp_path) as first:
+        first.take()
+        with pytest.raises(UserError, match=f"another process .process {os.getpid()} on "):
+            RunLock(tmp_path).take()
+    assert not pauses
+    (tmp_path / "lock").write_text("process 7 on gpu-3, since then\nanother boot")
+    monkeypatch.setattr("fcntl.flock", flock)
+    with RunLock(tmp_path) as lock:
+        lock.take()
+    assert len(pauses) == 3
+
+
+def test_a_disk_that_fails_at_the_start_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("run.retry.SECONDS", 0)
+    monkeypatch.setattr("run.folder._open_run", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(StorageLost, match="Input/output error"):
+        open_run(replace(tiny_config(), run_dir=str(tmp_path)), "print", accept_changes=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from etils import epath
 
 from configs.schema import CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, UserError
 from run.preflight import (
@@ -92,9 +93,25 @@ def test_a_wrong_sum_is_a_mistake(monkeypatch):
         checked_sum(make_mesh(MeshConfig()))
 
 
+def test_a_folder_that_nfs_shows_late_is_shared(tmp_path, monkeypatch):
+    """A client that has looked for a file before it was there says for up to 60 seconds that it is not."""
+    config, clock = replace(tiny_config(), run_dir=str(tmp_path)), [1000.0]
+    (tmp_path / ".preflight-0").write_text("by process 0")
+    exists = type(epath.Path("/")).exists
+    monkeypatch.setattr(type(epath.Path("/")), "exists", lambda path: exists(path) and clock[0] > 1060)
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("time.sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: clock.append(clock.pop() + seconds))
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    assert needs(config) == []
+    (tmp_path / ".preflight-0").unlink()
+    assert "does not see what process 0 wrote" in needs(config)[0]
+
+
 DOCTOR = """
 import os, signal, sys
 import run.preflight as preflight
+preflight.SEEN = 5
 if "package" in sys.argv:
     preflight.versions = lambda: {"jax": "0.1"}
 if "stopped" in sys.argv:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -86,10 +87,32 @@ def test_a_store_that_is_away_is_no_hang(monkeypatch):
 def test_an_evaluation_is_no_step():
     watched = Watched(seconds=100)
     watched.take(1, seconds=1)
-    with watched.dog.elsewhere():
+    with watched.dog.elsewhere("an evaluation"):
         assert not watched.barks_after(1e6)
         watched.time += 1e6
     assert not watched.barks_after(99) and watched.barks_after(101)
+
+
+def test_an_evaluation_a_save_or_a_restore_has_a_limit_of_its_own():
+    watched, barked = Watched(seconds=100, other_seconds=0.01), threading.Event()
+    watched.dog.bark = lambda reason: (watched.barks.append(reason), barked.set())
+    with watched.dog.elsewhere("saving"):
+        assert barked.wait(30)
+    assert watched.barks == ["saving takes longer than 0.01 s (--hang.other_seconds)"]
+
+
+def test_a_restore_that_hangs_ends_with_42_and_says_where_every_thread_is():
+    script = (
+        "import time\n"
+        "from configs.schema import HangConfig\n"
+        "from run.watchdog import limited\n"
+        "def a_store_that_never_answers(): time.sleep(60)\n"
+        "with limited(HangConfig(other_seconds=0.5), 'restoring'):\n"
+        "    a_store_that_never_answers()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 42
+    assert "restoring takes longer than 0.5 s" in ended.stderr and "a_store_that_never_answers" in ended.stderr
 
 
 def test_it_says_where_every_thread_is_and_ends_the_process_with_42():
