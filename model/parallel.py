@@ -95,7 +95,7 @@ def all_gather_fsdp(share: Float[Array, "..."], axes: Axes) -> Float[Array, "...
     return jax.lax.all_gather(share, "fsdp", axis=axes.index("fsdp"), tiled=True)
 
 
-def in_turn(dx: Float[Array, "*shape i"], dkernel: Float[Array, "i o"]) -> tuple[Array, Array]:
+def in_turn(dx: Float[Array, "*shape"], dkernel: Float[Array, "i o"]) -> tuple[Array, Array]:
     """The same gradients, of a product's input and of its whole matrix. With `fsdp` on GPUs the backward pass goes on
     only when both are there.
 
