@@ -68,15 +68,14 @@ def table(hlo_text: str) -> dict[Kind, tuple[int, int, int]]:
     """Of each kind cycles, bytes, and instructions a step."""
     program, _ = read_program(hlo_text)
     where = origins(hlo_text, PROJECT)
-    sums = defaultdict(lambda: (0, 0, 0))
+    sums = defaultdict[Kind, Counter](Counter)
     for instruction, times, reads in kernels(hlo_text):
         result = re.sub(r"\{[^}]*\}|/\*.*?\*/", "", instruction.type)
         frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         kind = Kind(kind_of(instruction, program), result, where.get(int(frame[1]), "") if frame else "")
         size = sum(map(type_bytes, (instruction.type, *reads)))
-        more = (times * instruction_cycles(instruction), times * size, times)
-        sums[kind] = tuple(map(sum, zip(sums[kind], more)))
-    return sums
+        sums[kind].update(cycles=times * instruction_cycles(instruction), bytes=times * size, times=times)
+    return {kind: (of["cycles"], of["bytes"], of["times"]) for kind, of in sums.items()}
 
 
 def main() -> int:
