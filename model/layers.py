@@ -93,10 +93,10 @@ def matmul(
 
 
 def _whole_kernel(share: Array, axes: Axes, cut: Cut) -> Array:
-    """The kernel [*inputs, *outputs]."""
+    """The kernel [*inputs, *outputs]. A share that is less than a head is a part of one."""
     kernel = all_gather_fsdp(share, axes)
-    sizes = [(size,) if head is None else (size // head, head) for size, head in zip(kernel.shape, cut)]
-    return kernel.reshape(*sizes[0], *sizes[1])
+    sizes = lambda size, head: (size,) if head is None else (max(size // head, 1), min(size, head))
+    return kernel.reshape(*sizes(kernel.shape[0], cut[0]), *sizes(kernel.shape[1], cut[1]))
 
 
 def _matmul_forward(x: Array, share: Array, axes: Axes, cut: Cut) -> tuple[Array, tuple[Array, Array]]:
