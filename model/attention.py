@@ -243,10 +243,12 @@ class Attention(nnx.Module):
         uniform = nnx.initializers.variance_scaling(1.0, "fan_in", "uniform")
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         matrix = partial(Linear, group="matrices", rngs=rngs)
-        self.query = matrix(config.width, queries, uniform, axes=("fsdp", "tensor"))
-        self.key = matrix(config.width, keys, uniform, axes=("fsdp", "tensor"))
-        self.value = matrix(config.width, keys, uniform, axes=("fsdp", "tensor"))
-        self.out = matrix(queries, config.width, nnx.initializers.zeros, axes=("tensor", "fsdp"))
+        to_heads = partial(matrix, axes=("fsdp", "tensor"), cut=(None, self.head_dim))
+        self.query = to_heads(config.width, queries, uniform)
+        self.key = to_heads(config.width, keys, uniform)
+        self.value = to_heads(config.width, keys, uniform)
+        zeros = nnx.initializers.zeros
+        self.out = matrix(queries, config.width, zeros, axes=("tensor", "fsdp"), cut=(self.head_dim, None))
         if has_value_embedding(config, layer):
             bound = (3 / config.width) ** 0.5  # as the value matrix
             table, gate = symmetric_uniform(bound), nnx.initializers.uniform(0.02)
@@ -259,19 +261,17 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
         tokens, positions, angles, segment_ids = inputs
         x = vary_over_tensor(x)
-        heads = (*x.shape[:2], -1, self.head_dim)  # this device's own, along `tensor`
         # The scale of attention's scores is a factor of the queries here: applied later, it would round them twice.
-        q: Array = rotate_and_norm(self.query(x).reshape(heads), angles, self.qk_scale * self.head_dim**-0.5)
-        k: Array = self.key(x)
+        # Of this device's heads, along `tensor`; if devices share a key head, each computes a part of it.
+        q: Array = rotate_and_norm(self.query(x), angles, self.qk_scale * self.head_dim**-0.5)
+        k: Array = rotate_and_norm(all_gather_shared_head(self.key(x), self.kv_heads), angles, self.qk_scale)
         v: Array = self.value(x)
         if hasattr(self, "value_embedding"):
             first, own = own_heads(self.kv_heads)
             kernel = jax.lax.dynamic_slice_in_dim(vary_over_tensor(self.value_gate.kernel[...]), first, own, axis=1)
             gate = 3 * jax.nn.sigmoid(matmul(x[..., :VALUE_GATE_CHANNELS], kernel, self.value_gate.axes))
-            values = self.value_embedding(tokens, x.dtype).reshape(*gate.shape, -1)
-            v = (v.reshape(values.shape) + gate[..., None] * values).reshape(v.shape)
-        v = all_gather_shared_head(v, self.kv_heads).reshape(heads)
-        k = rotate_and_norm(all_gather_shared_head(k, self.kv_heads).reshape(heads), angles, self.qk_scale)
+            v = v + gate[..., None] * self.value_embedding(tokens, x.dtype).reshape(v.shape)
+        v = all_gather_shared_head(v, self.kv_heads)
         if cache is not None:
             start = (0, 0 if positions is None else positions[0], 0, 0)
             cache = LayerCache(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, (k, v))))
@@ -279,4 +279,4 @@ class Attention(nnx.Module):
             y = attend(q, k, v, segment_ids=segment_ids, window=self.window)
         else:
             y = attend(q, *cache, positions, window=self.window)
-        return psum_over_tensor(self.out(y.reshape(*x.shape[:2], -1))), cache
+        return psum_over_tensor(self.out(y)), cache

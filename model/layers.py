@@ -6,6 +6,7 @@ give it the type of the cast matrix, and round every micro-batch's gradient to 8
 all-gathered where it is read, forward and backward, so that only one whole matrix exists at a time.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -74,25 +75,44 @@ def symmetric_uniform(bound: float) -> nnx.Initializer:
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def matmul(x: Float[Array, "*shape i"], share: Float[Array, "i_share o_share"], axes: Axes) -> Float[Array, "*shape o"]:
-    """`x @ kernel` in x's type, `kernel` being the shares, all-gathered over `fsdp`.
+Cut = tuple[int | None, int | None]
+"""Channels of a head, for the inputs and the outputs of a product: that side of x, of the kernel and of the result is
+[heads, channels]. None: one dimension. A TPU keeps a head's channels along the lanes then. Reshaped after the product,
+they would be copied (bench/LOG.md)."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def matmul(
+    x: Float[Array, "*shape_and_inputs"], share: Float[Array, "i_share o_share"], axes: Axes, cut: Cut = (None, None)
+) -> Float[Array, "*shape_and_outputs"]:
+    """`x @ kernel` in x's type, `kernel` being the shares, all-gathered over `fsdp`. `cut` says which side is heads.
 
     The gradient with respect to `share` (float32) is accumulated, reduce-scattered and returned in float32.
     """
-    return x @ all_gather_fsdp(share.astype(x.dtype), axes)
+    return _matmul_forward(x, share, axes, cut)[0]
 
 
-def _matmul_forward(x: Array, share: Array, axes: Axes) -> tuple[Array, tuple[Array, Array]]:
+def _whole_kernel(share: Array, axes: Axes, cut: Cut) -> Array:
+    """The kernel [*inputs, *outputs]. A share that is less than a head is a part of one."""
+    kernel = all_gather_fsdp(share, axes)
+    sizes = lambda size, head: (size,) if head is None else (max(size // head, 1), min(size, head))
+    return kernel.reshape(*sizes(kernel.shape[0], cut[0]), *sizes(kernel.shape[1], cut[1]))
+
+
+def _matmul_forward(x: Array, share: Array, axes: Axes, cut: Cut) -> tuple[Array, tuple[Array, Array]]:
     share = share.astype(x.dtype)
-    return x @ all_gather_fsdp(share, axes), (x, share)
+    return jnp.tensordot(x, _whole_kernel(share, axes, cut), 1 if cut[0] is None else 2), (x, share)
 
 
-def _matmul_backward(axes: Axes, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+def _matmul_backward(axes: Axes, cut: Cut, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, share = residuals
-    rows = tuple(range(x.ndim - 1))
+    kernel = _whole_kernel(share, axes, cut)
+    outputs = 1 if cut[1] is None else 2
+    rows = tuple(range(dy.ndim - outputs))
     dkernel = jax.lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
-    dx, dkernel = in_turn(dy @ all_gather_fsdp(share, axes).T, dkernel)
+    of_outputs = tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(kernel.ndim - outputs, kernel.ndim))
+    dx = jax.lax.dot_general(dy, kernel, (of_outputs, ((), ())))
+    dx, dkernel = in_turn(dx, dkernel.reshape(-1, math.prod(dy.shape[len(rows) :])))
     return dx, reduce_scatter_fsdp(dkernel, axes)
 
 
@@ -151,13 +171,21 @@ class Linear(nnx.Module):
     """A matrix without bias: a `parameter` [inputs, outputs]."""
 
     def __init__(
-        self, inputs: int, outputs: int, init: nnx.Initializer, *, axes: Axes, group: str, rngs: nnx.Rngs | None
+        self,
+        inputs: int,
+        outputs: int,
+        init: nnx.Initializer,
+        *,
+        axes: Axes,
+        group: str,
+        rngs: nnx.Rngs | None,
+        cut: Cut = (None, None),
     ):
-        self.axes = axes
+        self.axes, self.cut = axes, cut
         self.kernel = parameter(init, (inputs, outputs), axes=axes, group=group, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "*shape i"]) -> Float[Array, "*shape o"]:
-        return matmul(x, self.kernel[...], self.axes)
+    def __call__(self, x: Float[Array, "*shape_and_inputs"]) -> Float[Array, "*shape_and_outputs"]:
+        return matmul(x, self.kernel[...], self.axes, self.cut)
 
 
 class Embedding(nnx.Module):

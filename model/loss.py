@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from configs.schema import ModelConfig
 from model.gpt import GPT
-from model.parallel import Axes, all_gather_fsdp, in_turn, psum_over_tensor, reduce_scatter_fsdp, tensor_index
+from model.parallel import Axes, all_gather_fsdp, in_turn, platform, psum_over_tensor, reduce_scatter_fsdp, tensor_index
 
 
 def softcap(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
@@ -45,16 +45,30 @@ def cross_entropy(
     log_sum_exp^2)`, and its first term alone, the loss: both in nats and float32. And the objective's gradient, in the
     logits' type."""
     cap, share = config.softcap, logits.shape[-1]
-    log_sum, target_logit = log_sum_and_target(logits, targets, cap)
+    is_target = jnp.arange(share) == (targets - tensor_index() * share)[:, None]
+
+    def capped_exp_and_slope(logits: Array) -> tuple[Array, Array, Array]:
+        squashed = jnp.tanh(logits.astype(jnp.float32) / cap)
+        exp = jnp.exp(cap * squashed)
+        return cap * squashed, exp, exp * (1 - squashed * squashed)
+
+    capped, exp, slope = capped_exp_and_slope(logits)
+    log_sum = jnp.log(psum_over_tensor(jnp.sum(exp, axis=-1)))
+    target_logit = psum_over_tensor(jnp.sum(jnp.where(is_target, capped, 0), axis=-1))
     loss = jnp.sum(weights * (log_sum - target_logit))
     objective = loss + config.z_loss * jnp.sum(weights * log_sum**2)
 
-    # Without the barrier XLA on a GPU keeps the loss's tanh for the gradient: logits written once more, in float32.
-    logits = jax.lax.optimization_barrier(logits)
-    squashed = jnp.tanh(logits.astype(jnp.float32) / cap)
-    probabilities = jnp.exp(cap * squashed - log_sum[:, None]) * (1 + 2 * config.z_loss * log_sum)[:, None]
-    is_target = jnp.arange(share) == (targets - tensor_index() * share)[:, None]
-    dlogits = weights[:, None] * (probabilities - is_target) * (1 - squashed * squashed)
+    # The gradient needs the slope of the exponential: all but a factor that the sum gives. XLA on a GPU makes it again
+    # from the logits, which it writes; without the barrier it would keep the tanh, in float32. Elsewhere it is what is
+    # kept of the logits: a TPU makes it where it makes them, at the end of their product.
+    if platform() in ("gpu", "cuda"):
+        slope = capped_exp_and_slope(jax.lax.optimization_barrier(logits))[2]
+    else:
+        slope = jax.lax.optimization_barrier(slope.astype(logits.dtype))
+    factor = weights * (1 + 2 * config.z_loss * log_sum)
+    probability = jnp.exp(target_logit - log_sum)
+    at_target = (factor * probability - weights) * (1 - jnp.square(target_logit / cap))
+    dlogits = jnp.where(is_target, at_target[:, None], (factor * jnp.exp(-log_sum))[:, None] * slope)
     return jnp.stack([objective, loss]), dlogits.astype(logits.dtype)
 
 

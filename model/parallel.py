@@ -85,14 +85,16 @@ def own_heads(heads: int) -> tuple[Array | int, int]:
     return tensor_index() * heads // tensor_size(), max(1, heads // tensor_size())
 
 
-def all_gather_shared_head(x: Float[Array, "batch length part"], heads: int) -> Float[Array, "batch length channels"]:
+def all_gather_shared_head(
+    x: Float[Array, "batch length own_heads part"], heads: int
+) -> Float[Array, "batch length own_heads head_dim"]:
     """Of channels that `tensor` divides all those of this device's key heads: itself, except where devices share a
     head. Then each has computed its part of it; the transpose sums their gradients, once."""
     sharing = tensor_size() // heads
     if sharing <= 1:
         return x
     groups = [list(range(first, first + sharing)) for first in range(0, tensor_size(), sharing)]
-    return jax.lax.all_gather(x, "tensor", axis=2, tiled=True, axis_index_groups=groups)
+    return jax.lax.all_gather(x, "tensor", axis=3, tiled=True, axis_index_groups=groups)
 
 
 def all_gather_vocabulary(logits: Float[Array, "batch vocab_share"]) -> Float[Array, "batch vocab"]:
@@ -123,7 +125,7 @@ def all_gather_fsdp(share: Float[Array, "..."], axes: Axes) -> Float[Array, "...
     return jax.lax.all_gather(share, "fsdp", axis=axes.index("fsdp"), tiled=True)
 
 
-def in_turn(dx: Float[Array, "*shape i"], dkernel: Float[Array, "i o"]) -> tuple[Array, Array]:
+def in_turn(dx: Float[Array, "*shape"], dkernel: Float[Array, "i o"]) -> tuple[Array, Array]:
     """The same gradients, of a product's input and of its whole matrix. With `fsdp` on GPUs the backward pass goes on
     only when both are there.
 

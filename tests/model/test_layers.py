@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from model.layers import embed, matmul, relu_squared, rms_norm
 
@@ -19,6 +20,16 @@ def test_matmul_is_the_product_and_has_its_gradients():
     np.testing.assert_allclose(matmul(X, KERNEL, AXES), X @ KERNEL, rtol=1e-5, atol=1e-5)
     expected = jax.grad(lambda x, k: jnp.sum(jnp.sin(x @ k)), (0, 1))(X, KERNEL)
     for ours, plain in zip(gradients(X, KERNEL), expected):
+        np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cut", [(8, None), (None, 4), (8, 32)])
+def test_a_product_from_and_to_heads_is_the_product(cut):
+    heads = lambda a, head: a if head is None else a.reshape(*a.shape[:-1], -1, min(a.shape[-1], head))
+    flat, backward = jax.vjp(lambda x, k: matmul(x, k, AXES), X, KERNEL)
+    y, backward_of_heads = jax.vjp(lambda x, k: matmul(heads(x, cut[0]), k, AXES, cut), X, KERNEL)
+    np.testing.assert_allclose(y, heads(flat, cut[1]), rtol=1e-5, atol=1e-5)
+    for ours, plain in zip(backward_of_heads(jnp.sin(y)), backward(jnp.sin(flat))):
         np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-4)
 
 

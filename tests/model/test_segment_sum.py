@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec
 import model.layers
 from configs.schema import MeshConfig
 from model.layers import embed
-from model.parallel import mark_varying, psum, psum_over_tensor
+from model.parallel import BATCH_AXES, mark_varying, psum, psum_over_tensor
 from model.segment_sum import BLOCK, segment_sum
+from model.shapes import DATA
 from training.mesh import make_mesh
 from training.step import on_each_device
 
@@ -58,10 +59,10 @@ def test_on_a_mesh_the_gradient_of_a_table_is_that_of_scatters(monkeypatch, fsdp
         def for_one_device(share, tokens, dy):
             look_up = partial(embed, axes=("tensor", "fsdp"), dtype=jnp.dtype("float32"))
             looked_up = lambda share: psum_over_tensor(look_up(tokens, share))
-            _, backward = jax.vjp(looked_up, mark_varying(share, ("data",)))
-            return psum(backward(dy)[0], ("data",))
+            _, backward = jax.vjp(looked_up, mark_varying(share, DATA))
+            return psum(backward(dy)[0], DATA)
 
-        rows = PartitionSpec(("data", "fsdp"))
+        rows = PartitionSpec(BATCH_AXES)
         whole = on_each_device(for_one_device, mesh, (table, rows, rows), table)
         return np.asarray(jax.jit(whole)(np.zeros((40, 6), np.float32), tokens, dy))
 
