@@ -5,13 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
-from configs.schema import MeshConfig
 from model.attention import attend
 from model.kernels import products, splash_backward, splash_block
 from model.splash import of_one_key_head, splash_attention
-from training.mesh import make_mesh
 
 
 @pytest.mark.medium
@@ -45,7 +43,7 @@ def test_values_and_gradients(kv_heads, window, documents, length, head_dim):
 def test_in_shard_map_its_results_vary_and_gradients_are_summed_where_they_must_be():
     """With jax.shard_map's checks on: rows over `data`, heads over `tensor`, and a matrix that is whole on every
     device, whose gradient is the sum over all of them; within a scan and jax.checkpoint, as blocks are."""
-    mesh = make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4])
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), 2 * (AxisType.Auto,), devices=jax.devices()[:4])
     rows = PartitionSpec("data", None, "tensor")
     generator = np.random.default_rng(0)
     q, k, v = (jnp.asarray(generator.standard_normal((2, 128, 2, 128)), jnp.float32) for _ in range(3))
