@@ -5,14 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
-from configs.schema import MeshConfig
 from model.attention import attend
 from model.kernels import products, splash_backward, splash_block
-from model.shapes import DATA
 from model.splash import of_one_key_head, splash_attention
-from training.mesh import make_mesh
 
 
 @pytest.mark.medium
@@ -46,8 +43,8 @@ def test_values_and_gradients(kv_heads, window, documents, length, head_dim):
 def test_in_shard_map_its_results_vary_and_gradients_are_summed_where_they_must_be():
     """With jax.shard_map's checks on: rows over `data`, heads over `tensor`, and a matrix that is whole on every
     device, whose gradient is the sum over all of them; within a scan and jax.checkpoint, as blocks are."""
-    mesh = make_mesh(MeshConfig(data=2, tensor=2), jax.devices()[:4])
-    rows = PartitionSpec(DATA, None, "tensor")
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), 2 * (AxisType.Auto,), devices=jax.devices()[:4])
+    rows = PartitionSpec("data", None, "tensor")
     generator = np.random.default_rng(0)
     q, k, v = (jnp.asarray(generator.standard_normal((2, 128, 2, 128)), jnp.float32) for _ in range(3))
     segments = jnp.asarray(np.sort(generator.integers(0, 3, (2, 128)), axis=1), jnp.int32)
@@ -57,9 +54,9 @@ def test_in_shard_map_its_results_vary_and_gradients_are_summed_where_they_must_
         def of_one_device(matrix, q, k, v, segments):
             block = jax.checkpoint(lambda q: attention(q @ matrix, k, v, segments))
             total = jax.lax.scan(lambda sum, _: (sum + jnp.sum(jnp.sin(block(q))), None), jnp.sum(0 * q), length=2)[0]
-            return jax.lax.psum(total, (*DATA, "tensor"))
+            return jax.lax.psum(total, ("data", "tensor"))
 
-        specs = (PartitionSpec(), rows, rows, rows, PartitionSpec(DATA))
+        specs = (PartitionSpec(), rows, rows, rows, PartitionSpec("data"))
         whole = jax.shard_map(of_one_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
         return jax.jit(jax.value_and_grad(whole, (0, 1, 2, 3)))(matrix, q, k, v, segments)
 
