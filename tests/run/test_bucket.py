@@ -144,3 +144,13 @@ def test_a_store_that_answers_503_at_the_start_is_asked_again_and_then_lost(buck
     monkeypatch.setattr("run.retry.SECONDS", 0)
     with pytest.raises(StorageLost, match="try again"):
         Checkpoints(RUN)
+
+
+def test_events_reach_the_bucket_between_saves(bucket, tmp_path):
+    checkpoints = Checkpoints(RUN, KEEP_ALL, [tmp_path / "events.jsonl", tmp_path / "metrics.jsonl"])
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (tmp_path / name).write_text("a line")
+    checkpoints.copy_events()
+    assert bucket.objects["runs/mine/events.jsonl"][1] == b"a line" and "runs/mine/metrics.jsonl" not in bucket.objects
+    bucket.full = True
+    checkpoints.copy_events()  # costs nothing
