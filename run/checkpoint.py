@@ -33,6 +33,7 @@ from run.orbax_calls import COMMITTED, FACTS, HALF_DONE, Info
 from run.peers import exchange
 from run.retry import StorageLost, passes, patiently
 from run.runtime import Damaged, NoCheckpoint, first_line, highest, on_every_process, on_first_process, versions
+from training.layout import padded
 from training.optimizer import path_name
 from training.state import TrainState
 
@@ -109,14 +110,15 @@ class Checkpoints:
         return [Info(step, self._score(step)) for step in steps]
 
     def save(self, step: int, state: TrainState, facts: dict) -> None:
-        """Copies the state off the devices, and writes it while training goes on. `step` is `int(state.step)`.
+        """Copies the state off the devices, and writes it while training goes on. `step` is `int(state.step)`; `facts`
+        holds the parameters' `shapes` without padding (`model.shapes.parameter_shapes`).
 
         A save that fails, at once or while it is written, is counted (`failing`). Older checkpoints are deleted when
         there is a newer one that is whole.
         """
         rest = {"opt_state": state.opt_state, "skipped_steps": state.skipped_steps}
-        facts = {"step": step, **facts, "time": time.time(), "versions": versions(), "shapes": _shapes(state.params)}
-        facts["checksums"] = checksums({"params": state.params, **rest})
+        facts = {"step": step, **facts, "time": time.time(), "versions": versions()}
+        facts["checksums"] = checksums({"params": state.params, **rest}, facts["shapes"])
         facts["sha256"] = digest(facts)
         self._settle()
         if step in self.steps:
@@ -221,7 +223,7 @@ class Checkpoints:
         return put_aside
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict]:
-        """The state saved at `step`, as `abstract`'s shapes and shardings say, and the facts saved with it.
+        """The state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it.
 
         The same exception on every process: UserError where it is of another network or optimizer, Damaged where it is
         not what was saved, StorageLost where a disk or store does not answer for long.
@@ -230,7 +232,7 @@ class Checkpoints:
         facts = self._facts_for_all(step)
         self._require_same_state(facts, {"params": abstract.params, **rest})
         found = self._read(step, {"params": abstract.params, "rest": rest})
-        require_checksums(facts["checksums"], {"params": found["params"], **found["rest"]})
+        require_checksums(facts["checksums"], {"params": found["params"], **found["rest"]}, facts["shapes"])
         step_array = jax.device_put(abstract.step.dtype.type(facts["step"]), abstract.step.sharding)
         return TrainState(
             step_array, found["params"], found["rest"]["opt_state"], found["rest"]["skipped_steps"]
@@ -268,7 +270,7 @@ class Checkpoints:
             facts = self._facts_for_all(self.newest)
             self._require_same_network(facts, abstract, part=True)
             params = self._read(self.newest, {"params": abstract})["params"]
-            require_checksums(facts["checksums"], {"params": params})
+            require_checksums(facts["checksums"], {"params": params}, facts["shapes"])
         except Damaged as error:
             raise UserError(f"checkpoint {self.newest} in {self.folder} cannot be read: {first_line(error)}") from error
         return params, self.newest
@@ -298,7 +300,7 @@ class Checkpoints:
     def _require_same_state(self, facts: dict, state: dict) -> None:
         """UserError where the checkpoint's parameters have other shapes, or its optimizer other moments."""
         self._require_same_network(facts, state["params"])
-        if others := sorted(facts["checksums"].keys() ^ _shapes(state).keys()):
+        if others := sorted(facts["checksums"].keys() ^ _leaves(state).keys()):
             raise UserError(
                 f"checkpoint {facts['step']} in {self.folder} was made with another optimizer: {', '.join(others[:4])}"
                 f"{' and others' if len(others) > 4 else ''} are in one of the two alone; give the optimizer it was "
@@ -307,11 +309,13 @@ class Checkpoints:
 
     def _require_same_network(self, facts: dict, params: dict, part: bool = False) -> None:
         """UserError where the checkpoint's parameters have other shapes; `part`: it may have more of them."""
-        saved, asked = facts["shapes"], _shapes(params)
+        saved, leaves = facts["shapes"], _leaves(params)
+        asked = {name: list(leaf.shape) for name, leaf in leaves.items()}
+        here = {name: _padded(shape, leaves[name].sharding) for name, shape in saved.items() if name in leaves}
         differ = [
             f"{name}: {saved.get(name, 'not there')}, not {asked.get(name, 'there')}"
             for name in sorted(asked if part else saved | asked)
-            if saved.get(name) != asked.get(name)
+            if here.get(name) != asked.get(name)
         ]
         if differ:
             differences = "\n  ".join(differ)
@@ -396,5 +400,11 @@ def _metrics(val_bpb: float | None) -> dict[str, float] | None:
     return None if val_bpb is None or not math.isfinite(val_bpb) else {"val_bpb": val_bpb}
 
 
-def _shapes(tree: Any) -> dict[str, list[int]]:
-    return {path_name(path): list(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+def _leaves(tree: Any) -> dict[str, Any]:
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _padded(shape: list[int], sharding: jax.sharding.NamedSharding) -> list[int]:
+    """The shape in which a mesh stores an array (`training.layout.Place`)."""
+    axes = [(names,) if isinstance(names, str) else names or () for names in sharding.spec]
+    return [padded(size, math.prod(sharding.mesh.shape[name] for name in names)) for size, names in zip(shape, axes)]

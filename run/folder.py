@@ -32,7 +32,7 @@ from run.preflight import ROOT, code_digest
 from run.retry import patiently
 from run.runtime import versions
 from training.build import build
-from training.mesh import islands, make_mesh
+from training.mesh import islands, make_mesh, sizes_of
 from training.optimizer import path_name
 from training.state import TrainState, abstract_params
 
@@ -244,7 +244,7 @@ def made_with(mesh: Mesh) -> dict[str, Any]:
 
 def _made_with(mesh: Mesh) -> dict[str, Any]:
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)"
-    return {"code_hash": code_digest(), "versions": versions(), "devices": devices, "mesh": dict(mesh.shape)}
+    return {"code_hash": code_digest(), "versions": versions(), "devices": devices, "mesh": sizes_of(mesh)}
 
 
 def accept(config: Config, fingerprint: str, changes: list[str], step: int, position: int, **facts: Any) -> None:
@@ -278,7 +278,7 @@ def load_run(run_dir: str | Path, mesh: Mesh) -> Run:
     """The run in `run_dir` with its newest checkpoint's parameters. UserError where there is no run or checkpoint, or
     where the mesh cannot divide its network."""
     facts, config = record_of(run_dir)
-    validate(dataclasses.replace(config, mesh=MeshConfig(**mesh.shape)))
+    validate(dataclasses.replace(config, mesh=MeshConfig(**sizes_of(mesh))))
     params, step = Checkpoints(config.checkpoint.folder or run_dir).restore_params(abstract_params(config.model, mesh))
     return Run(config, facts["dataset"], params, step)
 

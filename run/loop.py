@@ -14,6 +14,7 @@ from tenacity import Retrying, retry_if_result, wait_random_exponential
 from configs.ramp import Ramp
 from configs.schema import Config
 from model.flops import flops_per_token
+from model.shapes import parameter_shapes
 from program.machines import peak_flops
 from run.checkpoint import Checkpoints
 from run.events import Events
@@ -316,7 +317,8 @@ class Loop:
     def save(self) -> None:
         position = {"tokens": self.tokens_after(self.step), "position": self.position_after(self.step)}
         kept = {"seconds": self.clock.seconds, "losses": list(self.monitor.losses)}
-        origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config)}
+        shapes = parameter_shapes(self.config.model)
+        origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config), "shapes": shapes}
         with self.watchdog.elsewhere("saving"), self.times.during("saving"):
             self.checkpoints.save(self.step, self.state, {**position, **kept, **origin})
         self.saved = time.monotonic()

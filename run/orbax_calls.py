@@ -55,9 +55,10 @@ def save(manager: ocp.CheckpointManager, step: int, params: Any, rest: Any, fact
 
 
 def read_arrays(folder: epath.Path, abstract: Any) -> Any:
-    """This process's parts of the arrays in an item's folder, as `abstract`'s shapes and shardings say, which may be
-    some of them. Waits for no other process."""
-    arguments = ocp.checkpoint_utils.construct_restore_args(abstract)
+    """This process's parts of the arrays in an item's folder, padded and sharded as `abstract` is, which may be some of
+    them. Waits for no other process."""
+    # Not strict: the mesh that saved the arrays may have padded them otherwise.
+    arguments = ocp.checkpoint_utils.construct_restore_args(abstract, strict=False)
     restore = ocp.args.PyTreeRestore(abstract, arguments, partial_restore=True)  # pyright: ignore[reportCallIssue]
     return ocp.PyTreeCheckpointHandler().restore(folder, args=restore)
 

@@ -30,7 +30,7 @@ from configs.schema import UserError
 from run.cluster import Cluster, detect
 from run.peers import PeerLost, end_all, exchange, from_first, join, leave
 from run.retry import StorageLost
-from training.mesh import axes_between, islands
+from training.mesh import axes_between, islands, sizes_of
 
 OF_THE_PROGRAM = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # errors that would come again
 
@@ -144,7 +144,7 @@ def describe_processes(cluster: Cluster, mesh: Mesh) -> str:
     """What was found, in a line: the launcher, the processes, devices, slices, and how the mesh lies on them."""
     groups = islands(list(mesh.devices.flat))
     between = axes_between(mesh)
-    axes = ", ".join(f"{name} {size}{' (across them)' * (name in between)}" for name, size in mesh.shape.items())
+    axes = ", ".join(f"{name} {size}{' (across them)' * (name in between)}" for name, size in sizes_of(mesh).items())
     device, here = mesh.devices.flat[0], len(mesh.local_devices)
     return (
         f"launcher: {cluster.launcher}; process {cluster.index} of {cluster.processes}; {here} of {mesh.size} "

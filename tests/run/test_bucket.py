@@ -13,7 +13,7 @@ from run.preflight import preflight
 from run.retry import StorageLost
 from tests.fake_gcs import FakeGCS
 from tests.helpers import tiny_config
-from tests.run.test_checkpoint import KEEP_ALL, assert_equal, changed, saved
+from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, saved
 from tests.training.test_state import state_on
 from training.mesh import make_mesh
 
@@ -89,14 +89,14 @@ def test_a_store_that_answers_errors_costs_a_save_and_no_more(bucket, tmp_path, 
     (tmp_path / "metrics.jsonl").write_text("what was measured")
     checkpoints = Checkpoints(RUN, CheckpointConfig(keep=1), [tmp_path / "metrics.jsonl"] if record else [])
     state = changed(state_on(1)[0])
-    checkpoints.save(1, state, {})
+    checkpoints.save(1, state, FACTS)
     assert checkpoints.failing() == 0
     bucket.full = True
-    checkpoints.save(2, state, {})
+    checkpoints.save(2, state, FACTS)
     assert checkpoints.failing() == 1 and "Forbidden" in checkpoints.failure
     bucket.full = False
     assert checkpoints.steps == [1]
-    checkpoints.save(3, state, {})
+    checkpoints.save(3, state, FACTS)
     checkpoints.close()
     assert Checkpoints(RUN, KEEP_ALL).steps == [3]
     assert under(bucket, "checkpoints") == {"3"}  # what the one that failed was still writing is cleared
@@ -114,7 +114,7 @@ def test_a_bucket_that_lets_nothing_be_overwritten_is_refused_before_the_first_s
     """tensorstore overwrites manifest.ocdbt: nothing can be saved there."""
     bucket.keeps = True
     checkpoints = Checkpoints(RUN, CheckpointConfig())
-    checkpoints.save(1, state_on(1)[0], {})
+    checkpoints.save(1, state_on(1)[0], FACTS)
     assert checkpoints.failing() == 1 and "manifest.ocdbt" in checkpoints.failure
     config = replace(tiny_config(), run_dir=str(tmp_path), checkpoint=CheckpointConfig(RUN))
     said = r"lacks storage\.objects\.delete: grant it roles/storage\.objectUser"
