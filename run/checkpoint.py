@@ -188,6 +188,14 @@ class Checkpoints:
             if path.exists():
                 copy(epath.Path(path), self.folder.parent / path.name)
 
+    def copy_events(self) -> None:
+        """Copies events.jsonl alone, on the first process: so that a machine that is lost with its disk is known to
+        have lived until now. Where that fails, the next copy makes up for it, and a save says why."""
+        for path in self.record:
+            if path.name == "events.jsonl" and path.exists():
+                with suppress(Exception):
+                    copy(epath.Path(path), self.folder.parent / path.name)
+
     def close(self) -> None:
         """Waits until what was saved is written."""
         self._settle()

@@ -244,7 +244,7 @@ def made_with(mesh: Mesh) -> dict[str, Any]:
 
 def _made_with(mesh: Mesh) -> dict[str, Any]:
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)"
-    return {"code_hash": code_digest(), "versions": versions(), "devices": devices, "mesh": dict(mesh.shape)}
+    return {"code_hash": code_digest(), "versions": versions(), "devices": devices, "mesh": sizes_of(mesh)}
 
 
 def accept(config: Config, fingerprint: str, changes: list[str], step: int, position: int, **facts: Any) -> None:

@@ -114,7 +114,7 @@ def test_a_bucket_that_lets_nothing_be_overwritten_is_refused_before_the_first_s
     """tensorstore overwrites manifest.ocdbt: nothing can be saved there."""
     bucket.keeps = True
     checkpoints = Checkpoints(RUN, CheckpointConfig())
-    checkpoints.save(1, state_on(1)[0], {})
+    checkpoints.save(1, state_on(1)[0], FACTS)
     assert checkpoints.failing() == 1 and "manifest.ocdbt" in checkpoints.failure
     config = replace(tiny_config(), run_dir=str(tmp_path), checkpoint=CheckpointConfig(RUN))
     said = r"lacks storage\.objects\.delete: grant it roles/storage\.objectUser"
@@ -144,3 +144,13 @@ def test_a_store_that_answers_503_at_the_start_is_asked_again_and_then_lost(buck
     monkeypatch.setattr("run.retry.SECONDS", 0)
     with pytest.raises(StorageLost, match="try again"):
         Checkpoints(RUN)
+
+
+def test_events_reach_the_bucket_between_saves(bucket, tmp_path):
+    checkpoints = Checkpoints(RUN, KEEP_ALL, [tmp_path / "events.jsonl", tmp_path / "metrics.jsonl"])
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (tmp_path / name).write_text("a line")
+    checkpoints.copy_events()
+    assert bucket.objects["runs/mine/events.jsonl"][1] == b"a line" and "runs/mine/metrics.jsonl" not in bucket.objects
+    bucket.full = True
+    checkpoints.copy_events()  # costs nothing

@@ -88,6 +88,9 @@ class Saved:
     def score(self, step, val_bpb):
         self.scores[step] = val_bpb
 
+    def copy_events(self):
+        self.events_copied = True
+
     def failing(self, wait=True):
         return self.failed_saves
 
@@ -173,6 +176,13 @@ def test_a_run_that_is_to_stop_evaluates_nothing(make, last):
 
     assert loop.run(batches()) == Stopped(last) and saved.newest == last
     assert sorted(saved.scores) == list(range(0, last, 20))
+
+
+def test_each_minute_s_sign_of_life_is_copied_to_where_the_checkpoints_are(make, monkeypatch):
+    monkeypatch.setattr("run.goodput.NOTED_EVERY", 0)
+    loop, _, saved = make([2.0] * 40)
+    loop.run(BATCHES)
+    assert saved.events_copied
 
 
 def test_minutes_make_a_checkpoint_due_when_a_step_is_logged(make, monkeypatch):
