@@ -103,13 +103,14 @@ def product_flops(of: Candidate) -> float:
 
 
 def muon_flops(of: Candidate) -> float:
-    """Of five iterations for each matrix, in float32, which takes six passes of a TPU's matrix units; each device has
-    its share of the matrices (training/muon.py)."""
+    """Of five iterations for each matrix, in float32; each device has its share of the matrices (training/muon.py).
+    Float32 takes six passes of a TPU's matrix units. On a GPU it does not use the tensor cores: H200's data sheet has
+    67 TFLOP/s, a fifteenth of bfloat16's 989."""
     if of.config.optimizer.matrices.kind != "muon":
         return 0.0
     each = lambda short, long: 5 * (4 * short**2 * long + 2 * short**3)
     flops = sum(count * each(*sorted(p.shape)) for p, count in of.kinds if p.group == "matrices")
-    return 6 * flops / of.topology.devices
+    return (15 if of.machine.gpu else 6) * flops / of.topology.devices
 
 
 def attention_flops(of: Candidate) -> float:
