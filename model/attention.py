@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
-from model.layers import Embedding, Linear, symmetric_uniform
+from model.layers import Embedding, Linear, saved, symmetric_uniform
 from model.parallel import platform, psum_over_tensor, vary_over_tensor
 from model.rotary import Angles, rotate_and_norm
 from model.shapes import window_of
@@ -92,6 +92,7 @@ def _plain_forward(q: Array, k: Array, v: Array, seen: Array) -> tuple[Array, tu
     sums = jnp.sum(shares, axis=-1).transpose(0, 3, 1, 2)[..., None]  # [batch, length, kv_heads, group, 1]
     shares = shares.astype(v.dtype)
     y = (jnp.einsum("bkgts,bskd->btkgd", shares, v, preferred_element_type=jnp.float32) / sums).astype(v.dtype)
+    y = saved(y)
     return y.reshape(q.shape), (grouped, k, v, shares, sums, y)
 
 
@@ -149,7 +150,8 @@ class Attention(nnx.Module):
         v = self.value(x).reshape(heads)
         if hasattr(self, "value_embedding"):
             gate = 3 * jax.nn.sigmoid(self.value_gate(x[..., :VALUE_GATE_CHANNELS]))
-            v = v + gate[..., None] * self.value_embedding(tokens, x.dtype).reshape(heads)
+            v = v + gate[..., None] * saved(self.value_embedding(tokens, x.dtype)).reshape(heads)
+        v = saved(v)
         if cache is not None:
             start = (0, 0 if positions is None else positions[0], 0, 0)
             cache = LayerCache(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, (k, v))))

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from model.layers import SAVED
+
 LANES = 128  # of a TPU's vector unit: heads and blocks come in these
 BLOCK = 512  # positions that a step of the kernel holds, where the row has so many
 
@@ -111,7 +113,9 @@ def _kernel(length: int, group: int, window: int | None, interpret: bool) -> Cal
         **{"block_kv_dkv": length, "block_kv_dkv_compute": block, "use_fused_bwd_kernel": True},
     )
     of_one_key_head = library.make_splash_mqa(
-        masks.MultiHeadMask([mask] * group), block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
+        masks.MultiHeadMask([mask] * group),
+        **{"block_sizes": sizes, "head_shards": 1, "q_seq_shards": 1, "interpret": interpret},
+        residual_checkpoint_name=SAVED,
     )
     of_one_row = jax.vmap(of_one_key_head, (0, 0, 0, None))
     segments = lambda ids: None if ids is None else library.SegmentIds(ids, ids)
