@@ -99,8 +99,8 @@ class ModelConfig:
     0.12, where that is as fast. Parameters, gradients and moments are float32 whatever it is. `float32`: products are
     float32 on every platform, without TF32 or passes in bfloat16: some six times the work on a TPU."""
     remat: Free[Literal["none", "products", "block"]] = "none"
-    """What a block keeps for its backward pass: everything; all but the MLP's hidden layer, for which one product of six
-    is computed again; or its input alone. Less memory, more time, the same result."""
+    """What a block keeps for its backward pass: everything; all but the MLP's hidden layer, for which one product of
+    six is computed again; or its input alone. Less memory, more time, the same result."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ MEMORY = (1.0, 0.75)
 """Share of the memory's bandwidth that passes over it reach."""
 PASSES = 72
 """Times that element-wise passes read or write one width of a block's tokens, forward and backward."""
-AGAIN = {"none": 0, "products": 12, "block": 16}
+AGAIN = {"none": 0, "products": 4, "block": 16}
 """And how many more where a block is computed again."""
 LOGIT_PASSES = 3
 """Times that the logits are read or written."""
@@ -88,7 +88,8 @@ def product_flops(of: Candidate) -> float:
     """Matrix products of a step on a device, those computed again included; without attention."""
     model, sizes = of.config.model, of.sizes
     tokens = of.step[0] * of.tokens
-    again = 2 if model.remat == "block" else 0
+    hidden = model.width, 4 * model.width  # of the MLP's first matrix
+    again = lambda p: model.remat == "block" or (model.remat == "products" and p.shape == hidden)
     flops = 0.0
     for p, count in of.kinds:
         if p.product:
@@ -97,7 +98,7 @@ def product_flops(of: Candidate) -> float:
                 * p.size
                 / (sizes["tensor"] if "tensor" in p.axes else 1)
                 * tokens
-                * (6 + again * (p.group == "matrices"))
+                * (6 + 2 * (p.group == "matrices" and again(p)))
             )
     return flops + muon_flops(of)
 
@@ -115,13 +116,13 @@ def muon_flops(of: Candidate) -> float:
 
 def attention_flops(of: Candidate) -> float:
     """Of a step on a device, the causal half alone: seven products of the scores' size forward and backward, of which a
-    kernel computes two again (arXiv:2205.14135); with recomputation two more."""
+    kernel computes two again (arXiv:2205.14135); with `remat=block` two more."""
     model, length = of.config.model, of.step[2]
     seen = 0.0
     for layer in range(model.depth):
         window = min(window_of(model, layer) or length, length)
         seen += window * (length - window / 2)
-    products = 7 if model.remat == "none" else 9
+    products = 9 if model.remat == "block" else 7
     heads = model.heads * model.head_dim / of.sizes["tensor"]
     return of.step[0] * of.step[1] * 2 * products * seen * heads
 
