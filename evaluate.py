@@ -38,7 +38,7 @@ from evaluation.scorer import Scorer
 from interchange.init_from import architecture_of, config_of, is_network, read_params, require_same_network
 from run.folder import load_run, record_of
 from run.runtime import cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
-from training.mesh import batch_sharding, make_mesh
+from training.mesh import batch_devices, batch_sharding, make_mesh
 from training.state import abstract_params, compute_dtype, params_sha256
 from training.step import make_eval_step
 
@@ -152,9 +152,9 @@ def load(folder: str, mesh: Mesh) -> Network:
         config = config_of(folder)
         require_same_network(config, tokenizer)
         params = read_params(config, abstract_params(config.model, mesh))
-        return Network(config, tokenizer, params, {"params_sha256": params_sha256(params)}, "network")
+        return Network(config, tokenizer, params, {"params_sha256": params_sha256(params, config.model)}, "network")
     run = load_run(folder, mesh)
-    facts = {"step": run.step, "params_sha256": params_sha256(run.params)}
+    facts = {"step": run.step, "params_sha256": params_sha256(run.params, run.config.model)}
     return Network(run.config, tokenizer, run.params, facts, f"step_{run.step}")
 
 
@@ -170,7 +170,7 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
     """Validation loss and bits per byte of the run's own text."""
     run = load_run(folder, mesh)
     config = run.config
-    rows = config.batch.rows_per_device * mesh.shape["data"] * mesh.shape["fsdp"]
+    rows = config.batch.rows_per_device * batch_devices(mesh)
     shape = (1, rows, config.batch.sequence_length)
     text = open_text(config.data, config.model.vocab_size, shape[2], 1, cache_dir())
     if text.fingerprint != run.dataset:

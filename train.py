@@ -27,13 +27,16 @@ from data.loader import train_batches
 from evaluation.evaluator import Evaluator
 from interchange.init_from import read_params, require_same_network
 from model.flops import parameter_counts
+from model.kernels import attention_kernel, described
+from model.parallel import compute_capability
 from planning.measured import does_not_fit
+from program.machines import VECTOR_MEMORY, exceeds_vector_memory
 from run.checkpoint import Checkpoints, whole_steps
 from run.cluster import Cluster
 from run.events import Events, rollbacks_to
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, record_files, require_checkpoints
 from run.goodput import Times, goodput, summed_up
-from run.lines import read_metrics
+from run.lines import read_metrics, scores
 from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, summarize, write_summary
 from run.notify import tell, tell_of_failure
@@ -86,6 +89,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
 
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
     say(describe(builds))
+    say(describe_attention(built))
     programs = Programs(builds, times, say)
     with explain_out_of_memory(config, mistake=True):
         programs.compile(checkpoints.newest)
@@ -136,6 +140,8 @@ def explain_out_of_memory(config: Config, mistake: bool = False) -> Iterator[Non
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
+        if exceeds_vector_memory(str(error)):
+            raise UserError(f"{VECTOR_MEMORY}\n{str(error).splitlines()[0]}") from error
         if "RESOURCE_EXHAUSTED" in str(error):
             devices = jax.devices()
             why = does_not_fit(config, devices[0].device_kind, len(devices), len(islands(devices)))
@@ -151,7 +157,7 @@ def open_checkpoints(config: Config, past: Past) -> Checkpoints:
     on_first_process(lambda: require_checkpoints(config, past))
     on_saved = lambda step: Events(run_dir).add("saved", step)
     record = record_files(run_dir) if elsewhere else ()
-    checkpoints = Checkpoints(elsewhere or run_dir, config.checkpoint, record, on_saved)
+    checkpoints = Checkpoints(elsewhere or run_dir, config.checkpoint, record, on_saved, scores(run_dir))
     if not checkpoints.steps and config.resume == "must":
         raise UserError(f"--resume=must, but {run_dir} holds no checkpoint")
     if checkpoints.newest > config.steps:
@@ -226,6 +232,14 @@ def describe(builds: list[Build]) -> str:
     return f"{run}a ramp of {len(sizes)} stages{''.join(stages)}"
 
 
+def describe_attention(built: Build) -> str:
+    """The kernel that computes attention, in a line."""
+    config, length, head_dim = built.config, built.batch_shape[2], built.config.model.head_dim
+    device, documents = built.mesh.devices.flat[0], config.data.mask_documents
+    kernel = attention_kernel(device.platform, compute_capability(), built.dtype.name, length, head_dim, documents)
+    return f"attention: {described(kernel, length, head_dim)}"
+
+
 def finish(
     config: Config, outcome: Finished | Stopped | GaveUp, loop: Loop, stop: Stop, say: Callable[[str], Any]
 ) -> Exit:
@@ -239,7 +253,7 @@ def finish(
         say(f"stopped after step {outcome.step} of {config.steps}, saved in {run_dir}; the same command continues it")
     else:
         code = Exit.COMPLETE
-        digest = params_sha256(outcome.state.params)  # gathered from all processes
+        digest = params_sha256(outcome.state.params, config.model)  # gathered from all processes
     if jax.process_index() > 0:
         return code
     with suppress(OSError):  # a full disk may be why it stopped, which has been said

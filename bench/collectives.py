@@ -34,6 +34,7 @@ from program.hlo import estimated_cycles, traffic
 from program.topologies import devices_of
 from run.runtime import run_command
 from training.build import build
+from training.mesh import sizes_of
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,14 @@ def main() -> int:
     compiled = compile_step(built)
     seconds = time.perf_counter() - start
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    found = collectives(text, dict(mesh.shape))
+    found = collectives(text, sizes_of(mesh))
     report(found)
     sums = [c for c in found if c.kind in ("all-reduce", "reduce-scatter") and c.dtype == "f32" and "data" in c.axes]
     reduced = sum(c.times * c.bytes_each for c in sums)
     gradients = 4 * sum(parameter_counts(config.model).values()) // (mesh.shape["fsdp"] * mesh.shape["tensor"])
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     parts = {"arguments": memory.argument_size_in_bytes, "outputs": outputs, "temporaries": memory.temp_size_in_bytes}
-    print(f"\n{mesh.size} x {mesh.devices.flat[0].device_kind}, {dict(mesh.shape)}; compiled in {seconds:.0f} s")
+    print(f"\n{mesh.size} x {mesh.devices.flat[0].device_kind}, {sizes_of(mesh)}; compiled in {seconds:.0f} s")
     print(f"float32 reduced over data: {reduced:,} bytes; gradients: {gradients:,}")
     print("memory of a chip:", ", ".join(f"{name} {size / 2**30:.3f} GiB" for name, size in parts.items()))
     cycles = estimated_cycles(text)

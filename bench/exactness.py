@@ -41,8 +41,9 @@ from configs.schema import Config, MeshConfig, UserError, resolved, with_options
 from program.compile import compile_step
 from run.runtime import run_command, start_jax
 from training.build import Build, build
+from training.mesh import resized
 from training.optimizer import parameter_groups
-from training.state import TrainState, abstract_state
+from training.state import TrainState, abstract_state, stored_as
 from training.step import Batch, make_train_step
 
 METRICS, BOUND_STEPS = ("loss", "grad_norm"), 8
@@ -160,7 +161,7 @@ def course(config: Config, split: Split, steps: int) -> Mapping[str, Float[np.nd
     if split.processes > 1:  # whose first sum fails where one compiles half a minute longer than the others
         print("compiled", flush=True)
         sys.stdin.read()
-    state, values = jax.device_put(start(config), jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state)), []
+    state, values = stored_as(start(config), built.abstract_state), []
     for step in range(steps):
         state, metrics = train_step(state, batch_of(built, step))
         values.append(jax.device_get([metrics[name] for name in METRICS]))
@@ -244,11 +245,11 @@ def gradient_program(config: Config, split: Split) -> tuple[Build, Any]:
         built.config.optimizer.clip_norm,
         deterministic=built.config.deterministic,
     )
-    places = jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
     def gradients(params: dict, step: int) -> dict:
         state = TrainState(np.int32(step), params, zeros(params), np.int32(0))  # pyright: ignore
-        return jax.device_get(train_step(jax.device_put(state, places), batch_of(built, step))[0].opt_state)
+        found = jax.device_get(train_step(stored_as(state, abstract), batch_of(built, step))[0].opt_state)
+        return jax.tree.map(lambda leaf, like: resized(leaf, like.shape), found, params)
 
     return built, gradients
 

@@ -82,7 +82,7 @@ class Experiment:
 
     def mean_loss(self, params: dict, rows: dict) -> Float[Array, ""]:
         """Nats a valid token over all rows [B, T], as every other trainer writes it."""
-        loss_sum, tokens = loss_sums(nnx.merge(self.graphdef, params), **rows)
+        _, (loss_sum, tokens) = loss_sums(nnx.merge(self.graphdef, params), **rows)
         return loss_sum / tokens
 
     def ours(self, reweigh: Callable[[dict], Any] = lambda batch: batch) -> tuple[list[float], dict]:
@@ -248,8 +248,8 @@ def notebook(schedule: str) -> float:
     @jax.jit
     def update(params: dict, state: optax.MultiStepsState, rows: dict) -> tuple:
         def mean(params: dict) -> Array:
-            loss_sum, tokens = loss_sums(nnx.merge(graphdef, params), **rows)
-            return loss_sum / tokens
+            objective, (_, tokens) = loss_sums(nnx.merge(graphdef, params), **rows)
+            return objective / tokens
 
         updates, state = theirs.update(jax.grad(mean)(params), state, params)
         return optax.apply_updates(params, updates), state

@@ -75,6 +75,7 @@ def compile_point(words: str) -> dict[str, Any]:
     from program.hlo import estimated_cycles, traffic
     from program.topologies import devices_of
     from training.build import build
+    from training.mesh import sizes_of
 
     devices = devices_of(shlex.split(words)[0])
     built = build(config_of(words, len(devices)), devices)
@@ -83,7 +84,7 @@ def compile_point(words: str) -> dict[str, Any]:
     seconds = time.process_time() - start
     text, memory = compiled.as_text(), compiled.memory_analysis()
     sums: dict[tuple, list[int]] = defaultdict(lambda: [0, 0])
-    for c in collectives(text, dict(built.mesh.shape)):
+    for c in collectives(text, sizes_of(built.mesh)):
         total = sums[c.kind, c.dtype, "+".join(c.axes), "loop" if c.in_loop else "once"]
         total[0] += c.times
         total[1] += c.times * c.bytes_each

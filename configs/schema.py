@@ -60,7 +60,8 @@ class ModelConfig:
     heads: Positive[int] = 6
     """Query heads."""
     kv_heads: Positive[int] = 6
-    """Key and value heads; fewer than `heads` is grouped-query attention (arXiv:2305.13245). Must divide `heads`."""
+    """Key and value heads; fewer than `heads` is grouped-query attention (arXiv:2305.13245). Must divide `heads`.
+    `mesh.tensor` divides them, or is a multiple: then devices share a head."""
     head_dim: Positive[int] = 128
     """Channels of one head; even, since rotary positions turn pairs of channels."""
     vocab_size: Positive[int] = 32768
@@ -69,7 +70,8 @@ class ModelConfig:
     """Logits are capped to `softcap * tanh(logits / softcap)`. The loss has no maximum pass because of this bound. At
     most 88.7 - log(vocab_size): the loss sums exp(logit) over the vocabulary, and float32 overflows at exp(88.7)."""
     z_loss: OfTraining[NotNegative[float]] = 0.0
-    """Factor of the squared log-sum-exp of the logits in the training loss (arXiv:2204.02311); not in validation's."""
+    """Factor of the squared log-sum-exp of the logits that training adds to the loss (arXiv:2204.02311). The logged
+    `loss` is without it, as validation's; `z_loss` is what it adds."""
     loss_chunks: Free[Positive[int]] = 1
     """The head and the loss take a micro-batch's tokens in so many parts, so that the logits of one alone exist. Less
     memory, more time, the same result. Must divide `batch.sequence_length`."""
@@ -127,7 +129,7 @@ class DataConfig:
     """`stream`: documents, each after a BOS, in one long stream that is cut into rows; nothing is padded or lost.
     `best_fit`: whole documents side by side, every row starting with a BOS; longer ones are cut into rows."""
     mask_documents: bool = False
-    """Attention stays within a document. (On a GPU the mask takes memory: a number a pair of positions of a row.)"""
+    """Attention stays within a document. On a GPU it then runs without cuDNN's kernel (docs/performance.md)."""
     workers: Free[NotNegative[int]] = 2
     """Threads that read batches ahead; from a URL 8 at least."""
     copy: Free[Literal["none", "all"]] = "none"
@@ -210,7 +212,7 @@ class MuonConfig:
     momentum_start: Decay = 0.85
     """At step 0."""
     momentum_warmup_steps: NotNegative[int] = 400
-    """Steps of its linear rise."""
+    """Steps of its linear rise. If the warmdown begins earlier, it falls from where it has risen to."""
     momentum_final: Decay = 0.9
     """At the end of the warmdown."""
     beta2: Decay = 0.9
@@ -329,8 +331,9 @@ class LogConfig:
     on_event: str = ""
     """A command for the shell, started on the first process at a jump of the loss, a rollback, a failure and the end.
     TOKENSUM_EVENT (`spike`, `rollback`, `failure`, `end`), TOKENSUM_MESSAGE, TOKENSUM_STEP, TOKENSUM_RUN and
-    TOKENSUM_RUN_DIR tell it which. The run neither waits for it nor fails of it. config.json records it as it is
-    written: let it take secrets from the environment (`curl -d "$TOKENSUM_MESSAGE" "$HOOK"`)."""
+    TOKENSUM_RUN_DIR tell it which. The run neither waits for it nor fails of it. `launch tpu run` starts it too
+    (docs/pods.md). config.json records it as it is written: let it take secrets from the environment
+    (`curl -d "$TOKENSUM_MESSAGE" "$HOOK"`)."""
     wandb: str = ""
     """PROJECT or ENTITY/PROJECT of Weights & Biases (`pip install wandb`), which is sent the numbers too. Its key is
     taken from WANDB_API_KEY, or from where `wandb login` put it. Empty: nothing is sent."""
@@ -527,10 +530,19 @@ def validate(config: Config) -> None:
         expectation = f"model.value_embeddings read {VALUE_GATE_CHANNELS} channels of it"
         require(model.width >= VALUE_GATE_CHANNELS, "model.width", expectation)
     require(model.width % fsdp == 0, "mesh.fsdp", f"it must divide model.width={model.width}")
-    for name in ("heads", "kv_heads", "vocab_size"):
+    for name in ("heads", "vocab_size"):
         size = getattr(model, name)
         fits = [n for n in range(1, min(size, 64) + 1) if size % n == 0]
         require(size % tensor == 0, "mesh.tensor", f"it must divide model.{name}={size}: one of {fits}")
+    sharing = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
+    shares = sharing and model.kv_heads * model.head_dim % tensor == 0
+    fits = [
+        n for n in range(1, model.heads + 1) if model.heads % n == 0 and 0 in (model.kv_heads % n, n % model.kv_heads)
+    ]
+    expectation = (
+        f"it must divide model.kv_heads={model.kv_heads}, or be a multiple that divides their channels: {fits}"
+    )
+    require(shares, "mesh.tensor", expectation)
     require(4 * model.width % tensor == 0, "mesh.tensor", f"it must divide the MLP's width {4 * model.width}")
     expectation = f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens"
     require(model.vocab_size >= MIN_VOCAB_SIZE, "model.vocab_size", expectation)

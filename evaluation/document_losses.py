@@ -22,6 +22,7 @@ from evaluation.documents import Source
 from evaluation.scorer import ROWS, coarse_size, on_rows
 from model.gpt import GPT
 from model.loss import log_sum_and_target
+from training.mesh import batch_devices
 
 AT_A_TIME = 256  # documents whose tokens are held, sorted by length, and logged
 
@@ -122,5 +123,5 @@ class DocumentLosses:
 def batch_width(mesh: Mesh, fit: int, count: int) -> int:
     """How many of `count` to compute together, where `fit` fit on a device: a power of two a device, no larger than it
     takes for all, so that the sizes of small groups are few, too."""
-    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
+    replicas = batch_devices(mesh)
     return replicas * (1 << min(max(1, fit).bit_length() - 1, (-(-count // replicas) - 1).bit_length()))

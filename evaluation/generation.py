@@ -13,7 +13,8 @@ from jaxtyping import Array, Int
 from configs.schema import ModelConfig, UserError
 from data.tokenizer import TextTokenizer
 from model import generate as model_generate
-from training.state import abstract_params, split_model
+from training.mesh import parameter_places, spec_of
+from training.state import split_model
 from training.step import all_gather_data, on_each_device
 
 Generate = Callable[..., Int[Array, "batch length"]]
@@ -26,7 +27,7 @@ def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate
     They are gathered over `data` in the compute type, and stay divided over `fsdp` and `tensor`, as in a step.
     """
     graphdef, _ = split_model(config, dtype)
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_params(config, mesh))
+    places = parameter_places(config, mesh)
 
     @partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"))
     def generate(
@@ -37,11 +38,11 @@ def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate
         **options: float | int,
     ) -> Int[Array, "batch length"]:
         def for_one_device(params: dict, *arrays: Array) -> Array:
-            model = nnx.merge(graphdef, all_gather_data(params, specs, dtype))
+            model = nnx.merge(graphdef, all_gather_data(params, places, dtype))
             return model_generate.generate(model, *arrays, **options)  # pyright: ignore[reportArgumentType]
 
         everywhere = PartitionSpec()
-        in_specs = (specs, everywhere, everywhere, everywhere)
+        in_specs = (jax.tree.map(spec_of, places), everywhere, everywhere, everywhere)
         return on_each_device(for_one_device, mesh, dtype, in_specs, everywhere)(params, prompts, prompt_lengths, seeds)
 
     return generate

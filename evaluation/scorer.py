@@ -21,13 +21,14 @@ from configs.schema import BatchConfig, ModelConfig
 from evaluation.core import Question, common_prefix
 from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap
-from model.parallel import mark_varying, pmax_over_tensor, tensor_index
-from training.state import abstract_params, split_model
+from model.parallel import BATCH_AXES, mark_varying, pmax_over_tensor, tensor_index
+from training.mesh import batch_devices, parameter_places, spec_of
+from training.state import split_model
 from training.step import all_gather_data, on_each_device
 
 MIN_SHARED = 16  # tokens
 WORTH = 2048  # tokens: a program that saves no more is not worth compiling
-ROWS = PartitionSpec(("data", "fsdp"))
+ROWS = PartitionSpec(BATCH_AXES)
 
 
 class Scores(NamedTuple):
@@ -96,7 +97,7 @@ def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Score:
             return jax.tree.map(lambda all, new: all.at[row, place].set(new, mode="drop"), of_tokens, Scores(*scores))
 
         of_tokens = Scores(jnp.zeros(tokens.shape), jnp.ones(tokens.shape, bool), jnp.full(tokens.shape, jnp.inf))
-        of_tokens = jax.lax.fori_loop(0, chunks, chunk, mark_varying(of_tokens, ("data", "fsdp")))
+        of_tokens = jax.lax.fori_loop(0, chunks, chunk, mark_varying(of_tokens, BATCH_AXES))
         sums = (jnp.sum(of_tokens[0], axis=1), jnp.all(of_tokens[1], axis=1), jnp.min(of_tokens[2], axis=1))
         return Scores(*(score.reshape(questions, choices) for score in sums))
 
@@ -115,7 +116,7 @@ class Scorer:
         self.facts = {"dtype": dtype.name, "longest": self.longest}
         """What scores depend on besides parameters and questions."""
         self.tokens_per_device = batch.rows_per_device * batch.sequence_length
-        self.replicas = mesh.shape["data"] * mesh.shape["fsdp"]
+        self.replicas = batch_devices(mesh)
         self.score = make_score(config, dtype, mesh)
 
     def __call__(self, params: dict, questions: Sequence[Question]) -> Iterator[tuple[Question, Scores]]:
@@ -140,12 +141,12 @@ def on_rows(
     of whole arrays, jitted. `arrays` says how these are divided; every process gives the same ones, and gets all of the
     result, which is divided over rows, on its host."""
     graphdef, _ = split_model(config, dtype)
-    specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract_params(config, mesh))
+    places = parameter_places(config, mesh)
 
     def for_one_device(params: dict, *arrays: Array) -> Any:
-        return function(nnx.merge(graphdef, all_gather_data(params, specs, dtype)), *arrays)
+        return function(nnx.merge(graphdef, all_gather_data(params, places, dtype)), *arrays)
 
-    on_mesh = on_each_device(for_one_device, mesh, dtype, (specs, *arrays), ROWS)
+    on_mesh = on_each_device(for_one_device, mesh, dtype, (jax.tree.map(spec_of, places), *arrays), ROWS)
     compiled = jax.jit(on_mesh, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def put(array: np.ndarray, spec: PartitionSpec) -> Array:  # of which every process holds the whole

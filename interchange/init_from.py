@@ -96,7 +96,7 @@ def require_same_network(config: Config, tokenizer: TextTokenizer) -> None:
 
 
 def read_params(config: Config, abstract: dict) -> dict:
-    """The parameters in `config.init_from`, of a network that is the same, as `abstract`'s shapes and shardings say."""
+    """The parameters in `config.init_from`, of a network that is the same, padded and sharded as `abstract` is."""
     stored = stored_arrays(Path(config.init_from))
     name_of, transposed = _spelling(stored)
 
@@ -104,6 +104,7 @@ def read_params(config: Config, abstract: dict) -> dict:
         name = path_name(path)
         array = stored[name_of(name)][:]
         array = (turned(name, array) if transposed else array).astype(np.float32)
+        array = np.pad(array, [(0, size - given) for size, given in zip(leaf.shape, array.shape)])
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: array[index])
 
     return jax.tree_util.tree_map_with_path(read, abstract)

@@ -16,6 +16,7 @@ import tyro
 from configs.command_line import exit_code_of
 from configs.exit_codes import Exit
 from configs.schema import UserError, check_types
+from launch.shell import Trouble, warn
 
 SCHEDULERS = ("k8s", "sky", "slurm", "tpu")
 
@@ -38,9 +39,14 @@ def main(argv: list[str]) -> int:
     program = f"python -m launch {given[0]} {given[1]}"
     parsed = tyro.cli(options, prog=program, description=command.__doc__, args=given[2:], use_underscores=True)
     check_types(parsed)
-    return command(parsed, train)
+    try:
+        return command(parsed, train)
+    except Trouble as trouble:
+        warn(f"error: {trouble}")
+        return Exit.PEER_LOST
 
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    sys.exit(exit_code_of(lambda: main(words), "interrupted; the same command goes on, and `down` clears up"))
+    interrupted = "interrupted: what was launched stays and MAY COST MONEY; the same command goes on, `down` ends it"
+    sys.exit(exit_code_of(lambda: main(words), interrupted))

@@ -1,8 +1,18 @@
 """What runs on the hosts of a TPU slice: a loop that starts train.py again as its exit code says, and shell about it.
 
-Everything lies in ~/launch/NAME: code/HASH, loop.sh, log, runs/NAME; `lock`, held while the loop runs; `ended`, with
-the last exit code, once it is over; `stop`, which keeps it from starting again. gcloud repeats a command whose
-connection breaks, so each of these is harmless when it runs twice.
+Everything is in /var/tmp/tokensum/NAME, which outlives a reboot and is the same for whoever logs in:
+
+    code/HASH, loop.sh, log, runs/NAME
+    environment    variables and secrets of train.py
+    lock           taken while the loop runs
+    crashes        a line each
+    ended          the last exit code, once it is over
+    stop           if it is there, the loop ends train.py and starts it no more
+    typed          when a person typed the command
+    limit          when the run stops though nobody watches
+    kept           where the log is copied to
+
+gcloud repeats a command whose connection breaks, so each of these is harmless when it runs twice.
 """
 
 from shlex import join, quote
@@ -11,86 +21,131 @@ from launch.code import Code, unpack
 from launch.job import AGAIN, DONE, NEVER, Job
 from launch.restart import pattern
 
+USER = "tokensum"
+"""Who logs in, whoever types the command. OS Login has its own names: hence a folder that every user may write to."""
+ROOT = "/var/tmp/tokensum"
 SETUP = (
+    f"export UV_PYTHON_INSTALL_DIR={ROOT}/python; "
     "python3 -m pip install --user --quiet uv && ~/.local/bin/uv python install --quiet 3.12 && "
     'make setup EXTRA=tpu,gcs PYTHON="$(~/.local/bin/uv python find 3.12)"'
 )
-"""The README's command, with a Python that the TPU's Ubuntu does not have."""
+"""The README's command, with a Python that the TPU's Ubuntu does not have, where every user can start it."""
+KEEP = 'timeout 60 gcloud storage cp --quiet "$here/log" "$(cat "$here/kept")"'
+"""Shell that copies the host's log to the bucket."""
 
 
 def folder(name: str) -> str:
     """The job's folder on a host, for a shell."""
-    return f"$HOME/launch/{name}"
+    return f"${{LAUNCH_ROOT:-{ROOT}}}/{name}"
 
 
 def loop(job: Job, home: str) -> str:
-    """The loop: starts train.py in `home` again and again. A SIGTERM to it reaches train.py, which saves."""
+    """The loop: starts train.py in `home` again and again, counts crashes over reboots, and keeps the log."""
     train = join([*job.train, f"--run_dir=runs/{job.name}"])
     return f"""\
 #!/bin/bash
 # Written by python -m launch tpu.
+umask 000
 here="{folder(job.name)}"
 [ ! -e "$here/ended" ] || exit 0
-crashes=0
 tell() {{ echo "--- $(date -u +%FT%TZ) $*"; }}
-end() {{ tell "ended with $1"; echo "$1" > "$here/ended.new"; mv "$here/ended.new" "$here/ended"; exit 0; }}
+keep() {{ {KEEP} > /dev/null 2>&1 || tell "the log could not be copied to $(cat "$here/kept")"; }}
+end() {{ tell "ended with $1"; keep; echo "$1" > "$here/ended.new"; mv "$here/ended.new" "$here/ended"; exit 0; }}
 mkdir -p "$here/runs" && cd "{home}" && ln -sfn "$here/runs" runs || end 2
+set -a; . "$here/environment" || end 2; set +a
 code=143
 while [ ! -e "$here/stop" ]; do
     tell "start"
     .venv/bin/python train.py {train} &
-    echo $! > "$here/pid"
-    wait $!
+    train=$! stopping=
+    while kill -0 $train 2> /dev/null; do
+        if [ -e "$here/stop" ] && [ -z "$stopping" ]; then stopping=yes; kill -TERM $train; fi
+        sleep "${{LAUNCH_PAUSE:-1}}"
+    done
+    wait $train
     code=$?
     case "$code" in
         {pattern(DONE)}|{pattern(NEVER)}) end "$code" ;;
         {pattern(AGAIN)}) ;;
-        *) crashes=$((crashes + 1)); [ "$crashes" -le {job.max_crashes} ] || end "$code" ;;
+        *) echo "$code" >> "$here/crashes"; [ "$(wc -l < "$here/crashes")" -le {job.max_crashes} ] || end "$code" ;;
     esac
     tell "train.py ended with $code: it starts again"
+    keep
     sleep "${{LAUNCH_PAUSE:-10}}"
 done
 end "$code"
 """
 
 
-def prepare(job: Job, code: Code, setup: str, forget: bool) -> str:
-    """Shell that unpacks the code, which lies in the home folder as launch-HASH.tar, and sets it up, one at a time.
-    `forget`: whatever ended or stopped the run before, as a person has typed the command again."""
+def limit(name: str, delete: list[str]) -> str:
+    """A script that stops the run at its limit and asks for the slices' deletion, also where nobody watches."""
+    return f"""\
+#!/bin/bash
+# Written by python -m launch tpu.
+cd "{folder(name)}" || exit
+while left=$(($(cat limit) - EPOCHSECONDS)); [ "$left" -gt 0 ]; do sleep $((left < 60 ? left : 60)); done
+echo "--- $(date -u +%FT%TZ) the limit is reached: the run stops, and the slices are deleted, if this account may"
+touch stop
+flock --timeout 3600 lock sleep "${{LAUNCH_PAUSE:-300}}"
+{join(delete)}
+"""
+
+
+def prepare(job: Job, code: Code, setup: str, typed: int, until: int, bucket: str, delete: list[str]) -> str:
+    """Shell that unpacks the code, which is in the home folder as launch-HASH.tar, and sets it up, one at a time.
+    A `typed` (seconds since 1970) that the host has not seen yet forgets whatever ended or stopped the run before. The
+    host stops the run at `until`, runs `delete` then, and keeps its log in `bucket`."""
     here, home = folder(job.name), f"{folder(job.name)}/code/{code.name}"
-    steps = (
-        f'{unpack(code, f"$HOME/launch-{code.name}.tar", f"{here}/code")} && cd "{home}" && '
-        f"{{ test -e .launch-ready || {{ bash -c {quote(setup)} && touch .launch-ready; }}; }} && "
-        f'printf %s {quote(loop(job, home))} > "{here}/loop.$$" && mv "{here}/loop.$$" "{here}/loop.sh"'
-    )
-    steps += f' && rm -f "{here}/ended" "{here}/stop"' if forget else ""
-    return f'mkdir -p "{here}" && flock "{here}/preparing" bash -c {quote(steps)}'
+    scripts = {"loop.sh": loop(job, home), "limit.sh": limit(job.name, delete), "limit": f"{until}\n"}
+    steps = [
+        f'here="{here}"',
+        unpack(code, f"$HOME/launch-{code.name}.tar", f"{here}/code"),
+        f'cd "{home}"',
+        f"{{ test -e .launch-ready || {{ bash -c {quote(setup)} && touch .launch-ready; }}; }}",
+        *(
+            f'printf %s {quote(text)} > "$here/{name}.$$" && mv "$here/{name}.$$" "$here/{name}"'
+            for name, text in scripts.items()
+        ),
+        '{ test -e "$here/kept" || '
+        f'echo "{bucket}/logs/$(hostname)-$(date -u +%Y%m%dT%H%M%SZ).log" > "$here/kept"; }}',
+        f'{{ test "$(cat "$here/typed" 2> /dev/null)" = {typed} || '
+        f'{{ cd "$here" && rm -f ended stop crashes environment && echo {typed} > typed; }}; }}',
+        f'{{ test ! -e "$HOME/launch-{typed}" || {{ mv -f "$HOME/launch-{typed}" "$here/environment" && '
+        'chmod 600 "$here/environment"; }; }',
+        'touch "$here/environment"',
+    ]
+    return f'umask 000; mkdir -p "{here}" && flock "{here}/preparing" bash -c {quote(" && ".join(steps))}'
 
 
 def start(name: str) -> str:
     """Shell that starts the loop, detached, unless it runs, or has ended and nobody has forgotten it. On a host that
     lost its disk since `prepare` it does nothing; `state` tells of it."""
+    detached = ">> log 2>&1 < /dev/null &"
     return (
-        f'cd "{folder(name)}" 2>/dev/null || exit 0; {{ test -e ended || ! flock --nonblock lock true || '
-        "{ setsid nohup flock --timeout 5 lock bash loop.sh >> log 2>&1 < /dev/null & }; }"
+        f'umask 000; cd "{folder(name)}" 2> /dev/null || exit 0; '
+        f"{{ setsid nohup flock --nonblock limiting bash limit.sh {detached} }}; "
+        "{ test -e ended || ! flock --nonblock lock true || "
+        f"{{ setsid nohup flock --timeout 5 lock bash loop.sh {detached} }}; }}"
     )
 
 
 def state(name: str) -> str:
     """Shell that prints "HOST none", "HOST idle", "HOST running" or "HOST ended CODE"."""
     return (
-        f'cd "{folder(name)}" 2>/dev/null || {{ echo "$(hostname) none"; exit 0; }}; '
+        f'umask 000; cd "{folder(name)}" 2> /dev/null || {{ echo "$(hostname) none"; exit 0; }}; '
         'if [ -s ended ]; then echo "$(hostname) ended $(cat ended)"; '
         'elif flock --nonblock lock true; then echo "$(hostname) idle"; else echo "$(hostname) running"; fi'
     )
 
 
 def stop(name: str) -> str:
-    """Shell that tells train.py to save and end, and the loop not to start it again."""
-    return (
-        f'cd "{folder(name)}" 2>/dev/null || exit 0; touch stop; '
-        '{ flock --nonblock lock true || kill -TERM "$(cat pid)"; } 2>/dev/null; true'
-    )
+    """Shell by which the loop ends train.py, which saves, and does not start it again."""
+    return f'umask 000; cd "{folder(name)}" 2> /dev/null || exit 0; touch stop'
+
+
+def keep(name: str) -> str:
+    """Shell that copies each host's log to the bucket; nothing where there is none."""
+    return f'here="{folder(name)}"; test ! -e "$here/log" || {KEEP}'
 
 
 def logs(name: str, lines: int) -> str:

@@ -1,8 +1,11 @@
 """One job, as all schedulers read it: a name, the arguments of train.py, and what it runs on."""
 
+import os
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 
 from configs.command_line import parse
 from configs.exit_codes import Exit
@@ -28,6 +31,10 @@ class JobOptions:
     max_crashes: NotNegative[int] = 10
     """So many crashes (exit codes 134, 137, 139 and the like) are followed by a new start, in the job's whole life. A
     preemption (143) or a lost peer (42) is no crash, and is not counted."""
+    env: tuple[str, ...] = ()
+    """Names of variables of this environment that train.py is given, too: --env WANDB_PROJECT HF_HOME."""
+    secret: tuple[str, ...] = ()
+    """The same for keys: --secret WANDB_API_KEY HF_TOKEN. Their values are in no command line, log or config.json."""
     dry_run: bool = False
     """Print exactly what would be done, and do nothing."""
 
@@ -51,6 +58,10 @@ class Job:
     config: Config
     """What they amount to."""
     max_crashes: int = 10
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of train.py's environment."""
+    secrets: dict[str, str] = field(default_factory=dict, repr=False)
+    """The same; a launcher shows their names alone."""
 
 
 def make_job(options: JobOptions, train: list[str]) -> Job:
@@ -63,7 +74,36 @@ def make_job(options: JobOptions, train: list[str]) -> Job:
         raise UserError("train.py's arguments are missing; they follow after --: -- --config=configs/small.py")
     config, _ = parse("Arguments of train.py, after --.", TrainOptions, train)
     require_fit(config, hardware)
-    return Job(job_name(options.name, config.name), hardware, tuple(train), config, options.max_crashes)
+    env, secrets = taken(options.env, "env"), taken(options.secret, "secret")
+    name = job_name(options.name, config.name)
+    return Job(name, hardware, tuple(train), config, options.max_crashes, env, secrets)
+
+
+def taken(names: Sequence[str], option: str) -> dict[str, str]:
+    """Variables of this environment. UserError for what is no name, which it does not repeat, or is not set."""
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(f"--{option} takes names of variables alone; their values come from this environment")
+        if name not in os.environ:
+            raise UserError(f"--{option} {name}: there is no {name} in this environment; export it first")
+    return {name: os.environ[name] for name in names}
+
+
+def exports(job: Job) -> str:
+    """Lines of shell that set the job's variables and secrets."""
+    return "".join(f"export {name}={quote(value)}\n" for name, value in (job.env | job.secrets).items())
+
+
+def cost(job: Job, price: float, hours: float, bought: str = "on_demand") -> str:
+    """What the job costs an hour, and until its deadline, in `hours`; 0: it has none. `price` is in US dollars a device
+    and hour; 0: what launch/machines.toml says, if it does."""
+    price = price or job.hardware.facts.get("price", {}).get(bought, 0)
+    devices = f"{job.hardware.devices} {'chips' if job.hardware.is_tpu else 'devices'} ({bought})"
+    if not price:
+        return f"# {devices}: no price is known; --price, or launch/machines.toml, gives dollars per device and hour"
+    hourly = price * job.hardware.devices
+    end = f", ${hourly * hours:,.2f} in {hours:g} h" if hours else "; it has no deadline, which --hours gives it"
+    return f"# {devices} x ${price:g} = ${hourly:,.2f} an hour{end}"
 
 
 def job_name(given: str, otherwise: str = "") -> str:

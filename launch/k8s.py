@@ -8,21 +8,26 @@ A run's exit code decides what follows. Kubernetes itself counts, restarts and s
 """
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join
 from typing import Any
 
-from configs.schema import Positive, UserError
+from configs.schema import NotNegative, Positive, UserError
 from launch.code import pack
-from launch.job import AGAIN, NEVER, Job, JobOptions, job_name, make_job
+from launch.job import AGAIN, NEVER, Job, JobOptions, cost, job_name, make_job
 from launch.shell import Shell, say
 
 WORKERS, PORT, RUNS = "workers", 8476, "/runs"
 LABEL = "jobset.sigs.k8s.io/jobset-name"
-START = """\
+LATE = 124  # a pod's exit code at the deadline, as of `timeout`
+START = f"""\
 export JAX_PROCESS_ID=$((JOB_INDEX * HOSTS_PER_JOB + JOB_COMPLETION_INDEX))
-exec python train.py "$@"
+[ "$DEADLINE" = 0 ] && exec python train.py "$@"
+left=$((DEADLINE - $(date +%s)))
+[ "$left" -gt 0 ] || exit {LATE}
+exec timeout --kill-after="$GRACE" "$left" python train.py "$@"
 """
 
 
@@ -46,12 +51,17 @@ class K8sOptions(JobOptions):
     """More labels of the nodes to take: --node_selector key=value key=value"""
     grace: Positive[int] = 300
     """Seconds in which a pod that is told to end may save."""
+    hours: NotNegative[float] = 0.0
+    """The run saves and fails so many hours after `up`, waiting in a queue included; 0: whenever it is complete."""
+    price: NotNegative[float] = 0.0
+    """US dollars per device and hour; 0: what launch/machines.toml says, if it does."""
 
 
 def up(options: K8sOptions, train: list[str]) -> int:
     """Builds and pushes the image unless it is given with its tag, and creates the JobSet."""
     job, shell = make_job(options, train), Shell(options.dry_run)
     require_place(job, options)
+    say(cost(job, options.price, options.hours))
     code = pack(Path.cwd())
     image, given = image_of(options.image, code.name)
     objects = jobset(job, options, image)
@@ -64,14 +74,38 @@ def up(options: K8sOptions, train: list[str]) -> int:
             raise UserError(f"there is a JobSet {job.name} already: python -m launch k8s down --name={job.name}")
     if not given:
         extra = {"cpu": "gcs"}.get(job.hardware.kind, "tpu,gcs" if job.hardware.is_tpu else "cuda,gcs")
-        build = ["docker", "build", f"--build-arg=EXTRA={extra}", f"--tag={image}", "--file=launch/Dockerfile", "-"]
+        # GKE's nodes are amd64, whatever this machine is.
+        build = [
+            "docker",
+            "build",
+            "--platform=linux/amd64",
+            f"--build-arg=EXTRA={extra}",
+            f"--tag={image}",
+            "--file=launch/Dockerfile",
+            "-",
+        ]
         shell.change(build, stdin=code.archive, shown=f"{join(build)} < code-{code.name}.tar")
         shell.change(["docker", "push", image])
+    if job.secrets:
+        apply = [*kubectl, "apply", "--filename=-"]
+        shown = f"{join(apply)} < {secret_of(job.name)}: {', '.join(job.secrets)}, from this environment"
+        shell.change(apply, stdin=json.dumps(secret(job)).encode(), shown=shown)
     text = json.dumps(objects, indent=2) + "\n"
     shell.change([*kubectl, "create", "--filename=-"], stdin=text.encode())
     if not shell.dry_run:
         say(f"created; python -m launch k8s logs --namespace={options.namespace} --name={job.name}   # or status, down")
     return 0
+
+
+def secret_of(name: str) -> str:
+    """The name of the Secret of a job's secrets."""
+    return f"{name}-secrets"
+
+
+def secret(job: Job) -> dict[str, Any]:
+    """The Secret that holds the values, which no other object names."""
+    metadata = {"name": secret_of(job.name)}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": job.secrets}
 
 
 def require_place(job: Job, options: K8sOptions) -> None:
@@ -104,7 +138,7 @@ def jobset(job: Job, options: K8sOptions, image: str) -> dict[str, Any]:
         "parallelism": hosts,
         "podFailurePolicy": {
             "rules": [
-                {"action": "FailJob", "onExitCodes": {"operator": "In", "values": sorted(map(int, NEVER))}},
+                {"action": "FailJob", "onExitCodes": {"operator": "In", "values": sorted([*map(int, NEVER), LATE])}},
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 {"action": "FailJob", "onExitCodes": {"operator": "In", "values": sorted(map(int, AGAIN))}},
             ]
@@ -146,11 +180,16 @@ def pod(job: Job, options: K8sOptions, image: str, hosts: int) -> dict[str, Any]
         {"name": "JAX_COORDINATOR_ADDRESS", "value": f"{job.name}-{WORKERS}-0-0.{job.name}:{PORT}"},
         {"name": "JAX_NUM_PROCESSES", "value": str(hardware.hosts)},
         {"name": "HOSTS_PER_JOB", "value": str(hosts)},
+        {"name": "DEADLINE", "value": str(int(time.time() + 3600 * options.hours) if options.hours else 0)},
+        {"name": "GRACE", "value": str(options.grace)},
         {
             "name": "JOB_INDEX",
             "valueFrom": {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/job-index']"}},
         },
     ]
+    env += [{"name": name, "value": value} for name, value in job.env.items()]
+    key = {"name": secret_of(job.name)}
+    env += [{"name": name, "valueFrom": {"secretKeyRef": key | {"key": name}}} for name in job.secrets]
     own = [word for word in job.train if word.split("=")[0] in ("--run_dir", "--run-dir")]
     train = [*job.train, *([f"--run_dir={RUNS}/{job.name}"] if options.claim and not own else [])]
     mounts, volumes = [{"name": "shm", "mountPath": "/dev/shm"}], [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
@@ -238,6 +277,7 @@ def down(options: K8sOptions, train: list[str]) -> int:
     """Deletes the JobSet, its pods saving first, and sees that none is left. The image and the run stay."""
     (kubectl, name), shell = named(options), Shell(options.dry_run)
     shell.change([*kubectl, "delete", "jobset", name, "--ignore-not-found", "--cascade=foreground", "--wait"])
+    shell.change([*kubectl, "delete", "secret", secret_of(name), "--ignore-not-found"])
     if not shell.dry_run:
         left = shell.ask([*kubectl, "get", "pods", f"--selector={LABEL}={name}", "--output=name"]).stdout.split()
         if left:

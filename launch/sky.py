@@ -50,9 +50,11 @@ def task(job: Job, options: SkyOptions) -> str:
         resources.append(f"  accelerator_args: {{runtime_version: {facts['runtime']}}}")
     else:
         extra, resources, run = "cuda,gcs", [f"  accelerators: {facts['sky']}:{size}"], PROCESSES + run
+    launch = ["sky", "jobs", "launch", f"{job.name}.yaml", *(f"--env={name}" for name in job.env)]
+    launch += [f"--secret={name}" for name in job.secrets]
     return "\n".join(
         [
-            f"# Written by python -m launch sky yaml; sky jobs launch {job.name}.yaml runs it.",
+            f"# Written by python -m launch sky yaml; {join(launch)} runs it.",
             f"name: {job.name}",
             "workdir: .",
             f"num_nodes: {hardware.groups}",
@@ -62,12 +64,19 @@ def task(job: Job, options: SkyOptions) -> str:
             "  job_recovery:",
             "    max_restarts_on_errors: 0",
             f"    recover_on_exit_codes: {sorted(map(int, AGAIN))}",
+            *names("envs", job.env),
+            *names("secrets", job.secrets),
             f"setup: {json.dumps(options.setup or f'make setup EXTRA={extra}')}",
             "run: |",
             *(f"  {line}" for line in run.splitlines()),
             "",
         ]
     )
+
+
+def names(section: str, variables: dict[str, str]) -> list[str]:
+    """Lines that have SkyPilot ask for variables, whose values it takes from the environment of `sky`."""
+    return [f"{section}:", *(f"  {name}: null" for name in variables)] if variables else []
 
 
 COMMANDS = {"yaml": (yaml, SkyOptions)}

@@ -5,13 +5,15 @@ the run's exit code says that it is to go on. Options of sbatch are from its man
 """
 
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import join, quote
 
-from configs.schema import FilePath, Positive, UserError
+from configs.exit_codes import Exit
+from configs.schema import FilePath, NotNegative, Positive, UserError
 from launch.code import environment, pack, unpack
-from launch.job import Job, JobOptions, given_folder, job_name, make_job
+from launch.job import Job, JobOptions, cost, exports, given_folder, job_name, make_job
 from launch.restart import VERDICT
 from launch.shell import Shell, say
 
@@ -26,6 +28,10 @@ class SlurmOptions(JobOptions):
     """The time limit of one stretch (sbatch --time); the run goes on in the next."""
     notice: Positive[int] = 300
     """Seconds before the time limit at which the run is told to save and end."""
+    hours: NotNegative[float] = 0.0
+    """The run saves and ends so many hours after `up`, over all its stretches; 0: whenever it is complete."""
+    price: NotNegative[float] = 0.0
+    """US dollars per device and hour; 0: what launch/machines.toml says, if it does."""
     sbatch: str = ""
     """More options of sbatch: --sbatch="--partition=gpu --account=mine"."""
     setup: str = ""
@@ -39,6 +45,7 @@ def up(options: SlurmOptions, train: list[str]) -> int:
     if job.hardware.is_tpu:
         raise UserError(f"--hardware={job.hardware}: TPUs are launched by `python -m launch tpu` or `k8s`")
     folder, shell = given_folder(options.folder, "folder") / job.name, Shell(options.dry_run)
+    say(cost(job, options.price, options.hours))
     code = pack(Path.cwd())
     if not shell.dry_run:
         require_writable(folder)
@@ -50,7 +57,10 @@ def up(options: SlurmOptions, train: list[str]) -> int:
     shell.change(["bash", "-c", unpack(code, str(archive), str(folder / "code"))])
     setup = options.setup or ("make setup" if job.hardware.kind == "cpu" else "make setup EXTRA=cuda")
     shell.change(["bash", "-c", f"cd {quote(str(home))} && {environment(setup)}"])
-    shell.change(["rm", "-f", str(folder / "stop"), str(folder / "crashes"), str(archive)])
+    old = [str(folder / name) for name in ("stop", "crashes", "environment")]
+    shell.change(["rm", "-f", *old, str(archive)])
+    if names := [*job.env, *job.secrets]:
+        shell.write(folder / "environment", exports(job), names)
     shell.write(folder / "job.sh", script(job, options, folder, home))
     said = shell.change(["sbatch", str(folder / "job.sh")]).stdout.strip()
     if not shell.dry_run:
@@ -86,6 +96,7 @@ def script(job: Job, options: SlurmOptions, folder: Path, home: Path) -> str:
 # Written by python -m launch slurm up.
 folder={quote(str(folder))}
 cd {quote(str(home))} || exit 2
+if [ -e "$folder/environment" ]; then . "$folder/environment" || exit 2; fi
 if [ -e "$folder/stop" ]; then exit 0; fi
 
 {VERDICT}
@@ -96,6 +107,7 @@ export codes="$folder/codes/$SLURM_JOB_ID.${{SLURM_RESTART_COUNT:-0}}"
 rm -rf "$codes" && mkdir -p "$codes" || exit 2
 echo "--- $(date -u +%FT%TZ) job $SLURM_JOB_ID, start ${{SLURM_RESTART_COUNT:-0}}, on $SLURM_JOB_NODELIST"
 
+{until(options.hours)}
 # Each task waits for train.py when it is told to end, and notes how that ended. No task is killed for another's end:
 # all save together. Lines begin with the task's number.
 srun --label --kill-on-bad-exit=0 --wait=0 --cpu-bind=none bash -c '
@@ -109,6 +121,7 @@ for ((task = 0; task < SLURM_NTASKS; task++)); do  # one that left no note was k
     [ -s "$codes/$task" ] ||
         echo "137 $(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n "$((task + 1))p")" > "$codes/$task"
 done
+[ -z "$watching" ] || kill "$watching" 2> /dev/null
 read -r answer code _ host <<< "$(cat "$codes"/* | verdict)"
 echo "--- $(date -u +%FT%TZ) ${{answer}} ${{code:+($code on $host)}}"
 if [ "$answer" = "done" ]; then exit 0; fi
@@ -124,7 +137,7 @@ if [ "$answer" = crash ]; then
     fi
 fi
 if [ -e "$folder/stop" ]; then
-    echo "stopped by launch slurm down"
+    echo "stopped by launch slurm down, or at its deadline"
     exit "$code"
 fi
 # Leaves out the nodes that have crashed twice, where the partition has others. SLURM takes that for a job in its queue.
@@ -147,6 +160,17 @@ done
 echo "scontrol requeue failed: the same launch command goes on with the run"
 exit "$code"
 """
+
+
+def until(hours: float) -> str:
+    """Lines of the script that end the run at its deadline as `down` does."""
+    if not hours:
+        return "watching="
+    return f"""\
+left=$(({int(time.time() + 3600 * hours)} - $(date +%s)))
+[ "$left" -gt 0 ] || {{ echo "the deadline has passed"; exit {int(Exit.PREEMPTED)}; }}
+(   sleep "$left"; touch "$folder/stop"; scancel --signal=TERM "$SLURM_JOB_ID" ) &
+watching=$!"""
 
 
 def require_writable(folder: Path) -> None:

@@ -6,8 +6,8 @@ from configs.schema import NotNegative, Positive, UserError
 from launch import hosts
 from launch.hardware import Hardware
 from launch.job import Job, JobOptions, make_job, require_bucket
-from launch.queued import Capacity
-from launch.shell import Shell, say
+from launch.queued import ANSWER, Capacity, Network, Slices
+from launch.shell import Shell
 
 
 @dataclass(frozen=True)
@@ -19,35 +19,60 @@ class TpuOptions(JobOptions):
     zones: tuple[str, ...] = ()
     """Zones in order of preference: --zones us-east5-a us-east5-b. None: all that launch/machines.toml has."""
     capacity: Capacity = "on_demand"
-    """How the slices are bought. A `spot` slice may be taken away at any time."""
+    """How the slices are bought. A `spot` slice may be taken away at any time. `flex_start` waits in a queue, and
+    Google itself deletes the slices after `hours`, 168 at most."""
+    reservation: str = ""
+    """The reservation to take the slices from, with --capacity=reserved; empty: any that fits."""
     service_account: str = ""
     """The account that hosts act as, which may write to the bucket; empty: the project's default."""
+    network: str = ""
+    """The hosts' VPC network; empty: `default`."""
+    subnetwork: str = ""
+    """The hosts' subnetwork; empty: the network's own of that region."""
+    internal_ips: bool = False
+    """Hosts without external addresses. This machine must be in their network, or take --tunnel_through_iap."""
+    tunnel_through_iap: bool = False
+    """Reach the hosts through Identity-Aware Proxy."""
     wait_minutes: Positive[float] = 30.0
     """How long a zone is waited for before the next one is tried."""
     hours: Positive[float] = 24.0
-    """`run`: after so many hours everything is saved and deleted."""
+    """After so many hours the run saves and ends; `run` then deletes everything."""
+    save_minutes: Positive[float] = 60.0
+    """How long a run that is told to end may take to save, before its slices are deleted all the same."""
     price: NotNegative[float] = 0.0
     """US dollars per chip and hour; 0: what launch/machines.toml says, if it does."""
     setup: str = hosts.SETUP
     """The command that makes .venv in the code's folder on each host."""
 
 
-def checked(options: TpuOptions, train: list[str]) -> tuple[Job, tuple[str, ...]]:
-    """The job and its zones. UserError before anything is made."""
+def checked(options: TpuOptions, train: list[str]) -> tuple[Job, list[Slices], str]:
+    """The job, its queued resource in each zone, which need not be there, and the run's folder in a bucket. UserError
+    before anything is made."""
     job = make_job(options, train)
     if not job.hardware.is_tpu:
         raise UserError(f"--hardware={job.hardware} is no TPU; `python -m launch slurm` or `k8s` take it")
     require_project(options.project)
     zones = zones_of(options.zones, job.hardware)
-    folder = require_bucket(job, "the hosts' disks go with them")
+    bucket = require_bucket(job, "the hosts' disks go with them")
     if any(word.split("=")[0] in ("--run_dir", "--run-dir") for word in train):
-        raise UserError("--run_dir cannot be given: on the hosts the run lies in ~/launch/NAME/runs/NAME")
+        raise UserError(f"--run_dir cannot be given: on the hosts the run is in {hosts.ROOT}/NAME/runs/NAME")
     if not options.setup.strip():
         raise UserError("--setup is empty; give a command that makes .venv, or --setup=true where there is one")
-    # Tells at once of a bucket that is not there, or that this user may not write to.
-    words = ["gcloud", "storage", "cp", "-", f"{folder}/launched", f"--project={options.project}"]
-    Shell(options.dry_run).change(words, stdin=f"{job.name}\n".encode())
-    return job, zones
+    if options.reservation and options.capacity != "reserved":
+        raise UserError("--reservation is of --capacity=reserved")
+    if options.capacity == "flex_start" and options.hours > 168:
+        raise UserError(f"--hours={options.hours:g}: flex_start gives slices for 168 hours at most")
+    # Shows at once a bucket that is not there, or that this user may not write to.
+    shell = Shell(options.dry_run)
+    words = ["gcloud", "storage", "cp", "-", f"{bucket}/launched", f"--project={options.project}"]
+    shell.change(words, stdin=f"{job.name}\n".encode(), seconds=ANSWER)
+    return job, in_zones(shell, job.name, options, zones), bucket
+
+
+def in_zones(shell: Shell, name: str, options: TpuOptions, zones: tuple[str, ...]) -> list[Slices]:
+    """The job's queued resource in each zone, which need not be there."""
+    network = Network(options.network, options.subnetwork, options.internal_ips, options.tunnel_through_iap)
+    return [Slices(shell, name, options.project, zone, network) for zone in zones]
 
 
 def require_project(project: str) -> None:
@@ -65,14 +90,3 @@ def zones_of(given: tuple[str, ...], hardware: Hardware) -> tuple[str, ...]:
                 "it there where it is wrong"
             )
     return given or tuple(known)
-
-
-def say_cost(job: Job, options: TpuOptions) -> None:
-    """What it costs an hour, and until the deadline."""
-    price = options.price or job.hardware.facts.get("price", {}).get(options.capacity, 0)
-    chips = f"{job.hardware.devices} chips ({options.capacity})"
-    if not price:
-        say(f"# {chips}: no price is known; --price, or launch/machines.toml, gives dollars per chip and hour")
-        return
-    hourly = price * job.hardware.devices
-    say(f"# {chips} x ${price:g} = ${hourly:,.2f} an hour, ${hourly * options.hours:,.2f} in {options.hours:g} h")

@@ -1,5 +1,6 @@
 """Causal attention with grouped-query heads, rotary positions and QK-norm, and the cache that sampling reads."""
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -9,13 +10,23 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
-from model.layers import Embedding, Linear, saved, symmetric_uniform
-from model.parallel import platform, psum_over_tensor, vary_over_tensor
+from model.kernels import attention_kernel, query_spans
+from model.layers import Embedding, Linear, matmul, saved, symmetric_uniform
+from model.parallel import (
+    all_gather_shared_head,
+    compute_capability,
+    own_heads,
+    platform,
+    psum_over_tensor,
+    vary_over_tensor,
+    varying_as,
+)
 from model.rotary import Angles, rotate_and_norm
 from model.shapes import window_of
-from model.splash import fits, splash_attention
+from model.splash import splash_attention
 
-SHORTEST_FOR_CUDNN = 64  # positions; what sampling and scoring read of fewer gains nothing by it
+ROWS = 2  # of a batch, and
+QUERIES = 256  # queries whose scores exist at a time, at most, where the backward pass computes them again
 
 
 class LayerCache(NamedTuple):
@@ -35,6 +46,24 @@ class Inputs(NamedTuple):
     segment_ids: Int[Array, "batch length"] | None
 
 
+class Places(NamedTuple):
+    """Positions in a row, and the segments there."""
+
+    positions: Int[Array, "length"]
+    segment_ids: Int[Array, "batch length"] | None
+
+    def of(self, part: slice) -> "Places":
+        return Places(self.positions[part], None if self.segment_ids is None else self.segment_ids[:, part])
+
+    def see(self, keys: "Places", window: int | None) -> Bool[Array, "#batch 1 length keys"]:
+        """Which keys the queries at these places see."""
+        distance = self.positions[:, None] - keys.positions
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
+        if self.segment_ids is None or keys.segment_ids is None:
+            return seen[None, None]
+        return (seen & (self.segment_ids[:, :, None] == keys.segment_ids[:, None]))[:, None]
+
+
 def attend(
     q: Float[Array, "batch length heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],
@@ -46,29 +75,32 @@ def attend(
     """Softmax attention of queries that are scaled already: causal, or from `positions` of the queries to all keys up
     to them; with `segment_ids`, only among positions of one segment; with `window`, only to so many positions back.
 
-    The one place that chooses a kernel: splash attention on a TPU, cuDNN's on a GPU, plain products elsewhere and for
-    the cache. Plain products take the queries in blocks, each with the keys that its queries can see.
+    `model.kernels.attention_kernel` chooses the kernel; a cache is read by plain products.
     """
-    same = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
-    if positions is None:
-        if platform() == "tpu" and fits(q.shape[1], q.shape[3]):
-            return splash_attention(q, k, v, segment_ids, window)
-        if platform() in ("gpu", "cuda") and q.dtype == jnp.bfloat16 and q.shape[1] >= SHORTEST_FOR_CUDNN:
-            back = None if window is None else (window, 0)
-            return jax.nn.dot_product_attention(
-                q, k, v, mask=same, scale=1.0, is_causal=True, local_window_size=back, implementation="cudnn"
-            )
-    length, keys = q.shape[1], k.shape[1]
-    back = keys if window is None else window
-    distance = (jnp.arange(length) if positions is None else positions)[:, None] - jnp.arange(keys)
-    seen = ((distance >= 0) & (distance <= back))[None, None]
-    seen = seen if same is None else seen & same
     if positions is not None:
-        return plain_attention(q, k, v, seen)
-    size = max(64, length // 8)
-    blocks = ((slice(i, i + size), slice(max(0, i - back), i + size)) for i in range(0, length, size))
+        cached = Places(jnp.arange(k.shape[1]), None)
+        return plain_attention(q, k, v, Places(positions, None).see(cached, window))
+    length, documents = q.shape[1], segment_ids is not None
+    kernel = attention_kernel(platform(), compute_capability(), q.dtype.name, length, q.shape[3], documents)
+    if kernel == "splash":
+        return splash_attention(q, k, v, segment_ids, window)
+    if kernel == "cudnn":
+        back = None if window is None else (window, 0)
+        return jax.nn.dot_product_attention(
+            q, k, v, scale=1.0, is_causal=True, local_window_size=back, implementation="cudnn"
+        )
+    places = Places(jnp.arange(length), segment_ids)
+    if kernel == "blocks":
+        size = math.gcd(q.shape[0], ROWS)
+        groups = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (q, k, v, segment_ids))
+        of_group = lambda group: attention_in_blocks(*group[:3], places._replace(segment_ids=group[3]), window)
+        return jax.lax.map(of_group, groups).reshape(q.shape)
     return jnp.concatenate(
-        [plain_attention(q[:, rows], k[:, cols], v[:, cols], seen[:, :, rows, cols]) for rows, cols in blocks], axis=1
+        [
+            plain_attention(q[:, rows], k[:, keys], v[:, keys], places.of(rows).see(places.of(keys), window))
+            for rows, keys in query_spans(length, window)
+        ],
+        axis=1,
     )
 
 
@@ -92,24 +124,108 @@ def _plain_forward(q: Array, k: Array, v: Array, seen: Array) -> tuple[Array, tu
     sums = jnp.sum(shares, axis=-1).transpose(0, 3, 1, 2)[..., None]  # [batch, length, kv_heads, group, 1]
     shares = shares.astype(v.dtype)
     y = (jnp.einsum("bkgts,bskd->btkgd", shares, v, preferred_element_type=jnp.float32) / sums).astype(v.dtype)
-    y = saved(y)
-    return y.reshape(q.shape), (grouped, k, v, shares, sums, y)
+    y = saved(y.reshape(q.shape))
+    return y, (grouped, k, v, shares, sums, y)
 
 
 def _plain_backward(residuals: tuple[Array, ...], dy: Array) -> tuple[Array, Array, Array, None]:
+    dq, dk, dv = _plain_gradients(residuals, dy)
+    return dq, dk.astype(dq.dtype), dv.astype(dq.dtype), None
+
+
+def _plain_gradients(residuals: tuple[Array, ...], dy: Array) -> tuple[Array, Array, Array]:
+    """With respect to q, and in float32 to k and v."""
     q, k, v, shares, sums, y = residuals
-    dy = dy.reshape(y.shape) / sums
-    along = jnp.sum(dy * y.astype(jnp.float32), axis=-1).transpose(0, 2, 3, 1)[..., None]
+    dy = dy.reshape(grouped_shape := q.shape) / sums
+    along = jnp.sum(dy * y.reshape(grouped_shape).astype(jnp.float32), axis=-1).transpose(0, 2, 3, 1)[..., None]
     dy = dy.astype(v.dtype)
-    dv = jnp.einsum("bkgts,btkgd->bskd", shares, dy)
+    dv = jnp.einsum("bkgts,btkgd->bskd", shares, dy, preferred_element_type=jnp.float32)
     dshares = jnp.einsum("btkgd,bskd->bkgts", dy, v, preferred_element_type=jnp.float32)
     dscores = (shares * (dshares - along)).astype(v.dtype)
     dq = jnp.einsum("bkgts,bskd->btkgd", dscores, k)
-    dk = jnp.einsum("bkgts,btkgd->bskd", dscores, q)
-    return dq.reshape(*q.shape[:2], -1, q.shape[-1]), dk, dv, None
+    dk = jnp.einsum("bkgts,btkgd->bskd", dscores, q, preferred_element_type=jnp.float32)
+    return dq.reshape(*q.shape[:2], -1, q.shape[-1]), dk, dv
 
 
 plain_attention.defvjp(_plain_forward, _plain_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def attention_in_blocks(
+    q: Float[Array, "batch length heads head_dim"],
+    k: Float[Array, "batch length kv_heads head_dim"],
+    v: Float[Array, "batch length kv_heads head_dim"],
+    places: Places,
+    window: int | None,
+) -> Float[Array, "batch length heads head_dim"]:
+    """As `attend`, in memory that is linear in the length: the scores of QUERIES queries exist at a time, and the
+    backward pass computes them again. It sums gradients of keys and values in float32."""
+    return _blocks_forward(q, k, v, places, window)[0]
+
+
+def _blocks_forward(q: Array, k: Array, v: Array, places: Places, window: int | None) -> tuple[Array, tuple]:
+    q, positions = jax.lax.optimization_barrier((q, places.positions))
+    inside = places._replace(positions=positions)  # else XLA keeps the masks of all blocks, for all groups of rows
+
+    def of_span(rows: slice, keys: slice) -> Array:
+        def of_block(block: tuple[Array, Places]) -> Array:
+            q, here = block
+            return plain_attention(q, k[:, keys], v[:, keys], here.see(inside.of(keys), window))
+
+        return _rows(jax.lax.map(of_block, (_blocks(q[:, rows]), _blocks_of(inside.of(rows)))), rows)
+
+    y = saved(jnp.concatenate([of_span(*span) for span in query_spans(q.shape[1], window)], axis=1))
+    return y, (q, k, v, places, y)
+
+
+def _blocks_backward(window: int | None, residuals: tuple, dy: Array) -> tuple[Array, Array, Array, None]:
+    q, k, v, places, y = residuals
+    dy, positions = jax.lax.optimization_barrier((dy, places.positions))
+    inside = places._replace(positions=positions)
+
+    def of_span(rows: slice, keys: slice) -> tuple[Array, tuple[Array, Array]]:
+        def of_block(sums: tuple[Array, Array], block: tuple) -> tuple[tuple[Array, Array], Array]:
+            q, y, dy, here = block
+            _, again = _plain_forward(q, k[:, keys], v[:, keys], here.see(inside.of(keys), window))
+            dq, dk, dv = _plain_gradients((*again[:-1], y), dy)
+            return (sums[0] + dk, sums[1] + dv), dq
+
+        zeros = varying_as(dy, jnp.zeros(k[:, keys].shape, jnp.float32))
+        blocks = (*(_blocks(x[:, rows]) for x in (q, y, dy)), _blocks_of(inside.of(rows)))
+        sums, dq = jax.lax.scan(of_block, (zeros, zeros), blocks)
+        return _rows(dq, rows), sums
+
+    dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (k, v))
+    dq = []
+    for rows, keys in query_spans(q.shape[1], window):
+        part, sums = of_span(rows, keys)
+        dq.append(part)
+        dk, dv = (whole.at[:, keys].add(part) for whole, part in zip((dk, dv), sums))
+    return jnp.concatenate(dq, axis=1), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+attention_in_blocks.defvjp(_blocks_forward, _blocks_backward)
+
+
+def _blocks(x: Array, axis: int = 1, mode: str = "constant") -> Array:
+    """The positions in blocks of at most QUERIES, as even as can be: [batch, length, ...] to [blocks, batch, block,
+    ...]. `mode` says what fills the last one, as in `jnp.pad`: zeros, or the last position's (`edge`)."""
+    blocks = max(2, -(-x.shape[axis] // QUERIES))  # XLA would inline a loop of one, and keep the scores of several
+    size = -(-x.shape[axis] // blocks)
+    x = jnp.pad(x, [(0, blocks * size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)], mode)
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _blocks_of(places: Places) -> Places:
+    """The places of `_blocks`. Each sees a key, those that fill the last block too."""
+    ids = None if places.segment_ids is None else _blocks(places.segment_ids, mode="edge")
+    return Places(_blocks(places.positions, 0, "edge"), ids)
+
+
+def _rows(blocks: Array, rows: slice) -> Array:
+    """`_blocks` undone."""
+    x = jnp.moveaxis(blocks, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : rows.stop - rows.start]
 
 
 def has_value_embedding(config: ModelConfig, layer: int) -> bool:
@@ -121,7 +237,7 @@ class Attention(nnx.Module):
     """One attention sub-layer, of block number `layer`."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs | None):
-        self.head_dim, self.qk_scale = config.head_dim, config.qk_scale
+        self.head_dim, self.kv_heads, self.qk_scale = config.head_dim, config.kv_heads, config.qk_scale
         self.window = window_of(config, layer)
         # As nanochat: uniform of the same standard deviation as a normal of 1/sqrt(width), to avoid outliers.
         uniform = nnx.initializers.variance_scaling(1.0, "fan_in", "uniform")
@@ -136,7 +252,7 @@ class Attention(nnx.Module):
             table, gate = symmetric_uniform(bound), nnx.initializers.uniform(0.02)
             axes = ("fsdp", "tensor")
             self.value_embedding = Embedding(config.vocab_size, keys, table, axes=axes, group="value_embeds", rngs=rngs)
-            self.value_gate = matrix(VALUE_GATE_CHANNELS, config.kv_heads, gate, axes=(None, "tensor"))
+            self.value_gate = matrix(VALUE_GATE_CHANNELS, config.kv_heads, gate, axes=(None, None))
 
     def __call__(
         self, x: Float[Array, "batch length width"], inputs: Inputs, cache: LayerCache | None
@@ -146,12 +262,16 @@ class Attention(nnx.Module):
         heads = (*x.shape[:2], -1, self.head_dim)  # this device's own, along `tensor`
         # The scale of attention's scores is a factor of the queries here: applied later, it would round them twice.
         q: Array = rotate_and_norm(self.query(x).reshape(heads), angles, self.qk_scale * self.head_dim**-0.5)
-        k: Array = rotate_and_norm(self.key(x).reshape(heads), angles, self.qk_scale)
-        v = self.value(x).reshape(heads)
+        k: Array = self.key(x)
+        v: Array = self.value(x)
         if hasattr(self, "value_embedding"):
-            gate = 3 * jax.nn.sigmoid(self.value_gate(x[..., :VALUE_GATE_CHANNELS]))
-            v = v + gate[..., None] * saved(self.value_embedding(tokens, x.dtype)).reshape(heads)
-        v = saved(v)
+            first, own = own_heads(self.kv_heads)
+            kernel = jax.lax.dynamic_slice_in_dim(vary_over_tensor(self.value_gate.kernel[...]), first, own, axis=1)
+            gate = 3 * jax.nn.sigmoid(matmul(x[..., :VALUE_GATE_CHANNELS], kernel, self.value_gate.axes))
+            values = saved(self.value_embedding(tokens, x.dtype)).reshape(*gate.shape, -1)
+            v = (v.reshape(values.shape) + gate[..., None] * values).reshape(v.shape)
+        v = saved(all_gather_shared_head(v, self.kv_heads).reshape(heads))
+        k = rotate_and_norm(all_gather_shared_head(k, self.kv_heads).reshape(heads), angles, self.qk_scale)
         if cache is not None:
             start = (0, 0 if positions is None else positions[0], 0, 0)
             cache = LayerCache(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, (k, v))))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from configs.schema import SMEAR_CHANNELS, ModelConfig
 from model.attention import Attention, Inputs, LayerCache
 from model.layers import SAVED, Embedding, Linear, Scalars, relu_squared, rms_norm
-from model.parallel import psum_over_tensor, tensor_size, vary_over_tensor
+from model.parallel import own_heads, psum_over_tensor, vary_over_tensor
 from model.rotary import rotary_angles
 
 
@@ -78,11 +78,11 @@ def rematerialized(block: Block, remat: str, dtype: jnp.dtype) -> Callable:
     if remat == "none":
         return block
     policy = is_saved if remat == "products" else jax.checkpoint_policies.nothing_saveable
-    graphdef, params, sums = nnx.split(block, nnx.Param, ...)
+    graphdef, params = nnx.split(block, nnx.Param)
 
     @partial(jax.checkpoint, policy=policy)
     def apply(narrow: Any, params: Any, x: Array, inputs: Inputs, cache: LayerCache | None) -> tuple:
-        return nnx.merge(graphdef, jax.tree.map(widened, narrow, params), sums)(x, inputs, cache)
+        return nnx.merge(graphdef, jax.tree.map(widened, narrow, params))(x, inputs, cache)
 
     return partial(apply, jax.tree.map(lambda p: jax.lax.stop_gradient(p).astype(dtype), params), params)
 
@@ -176,7 +176,7 @@ class GPT(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
         """Room for `capacity` positions of `batch` rows, for this device's heads along `tensor`."""
-        shape = (batch, capacity, self.config.kv_heads // tensor_size(), self.config.head_dim)
+        shape = (batch, capacity, own_heads(self.config.kv_heads)[1], self.config.head_dim)
         layers = [LayerCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in self.blocks]
         return KVCache(layers, jnp.zeros((batch, self.config.width), self.dtype))
 

@@ -106,43 +106,32 @@ def _matmul_backward(axes: Axes, residuals: tuple[Array, Array], dy: Array) -> t
 matmul.defvjp(_matmul_forward, _matmul_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def embed(
-    tokens: Int[Array, "*shape"],
-    share: Float[Array, "v_share w_share"],
-    gradient_sum: Float[Array, "..."] | float,
-    axes: Axes,
-    dtype: jnp.dtype,
+    tokens: Int[Array, "*shape"], share: Float[Array, "v_share w_share"], axes: Axes, dtype: jnp.dtype
 ) -> Float[Array, "*shape width"]:
     """The tokens' rows of the table, in `dtype`; zeros for those whose rows lie on another device along `tensor`.
 
-    The gradient with respect to `share` (float32) is `gradient_sum` and, added to it in float32, that of each token:
-    where the table is not divided over `fsdp`, the tokens' rows are all that is read and written of it.
+    The gradient with respect to `share` (float32) is summed over the tokens in float32.
     """
     table = all_gather_fsdp(share.astype(dtype), axes)
     row = _row(tokens, table.shape[0], axes)
     return jnp.where((row < table.shape[0])[..., None], table.at[row].get(mode="clip"), 0)
 
 
-def _embed_forward(
-    tokens: Array, share: Array, gradient_sum: Array | float, axes: Axes, dtype: jnp.dtype
-) -> tuple[Array, tuple[Array, Array, Array | float]]:
-    return embed(tokens, share, gradient_sum, axes, dtype), (tokens, share, gradient_sum)
+def _embed_forward(tokens: Array, share: Array, axes: Axes, dtype: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
+    return embed(tokens, share, axes, dtype), (tokens, share)
 
 
-def _embed_backward(
-    axes: Axes, dtype: jnp.dtype, residuals: tuple[Array, Array, Array | float], dy: Array
-) -> tuple[None, Array, None]:
-    tokens, share, gradient_sum = residuals
-    whole = jax.eval_shape(lambda: all_gather_fsdp(share, axes)).shape
-    divided = whole != share.shape  # over fsdp: a share's gradient is known when all devices' tables are summed
-    row = _row(tokens, whole[0], axes)
-    onto = jnp.broadcast_to(jnp.float32(0) if divided else gradient_sum, whole)
+def _embed_backward(axes: Axes, dtype: jnp.dtype, residuals: tuple[Array, Array], dy: Array) -> tuple[None, Array]:
+    tokens, share = residuals
+    shape = jax.eval_shape(lambda: all_gather_fsdp(share, axes)).shape
+    row = _row(tokens, shape[0], axes)
     if platform() in ("gpu", "cuda"):
-        gradient = onto + segment_sum(dy.reshape(-1, dy.shape[-1]), row.ravel(), whole[0])
+        gradient = segment_sum(dy.reshape(-1, dy.shape[-1]), row.ravel(), shape[0])
     else:
-        gradient = onto.at[row].add(dy.astype(jnp.float32), mode="drop")
-    return None, gradient_sum + reduce_scatter_fsdp(gradient, axes) if divided else gradient, None
+        gradient = jnp.zeros(shape, jnp.float32).at[row].add(dy.astype(jnp.float32), mode="drop")
+    return None, reduce_scatter_fsdp(gradient, axes)
 
 
 def _row(tokens: Array, rows: int, axes: Axes) -> Array:
@@ -156,23 +145,13 @@ def _row(tokens: Array, rows: int, axes: Axes) -> Array:
 embed.defvjp(_embed_forward, _embed_backward)
 
 
-class Table(nnx.Param):
-    """A parameter of which a micro-batch reads some rows."""
-
-
 def parameter(
-    init: nnx.Initializer,
-    shape: tuple[int, ...],
-    *,
-    axes: Axes,
-    group: str,
-    rngs: nnx.Rngs | None,
-    kind: type[nnx.Param] = nnx.Param,
+    init: nnx.Initializer, shape: tuple[int, ...], *, axes: Axes, group: str, rngs: nnx.Rngs | None
 ) -> nnx.Param:
     """A float32 parameter, which declares the mesh axes that its dimensions are divided over, and its group: a field of
     configs.schema.OptimizerConfig. Without `rngs` it is its shape and type alone."""
     value = jax.ShapeDtypeStruct(shape, jnp.float32) if rngs is None else init(rngs.params(), shape, jnp.float32)
-    return kind(value, axes=axes, group=group)
+    return nnx.Param(value, axes=axes, group=group)
 
 
 class Linear(nnx.Module):
@@ -191,25 +170,14 @@ class Linear(nnx.Module):
 class Embedding(nnx.Module):
     """A table of a vector a token: a `parameter` [vocab_size, width]."""
 
-    gradient_sum: Float[Array, "vocab_size width"] | float = 0.0
-    """What the gradient is added to: see `accumulate_onto`. So the table is looked up once, in one place."""
-
     def __init__(
         self, vocab_size: int, width: int, init: nnx.Initializer, *, axes: Axes, group: str, rngs: nnx.Rngs | None
     ):
         self.axes = axes
-        self.table = parameter(init, (vocab_size, width), axes=axes, group=group, rngs=rngs, kind=Table)
+        self.table = parameter(init, (vocab_size, width), axes=axes, group=group, rngs=rngs)
 
     def __call__(self, tokens: Int[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape width"]:
-        return embed(tokens, self.table[...], self.gradient_sum, self.axes, dtype)
-
-
-def accumulate_onto(sums: nnx.Module, model: nnx.Module) -> None:
-    """Makes the gradient of each `Table` in `model` that in `sums`, a model of the gradients so far, with this one
-    added: row by row, where a dense gradient would be made, and be added, of the size of the table."""
-    for (_, so_far), (_, module) in zip(nnx.iter_modules(sums), nnx.iter_modules(model)):
-        if isinstance(module, Embedding) and isinstance(so_far, Embedding):
-            module.gradient_sum = so_far.table[...]
+        return embed(tokens, self.table[...], self.axes, dtype)
 
 
 class Scalars(nnx.Module):

@@ -40,12 +40,14 @@ def cross_entropy(
     targets: Int[Array, "tokens"],
     weights: Float[Array, "tokens"],
     config: ModelConfig,
-) -> tuple[Float[Array, ""], Float[Array, "tokens vocab"]]:
-    """The sum over tokens of `weights * (-log softmax(softcap(logits))[targets] + z_loss * log_sum_exp^2)`, in nats and
-    float32, and its gradient in the logits' type."""
+) -> tuple[Float[Array, "2"], Float[Array, "tokens vocab"]]:
+    """The objective, which is the sum over tokens of `weights * (-log softmax(softcap(logits))[targets] + z_loss *
+    log_sum_exp^2)`, and its first term alone, the loss: both in nats and float32. And the objective's gradient, in the
+    logits' type."""
     cap, share = config.softcap, logits.shape[-1]
     log_sum, target_logit = log_sum_and_target(logits, targets, cap)
-    loss = jnp.sum(weights * (log_sum - target_logit + config.z_loss * log_sum**2))
+    loss = jnp.sum(weights * (log_sum - target_logit))
+    objective = loss + config.z_loss * jnp.sum(weights * log_sum**2)
 
     # Without the barrier XLA on a GPU keeps the loss's tanh for the gradient: logits written once more, in float32.
     logits = jax.lax.optimization_barrier(logits)
@@ -53,7 +55,7 @@ def cross_entropy(
     probabilities = jnp.exp(cap * squashed - log_sum[:, None]) * (1 + 2 * config.z_loss * log_sum)[:, None]
     is_target = jnp.arange(share) == (targets - tensor_index() * share)[:, None]
     dlogits = weights[:, None] * (probabilities - is_target) * (1 - squashed * squashed)
-    return loss, dlogits.astype(logits.dtype)
+    return jnp.stack([objective, loss]), dlogits.astype(logits.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -64,8 +66,9 @@ def head_loss(
     weights: Float[Array, "tokens"],
     axes: Axes,
     config: ModelConfig,
-) -> Float[Array, ""]:
-    """`cross_entropy` of the logits `x @ kernel`, `kernel` being the head's shares, all-gathered over `fsdp`."""
+) -> Float[Array, "2"]:
+    """`cross_entropy` of the logits `x @ kernel`, `kernel` being the head's shares, all-gathered over `fsdp`. Only the
+    objective, the first of both sums, has a gradient."""
     return _forward(x, share, targets, weights, axes, config)[0]  # without the gradients, which the compiler drops
 
 
@@ -76,19 +79,19 @@ def _forward(
 
     def chunk(dkernel: Array, rows: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         x, targets, weights = rows
-        loss, dlogits = cross_entropy(x @ kernel, targets, weights, config)
+        sums, dlogits = cross_entropy(x @ kernel, targets, weights, config)
         of_chunk = jax.lax.dot_general(x, dlogits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         dx, of_chunk = in_turn(dlogits @ kernel.T, of_chunk)
-        return dkernel + of_chunk, (loss, dx)
+        return dkernel + of_chunk, (sums, dx)
 
     chunks = jax.tree.map(lambda a: a.reshape(config.loss_chunks, -1, *a.shape[1:]), (x, targets, weights))
-    dkernel, (losses, dx) = jax.lax.scan(chunk, jnp.zeros_like(kernel, jnp.float32), chunks)
-    return jnp.sum(losses), (dx.reshape(x.shape), reduce_scatter_fsdp(dkernel, axes))
+    dkernel, (sums, dx) = jax.lax.scan(chunk, jnp.zeros_like(kernel, jnp.float32), chunks)
+    return jnp.sum(sums, axis=0), (dx.reshape(x.shape), reduce_scatter_fsdp(dkernel, axes))
 
 
-def _backward(axes: Axes, config: ModelConfig, gradients: tuple[Array, Array], dloss: Array) -> tuple:
+def _backward(axes: Axes, config: ModelConfig, gradients: tuple[Array, Array], dsums: Array) -> tuple:
     dx, dshare = gradients
-    return (dloss * dx).astype(dx.dtype), dloss * dshare, None, None
+    return (dsums[0] * dx).astype(dx.dtype), dsums[0] * dshare, None, None
 
 
 head_loss.defvjp(_forward, _backward)
@@ -100,12 +103,11 @@ def loss_sums(
     targets: Int[Array, "batch length"],
     weights: Float[Array, "batch length"],
     segment_ids: Int[Array, "batch length"] | None = None,
-) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """`(loss_sum, token_count)` of one micro-batch: nats, and how many targets have a weight other than 0."""
+) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Int[Array, ""]]]:
+    """`objective, (loss_sum, token_count)` of one micro-batch: what training differentiates, which is the loss and the
+    z-loss; the loss alone, in nats; how many targets have a weight other than 0."""
     x, _ = model.activations(inputs, segment_ids=segment_ids)
     head = model.lm_head
     x, flat_targets, flat_weights = x.reshape(-1, x.shape[-1]), targets.ravel(), weights.ravel()
-    return (
-        head_loss(x, head.kernel[...], flat_targets, flat_weights, head.axes, model.config),
-        jnp.sum(weights != 0, dtype=jnp.int32),
-    )
+    objective, loss = jnp.unstack(head_loss(x, head.kernel[...], flat_targets, flat_weights, head.axes, model.config))
+    return objective, (loss, jnp.sum(weights != 0, dtype=jnp.int32))

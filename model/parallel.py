@@ -11,7 +11,11 @@ from typing import TypeVar
 import jax
 from jaxtyping import Array, Float, Int
 
+from model.shapes import DATA
+
 T = TypeVar("T")
+BATCH_AXES = (*DATA, "fsdp")
+"""The mesh axes that the rows of a batch are divided over."""
 Axes = tuple[str | None, ...]
 """For each dimension of a parameter, the mesh axis it is divided over."""
 
@@ -25,6 +29,18 @@ def platform() -> str:
     """Of the device that this is traced for: the mesh's, if there is one (TPU programs are compiled elsewhere, too)."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()
+
+
+def compute_capability() -> float:
+    """Of the GPUs here; without one, of those that programs are compiled for elsewhere, which are Hopper's
+    (program/topologies.py)."""
+    return float(jax.local_devices()[0].compute_capability) if jax.default_backend() == "gpu" else 9.0
+
+
+def varying_as(like: Array, tree: T) -> T:
+    """The same arrays, marked as varying over the mesh axes that `like` varies over."""
+    axes = lambda x: jax.typeof(x).manual_axis_type.varying
+    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(axes(like) - axes(x)), to="varying"), tree)
 
 
 def mark_varying(x: T, axes: tuple[str, ...]) -> T:
@@ -64,6 +80,22 @@ def tensor_size() -> int:
     return jax.lax.axis_size("tensor") if in_shard_map() else 1
 
 
+def own_heads(heads: int) -> tuple[Array | int, int]:
+    """The first of this device's key heads and their number, of so many in all. Where `tensor` is a multiple of their
+    number, devices that follow each other share one."""
+    return tensor_index() * heads // tensor_size(), max(1, heads // tensor_size())
+
+
+def all_gather_shared_head(x: Float[Array, "batch length part"], heads: int) -> Float[Array, "batch length channels"]:
+    """Of channels that `tensor` divides all those of this device's key heads: itself, except where devices share a
+    head. Then each has computed its part of it; the transpose sums their gradients, once."""
+    sharing = tensor_size() // heads
+    if sharing <= 1:
+        return x
+    groups = [list(range(first, first + sharing)) for first in range(0, tensor_size(), sharing)]
+    return jax.lax.all_gather(x, "tensor", axis=2, tiled=True, axis_index_groups=groups)
+
+
 def all_gather_vocabulary(logits: Float[Array, "batch vocab_share"]) -> Float[Array, "batch vocab"]:
     """The logits of all devices along `tensor`."""
     return jax.lax.all_gather(logits, "tensor", axis=1, tiled=True) if in_shard_map() else logits
@@ -72,11 +104,11 @@ def all_gather_vocabulary(logits: Float[Array, "batch vocab_share"]) -> Float[Ar
 def pmax_over_mesh(tokens: Int[Array, "batch"]) -> Int[Array, "batch"]:
     """The largest over all devices: of tokens that every device has drawn alike these tokens, marked as varying over
     no axis."""
-    return jax.lax.pmax(tokens, ("data", "fsdp", "tensor")) if in_shard_map() else tokens
+    return jax.lax.pmax(tokens, (*BATCH_AXES, "tensor")) if in_shard_map() else tokens
 
 
-def psum_scatter(x: Float[Array, "..."], axis: str, dimension: int) -> Float[Array, "..."]:
-    """The sum over the devices along the mesh `axis`, of which each keeps its share of `dimension`."""
+def psum_scatter(x: Float[Array, "..."], axis: str | tuple[str, ...], dimension: int) -> Float[Array, "..."]:
+    """The sum over the devices along the mesh `axis`, or several, of which each keeps its share of `dimension`."""
     if platform() == "cpu" and jax.process_count() > 1:
         # Processes on CPUs sum through gloo, whose reduce-scatter now and then sends a buffer that it has overwritten
         # already (jax issue 40830); its all-reduce does not.
@@ -107,7 +139,8 @@ def in_turn(dx: Float[Array, "*shape i"], dkernel: Float[Array, "i o"]) -> tuple
 def reduce_scatter_fsdp(gradient: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
     """The gradient with respect to what `all_gather_fsdp` takes: the sum over `fsdp`, of which each device keeps its
     share."""
-    if not in_shard_map() or "fsdp" not in axes:
+    # One device along `fsdp` has nothing to sum. Without a barrier XLA adds a table's rows to the scan's sum in place.
+    if not in_shard_map() or "fsdp" not in axes or jax.lax.axis_size("fsdp") == 1:
         return gradient
     share = psum_scatter(gradient, "fsdp", axes.index("fsdp"))
     # Without the barrier XLA moves the sum out of the scan and keeps whole gradients in it (openxla/xla#49143's pass).

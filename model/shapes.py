@@ -13,6 +13,9 @@ from configs import schema
 from configs.files import cache_dir, write_whole
 from configs.schema import ModelConfig
 
+DATA = ("data_across", "data_major", "data_minor")
+"""The mesh axes that make up `data`: between slices or nodes, and two inside one (training/layout.py)."""
+
 
 class Parameter(NamedTuple):
     """A parameter as the network declares it."""
@@ -35,6 +38,11 @@ class Parameter(NamedTuple):
 def parameters(config: ModelConfig) -> tuple[Parameter, ...]:
     """All of a network's, in the order of its tree. The first time for a network takes JAX, and seconds."""
     return _parameters(_declaring(config))
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter by its dotted name."""
+    return {p.name: p.shape for p in parameters(config)}
 
 
 def kinds(config: ModelConfig) -> tuple[tuple[Parameter, int], ...]:

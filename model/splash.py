@@ -1,23 +1,18 @@
 """JAX's splash attention kernel for TPU, called so that `jax.shard_map` takes it."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from model.kernels import splash_backward, splash_block
 from model.layers import SAVED
-
-LANES = 128  # of a TPU's vector unit: heads and blocks come in these
-BLOCK = 512  # positions that a step of the kernel holds, where the row has so many
-
-
-def fits(length: int, head_dim: int) -> bool:
-    """Whether the kernel takes rows of this length."""
-    return length % min(BLOCK, length) == 0 and length % LANES == 0 and head_dim % LANES == 0
+from model.parallel import varying_as
 
 
 def splash_attention(
@@ -48,27 +43,27 @@ def _attention(
     window: int | None,
     interpret: bool,
 ) -> Float[Array, "batch length kv_heads group head_dim"]:
-    kernel = _kernel(q.shape[1], q.shape[3], window, interpret)
+    kernel = _kernel(q.shape, window, interpret)
     attention = lambda q, k, v, ids: _rows_first(kernel(*map(_heads_first, (q, k, v)), ids))
-    return _varying_as(q, _unchecked(attention)(q, k, v, segment_ids))
+    return varying_as(q, _unchecked(attention)(q, k, v, segment_ids))
 
 
 def _forward(
     q: Array, k: Array, v: Array, segment_ids: Array | None, window: int | None, interpret: bool
 ) -> tuple[Array, Any]:
-    kernel = _kernel(q.shape[1], q.shape[3], window, interpret)
+    kernel = _kernel(q.shape, window, interpret)
 
     def attention(q: Array, k: Array, v: Array, ids: Array | None) -> tuple[Array, Any]:
         y, backward = jax.vjp(lambda q, k, v: kernel(q, k, v, ids), *map(_heads_first, (q, k, v)))
         return _rows_first(y), backward
 
     y, backward = _unchecked(attention)(q, k, v, segment_ids)
-    return _varying_as(q, y), backward
+    return varying_as(q, y), backward
 
 
 def _backward(window: int | None, interpret: bool, backward: Any, dy: Array) -> tuple[Array | None, ...]:
     gradients = lambda backward, dy: [_rows_first(gradient) for gradient in backward(_heads_first(dy))]
-    return *_varying_as(dy, _unchecked(gradients)(backward, dy)), None
+    return *varying_as(dy, _unchecked(gradients)(backward, dy)), None
 
 
 _attention.defvjp(_forward, _backward)
@@ -92,31 +87,46 @@ def _unchecked(function: Callable) -> Callable:
     return jax.shard_map(function, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
 
 
-def _varying_as(like: Array, tree: Any) -> Any:
-    """The same arrays, marked as varying over the mesh axes that `like` varies over."""
-    axes = lambda x: jax.typeof(x).manual_axis_type.varying
-    return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(axes(like) - axes(x)), to="varying"), tree)
+def _kernel(q_shape: tuple[int, ...], window: int | None, interpret: bool) -> Callable:
+    """The kernel of all rows and key heads, for grouped queries of `q_shape`: of queries [batch, kv_heads, group,
+    length, head_dim], keys and values [batch, kv_heads, length, head_dim], and segment ids [batch, length] or None."""
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
+
+    _, length, _, group, head_dim = q_shape
+    of_one_row = jax.vmap(of_one_key_head(length, group, window, head_dim, interpret), (0, 0, 0, None))
+    segments = lambda ids: None if ids is None else SegmentIds(ids, ids)
+    return lambda q, k, v, ids: jax.vmap(of_one_row)(q, k, v, segments(ids))
 
 
-def _kernel(length: int, group: int, window: int | None, interpret: bool) -> Callable:
-    """The kernel of all rows and key heads: of queries [batch, kv_heads, group, length, head_dim], keys and values
-    [batch, kv_heads, length, head_dim], and segment ids [batch, length] or None."""
+@cache  # at 32,768 positions the library takes 10 s
+def of_one_key_head(length: int, group: int, window: int | None, head_dim: int, interpret: bool) -> Any:
+    """The library's `SplashAttentionKernel` for one key head and its `group` of query heads, in the blocks that
+    `model.kernels` chooses. Its mask infos say which blocks of scores it computes."""
     # A twentieth of what a start imports, and wanted on TPUs alone.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    block, shape = min(BLOCK, length), (length, length)
+    block, shape, backward = splash_block(length), (length, length), splash_backward(length, window, head_dim)
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window, 0), 0)
     sizes = library.BlockSizes(
-        **{"block_q": block, "block_kv": block, "block_kv_compute": block, "block_q_dkv": block},
-        # Whole rows of keys: of blocks, each would write a gradient of all queries, and these would be summed.
-        **{"block_kv_dkv": length, "block_kv_dkv_compute": block, "use_fused_bwd_kernel": True},
+        block_q=block,
+        block_kv=block,
+        block_kv_compute=block,
+        block_q_dkv=block,
+        block_kv_dkv=backward.keys,
+        block_kv_dkv_compute=block,
+        block_q_dq=None if backward.fused else block,
+        block_kv_dq=None if backward.fused else block,
+        use_fused_bwd_kernel=backward.fused,
     )
-    of_one_key_head = library.make_splash_mqa(
-        masks.MultiHeadMask([mask] * group),
-        **{"block_sizes": sizes, "head_shards": 1, "q_seq_shards": 1, "interpret": interpret},
-        residual_checkpoint_name=SAVED,
-    )
-    of_one_row = jax.vmap(of_one_key_head, (0, 0, 0, None))
-    segments = lambda ids: None if ids is None else library.SegmentIds(ids, ids)
-    return lambda q, k, v, ids: jax.vmap(of_one_row)(q, k, v, segments(ids))
+    masks_of_group = masks.MultiHeadMask([mask] * group)
+    with jax.ensure_compile_time_eval():  # not as part of the trace that asks first
+        kernel = library.make_splash_mqa(
+            masks_of_group,
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+            residual_checkpoint_name=SAVED,
+        )
+        return jax.tree.map(np.asarray, kernel)

@@ -5,10 +5,10 @@ from functools import cached_property
 from math import prod
 
 from configs.schema import Config, UserError
-from model.shapes import Parameter, kinds
+from model.shapes import DATA, Parameter, kinds
 from program.machines import Machine, machines
 from program.topologies import Topology, parse_topology
-from training.layout import AXES, inside, mesh_shape, step_shape
+from training.layout import AXES, data_parts, inside, mesh_shape, place, step_shape
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,13 @@ class Candidate:
         shape = self.sizes["data"], self.sizes["fsdp"], self.sizes["tensor"]
         within = inside(shape, prod(self.topology.chips)) if self.topology.slices > 1 else shape
         return {axis: whole // part for axis, whole, part in zip(AXES, shape, within)}
+
+    def share(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> int:
+        """Return how many numbers of a parameter or moment a device has between steps, padding included."""
+        parts = zip(DATA, data_parts(self.sizes["data"], self.across["data"]))
+        sizes = {**self.sizes, **dict(parts)}
+        found = place(shape, axes, sizes)
+        return prod(found.stored) // prod(sizes[name] for names in found.spec for name in names)
 
     @property
     def scatters_by_sums(self) -> bool:

@@ -7,7 +7,6 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from planning.candidate import Candidate
-from training.layout import divided
 
 START, HOP = 10e-6, 1e-6
 """Seconds that a collective takes to start, and a hop from one device to the next. Assumed."""
@@ -50,12 +49,11 @@ def communication(of: Candidate) -> list[Traffic]:
         sums[kind, axis, in_scan] = before[0] + times, before[1] + times * size
 
     for p, count in of.kinds:
-        over_data = divided(p.shape, p.axes, sizes) != p.axes
         whole = p.size / (sizes["tensor"] if "tensor" in p.axes else 1)
         replica = whole / (sizes["fsdp"] if "fsdp" in p.axes else 1)
-        if over_data:
-            add("all-gather", "data", False, count, (4 if len(p.shape) == 1 else width) * replica)
-        add("reduce-scatter" if over_data else "all-reduce", "data", False, count, 4 * replica)
+        padded = of.share(p.shape, p.axes) * sizes["data"]
+        add("all-gather", "data", False, count, (4 if len(p.shape) == 1 else width) * padded)
+        add("reduce-scatter", "data", False, count, 4 * padded)
         if "fsdp" in p.axes:
             # XLA keeps what was gathered for the backward pass, where that is not computed again (docs/mesh.md).
             times = 2 if model.remat != "none" and p.product and p.group != "lm_head" else 1

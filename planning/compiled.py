@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from configs.schema import UserError
 from planning.candidate import name_of
 from planning.search import Row
-from program.machines import HEADROOM
+from program.machines import HEADROOM, VECTOR_MEMORY, exceeds_vector_memory
 
 GIB = 2**30
 
@@ -54,6 +54,8 @@ def _compiled_bytes(row: Row) -> int:
         print(f"{size / GIB:.2f} GiB, {size / sum(row.parts.values()) - 1:+.1%} ({seconds:.0f} s)", file=sys.stderr)
         return size
     said = problems.decode(errors="replace")
+    if exceeds_vector_memory(next((line for line in said.splitlines() if "RESOURCE_EXHAUSTED" in line), "")):
+        raise UserError(f"--compile: {VECTOR_MEMORY}")
     if "RESOURCE_EXHAUSTED" not in said:
         problem = (re.findall(r"^[\w.]*(?:Error|Exception): .*", said, re.MULTILINE) or ["it ended without a word"])[-1]
         raise UserError(f"--compile: {name_of(candidate.topology)} cannot be compiled for here: {problem}")

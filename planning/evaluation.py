@@ -22,7 +22,7 @@ def evaluation_memory(of: Candidate, step: dict[str, float]) -> dict[str, float]
     block = kept_widths(of)[1]
     forward = width * of.tokens * (max(block, model.vocab_size / model.loss_chunks / sizes["tensor"]) + model.width)
     prompts, positions = len(config.eval.prompts), min(length, config.eval.sample_tokens + 1)
-    cache = 2 * model.depth * prompts * positions * model.kv_heads * model.head_dim / sizes["tensor"] * width
+    cache = 2 * model.depth * prompts * positions * max(1, model.kv_heads / sizes["tensor"]) * model.head_dim * width
     return {
         "held-out rows": held_out,
         "evaluation": state + forward,

@@ -7,7 +7,6 @@ What a compiler adds (`temporaries`) is a rule for each platform, chosen with a 
 from math import prod
 
 from planning.candidate import Candidate
-from training.layout import divided
 
 PARTS = "parameters", "moments", "batch", "gathered copies", "gradient sums", "activations", "logits", "temporaries"
 
@@ -20,11 +19,16 @@ def memory(of: Candidate) -> dict[str, float]:
     for p, count in of.kinds:
         named = {axis for axis in p.axes if axis}
         replica = count * p.size / prod(sizes[axis] for axis in named)  # whole over `data`
-        over_data = divided(p.shape, p.axes, sizes) != p.axes
-        share = replica / sizes["data"] if over_data else replica
+        share = count * of.share(p.shape, p.axes)
+        second = share
+        if muon and p.group == "matrices":
+            inputs, outputs = p.shape
+            rows = outputs < inputs
+            second = count * of.share(
+                (inputs, 1) if rows else (1, outputs), (p.axes[0], None) if rows else (None, p.axes[1])
+            )
         parts["parameters"] += 4 * share
-        second = count * 4 * max(p.shape) if muon and p.group == "matrices" else 4 * share
-        parts["moments"] += 4 * share + second
+        parts["moments"] += 4 * (share + second)
         parts["gathered copies"] += (4 if len(p.shape) == 1 else width) * replica
         parts["gradient sums"] += 4 * replica
         if sizes["fsdp"] > 1 and p.product and p.group != "lm_head":
@@ -85,7 +89,7 @@ def memory(of: Candidate) -> dict[str, float]:
 def kept_widths(of: Candidate) -> tuple[float, float]:
     """Channels a token and block that are kept for the backward pass, and those of a block as it is computed again."""
     model, tensor = of.config.model, of.sizes["tensor"]
-    queries, keys = model.heads * model.head_dim / tensor, model.kv_heads * model.head_dim / tensor
+    queries, keys = model.heads * model.head_dim / tensor, max(1, model.kv_heads / tensor) * model.head_dim
     values = keys / 2 if model.value_embeddings else 0  # every other block
     mixed = model.width if model.resid_lambdas or model.x0_lambdas else 0
     # The two norms' results, queries, keys, values, what attention gives, and the MLP's.
@@ -123,7 +127,7 @@ def waiting(of: Candidate, kept: float, again: float) -> float:
 def read_by_weight_gradients(of: Candidate) -> float:
     """Channels a token and block that the products of weight gradients read: inputs, and gradients of outputs."""
     model, tensor = of.config.model, of.sizes["tensor"]
-    queries, keys = model.heads * model.head_dim / tensor, model.kv_heads * model.head_dim / tensor
+    queries, keys = model.heads * model.head_dim / tensor, max(1, model.kv_heads / tensor) * model.head_dim
     values = keys / 2 if model.value_embeddings else 0  # every other block
     mixed = model.width if model.resid_lambdas or model.x0_lambdas else 0
     inputs = 2 * model.width + queries + 4 * model.width / tensor + values + mixed

@@ -77,8 +77,9 @@ def candidates(of: Candidate) -> Iterator[Candidate]:
     rows = batch.tokens_per_step // batch.sequence_length
     more = model.loss_chunks if model.loss_chunks > 1 else CHUNKS
     chunks = sorted({1, more} if batch.sequence_length % more == 0 else {model.loss_chunks})
-    divides = model.heads, model.kv_heads, model.vocab_size
-    for tensor in (t for t in _powers(min(MAX_TENSOR, devices)) if all(n % t == 0 for n in divides)):
+    heads = lambda tensor: 0 in (model.kv_heads % tensor, tensor % model.kv_heads)
+    divides = model.heads, model.kv_heads * model.head_dim, model.vocab_size
+    for tensor in (t for t in _powers(min(MAX_TENSOR, devices)) if heads(t) and all(n % t == 0 for n in divides)):
         for fsdp in _powers(devices // tensor):
             whole = devices % (fsdp * tensor) == 0 and model.width % fsdp == 0
             replicas = devices // tensor

@@ -6,6 +6,7 @@ PRODUCTS off one H200 running a sketch of the same network: matrix products reac
 
 from typing import NamedTuple
 
+from model.kernels import attention_kernel, products
 from model.shapes import window_of
 from planning.candidate import Candidate
 from planning.communication import Traffic, communication
@@ -13,7 +14,7 @@ from planning.communication import Traffic, communication
 PRODUCTS = (1.0, 0.75)
 """Share of the peak that matrix products reach: at best, and at worst."""
 ATTENTION = (0.5, 0.2)
-"""The same of attention's kernels, its causal half left out."""
+"""The same of attention's kernels, counting the products that they run (`model.kernels.products`)."""
 MEMORY = (1.0, 0.75)
 """Share of the memory's bandwidth that passes over it reach."""
 PASSES = 72
@@ -115,16 +116,24 @@ def muon_flops(of: Candidate) -> float:
 
 
 def attention_flops(of: Candidate) -> float:
-    """Of a step on a device, the causal half alone: seven products of the scores' size forward and backward, of which a
-    kernel computes two again (arXiv:2205.14135); with `remat=block` two more."""
-    model, length = of.config.model, of.step[2]
-    seen = 0.0
+    """Of a step on a device: the products that its kernel runs, those with masked scores of partly masked blocks and
+    those that it runs again included; forward a second time where blocks are computed again."""
+    model, length, machine = of.config.model, of.step[2], of.machine
+    dtype = "float32" if model.dtype == "float32" else "bfloat16"
+    kernel = attention_kernel(
+        "gpu" if machine.gpu else "tpu",
+        machine.capability,
+        dtype,
+        length,
+        model.head_dim,
+        of.config.data.mask_documents,
+    )
+    forwards, scores = 2 if model.remat == "block" else 1, 0.0
     for layer in range(model.depth):
-        window = min(window_of(model, layer) or length, length)
-        seen += window * (length - window / 2)
-    products = 9 if model.remat == "block" else 7
+        run = products(kernel, length, window_of(model, layer), model.head_dim)
+        scores += forwards * run.forward + run.backward
     heads = model.heads * model.head_dim / of.sizes["tensor"]
-    return of.step[0] * of.step[1] * 2 * products * seen * heads
+    return of.step[0] * of.step[1] * 2 * scores * heads
 
 
 def pass_seconds(of: Candidate) -> float:

@@ -27,8 +27,9 @@ class Collective(NamedTuple):
 def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
     """Those of a program (`compiled.as_text()`, or `lowered.as_text("hlo")`).
 
-    `mesh_shape` is `dict(mesh.shape)`; replica groups hold positions in `mesh.devices.flat`. What is asynchronous
-    counts once, and groups of one device not at all. ValueError for a loop whose trip count is not in the program.
+    `mesh_shape` is `training.mesh.sizes_of(mesh)`; replica groups hold positions in `mesh.devices.flat`. What is
+    asynchronous counts once, and groups of one device not at all. ValueError for a loop whose trip count is not in the
+    program.
     """
     program, entry = read_program(hlo_text)
     found, seen = [], set()

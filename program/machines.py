@@ -9,6 +9,11 @@ from configs.schema import UserError
 
 HEADROOM = 0.9
 """Of a device's memory, that a program may ask for: the allocator's gaps and the runtime have the rest."""
+VECTOR_MEMORY = (
+    "a kernel needs more than the vector memory (VMEM) of a TPU's core; what it needs follows from "
+    "batch.sequence_length and model.head_dim: make one of them smaller. Fewer rows per device would not help"
+)
+"""What to say where a program `exceeds_vector_memory`."""
 MACHINES = Path(__file__).with_name("machines.toml")
 
 
@@ -27,6 +32,7 @@ class Machine:
     network: float
     source: str
     gpu: bool = False
+    capability: float = 0.0
     vector: float = 0.0
     cores: int = 1
 
@@ -51,3 +57,10 @@ def peak_flops(device_kind: str) -> float | None:
     """Its peak bfloat16 FLOP/s, or None where it is not known."""
     machine = machine_of(device_kind)
     return machine.flops if machine else None
+
+
+def exceeds_vector_memory(error: str) -> bool:
+    """Whether a TPU's compiler refused a program for a kernel that exceeds a core's vector memory. It gives the same
+    status, RESOURCE_EXHAUSTED, where the device's own memory is too small."""
+    first, _, _ = error.partition("\n")
+    return "RESOURCE_EXHAUSTED" in first and "vmem" in first.lower()

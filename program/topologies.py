@@ -90,8 +90,9 @@ def devices_of(topology: str) -> Any:
         if asked.is_gpu:
             if kind != "h200":
                 raise ValueError("of GPUs the h200 alone is described to the compiler")
-            # All that JAX asks of cuDNN before a program runs is its version, which is H200's above.
+            # All that JAX asks before a program runs: cuDNN's version and the compute capability, H200's above.
             fused_attention_stablehlo.check_cudnn_version = lambda: 91200
+            fused_attention_stablehlo.check_compute_capability = lambda least: float(least) <= 9.0
             options = {"topology": f"{slices}x1x{chips[0]}", "target_config": H200}  # slices x machines x GPUs of one
             return topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices
         name, several = f"{kind}:{'x'.join(map(str, chips))}", {"num_slices": slices} if slices > 1 else {}

@@ -13,29 +13,30 @@ deletes in place, so that a kill leaves a part of a checkpoint under a checkpoin
 bucket that forbids it) fails the save that came before it.
 """
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import datetime
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 import fsspec.config
 import jax
-import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
-from orbax.checkpoint import checkpoint_managers as managers
 
 from configs.schema import CheckpointConfig, UserError
+from run import orbax_calls
 from run.checksums import checksums, digest, require_checksums
-from run.runtime import NoCheckpoint, first_line, highest, on_first_process, versions
+from run.orbax_calls import COMMITTED, FACTS, HALF_DONE, Info
+from run.peers import exchange
+from run.retry import StorageLost, passes, patiently
+from run.runtime import Damaged, NoCheckpoint, first_line, highest, on_every_process, on_first_process, versions
+from training.layout import padded
 from training.optimizer import path_name
 from training.state import TrainState
 
-COMMITTED = "commit_success.txt"
-FACTS = "facts/metadata"
-HALF_DONE = (".orbax-checkpoint-tmp", ".deleted")
+LEFT_OVER = (HALF_DONE, ".deleted")
 
 
 def whole_steps(folder: epath.Path) -> list[int]:
@@ -44,15 +45,6 @@ def whole_steps(folder: epath.Path) -> list[int]:
         return []
     last_written = COMMITTED if str(folder).startswith("gs://") else FACTS
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and (path / last_written).exists())
-
-
-class Info(NamedTuple):
-    """What Orbax's preservation policies ask of a checkpoint."""
-
-    step: int
-    metrics: dict[str, float] | None
-    """`val_bpb`, where it was evaluated."""
-    time: datetime | None = None
 
 
 class Checkpoints:
@@ -65,27 +57,32 @@ class Checkpoints:
         config: CheckpointConfig | None = None,
         record: Sequence[Path] = (),
         on_saved: Callable[[int], None] = lambda step: None,
+        scores: Mapping[int, float] = MappingProxyType({}),
     ):
         """`record`: files of the run that are copied to the folder at once and before each save. `on_saved` is called
-        on the first process with the step of each checkpoint that has become whole. UserError where the folder cannot
-        be used. Every process must make one, and call its methods together."""
-        self.config, self.record, self.on_saved = config, record, on_saved
+        on the first process with the step of each checkpoint that has become whole. `scores`: `val_bpb` of steps, on
+        the first process. UserError where the folder cannot be used. Every process must make one, and call its methods
+        together."""
+        self.config, self.record, self.on_saved, self.scores = config, record, on_saved, scores
         self.in_bucket = str(folder).startswith("gs://")
         if self.in_bucket:
             # Other processes, and tensorstore, write to the bucket: a listing kept from before may be out of date.
             fsspec.config.conf["gcs"] = {**fsspec.config.conf.get("gcs", {}), "use_listings_cache": False}
+        self.folder = epath.Path(folder if self.in_bucket else Path(folder).resolve()) / "checkpoints"
+        self.not_whole: list[str] = []
+        """What had a checkpoint's name, and was put aside."""
+        where = str(self.folder)
         try:
-            self.folder = epath.Path(folder if self.in_bucket else Path(folder).resolve()) / "checkpoints"
-            self.not_whole: list[str] = on_first_process(self._clear) if config else []
-            """What had a checkpoint's name, and was put aside."""
-            self.manager = self._open()
-            steps = on_first_process(lambda: whole_steps(self.folder))
-            scores = [self._score(step) if config else None for step in steps]  # read together, as Orbax asks for
-            self.infos = [Info(*info) for info in on_first_process(lambda: list(zip(steps, scores)))]
+            if config:
+                self.not_whole = on_first_process(lambda: patiently(where, self._clear))
+                self.manager = on_every_process(
+                    "the folder of checkpoints", lambda: patiently(where, lambda: orbax_calls.open_manager(self.folder))
+                )
+            self.infos = [Info(*info) for info in on_first_process(lambda: patiently(where, self._look))]
             """The whole checkpoints, in order; every process has the same."""
             if config:
-                on_first_process(self._copy_record)
-        except UserError:
+                on_first_process(lambda: patiently(where, self._copy_record))
+        except (UserError, StorageLost):
             raise
         except Exception as error:  # of the disk or the store
             raise UserError(f"checkpoints cannot be kept in {folder}: {first_line(error)}") from error
@@ -106,34 +103,39 @@ class Checkpoints:
         """The newest whole checkpoint's step; 0 where there is none."""
         return max(self.steps, default=0)
 
-    def _open(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(read_only=self.config is None)
-        return ocp.CheckpointManager(self.folder, options=options, item_names=("params", "rest", "facts"))
+    def _look(self) -> list[Info]:
+        """What is there. On the first process."""
+        steps = whole_steps(self.folder)
+        return [Info(step, self._score(step)) for step in steps]
 
     def save(self, step: int, state: TrainState, facts: dict) -> None:
-        """Copies the state off the devices, and writes it while training goes on. `step` is `int(state.step)`.
+        """Copies the state off the devices, and writes it while training goes on. `step` is `int(state.step)`; `facts`
+        holds the parameters' `shapes` without padding (`model.shapes.parameter_shapes`).
 
         A save that fails, at once or while it is written, is counted (`failing`). Older checkpoints are deleted when
         there is a newer one that is whole.
         """
         rest = {"opt_state": state.opt_state, "skipped_steps": state.skipped_steps}
-        facts = {"step": step, **facts, "time": time.time(), "versions": versions(), "shapes": _shapes(state.params)}
-        facts["checksums"] = checksums({"params": state.params, **rest})
-        items = ocp.args.Composite(
-            params=ocp.args.StandardSave(state.params),  # pyright: ignore[reportCallIssue]
-            rest=ocp.args.StandardSave(rest),  # pyright: ignore[reportCallIssue]
-            facts=ocp.args.JsonSave({**facts, "sha256": digest(facts)}),  # pyright: ignore[reportCallIssue]
-        )
+        facts = {"step": step, **facts, "time": time.time(), "versions": versions()}
+        facts["checksums"] = checksums({"params": state.params, **rest}, facts["shapes"])
+        facts["sha256"] = digest(facts)
         self._settle()
         if step in self.steps:
             return
 
         def write() -> None:
             on_first_process(self._copy_record)
-            self.manager.save(step, args=items, force=True)
+            orbax_calls.save(self.manager, step, state.params, rest, facts)
 
         if self._succeeds(write):
-            self.pending = Info(step, _metrics(facts))
+            self.pending = Info(step, None)
+
+    def score(self, step: int, val_bpb: float) -> None:
+        """The bits per byte of a checkpoint that was saved, or is being saved: the best is kept. The run's metrics have
+        it on record."""
+        if self.pending and self.pending.step == step:
+            self.pending = Info(step, _metrics(val_bpb))
+        self.infos = [Info(step, _metrics(val_bpb)) if info.step == step else info for info in self.infos]
 
     def failing(self, wait: bool = True) -> int:
         """How many saves in a row have failed, that of the last save included: it is waited for, or, without `wait`,
@@ -176,7 +178,7 @@ class Checkpoints:
                 on_first_process(self._clear)
                 break
             time.sleep(0.1)
-        self.manager = self._open()
+        self.manager = orbax_calls.open_manager(self.folder)
         return False
 
     def _copy_record(self) -> None:
@@ -200,9 +202,11 @@ class Checkpoints:
         """Deletes what a kill or a failure left half written or half deleted, and puts aside what has a checkpoint's
         name and is none, whose names it returns. On the first process."""
         put_aside = []
-        for path in self.folder.iterdir() if self.folder.exists() else ():
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True)
+        for path in self.folder.iterdir() if self.folder.exists() else ():  # an empty one is nothing in a bucket
             half_written = self.in_bucket and path.name.isdigit() and not (path / COMMITTED).exists()
-            if half_written or path.name.endswith(HALF_DONE):
+            if half_written or path.name.endswith(LEFT_OVER):
                 path.rmtree()
             elif path.name.isdigit() and not self.in_bucket and not (path / FACTS).exists():
                 self._put_aside(path)
@@ -210,43 +214,40 @@ class Checkpoints:
         return put_aside
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict]:
-        """The state saved at `step`, as `abstract`'s shapes and shardings say, and the facts saved with it.
+        """The state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it.
 
-        UserError where it is of another network or optimizer; another exception where it is damaged.
+        The same exception on every process: UserError where it is of another network or optimizer, Damaged where it is
+        not what was saved, StorageLost where a disk or store does not answer for long.
         """
         rest = {"opt_state": abstract.opt_state, "skipped_steps": abstract.skipped_steps}
-        facts = self.facts(step)
+        facts = self._facts_for_all(step)
         self._require_same_state(facts, {"params": abstract.params, **rest})
-        items = ocp.args.Composite(
-            params=ocp.args.StandardRestore(abstract.params),  # pyright: ignore[reportCallIssue]
-            rest=ocp.args.StandardRestore(rest),  # pyright: ignore[reportCallIssue]
-        )
-        found: Any = self.manager.restore(step, args=items)
-        require_checksums(facts["checksums"], {"params": found.params, **found.rest})
+        found = self._read(step, {"params": abstract.params, "rest": rest})
+        require_checksums(facts["checksums"], {"params": found["params"], **found["rest"]}, facts["shapes"])
         step_array = jax.device_put(abstract.step.dtype.type(facts["step"]), abstract.step.sharding)
-        return TrainState(step_array, found.params, found.rest["opt_state"], found.rest["skipped_steps"]), facts
+        return TrainState(
+            step_array, found["params"], found["rest"]["opt_state"], found["rest"]["skipped_steps"]
+        ), facts
 
     def restore_newest(self, abstract: TrainState, say: Callable[[str], Any]) -> tuple[TrainState, dict] | None:
-        """The newest state that can be read, or None where there is no checkpoint at all. Those that cannot are named,
-        and put aside in bad-checkpoints/. NoCheckpoint where none can."""
+        """The newest state that can be read, or None where there is no checkpoint at all. Those that are damaged are
+        named, and put aside in bad-checkpoints/. NoCheckpoint where all are; StorageLost where a disk or store does not
+        answer, which says nothing of a checkpoint."""
         for name in self.not_whole:
             say(f"checkpoint {name} cannot be read (it is not whole); it is in bad-checkpoints")
         bad = []
         for step in reversed(self.steps):
-            found, problem = None, ""
             try:
                 found = self.restore(step, abstract)
-            except UserError:
-                raise
-            except Exception as error:  # whatever a damaged file makes Orbax raise
-                problem = first_line(error)
-            if not highest(bool(problem)):
+            except Damaged as error:
+                bad.append(step)
+                say(f"checkpoint {step} cannot be read ({first_line(error)}); trying the one before it")
+                continue
+            if bad:
                 self._forget(bad)
                 on_first_process(lambda: [self._put_aside(self.folder / str(step)) for step in bad])
                 self._reload()
-                return found
-            bad.append(step)
-            say(f"checkpoint {step} cannot be read ({problem or 'by another process'}); trying the one before it")
+            return found
         if bad:
             raise NoCheckpoint(f"none of the checkpoints in {self.folder} can be read; nothing was changed")
         return None
@@ -256,31 +257,41 @@ class Checkpoints:
         none, or it is damaged."""
         if not self.steps:
             raise UserError(f"{self.folder} holds no checkpoint yet")
-        arguments = ocp.checkpoint_utils.construct_restore_args(abstract)
-        params = ocp.args.PyTreeRestore(abstract, arguments, partial_restore=True)  # pyright: ignore[reportCallIssue]
         try:
-            facts = self.facts(self.newest)
+            facts = self._facts_for_all(self.newest)
             self._require_same_network(facts, abstract, part=True)
-            found: Any = self.manager.restore(self.newest, args=ocp.args.Composite(params=params))
-            require_checksums(facts["checksums"], {"params": found.params})
-        except UserError:
-            raise
-        except Exception as error:
+            params = self._read(self.newest, {"params": abstract})["params"]
+            require_checksums(facts["checksums"], {"params": params}, facts["shapes"])
+        except Damaged as error:
             raise UserError(f"checkpoint {self.newest} in {self.folder} cannot be read: {first_line(error)}") from error
-        return found.params, self.newest
+        return params, self.newest
 
     def facts(self, step: int) -> dict:
-        """What was saved beside the arrays. An exception where it is damaged."""
-        found: Any = self.manager.restore(step, args=ocp.args.Composite(facts=ocp.args.JsonRestore()))
-        facts: dict = found.facts
-        if facts.pop("sha256", None) != digest(facts):
-            raise ValueError("facts/metadata is not what was saved")
+        """What was saved beside the arrays. Damaged where it is not what was saved."""
+        with _damage():
+            facts = orbax_calls.read_facts(self.folder / str(step))
+            if facts.pop("sha256", None) != digest(facts):
+                raise Damaged("facts/metadata is not what was saved")
         return facts
+
+    def _facts_for_all(self, step: int) -> dict:
+        """Read by the first process, for as long as its disk or store needs."""
+        return on_first_process(lambda: patiently(f"checkpoint {step}", lambda: self.facts(step)))
+
+    def _read(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
+        """The arrays of a checkpoint's items. Each process reads its own parts, for as long as its disk or store needs,
+        and then all agree on what became of it."""
+
+        def read() -> dict[str, Any]:
+            with _damage():
+                return {name: orbax_calls.read_arrays(self.folder / str(step) / name, of) for name, of in items.items()}
+
+        return on_every_process(f"checkpoint {step}", lambda: patiently(f"checkpoint {step}", read))
 
     def _require_same_state(self, facts: dict, state: dict) -> None:
         """UserError where the checkpoint's parameters have other shapes, or its optimizer other moments."""
         self._require_same_network(facts, state["params"])
-        if others := sorted(facts["checksums"].keys() ^ _shapes(state).keys()):
+        if others := sorted(facts["checksums"].keys() ^ _leaves(state).keys()):
             raise UserError(
                 f"checkpoint {facts['step']} in {self.folder} was made with another optimizer: {', '.join(others[:4])}"
                 f"{' and others' if len(others) > 4 else ''} are in one of the two alone; give the optimizer it was "
@@ -289,36 +300,31 @@ class Checkpoints:
 
     def _require_same_network(self, facts: dict, params: dict, part: bool = False) -> None:
         """UserError where the checkpoint's parameters have other shapes; `part`: it may have more of them."""
-        saved, asked = facts["shapes"], _shapes(params)
+        saved, leaves = facts["shapes"], _leaves(params)
+        asked = {name: list(leaf.shape) for name, leaf in leaves.items()}
+        here = {name: _padded(shape, leaves[name].sharding) for name, shape in saved.items() if name in leaves}
         differ = [
             f"{name}: {saved.get(name, 'not there')}, not {asked.get(name, 'there')}"
             for name in sorted(asked if part else saved | asked)
-            if saved.get(name) != asked.get(name)
+            if here.get(name) != asked.get(name)
         ]
         if differ:
             differences = "\n  ".join(differ)
             raise UserError(f"checkpoint {facts['step']} in {self.folder} is of another network:\n  {differences}")
 
     def _score(self, step: int) -> dict[str, float] | None:
-        try:
-            return _metrics(self.facts(step))
-        except Exception:  # a damaged one is not the best
+        if step in self.scores:
+            return _metrics(self.scores[step])
+        try:  # versions that evaluated before they saved wrote it into the facts
+            return _metrics(self.facts(step).get("val_bpb")) if self.config else None
+        except Damaged:  # it is not the best
             return None
 
     def _delete_old(self) -> None:
         """Keeps the newest, every n-th, and the best by bits per byte. The others are first made no checkpoints, so
         that none is ever there in part. One that cannot be deleted stays, and does not hold up what comes after it."""
         assert self.config
-        policies: list[managers.PreservationPolicy] = [
-            managers.LatestN(self.config.keep),
-            managers.BestN(
-                get_metric_fn=lambda metrics: -metrics["val_bpb"], n=1, keep_checkpoints_without_metrics=False
-            ),
-        ]
-        if self.config.keep_every:
-            policies.append(managers.EveryNSteps(self.config.keep_every))
-        preserve = managers.AnyPreservationPolicy(policies).should_preserve
-        keep = preserve(self.infos, context=managers.PreservationContext())  # pyright: ignore[reportArgumentType]
+        keep = orbax_calls.to_keep(self.config, self.infos)
         old = [info.step for info, kept in zip(self.infos, keep) if not kept]
         if not old:
             return
@@ -348,8 +354,21 @@ class Checkpoints:
 
     def _reload(self) -> None:
         """Orbax looks again at what is there, once the first process has moved what it moves."""
-        multihost_utils.sync_global_devices("checkpoints were moved")
+        exchange("the end of moving checkpoints", "")
         self.manager.reload()
+
+
+@contextmanager
+def _damage() -> Iterator[None]:
+    """What is raised inside, while a checkpoint is read, is Damaged, unless it is of the disk, store or memory."""
+    try:
+        yield
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:
+        if passes(error) or isinstance(error, PermissionError):
+            raise
+        raise Damaged(first_line(error)) from error
 
 
 def copy(source: epath.Path, target: epath.Path) -> None:
@@ -359,9 +378,16 @@ def copy(source: epath.Path, target: epath.Path) -> None:
     partial.replace(target)
 
 
-def _metrics(facts: dict) -> dict[str, float] | None:
-    return None if facts.get("val_bpb") is None else {"val_bpb": facts["val_bpb"]}
+def _metrics(val_bpb: float | None) -> dict[str, float] | None:
+    """NaN is no score: it would be the best."""
+    return None if val_bpb is None or not math.isfinite(val_bpb) else {"val_bpb": val_bpb}
 
 
-def _shapes(tree: Any) -> dict[str, list[int]]:
-    return {path_name(path): list(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+def _leaves(tree: Any) -> dict[str, Any]:
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _padded(shape: list[int], sharding: jax.sharding.NamedSharding) -> list[int]:
+    """The shape in which a mesh stores an array (`training.layout.Place`)."""
+    axes = [(names,) if isinstance(names, str) else names or () for names in sharding.spec]
+    return [padded(size, math.prod(sharding.mesh.shape[name] for name in names)) for size, names in zip(shape, axes)]

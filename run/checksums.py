@@ -2,6 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -9,33 +12,44 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
+from run.runtime import Damaged
 from training.optimizer import path_name
 
 
-def checksums(tree: Any) -> dict[str, int]:
-    """A number for each array [...] of elements of at most 4 bytes, the same on every mesh: the sum of its elements'
-    bits, each times an odd number of its own, modulo 2^32. So no single element can change unnoticed."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    sums = jax.device_get(_checksums([leaf for _, leaf in leaves]))
-    return {path_name(path): int(total) for (path, _), total in zip(leaves, sums)}
+def checksums(tree: Any, shapes: Mapping[str, Sequence[int]] = MappingProxyType({})) -> dict[str, int]:
+    """Return a number for each array [...] of elements of at most 4 bytes, the same on every mesh: the sum of its
+    elements' bits, each times an odd number of its own, modulo 2^32. So no single element can change unnoticed.
+
+    `shapes` are those of the parameters without the mesh's padding, which is zeros and adds nothing; a moment has its
+    parameter's.
+    """
+    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    of = {name: tuple(shape) for name, shape in shapes.items()}
+    # A moment's name ends with its parameter's.
+    ends = lambda name: (name[i:] for i in range(len(name)) if i == 0 or name[i - 1] == ".")
+    found = [next((of[end] for end in ends(name) if end in of), leaf.shape) for name, leaf in leaves.items()]
+    sums = jax.device_get(_checksums(list(leaves.values()), tuple(found)))
+    return dict(zip(leaves, map(int, sums)))
 
 
-@jax.jit
-def _checksums(leaves: list[Array]) -> list[UInt32[Array, ""]]:
-    def checksum(leaf: Array) -> UInt32[Array, ""]:
+@partial(jax.jit, static_argnums=1)
+def _checksums(leaves: list[Array], shapes: tuple[tuple[int, ...], ...]) -> list[UInt32[Array, ""]]:
+    def checksum(leaf: Array, shape: tuple[int, ...]) -> UInt32[Array, ""]:
         position = jnp.zeros(leaf.shape, jnp.uint32)
-        for axis, size in enumerate(leaf.shape):
+        for axis, size in enumerate(shape if leaf.ndim else ()):
+            # A moment may have summed a dimension to one number.
+            size = min(size, leaf.shape[axis])
             position = position * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
         bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
         return jnp.sum(bits * (2 * position + 1), dtype=jnp.uint32)
 
-    return [checksum(leaf) for leaf in leaves]
+    return [checksum(leaf, shape) for leaf, shape in zip(leaves, shapes)]
 
 
-def require_checksums(saved: dict[str, int], tree: Any) -> None:
-    """ValueError, with the arrays' names, where a tree's checksums are not those that were saved."""
-    if wrong := [name for name, total in checksums(tree).items() if saved.get(name) != total]:
-        raise ValueError(f"{len(wrong)} array(s) are not what was saved: {', '.join(wrong[:3])}")
+def require_checksums(saved: dict[str, int], tree: Any, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Damaged, with the arrays' names, where a tree's checksums are not those that were saved."""
+    if wrong := [name for name, total in checksums(tree, shapes).items() if saved.get(name) != total]:
+        raise Damaged(f"{len(wrong)} array(s) are not what was saved: {', '.join(wrong[:3])}")
 
 
 def digest(facts: dict) -> str:

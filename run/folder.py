@@ -22,10 +22,10 @@ from data.dataset import absolute
 from run.checkpoint import Checkpoints, copy, whole_steps
 from run.events import Events, saved_up_to
 from run.kernels import ARCHIVE
-from run.lines import read_metrics
+from run.lines import read_metrics, scores
 from run.runtime import versions
 from training.build import build
-from training.mesh import islands, make_mesh
+from training.mesh import islands, make_mesh, sizes_of
 from training.optimizer import path_name
 from training.state import TrainState, abstract_params
 
@@ -201,7 +201,7 @@ def load_run(run_dir: str | Path, mesh: Mesh) -> Run:
     """The run in `run_dir` with its newest checkpoint's parameters. UserError where there is no run or checkpoint, or
     where the mesh cannot divide its network."""
     facts, config = record_of(run_dir)
-    validate(dataclasses.replace(config, mesh=MeshConfig(**mesh.shape)))
+    validate(dataclasses.replace(config, mesh=MeshConfig(**sizes_of(mesh))))
     params, step = Checkpoints(config.checkpoint.folder or run_dir).restore_params(abstract_params(config.model, mesh))
     return Run(config, facts["dataset"], params, step)
 
@@ -246,7 +246,7 @@ def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
     """A run's checkpoints, and what to restore them as on one device."""
     _, config = record_of(run_dir)
     built = build(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
-    return Checkpoints(config.checkpoint.folder or run_dir), built.abstract_state
+    return Checkpoints(config.checkpoint.folder or run_dir, scores=scores(run_dir)), built.abstract_state
 
 
 def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:

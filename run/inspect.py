@@ -35,12 +35,12 @@ def main() -> int:
     start_jax()
     checkpoints, abstract = open_for_reading(arguments.run_dir)
     print(f"{'step':>10} {'MB':>9} {'val_bpb':>9} {'hours old':>10}")
-    for step in checkpoints.steps:
+    for step, metrics, _ in checkpoints.infos:
         megabytes = sum(path.stat().length for path in _files(checkpoints.folder / str(step))) / 1e6
         try:
             facts = checkpoints.restore(step, abstract)[1]
             hours = (time.time() - facts["time"]) / 3600
-            verdict = f"{facts.get('val_bpb', math.nan):9.4f} {hours:10.1f}  verified"
+            verdict = f"{(metrics or facts).get('val_bpb', math.nan):9.4f} {hours:10.1f}  verified"
         except Exception as error:
             verdict = f"{'':9} {'':10}  DAMAGED: {first_line(error)}"
         print(f"{step:>10} {megabytes:9.1f} {verdict}")

@@ -20,3 +20,8 @@ def read_metrics(run_dir: str | Path) -> list[dict]:
             if number < len(texts):
                 print(f"{path}: line {number} is damaged, and left out", file=sys.stderr)
     return lines
+
+
+def scores(run_dir: str | Path) -> dict[int, float]:
+    """`val_bpb` of each step that was evaluated, where it was finite."""
+    return {line["step"]: bits for line in read_metrics(run_dir) if (bits := line.get("val_bpb")) is not None}

@@ -9,19 +9,23 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+from tenacity import Retrying, retry_if_result, wait_random_exponential
 
 from configs.ramp import Ramp
 from configs.schema import Config
 from model.flops import flops_per_token
+from model.shapes import parameter_shapes
 from program.machines import peak_flops
 from run.checkpoint import Checkpoints
 from run.events import Events
 from run.goodput import Times
+from run.lines import read_metrics
 from run.metrics import Clock, MetricsWriter
 from run.monitor import Monitor
 from run.notify import tell
 from run.profile import Profile
-from run.runtime import Stop, highest
+from run.retry import LONGEST
+from run.runtime import Stop, highest, on_first_process
 from run.watchdog import Watchdog, end_as_hung
 from run.weights_and_biases import Wandb
 from training.build import Build
@@ -165,8 +169,7 @@ class Loop:
         config, monitor = self.config, self.monitor
         self.clock.start()
         with closing(monitor.bar), self.stop.heeded(), self.watchdog, closing(self.profile), self.times.during("steps"):
-            if self.step == 0:
-                self.evaluate()
+            self.evaluate_what_is_due()
             if self.step == config.steps:  # killed after its last checkpoint, before its summary
                 return Finished(self.state, self.start.tokens, self.clock.seconds)
             batch = next(batches)
@@ -194,14 +197,15 @@ class Loop:
                     self.read()  # after the first step, too: the watchdog's limit follows from its time
                 if outcome := self.end_before_saving(stopping):
                     return outcome
-                results = self.evaluate() if due.evaluate else {}
-                if due.tasks:
-                    self.evaluate_tasks()
                 if due.save:
-                    self.save(results)
+                    self.save()
                     retry = False
+                if stopping:  # the machine may be gone in seconds: the next start evaluates
+                    return self.end(stopping=True)
+                if due.evaluate or due.tasks:
+                    self.evaluate_what_is_due()
                 if last:
-                    return self.end(results)
+                    return self.end()
 
     def step_program(self) -> TrainStep:
         """The program of the next step."""
@@ -253,14 +257,19 @@ class Loop:
             return self.give_up(f"{checkpoints.failed_saves} save(s) in a row failed: {checkpoints.failure}")
         return None
 
-    def end(self, results: dict) -> Outcome:
-        """After the last step: waits for its checkpoint, and tries again where that fails."""
+    def end(self, stopping: bool = False) -> Outcome:
+        """After the last step: waits for its checkpoint, and tries again, after a pause, where that fails."""
+        limit, failed = self.config.checkpoint.max_failed_saves, 0
+        pause = wait_random_exponential(multiplier=0.5, max=LONGEST)
         with self.watchdog.elsewhere(), self.times.during("saving"):
-            while 0 < (failed := self.checkpoints.failing()) < self.config.checkpoint.max_failed_saves:
-                self.save(results)
+            for attempt in Retrying(retry=retry_if_result(lambda failed: 0 < failed < limit), wait=pause):
+                if failed:
+                    self.save()
+                failed = self.checkpoints.failing()
+                attempt.retry_state.set_result(failed)
         if failed:
             return self.give_up(f"{failed} save(s) in a row failed: {self.checkpoints.failure}")
-        if self.step < self.config.steps:
+        if stopping:
             return Stopped(self.step)
         return Finished(self.state, self.tokens_after(self.step), self.clock.seconds)
 
@@ -276,18 +285,20 @@ class Loop:
         tell(self.config, "failure", f"a hang: {reason}", self.step)
         end_as_hung(reason)
 
-    def evaluate(self) -> dict:
-        """Evaluates and samples the network as it is now."""
-        if self.measure is None:
-            return {}
-        results = self.measured(self.measure)
-        self.say(f"step {self.step}: validation loss {results['val_loss']:.4f}, {results['val_bpb']:.4f} bits per byte")
-        return {name: results[name] for name in ("val_loss", "val_bpb")}
-
-    def evaluate_tasks(self) -> None:
-        """The same with benchmarks."""
-        results = self.measured(self.measure_tasks)
-        self.say(f"step {self.step}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}")
+    def evaluate_what_is_due(self) -> None:
+        """Evaluates and samples the network as it is now, where that is due after this step and not on record: a run
+        that was ended after the step was saved makes up for it."""
+        due = due_after(self.step, self.config, last=False, retry=False)
+        lines = lambda: [line for line in read_metrics(self.config.run_dir) if line["step"] == self.step]
+        on_record = on_first_process(lambda: [name for line in lines() for name in line])
+        if self.measure and due.evaluate and "val_loss" not in on_record:
+            results = self.measured(self.measure)
+            loss, bits = results["val_loss"], results["val_bpb"]
+            self.checkpoints.score(self.step, bits)
+            self.say(f"step {self.step}: validation loss {loss:.4f}, {bits:.4f} bits per byte")
+        if self.step > 0 and due.tasks and "core" not in on_record:
+            results = self.measured(self.measure_tasks)
+            self.say(f"step {self.step}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}")
 
     def measured(self, measure: Callable[[dict], dict]) -> dict:
         """What `measure` finds of the network, written down; none of its time is training's."""
@@ -297,10 +308,11 @@ class Loop:
         self.writer.write({"step": self.step, "tokens": self.tokens_after(self.step), **results})
         return results
 
-    def save(self, results: dict) -> None:
+    def save(self) -> None:
         position = {"tokens": self.tokens_after(self.step), "position": self.position_after(self.step)}
         kept = {"seconds": self.clock.seconds, "losses": list(self.monitor.losses)}
-        origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config)}
+        shapes = parameter_shapes(self.config.model)
+        origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config), "shapes": shapes}
         with self.watchdog.elsewhere(), self.times.during("saving"):
-            self.checkpoints.save(self.step, self.state, {**position, **kept, **origin, **results})
+            self.checkpoints.save(self.step, self.state, {**position, **kept, **origin})
         self.saved = time.monotonic()

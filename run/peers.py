@@ -1,14 +1,15 @@
 """The processes of a run: they wait for each other at the start, and end with one code.
 
-JAX's own start gives up by an abort (exit code 134), and does not say who is missing. So before it, process 0 calls
-the roll on the coordinator's port: each process connects, says who it is, and answers once all are there. Then JAX's
-service takes the port over.
+JAX's own start (`initialization_timeout`) gives up by an abort, exit code 134, and names nobody. So before it, process
+0 calls the roll on the coordinator's port: each process connects, says who it is, and answers once all are there. Then
+JAX's service takes the port over.
 
 Later JAX's coordination service, which every process is connected to, carries the exit code: the first process that
 ends otherwise than all together (an exception, a Ctrl-C, a hang) writes it there, and the others end with it.
 """
 
 import ctypes
+import json
 import os
 import selectors
 import signal
@@ -22,6 +23,7 @@ from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed  # as Orbax does: the service's store has no other door
+from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_after_delay, wait_random
 
 from configs.exit_codes import Exit
 from configs.schema import UserError
@@ -33,6 +35,7 @@ TELL_EVERY = 60  # seconds between lines that say who is missing
 JOIN_TIMEOUT = 120  # seconds for JAX's own start, once all have answered
 HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life after which a process counts as lost
 HOSTS = "tokensum/host"  # in the service's store: each process's host
+EXCHANGES = "tokensum/exchange"  # there, too: what processes give each other
 ENDING = "tokensum/exit"  # there, too: the code, and who was first to end with it
 LOOK_EVERY = 1  # seconds between looks for it
 GRACE = 2  # seconds that a process which learns of it has to end by itself, with its own message
@@ -179,20 +182,23 @@ def _call(cluster: Cluster, port: int, timeout: float, tell_every: float, say: C
 
 def _listen(port: int) -> socket.socket:
     """UserError where the port stays taken."""
-    for attempt in range(30):
-        try:
-            if socket.has_dualstack_ipv6():
-                with suppress(OSError):
-                    return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
-            return socket.create_server(("", port), backlog=4096)
-        except OSError as error:
-            if attempt == 29:
-                raise UserError(
-                    f"process 0 cannot listen on port {port} ({error.strerror}): is another run on this machine? "
-                    "JAX_COORDINATOR_PORT names another port, the same for all"
-                ) from error
-            time.sleep(1)  # the run before may still be ending
-    raise AssertionError
+    again = Retrying(
+        retry=retry_if_exception_type(OSError), stop=stop_after_delay(60), wait=wait_random(0.5, 1.5), reraise=True
+    )
+    try:
+        return again(_create_server, port)  # the run before may still be ending
+    except OSError as error:
+        raise UserError(
+            f"process 0 cannot listen on port {port} ({error.strerror}): is another run on this machine? "
+            "JAX_COORDINATOR_PORT names another port, the same for all"
+        ) from error
+
+
+def _create_server(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+    return socket.create_server(("", port), backlog=4096)
 
 
 def _answer(
@@ -200,71 +206,113 @@ def _answer(
 ) -> None:
     """Any other process."""
     start = reported = time.monotonic()
-    while True:
-        try:
-            with socket.create_connection(address, timeout=10) as connection:
-                connection.settimeout(2 * tell_every + 10)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                connection.sendall(f"here {cluster.index} {cluster.processes} {socket.gethostname()}\n".encode())
-                for line in connection.makefile():
-                    word, _, rest = line.strip().partition(" ")
-                    if word == "go":
-                        return
-                    if word == "ready?":
-                        connection.sendall(b"yes\n")
-                    elif word == "say":
-                        say(rest)
-                    elif word == "no":
-                        raise UserError(rest)
-                    elif word == "lost":
-                        raise PeerLost(rest)
-                problem = "it closed the connection"
-        except OSError as error:  # not there yet, not known yet, or it was started again
-            problem = str(error)
+
+    def waiting(state: RetryCallState) -> None:
+        nonlocal reported
         now = time.monotonic()
-        if now - start > timeout:
-            raise PeerLost(f"{now - start:.0f} s: process 0 at {cluster.address} cannot be reached: {problem}")
         if now - reported > tell_every:
             reported = now
+            problem = state.outcome and state.outcome.exception()
             say(f"{now - start:.0f} s: waiting for process 0 at {cluster.address}: {problem}")
-        time.sleep(1)
+
+    # Not there yet, not known yet, or started again; or JAX's service of the run before, whose answer is no text.
+    again = Retrying(
+        retry=retry_if_exception_type((OSError, UnicodeDecodeError)),
+        stop=stop_after_delay(timeout),
+        wait=wait_random(0.5, 1.5),
+        before_sleep=waiting,
+        reraise=True,
+    )
+    try:
+        again(_greet, cluster, address, tell_every, say)
+    except (OSError, UnicodeDecodeError) as problem:
+        passed = time.monotonic() - start
+        raise PeerLost(f"{passed:.0f} s: process 0 at {cluster.address} cannot be reached: {problem}") from problem
+
+
+def _greet(cluster: Cluster, address: tuple[str, int], tell_every: float, say: Callable[[str], Any]) -> None:
+    """Says who this process is, and does as process 0 says. OSError where that one closes the connection."""
+    with socket.create_connection(address, timeout=10) as connection:
+        connection.settimeout(2 * tell_every + 10)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.sendall(f"here {cluster.index} {cluster.processes} {socket.gethostname()}\n".encode())
+        for line in connection.makefile(encoding="utf-8"):
+            word, _, rest = line.strip().partition(" ")
+            if word == "go":
+                return
+            if word == "ready?":
+                connection.sendall(b"yes\n")
+            elif word == "say":
+                say(rest)
+            elif word == "no":
+                raise UserError(rest)
+            elif word == "lost":
+                raise PeerLost(rest)
+    raise ConnectionError("it closed the connection")
 
 
 _exchanged = 0  # how often; every process counts alike, so that no two exchanges have one name
+_read_by_all = 0  # up to which exchange every process has read what it was to read
 
 
 def exchange(what: str, value: str, timeout: float = START_TIMEOUT) -> list[str]:
     """Every process's `value`, in order. Through JAX's service, not through the devices. PeerLost, which names them,
     where some have not given theirs after `timeout` seconds. Every process must call it."""
+    global _read_by_all
     client: Any = distributed.global_state.client
     if client is None:
         return [value]
+    index, count, name = distributed.global_state.process_id, distributed.global_state.num_processes, _next_name()
+    client.key_value_set(f"{name}/{index}", value)
+    if index > 0:  # the first gathers them, so that the requests grow with the processes, and not with their square
+        return json.loads(_read(client, f"{name}/all", name, range(count), what, timeout))
+    values = [_read(client, f"{name}/{i}", name, range(count), what, timeout) for i in range(count)]
+    client.key_value_set(f"{name}/all", json.dumps(values))
+    for number in range(_read_by_all, _exchanged - 1):  # all have come here, and so have read what was before
+        client.key_value_delete(f"{EXCHANGES}/{number + 1}")
+    _read_by_all = _exchanged - 1
+    return values
+
+
+def from_first(what: str, value: str, timeout: float = START_TIMEOUT) -> str:
+    """The first process's `value`, in the same way. It waits for nobody."""
+    client: Any = distributed.global_state.client
+    if client is None:
+        return value
+    name = _next_name()
+    if distributed.global_state.process_id > 0:
+        return _read(client, f"{name}/0", name, range(1), what, timeout)
+    client.key_value_set(f"{name}/0", value)
+    return value
+
+
+def _next_name() -> str:
     global _exchanged
     _exchanged += 1
-    index, count = distributed.global_state.process_id, distributed.global_state.num_processes
-    name = f"tokensum/{_exchanged}"
-    client.key_value_set(f"{name}/{index}", value)
-    start = time.monotonic()
-    found: dict[int, str] = {}
-    while len(found) < count:
-        first = next(i for i in range(count) if i not in found)
+    return f"{EXCHANGES}/{_exchanged}"
+
+
+def _read(client: Any, key: str, name: str, expected: range, what: str, timeout: float) -> str:
+    """The value at `key` once it is there. Meanwhile the first process says who of `expected` has given none."""
+    start, count = time.monotonic(), distributed.global_state.num_processes
+    by_process = lambda folder: {int(key.rpartition("/")[2]): value for key, value in folder}
+    while True:
+        passed = time.monotonic() - start
         try:
-            seconds = TELL_EVERY if time.monotonic() - start > TELL_FIRST else TELL_FIRST
-            found[first] = client.blocking_key_value_get(f"{name}/{first}", 1000 * seconds)
+            return client.blocking_key_value_get(key, 1000 * (TELL_EVERY if passed > TELL_FIRST else TELL_FIRST))
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-            by_process = lambda folder: {int(key.rpartition("/")[2]): value for key, value in folder}
-            found |= by_process(client.key_value_dir_get(f"{name}/"))
-            hosts = by_process(client.key_value_dir_get(f"{HOSTS}/"))
-            silent = [i for i in range(count) if i not in found]
-            names = ", ".join(f"{i} ({hosts.get(i, 'not known')})" for i in silent[:16])
-            line = f"{time.monotonic() - start:.0f} s: waiting for {what} of process {names} of {count}"
-            if silent and time.monotonic() - start > timeout:
-                raise PeerLost(line) from None
-            if silent and index == 0:
-                print(line, flush=True)
-    return [found[i] for i in range(count)]
+        given = {key.rpartition("/")[2] for key, _ in client.key_value_dir_get(f"{name}/")}
+        silent = [i for i in expected if str(i) not in given] or [0]
+        hosts = by_process(client.key_value_dir_get(f"{HOSTS}/"))
+        names = ", ".join(f"{i} ({hosts.get(i, 'not known')})" for i in silent[:16])
+        passed = time.monotonic() - start
+        line = f"{passed:.0f} s: waiting for {what} of process {names} of {count}"
+        if passed > timeout:
+            raise PeerLost(line)
+        if distributed.global_state.process_id == 0:
+            print(line, flush=True)
 
 
 def end_all(code: int, reason: str) -> NoReturn:

@@ -20,10 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
+from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import Config, UserError
 from model.flops import parameter_counts
+from model.kernels import attention_kernel
+from model.parallel import compute_capability
 from run.peers import exchange
 from run.runtime import first_line, versions
 from run.watchdog import end_as_hung
@@ -31,6 +34,7 @@ from run.watchdog import end_as_hung
 ROOT = Path(__file__).parents[1]
 CLOCKS = 60  # seconds by which hosts' clocks may differ: stores refuse requests signed at another time
 SUM_TIMEOUT = 180  # seconds for the sum, the connection of all devices included
+MIN_CUDNN = 91801  # 9.18.1; pyproject.toml asks for it
 SEEN = 10  # seconds for a shared folder to show what another host wrote
 
 
@@ -111,7 +115,23 @@ def needs(config: Config) -> list[str]:
             free = shutil.disk_usage(shared).free
             if free < checkpoint:
                 problems.append(f"{free / 1e9:.1f} GB are free at {shared}; a checkpoint takes {checkpoint / 1e9:.1f}")
-    return problems
+    problem = lacks_deterministic_attention(config, compute_capability()) if jax.default_backend() == "gpu" else ""
+    return [*problems, problem] if problem else problems
+
+
+def lacks_deterministic_attention(config: Config, capability: float) -> str:
+    """What to install if cuDNN here has no deterministic backward attention for a GPU of this compute capability; else
+    empty. On Blackwell it has one from MIN_CUDNN on (TransformerEngine pull request 2584)."""
+    model, length, documents = config.model, config.batch.sequence_length, config.data.mask_documents
+    kernel = attention_kernel("gpu", capability, model.dtype, length, model.head_dim, documents)
+    found = fused_attention_stablehlo.check_cudnn_version()
+    if kernel != "cudnn" or not config.deterministic or capability < 10 or found >= MIN_CUDNN:
+        return ""
+    said = lambda version: f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    return (
+        f"cuDNN {said(found)} has no deterministic attention for this GPU: install "
+        f"nvidia-cudnn-cu13>={said(MIN_CUDNN)}, or give --deterministic=False"
+    )
 
 
 def about(config: Config, fingerprint: str, tokenizer: str) -> Host:

@@ -8,29 +8,29 @@ import os
 import platform
 import signal
 import sys
-import time
 import traceback
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from glob import glob
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+from urllib.error import HTTPError
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
+from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random
 
 from configs.exit_codes import Exit
 from configs.files import cache_dir
 from configs.interrupt import raise_at_interrupt
 from configs.schema import UserError
 from run.cluster import Cluster, detect
-from run.peers import PeerLost, end_all, exchange, join, leave
-from training.mesh import axes_between, islands
+from run.peers import PeerLost, end_all, exchange, from_first, join, leave
+from run.retry import StorageLost
+from training.mesh import axes_between, islands, sizes_of
 
 OF_THE_PROGRAM = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # errors that would come again
 
@@ -42,6 +42,14 @@ def first_line(error: BaseException) -> str:
 
 class NoCheckpoint(Exception):
     """A run has checkpoints, and none can be read."""
+
+
+class Damaged(ValueError):
+    """What was saved is not what is read: a file is missing, or its content is another."""
+
+
+KINDS = (UserError, StorageLost, Damaged)  # exceptions that all processes raise where one does
+T = TypeVar("T")
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
@@ -58,6 +66,9 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt as error:
         print("interrupted while no step was being taken; what was saved before is still there", file=sys.stderr)
         code, ended = Exit.INTERRUPTED, error
+    except StorageLost as error:
+        print(f"error: {error}; start all again", file=sys.stderr)
+        code, ended = Exit.PEER_LOST, error
     except PeerLost as error:
         print(f"error: {error}; start all again", file=sys.stderr, flush=True)
         os._exit(Exit.PEER_LOST)  # an orderly end would wait for the others
@@ -70,7 +81,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code, ended = Exit.FAILED, error
         if isinstance(error, OSError) and full:
             print(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
-        elif isinstance(error, jax.errors.JaxRuntimeError) and not str(error).startswith(OF_THE_PROGRAM):
+        elif _of_a_peer(error):
             code = Exit.PEER_LOST
             print(
                 f"error: process {jax.process_index()} cannot go on: another one has stopped, or cannot be reached; "
@@ -82,6 +93,13 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     if ended and jax.distributed.is_initialized():  # maybe this process alone
         end_all(code, f"{type(ended).__name__}: {first_line(ended)}")
     sys.exit(code)
+
+
+def _of_a_peer(error: Exception) -> bool:
+    """Whether an operation of all processes failed for want of another one."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return not str(error).startswith(OF_THE_PROGRAM)
+    return isinstance(error, ValueError) and str(error).startswith("UNKNOWN: Gloo")  # seen with JAX 0.10.2
 
 
 def start_jax() -> Cluster:
@@ -105,22 +123,28 @@ def google_metadata(key: str) -> str:
     host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
     address = f"http://{host}/computeMetadata/v1/instance/attributes/{key}"
     request = urllib.request.Request(address, headers={"Metadata-Flavor": "Google"})
-    for _ in range(3):
-        try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
-                return answer.read().decode()
-        except urllib.error.HTTPError:
-            return ""
-        except OSError:
-            time.sleep(1)
-    return ""
+    again = Retrying(
+        retry=retry_if_exception(lambda error: isinstance(error, OSError) and not isinstance(error, HTTPError)),
+        stop=stop_after_attempt(3),
+        wait=wait_random(0.5, 1.5),
+        reraise=True,
+    )
+
+    def ask() -> str:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return answer.read().decode()
+
+    try:
+        return again(ask)
+    except OSError:
+        return ""
 
 
 def describe_processes(cluster: Cluster, mesh: Mesh) -> str:
     """What was found, in a line: the launcher, the processes, devices, slices, and how the mesh lies on them."""
     groups = islands(list(mesh.devices.flat))
     between = axes_between(mesh)
-    axes = ", ".join(f"{name} {size}{' (across them)' * (name in between)}" for name, size in mesh.shape.items())
+    axes = ", ".join(f"{name} {size}{' (across them)' * (name in between)}" for name, size in sizes_of(mesh).items())
     device, here = mesh.devices.flat[0], len(mesh.local_devices)
     return (
         f"launcher: {cluster.launcher}; process {cluster.index} of {cluster.processes}; {here} of {mesh.size} "
@@ -141,13 +165,15 @@ def check_hosts_agree(about: str, value: str) -> None:
 
 
 def highest(value: int) -> int:
-    """The highest of the processes' values. Every process must call it."""
-    return value if jax.process_count() == 1 else int(multihost_utils.process_allgather(np.int32(value)).max())
+    """The highest of the processes' values. Through JAX's service, not through the devices: where one process does
+    not ask, nothing that the others compute is paired with it. Every process must call it."""
+    return max(map(int, exchange("a decision", str(int(value)))))
 
 
 def on_first_process(function: Callable[[], Any]) -> Any:
     """What `function` returns on process 0 (something that JSON can hold), on every process. An exception there is
-    raised on every process: a UserError as one, any other as a RuntimeError elsewhere. Every process must call it."""
+    raised on every process: one of KINDS as itself, any other as a RuntimeError elsewhere. Every process must call
+    it."""
     if jax.process_count() == 1:
         return function()
     answer: dict = {}
@@ -156,19 +182,37 @@ def on_first_process(function: Callable[[], Any]) -> Any:
         try:
             answer = {"result": function()}
         except Exception as error:
-            failure = error
-            answer = {"mistake" if isinstance(error, UserError) else "failure": str(error)}
-    text = np.frombuffer(json.dumps(answer).encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(text.size)))
-    text = multihost_utils.broadcast_one_to_all(np.resize(text, size))
-    answer = json.loads(bytes(text))
+            failure, answer = error, {"kind": _kind(error), "failure": str(error)}
+    answer = json.loads(from_first("an answer", json.dumps(answer)))
     if failure:
         raise failure
-    if "mistake" in answer:
-        raise UserError(answer["mistake"])
     if "failure" in answer:
-        raise RuntimeError(f"process 0 failed: {answer['failure']}")
+        if answer["kind"] is None:
+            raise RuntimeError(f"process 0 failed: {answer['failure']}")
+        raise KINDS[answer["kind"]](answer["failure"])
     return answer["result"]
+
+
+def on_every_process(what: str, function: Callable[[], T]) -> T:
+    """What `function` returns here, once it has returned on every process. Where it raises one of KINDS on some, the
+    first kind in that order is raised on all, with the process's number; other exceptions end the run at once. The
+    processes agree through JAX's service, and `function` must not wait for another process."""
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = function()
+    except KINDS as error:
+        failure = error
+    answers = exchange(what, f"{_kind(failure)} {failure}" if failure else "")
+    if failed := [(answer, i) for i, answer in enumerate(answers) if answer]:
+        answer, i = min(failed)
+        kind, _, message = answer.partition(" ")
+        raise KINDS[int(kind)](message if len(answers) == 1 else f"process {i}: {message}") from failure
+    return result
+
+
+def _kind(error: Exception) -> int | None:
+    return next((i for i, kind in enumerate(KINDS) if isinstance(error, kind)), None)
 
 
 def versions() -> dict[str, str]:

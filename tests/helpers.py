@@ -16,7 +16,8 @@ from configs.schema import (
     ScheduleConfig,
 )
 from training.build import build
-from training.mesh import batch_shape, batch_sharding
+from training.mesh import batch_shape, batch_sharding, resized
+from training.state import stored_as
 
 TINY = ModelConfig(depth=2, width=32, heads=4, kv_heads=2, head_dim=8, vocab_size=272, dtype="float32")
 FEATURES = {
@@ -84,11 +85,10 @@ def initial_state(model: ModelConfig, optimizer: OptimizerConfig):
 def step_of(config: Config, devices: int):
     """The jitted step, its mesh, and the state before step 0; one program for all tests that ask for the same."""
     built = build(config, jax.devices()[:devices])
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state)
     return (
         built.train_step,
         built.mesh,
-        jax.device_put(initial_state(config.model, config.optimizer), shardings),
+        stored_as(initial_state(config.model, config.optimizer), built.abstract_state),
         built.rates,
     )
 
@@ -104,14 +104,15 @@ def run_steps(config: Config, rows: list[dict], devices: int = 1) -> tuple[dict,
     # A copy, since the step is given its state for good.
     state = initial_state(config.model, config.optimizer)
     state = state._replace(params=perturbed(state.params))
-    state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, placed))
+    state = stored_as(state, placed)
     shape = batch_shape(config.batch, mesh)
     metrics = []
     for step_rows in rows:
         batch = {name: array.reshape(shape) for name, array in step_rows.items()}
         state, step_metrics = train_step(state, jax.device_put(batch, batch_sharding(mesh)))
         metrics.append(jax.device_get(step_metrics))
-    return jax.device_get(state.params), metrics
+    params = jax.tree.map(lambda leaf, like: resized(leaf, like.shape), state.params, start_params(config))
+    return jax.device_get(params), metrics
 
 
 def distance(a: dict, b: dict) -> float:

@@ -431,6 +431,10 @@ def test_a_step_that_does_not_fit_says_what_it_holds_and_what_would_fit(folder, 
     with pytest.raises(jax.errors.JaxRuntimeError) as end:
         run("train", monkeypatch, "--config=tiny.py", "--run_dir=large")
     assert "would fit" in end.value.__notes__[0]
+    compiling.side_effect = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nand more")
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large") == 2
+    said = capfd.readouterr().err
+    assert "vector memory" in said and "model.head_dim" in said and "would fit" not in said
     compiling.side_effect = jax.errors.JaxRuntimeError("INTERNAL: another")
     with pytest.raises(jax.errors.JaxRuntimeError, match="another"):
         run("train", monkeypatch, "--config=tiny.py", "--run_dir=large", devices=8)

@@ -18,8 +18,7 @@ from run.report import read_runs
 from run.runtime import run_command
 from tests.chromium import PROGRAM, Chromium
 from tests.test_train import CONFIG
-from training.diagnostics import moment_sums
-from tuning import branch, fit, noise, rate, timing, trial
+from tuning import branch, fit, noise, rate, timing
 from tuning.trial import Context
 
 ROOT = Path(__file__).parent.parent
@@ -50,9 +49,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tuned(folder):
     """The folder of all stages on a tiny run, interrupted between two trials; the trials: the start that each is of,
-    its name, and how many steps its schedule has left at its end; and the sums of AdamW's moments that each began
-    with, by its folder."""
-    trials, starts, moments = [], [], {}
+    its name, and how many steps its schedule has left at its end."""
+    trials, starts = [], []
     train = Context.train
 
     def counted(self, name, config, until, *rest):
@@ -61,14 +59,8 @@ def tuned(folder):
         trials.append((starts[-1], name, config.steps - until))
         return train(self, name, config, until, *rest)
 
-    class Watched(trial.Loop):
-        def __init__(self, built, start, *rest, **named):
-            moments[Path(built.config.run_dir).name] = jax.device_get(moment_sums(start.state.opt_state))
-            super().__init__(built, start, *rest, **named)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr(trial, "Loop", Watched)
         # A device alone: its programs compile in half of the time.
         alone = jax.devices()[:1]
         patch.setattr(jax, "devices", lambda *_: alone)
@@ -83,12 +75,12 @@ def tuned(folder):
         assert run(patch, *TUNE, *MEASURED, "--budget=0", "--out=tuned") == 130
         starts.append("second")
         assert run(patch, *TUNE, *MEASURED, "--budget=0", "--out=tuned") == 0
-    return folder / "tuned", trials, moments
+    return folder / "tuned", trials
 
 
 @pytest.mark.medium
 def test_it_goes_on_where_it_was_interrupted(tuned):
-    _, trials, _ = tuned
+    _, trials = tuned
     names = [name for _, name, _ in trials]
     assert sorted(set(names)) == sorted(names), "a trial was done again"
     assert names[0] == "trunk" and {start for start, _, _ in trials} == {"first", "second"}
@@ -99,17 +91,6 @@ def test_trials_that_are_compared_train_their_schedules_to_the_end(tuned):
     """Without the warmdown high rates look worse than they are at a run's end."""
     left = {name: steps for _, name, steps in tuned[1] if not name.startswith("trunk")}
     assert {name.partition("/")[0] for name in left} == {"rate", "branch"} and not any(left.values()), left
-
-
-@pytest.mark.medium
-def test_a_branch_takes_second_moments_over_without_bias(tuned):
-    """Adam divides them by 1 - beta2^updates, with the branch's beta2 and the updates before it too."""
-    config, moments = load_config(str(tuned[0].parent / "tiny.py"))[0].optimizer, tuned[2]
-    same, twice = moments["x1-root"], moments["x2-linear"]
-    assert twice["first"] == same["first"] and same["second"].keys() == {"embed", "lm_head", "matrices"}
-    for name, second in same["second"].items():
-        beta2 = getattr(config, name).beta2
-        assert twice["second"][name] / second == pytest.approx((1 - beta2 ** (2 * 40)) / (1 - beta2**40), rel=1e-4)
 
 
 @pytest.mark.medium

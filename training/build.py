@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from configs.ramp import Ramp
 from configs.schema import Config
 from training.mesh import batch_shape, batch_sharding, make_mesh
-from training.optimizer import Handover, make_optimizer
+from training.optimizer import make_optimizer
 from training.scaling import of_stage
 from training.schedule import Schedule
 from training.state import TrainState, abstract_state, compute_dtype, create_state
@@ -62,10 +62,10 @@ def build(config: Config, devices: Sequence[Any] | None = None, stage: int = -1)
     mesh = make_mesh(config.mesh, devices)
     dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
     config = replace(config, model=replace(config.model, dtype=dtype.name))
-    stages = Ramp.of(config.batch).stages
-    here, previous = of_stage(config, stages[stage]), stages[:stage][-1:]
-    handover = Handover(stages[stage], of_stage(config, previous[0]).optimizer) if previous else None
-    optimizer, rates = make_optimizer(here.optimizer, config.model, here.steps, mesh, handover)
+    of_ramp = Ramp.of(config.batch).stages[stage]
+    here = of_stage(config, of_ramp)
+    offset = of_ramp.tokens / of_ramp.tokens_per_step - of_ramp.step  # of the steps before, had they been of this size
+    optimizer, rates = make_optimizer(here.optimizer, config.model, here.steps, mesh, offset)
     state = abstract_state(config.model, optimizer, mesh)
     step = partial(make_train_step, config.model, dtype, mesh, state, optimizer, rates, config.optimizer.clip_norm)
     step = partial(step, deterministic=config.deterministic)

@@ -21,17 +21,18 @@ gathered as the parameters are, in the compute type.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from model.parallel import mark_varying, psum, tensor_size
-from training.mesh import dimension_over
+from model.parallel import BATCH_AXES, mark_varying, psum, tensor_size
+from model.shapes import DATA
+from training.layout import Place
 from training.muon import MuonState
+from training.optimizer import AdamState
 
 DIVIDED, UNDIVIDED = 0, 1  # over `fsdp`: whose units are those of a replica, or of a device
 # The least that a second moment counts as, as a share of its group's mean. Without it rows of a table that were not
@@ -42,17 +43,17 @@ MIN_V = 1e-6
 class Layout(NamedTuple):
     """Where the leaves of a tree of parameters belong, in the tree's order."""
 
-    specs: list[PartitionSpec]
+    places: list[Place]
     groups: list[str]
     blocks: list[str]
     """The transformer block's number; empty for what is in none."""
 
     @classmethod
-    def of(cls, specs: dict, groups: list[str]) -> "Layout":
-        """Of a tree of specs, and its leaves' groups."""
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)]
+    def of(cls, places: dict, groups: list[str]) -> "Layout":
+        """Of a tree of places, and its leaves' groups."""
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(places)]
         blocks = [str(path[1].key) if path[0].key == "blocks" else "" for path in paths]
-        return cls(jax.tree.leaves(specs, is_leaf=_is_spec), groups, blocks)
+        return cls(jax.tree.leaves(places), groups, blocks)
 
     @property
     def names(self) -> list[str]:
@@ -62,7 +63,15 @@ class Layout(NamedTuple):
     @property
     def kinds(self) -> list[int]:
         """Of each leaf, DIVIDED or UNDIVIDED."""
-        return [UNDIVIDED if dimension_over(spec, "fsdp") is None else DIVIDED for spec in self.specs]
+        return [DIVIDED if "fsdp" in place.axes else UNDIVIDED for place in self.places]
+
+    @property
+    def sizes(self) -> dict[str, float]:
+        """How many parameters each group has, without padding. Floats: an integer would have to fit in 32 bits."""
+        return {
+            name: float(sum(prod(p.shape) for p, of in zip(self.places, self.groups) if of == name))
+            for name in self.names
+        }
 
     def by_group(self, tree: Any, function: Callable[[Array], Any]) -> dict[str, Any]:
         """The sums of `function(leaf)` over each group."""
@@ -71,10 +80,6 @@ class Layout(NamedTuple):
     def by_block(self, tree: Any, function: Callable[[Array], Any]) -> dict[str, Any]:
         """The sums of `function(leaf)` over each block."""
         return _summed(self.blocks, jax.tree.leaves(tree), function)
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)
 
 
 def _summed(keys: Sequence[str], leaves: Sequence[Array], function: Callable[[Array], Any]) -> dict[str, Any]:
@@ -135,15 +140,16 @@ def unit(
 
 
 def _products(a: dict, b: dict, layout: Layout, metric: Metric | None = None) -> Float[Array, "2 groups"]:
-    zero = mark_varying(jnp.float32(0), ("data", "fsdp", "tensor"))
+    zero = mark_varying(jnp.float32(0), (*BATCH_AXES, "tensor"))
     totals = {(kind, name): zero for kind in (DIVIDED, UNDIVIDED) for name in layout.names}
+    kinds = layout.kinds  # once: it looks at every leaf
     for i, (mine, other) in enumerate(zip(jax.tree.leaves(a), jax.tree.leaves(b))):
         if metric is not None and i not in metric:
             continue
         product = jnp.sum(mine * other if metric is None else mine * other * metric[i])
-        if dimension_over(layout.specs[i], "tensor") is None:  # alike along `tensor`: each device counts its part
+        if "tensor" not in layout.places[i].axes:  # alike along `tensor`: each device counts its part
             product = mark_varying(product / tensor_size(), ("tensor",))
-        totals[layout.kinds[i], layout.groups[i]] += product
+        totals[kinds[i], layout.groups[i]] += product
     return jnp.stack(list(totals.values())).reshape(2, -1)
 
 
@@ -153,7 +159,7 @@ def sum_units(units: Units) -> UnitSums:
     own_tokens = units.tokens.astype(jnp.float32)
     of_device = psum(units.products, ("tensor",))
     tokens, divided = psum((own_tokens, {name: of[:, DIVIDED] for name, of in of_device.items()}), ("fsdp",))
-    replicas = psum(mark_varying(jnp.float32(1), ("data",)), ("data",))
+    replicas = psum(mark_varying(jnp.float32(1), DATA), DATA)
     whole = {name: of.sum(-1) for name, of in divided.items()}  # over the groups
     each, so_far = whole["own"], whole["running"]
     dots = {"running": (jnp.diff(so_far) - each[1:]) / 2}  # |A + g|^2 = |A|^2 + |g|^2 + 2 A.g
@@ -163,14 +169,14 @@ def sum_units(units: Units) -> UnitSums:
 
     def mean_cosine(name: str) -> Float[Array, ""]:
         cosines = jnp.where(lengths[name] > 0, dots[name] / jnp.where(lengths[name] > 0, lengths[name], 1), 0)
-        return psum(jnp.mean(cosines) if cosines.size else jnp.nan * each.sum(), ("data",)) / replicas
+        return psum(jnp.mean(cosines) if cosines.size else jnp.nan * each.sum(), DATA) / replicas
 
     def over_units(name: str) -> Float[Array, "2 groups"]:
-        by_device = psum(jnp.sum(of_device[name][:, UNDIVIDED], 0), ("data", "fsdp"))
-        return jnp.stack([psum(jnp.sum(divided[name], 0), ("data",)), by_device])
+        by_device = psum(jnp.sum(of_device[name][:, UNDIVIDED], 0), BATCH_AXES)
+        return jnp.stack([psum(jnp.sum(divided[name], 0), DATA), by_device])
 
     return UnitSums(
-        jnp.stack([psum(jnp.sum(tokens**2), ("data",)), psum(jnp.sum(own_tokens**2), ("data", "fsdp"))]),
+        jnp.stack([psum(jnp.sum(tokens**2), DATA), psum(jnp.sum(own_tokens**2), BATCH_AXES)]),
         {name: over_units(name) for name in ("own", "adam") if name in divided},
         {name: mean_cosine(name) for name in dots},
     )
@@ -181,7 +187,7 @@ def adam_metric(opt_state: Any, layout: Layout, dtype: jnp.dtype) -> Metric:
     there are any."""
     metric: Metric = {}
     for name, (_, second) in _adam_moments(opt_state).items():
-        mean = sum(jnp.sum(leaf) for leaf in second) / sum(leaf.size for leaf in second)
+        mean = sum(jnp.sum(leaf) for leaf in second) / layout.sizes[name]
         for i, leaf in zip([i for i, group in enumerate(layout.groups) if group == name], second):
             weight = jnp.where(mean > 0, jax.lax.rsqrt(jnp.maximum(leaf, MIN_V * mean)), jnp.nan)
             metric[i] = weight if leaf.ndim == 1 else weight.astype(dtype)  # as `all_gather_data` casts parameters
@@ -197,7 +203,8 @@ def signal_and_noise(
     leaves, in_metric = jax.tree.leaves(gradients), sums.squares["own" if metric is None else "adam"]
     signal: dict[str, Array] = {}
     noise: dict[str, Array] = {}
-    places = {i: (layout.kinds[i], layout.groups[i]) for i in (range(len(leaves)) if metric is None else metric)}
+    kinds, chosen = layout.kinds, range(len(leaves)) if metric is None else metric
+    places = {i: (kinds[i], layout.groups[i]) for i in chosen}
     for kind, name in sorted(set(places.values())):
         of = [i for i, place in places.items() if place == (kind, name)]
         weighted = (square_sum(leaves[i]) if metric is None else jnp.sum(leaves[i] ** 2 * metric[i]) for i in of)
@@ -231,9 +238,9 @@ def measure(
         "parameter_norm": roots(by(params, square_sum)),
         "update_norm": roots(by(updates, square_sum)),
     }
-    same = jax.tree.map(lambda p, u: (p + u == p).astype(jnp.float32), params, updates)
-    sizes = layout.by_group(params, lambda leaf: leaf.size)
-    unchanged = {name: count / sizes[name] for name, count in layout.by_group(same, jnp.sum).items()}
+    changed = jax.tree.map(lambda p, u: (p + u != p).astype(jnp.float32), params, updates)  # padding never does
+    sizes = layout.sizes
+    unchanged = {name: 1 - count / sizes[name] for name, count in layout.by_group(changed, jnp.sum).items()}
     groups = norms(layout.by_group)
     clipped = {name: clip * norm for name, norm in groups["gradient_norm"].items()}
     return {
@@ -273,7 +280,7 @@ def moment_sums(opt_state: Any) -> dict[str, dict[str, Any]]:
 def _adam_moments(opt_state: Any) -> dict[str, tuple[list[Array], list[Array]]]:
     """The first and second moments of each group that AdamW updates, in the tree's order."""
     moments = lambda state: (jax.tree.leaves(state.mu), jax.tree.leaves(state.nu))
-    return {name: moments(state) for name, state in _states_of(optax.ScaleByAdamState, opt_state)}
+    return {name: moments(state) for name, state in _states_of(AdamState, opt_state)}
 
 
 def _states_of(kind: type, opt_state: Any) -> Iterator[tuple[str, Any]]:

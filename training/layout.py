@@ -1,11 +1,15 @@
 """Who holds what, in numbers: the arithmetic of training/mesh.py, without JAX. `sizes` are those of the mesh's axes."""
 
 from collections.abc import Mapping
-from math import gcd
+from dataclasses import dataclass
+from itertools import product
+from math import gcd, isqrt, prod
 
 from configs.schema import BatchConfig, MeshConfig, UserError
+from model.shapes import DATA
 
 AXES = ("data", "fsdp", "tensor")
+"""The axes that a user names."""
 
 
 def mesh_shape(config: MeshConfig, devices: int, described: str) -> tuple[int, int, int]:
@@ -54,18 +58,63 @@ def step_shape(config: BatchConfig, sizes: Mapping[str, int]) -> tuple[int, int,
     return share // here, here * replicas, config.sequence_length
 
 
-def divided(
-    shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[str, int]
-) -> tuple[str | tuple[str, ...] | None, ...]:
-    """The axes that each dimension of a parameter is divided over: those it names, and `data` besides, along the
-    longest dimension that still divides; without one, it is whole on every replica."""
-    shares = [size // (sizes[axis] if axis else 1) for size, axis in zip(shape, axes)]
-    divisible = [i for i, size in enumerate(shares) if size % sizes["data"] == 0]
-    spec: list = list(axes)
-    if divisible:
-        longest = max(divisible, key=lambda i: shares[i])
-        spec[longest] = (axes[longest], "data") if axes[longest] else "data"
-    return tuple(spec)
+def data_parts(data: int, across: int) -> tuple[int, int, int]:
+    """Return the sizes of the axes `DATA`, whose product is `data`: `across` slices or nodes, and the rest as two
+    factors that are as equal as can be, so that two dimensions of a matrix can share it."""
+    within = data // across
+    minor = max(size for size in range(1, isqrt(within) + 1) if within % size == 0)
+    return across, within // minor, minor
+
+
+@dataclass(frozen=True)
+class Place:
+    """How a mesh stores a parameter, or a moment of it: divided over every axis, padded with zeros at the end of a
+    dimension if the axes do not divide it."""
+
+    shape: tuple[int, ...]
+    """Without padding."""
+    axes: tuple[str | None, ...]
+    """For each dimension, the axis that the network divides it over."""
+    stored: tuple[int, ...]
+    """With padding."""
+    spec: tuple[tuple[str, ...], ...]
+    """For each dimension, all axes that divide it, the major one first."""
+
+    def dimension(self, axis: str) -> int:
+        """Return the dimension that an axis of the mesh divides."""
+        return next(i for i, names in enumerate(self.spec) if axis in names)
+
+
+def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[str, int]) -> Place:
+    """Return how a mesh of these `sizes` stores a parameter that the network divides over `axes`.
+
+    Every axis of `DATA` divides one dimension. Of all ways the least padded one is taken. One that pads less than 1%
+    counts as not padded; of these the one that divides fewest dimensions is taken, then the one along the longest.
+    Every device has a copy of a single number.
+    """
+
+    def way(dimensions: tuple[int, ...]) -> Place:
+        names = [
+            ((axis,) if axis else ()) + tuple(name for name, at in zip((*DATA[1:], DATA[0]), dimensions) if at == i)
+            for i, axis in enumerate(axes)
+        ]
+        stored = tuple(padded(size, prod(sizes[name] for name in of)) for size, of in zip(shape, names))
+        return Place(shape, axes, stored, tuple(names))
+
+    def cost(found: Place) -> tuple[float, int, int, int]:
+        shares = [size // (sizes[axis] if axis else 1) for size, axis in zip(shape, axes)]
+        along = [found.dimension(axis) for axis in DATA if sizes[axis] > 1]
+        size = prod(found.stored)
+        return max(1.0 * size, 1.01 * prod(shape)), len(set(along)), size, -sum(shares[i] for i in along)
+
+    if not shape:
+        return Place((), (), (), ())
+    return min(map(way, product(range(len(shape)), repeat=len(DATA))), key=cost)
+
+
+def padded(size: int, divisor: int) -> int:
+    """Return the smallest multiple of `divisor` that is not below `size`."""
+    return -(-size // divisor) * divisor
 
 
 def inside(shape: tuple[int, int, int], size: int) -> tuple[int, int, int]:

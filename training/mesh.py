@@ -1,11 +1,12 @@
 """Devices, and who holds what.
 
     data     replicas: rows are divided over them, and once a step gradients are summed over them
+             (three axes of the mesh, `model.shapes.DATA`: between slices or nodes, and two inside one)
     fsdp     rows are divided over it too, and the parameters' width
     tensor   heads, MLP width and vocabulary are divided over it
 
-Parameters and optimizer state are divided over `data` besides (ZeRO stage 1, arXiv:1910.02054): whole replicas exist
-only within a step, in the compute type.
+Parameters and optimizer state are divided over `data` besides (ZeRO stage 1, arXiv:1910.02054), whatever their sizes
+(`training.layout.place`): whole replicas exist only within a step, in the compute type.
 
 Devices of several TPU slices or GPU nodes: `data` spans them, `fsdp` and `tensor` stay inside one, on its fast links,
 as far as they fit.
@@ -13,20 +14,24 @@ as far as they fit.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
 from configs.schema import BatchConfig, MeshConfig, ModelConfig, UserError
 from model.flops import parameter_counts
-from model.parallel import Axes
-from training.layout import AXES, divided, inside, mesh_shape, step_shape
+from model.gpt import map_parameters
+from model.parallel import BATCH_AXES
+from model.shapes import DATA
+from training.layout import AXES, Place, data_parts, inside, mesh_shape, place, step_shape
 
-ROWS = PartitionSpec(None, ("data", "fsdp"))
+ROWS = PartitionSpec(None, BATCH_AXES)
 """Arrays [K, B, T]: the rows of each micro-batch over replicas and `fsdp`."""
 
 
@@ -34,16 +39,27 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of all devices (or those given), in their interconnect's order. UserError where it does not fit."""
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(config, len(devices), f"{len(devices)} {devices[0].platform} device(s) here")
-    if len(groups := islands(devices)) == 1:
-        return jax.make_mesh(shape, AXES, (AxisType.Auto,) * 3, devices=devices)
-    return Mesh(arrange(shape, groups), AXES, axis_types=(AxisType.Auto,) * 3)
+    groups = islands(devices)
+    if len(groups) == 1:
+        across, ordered = 1, jax.make_mesh(shape, AXES, (AxisType.Auto,) * 3, devices=devices).devices
+    else:
+        across, ordered = shape[0] // inside(shape, len(groups[0]))[0], arrange(shape, groups)
+    parts = data_parts(shape[0], across)
+    return Mesh(ordered.reshape(*parts, *shape[1:]), (*DATA, *AXES[1:]), axis_types=(AxisType.Auto,) * 5)
+
+
+def sizes_of(mesh: Mesh) -> dict[str, int]:
+    """Return the sizes of `data`, `fsdp` and `tensor`, as a user names them."""
+    return {"data": prod(mesh.shape[axis] for axis in DATA), "fsdp": mesh.shape["fsdp"], "tensor": mesh.shape["tensor"]}
 
 
 def islands(devices: Sequence[Any]) -> list[list[Any]]:
     """The devices in groups that fast links join: by `slice_index`, which numbers TPU slices, and GPU nodes or NVLink
     domains; by process on CPUs, which have none, and of GPUs that are only described, whose `slice_index` is 0 on every
-    node."""
+    node. Described TPUs of one slice have none either, and are one group."""
     tells = all(hasattr(device, "slice_index") for device in devices)
+    if devices[0].platform == "tpu" and not tells:
+        return [list(devices)]
     if devices[0].platform == "gpu" and all(device.local_hardware_id is None for device in devices):
         tells = False
     groups = defaultdict(list)
@@ -70,11 +86,17 @@ def arrange(shape: tuple[int, int, int], groups: Sequence[Sequence[Any]]) -> np.
     )
 
 
+def batch_devices(mesh: Mesh) -> int:
+    """Return how many devices the rows of a batch are divided over."""
+    return prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
 def axes_between(mesh: Mesh) -> list[str]:
     """The axes along which neighbours lie in different islands, so that what crosses them takes slower links."""
     groups = islands(list(mesh.devices.flat))
     island = {device: i for i, group in enumerate(groups) for device in group}
     index = np.vectorize(island.__getitem__, otypes=[int])(mesh.devices)
+    index = index.reshape(list(sizes_of(mesh).values()))
     return [name for axis, name in enumerate(AXES) if np.ptp(index, axis).any()]
 
 
@@ -91,7 +113,7 @@ def cost_of_slow_links(mesh: Mesh, model: ModelConfig, batch: tuple[int, int, in
         size = 6 * micro_batches * sum(parameter_counts(model).values()) / mesh.shape["tensor"]
         costs.append(f"parameters and gradients over fsdp, {size / 1e9:.3g} GB")
     if "tensor" in between:
-        mine = rows // (mesh.shape["data"] * mesh.shape["fsdp"])
+        mine = rows // batch_devices(mesh)
         size = 4 * 2 * micro_batches * model.depth * mine * length * model.width
         costs.append(f"activations over tensor, {size / 1e9:.3g} GB")
     if not costs:
@@ -119,7 +141,7 @@ def xla_options(mesh: Mesh, deterministic: bool) -> dict[str, bool]:
 
 def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:
     """`(K, B, T)` of a step's arrays (`training.layout.step_shape`)."""
-    return step_shape(config, mesh.shape)
+    return step_shape(config, sizes_of(mesh))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -127,16 +149,46 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, ROWS)
 
 
-def parameter_spec(shape: tuple[int, ...], axes: Axes, mesh: Mesh) -> PartitionSpec:
-    """Where a parameter lies (`training.layout.divided`)."""
-    return PartitionSpec(*divided(shape, axes, mesh.shape))
+def parameter_places(config: ModelConfig, mesh: Mesh) -> dict:
+    """Return a tree like the parameters', with how the mesh stores each (`training.layout.Place`)."""
+    return map_parameters(lambda param: place(param.shape, param.get_metadata("axes"), mesh.shape), config)
 
 
-def parameter_sharding(param: nnx.Param, mesh: Mesh) -> NamedSharding:
-    """Where a parameter of the network lies, by its shape and the axes that it declares."""
-    return NamedSharding(mesh, parameter_spec(param.shape, param.get_metadata("axes"), mesh))
+def spec_of(stored: Place) -> PartitionSpec:
+    """Return the axes of the mesh that divide each dimension, as JAX takes them."""
+    return PartitionSpec(*stored.spec)
 
 
-def dimension_over(spec: PartitionSpec, axis: str) -> int | None:
-    """The dimension that a mesh axis divides, if it divides one."""
-    return next((i for i, names in enumerate(spec) if axis == names or axis in (names or ())), None)
+def resized(x: Any, shape: Sequence[int]) -> Any:
+    """Return the array `x` cut, or padded with zeros, at the end of each dimension to `shape`."""
+    if x.shape == tuple(shape):
+        return x
+    x = x[tuple(map(slice, shape))]
+    return jnp.pad(x, [(0, size - given) for size, given in zip(shape, x.shape)])
+
+
+def joined(parts: Float[Array, "..."], factors: Sequence[tuple[int, int]]) -> Float[Array, "..."]:
+    """Return an array from its parts [product of sizes, *share]. `factors`: into how many each axis of the mesh divides
+    it, and along which dimension, the major axis first."""
+    sizes = [size for size, _ in factors]
+    order, shape = _order(factors, parts.ndim - 1), list(parts.shape[1:])
+    for size, dimension in factors:
+        shape[dimension] *= size
+    return parts.reshape(*sizes, *parts.shape[1:]).transpose(order).reshape(shape)
+
+
+def parted(whole: Float[Array, "..."], factors: Sequence[tuple[int, int]]) -> Float[Array, "..."]:
+    """Return the parts [product of sizes, *share] of an array, so that `joined` gives the array again."""
+    share = list(whole.shape)
+    for size, dimension in factors:
+        share[dimension] //= size
+    order = _order(factors, whole.ndim)
+    split = [*(size for size, _ in factors), *share]
+    parts = whole.reshape([split[i] for i in order]).transpose(np.argsort(order))
+    return parts.reshape(prod(size for size, _ in factors), *share)
+
+
+def _order(factors: Sequence[tuple[int, int]], rank: int) -> list[int]:
+    """The factors and the dimensions of a share, which come after them, as they follow each other in the whole."""
+    of = lambda i: [j for j, (_, dimension) in enumerate(factors) if dimension == i]
+    return [place for i in range(rank) for place in (*of(i), len(factors) + i)]

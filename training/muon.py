@@ -8,7 +8,7 @@
 
 optax.contrib.muon has no second moment, no agreement of decay and update, and no schedule that is a function of the
 step; and it would orthogonalise every matrix on every device. Here matrices of one shape are stacked, and the stack is
-dealt out to all devices by all-to-alls: each matrix is whole on one of them, which orthogonalises it.
+dealt out to all devices by an all-to-all: each matrix is whole on one of them, which orthogonalises it.
 """
 
 import math
@@ -20,10 +20,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num
 
 from configs.schema import MuonConfig
+from model.shapes import DATA
+from training.layout import Place
+from training.mesh import joined, parted, resized, spec_of
 from training.schedule import Schedule
 
 # For five iterations, a safety factor of 2e-2 and a cushion of 2; from the paper.
@@ -36,10 +39,6 @@ POLAR_EXPRESS = (
 )
 
 
-Spec = tuple[tuple[str, ...], ...]
-"""For each dimension of a matrix, the mesh axes that divide it, the major one first."""
-
-
 class MuonState(NamedTuple):
     """What Muon remembers, float32."""
 
@@ -50,10 +49,10 @@ class MuonState(NamedTuple):
 
 
 def muon(
-    config: MuonConfig, rate: Schedule, steps: int | float, shardings: Sequence[NamedSharding] | None
+    config: MuonConfig, rate: Schedule, steps: int | float, places: Sequence[Place], mesh: Mesh
 ) -> optax.GradientTransformationExtraArgs:
-    """The updates of a tree of matrices, rate and decay included. `shardings`: where its leaves lie, on the
-    devices that share the work; None: all on one."""
+    """Return the updates of a tree of matrices, rate and decay included. `places`: how `mesh`, whose devices share the
+    work, stores its leaves, padding included. `init` takes matrices without padding."""
 
     def init(params: optax.Params) -> MuonState:
         second = lambda p: jnp.zeros((1, p.shape[1]) if p.shape[1] >= p.shape[0] else (p.shape[0], 1), jnp.float32)
@@ -66,95 +65,96 @@ def muon(
         mu = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state.mu, updates)
         ahead = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, mu, updates)
         leaves, structure = jax.tree.flatten(ahead)
-        directions = structure.unflatten(orthogonalise_all(leaves, shardings))
+        of = structure.unflatten(places)
+        directions = structure.unflatten(orthogonalise_all(leaves, places, mesh))
         nu = jax.tree.map(
-            lambda n, d: config.beta2 * n + (1 - config.beta2) * _along_short_side(d), state.nu, directions
+            lambda n, d, of: config.beta2 * n + (1 - config.beta2) * resized(_along_short_side(d, of.shape), n.shape),
+            *(state.nu, directions, of),
         )
         decay = config.weight_decay * 0.5 * (1 + jnp.cos(jnp.pi * step / steps))
         now = rate(step)
 
-        def move(direction: Array, second: Array, param: Array) -> Array:
+        def move(direction: Array, second: Array, param: Array, of: Place) -> Array:
             direction = evened_out(direction, second)
             agree = direction * param >= 0
-            matrix_rate = now * max(1.0, param.shape[1] / param.shape[0]) ** 0.5
+            matrix_rate = now * max(1.0, of.shape[1] / of.shape[0]) ** 0.5
             return -matrix_rate * (direction + decay * jnp.where(agree, param, 0))
 
-        return jax.tree.map(move, directions, nu, params), MuonState(mu, nu)
+        return jax.tree.map(move, directions, nu, params, of), MuonState(mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
 
 
 def momentum_at(config: MuonConfig, step: Num[Array, ""] | int, steps: int | float) -> Float[Array, ""]:
-    """Rises, stays, and falls while the rate does."""
+    """Rises, stays, and falls while the rate does. In a run too short for both, it falls from where it has risen to."""
     t = jnp.asarray(step, jnp.float32)
     rise = jnp.minimum(1.0, t / max(config.momentum_warmup_steps, 1))
     falls = config.schedule.warmdown * steps if config.schedule.kind == "warmup_constant_warmdown" else 0
     fall = jnp.clip((t - (steps - falls)) / max(falls, 1), 0, 1)
     risen = config.momentum_start + rise * (config.momentum - config.momentum_start)
-    fallen = config.momentum + fall * (config.momentum_final - config.momentum)
-    return jnp.where(rise < 1, risen, fallen)
+    return risen + fall * (config.momentum_final - risen)
 
 
 def orthogonalise_all(
-    matrices: list[Float[Array, "..."]], shardings: Sequence[NamedSharding] | None
+    matrices: list[Float[Array, "..."]], places: Sequence[Place], mesh: Mesh
 ) -> list[Float[Array, "..."]]:
-    """Each matrix's nearest orthogonal one, nearly. Those that lie alike once the tall ones are turned make a stack, so
-    that stacking sends nothing, and the stack is divided over all devices."""
+    """Return each matrix's nearest orthogonal one, nearly. Those that are stored alike once the tall ones are turned
+    make a stack, so that stacking sends nothing, and the stack is divided over all devices."""
     stacks: dict[tuple, list[int]] = defaultdict(list)
-    tall = [matrix.shape[0] > matrix.shape[1] for matrix in matrices]
-    for i, matrix in enumerate(matrices):
-        spec = _divided(shardings[i]) if shardings else ((), ())
-        stacks[min(matrix.shape), max(matrix.shape), spec[:: -1 if tall[i] else 1]].append(i)
+    turn = [slice(None, None, -1 if place.shape[0] > place.shape[1] else 1) for place in places]
+    for i, (place, turned) in enumerate(zip(places, turn)):
+        stacks[place.shape[turned], place.stored[turned], place.spec[turned]].append(i)
     results: list[Any] = [None] * len(matrices)
-    for (_, _, spec), indices in stacks.items():
-        equal = [_equal_outputs(matrices[i]) for i in indices]
-        stack = jnp.stack([matrix.T if tall[i] else matrix for i, matrix in zip(indices, equal)])
-        if shardings and shardings[0].mesh.size > 1:
-            mesh, lies = shardings[0].mesh, PartitionSpec(None, *spec)
+    for (shape, stored, spec), indices in stacks.items():
+        equal = [_equal_outputs(matrices[i], places[i].shape) for i in indices]
+        stack = jnp.stack([matrix.T if turn[i].step < 0 else matrix for i, matrix in zip(indices, equal)])
+        if mesh.size > 1:
             stack = jnp.pad(stack, ((0, -len(indices) % mesh.size), (0, 0), (0, 0)))
-            dealt = partial(orthogonalise_dealt, spec=spec, axes=mesh.axis_names)
-            stack = jax.shard_map(dealt, mesh=mesh, in_specs=lies, out_specs=lies)(stack)
+            oriented = Place((0, *shape), (None,) * 3, (0, *stored), ((), *spec))
+            dealt = partial(orthogonalise_dealt, place=oriented, mesh=mesh)
+            specs = spec_of(oriented)
+            stack = jax.shard_map(dealt, mesh=mesh, in_specs=specs, out_specs=specs)(stack)
         else:
             stack = orthogonalise(stack)
         for i, result in zip(indices, stack):
-            results[i] = result.T if tall[i] else result
+            results[i] = result.T if turn[i].step < 0 else result
     return results
 
 
-def _divided(sharding: NamedSharding) -> Spec:
-    """For each dimension, the mesh axes that divide it."""
-    wide = {axis for axis, size in sharding.mesh.shape.items() if size > 1}
-    named = [(names,) if isinstance(names, str) else names or () for names in sharding.spec]
-    return tuple(tuple(axis for axis in names if axis in wide) for names in named)
-
-
 def orthogonalise_dealt(
-    x: Float[Array, "count short_share long_share"], spec: Spec, axes: Sequence[str]
+    x: Float[Array, "count short_share long_share"], place: Place, mesh: Mesh
 ) -> Float[Array, "count short_share long_share"]:
-    """For one device: its shares of all matrices to some whole ones, these orthogonalised, and back.
+    """For one device: its shares of all matrices to some whole ones, these orthogonalised without their padding, and
+    back.
 
-    An all-to-all over each mesh axis that divides the matrices (the minor one of a dimension first), of this device's
-    share of the stack, there and back; what an axis does not divide is cut, and all-gathered: gates, which are small.
+    One all-to-all over all axes that divide the matrices, of this device's share of the stack, there and back; what an
+    axis does not divide is cut, and all-gathered: gates, which are small.
     """
-    moves = [(axis, dimension) for dimension, names in enumerate(spec, start=1) for axis in reversed(names)]
-    whole = [axis for axis in axes if axis not in [axis for axis, _ in moves]]
-    for axis, dimension in moves:
-        x = jax.lax.all_to_all(x, axis, 0, dimension, tiled=True)
+    in_turn = ("fsdp", "tensor", *DATA[1:], DATA[0])  # as they divide a dimension (`training.layout.place`)
+    divided = tuple(axis for axis in in_turn if mesh.shape[axis] > 1 and any(axis in names for names in place.spec))
+    whole = [axis for axis in in_turn if not any(axis in names for names in place.spec)]
+    factors = [(mesh.shape[axis], place.dimension(axis) - 1) for axis in divided]
+    if divided:
+        parts = jax.lax.all_to_all(x, divided, 0, 0, tiled=True)
+        parts = parts.reshape(jax.lax.axis_size(divided), -1, *x.shape[1:])
+        x = jax.vmap(lambda parts: joined(parts, factors), 1)(parts)
     for axis in whole:
         size = x.shape[0] // jax.lax.axis_size(axis)
         x = jax.lax.dynamic_slice_in_dim(x, size * jax.lax.axis_index(axis), size)
-    x = orthogonalise(x)
+    x = resized(orthogonalise(resized(x, (len(x), *place.shape[1:]))), (len(x), *place.stored[1:]))
     for axis in reversed(whole):
         x = jax.lax.all_gather(x, axis, tiled=True, to="invarying")
-    for axis, dimension in reversed(moves):
-        x = jax.lax.all_to_all(x, axis, dimension, 0, tiled=True)
+    if divided:
+        parts = jax.vmap(lambda whole: parted(whole, factors), out_axes=1)(x)
+        x = jax.lax.all_to_all(parts.reshape(-1, *parts.shape[2:]), divided, 0, 0, tiled=True)
     return x
 
 
-def _equal_outputs(matrix: Float[Array, "inputs outputs"]) -> Float[Array, "inputs outputs"]:
-    """Every output's column brought to the columns' root mean square norm."""
+def _equal_outputs(matrix: Float[Array, "inputs outputs"], shape: tuple[int, ...]) -> Float[Array, "inputs outputs"]:
+    """Every output's column brought to the root mean square norm of the columns, of which there are `shape[1]` without
+    padding."""
     norms = jnp.linalg.norm(matrix, axis=0, keepdims=True)
-    return matrix * (jnp.linalg.norm(matrix) / math.sqrt(matrix.shape[1]) / jnp.maximum(norms, 1e-6))
+    return matrix * (jnp.linalg.norm(matrix) / math.sqrt(shape[1]) / jnp.maximum(norms, 1e-6))
 
 
 def orthogonalise(x: Float[Array, "count short long"]) -> Float[Array, "count short long"]:
@@ -170,14 +170,15 @@ def orthogonalise(x: Float[Array, "count short long"]) -> Float[Array, "count sh
     return x * (math.sqrt(x.shape[1]) / jnp.maximum(norm(x), 1e-6))
 
 
-def _along_short_side(direction: Float[Array, "inputs outputs"]) -> Float[Array, "..."]:
-    """Mean square along the shorter side."""
-    return jnp.mean(direction**2, axis=0 if direction.shape[1] >= direction.shape[0] else 1, keepdims=True)
+def _along_short_side(direction: Float[Array, "inputs outputs"], shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """Mean square along the shorter side of a matrix that is of `shape` without padding."""
+    return jnp.sum(direction**2, axis=0 if shape[1] >= shape[0] else 1, keepdims=True) / min(shape)
 
 
 def evened_out(
     direction: Float[Array, "inputs outputs"], second: Float[Array, "..."]
 ) -> Float[Array, "inputs outputs"]:
     """Each row or column over the root of its second moment; the norm of the whole stays."""
-    scaled = direction * jax.lax.rsqrt(jnp.maximum(second, 1e-10))
+    along = [1 if size == 1 else whole for size, whole in zip(second.shape, direction.shape)]
+    scaled = direction * jax.lax.rsqrt(jnp.maximum(resized(second, along), 1e-10))
     return scaled * (jnp.linalg.norm(direction) / jnp.maximum(jnp.linalg.norm(scaled), 1e-10))

@@ -2,19 +2,17 @@
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Array, Float, Num
 
-from configs.ramp import Stage
-from configs.schema import GroupConfig, ModelConfig, MuonConfig, OptimizerConfig, UserError
+from configs.schema import GroupConfig, MeshConfig, ModelConfig, MuonConfig, OptimizerConfig, UserError
 from model.gpt import map_parameters
-from training.mesh import parameter_sharding
+from training.mesh import make_mesh, parameter_places
 from training.muon import muon
 from training.schedule import Schedule, make_schedule
 
@@ -58,56 +56,40 @@ def scale_by_rate(rate: Schedule) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)  # pyright: ignore
 
 
-class Handover(NamedTuple):
-    """What a stage of a ramp takes over from the one before."""
+class AdamState(NamedTuple):
+    """What Adam remembers, float32."""
 
-    stage: Stage
-    """The one that takes over."""
-    earlier: OptimizerConfig
-    """The options of the one before."""
+    mu: Any
+    """First moments, of the parameters' shapes: weighted sums of the gradients so far."""
+    nu: Any
+    """Second moments, the same of their squares."""
+    mu_weight: Float[Array, ""]
+    """The sum of the weights in `mu`."""
+    nu_weight: Float[Array, ""]
+    """The sum of the weights in `nu`."""
 
-    @property
-    def step(self) -> float:
-        """The stage's first step, counted in steps of its size."""
-        return self.stage.tokens / self.stage.tokens_per_step
 
+def scale_by_adam(beta1: float, beta2: float, eps: float) -> optax.GradientTransformation:
+    """Adam's direction (arXiv:1412.6980): each moment is divided by the sum of its weights, which the state keeps.
 
-def handed_over(
-    adam: optax.GradientTransformation, beta2: float, earlier: float, first: float
-) -> optax.GradientTransformationExtraArgs:
-    """Adam that from the step `first` on goes on with second moments of another decay, `earlier`, which are brought to
-    the new one's weights once, before the first update. (Where just that step is skipped, they stay as they were.)"""
+    With constant betas the sum is 1 - beta^updates, and this is optax.scale_by_adam. The next update may have others.
+    """
+
+    def init(params: optax.Params) -> AdamState:
+        zeros = lambda: jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), params)
+        return AdamState(zeros(), zeros(), jnp.float32(0), jnp.float32(0))
 
     def update(
-        updates: optax.Updates, state: Any, params: optax.Params | None = None, *, step: Num[Array, ""]
-    ) -> tuple[optax.Updates, optax.OptState]:
-        change = jnp.where(jnp.abs(step - first) < 0.5, change_of_weights(state.count, beta2, earlier), 1.0)
-        return adam.update(updates, state._replace(nu=jax.tree.map(lambda v: change * v, state.nu)), params)
+        updates: optax.Updates, state: AdamState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, AdamState]:
+        mix = lambda beta, old, new: beta * old + (1 - beta) * new
+        mu = jax.tree.map(lambda m, g: mix(beta1, m, g), state.mu, updates)
+        nu = jax.tree.map(lambda v, g: mix(beta2, v, g**2), state.nu, updates)
+        state = AdamState(mu, nu, mix(beta1, state.mu_weight, 1), mix(beta2, state.nu_weight, 1))
+        direction = lambda m, v: (m / state.mu_weight) / (jnp.sqrt(v / state.nu_weight) + eps)
+        return jax.tree.map(direction, mu, nu), state
 
-    return optax.GradientTransformationExtraArgs(adam.init, update)  # pyright: ignore
-
-
-def change_of_weights(updates: Int[Array, ""], beta2: float, earlier: float) -> Float[Array, ""]:
-    """What second moments of the decay `earlier` are multiplied by to go on with `beta2`. Adam divides them by
-    1 - beta2^updates, the sum of their weights had beta2 never been another; so they are brought to that sum."""
-    weights = lambda decay: 1 - decay**updates
-    return weights(beta2) / jnp.maximum(weights(earlier), 1e-30)
-
-
-def with_moments_of(opt_state: Any, config: OptimizerConfig, earlier: OptimizerConfig) -> Any:
-    """The state of `earlier`'s optimizer, for that of `config`: Adam's second moments are brought to the weights that
-    its `beta2` gives them. Muon's stay: it restores a matrix's norm afterwards, so a common factor of all of its second
-    moments cancels."""
-    is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)
-
-    def of_group(name: str, state: Any) -> Any:
-        decays = group_config(config, name).beta2, group_config(earlier, name).beta2
-        change = lambda adam: adam._replace(
-            nu=jax.tree.map(lambda v: change_of_weights(adam.count, *decays) * v, adam.nu)
-        )
-        return jax.tree.map(lambda node: change(node) if is_adam(node) else node, state, is_leaf=is_adam)
-
-    return opt_state._replace(inner_states={name: of_group(name, of) for name, of in opt_state.inner_states.items()})
+    return optax.GradientTransformation(init, update)  # pyright: ignore
 
 
 def make_optimizer(
@@ -115,14 +97,14 @@ def make_optimizer(
     model: ModelConfig,
     steps: int | float,
     mesh: Mesh | None = None,
-    handover: Handover | None = None,
+    offset: float = 0.0,
 ) -> tuple[optax.GradientTransformationExtraArgs, Mapping[str, Schedule]]:
     """The transformation of a network's parameters, and the learning rate of each group that it has as a function of
     the step, for the log. UserError where a parameter declares a group that there is not.
 
     `update(gradients, state, params, step=...)` expects the divided and clipped gradient in float32. The devices of
-    `mesh` share Muon's work. For a later stage of a ramp (`handover`), `steps` and the config's warmups count steps of
-    the stage's size, and `step` is the run's number nevertheless.
+    `mesh` share Muon's work (None: the first device does all). In a stage of a ramp `steps` and the config's warmups
+    count steps of the stage's size; `step` is the run's number, to which `offset` is added.
     """
     groups = parameter_groups(model)
     for path, name in jax.tree_util.tree_leaves_with_path(groups):
@@ -133,27 +115,26 @@ def make_optimizer(
             )
     present = sorted(set(jax.tree.leaves(groups)))
     peaks = peak_rates(config, model.width)
-    shardings = map_parameters(partial(parameter_sharding, mesh=mesh), model) if mesh else None
+    mesh = mesh or make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    places = jax.tree.leaves(parameter_places(model, mesh))
 
     def group(name: str) -> tuple[optax.GradientTransformation, Schedule]:
         options = group_config(config, name)
         schedule = make_schedule(options.schedule, steps)
         rate = lambda step: peaks[name] * schedule(step)
         if isinstance(options, MuonConfig):
-            mine = [where for where, of in zip(jax.tree.leaves(shardings), jax.tree.leaves(groups)) if of == name]
-            return muon(options, rate, steps, mine or None), rate
-        adam = optax.scale_by_adam(options.beta1, options.beta2, options.eps, mu_dtype=jnp.float32)
-        if handover and (earlier := group_config(handover.earlier, name).beta2) != options.beta2:
-            adam = handed_over(adam, options.beta2, earlier, handover.step)
+            mine = [place for place, of in zip(places, jax.tree.leaves(groups)) if of == name]
+            return muon(options, rate, steps, mine, mesh), rate
+        adam = scale_by_adam(options.beta1, options.beta2, options.eps)
         adamw = optax.chain(adam, optax.add_decayed_weights(options.weight_decay), scale_by_rate(rate))
         return adamw, rate
 
     built = {name: group(name) for name in present}
     transform = optax.partition({name: transform for name, (transform, _) in built.items()}, groups)
     rates = {name: rate for name, (_, rate) in built.items()}
-    if handover is None:
+    if not offset:
         return transform, rates
-    counted = lambda step: step + (handover.step - handover.stage.step)
+    counted = lambda step: step + offset
     update = lambda updates, state, params=None, *, step: transform.update(updates, state, params, step=counted(step))
     later = {name: lambda step, rate=rate: rate(counted(step)) for name, rate in rates.items()}
     return optax.GradientTransformationExtraArgs(transform.init, update), later  # pyright: ignore

@@ -2,7 +2,7 @@
 
 import hashlib
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +10,18 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
 from configs.schema import ModelConfig
 from model.gpt import GPT, abstract_model, map_parameters
-from training.mesh import parameter_sharding
+from model.parallel import compute_capability
+from model.shapes import parameter_shapes
+from training.layout import Place, place
+from training.mesh import parameter_places, resized, spec_of
 from training.optimizer import path_name
+
+T = TypeVar("T")
 
 
 class TrainState(NamedTuple):
@@ -25,18 +30,20 @@ class TrainState(NamedTuple):
     step: Int[Array, ""]
     """Steps taken, skipped ones included: the number of the next batch and of its learning rates."""
     params: dict
-    """Float32 parameters, a tree of arrays."""
+    """Float32 parameters, a tree of arrays, padded with zeros as the mesh asks for (`training.layout.Place`)."""
     opt_state: optax.OptState
-    """Float32 moments."""
+    """Float32 moments, padded like the parameters."""
     skipped_steps: Int[Array, ""]
     """Steps that changed nothing, for want of a valid token or of a finite gradient."""
 
 
 def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:
-    """The type of activations: as configured, or bfloat16, but float32 where that is no slower."""
+    """The type of activations: as configured, or bfloat16, but float32 where that is no slower, and on GPUs before
+    Ampere, which have no bfloat16."""
     if config.dtype == "auto":
         float32_is_as_fast = platform == "cpu" and jax.__version_info__ < (0, 12)  # docs/performance.md
-        return jnp.dtype("float32" if float32_is_as_fast else "bfloat16")
+        lacks_bfloat16 = platform == "gpu" and compute_capability() < 8
+        return jnp.dtype("float32" if float32_is_as_fast or lacks_bfloat16 else "bfloat16")
     return jnp.dtype(config.dtype)
 
 
@@ -49,27 +56,33 @@ def split_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef[GPT
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh) -> dict:
-    """Shapes, types and shardings of the float32 parameters."""
-    place = lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype, sharding=parameter_sharding(param, mesh))
-    return map_parameters(place, config)
+    """Return the stored shapes, types and shardings of the float32 parameters."""
+    return jax.tree.map(partial(_abstract, jnp.dtype("float32"), mesh), parameter_places(config, mesh))
+
+
+def _abstract(dtype: jnp.dtype, mesh: Mesh, stored: Place) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(stored.stored, dtype, sharding=NamedSharding(mesh, spec_of(stored)))
 
 
 def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Shapes, types and shardings of the whole state: a moment of its parameter's shape lies where the parameter does,
-    the rest everywhere."""
-    params = abstract_params(config, mesh)
-    by_path = {_keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    """Return the stored shapes, types and shardings of the whole state.
 
-    def place(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    A moment is divided as its parameter is, but along dimensions that it has summed to one number. Single numbers are
+    replicated.
+    """
+    places = jax.tree_util.tree_leaves_with_path(parameter_places(config, mesh))
+    axes = {_keys(path): of.axes for path, of in places}
+
+    def stored(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         keys = _keys(path)
         # A moment's path in the optimizer state ends with its parameter's.
-        found = [by_path[keys[i:]] for i in range(len(keys)) if keys[i:] in by_path]
-        alike = found and found[0].shape == leaf.shape
-        lies = found[0].sharding if alike else NamedSharding(mesh, PartitionSpec())
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies)
+        of = next((axes[keys[i:]] for i in range(len(keys)) if keys[i:] in axes), ())
+        divided = tuple(axis if size > 1 else None for axis, size in zip(of, leaf.shape))
+        return _abstract(leaf.dtype, mesh, place(leaf.shape, divided, mesh.shape))
 
+    params = map_parameters(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), config)
     shapes = jax.eval_shape(partial(_initial_state, optimizer=optimizer), params)
-    return jax.tree_util.tree_map_with_path(place, shapes)
+    return jax.tree_util.tree_map_with_path(stored, shapes)
 
 
 def _keys(path: tuple) -> tuple:
@@ -78,13 +91,14 @@ def _keys(path: tuple) -> tuple:
 
 def create_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
     """The state before step 0. It depends on the seed and the sizes, not on the mesh."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, optimizer, mesh))
+    abstract = abstract_state(config, optimizer, mesh)
 
     def create() -> TrainState:
         model = GPT(config, jnp.dtype(jnp.float32), rngs=nnx.Rngs(seed))
-        return _initial_state(nnx.to_pure_dict(nnx.state(model)), optimizer)
+        state = _initial_state(nnx.to_pure_dict(nnx.state(model)), optimizer)
+        return jax.tree.map(lambda leaf, stored: resized(leaf, stored.shape), state, abstract)
 
-    return jax.jit(create, out_shardings=shardings)()
+    return jax.jit(create, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))()
 
 
 def _initial_state(params: dict, optimizer: optax.GradientTransformation) -> TrainState:
@@ -92,12 +106,20 @@ def _initial_state(params: dict, optimizer: optax.GradientTransformation) -> Tra
     return TrainState(zero, params, optimizer.init(params), zero)
 
 
-def params_sha256(params: dict) -> str:
-    """SHA-256 over each parameter's dotted name and its bytes, in the order of the names. Every process calls it."""
+def stored_as(tree: T, abstract: Any) -> T:
+    """Return a tree of arrays on the devices, padded and sharded as `abstract` is. The arrays may be on the host or on
+    another mesh, with its padding or without."""
+    return jax.tree.map(lambda leaf, like: jax.device_put(resized(leaf, like.shape), like.sharding), tree, abstract)
+
+
+def params_sha256(params: dict, config: ModelConfig) -> str:
+    """Return the SHA-256 over each parameter's dotted name and its bytes without padding, in the order of the names.
+    Every process calls it."""
     digest = hashlib.sha256()
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
-    for name in sorted(leaves):
+    for name, shape in sorted(parameter_shapes(config).items()):
         leaf = leaves[name]
         whole = leaf if leaf.is_fully_addressable else multihost_utils.process_allgather(leaf, tiled=True)
-        digest.update(name.encode() + b"\0" + np.asarray(whole).tobytes())
+        whole = np.asarray(whole)[tuple(map(slice, shape))]
+        digest.update(name.encode() + b"\0" + whole.tobytes())
     return digest.hexdigest()

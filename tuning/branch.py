@@ -57,7 +57,7 @@ def branch(context: Context, rate: float) -> None:
         if name not in record.pieces and plan["steps"] * size + evaluation > record.left:
             say(f"branch: {name} would pass the budget")
             break
-        origin, until = Origin(trunk, plan["start"], int(first), config.optimizer), int(first + last)
+        origin, until = Origin(trunk, plan["start"], int(first)), int(first + last)
         branched = with_options(branched, {"steps": until})  # so that schedules end with it, as the run's will
         work = lambda name=name, branched=branched, until=until, origin=origin: context.losses(
             name, branched, until, origin

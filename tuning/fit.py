@@ -8,10 +8,10 @@ import jax
 
 from configs.schema import Config, UserError, validate, with_options
 from program.compile import compile_step
-from program.machines import HEADROOM
+from program.machines import HEADROOM, VECTOR_MEMORY, exceeds_vector_memory
 from program.memory import GIB, program_bytes
 from training.build import build
-from training.mesh import islands, make_mesh
+from training.mesh import batch_devices, islands, make_mesh
 from tuning.record import Decision, Record
 
 REMAT = ("none", "products", "block")  # each with more work than the one before
@@ -131,7 +131,7 @@ def fit(
     """Compiles the candidates for all devices here or those given, until the frontier is known, and decides for the
     most rows with the least recomputation. Returns the programs that were compiled now. UserError where none fits."""
     mesh = make_mesh(config.mesh, devices)
-    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
+    replicas = batch_devices(mesh)
     share = config.batch.tokens_per_step // config.batch.sequence_length // replicas
     programs: dict[str, Any] = {}
 
@@ -182,6 +182,8 @@ def _compile(wanted: Candidate, config: Config, devices: Sequence[Any] | None, p
     try:
         programs[wanted.name] = compile_step(build(wanted.of(config), devices))
     except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what its memory cannot hold
+        if exceeds_vector_memory(str(error)):
+            raise UserError(f"{VECTOR_MEMORY}\n{str(error).splitlines()[0]}") from error
         if not str(error).startswith("RESOURCE_EXHAUSTED"):
             raise
         return {"bytes": None, "problem": str(error).splitlines()[0][:200]}

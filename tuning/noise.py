@@ -4,7 +4,7 @@ from configs.schema import UserError, with_options
 from run.diagnosis import BLOCKS, NoiseScale, noise_scale
 from run.lines import read_metrics
 from training.build import build
-from training.mesh import make_mesh
+from training.mesh import batch_devices, make_mesh
 from tuning.fit import halvings
 from tuning.record import Decision
 from tuning.trial import Context
@@ -52,7 +52,7 @@ def noise(context: Context) -> None:
     the noise scale is there. It lowers a batch above it; to raise one is for `branch`."""
     record, config = context.record, context.config
     mesh = make_mesh(config.mesh)
-    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
+    replicas = batch_devices(mesh)
     share = config.batch.tokens_per_step // config.batch.sequence_length // replicas
     rows = units_of(share, min(config.batch.rows_per_device, share), replicas)
     measured = with_options(config, {"batch.rows_per_device": rows, "diagnostics.every_steps": every(config.steps)})

@@ -11,6 +11,7 @@ from configs.schema import Config
 from data.loader import to_devices
 from program.compile import compile_step
 from training.build import build
+from training.state import stored_as
 from tuning.fit import REMAT, Candidate, describe, named
 from tuning.record import Decision
 from tuning.statistics import slowdowns
@@ -88,17 +89,17 @@ def at_stake(kept: dict[str, list[float]]) -> float:
 
 
 def _prepared(context: Context, name: str, programs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """A candidate's program, the run's first batch in its shape, and where its state lies."""
+    """A candidate's program, the run's first batch in its shape, and how its state is stored."""
     made = build(named(name).of(context.config))
     if name not in programs:
         programs[name] = compile_step(made)
     batch = to_devices(context.batches(made)[0], made.batch_shape, made.batch_sharding)
-    return programs[name], batch, jax.tree.map(lambda leaf: leaf.sharding, made.abstract_state)
+    return programs[name], batch, made.abstract_state
 
 
-def _seconds(program: Callable, batch: Any, placed: Any, state: Any) -> tuple[Any, float]:
+def _seconds(program: Callable, batch: Any, abstract: Any, state: Any) -> tuple[Any, float]:
     """The state after a step, and what it took, once the state lies where the program expects it."""
-    state = jax.block_until_ready(jax.device_put(state, placed))
+    state = jax.block_until_ready(stored_as(state, abstract))
     start = time.perf_counter()
     state, _ = jax.block_until_ready(program(state, batch))
     return state, time.perf_counter() - start

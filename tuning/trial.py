@@ -8,10 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from configs.schema import Config, OptimizerConfig, UserError, with_options
+from configs.schema import Config, UserError, with_options
 from data.dataset import Text
 from data.loader import StepBatches, held_out_batches, local_rows, train_batches
 from run.checkpoint import Checkpoints
@@ -20,7 +19,7 @@ from run.folder import Past, RunLock, accept, open_run, require_checkpoints
 from run.loop import GaveUp, Loop, Start
 from run.runtime import Stop
 from training.build import Build, build
-from training.optimizer import with_moments_of
+from training.state import stored_as
 from tuning.record import Record
 
 HELD_OUT = 32  # batches of held-out text at most, whose losses are compared pair by pair
@@ -48,8 +47,6 @@ class Origin(NamedTuple):
     """The checkpoint's step."""
     step: int
     """How the trial numbers that checkpoint's step: its own steps may be of other sizes."""
-    optimizer: OptimizerConfig
-    """The other's."""
 
 
 class Context:
@@ -66,19 +63,19 @@ class Context:
 
     @cached_property
     def held_out(self) -> tuple[Any, list[Any], Any]:
-        """The program that evaluates, held-out batches of a micro-batch's rows, and where its parameters lie."""
+        """The program that evaluates, held-out batches of a micro-batch's rows, and how its parameters are stored."""
         built = build(self.config)
         shape, token_bytes = (1, *built.batch_shape[1:]), self.text.tokenizer.token_bytes
         tokens, text = held_out_tokens(self.config), self.text
         batches, _ = held_out_batches(
             text.val, text.weights, tokens, token_bytes, shape, built.batch_sharding, text.document_bos
         )
-        return built.eval_step, batches, jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state.params)
+        return built.eval_step, batches, built.abstract_state.params
 
     def evaluated(self, params: dict) -> list[float]:
         """The mean loss of each held-out batch."""
-        eval_step, batches, placed = self.held_out
-        params = jax.device_put(params, placed)  # a trial's mesh may be another
+        eval_step, batches, abstract = self.held_out
+        params = stored_as(params, abstract)  # a trial's mesh may be another
         sums = [eval_step(params, batch) for batch in batches]
         return [float(loss) / max(int(tokens), 1) for loss, tokens in sums]
 
@@ -142,10 +139,8 @@ class Context:
             raise UserError(f"{origin.folder} holds no checkpoint of step {origin.saved} any more; give another --out")
         state, facts = theirs.restore(origin.saved, built.abstract_state)
         theirs.close()
-        opt_state = with_moments_of(state.opt_state, built.config.optimizer, origin.optimizer)
-        state = state._replace(step=np.int32(origin.step), opt_state=opt_state)
-        placed = jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state)
-        return Start(jax.device_put(state, placed), origin.step, facts["tokens"], facts["position"])
+        state = state._replace(step=np.int32(origin.step))
+        return Start(stored_as(state, built.abstract_state), origin.step, facts["tokens"], facts["position"])
 
     def losses(self, name: str, config: Config, until: int, origin: Origin | None = None) -> dict:
         """Trains, and evaluates: a piece, with the losses of the held-out batches, infinite where it gave up."""

@@ -15,6 +15,7 @@ from program.collectives import collectives as collectives_of
 from program.compile import compile_step
 from tests.helpers import TINY
 from training.build import build
+from training.mesh import sizes_of
 
 
 def test_one_json_line(monkeypatch, capsys):
@@ -77,7 +78,7 @@ def test_with_masked_documents_collectives_and_memory_are_of_the_batch_that_is_t
     segment_ids = 4 * 64 * 4  # of a device, in bytes, as each of inputs, targets and weights
     arguments = compiled.memory_analysis().argument_size_in_bytes
     assert arguments == pytest.approx(state + 4 * segment_ids, abs=segment_ids / 2)
-    found = collectives_of(compiled.as_text(), dict(built.mesh.shape))
+    found = collectives_of(compiled.as_text(), sizes_of(built.mesh))
     assert found and not [c for c in found if c.in_loop and "data" in c.axes]
 
 

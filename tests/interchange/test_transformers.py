@@ -87,8 +87,8 @@ def test_gradients_of_the_mean_loss_are_equal_parameter_by_parameter(pair):
     weights = jnp.ones(inputs.shape)
 
     def mean(params):
-        loss_sum, count = loss_sums(nnx.merge(graphdef, params), inputs, targets, weights)
-        return loss_sum / count
+        objective, (_, count) = loss_sums(nnx.merge(graphdef, params), inputs, targets, weights)
+        return objective / count
 
     loss, gradients = jax.value_and_grad(mean)(params)
     theirs.zero_grad()

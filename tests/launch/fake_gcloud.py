@@ -8,7 +8,16 @@ described. As gcloud does, ssh runs a command again whose connection broke, and 
     deaf      so many times ssh ends with 255 without having run anything
     refuses   so many times a deletion is refused
     denied    so many times nothing is told of a resource
+    stalls    so many times ssh and scp do not come back
+    expired   so many times no command works, since the credentials have expired
+    offline   so many times no command works, since there is no network
+    failing   so many times the set-up fails on one host
+    slow      so many times a resource is described as DELETING after its deletion
+    closed    a zone that the project may not use
     workers   the hosts of a slice; 2 unless it is there
+    oslogin   if it is there, hosts are logged in to under the local user's name, whatever is asked for
+
+With ssh a command gets LAUNCH_ROOT, where it has all that a host's users share. gs://bucket is the folder `bucket`.
 """
 
 import json
@@ -19,6 +28,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,8 +40,9 @@ def counted(name: str) -> bool:
     """Whether this is one of the times that are set for `name`."""
     path = HOME / name
     left = int(path.read_text()) if path.exists() else 0
-    if left:
-        path.write_text(str(left - 1))
+    if left:  # whole at any time, since tests read and write it, too
+        path.with_suffix(".new").write_text(str(left - 1))
+        path.with_suffix(".new").rename(path)
     return left > 0
 
 
@@ -72,11 +83,17 @@ def create(path: Path, given: dict[str, str]) -> int:
 
 
 def describe(path: Path) -> int:
+    closed = HOME / "closed"
+    if closed.exists() and closed.read_text() == path.parent.name:
+        return fail(f"PERMISSION_DENIED: Permission denied on 'locations/{path.parent.name}' (or it may not exist).")
     if counted("denied"):
         return fail("PERMISSION_DENIED: project not found, or no permission")
     if not path.exists():
         return fail(f"NOT_FOUND: Resource {path.name} was not found")
     facts = update(path)
+    if facts["state"] == "DELETING" and not counted("slow"):
+        shutil.rmtree(path)
+        return fail(f"NOT_FOUND: Resource {path.name} was not found")
     if facts["state"] in ("CREATING", *STEPS[:-1]):
         ends = {"active": "ACTIVE", "stockout": "FAILED", "waits": "WAITING_FOR_RESOURCES"}[facts["ends"]]
         now = STEPS.index(facts["state"]) if facts["state"] in STEPS else -1
@@ -122,8 +139,8 @@ def delete(path: Path, given: dict[str, str]) -> int:
         return fail("INTERNAL: the resource could not be deleted")
     if update(path)["state"] == "ACTIVE" and "force" not in given:
         return fail("FAILED_PRECONDITION: it has nodes")
+    assert "async" in given
     take(path, "DELETING")
-    shutil.rmtree(path)
     return 0
 
 
@@ -139,15 +156,28 @@ def hosts(path: Path, given: dict[str, str]) -> list[Path]:
     return found
 
 
-def ssh(path: Path, given: dict[str, str]) -> int:
+def home(host: Path, words: list[str]) -> Path:
+    """The home folder of whoever logs in."""
+    asked = next((word.split("@")[0] for word in words if "@" in word and not word.startswith("--")), "")
+    user = os.environ.get("USER", "root") if (HOME / "oslogin").exists() or not asked else asked
+    (host / f"home-{user}").mkdir(exist_ok=True)
+    return host / f"home-{user}"
+
+
+def ssh(path: Path, words: list[str], given: dict[str, str]) -> int:
     if not path.exists() or update(path)["state"] != "ACTIVE":
         return fail("the node is not there")
+    if counted("stalls"):
+        time.sleep(600)
     if counted("deaf"):
         return fail("[ssh] exited with return code [255]", 255)
     code = 0
+    if "launch-ready" in given["command"] and counted("failing"):
+        return fail("pip: connection reset", 1)
     for number, host in enumerate(hosts(path, given)):
-        environment = os.environ | {"HOME": str(host), "STAND_IN_PROCESS": str(number)}
-        environment["PATH"] = f"{host}/bin:{os.environ['PATH']}"
+        own = {name: value for name, value in os.environ.items() if not name.startswith("GIVEN_")}
+        environment = own | {"HOME": str(home(host, words)), "STAND_IN_PROCESS": str(number)}
+        environment |= {"PATH": f"{host}/bin:{os.environ['PATH']}", "LAUNCH_ROOT": str(host / "var")}
         for _ in range(10):
             done = subprocess.run(["bash", "-c", given["command"]], cwd=host, env=environment, stdin=subprocess.DEVNULL)
             code = code or done.returncode
@@ -160,29 +190,45 @@ def scp(path: Path, words: list[str], given: dict[str, str]) -> int:
     source, target = [word for word in words if not word.startswith("--")]
     if not path.exists() or update(path)["state"] != "ACTIVE":
         return fail("the node is not there")
+    if counted("stalls"):
+        time.sleep(600)
     for host in hosts(path, given):
-        if source.startswith(f"{path.name}:"):
-            shutil.copytree(host / source.split(":")[1], target)
+        end = (source if ":" in source else target).split(":")[1]
+        there = home(host, words) / end.replace("/var/tmp/tokensum", str(host / "var"))
+        if ":" in source:
+            shutil.copytree(there, target)
         else:
-            shutil.copy(source, host / target.split(":")[1])
+            shutil.copy(source, there)
     return 0
 
 
 def main(words: list[str]) -> int:
     with (HOME / "log").open("a") as log:
         print(json.dumps(words), file=log)
+    if counted("expired"):
+        return fail("There was a problem refreshing your current auth tokens: invalid_grant: Bad Request")
+    if counted("offline"):
+        return fail("gcloud crashed (ConnectionError): Failed to resolve 'tpu.googleapis.com'")
     if words[:2] == ["storage", "cp"]:
-        return fail("404: the bucket does not exist") if "gs://none" in words[3] else 0
+        source, target = [word for word in words[2:] if not word.startswith("--")]
+        if target.startswith("gs://none"):
+            return fail("404: the bucket does not exist")
+        there = HOME / target.removeprefix("gs://")
+        there.parent.mkdir(parents=True, exist_ok=True)
+        there.write_bytes(sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes())
+        return 0
     words = words[1:] if words[0] == "alpha" else words
     assert words[:3] == ["compute", "tpus", "queued-resources"]
     verb, words = words[3], words[4:]
     given = options(words)
     assert given["project"] == "project" and "quiet" in given
-    name = next(word.split(":")[0] for word in words if re.fullmatch(r"[a-z][a-z0-9-]*(:.*)?", word))
+    name = next(m[1] for word in words if (m := re.fullmatch(r"(?:[a-z]+@)?([a-z][a-z0-9-]*)(?::.*)?", word)))
     path = resource(name, given["zone"])
     if verb == "scp":
         return scp(path, words, given)
-    verbs = {"create": create, "delete": delete, "ssh": ssh}
+    if verb == "ssh":
+        return ssh(path, words, given)
+    verbs = {"create": create, "delete": delete}
     return verbs[verb](path, given) if verb in verbs else {"describe": describe}[verb](path)
 
 

@@ -26,6 +26,7 @@ class Cluster:
         self.said: list[str] = []
         self.pods: dict[tuple[int, int], subprocess.Popen] = {}
         self.evicted: set[tuple[int, int]] = set()
+        self.secrets: dict[str, dict[str, str]] = {}
 
     def run(self, seconds: float = 120, when=lambda cluster: None) -> str:
         """`Completed`, or `Failed: reason`. `when` is called again and again meanwhile, to do harm."""
@@ -71,6 +72,8 @@ class Cluster:
                 for entry in container["env"]:
                     if "value" in entry:
                         environment[entry["name"]] = entry["value"]
+                    elif key := entry["valueFrom"].get("secretKeyRef"):
+                        environment[entry["name"]] = self.secrets[key["name"]][key["key"]]
                     else:
                         path = entry["valueFrom"]["fieldRef"]["fieldPath"]
                         environment[entry["name"]] = labels[re.fullmatch(r"metadata\.labels\['(.*)'\]", path)[1]]

@@ -46,7 +46,8 @@ def run(job: str) -> int:
     while True:
         facts = jobs()[job]
         update(job, state="RUNNING")
-        environment = os.environ | {
+        own = {name: value for name, value in os.environ.items() if not name.startswith("GIVEN_")}  # --export=NONE
+        environment = own | {
             "SLURM_JOB_ID": job,
             "SLURM_NTASKS": facts["options"]["nodes"],
             "SLURM_JOB_NODELIST": "localhost,otherhost",
@@ -126,7 +127,7 @@ def sinfo(*words: str) -> int:
 
 
 def scancel(*words: str) -> int:
-    for job, facts in mine(words).items():
+    for job, facts in (mine(words) if any(word.startswith("--name=") for word in words) else jobs()).items():
         if "--signal=TERM" in words and facts["state"] == "RUNNING":
             while not (HOME / job / "tasks").exists():
                 time.sleep(0.01)

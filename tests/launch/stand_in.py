@@ -19,7 +19,7 @@ number = int(os.environ.get("STAND_IN_PROCESS") or os.environ.get("JAX_PROCESS_I
 mine = folder / f"starts.{number}"
 past = len(mine.read_text().splitlines()) if mine.exists() else 0
 about = {"arguments": sys.argv[1:], "cwd": os.getcwd(), "pid": os.getpid()}
-about |= {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "LAUNCH_"))}
+about |= {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "LAUNCH_", "GIVEN_"))}
 with mine.open("a") as file:
     print(json.dumps(about), file=file)
 print(f"start {past} of process {number}", flush=True)

@@ -1,8 +1,11 @@
 """What is done on a TPU host, each thing twice, as when gcloud repeats it."""
 
 import os
+import signal
 import subprocess
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +22,7 @@ def host(tmp_path, monkeypatch):
     monkeypatch.chdir(repository.root)
     home = tmp_path / "home"
     home.mkdir()
-    environment = os.environ | {"HOME": str(home), "LAUNCH_PAUSE": "0.02"}
+    environment = os.environ | {"HOME": str(home), "LAUNCH_PAUSE": "0.02", "LAUNCH_ROOT": str(tmp_path / "var")}
 
     def ssh(command: str) -> str:
         for _ in range(2):
@@ -28,13 +31,23 @@ def host(tmp_path, monkeypatch):
         return done.stdout.decode()
 
     code = pack(repository.root)
-    job = make_job(JobOptions("v5e:1x1"), ["--config=tiny.py", "--checkpoint.folder=gs://bucket/it's"])
+    job = make_job(JobOptions("v5e:1x1", max_crashes=1), ["--config=tiny.py", "--checkpoint.folder=gs://bucket/it's"])
     (home / f"launch-{code.name}.tar").write_bytes(code.archive)
     setup = f"echo set up >> {tmp_path}/set-up && {repository.setup}"
-    prepare = lambda forget: ssh(hosts.prepare(job, code, setup, forget))
-    prepare(forget=True)
+    never = round(time.time()) + 10**6
+    prepare = lambda typed: ssh(hosts.prepare(job, code, setup, typed, never, "gs://none", ["true"]))
+    prepare(1)
     assert (tmp_path / "set-up").read_text() == "set up\n"
-    return ssh, repository, prepare
+    yield ssh, repository, prepare
+    kill(tmp_path / "var")
+
+
+def kill(folder) -> None:
+    """Kills every process whose working folder is there, as a reboot does."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if (entry / "cwd").readlink().is_relative_to(folder):
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def wait_for(happened) -> None:
@@ -49,10 +62,10 @@ def test_a_start_after_the_end_starts_nothing_until_the_end_is_forgotten(host):
     repository.plan([0])
     ssh(hosts.start("tiny"))
     wait_for(lambda: " ended 0" in ssh(hosts.state("tiny")))
-    prepare(forget=False)
+    prepare(1)
     ssh(hosts.start("tiny"))
     assert " ended 0" in ssh(hosts.state("tiny"))
-    prepare(forget=True)
+    prepare(2)
     ssh(hosts.start("tiny"))
     wait_for(lambda: " ended 0" in ssh(hosts.state("tiny")))
     assert len(repository.starts()) == 2
@@ -68,7 +81,7 @@ def test_a_stop_saves_and_lasts(host):
     assert ssh(hosts.state("tiny")).split()[1] == "running"
     ssh(hosts.stop("tiny"))
     wait_for(lambda: " ended 143" in ssh(hosts.state("tiny")))
-    prepare(forget=False)  # as where another host was made anew at the same time
+    prepare(1)  # as where another host was made anew at the same time
     ssh(hosts.start("tiny"))
     assert " ended 143" in ssh(hosts.state("tiny")) and len(repository.starts()) == 1
 
@@ -78,3 +91,17 @@ def test_where_nothing_was_prepared_nothing_is_known_started_or_stopped(host):
     ssh, _, _ = host
     assert ssh(hosts.start("other")) == ssh(hosts.stop("other")) == ""
     assert ssh(hosts.state("other")).split()[1] == "none"
+
+
+def test_crashes_are_counted_over_a_reboot_and_forgotten_by_a_person(host, tmp_path):
+    ssh, repository, prepare = host
+    repository.plan(["kill"], ["wait"], ["kill"])
+    ssh(hosts.start("tiny"))
+    wait_for(lambda: len(repository.starts()) == 2)
+    kill(tmp_path / "var")
+    ssh(hosts.start("tiny"))
+    wait_for(lambda: " ended 137" in ssh(hosts.state("tiny")))  # the second crash, of one that may be repeated
+    assert len(repository.starts()) == 3
+    prepare(2)
+    ssh(hosts.start("tiny"))
+    wait_for(lambda: len(repository.starts()) == 5)

@@ -62,7 +62,7 @@ def dry_run(capsys, hardware: str, *options: str, train: tuple[str, ...] = (BUCK
     assert main(["k8s", "up", "--dry_run", *words, "--", "--config=tiny.py", *train]) == 0
     said = capsys.readouterr().out
     commands, _, rest = said.partition(" <<'END'\n")
-    return commands.splitlines(), json.loads(rest.removesuffix("END\n"))
+    return [line for line in commands.splitlines() if line[0] != "#"], json.loads(rest.removesuffix("END\n"))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,9 @@ def test_a_jobset_is_what_its_definition_allows(repository, capsys, schema, hard
         capsys, hardware, "--claim=disk", "--queue=mine", "--service_account=writer", "--node_selector", "pool=a", "b=c"
     )
     schema.validate(jobset)
-    assert commands[0].startswith("docker build --build-arg=EXTRA=") and commands[1].startswith("docker push REGISTRY/")
+    assert commands[0].startswith("docker build --platform=linux/amd64 --build-arg=EXTRA=") and commands[1].startswith(
+        "docker push REGISTRY/"
+    )
     assert commands[2] == "kubectl --namespace=default create --filename=-"
     (replicated,) = jobset["spec"]["replicatedJobs"]
     pod = replicated["template"]["spec"]["template"]["spec"]
@@ -170,6 +172,47 @@ def test_a_drained_node_restarts_all_and_counts_as_no_crash(repository, capsys, 
     assert cluster.run(when=drain) == "Completed" and (cluster.restarts, cluster.counted) == (1, 0)
 
 
+def test_at_the_deadline_all_save_and_nothing_starts_again(repository, capsys, tmp_path):
+    repository.plan(["wait", "wait"])
+    cluster = cluster_of(repository, capsys, tmp_path, f"--hours={8 / 3600}", "--price=2")
+    assert cluster.run().startswith("Failed: FailJobSet") and cluster.restarts == 0
+    assert "saved by process" in str(cluster.said)
+    assert cluster_of(repository, capsys, tmp_path, "--hours=1e-9").run().startswith("Failed: FailJobSet")
+    assert len(repository.starts(0)) == 1
+
+
+def test_a_pod_with_a_deadline_is_told_to_end_and_saves(repository, capsys, tmp_path):
+    repository.plan(["wait", "wait"], [0, 0])
+    cluster = cluster_of(repository, capsys, tmp_path, "--hours=1", "--max_crashes=0")
+
+    def drain(cluster):
+        if len(repository.starts(0)) == len(repository.starts(1)) == 1 and not cluster.restarts and not cluster.evicted:
+            cluster.evict((0, 1))
+
+    assert cluster.run(when=drain) == "Completed" and "saved by process 1" in str(cluster.said)
+
+
+def test_secrets_are_in_a_secret_alone(repository, capsys, tmp_path, monkeypatch, schema):
+    monkeypatch.setenv("GIVEN_KEY", "s3cret")
+    monkeypatch.setenv("GIVEN_PROJECT", "mine")
+    given = ["--secret", "GIVEN_KEY", "--env", "GIVEN_PROJECT"]
+    commands, jobset = dry_run(capsys, "2x cpu:1", *given)
+    schema.validate(jobset)
+    assert "tiny-secrets: GIVEN_KEY, from this environment" in commands[2]
+    assert "s3cret" not in json.dumps(jobset) + str(commands) and "mine" in json.dumps(jobset)
+    log = stand_ins(tmp_path, monkeypatch)
+    assert up("--image=REGISTRY/tokensum", *given) == 0
+    secret = json.loads(Path(f"{log}.applied").read_text())
+    assert secret["kind"] == "Secret" and "s3cret" not in log.read_text() + capsys.readouterr().out
+    assert main(["k8s", "down", "--name=tiny"]) == 0 and "delete secret tiny-secrets" in log.read_text()
+    repository.plan([0, 0])
+    cluster = Cluster(jobset, repository.root, {}, environment_with(sys.executable, tmp_path / "bin"))
+    cluster.secrets[secret["metadata"]["name"]] = secret["stringData"]
+    assert cluster.run() == "Completed"
+    start = repository.starts(1)[0]
+    assert (start["GIVEN_KEY"], start["GIVEN_PROJECT"]) == ("s3cret", "mine")
+
+
 def test_a_killed_pod_is_a_crash(repository, capsys, tmp_path):
     repository.plan(["wait", "wait"], [0, 0])
     cluster = cluster_of(repository, capsys, tmp_path, "--max_crashes=1")
@@ -187,6 +230,7 @@ case "$*" in
     *api-resources*) echo {served} ;;
     *"get jobset"*) echo {there} ;;
     *create*) cat > {log}.created ;;
+    *apply*) cat > {log}.applied ;;
     *build*) cat > {log}.code ;;
 esac
 """
@@ -213,7 +257,7 @@ def test_up_builds_pushes_and_creates_and_down_sees_that_nothing_is_left(reposit
     assert up("--image=REGISTRY/tokensum", "--namespace=mine") == 0
     commands = log.read_text().splitlines()
     assert [line.split()[:3] for line in commands[2:]] == [
-        ["docker", "build", "--build-arg=EXTRA=gcs"],
+        ["docker", "build", "--platform=linux/amd64"],
         ["docker", "push", commands[3].split()[2]],
         ["kubectl", "--namespace=mine", "create"],
     ]
@@ -246,6 +290,7 @@ def test_one_that_is_there_is_left_alone(repository, tmp_path, monkeypatch):
         (["--", "--config=tiny.py", BUCKET], "--image is missing"),
         (["--image=x", "--", "--config=tiny.py"], "--claim or --checkpoint.folder"),
         (["--image=x", "--hardware=v9:4x4", "--", "--config=tiny.py", BUCKET], "v9 is unknown"),
+        (["--image=x", "--secret", "NOT_SET", "--", "--config=tiny.py", BUCKET], "--secret NOT_SET: there is no"),
         (["--image=x", "--node_selector", "a", "--", "--config=tiny.py", BUCKET], "key=value"),
         (["--image=x", "--", "--config=tiny.py", BUCKET, "--mesh.fsdp=3"], "does not fit"),
     ],

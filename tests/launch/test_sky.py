@@ -48,6 +48,17 @@ def test_a_slice_is_named_as_skypilot_does_and_its_hosts_find_each_other(reposit
     assert "JAX_" not in task["run"] and task["setup"] == "make setup EXTRA=tpu,gcs"
 
 
+def test_variables_are_asked_for_by_skypilot_and_their_values_are_not_in_the_task(repository, capsys, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "s3cret")
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    words = ["--hardware=v5e:1x1", "--secret", "WANDB_API_KEY", "--env", "WANDB_PROJECT"]
+    assert main(["sky", "yaml", *words, "--", "--config=tiny.py", BUCKET]) == 0
+    text = capsys.readouterr().out
+    task = yaml.safe_load(text)
+    assert task["secrets"] == {"WANDB_API_KEY": None} and task["envs"] == {"WANDB_PROJECT": None}
+    assert "s3cret" not in text and "sky jobs launch tiny.yaml --env=WANDB_PROJECT --secret=WANDB_API_KEY" in text
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

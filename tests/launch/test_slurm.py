@@ -148,6 +148,30 @@ def test_a_controller_that_does_not_answer_is_asked_again(repository, tmp_path, 
     assert len(repository.starts()) == 2
 
 
+def test_at_the_deadline_it_saves_and_is_not_started_again(repository, tmp_path, monkeypatch, capsys):
+    fake(tmp_path, monkeypatch)
+    repository.plan(["wait", "wait"])
+    log = run_to_its_end(repository, 120, f"--hours={8 / 3600}", "--price=3")
+    assert len(repository.starts()) == 1 and log.count("saved by process") == 2 and "at its deadline" in log
+    assert "2 devices (on_demand) x $3 = $6.00 an hour" in capsys.readouterr().out
+    log = run_to_its_end(repository, 120, "--hours=1e-9")
+    assert len(repository.starts()) == 1 and "the deadline has passed" in log
+
+
+def test_secrets_are_in_a_file_of_the_owner_s_alone(repository, tmp_path, monkeypatch, capsys):
+    fake(tmp_path, monkeypatch)
+    monkeypatch.setenv("GIVEN_KEY", "it's s3cret")
+    repository.plan([0, 0])
+    assert launch(repository, "up", "--dry_run", "--secret", "GIVEN_KEY") == 0
+    log = run_to_its_end(repository, 120, "--secret", "GIVEN_KEY")
+    kept = job_folder(repository) / "environment"
+    assert kept.stat().st_mode & 0o777 == 0o600 and repository.starts()[0]["GIVEN_KEY"] == "it's s3cret"
+    assert "s3cret" not in log + capsys.readouterr().out + (job_folder(repository) / "job.sh").read_text()
+    monkeypatch.delenv("GIVEN_KEY")
+    run_to_its_end(repository, 120)
+    assert not kept.exists() and "GIVEN_KEY" not in repository.starts()[1]
+
+
 def test_a_changed_file_is_not_seen_by_a_job_that_is_queued(repository, tmp_path, monkeypatch):
     fake(tmp_path, monkeypatch)
     repository.plan(["wait", "wait"], [0, 0])

@@ -11,18 +11,21 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from configs.schema import UserError
-from launch import tpu
+from launch import queued, tpu_run
 from launch.__main__ import main
+from launch.shell import Trouble
 from tests.launch.stand_in import StandIn
 
 STAND_IN = Path(__file__).with_name("fake_gcloud.py")
 ZONES = ("us-central1-a", "us-west4-a")
+NETWORK = ["--network=n", "--subnetwork=s", "--internal_ips", "--tunnel_through_iap"]
 BUCKET = "--checkpoint.folder=gs://bucket/tiny"
 HARDWARE = "v5e:2x4"
 """Of one host in truth. The stand-in's slices have two."""
@@ -39,7 +42,12 @@ class Cloud:
         (self.folder / "plan").write_text(json.dumps({zone.replace("_", "-"): turns for zone, turns in zones.items()}))
 
     def set(self, name: str, times: int) -> None:
-        (self.folder / name).write_text(str(times))
+        (self.folder / "fresh").write_text(str(times))
+        (self.folder / "fresh").rename(self.folder / name)
+
+    def times(self, name: str) -> int:
+        """How often a fault is still to come."""
+        return int((self.folder / name).read_text())
 
     def asked(self, verb: str = "") -> list[list[str]]:
         path = self.folder / "log"
@@ -49,6 +57,10 @@ class Cloud:
     def left(self) -> list[str]:
         """Resources that are there, and cost."""
         return [str(path.parent) for path in self.folder.glob("resources/*/*/facts")]
+
+    def logs(self) -> list[str]:
+        """What the bucket has of the hosts' logs."""
+        return [path.read_text() for path in sorted(self.folder.glob("bucket/tiny/logs/host-*.log"))]
 
     def take(self) -> None:
         """Takes the slices away that are there, as a preemption does."""
@@ -84,7 +96,7 @@ def cloud(tmp_path, monkeypatch):
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {STAND_IN} "$@"\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    for name, value in {"FAKE_GCLOUD": made.folder, "LAUNCH_PAUSE": "0.02", "TOKENSUM_CACHE": tmp_path / "c"}.items():
+    for name, value in {"FAKE_GCLOUD": made.folder, "LAUNCH_PAUSE": "0.05", "TOKENSUM_CACHE": tmp_path / "c"}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("launch.hardware.Hardware.hosts_per_group", 2)
     made.plan(us_central1_a=["active"], us_west4_a=["active"])
@@ -190,10 +202,10 @@ def test_a_host_that_is_lost_while_the_run_ends_is_not_started_anew(monkeypatch,
     seen.append({**seen[0], "c": ("ended", "0")})
     slices, job = SimpleNamespace(state=lambda: "ACTIVE"), SimpleNamespace(hardware=SimpleNamespace(hosts=3))
     fetched = []
-    monkeypatch.setattr(tpu, "states", lambda slices: seen.pop(0))
-    monkeypatch.setattr(tpu, "pause", lambda: None)
-    monkeypatch.setattr(tpu, "fetch", fetched.append)
-    assert tpu.watch(slices, job, None, None, math.inf) == "ended 0"  # pyright: ignore
+    monkeypatch.setattr(tpu_run, "states_of", lambda slices: seen.pop(0))
+    monkeypatch.setenv("LAUNCH_PAUSE", "0")
+    monkeypatch.setattr(tpu_run, "fetch", fetched.append)
+    assert tpu_run.watch(SimpleNamespace(deadline=math.inf, job=job), slices) == "ended 0"  # pyright: ignore
     assert fetched == [slices] and not seen
 
 
@@ -205,33 +217,199 @@ def test_commands_that_run_again_and_connections_that_break_are_harmless(reposit
     assert starts(repository) == [2, 2] and not cloud.left()
 
 
-def test_a_deletion_that_is_refused_is_tried_again_and_told_where_it_fails(repository, cloud, capsys):
+def test_a_deletion_that_is_refused_is_tried_again_until_all_is_gone(repository, cloud, capsys):
     repository.plan([0, 0])
-    cloud.set("refuses", 2)
+    cloud.set("refuses", 3)
+    cloud.set("slow", 2)
     assert launch(repository, "run") == 0 and not cloud.left()
-    cloud.set("refuses", 100)
-    with pytest.raises(
-        UserError, match="MAY COST MONEY: python -m launch tpu down --project=project --zones us-central1-a"
-    ):
-        launch(repository, "run")
-    assert cloud.left()
-    cloud.set("refuses", 0)
-    assert launch(repository, "down") == 0 and not cloud.left()
+    told = "MAY COST MONEY: python -m launch tpu down --project=project --zones us-central1-a --name=tiny"
+    assert capsys.readouterr().err.count(told) >= 3
+
+
+def test_a_zone_that_deletes_nothing_keeps_no_other_from_it(monkeypatch):
+    asked = []
+
+    def place(zone: str, failures: int) -> SimpleNamespace:
+        def delete(before) -> None:
+            asked.append(zone)
+            if asked.count(zone) <= failures:
+                raise Trouble("no answer")
+
+        return SimpleNamespace(zone=zone, project="p", name="tiny", delete=delete)
+
+    monkeypatch.setenv("LAUNCH_PAUSE", "0")
+    queued.delete_all([place("a", 2), place("b", 1), place("c", 0)])  # pyright: ignore
+    assert asked == ["a", "b", "c", "a", "b", "a"]
 
 
 def test_what_cannot_be_seen_is_not_taken_for_gone(repository, cloud):
     cloud.set("denied", 100)
-    with pytest.raises(UserError, match="cannot describe"):
+    with pytest.raises(UserError, match="MAY COST MONEY: gcloud cannot describe"):
         launch(repository, "down")
-    cloud.set("denied", 3)
-    repository.plan([0, 0])
-    assert launch(repository, "run") == 0 and not cloud.left()
 
 
-def test_everything_is_saved_and_deleted_at_the_deadline(repository, cloud):
+def test_a_zone_that_this_project_may_not_use_hides_no_other(repository, cloud, capsys):
     repository.plan(["wait", "wait"])
-    assert launch(repository, "run", f"--hours={4 / 3600}") == 143
+    assert launch(repository, "up") == 0
+    (cloud.folder / "closed").write_text("us-central2-b")
+    for command in ("status", "stop", "down"):
+        assert launch(repository, command) == 0
+        said = capsys.readouterr().out
+        assert "passed over, since this project may not look there: us-central2-b" in said, command
+    assert "tiny in us-central1-a is deleted" in said and not cloud.left()
+    with pytest.raises(UserError, match="what is in us-central2-b cannot be seen"):
+        launch(repository, "down", "--zones", "us-central2-b")
+
+
+def test_a_network_that_is_lost_is_no_mistake_and_nothing_is_called_gone(repository, cloud, capsys):
+    cloud.set("offline", 3)  # all tries of the first zone
+    assert launch(repository, "down", "--zones", *ZONES) == 42
+    told = capsys.readouterr()
+    assert (
+        "what is in us-central1-a cannot be seen, and MAY COST MONEY" in told.err and "nothing is left" not in told.out
+    )
+
+
+@pytest.fixture
+def deadline(monkeypatch):
+    """Comes when it is set, whatever the clock."""
+    come = threading.Event()
+    late = property(lambda launch: 0.0 if come.is_set() else time.time() + 1e6)
+    monkeypatch.setattr(tpu_run.Launch, "deadline", late)
+    return come
+
+
+@contextmanager
+def meanwhile(*steps):
+    """Does the steps, one after the other, in a thread."""
+    thread = threading.Thread(target=lambda: [step() for step in steps])
+    thread.start()
+    yield
+    thread.join()
+
+
+def test_everything_is_saved_and_deleted_at_the_deadline(repository, cloud, deadline):
+    repository.plan(["wait", "wait"])
+    with meanwhile(lambda: wait_for(lambda: starts(repository) == [1, 1]), deadline.set):
+        assert launch(repository, "run") == 143
     assert not cloud.left() and starts(repository) == [1, 1]
+    assert len(cloud.logs()) == 2 and all("saved by process" in text for text in cloud.logs())
+
+
+def test_a_command_that_stalls_does_not_stop_the_watch(repository, cloud, deadline, monkeypatch, capsys):
+    repository.plan(["wait", "wait"])
+    monkeypatch.setattr(queued.Slices.ssh, "__defaults__", (5,))
+    steps = [lambda: wait_for(lambda: starts(repository) == [1, 1]), lambda: cloud.set("stalls", 1)]
+    with meanwhile(*steps, lambda: wait_for(lambda: cloud.times("stalls") == 0), deadline.set):
+        assert launch(repository, "run") == 143
+    assert not cloud.left() and "no answer in 5 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", ["expired", "offline"])
+def test_credentials_or_a_network_lost_at_the_deadline_delay_the_end_and_nothing_else(
+    repository, cloud, deadline, capsys, fault
+):
+    repository.plan(["wait", "wait"])
+    steps = [lambda: wait_for(lambda: starts(repository) == [1, 1]), lambda: cloud.set(fault, 9)]
+    with meanwhile(*steps, lambda: wait_for(lambda: cloud.times(fault) < 8), deadline.set):
+        assert launch(repository, "run") == 143
+    told = capsys.readouterr()
+    assert not cloud.left() and cloud.times(fault) == 0
+    assert "nothing is left in us-central1-a, us-west4-a" in told.out
+    assert "MAY COST MONEY" in told.err and all("saved by process" in text for text in cloud.logs())
+
+
+def test_a_set_up_that_fails_is_tried_again_and_once_it_has_worked_until_the_deadline(repository, cloud):
+    repository.plan(["wait", "wait"], [0, 0])
+    cloud.set("failing", 1)
+    steps = [lambda: wait_for(lambda: starts(repository) == [1, 1]), lambda: cloud.set("failing", 4), cloud.take]
+    with meanwhile(*steps):
+        assert launch(repository, "run") == 0
+    assert starts(repository) == [2, 2] and not cloud.left() and cloud.times("failing") == 0
+
+
+def test_what_another_process_has_started_is_not_given_up_for_a_set_up_that_fails(repository, cloud):
+    repository.plan(["wait", "wait"], [0, 0])
+    assert launch(repository, "up") == 0
+    wait_for(lambda: starts(repository) == [1, 1])
+    cloud.set("failing", 4)
+    end = lambda: [os.kill(repository.starts(process)[0]["pid"], 15) for process in range(2)]
+    with meanwhile(lambda: wait_for(lambda: cloud.times("failing") == 0), end):
+        assert launch(repository, "run") == 0
+    assert len(cloud.asked("create")) == 1 and not cloud.left()
+
+
+def test_a_set_up_that_never_works_ends_it_and_leaves_nothing(repository, cloud, capsys):
+    cloud.set("failing", 100)
+    assert launch(repository, "run") == 1
+    assert not cloud.left() and cloud.times("failing") == 97 and "pip: connection reset" in capsys.readouterr().err
+
+
+def test_a_failure_s_log_outlives_its_slice(repository, cloud):
+    repository.plan([1, "wait"])
+    assert launch(repository, "run") == 1 and not cloud.left()
+    assert "start 0 of process 0" in cloud.logs()[0] and "ended with 1" in cloud.logs()[0]
+
+
+def test_two_people_start_one_run_also_where_their_names_differ_on_the_hosts(repository, cloud, monkeypatch):
+    repository.plan(["wait", "wait"])
+    cloud.set("oslogin", 1)
+    for person in ("ada", "bob"):
+        monkeypatch.setenv("USER", person)
+        assert launch(repository, "up") == 0
+        wait_for(lambda: starts(repository) == [1, 1])
+    assert launch(repository, "down") == 0
+    assert starts(repository) == [1, 1] and not cloud.left()
+
+
+def test_hosts_end_by_themselves_where_nobody_watches(repository, cloud, monkeypatch):
+    repository.plan(["wait", "wait"])
+    soon = time.time() + 3
+    monkeypatch.setattr(tpu_run.Launch, "limit", property(lambda launch: round(soon)))
+    assert launch(repository, "up") == 0
+    wait_for(lambda: cloud.asked("delete"))
+    assert launch(repository, "status") == 0 and not cloud.left()
+    assert len(cloud.logs()) == 2 and all("ended with 143" in text for text in cloud.logs())
+
+
+def test_a_save_is_waited_for_as_long_as_is_asked(monkeypatch, capsys):
+    clock = iter(range(0, 100_000, 700))  # each question comes 700 s after the last
+    monkeypatch.setattr(tpu_run, "time", SimpleNamespace(time=lambda: next(clock), sleep=lambda seconds: None))
+    states = [{"a": ("running", "")}] * 4 + [{"a": ("ended", "143")}]
+    monkeypatch.setattr(tpu_run, "states_of", lambda slices: states.pop(0))
+    slices = SimpleNamespace(name="tiny", ssh=lambda command: (0, ""), shell=SimpleNamespace(dry_run=False))
+    tpu_run.save(slices, SimpleNamespace(save_minutes=60.0))  # pyright: ignore
+    assert not states and not capsys.readouterr().err
+    states += [{"a": ("running", "")}] * 9
+    tpu_run.save(slices, SimpleNamespace(save_minutes=60.0))  # pyright: ignore
+    assert states and "not all hosts of tiny have saved in 60 min" in capsys.readouterr().err
+
+
+def test_secrets_reach_train_py_and_nothing_else(repository, cloud, monkeypatch, capsys):
+    repository.plan([0, 0])
+    monkeypatch.setenv("GIVEN_KEY", "s3cret 'quoted'\nline")
+    monkeypatch.setenv("GIVEN_PROJECT", "mine")
+    given = ["--secret", "GIVEN_KEY", "--env", "GIVEN_PROJECT"]
+    assert launch(repository, "run", "--dry_run", *given) == 0
+    assert launch(repository, "run", *given) == 0
+    for process in range(2):
+        (start,) = repository.starts(process)
+        assert (start["GIVEN_KEY"], start["GIVEN_PROJECT"]) == ("s3cret 'quoted'\nline", "mine")
+    told = capsys.readouterr()
+    assert "GIVEN_KEY" in told.out and "s3cret" not in told.out + told.err + str(cloud.asked())
+    assert cloud.logs() and "s3cret" not in str(cloud.logs())
+    assert launch(repository, "run") == 0  # a later one without them
+    assert "GIVEN_KEY" not in repository.starts()[-1]
+
+
+def test_the_watcher_s_events_start_the_user_s_command(repository, cloud, tmp_path, monkeypatch):
+    hook = f'echo "$TOKENSUM_RUN $TOKENSUM_EVENT" >> {tmp_path}/events'
+    repository.plan(["wait", "wait"], [0, 0])
+    cloud.plan(us_central1_a=["active", "stockout", "stockout", "active"], us_west4_a=["refused"])
+    with meanwhile(lambda: wait_for(lambda: starts(repository) == [1, 1]), cloud.take):
+        assert launch(repository, "run", train=(BUCKET, f"--log.on_event={hook}")) == 0
+    told = (tmp_path / "events").read_text().splitlines()
+    assert told == ["tiny preempted", "tiny unavailable", "tiny over"]
 
 
 def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, capsys, tmp_path):
@@ -270,6 +448,10 @@ def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, caps
         (["--project=p", "--hardware=h200:8", "--", "--config=tiny.py", BUCKET], "no TPU"),
         (["--project=p", "--", "--config=tiny.py", BUCKET, "--run_dir=x"], "--run_dir cannot be given"),
         (["--project=p", "--", "--config=tiny.py", BUCKET, "--mesh.fsdp=3"], "does not fit"),
+        (["--project=p", "--secret", "NOT_SET", "--", "--config=tiny.py", BUCKET], "--secret NOT_SET: there is no"),
+        (["--project=p", "--env", "A=b", "--", "--config=tiny.py", BUCKET], "--env takes names of variables alone"),
+        (["--project=p", "--reservation=r", "--", "--config=tiny.py", BUCKET], "of --capacity=reserved"),
+        (["--project=p", "--capacity=flex_start", "--hours=200", "--", "--config=tiny.py", BUCKET], "168 hours"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_made(repository, cloud, words, message):
@@ -288,8 +470,9 @@ def every_command(repository, monkeypatch, tmp_path, capsys) -> list[list[str]]:
     monkeypatch.setattr("launch.shell.join", lambda words: shown.append(list(words)) or "")
     monkeypatch.setattr("launch.tpu.join", lambda words: shown.append(list(words)) or "")
     for hardware, zone in (("v5e:4x4", "us-west4-a"), ("2x v5e:4x4", "us-west4-a"), ("2x v5p:2x2x2", "us-east5-a")):
-        for capacity in ("on_demand", "spot", "reserved"):
+        for capacity in ("on_demand", "spot", "reserved", "flex_start"):
             words = ["--project=p", "--zones", zone, f"--capacity={capacity}", "--service_account=a@p", "--dry_run"]
+            words += {"spot": NETWORK, "reserved": ["--reservation=r"]}.get(capacity, [])
             assert main(["tpu", "run", f"--hardware={hardware}", *words, "--", "--config=tiny.py", BUCKET]) == 0
     for command in ("status", "logs", "stop", "down"):
         assert main(["tpu", command, "--project=p", "--zones", "us-west4-a", "--name=tiny", "--dry_run"]) == 0
@@ -305,6 +488,13 @@ def test_a_dry_run_shows_every_command_and_needs_no_gcloud(every_command):
         {"--node-count=2", "--node-prefix=tiny", "--accelerator-type=v5litepod-16"} <= set(words) for words in creates
     )
     assert any({"alpha", "--type=v5p", "--topology=2x2x2", "--reserved"} <= set(words) for words in creates)
+    assert any({"alpha", "--reserved", "--reservation=r"} <= set(words) for words in creates)
+    assert any({"--network=n", "--subnetwork=s", "--internal-ips", "--spot"} <= set(words) for words in creates)
+    assert any({"ssh", "--tunnel-through-iap"} <= set(words) for words in every_command)
+    # Google's own limits: a request is not given slices when nobody waits any more, and flex-start takes them back.
+    assert all("--valid-until-duration=1800s" in words for words in creates)
+    limited = [words for words in creates if "--max-run-duration=86400s" in words]
+    assert len(limited) == 3 and all({"alpha", "--provisioning-model=flex-start"} <= set(words) for words in limited)
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import attend
+from model.attention import QUERIES, Places, attend, attention_in_blocks
+from model.kernels import attention_kernel, query_spans
 
 
 def defined(q, k, v, seen):
@@ -37,17 +38,24 @@ def test_causal_and_cached(kv_heads):
     np.testing.assert_allclose(cached, defined(late, k, v, lambda i: i + 4), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("segments", [False, True])
-def test_blocks_of_queries_change_neither_values_nor_gradients(window, segments):
-    """Against jax.nn.dot_product_attention, at a length that blocks do not divide."""
+@pytest.mark.parametrize(
+    ("length", "window", "segments", "kernel"),
+    [
+        (200, None, False, "plain"),
+        (200, 70, True, "plain"),
+        (200, 70, True, "blocks"),
+        (8 * QUERIES + 40, None, True, "blocks"),
+        (8 * QUERIES + 40, 300, False, "blocks"),
+    ],
+)
+def test_blocks_of_queries_change_neither_values_nor_gradients(length, window, segments, kernel):
+    """Against jax.nn.dot_product_attention, at lengths that blocks do not divide."""
     generator = np.random.default_rng(0)
-    q = jnp.asarray(generator.standard_normal((2, 200, 4, 8), np.float32))
-    k, v = jnp.asarray(generator.standard_normal((2, 2, 200, 2, 8), np.float32))
+    q = jnp.asarray(generator.standard_normal((2, length, 4, 8)), jnp.float32)
+    k, v = (jnp.asarray(generator.standard_normal((2, length, 2, 8)), jnp.float32) for _ in range(2))
     weights = generator.standard_normal(q.shape, np.float32)
-    segment_ids = jnp.asarray(np.sort(generator.integers(0, 5, (2, 200)), axis=1)) if segments else None
-    mask = None if segment_ids is None else (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+    ids = jnp.asarray(np.sort(generator.integers(0, 5, (2, length)), axis=1), jnp.int32) if segments else None
+    mask = None if ids is None else (ids[:, :, None] == ids[:, None, :])[:, None]
     window_size = None if window is None else (window, 0)
 
     def theirs(q, k, v):
@@ -56,8 +64,14 @@ def test_blocks_of_queries_change_neither_values_nor_gradients(window, segments)
         )
         return jnp.sum(y * weights)
 
-    ours = lambda q, k, v: jnp.sum(attend(q, k, v, segment_ids=segment_ids, window=window) * weights)
-    for mine, other in zip(*(jax.tree.leaves(jax.value_and_grad(f, (0, 1, 2))(q, k, v)) for f in (ours, theirs))):
+    def ours(q, k, v):
+        if kernel == "plain":
+            return jnp.sum(attend(q, k, v, segment_ids=ids, window=window) * weights)
+        return jnp.sum(attention_in_blocks(q, k, v, Places(jnp.arange(length), ids), window) * weights)
+
+    for mine, other in zip(
+        *(jax.tree.leaves(jax.jit(jax.value_and_grad(f, (0, 1, 2)))(q, k, v)) for f in (ours, theirs))
+    ):
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=2e-5)
 
 
@@ -68,9 +82,66 @@ def test_queries_and_their_gradients_are_not_multiplied_after_they_were_rounded(
     assert " = dot_general" in str(program) and not re.search(r":bf16\[[\d,]*\] = mul", str(program))
 
 
+def temporaries(length):
+    q = jax.ShapeDtypeStruct((1, length, 2, 32), jnp.float32)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    loss = lambda q, k, v, ids: jnp.sum(jnp.sin(attend(q, k, v, segment_ids=ids)))
+    return jax.jit(jax.grad(loss, (0, 1, 2))).lower(q, q, q, ids).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_without_a_kernel_memory_is_linear_in_the_length(monkeypatch):
+    """On a GPU with a document mask. On a CPU scores are kept up to 2,048 positions."""
+    kept = temporaries(2048)
+    monkeypatch.setattr("model.attention.platform", lambda: "cuda")
+    assert temporaries(2048) < kept / 2
+    assert temporaries(8192) <= 2.05 * temporaries(4096)
+
+
+def test_its_gradients_are_those_of_float64_in_bfloat16_too():
+    """Gradients of keys and values are sums over many blocks of queries: rounded once, not once a block."""
+    generator = np.random.default_rng(0)
+    length = 16 * QUERIES
+    draw = lambda heads: jnp.asarray(generator.standard_normal((1, length, heads, 16)), jnp.bfloat16)
+    q, k, v, weights = draw(2), draw(1), draw(1), draw(2)
+    places = Places(jnp.arange(length), None)
+
+    def gradient(dtype):
+        loss = lambda v: jnp.sum(
+            (attention_in_blocks(*(x.astype(dtype) for x in (q, k, v)), places, None)).astype(jnp.float32) * weights
+        )
+        return jax.jit(jax.grad(loss))(v).astype(jnp.float32)
+
+    exact, ours = gradient(jnp.float32), gradient(jnp.bfloat16)
+    assert jnp.linalg.norm(ours - exact) < 0.006 * jnp.linalg.norm(exact)
+
+
+@pytest.mark.parametrize(
+    ("expected", "platform", "capability", "dtype", "length", "head_dim", "documents"),
+    [
+        ("splash", "tpu", 0.0, "bfloat16", 2048, 128, True),
+        ("splash", "tpu", 0.0, "bfloat16", 1280, 64, True),
+        ("blocks", "tpu", 0.0, "bfloat16", 1000, 128, False),
+        ("blocks", "tpu", 0.0, "bfloat16", 2048, 72, False),
+        ("cudnn", "gpu", 8.0, "bfloat16", 2047, 128, False),
+        ("cudnn", "cuda", 9.0, "bfloat16", 2048, 256, False),
+        ("blocks", "gpu", 8.9, "bfloat16", 2048, 256, False),
+        ("blocks", "gpu", 9.0, "bfloat16", 2048, 100, False),
+        ("blocks", "gpu", 9.0, "bfloat16", 2047, 128, True),
+        ("blocks", "gpu", 9.0, "float32", 2048, 128, False),
+        ("blocks", "gpu", 7.5, "float32", 2048, 128, False),
+        ("plain", "cpu", 0.0, "float32", 2048, 64, True),
+        ("blocks", "cpu", 0.0, "float32", 2049, 64, False),
+    ],
+)
+def test_which_kernel(expected, platform, capability, dtype, length, head_dim, documents):
+    assert attention_kernel(platform, capability, dtype, length, head_dim, documents) == expected
+
+
 @pytest.mark.parametrize(("window", "share"), [(None, 0.6), (256, 0.25)])
 def test_scores_that_nobody_sees_are_not_computed(window, share):
     length, heads, head_dim = 2048, 2, 64
+    planned = sum((rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in query_spans(length, window))
+    assert planned < share * length**2
     q = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.float32)
     cost = jax.jit(lambda q: attend(q, q, q, window=window)).lower(q).cost_analysis()
     assert cost["flops"] < share * (4 * head_dim + 8) * heads * length**2  # two products, and some work on each score

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model.layers import matmul, relu_squared, rms_norm
+from model.layers import embed, matmul, relu_squared, rms_norm
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64, 32), np.float32))
 KERNEL = jnp.asarray(np.random.default_rng(1).standard_normal((32, 16), np.float32))
@@ -26,6 +26,15 @@ def test_bfloat16_gradient_of_a_matrix_is_not_rounded_to_bfloat16():
     dx, dkernel = gradients(jnp.asarray(X, jnp.bfloat16), jnp.asarray(KERNEL))
     assert dx.dtype == jnp.bfloat16 and dkernel.dtype == jnp.float32
     assert np.any(np.asarray(dkernel.astype(jnp.bfloat16).astype(jnp.float32)) != np.asarray(dkernel))
+
+
+def test_a_table_s_gradient_is_a_float32_sum_of_its_tokens_rows():
+    """In bfloat16 a sum of 1,024 ones would end at 256."""
+    look_up = lambda table: embed(jnp.full(1024, 3), table, ("tensor", "fsdp"), jnp.dtype("bfloat16"))
+    rows, backward = jax.vjp(look_up, jnp.ones((5, 8)))
+    (gradient,) = backward(jnp.ones_like(rows))
+    assert rows.dtype == jnp.bfloat16 and gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(gradient, 1024.0 * (np.arange(5) == 3)[:, None] * np.ones((5, 8)))
 
 
 def test_the_product_itself_is_asked_for_float32():

@@ -33,16 +33,17 @@ def in_float64(function, *arrays):
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 def test_value_and_gradient(z_loss):
-    loss, gradient = cross_entropy(LOGITS, TARGETS, WEIGHTS, replace(CONFIG, z_loss=z_loss))
+    (objective, loss), gradient = cross_entropy(LOGITS, TARGETS, WEIGHTS, replace(CONFIG, z_loss=z_loss))
     expected, expected_gradient = in_float64(jax.value_and_grad(lambda logits: defined(logits, z_loss)), LOGITS)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert float(objective) == pytest.approx(float(expected), rel=1e-5)
+    assert float(loss) == pytest.approx(float(in_float64(defined, LOGITS)), rel=1e-5)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 16])
 def test_the_head_s_gradients_whatever_the_chunks(chunks):
     config = replace(CONFIG, loss_chunks=chunks)
-    ours = lambda x, kernel: 3 * head_loss(x, kernel, TARGETS, WEIGHTS, AXES, config)
+    ours = lambda x, kernel: 3 * head_loss(x, kernel, TARGETS, WEIGHTS, AXES, config)[0]
     loss, gradients = jax.jit(jax.value_and_grad(ours, (0, 1)))(X, KERNEL)
     plain = jax.value_and_grad(lambda x, kernel: 3 * defined(x @ kernel), (0, 1))
     expected, expected_gradients = in_float64(plain, X, KERNEL)
@@ -55,33 +56,33 @@ def test_the_head_s_gradients_whatever_the_chunks(chunks):
 def test_without_a_gradient_none_is_computed():
     product = 2 * X.shape[0] * KERNEL.size
     flops = lambda function: jax.jit(function).lower(X, KERNEL).compile().cost_analysis()["flops"]
-    loss = lambda x, kernel: head_loss(x, kernel, TARGETS, WEIGHTS, AXES, CONFIG)
+    loss = lambda x, kernel: head_loss(x, kernel, TARGETS, WEIGHTS, AXES, CONFIG)[0]
     assert product <= flops(loss) < 2 * product
     assert 3 * product <= flops(jax.value_and_grad(loss, (0, 1))) < 5 * product
 
 
 def test_bfloat16_logits_get_a_bfloat16_gradient_and_the_head_a_float32_one():
     logits = jnp.asarray(LOGITS, jnp.bfloat16)
-    loss, gradient = cross_entropy(logits, TARGETS, WEIGHTS, CONFIG)
-    wide_loss, wide = cross_entropy(logits.astype(jnp.float32), TARGETS, WEIGHTS, CONFIG)
+    (_, loss), gradient = cross_entropy(logits, TARGETS, WEIGHTS, CONFIG)
+    (_, wide_loss), wide = cross_entropy(logits.astype(jnp.float32), TARGETS, WEIGHTS, CONFIG)
     assert loss.dtype == jnp.float32 and gradient.dtype == jnp.bfloat16
     assert float(loss) == pytest.approx(float(wide_loss), rel=1e-6)
     np.testing.assert_allclose(gradient.astype(jnp.float32), wide, rtol=8e-3, atol=1e-6)
-    narrow = lambda kernel: head_loss(jnp.asarray(X, jnp.bfloat16), kernel, TARGETS, WEIGHTS, AXES, CONFIG)
+    narrow = lambda kernel: head_loss(jnp.asarray(X, jnp.bfloat16), kernel, TARGETS, WEIGHTS, AXES, CONFIG)[0]
     dkernel = jax.grad(narrow)(KERNEL)
     assert np.any(np.asarray(dkernel.astype(jnp.bfloat16).astype(jnp.float32)) != np.asarray(dkernel))
 
 
 def test_weight_zero_silences_a_position():
     other = jnp.where(WEIGHTS[:, None] == 0, LOGITS[::-1], LOGITS)
-    loss, gradient = cross_entropy(other, TARGETS, WEIGHTS, CONFIG)
-    assert float(loss) == pytest.approx(float(cross_entropy(LOGITS, TARGETS, WEIGHTS, CONFIG)[0]), rel=1e-6)
+    (_, loss), gradient = cross_entropy(other, TARGETS, WEIGHTS, CONFIG)
+    assert float(loss) == pytest.approx(float(cross_entropy(LOGITS, TARGETS, WEIGHTS, CONFIG)[0][1]), rel=1e-6)
     assert np.all(np.asarray(gradient)[np.asarray(WEIGHTS) == 0] == 0)
 
 
 def test_logits_at_the_cap_do_not_overflow():
     huge = jnp.full((1, 70_000), 1e30)
-    loss, _ = cross_entropy(huge, jnp.zeros(1, jnp.int32), jnp.ones(1), CONFIG)
+    (_, loss), _ = cross_entropy(huge, jnp.zeros(1, jnp.int32), jnp.ones(1), CONFIG)
     assert float(loss) == pytest.approx(np.log(70_000), rel=1e-5)
 
 
@@ -90,5 +91,5 @@ def test_the_largest_cap_that_a_config_may_have_overflows_nothing(sign):
     """All logits at one end of it: every token has the same share."""
     vocab, cap = 32768, 78.3  # the edge of tests/configs/test_schema.py
     logits, tokens = jnp.full((2, vocab), sign * 1e4), jnp.zeros(2, jnp.int32)
-    loss, gradient = cross_entropy(logits, tokens, jnp.ones(2), ModelConfig(vocab_size=vocab, softcap=cap))
+    (_, loss), gradient = cross_entropy(logits, tokens, jnp.ones(2), ModelConfig(vocab_size=vocab, softcap=cap))
     assert float(loss) == pytest.approx(2 * np.log(vocab), rel=1e-5) and np.all(np.isfinite(gradient))

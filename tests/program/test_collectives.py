@@ -12,10 +12,11 @@ import pytest
 from bench import collectives as command
 from configs.schema import MeshConfig
 from model.flops import parameter_counts
+from model.shapes import DATA
 from program.collectives import Collective, axes_crossed, collectives, device_groups
 from program.hlo import estimated_cycles, traffic, type_bytes
 from tests.helpers import step_of, tiny_config
-from training.mesh import batch_shape, batch_sharding
+from training.mesh import batch_shape, batch_sharding, sizes_of
 
 MESH = {"data": 2, "fsdp": 2, "tensor": 2}
 
@@ -174,7 +175,7 @@ def lowered(mesh: MeshConfig) -> tuple[jax.stages.Lowered, dict[str, int], int]:
     types = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in types.items()}
     parameters = sum(parameter_counts(config.model).values()) // (mesh.fsdp * mesh.tensor)
-    return train_step.lower(state, batch), dict(devices.shape), parameters
+    return train_step.lower(state, batch), sizes_of(devices), parameters
 
 
 MESHES = pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(fsdp=2, tensor=2)], ids=["data", "all axes"])
@@ -231,7 +232,7 @@ def test_the_program_fails_a_step_that_reduces_every_micro_batch(monkeypatch, ca
     def reduced_each_time(function, **options):
         def graded(params):
             value, gradients = value_and_grad(function, **options)(params)
-            return value, jax.lax.pcast(jax.lax.pmean(gradients, "data"), "data", to="varying")
+            return value, jax.lax.pcast(jax.lax.pmean(gradients, DATA), DATA, to="varying")
 
         return graded
 

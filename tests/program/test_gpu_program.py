@@ -10,7 +10,7 @@ import pytest
 
 from bench.measure import Sizes, sized
 from configs import d12
-from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig
+from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, ModelConfig
 from model.flops import parameter_counts
 from program.collectives import collectives
 from program.compile import compile_step
@@ -75,6 +75,12 @@ def test_attention_runs_in_cudnn_as_heads_lie(model):
         assert not [array for array in written if f"{LENGTH},{LENGTH}]" in array], i
         moved = re.search("transpose|copy", f"{i.opcode} {i.name} {i.attributes.split(' metadata=')[0]}")
         assert not (moved and heads & set(map(elements, written))), i
+
+
+def test_a_document_mask_makes_no_matrix_of_a_row_by_itself():
+    config = replace(small(vocab_size=1024), data=DataConfig(mask_documents=True))
+    arrays = re.findall(r"\w+\[[\d,]*\]", compiled(config).as_text())
+    assert not [array for array in arrays if array.endswith(f"{LENGTH},{LENGTH}]")]
 
 
 def scatters(config: Config) -> list[tuple[str, bool]]:

@@ -13,7 +13,7 @@ from program.collectives import Collective, collectives
 from program.compile import compile_step
 from program.topologies import Topology, devices_of, parse_topology
 from training.build import Build, build
-from training.mesh import axes_between
+from training.mesh import axes_between, sizes_of
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def compiled(topology: str, *mesh: int) -> tuple[Build, list[Collective]]:
     )
     config = sized(config, Sizes(depth=2, rows=1, micro_batches=2), len(devices))
     built = build(config, devices)
-    return built, collectives(compile_step(built).as_text(), dict(built.mesh.shape))
+    return built, collectives(compile_step(built).as_text(), sizes_of(built.mesh))
 
 
 @pytest.mark.slow

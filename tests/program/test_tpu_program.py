@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from configs.schema import BatchConfig, Config, ModelConfig
+from configs.schema import BatchConfig, Config, DataConfig, ModelConfig
 from program.compile import compile_step
 from program.hlo import LINKS, Instruction, names, read_program, visits
 from program.topologies import devices_of
@@ -77,3 +77,16 @@ def test_sums_over_heads_are_products():
 @pytest.mark.slow
 def test_no_mask_of_the_mlp_is_kept():
     assert not [i for i in scheduled()[0] if re.search(rf"(pred|u8)\[{ROWS},{LENGTH},1024\]", i.type)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("length", [16384, 32768])
+def test_long_rows_compile(topology, documents, length):
+    """A block of d12's width. A kernel that held whole rows of keys exceeded a core's vector memory."""
+    pytest.importorskip("libtpu")
+    network = ModelConfig(depth=1, width=768, heads=6, kv_heads=6, head_dim=128, vocab_size=1024, remat="block")
+    batch = BatchConfig(sequence_length=length, tokens_per_step=4 * length, rows_per_device=1)
+    config = Config(name="test", model=network, batch=batch, data=DataConfig(mask_documents=documents))
+    assert "splash" in compile_step(build(config, devices_of(topology))).as_text()

@@ -6,7 +6,7 @@ import pytest
 from configs.schema import CheckpointConfig, UserError
 from run.checkpoint import COMMITTED, Checkpoints
 from tests.fake_gcs import FakeGCS
-from tests.run.test_checkpoint import KEEP_ALL, assert_equal, changed, saved
+from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, saved
 from tests.training.test_state import state_on
 
 
@@ -81,14 +81,14 @@ def test_a_store_that_answers_errors_costs_a_save_and_no_more(bucket, tmp_path, 
     (tmp_path / "metrics.jsonl").write_text("what was measured")
     checkpoints = Checkpoints(RUN, CheckpointConfig(keep=1), [tmp_path / "metrics.jsonl"] if record else [])
     state = changed(state_on(1)[0])
-    checkpoints.save(1, state, {})
+    checkpoints.save(1, state, FACTS)
     assert checkpoints.failing() == 0
     bucket.full = True
-    checkpoints.save(2, state, {})
+    checkpoints.save(2, state, FACTS)
     assert checkpoints.failing() == 1 and "Forbidden" in checkpoints.failure
     bucket.full = False
     assert checkpoints.steps == [1]
-    checkpoints.save(3, state, {})
+    checkpoints.save(3, state, FACTS)
     checkpoints.close()
     assert Checkpoints(RUN, KEEP_ALL).steps == [3]
     assert under(bucket, "checkpoints") == {"3"}  # what the one that failed was still writing is cleared

@@ -10,16 +10,18 @@ import jax
 import numpy as np
 import pytest
 
-from configs.schema import CheckpointConfig, MeshConfig, UserError
+from configs.schema import CheckpointConfig, MatricesConfig, MeshConfig, UserError
+from model.shapes import parameter_shapes
 from run.checkpoint import Checkpoints
 from run.runtime import NoCheckpoint
-from tests.helpers import tiny_config
+from tests.helpers import ALL_FEATURES, tiny_config
 from tests.training.test_state import state_on
 from training.mesh import make_mesh
 from training.optimizer import make_optimizer
-from training.state import abstract_state
+from training.state import abstract_state, params_sha256, stored_as
 
 KEEP_ALL = CheckpointConfig(keep=99)
+FACTS = {"shapes": parameter_shapes(tiny_config().model)}
 
 
 def assert_equal(a, b):
@@ -36,7 +38,9 @@ def saved(folder: Path, steps=(3,), config=KEEP_ALL, devices=1, **facts):
     checkpoints = Checkpoints(folder, config)
     states = {step: changed(state_on(devices)[0], step) for step in steps}
     for step, state in states.items():
-        checkpoints.save(step, state, {name: value[step] for name, value in facts.items()})
+        checkpoints.save(step, state, FACTS | {name: value[step] for name, value in facts.items() if name != "val_bpb"})
+        if (bits := facts.get("val_bpb", {}).get(step)) is not None:
+            checkpoints.score(step, bits)
     checkpoints.close()
     return states
 
@@ -54,36 +58,41 @@ def test_round_trip(tmp_path, saved_on, restored_on):
     assert_equal(params, state.params)
 
 
-MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2)]
+MESHES = [(8, 1, 1), (1, 8, 1), (1, 1, 4), (2, 2, 2), (3, 1, 1), (3, 2, 1), (5, 1, 1)]
+OTHER = tiny_config(heads=8, kv_heads=8, head_dim=8, **ALL_FEATURES)
 
 
 def abstract_on(sizes):
-    config = tiny_config(heads=8, kv_heads=8, head_dim=8)
+    """The state of a network with every feature and Muon; three and five devices divide few of its sizes."""
     mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])
-    optimizer, _ = make_optimizer(config.optimizer, config.model, 8)
-    return abstract_state(config.model, optimizer, mesh)
+    optimizer, _ = make_optimizer(replace(OTHER.optimizer, matrices=MatricesConfig(0.01, kind="muon")), OTHER.model, 8)
+    return abstract_state(OTHER.model, optimizer, mesh)
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("source", MESHES, ids=str)
 def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source):
-    abstract = abstract_on(source)
     generator = np.random.default_rng(0)
-    draw = lambda leaf: np.asarray(generator.integers(0, 9, leaf.shape), leaf.dtype)
-    state = jax.tree.map(lambda leaf: jax.device_put(draw(leaf), leaf.sharding), abstract)
+    draw = lambda leaf: np.asarray(generator.integers(1, 9, leaf.shape), leaf.dtype)
+    whole = jax.tree.map(draw, abstract_on((1, 1, 1)))
     checkpoints = Checkpoints(tmp_path, KEEP_ALL)
-    checkpoints.save(5, state, {})
+    checkpoints.save(5, stored_as(whole, abstract_on(source)), {"shapes": parameter_shapes(OTHER.model)})
     checkpoints.close()
+    digests = set()
     for target in MESHES:
-        found, _ = Checkpoints(tmp_path).restore(5, abstract_on(target))
-        assert_equal(found, state._replace(step=5))
+        abstract = abstract_on(target)
+        found, _ = Checkpoints(tmp_path).restore(5, abstract)
+        assert_equal(found, stored_as(whole._replace(step=np.int32(5)), abstract))  # the padding is zeros again
+        params, _ = Checkpoints(tmp_path).restore_params(abstract.params)
+        digests |= {params_sha256(tree, OTHER.model) for tree in (params, found.params, whole.params)}
+    assert len(digests) == 1
 
 
 def test_what_is_saved_is_the_state_at_that_step_although_the_next_step_takes_its_memory(tmp_path):
     state = changed(state_on(8)[0])
     expected = jax.device_get(state)
     checkpoints = Checkpoints(tmp_path, KEEP_ALL)
-    checkpoints.save(3, state, {})
+    checkpoints.save(3, state, FACTS)
     step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * 0, state), donate_argnums=0)
     for _ in range(3):
         state = step(state)
@@ -111,10 +120,25 @@ def test_keeps_the_newest_every_nth_and_the_best(tmp_path, config, kept):
     assert [facts["step"] for facts in map(Checkpoints(tmp_path).facts, map(int, kept))] == [int(s) for s in kept]
 
 
+def test_a_score_that_is_no_number_is_not_the_best(tmp_path):
+    bits = {10: 2.0, 20: 1.0, 30: float("nan"), 40: 1.5}
+    saved(tmp_path, bits, CheckpointConfig(keep=1), val_bpb=bits)
+    assert names(tmp_path) == ["20", "40"]
+
+
+def test_scores_come_from_the_runs_record_and_from_the_facts_of_older_versions(tmp_path):
+    for step in (10, 20, 30):
+        checkpoints = Checkpoints(tmp_path, KEEP_ALL)
+        checkpoints.save(step, state_on(1)[0], FACTS | {"val_bpb": {10: 1.1, 20: 0.9, 30: 1.3}[step]})
+        checkpoints.close()
+    scores = lambda found: [info.metrics and info.metrics["val_bpb"] for info in found.infos]
+    assert scores(Checkpoints(tmp_path, KEEP_ALL, scores={20: 1.5})) == [1.1, 1.5, 1.3]
+
+
 def test_an_old_one_goes_only_when_a_newer_one_is_whole(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
     for step in (1, 2, 3):
-        checkpoints.save(step, state_on(1)[0], {})
+        checkpoints.save(step, state_on(1)[0], FACTS)
         whole = [name for name in names(tmp_path) if name.isdigit()]
         assert step == 1 or str(step - 1) in whole
     checkpoints.close()
@@ -266,7 +290,7 @@ def test_a_deletion_that_fails_is_said_and_holds_up_no_save(tmp_path, monkeypatc
 
         patch.setattr(type(checkpoints.folder), "rename", forbidden)
         for step in (1, 2, 3):
-            checkpoints.save(step, state_on(1)[0], {})
+            checkpoints.save(step, state_on(1)[0], FACTS)
             assert checkpoints.failing() == 0
         assert checkpoints.deletion_failure == "checkpoint 2 could not be deleted: Forbidden"
     checkpoints.close()
@@ -290,11 +314,11 @@ def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_
     checkpoints = Checkpoints(tmp_path, config)
     with FullDisk():
         for failed in (1, 2, 3):
-            checkpoints.save(failed + 1, state_on(1)[0], {})
+            checkpoints.save(failed + 1, state_on(1)[0], FACTS)
             assert checkpoints.failing() == failed
             assert checkpoints.failure and checkpoints.steps == [1]
     assert_equal(checkpoints.restore(1, state_on(1)[1])[0], states[1])
-    checkpoints.save(5, changed(state_on(1)[0], 5), {})
+    checkpoints.save(5, changed(state_on(1)[0], 5), FACTS)
     assert checkpoints.failing() == 0
     checkpoints.close()
     assert names(tmp_path) == ["5"]
@@ -303,7 +327,7 @@ def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_
 def test_looking_does_not_wait(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, KEEP_ALL)
     monkeypatch.setattr(checkpoints.manager, "is_saving_in_progress", lambda: True)
-    checkpoints.save(1, state_on(1)[0], {})
+    checkpoints.save(1, state_on(1)[0], FACTS)
     start = time.monotonic()
     assert checkpoints.failing(wait=False) == 0 and checkpoints.pending
     assert time.monotonic() - start < 5

@@ -70,7 +70,7 @@ class Saved:
     """Checkpoints in memory; those of `failing_steps` fail."""
 
     def __init__(self, steps=(), failing_steps=()):
-        self.steps, self.failing_steps, self.facts = list(steps), set(failing_steps), {}
+        self.steps, self.failing_steps, self.facts, self.scores = list(steps), set(failing_steps), {}, {}
         self.failed_saves, self.failure, self.deletion_failure, self.pending = 0, "the disk is full", "", None
 
     @property
@@ -85,6 +85,9 @@ class Saved:
             self.steps.append(step)
             self.facts[step] = facts
 
+    def score(self, step, val_bpb):
+        self.scores[step] = val_bpb
+
     def failing(self, wait=True):
         return self.failed_saves
 
@@ -93,7 +96,7 @@ class Saved:
 def make(tmp_path):
     """A loop of 40 steps whose losses are given, what it says, and what it saves."""
 
-    def make(losses, start=None, checkpoints=None, stop=None, **options):
+    def make(losses, start=None, checkpoints=None, stop=None, measure=None, **options):
         config = replace(
             tiny_config(),
             steps=40,
@@ -114,7 +117,7 @@ def make(tmp_path):
         mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind="cpu")]), size=1)
         said, saved = [], Saved() if checkpoints is None else checkpoints
         start = start or Start(TrainState(0, {}, (), 0))  # pyright: ignore
-        measure = lambda params: {"val_loss": 2.0, "val_bpb": 1.0, "samples": []}
+        measure = measure or (lambda params: {"val_loss": 2.0, "val_bpb": 1.0, "samples": []})
         seen = lambda i: {"rows": [(0, i)], "texts": [f"row {i}"]}
         built = SimpleNamespace(config=config, mesh=mesh)
         return (
@@ -138,8 +141,38 @@ def test_it_takes_all_steps_and_saves_the_last(make, tmp_path):
     lines = read_metrics(tmp_path)
     assert [line["step"] for line in lines if "loss" in line] == list(range(5, 41, 5))
     assert [line["step"] for line in lines if "val_loss" in line] == [0, 20, 40]
-    assert saved.facts[40]["val_bpb"] == 1.0 and "val_bpb" not in saved.facts[30]
+    assert saved.scores == {0: 1.0, 20: 1.0, 40: 1.0}
     assert saved.facts[30]["tokens"] == saved.facts[30]["position"] == 30 * TOKENS
+
+
+def test_a_kill_during_an_evaluation_costs_no_step_and_the_next_start_makes_up_for_it(make, tmp_path):
+    def killed(params):
+        if saved.steps:
+            raise SystemExit
+        return {"val_loss": 3.0, "val_bpb": 2.0, "samples": []}
+
+    loop, _, saved = make([2.0] * 40, measure=killed)
+    with pytest.raises(SystemExit):
+        loop.run(BATCHES)
+    assert saved.steps == [10, 20] and saved.scores == {0: 2.0}
+    loop, _, saved = make([2.0] * 20, Start(TrainState(20, {}, (), 0), step=20, tokens=20 * TOKENS))  # pyright: ignore
+    loop.run(BATCHES)
+    assert saved.scores == {20: 1.0, 40: 1.0}
+    assert [line["step"] for line in read_metrics(tmp_path) if "val_loss" in line] == [0, 20, 40]
+
+
+@pytest.mark.parametrize("last", [20, 40])
+def test_a_run_that_is_to_stop_evaluates_nothing(make, last):
+    stop = Stop()
+    loop, _, saved = make([2.0] * 40, stop=stop)
+
+    def batches():
+        for i in itertools.count():
+            stop.code = Exit.PREEMPTED if i == last else stop.code
+            yield i
+
+    assert loop.run(batches()) == Stopped(last) and saved.newest == last
+    assert sorted(saved.scores) == list(range(0, last, 20))
 
 
 def test_minutes_make_a_checkpoint_due_when_a_step_is_logged(make, monkeypatch):
@@ -223,11 +256,14 @@ def test_saves_that_fail_are_tried_again_at_each_step_logged_and_at_last_end_the
     assert "no checkpoint was saved" in outcome.reason
 
 
-def test_a_last_save_that_fails_is_tried_again(make):
+def test_a_last_save_that_fails_is_tried_again_after_a_pause(make, monkeypatch):
+    pauses = []
+    monkeypatch.setattr("tenacity.nap.time.sleep", pauses.append)
     checkpoints = Saved()
     checkpoints.failing_steps = {40}
     loop, _, _ = make([2.0] * 40, checkpoints=checkpoints)
     assert isinstance(loop.run(BATCHES), GaveUp) and checkpoints.failed_saves == 3
+    assert len(pauses) == 2 and all(pauses)
 
 
 def test_many_skipped_steps_in_a_row_end_the_run_and_their_lines_are_json(make, tmp_path):

@@ -127,14 +127,16 @@ run_command(main)
 """
 
 
-def start(port: int, *acts: str) -> list[subprocess.Popen]:
-    """Processes that join, and then each do as they are told."""
+def start(port: int, *acts: str, only: int | None = None) -> list[subprocess.Popen]:
+    """Processes that join, and then each do as they are told; or the `only` one of them."""
     import os
 
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(len(acts))}
     started = []
     for i, act in enumerate(acts):
+        if only not in (None, i):
+            continue
         environment = os.environ | names | {"JAX_PROCESS_ID": str(i)}
         started.append(subprocess.Popen([sys.executable, "-c", PROCESS, act], cwd=ROOT, env=environment, **pipe))
     return started
@@ -181,3 +183,30 @@ def test_what_jax_ends_by_an_abort_is_42(port, killed):
     processes[killed].kill()
     said = processes[1 - killed].communicate(timeout=120)[0]
     assert processes[1 - killed].returncode == 42 and "another process of the run was lost" in said, said
+
+
+def test_one_that_is_started_again_waits_until_the_service_of_the_run_before_has_left_the_port(port):
+    """Its greeting is answered by gRPC, whose bytes are no text."""
+    with socket.create_server(("127.0.0.1", port)) as service:
+        service.settimeout(20)
+        caller = Caller(port, 1, 2)
+        for _ in range(2):
+            connection, _ = service.accept()
+            connection.sendall(b"\x00\x00\x12\x04\x00\x00\x00\x00\x00\xff\xff\xff\xff")
+            connection.close()
+        assert caller.ended == "waiting"
+    first = Caller(port, 0, 2)
+    wait_for(lambda: first.ended == caller.ended == "together")
+
+
+@pytest.mark.slow
+def test_one_that_restarts_alone_joins_the_others_when_they_restart(port):
+    """The one that is left ends with 42, and is started again as its launcher would."""
+    first, second = processes = start(port, "abort", "abort")
+    assert all(process.stdout.readline() == "joined\n" for process in processes)
+    second.kill()
+    alone = start(port, "complete", "complete", only=1)[0]  # before the first has noticed
+    assert first.wait(timeout=120) == 42
+    again = start(port, "complete", "complete", only=0)[0]
+    said = [process.communicate(timeout=120)[0] for process in (again, alone)]
+    assert [again.returncode, alone.returncode] == [0, 0], "\n---\n".join(said)

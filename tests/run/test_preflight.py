@@ -11,8 +11,16 @@ from pathlib import Path
 import jax
 import pytest
 
-from configs.schema import CheckpointConfig, MeshConfig, UserError
-from run.preflight import Host, checked_sum, code_digest, compare, needs, preflight
+from configs.schema import CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, UserError
+from run.preflight import (
+    Host,
+    checked_sum,
+    code_digest,
+    compare,
+    lacks_deterministic_attention,
+    needs,
+    preflight,
+)
 from tests.helpers import tiny_config
 from tests.run.test_peers import port  # noqa: F401
 from tests.test_train import environment_of, folder  # noqa: F401
@@ -139,3 +147,21 @@ def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, port, sa
     assert says.format(host=platform.node()) in said[0] and "Traceback" not in "".join(said)
     assert "launcher: JAX_* variables; process 0 of 2" in said[0].splitlines()[0]
     assert not (folder / "runs" / "tiny" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("capability", "cudnn", "options", "lacks"),
+    [
+        (10.0, 91200, {}, True),
+        (12.0, 91800, {}, True),
+        (10.0, 91801, {}, False),
+        (9.0, 91200, {}, False),
+        (10.0, 91200, {"deterministic": False}, False),
+        (10.0, 91200, {"data": DataConfig(mask_documents=True)}, False),
+    ],
+)
+def test_blackwell_needs_a_cudnn_whose_attention_is_deterministic(capability, cudnn, options, lacks, monkeypatch):
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: cudnn)
+    config = Config(name="test", model=ModelConfig(dtype="bfloat16"), **options)
+    said = lacks_deterministic_attention(config, capability)
+    assert bool(said) == lacks and (not lacks or "nvidia-cudnn-cu13>=9.18.1" in said)

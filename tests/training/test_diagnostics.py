@@ -8,10 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from configs.schema import Config, DiagnosticsConfig, GroupConfig, MeshConfig, MuonConfig
 from model.loss import loss_sums
@@ -19,10 +17,11 @@ from program.collectives import collectives
 from tests.helpers import ALL_FEATURES, initial_state, perturbed, random_rows, tiny_config
 from training.build import Build, build
 from training.diagnostics import MIN_V, Layout, signal_and_noise, sum_units, unit
-from training.mesh import dimension_over
+from training.layout import Place
+from training.mesh import parameter_places, resized, sizes_of
 from training.muon import MuonState, momentum_at
-from training.optimizer import group_config, parameter_groups
-from training.state import TrainState, split_model
+from training.optimizer import AdamState, group_config, parameter_groups
+from training.state import TrainState, split_model, stored_as
 
 MESHES = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if d * f <= 8 and 8 // d // f <= 2]
 QUICK = [(1, 1, 1), (2, 2, 2)]
@@ -53,7 +52,7 @@ def start(config: Config) -> TrainState:
     """The network's first state, moved off its zeros; and moments as of earlier steps, of which some were too small."""
     state, generator = initial_state(config.model, config.optimizer), np.random.default_rng(2)
     draw = lambda leaf: np.float32(generator.uniform(0, 1e-6, leaf.shape) ** generator.choice([1, 3], leaf.shape))
-    keeps = lambda node: isinstance(node, optax.ScaleByAdamState | MuonState)
+    keeps = lambda node: isinstance(node, AdamState | MuonState)
     moments = lambda node: (
         node._replace(mu=jax.tree.map(draw, node.mu), nu=jax.tree.map(draw, node.nu)) if keeps(node) else node
     )
@@ -67,20 +66,18 @@ def built_for(config: Config) -> Build:
     return build(config, jax.devices()[: prod([config.mesh.data, config.mesh.fsdp, config.mesh.tensor])])
 
 
-def measured(config: Config) -> tuple[dict, list[PartitionSpec], dict]:
-    """A measuring step's metrics, the parameters' specs, and the parameters after it."""
+def measured(config: Config) -> tuple[dict, list[Place], dict]:
+    """A measuring step's metrics, how the parameters are stored, and the parameters after it."""
     built = built_for(config)
-    placed = jax.device_put(start(config), jax.tree.map(lambda leaf: leaf.sharding, built.abstract_state))
+    placed = stored_as(start(config), built.abstract_state)
     batch = {name: array.reshape(built.batch_shape) for name, array in rows_of_random_lengths().items()}
     after, metrics = built.measuring_step(placed, jax.device_put(batch, built.batch_sharding))
-    specs = jax.tree.leaves(
-        jax.tree.map(lambda leaf: leaf.sharding.spec, built.abstract_state.params),
-        is_leaf=lambda node: isinstance(node, PartitionSpec),
-    )
-    return jax.device_get(metrics), specs, jax.device_get(after.params)
+    places = parameter_places(config.model, built.mesh)
+    after = jax.tree.map(lambda leaf, of: resized(leaf, of.shape), jax.device_get(after.params), places)
+    return jax.device_get(metrics), jax.tree.leaves(places), after
 
 
-def moments(state: TrainState, group: str, kind: type = optax.ScaleByAdamState) -> list[Any]:
+def moments(state: TrainState, group: str, kind: type = AdamState) -> list[Any]:
     """What the optimizer keeps of a group, in float64: mu's leaves and nu's, or nothing where it keeps another kind."""
     nodes = jax.tree.leaves(state.opt_state.inner_states[group], is_leaf=lambda node: isinstance(node, kind))
     leaves = lambda tree: [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
@@ -101,7 +98,7 @@ def unit_gradients(config: Config, units: int) -> list[tuple[int, list[np.ndarra
     found = []
     for part in range(units):
         rows = {name: array.reshape(units, -1, 16)[part] for name, array in rows_of_random_lengths().items()}
-        (_, tokens), gradient = gradient_program(config)(params, rows)
+        (_, (_, tokens)), gradient = gradient_program(config)(params, rows)
         found.append((int(tokens), [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(gradient)]))
     return found
 
@@ -127,7 +124,7 @@ def snr(config: Config, state: TrainState, group: str, gradients: list[np.ndarra
 )
 def test_every_quantity_equals_the_float64_reference(mesh):
     config, (data, fsdp, _) = config_on(mesh), mesh
-    metrics, specs, after = measured(config)
+    metrics, places, after = measured(config)
     before, state = start(config).params, start(config)
     found, groups = metrics["diagnostics"], jax.tree.leaves(parameter_groups(config.model))
     steps = ROWS // (2 * data * fsdp)
@@ -137,8 +134,8 @@ def test_every_quantity_equals_the_float64_reference(mesh):
     by_devices, by_replicas = unit_gradients(config, steps * data * fsdp), unit_gradients(config, steps * data)
     whole = [sum(leaves) for leaves in zip(*(gradient for _, gradient in by_devices))]
     total = sum(tokens for tokens, _ in by_devices)
-    for i, (group, spec) in enumerate(zip(groups, specs)):
-        units = by_devices if dimension_over(spec, "fsdp") is None else by_replicas
+    for i, (group, of) in enumerate(zip(groups, places)):
+        units = by_devices if "fsdp" not in of.axes else by_replicas
         pairs = total**2 - sum(tokens**2 for tokens, _ in units)
         weights = {"": np.float64(1)}
         if group in in_adam_s:
@@ -159,7 +156,7 @@ def test_every_quantity_equals_the_float64_reference(mesh):
             assert found[f"{metric}noise"][group] == pytest.approx(noises[group], rel=2e-4, abs=1e-6 * scale * total)
         assert found[f"{metric}noise"]["all"] == pytest.approx(sum(noises.values()), rel=2e-4)
 
-    divided = [i for i, spec in enumerate(specs) if dimension_over(spec, "fsdp") is not None]
+    divided = [i for i, of in enumerate(places) if "fsdp" in of.axes]
     flat = [np.concatenate([gradient[i].ravel() for i in divided]) for _, gradient in by_replicas]
     cosines = {"running": [], "successive": []}
     for replica in range(data):
@@ -195,8 +192,8 @@ def test_the_estimates_are_right_on_average():
     within four standard errors of the truth."""
     generator = np.random.default_rng(0)
     truth, deviation = generator.standard_normal(20), generator.uniform(1, 3, 20)
-    specs, groups = {"a": PartitionSpec(), "b": PartitionSpec()}, ["embed", "scalars"]
-    layout = Layout.of(specs, groups)
+    places = {name: Place((size,), (None,), (size,), ((),)) for name, size in (("a", 12), ("b", 8))}
+    layout = Layout.of(places, ["embed", "scalars"])
 
     @jax.jit
     @jax.vmap
@@ -226,7 +223,7 @@ def test_the_estimates_are_right_on_average():
 def test_scalars_alone_cross_the_mesh_once_after_the_scan_and_the_roots_of_v_before_it():
     built = built_for(config_on((2, 2, 2)))
     compiled = lambda step: step.lower(built.abstract_state, built.abstract_batch()).compile().as_text()
-    shape = dict(built.mesh.shape)
+    shape = sizes_of(built.mesh)
     plain, measuring = (collectives(compiled(step), shape) for step in (built.train_step, built.measuring_step))
     size = lambda found, in_loop: sum(c.times * c.bytes_each for c in found if c.in_loop == in_loop)
     assert size(measuring, True) == size(plain, True)
@@ -234,7 +231,7 @@ def test_scalars_alone_cross_the_mesh_once_after_the_scan_and_the_roots_of_v_bef
     roots = sum(
         2 * 4 * prod(leaf.sharding.shard_shape(leaf.shape))  # of both replicas, float32 as activations are here
         for leaf, group in zip(placed, groups)
-        if group != "matrices" and dimension_over(leaf.sharding.spec, "data") is not None
+        if group != "matrices"
     )
     assert roots and 0 < size(measuring, False) - size(plain, False) - roots < 8192
 

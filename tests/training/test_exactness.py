@@ -85,8 +85,8 @@ def gradient_of(model: ModelConfig):
     inputs, targets = jnp.array(np.random.default_rng(0).integers(0, model.vocab_size, (2, 8, 32), np.int32))
 
     def mean(params):
-        loss, tokens = loss_sums(nnx.merge(graphdef, params), inputs, targets, jnp.ones(inputs.shape))
-        return loss / tokens
+        objective, (_, tokens) = loss_sums(nnx.merge(graphdef, params), inputs, targets, jnp.ones(inputs.shape))
+        return objective / tokens
 
     start = nnx.to_pure_dict(nnx.state(GPT(model, jnp.dtype(model.dtype), rngs=nnx.Rngs(0))))
     return jax.jit(jax.grad(mean)), jax.tree.map(jnp.asarray, start)

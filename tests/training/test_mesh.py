@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from configs.schema import BatchConfig, MeshConfig, UserError
 from model.flops import parameter_counts
@@ -16,10 +16,9 @@ from training.mesh import (
     batch_shape,
     batch_sharding,
     cost_of_slow_links,
-    dimension_over,
     islands,
     make_mesh,
-    parameter_spec,
+    sizes_of,
 )
 
 
@@ -31,10 +30,10 @@ def mesh(replicas: int) -> Mesh:
 def test_mesh_takes_all_devices_it_is_given(replicas):
     devices = jax.devices()[:replicas]
     for config in (MeshConfig(data=-1), MeshConfig(data=replicas)):
-        assert make_mesh(config, devices).shape == {"data": replicas, "fsdp": 1, "tensor": 1}
+        assert sizes_of(make_mesh(config, devices)) == {"data": replicas, "fsdp": 1, "tensor": 1}
     assert list(mesh(replicas).devices.flat) == devices
     assert make_mesh(MeshConfig()).size == 8
-    assert make_mesh(MeshConfig(fsdp=2, tensor=2)).shape == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert sizes_of(make_mesh(MeshConfig(fsdp=2, tensor=2))) == {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 @pytest.mark.parametrize(
@@ -170,37 +169,3 @@ def test_rows_are_split_over_the_replicas(replicas):
     shards = jax.device_put(np.zeros((3, 8, 4)), batch_sharding(mesh(replicas))).addressable_shards
     assert [shard.data.shape for shard in shards] == [(3, 8 // replicas, 4)] * replicas
     assert [shard.index[1].start or 0 for shard in shards] == [i * 8 // replicas for i in range(replicas)]
-
-
-@pytest.mark.parametrize(
-    ("shape", "sizes", "zero", "share"),
-    [
-        ((16, 8), (8, 1, 1), 0, (2, 8)),
-        ((8, 16), (8, 1, 1), 1, (8, 2)),
-        ((7, 8), (8, 1, 1), 1, (7, 1)),
-        ((7, 9), (8, 1, 1), None, (7, 9)),
-        ((16, 8), (2, 4, 1), 1, (4, 4)),  # the width, dimension 0, is divided by fsdp first
-        ((16, 8), (2, 1, 4), 0, (8, 2)),
-        ((16, 8), (2, 2, 2), 0, (4, 4)),
-        ((16, 8), (1, 2, 4), 0, (8, 2)),
-    ],
-)
-def test_a_matrix_is_divided_over_every_axis(shape, sizes, zero, share):
-    mesh = make_mesh(MeshConfig(*sizes))
-    spec = parameter_spec(shape, ("fsdp", "tensor"), mesh)
-    assert dimension_over(spec, "data") == zero
-    parts = jax.device_put(np.zeros(shape), jax.NamedSharding(mesh, spec))
-    assert {part.data.shape for part in parts.addressable_shards} == {share}
-
-
-@pytest.mark.parametrize(
-    ("shape", "axes", "sizes", "spec"),
-    [
-        ((12, 4), (None, "tensor"), (2, 2, 2), PartitionSpec("data", "tensor")),
-        ((24, 1), (None, None), (1, 8, 1), PartitionSpec("data", None)),
-        ((4,), (None,), (4, 2, 1), PartitionSpec("data")),
-        ((4,), (None,), (8, 1, 1), PartitionSpec(None)),
-    ],
-)
-def test_what_names_no_axis_is_divided_over_data_alone(shape, axes, sizes, spec):
-    assert parameter_spec(shape, axes, make_mesh(MeshConfig(*sizes))) == spec

@@ -7,14 +7,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from configs.schema import MeshConfig, MuonConfig, ScheduleConfig
 from program.collectives import collectives
-from training.mesh import make_mesh, parameter_spec
+from training.layout import place
+from training.mesh import make_mesh, resized, sizes_of, spec_of
 from training.muon import momentum_at, muon, orthogonalise_all
 
 CONFIG = MuonConfig(schedule=ScheduleConfig("constant"))
+
+
+ONE = make_mesh(MeshConfig(data=1), jax.devices()[:1])
+
+
+def on_one(*matrices):
+    """They, orthogonalised on one device."""
+    places = [place(m.shape, (None, None), ONE.shape) for m in matrices]
+    return jax.jit(lambda *matrices: orthogonalise_all(list(matrices), places, ONE))(*matrices)
+
+
+def muon_on_one(config, count=1, shape=(8, 8)):
+    """Muon for so many matrices on one device."""
+    return muon(config, lambda step: jnp.float32(0.1), 10, [place(shape, (None, None), ONE.shape)] * count, ONE)
 
 
 def random(shape, seed=0):
@@ -23,7 +37,7 @@ def random(shape, seed=0):
 
 @pytest.mark.parametrize("shape", [(48, 48), (32, 128), (128, 32)])
 def test_singular_values_come_near_one_and_directions_stay(shape):
-    (found,) = orthogonalise_all([random(shape)], None)
+    (found,) = on_one(random(shape))
     left, values, right = np.linalg.svd(found, full_matrices=False)
     assert values.min() > 0.8 and values.max() < 1.2
     assert np.linalg.norm(found) == pytest.approx(min(shape) ** 0.5, rel=1e-5)
@@ -34,18 +48,25 @@ def test_singular_values_come_near_one_and_directions_stay(shape):
 
 
 def test_a_matrix_of_zeros_stays():
-    assert not np.any(orthogonalise_all([jnp.zeros((8, 4)), random((8, 4))], None)[0])
+    assert not np.any(on_one(jnp.zeros((8, 4)), random((8, 4)))[0])
 
 
 @pytest.mark.medium
 def test_matrices_of_one_shape_are_stacked_turned_or_not_and_come_back_in_their_order():
-    matrices = [random((8, 4), 0), random((4, 8), 1), random((4, 4), 2), random((8, 4), 3)]
-    mesh = make_mesh(MeshConfig(2, 2, 2))
-    axes = [("fsdp", "tensor"), ("tensor", "fsdp"), (("fsdp", "data"), "tensor"), (None, "tensor")]
-    placed = [NamedSharding(mesh, PartitionSpec(*names)) for names in axes]
-    for shardings in (None, placed):
-        for matrix, found in zip(matrices, orthogonalise_all(matrices, shardings)):
-            np.testing.assert_allclose(found, orthogonalise_all([matrix], None)[0], atol=1e-5)
+    matrices = [random((8, 4), 0), random((4, 8), 1), random((4, 4), 2), random((8, 4), 3), random((10, 6), 4)]
+    axes = [("fsdp", "tensor"), ("tensor", "fsdp"), ("fsdp", "tensor"), (None, "tensor"), ("tensor", "fsdp")]
+    for mesh in (ONE, make_mesh(MeshConfig(2, 2, 2)), make_mesh(MeshConfig(3, 2, 1), jax.devices()[:6])):
+        places = [place(matrix.shape, names, mesh.shape) for matrix, names in zip(matrices, axes)]
+        assert mesh is ONE or any(of.stored != of.shape for of in places)  # the last one does not divide
+        stored = [
+            jax.device_put(resized(matrix, of.stored), jax.NamedSharding(mesh, spec_of(of)))
+            for matrix, of in zip(matrices, places)
+        ]
+        orthogonalised = jax.jit(lambda matrices, places=places, mesh=mesh: orthogonalise_all(matrices, places, mesh))
+        for matrix, found in zip(matrices, orthogonalised(stored)):
+            # The five iterations lift a rounding of 6e-8 in a small singular value by up to 991.
+            np.testing.assert_allclose(resized(found, matrix.shape), on_one(matrix)[0], atol=6e-5)
+            assert not np.any(found[matrix.shape[0] :]) and not np.any(found[:, matrix.shape[1] :])
 
 
 def test_momentum_rises_stays_and_falls():
@@ -56,9 +77,16 @@ def test_momentum_rises_stays_and_falls():
     assert float(momentum_at(CONFIG, 2000, 2000)) == pytest.approx(0.97)
 
 
+@pytest.mark.parametrize("steps", [300, 500, 1000])
+def test_momentum_never_jumps_and_falls_in_a_short_run_too(steps):
+    """With 500 steps it once jumped from 0.97 to 0.92 at step 400; with 300 it never fell."""
+    course = np.array([float(momentum_at(MuonConfig(), step, steps)) for step in range(0, steps + 1, 5)])
+    assert np.abs(np.diff(course)).max() < 0.003 and course[-1] == pytest.approx(0.9)
+
+
 def test_decay_falls_on_what_the_update_shrinks_and_fades():
-    transform = muon(CONFIG, lambda step: jnp.float32(0.1), 10, None)
-    without = muon(MuonConfig(weight_decay=0.0, schedule=CONFIG.schedule), lambda step: jnp.float32(0.1), 10, None)
+    transform = muon_on_one(CONFIG)
+    without = muon_on_one(MuonConfig(weight_decay=0.0, schedule=CONFIG.schedule))
     params, gradient = {"w": random((8, 8), 1)}, {"w": random((8, 8), 2)}
     for step, factor in ((0, 1.0), (5, 0.5), (10, 0.0)):
         moved, plain = (
@@ -72,13 +100,14 @@ def test_decay_falls_on_what_the_update_shrinks_and_fades():
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
 def test_no_matrix_is_worked_on_twice_nor_sent_whole(sizes):
-    """Of 16 matrices each of eight devices multiplies two: an eighth of the work of one device alone. Over each axis of
-    the mesh a device's share of them goes there and back, and nothing else but norms is sent."""
+    """Of 16 matrices each of eight devices multiplies two: an eighth of the work of one device alone. A device's share
+    of them goes there and back once, and nothing else but norms is sent."""
     mesh = make_mesh(MeshConfig(*sizes))
-    divided = NamedSharding(mesh, parameter_spec((64, 64), ("fsdp", "tensor"), mesh))
+    of = place((64, 64), ("fsdp", "tensor"), mesh.shape)
+    on_mesh = muon(CONFIG, lambda step: jnp.float32(0.1), 10, [of] * 16, mesh)
     flops = []
-    for placed in (None, divided):
-        transform = muon(CONFIG, lambda step: jnp.float32(0.1), 10, placed and [placed] * 16)
+    one, divided = (muon_on_one(CONFIG, 16, (64, 64)), None), (on_mesh, jax.NamedSharding(mesh, spec_of(of)))
+    for transform, placed in (one, divided):
         params = {i: jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=placed) for i in range(16)}
         state = jax.tree.map(
             lambda leaf, placed=placed: jax.ShapeDtypeStruct(
@@ -91,8 +120,8 @@ def test_no_matrix_is_worked_on_twice_nor_sent_whole(sizes):
         flops.append(compiled.cost_analysis()["flops"])
     assert flops[1] < 0.15 * flops[0]
     sent = defaultdict(int)
-    for collective in collectives(compiled.as_text(), dict(mesh.shape)):
+    for collective in collectives(compiled.as_text(), sizes_of(mesh)):
         sent[collective.kind == "all-to-all"] += collective.times * collective.bytes_each
     matrix = 4 * 64 * 64
-    assert sent[True] == 2 * sum(size > 1 for size in sizes) * 16 * matrix / 8
+    assert sent[True] == 2 * 16 * matrix / 8
     assert sent[False] < 2 * matrix

@@ -20,13 +20,14 @@ from training.state import abstract_state, compute_dtype, create_state, params_s
 def state_on(devices, seed=0):
     """A state on so many devices, its shapes, and their mesh. Made once: give it to nothing that takes its memory."""
     config = tiny_config()
-    optimizer, _ = make_optimizer(config.optimizer, config.model, 8)
     mesh = make_mesh(config.mesh, jax.devices()[:devices])
+    optimizer, _ = make_optimizer(config.optimizer, config.model, 8, mesh)
     return create_state(config.model, optimizer, mesh, seed), abstract_state(config.model, optimizer, mesh), mesh
 
 
 def test_the_seed_decides_the_parameters_and_the_mesh_does_not():
-    one, eight, other = (params_sha256(state_on(n, seed)[0].params) for n, seed in ((1, 0), (8, 0), (8, 1)))
+    of = lambda devices, seed: params_sha256(state_on(devices, seed)[0].params, tiny_config().model)
+    one, eight, other = of(1, 0), of(8, 0), of(8, 1)
     assert one == eight != other
 
 
@@ -36,8 +37,8 @@ def test_a_run_of_an_earlier_version_can_be_continued():
     network = {"depth": 2, "width": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "vocab_size": 320}
     config = small.get_config()
     config = resolved(replace(config, model=replace(config.model, **network)))
-    optimizer, _ = make_optimizer(config.optimizer, config.model, config.steps)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    optimizer, _ = make_optimizer(config.optimizer, config.model, config.steps, mesh)
     leaves = jax.tree_util.tree_leaves_with_path(abstract_state(config.model, optimizer, mesh))
     tree = "".join(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}\n" for path, leaf in leaves)
     assert (
@@ -49,8 +50,8 @@ def test_parameters_and_moments_are_divided_over_the_replicas():
     state, abstract, _ = state_on(8)
     for leaf in jax.tree.leaves((state.params, state.opt_state)):
         here = leaf.addressable_shards[0].data.size
-        assert here == (leaf.size if leaf.ndim == 0 else leaf.size // 8)
-        assert leaf.dtype == (np.int32 if leaf.ndim == 0 else np.float32)
+        assert here == leaf.size // (8 if leaf.ndim else 1)
+        assert leaf.dtype == np.float32
     jax.tree.map(
         lambda leaf, shape: (leaf.shape, leaf.sharding) == (shape.shape, shape.sharding) or 1 / 0, state, abstract
     )
@@ -58,9 +59,10 @@ def test_parameters_and_moments_are_divided_over_the_replicas():
 
 def test_sha256_sees_every_parameter():
     params = jax.tree.map(lambda leaf: leaf, state_on(1)[0].params)  # dictionaries of its own
-    before = params_sha256(params)
+    sha256 = lambda: params_sha256(params, tiny_config().model)
+    before = sha256()
     params["blocks"][1]["mlp"]["down"]["kernel"] = params["blocks"][1]["mlp"]["down"]["kernel"].at[0, 0].set(1e-30)
-    assert params_sha256(params) != before
+    assert sha256() != before
 
 
 @pytest.mark.parametrize(
@@ -76,3 +78,9 @@ def test_sha256_sees_every_parameter():
 def test_compute_dtype(configured, platform, jax_version, expected, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", jax_version)
     assert compute_dtype(replace(tiny_config().model, dtype=configured), platform) == expected
+
+
+@pytest.mark.parametrize(("capability", "expected"), [(7.0, "float32"), (7.5, "float32"), (8.0, "bfloat16")])
+def test_auto_is_float32_on_gpus_without_bfloat16(capability, expected, monkeypatch):
+    monkeypatch.setattr("training.state.compute_capability", lambda: capability)
+    assert compute_dtype(replace(tiny_config().model, dtype="auto"), "gpu") == expected

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import MatricesConfig, MeshConfig, MuonConfig
+from model.shapes import parameter_shapes
 from tests import reference
 from tests.helpers import (
     ALL_FEATURES,
@@ -22,6 +23,8 @@ from tests.helpers import (
     step_of,
     tiny_config,
 )
+from training.build import build
+from training.optimizer import path_name
 
 
 def with_rows_per_device(config, rows_per_device):
@@ -188,6 +191,29 @@ def test_all_features_give_the_reference_update_whatever_the_split_and_mesh():
     config = tiny_config(heads=4, kv_heads=4, **ALL_FEATURES | {"depth": 3})
     sizes = ((4, ONE), (1, (8, 1, 1)), (2, (2, 2, 2)), (4, (1, 2, 4)))
     assert_same_steps(config, [on_mesh(config, *size) for size in sizes], reference.train)
+
+
+def test_devices_that_share_a_key_head_give_the_update_of_one():
+    """Four devices along `tensor` and two key heads: two compute a head's parts, and its gradient is summed once."""
+    config = tiny_config(heads=4, kv_heads=2, **ALL_FEATURES | {"depth": 2})
+    rows = [random_rows(config, step, weights("lengths", 16, 16, step)) for step in range(2)]
+    divided, devices = on_mesh(config, 2, (1, 2, 4))
+    assert distance(run_steps(divided, rows, devices)[0], run_steps(config, rows)[0]) < 1e-6
+
+
+@pytest.mark.medium
+def test_a_mesh_that_divides_few_sizes_gives_the_update_of_one():
+    """Width 32 and three blocks over `data` = 3: most of the state is padded, Muon's and AdamW's."""
+    config = tiny_config(rows=12, heads=4, kv_heads=4, **ALL_FEATURES | {"depth": 3})
+    matrices = MatricesConfig(0.01, kind="muon")
+    config = replace(config, optimizer=replace(OPTIMIZER, matrices=matrices, muon=MuonConfig(schedule=SCHEDULE)))
+    divided, devices = on_mesh(config, 1, (3, 2, 1))
+    abstract = build(divided, jax.devices()[:devices]).abstract_state
+    shapes = parameter_shapes(config.model)
+    stored = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(abstract.params)}
+    assert sum(stored[name] != shape for name, shape in shapes.items()) > len(shapes) / 2
+    rows = [random_rows(config, step, weights("lengths", 12, 16, step)) for step in range(3)]
+    assert distance(run_steps(divided, rows, devices)[0], run_steps(config, rows)[0]) < 1e-6
 
 
 def test_muon_s_update_is_the_same_whatever_the_split_and_mesh():

@@ -1,0 +1,46 @@
+"""A command of the user's that is started when something happens to a run: --log.on_event=COMMAND."""
+
+import os
+import subprocess
+import sys
+import threading
+from contextlib import nullcontext, suppress
+from pathlib import Path
+
+from configs.schema import Config
+
+
+def start_hook(
+    config: Config,
+    event: str,
+    message: str,
+    step: int | None = None,
+    name: str = "",
+    log: Path | None = None,
+    wait: float = 0,
+) -> None:
+    """Starts the command with TOKENSUM_EVENT, TOKENSUM_MESSAGE, TOKENSUM_STEP, TOKENSUM_RUN (`name`, else the config's)
+    and TOKENSUM_RUN_DIR in its environment, and waits for it no longer than `wait` seconds. What it prints is appended
+    to `log`, or comes out here. Whatever goes wrong is said and changes nothing."""
+    if not config.log.on_event:
+        return
+    facts = {"EVENT": event, "MESSAGE": message, "STEP": "" if step is None else str(step)}
+    facts |= {"RUN": name or config.name, "RUN_DIR": os.path.abspath(config.run_dir)}
+    environment = os.environ | {f"TOKENSUM_{key}": value.replace("\0", "") for key, value in facts.items()}
+    try:
+        with log.open("ab") if log else nullcontext() as file:
+            started = subprocess.Popen(
+                config.log.on_event,
+                shell=True,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,  # a Ctrl-C that ends the run is not for it
+            )
+    except (OSError, ValueError) as error:
+        print(f"--log.on_event was not started: {error}", file=sys.stderr)
+        return
+    threading.Thread(target=started.wait, daemon=True).start()  # or it would stay in the system's table
+    with suppress(subprocess.TimeoutExpired):
+        started.wait(wait)

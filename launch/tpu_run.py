@@ -1,0 +1,212 @@
+"""A run on TPU slices, until it is over: got, started, watched, replaced where they are taken away, and given back."""
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from configs.hook import start_hook
+from launch import hosts, queued
+from launch.code import Code
+from launch.job import Job, exports
+from launch.queued import STATES, Slices, delete_all
+from launch.shell import Trouble, patient, pause, say, warn
+from launch.tpu_request import TpuOptions
+
+FIRST = 3  # tries of a start before any has worked, after which the set-up is taken for wrong
+TAKEN, DEADLINE = "the slices were taken away", "the deadline"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A job on its way: what to start, with what, and until when."""
+
+    job: Job
+    options: TpuOptions
+    bucket: str
+    code: Code
+    typed: float
+    """Seconds since 1970."""
+
+    @property
+    def deadline(self) -> float:
+        return self.typed + 3600 * self.options.hours
+
+    @property
+    def limit(self) -> int:
+        """When the hosts end by themselves: later than `run` has them do so, if it is there."""
+        return round(self.deadline + 60 * self.options.save_minutes + 600)
+
+
+def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
+    """`ended CODE` or DEADLINE, whatever slices are taken meanwhile. Trouble where the first start does not work."""
+    tries = FIRST
+    while True:
+        try:
+            for attempt in patient(launch.deadline):
+                with attempt:
+                    try:
+                        slices = get(launch, states)
+                    except Trouble as trouble:
+                        if tries > FIRST and attempt.retry_state.attempt_number == 1:
+                            notify(launch.job, "unavailable", str(trouble))
+                        raise
+            if "running" in {state for state, _ in states_of(slices).values()}:
+                tries = math.inf  # a process before this one has started it
+            outcome = TAKEN
+            if begin(launch, slices, tries):
+                tries, outcome = math.inf, watch(launch, slices)
+            if outcome != TAKEN:
+                return outcome
+            warn(f"{TAKEN} in {slices.zone}; new ones are asked for")
+            notify(launch.job, "preempted", f"{TAKEN} in {slices.zone}")
+            delete_all([slices], until=launch.deadline)
+            states[slices] = queued.GONE
+        except Trouble:
+            if time.time() < launch.deadline:
+                raise
+            return DEADLINE
+
+
+def get(launch: Launch, states: dict[Slices, str]) -> Slices:
+    """Slices of the first zone that has them: where the job is already, then in the zones' order. Trouble where none
+    has; what was asked for in vain is deleted, and GONE in `states`."""
+    for slices in sorted(states, key=lambda slices: states[slices] == queued.GONE):
+        if time.time() >= launch.deadline:
+            break
+        try:
+            if STATES[states[slices]] == "over":
+                delete_all([slices], until=launch.deadline)
+            if STATES[states[slices]] != "active":
+                create(launch, slices)
+            if slices.wait(min(time.time() + 60 * launch.options.wait_minutes, launch.deadline)) == "ACTIVE":
+                return slices
+            say(f"{slices.zone} has none: the request is deleted")
+        except Trouble as trouble:
+            warn(str(trouble))
+        delete_all([slices], until=launch.deadline)  # also where the answer was lost and the request was not
+        states[slices] = queued.GONE
+    raise Trouble("no zone has the slices")
+
+
+def create(launch: Launch, slices: Slices) -> None:
+    """Asks for the slices in one zone, for no longer than they are waited for."""
+    options = launch.options
+    left = launch.deadline - time.time()
+    wait = min(60 * options.wait_minutes, left)
+    slices.create(launch.job.hardware, options.capacity, wait, left, options.service_account, options.reservation)
+
+
+def begin(launch: Launch, slices: Slices, tries: float) -> bool:
+    """Starts the run on all hosts. False where the slices were taken meanwhile. Trouble where that fails `tries` times,
+    or until the deadline."""
+    for attempt in patient(launch.deadline, tries):
+        with attempt:
+            if STATES[slices.state()] != "active":
+                return False
+            start(launch, slices)
+    return True
+
+
+def start(launch: Launch, slices: Slices) -> None:
+    """Sends the code, sets it up, and starts the loop on every host that has none; where the run has ended or was
+    stopped, only if that was before the command was typed. Trouble where a host fails."""
+    job, code, typed = launch.job, launch.code, int(1000 * launch.typed)
+    cache = Path(os.environ.get("TOKENSUM_CACHE") or "~/.cache/tokensum").expanduser()
+    archive = cache / "launch" / f"launch-{code.name}.tar"
+    slices.shell.write(archive, code.archive)
+    slices.copy(str(archive), f":{archive.name}")
+    if names := [*job.env, *job.secrets]:  # in a file, since a command's words are in every list of processes
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / f"launch-{typed}"
+            slices.shell.write(file, exports(job), names)
+            slices.copy(str(file), f":{file.name}")
+    delete = slices.words("delete", slices.name, "--force", "--async")
+    prepare = hosts.prepare(job, code, launch.options.setup, typed, launch.limit, launch.bucket, delete)
+    if failed := slices.ssh(prepare, queued.SET_UP)[0]:
+        raise Trouble(f"the set-up on the hosts of {slices.name} ended with {failed}")
+    failed, _ = slices.ssh(hosts.start(job.name))
+    # "none": a host lost its disk since it was prepared, and `watch` prepares it anew.
+    if not slices.shell.dry_run and (failed or "idle" in {state for state, _ in states_of(slices).values()}):
+        raise Trouble(f"the run does not start on every host of {slices.name}: {states_of(slices)}")
+
+
+def states_of(slices: Slices) -> dict[str, tuple[str, str]]:
+    """Of each host that answers: none, idle, running, or ended, with its exit code."""
+    _, said = slices.ssh(hosts.state(slices.name))
+    lines = [line.split() for line in said.splitlines()]
+    found = {line[0]: (line[1], line[2] if len(line) > 2 else "") for line in lines if len(line) in (2, 3)}
+    return {host: state for host, state in found.items() if state[0] in ("none", "idle", "running", "ended")}
+
+
+def watch(launch: Launch, slices: Slices) -> str:
+    """Until the run is over: `ended CODE`, TAKEN or DEADLINE. Whatever does not answer meanwhile is asked again."""
+    while time.time() < launch.deadline:
+        try:
+            if STATES[slices.state()] in ("over", "gone"):
+                return TAKEN
+            known = states_of(slices)
+            now = {state for state, _ in known.values()}
+            if codes := sorted({int(code) for state, code in known.values() if state == "ended"} - {0}):
+                say(f"ended by itself: {known}")
+                return f"ended {codes[0]}"
+            if "ended" in now:  # with 0, as all others are about to: one made anew meanwhile would wait for them
+                if "running" not in now and len(known) == launch.job.hardware.hosts:
+                    fetch(slices)
+                    return "ended 0"
+            elif "none" in now:  # a host was made anew, with an empty disk
+                start(launch, slices)
+            elif "idle" in now:  # a host was started anew
+                slices.ssh(hosts.start(slices.name))
+        except Trouble as trouble:
+            warn(str(trouble))
+        time.sleep(pause())
+    return DEADLINE
+
+
+def give_back(places: Sequence[Slices], options: TpuOptions) -> None:
+    """Has the run save and end, keeps the hosts' logs, and deletes all: again and again until all is gone."""
+
+    def close(slices: Slices) -> None:
+        save(slices, options)
+        if slices.ssh(hosts.keep(slices.name), queued.COPY)[0]:
+            warn("not all logs of the hosts could be copied to the bucket")
+
+    delete_all(places, close)
+
+
+def save(slices: Slices, options: TpuOptions) -> None:
+    """Has every host save and end, and waits for it: as long as `save_minutes`, ten minutes where none answers."""
+    heard = began = time.time()
+    slices.ssh(hosts.stop(slices.name))
+    while not slices.shell.dry_run:
+        known, now = states_of(slices), time.time()
+        if known and "running" not in {state for state, _ in known.values()}:
+            return
+        heard = now if known else heard
+        if now - began >= 60 * options.save_minutes or now - heard >= 600:
+            return warn(f"not all hosts of {slices.name} have saved in {options.save_minutes:g} min: {known}")
+        time.sleep(pause() / 2)
+        slices.ssh(hosts.stop(slices.name))  # which may not have reached all
+
+
+def fetch(slices: Slices) -> None:
+    """Brings the run's record from the first host to runs/NAME; its checkpoints are in the bucket."""
+    target = Path("runs") / slices.name
+    if target.exists():
+        target = target.with_name(f"{slices.name}.{int(time.time())}")
+    target.parent.mkdir(exist_ok=True)
+    try:
+        slices.copy(f":{hosts.ROOT}/{slices.name}/runs/{slices.name}", str(target), everywhere=False)
+        say(f"the run's record is in {target}")
+    except Trouble as trouble:
+        warn(f"{trouble}; checkpoints, metrics and config are in the bucket")
+
+
+def notify(job: Job, event: Literal["preempted", "unavailable", "over"], message: str) -> None:
+    """Starts the user's command (--log.on_event) here, with what happened to the machines."""
+    start_hook(job.config, event, message, name=job.name, wait=10)

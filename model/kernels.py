@@ -1,0 +1,112 @@
+"""Which kernel computes attention, and how many products of scores it runs; without JAX, so that planning reads it.
+
+Attention multiplies twice for each score forward (queries by keys, shares by values) and four times backward, where a
+kernel that keeps no scores computes them a second time: five (arXiv:2205.14135).
+"""
+
+from functools import cache
+from typing import Literal, NamedTuple
+
+Kernel = Literal["splash", "cudnn", "blocks", "plain"]
+"""`splash` and `cudnn` are the libraries' of TPUs and GPUs. `blocks` and `plain` are in model/attention.py: products of
+some queries at a time, whose scores the backward pass computes again, or keeps."""
+
+LANES = 128  # of a TPU's vector unit: splash attention's blocks are multiples
+BLOCK = 512  # the most positions in one of its blocks of queries or keys, except for keys in the backward pass
+PARTS = 16  # the most partial gradients of the queries that its fused backward kernel writes, one a block of keys
+KEYS = 2048  # the most keys of head size 128 in a block of its backward pass: 4096 do not fit a core's vector memory
+SHORTEST_FOR_CUDNN = 64  # positions; a cache's prefill and scoring of fewer gain nothing by it
+KEPT = 2048  # the longest rows whose scores a CPU keeps for the backward pass
+
+
+def attention_kernel(
+    platform: str, capability: float, dtype: str, length: int, head_dim: int, documents: bool
+) -> Kernel:
+    """The kernel for rows of `length` positions, with `documents` masked or not.
+
+    `capability` is a GPU's compute capability. cuDNN has kernels for Ampere and later, and for head sizes above 128 for
+    Hopper and later. It would take a document mask as a matrix [batch, 1, length, length], or as packed sequences,
+    whose statistics take a float a head and token for each document that a row may have.
+    """
+    if platform == "tpu":
+        return "splash" if splash_block(length) and head_dim % 64 == 0 else "blocks"
+    if platform in ("gpu", "cuda"):
+        largest = 256 if capability >= 9 else 128 if capability >= 8 else 0
+        fits = head_dim % 8 == 0 and head_dim <= largest and length >= SHORTEST_FOR_CUDNN
+        return "cudnn" if fits and dtype in ("bfloat16", "float16") and not documents else "blocks"
+    return "plain" if length <= KEPT else "blocks"
+
+
+def splash_block(length: int) -> int:
+    """The largest block that divides a row, a multiple of LANES up to BLOCK; 0 if none does."""
+    return next((size for size in range(BLOCK, 0, -LANES) if length % size == 0), 0)
+
+
+def visible_blocks(length: int, window: int | None, queries: int, keys: int) -> int:
+    """The number of blocks of `queries` by `keys` positions that hold at least one score that the mask leaves."""
+    back = length if window is None else window
+    ends = range(queries, length + 1, queries)
+    return sum((end - 1) // keys - max(0, end - queries - back) // keys + 1 for end in ends)
+
+
+class Backward(NamedTuple):
+    """How splash attention runs backward."""
+
+    keys: int
+    """Positions in a block of keys."""
+    fused: bool
+    """Whether one kernel computes all gradients, by 5 products a score, and writes a partial gradient of all queries
+    for each block of keys; else one computes those of queries and one those of keys, by 7."""
+
+
+def splash_backward(length: int, window: int | None, head_dim: int) -> Backward:
+    """The fused kernel, with the smallest blocks of keys that make PARTS or fewer, if it runs fewer products."""
+    block = splash_block(length)
+    most = min(length, KEYS * LANES // max(head_dim, LANES))
+    sizes = (size for size in range(block, most + 1, block) if length % size == 0)
+    keys = next((size for size in sizes if length // size <= PARTS), 0)
+    unfused = 7 * visible_blocks(length, window, block, block)
+    if keys and 5 * visible_blocks(length, window, block, keys) * (keys // block) <= unfused:
+        return Backward(keys, True)
+    return Backward(block, False)
+
+
+class Products(NamedTuple):
+    """Products for each score, times scores, of one head of a row."""
+
+    forward: float
+    backward: float
+
+
+@cache
+def products(kernel: Kernel, length: int, window: int | None, head_dim: int) -> Products:
+    """What a kernel runs: masked scores of blocks that are partly masked count, as do scores computed again."""
+    if kernel == "splash":
+        block, (keys, fused) = splash_block(length), splash_backward(length, window, head_dim)
+        scores = visible_blocks(length, window, block, block) * block**2
+        backward = 5 * visible_blocks(length, window, block, keys) * block * keys if fused else 7 * scores
+        return Products(2 * scores, backward)
+    if kernel == "cudnn":  # whose blocks are small
+        window = min(length if window is None else window, length)
+        scores = window * (length - window / 2)
+        return Products(2 * scores, 5 * scores)
+    scores = sum((rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in query_spans(length, window))
+    return Products(2 * scores, (4 if kernel == "plain" else 5) * scores)
+
+
+def query_spans(length: int, window: int | None) -> list[tuple[slice, slice]]:
+    """An eighth of the queries at a time, or 64, with the keys that they can see."""
+    size, back = max(64, -(-length // 8)), length if window is None else window
+    starts = range(0, length, size)
+    return [(slice(i, min(i + size, length)), slice(max(0, i - back), min(i + size, length))) for i in starts]
+
+
+def described(kernel: Kernel, length: int, head_dim: int) -> str:
+    """A kernel for rows of `length` positions and heads of `head_dim`, in a line."""
+    return {
+        "splash": f"splash attention, in blocks of {splash_block(length)} positions",
+        "cudnn": "cuDNN's",
+        "blocks": "products of some queries at a time, in linear memory: the platform's kernel does not take this "
+        f"type, document mask, rows of {length} tokens or heads of {head_dim}",
+        "plain": "products of some queries at a time",
+    }[kernel]

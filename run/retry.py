@@ -1,0 +1,91 @@
+"""Disks, stores and networks that misbehave for a while: which errors may pass by themselves, and the wait for it."""
+
+import errno
+import re
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+
+T = TypeVar("T")
+
+SECONDS = 300  # for which a disk or a store that misbehaves is asked again
+LONGEST = 30  # seconds between two attempts
+# Of the file systems' errors, those that come again until somebody changes something.
+LASTING = {
+    *(
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.EEXIST,
+        errno.ENAMETOOLONG,
+    ),
+    *(errno.EINVAL, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOSYS, errno.EOPNOTSUPP),
+}
+# Of tensorstore's, which are all ValueErrors that begin with a status.
+PASSING = re.compile("(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL|UNKNOWN|CANCELLED)\\b")
+
+
+class StorageLost(Exception):
+    """A disk or a store misbehaves for longer than it is waited for: start all again."""
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """The exception, and those that it was raised from."""
+    chain, cause = [error], error.__cause__ or error.__context__
+    while cause and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return chain
+
+
+def passes(error: BaseException) -> bool:
+    """Whether the same request may succeed later: an error of the disk, the store or the network."""
+    return any(_passes(cause) for cause in causes(error))
+
+
+def _passes(error: BaseException) -> bool:
+    status = getattr(error, "code", None)  # gcsfs.retry.HttpError
+    if isinstance(status, int | str) and str(status).isdigit():
+        return int(status) in (408, 429) or int(status) >= 500
+    if isinstance(
+        error, FileNotFoundError | PermissionError | FileExistsError | NotADirectoryError | IsADirectoryError
+    ):
+        return False
+    if isinstance(error, OSError):
+        return error.errno not in LASTING and not str(error).startswith("Forbidden")  # gcsfs: status 403
+    if isinstance(error, ValueError):
+        return PASSING.match(str(error)) is not None
+    return type(error).__module__.startswith("aiohttp")
+
+
+def patiently(what: str, function: Callable[[], T], seconds: float | None = None) -> T:
+    """What `function` returns. An error that may pass is waited for, up to `seconds` (SECONDS), with growing random
+    pauses; then StorageLost. Other exceptions are raised at once."""
+    again = Retrying(
+        stop=stop_after_delay(SECONDS if seconds is None else seconds),
+        wait=wait_random_exponential(multiplier=0.5, max=LONGEST),
+        retry=retry_if_exception(passes),
+        before_sleep=lambda state: _say(what, state),
+        reraise=True,
+    )
+    try:
+        return again(function)
+    except Exception as error:
+        if not passes(error):
+            raise
+        raise StorageLost(f"{what}: {_line(error)}") from error
+
+
+def _say(what: str, state: RetryCallState) -> None:
+    if state.attempt_number in (1, 5) or state.attempt_number % 10 == 0:
+        error = state.outcome.exception() if state.outcome else None
+        print(f"{what}: {_line(error)}; trying again", file=sys.stderr, flush=True)
+
+
+def _line(error: BaseException | None) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

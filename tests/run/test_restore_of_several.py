@@ -1,0 +1,74 @@
+"""One of several processes that cannot read: what becomes of the run, and of the checkpoints."""
+
+import pytest
+
+from tests.run.processes import finish, start
+
+SCRIPT = """
+import errno, sys
+import jax, numpy as np
+import orbax.checkpoint as ocp
+import run.retry
+from configs.schema import CheckpointConfig
+from run.checkpoint import Checkpoints
+from run.runtime import run_command, start_jax
+from training.state import TrainState
+
+def main():
+    folder, act = sys.argv[1].split(" ", 1)
+    run.retry.SECONDS = 2
+    start_jax()
+    sharding = jax.sharding.NamedSharding(jax.make_mesh((jax.device_count(),), "x"), jax.sharding.PartitionSpec("x"))
+    whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    scalar = lambda n: jax.make_array_from_callback((), whole, lambda _: np.int32(n))
+    array = lambda n: jax.make_array_from_callback((8, 4), sharding, lambda at: np.full((8, 4), n, np.float32)[at])
+    state = lambda n: TrainState(scalar(n), {"w": array(n)}, {"m": array(-n)}, scalar(0))
+    checkpoints = Checkpoints(folder, CheckpointConfig(keep=9))
+    for step in (1, 2):
+        checkpoints.save(step, state(step), {})
+    assert checkpoints.failing() == 0, checkpoints.failure
+    errors = {
+        "once": [OSError(errno.EIO, "Input/output error")],
+        "always": [ValueError("UNAVAILABLE: Error reading")] * 1000,
+        "damage": [ValueError("DATA_LOSS: Error reading")],
+        "memory": [jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")],
+    }.get(act, [])
+    restore = ocp.PyTreeCheckpointHandler.restore
+    def faulty(self, *args, **kwargs):
+        if errors:
+            raise errors.pop()
+        return restore(self, *args, **kwargs)
+    ocp.PyTreeCheckpointHandler.restore = faulty
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state(0))
+    found, facts = checkpoints.restore_newest(abstract, print)
+    assert all((shard.data == facts["step"]).all() for shard in found.params["w"].addressable_shards)
+    print("restored", facts["step"], flush=True)
+    checkpoints.save(3, state(3), {})
+    assert checkpoints.failing() == 0, checkpoints.failure
+    checkpoints.close()
+    return 0
+
+run_command(main)
+"""
+
+
+def checkpoints_in(folder) -> tuple[list[str], int]:
+    """Names of the whole checkpoints, and how many were put aside."""
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    return names, len(list(folder.glob("bad-checkpoints/*")))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("act", "code", "restored", "left"),
+    [
+        ("once", 0, "restored 2", (["1", "2", "3"], 0)),
+        ("always", 42, "process 1: checkpoint 2: UNAVAILABLE: Error reading; start all again", (["1", "2"], 0)),
+        ("damage", 0, "restored 1", (["1", "3"], 1)),
+        ("memory", 1, "Out of memory", (["1", "2"], 0)),
+    ],
+)
+def test_an_error_of_one_host_is_retried_and_condemns_no_checkpoint_that_is_sound(tmp_path, act, code, restored, left):
+    said = finish(start(SCRIPT, f"{tmp_path} sound", f"{tmp_path} {act}"), code)
+    assert all(restored in text for text in said), "\n---\n".join(said)
+    assert checkpoints_in(tmp_path) == left

@@ -1,0 +1,70 @@
+"""Which errors are waited for, and for how long."""
+
+import errno
+
+import pytest
+from gcsfs.retry import HttpError
+
+import run.retry
+from run.retry import StorageLost, passes, patiently
+
+
+def wrapped(error: Exception) -> Exception:
+    """As Orbax raises what tensorstore says."""
+    try:
+        raise Exception("Encountered error while reading array index") from error
+    except Exception as outer:
+        return outer
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [
+        (OSError(errno.EIO, "Input/output error"), True),
+        (OSError(errno.ESTALE, "Stale file handle"), True),
+        (OSError(errno.ENOLCK, "No locks available"), True),
+        (TimeoutError(), True),
+        (HttpError({"code": 503, "message": "try again"}), True),
+        (HttpError({"code": 429, "message": "slower"}), True),
+        (ValueError("UNAVAILABLE: Error opening driver"), True),
+        (wrapped(ValueError("UNAVAILABLE: Error opening driver")), True),
+        (wrapped(ValueError("DATA_LOSS: Error reading")), False),
+        (ValueError("DATA_LOSS: Error reading"), False),
+        (ValueError("NOT_FOUND: Error reading"), False),
+        (HttpError({"code": 401, "message": "who are you"}), False),
+        (OSError("Forbidden: https://storage.googleapis.com/..."), False),
+        (FileNotFoundError("gs://bucket/x"), False),
+        (PermissionError(errno.EACCES, "Permission denied"), False),
+        (OSError(errno.EROFS, "Read-only file system"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (KeyError("value_type"), False),
+    ],
+    ids=str,
+)
+def test_errors_of_disks_and_stores_may_pass_and_others_come_again(error, may_pass):
+    assert passes(error) == may_pass
+
+
+def failing(times: int, error: Exception):
+    errors = [error] * times
+
+    def function() -> str:
+        if errors:
+            raise errors.pop()
+        return "done"
+
+    return function
+
+
+def test_what_passes_is_waited_for_and_what_lasts_is_raised_at_once(monkeypatch, capsys):
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
+    assert patiently("the disk", failing(4, OSError(errno.EIO, "Input/output error"))) == "done"
+    assert "the disk: [Errno 5] Input/output error; trying again" in capsys.readouterr().err
+    with pytest.raises(PermissionError):
+        patiently("the disk", failing(1, PermissionError(errno.EACCES, "Permission denied")))
+
+
+def test_what_does_not_pass_for_long_is_lost_storage(monkeypatch):
+    monkeypatch.setattr(run.retry, "SECONDS", 0)
+    with pytest.raises(StorageLost, match=r"the disk: .*Stale file handle"):
+        patiently("the disk", failing(2, OSError(errno.ESTALE, "Stale file handle")))

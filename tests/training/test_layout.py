@@ -1,0 +1,115 @@
+"""Every leaf of the state is divided over every axis of the mesh, whatever the sizes."""
+
+from dataclasses import replace
+from functools import partial
+from math import prod
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from configs import d12, nanochat
+from configs.nanochat import network_of_depth
+from configs.schema import Config, MeshConfig, resolved
+from model.parallel import BATCH_AXES
+from model.shapes import DATA
+from planning.candidate import Candidate
+from planning.memory import memory
+from program.topologies import Topology
+from training.layout import data_parts, padded, place
+from training.mesh import batch_devices, make_mesh, resized, spec_of
+from training.step import all_gather_data, reduce_scatter_data
+
+
+def held(config: Config, topology: Topology) -> float:
+    """The bytes of parameters and moments on a device, over those that docs/mesh.md promises."""
+    of = Candidate(config, topology)
+    parts, muon = memory(of), config.optimizer.matrices.kind == "muon"
+    numbers = sum(count * p.size * (2 if muon and p.group == "matrices" else 3) for p, count in of.kinds)
+    return (parts["parameters"] + parts["moments"]) * topology.devices / (4 * numbers)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("config", [d12.get_config(), nanochat.get_config()], ids=["plain", "all"])
+def test_state_takes_at_most_5_percent_more_than_its_share(config):
+    """Depths 12 to 48, on one node of so many devices, and on nodes of eight."""
+    worst = 0.0
+    for depth in range(12, 49):
+        batch = replace(config.batch, tokens_per_step=2048 * 3 * 5 * 1024)
+        of_depth = replace(config, model=network_of_depth(config.model, depth), batch=batch)
+        for data in (2, 3, 6, 8, 24, 40, 48, 96, 256, 512, 1024):
+            for nodes in (1, data // 8) if data % 8 == 0 else (1,):
+                of_mesh = resolved(replace(of_depth, batch=replace(batch, rows_per_device=1)))
+                worst = max(worst, held(of_mesh, Topology(nodes, "h200", (data // nodes,))))
+    assert 1.0 < worst <= 1.05
+
+
+@given(
+    st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    st.sampled_from([(None, None), ("fsdp", "tensor"), ("tensor", "fsdp"), (None, "tensor")]),
+    st.integers(1, 48),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+)
+def test_every_axis_divides_one_dimension(shape, axes, data, fsdp, tensor):
+    across = 2 if data % 2 == 0 else 1
+    sizes = {**dict(zip(DATA, data_parts(data, across))), "fsdp": fsdp, "tensor": tensor}
+    assert prod(sizes[axis] for axis in DATA) == data and sizes["data_across"] == across
+    found = place(shape, axes, sizes)
+    assert sorted(name for names in found.spec for name in names) == sorted([*DATA, *filter(None, axes)])
+    for size, stored, axis, names in zip(shape, found.stored, axes, found.spec):
+        assert names[:1] == ((axis,) if axis else names[:1])
+        assert stored == padded(size, prod(sizes[name] for name in names))
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3, 1, 1), (5, 1, 1), (3, 2, 1), (3, 1, 2), (2, 2, 2), (1, 2, 4), (8, 1, 1)], ids=str
+)
+def test_what_is_gathered_is_the_parameter_and_what_is_scattered_is_the_sum(sizes):
+    """Of shapes that the axes do not divide: along both, padding moves the borders between devices, too."""
+    mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: prod(sizes)])
+    shapes = {
+        "a": ((6 * sizes[1], 10 * sizes[2]), ("fsdp", "tensor")),
+        "b": ((10 * sizes[2], 14 * sizes[1]), ("tensor", "fsdp")),
+        "c": ((7, 3 * sizes[2]), (None, "tensor")),
+        "d": ((5,), (None,)),
+    }
+    places = {name: place(shape, axes, mesh.shape) for name, (shape, axes) in shapes.items()}
+    generator = np.random.default_rng(0)
+    values = {name: generator.standard_normal(shape).astype(np.float32) for name, (shape, _) in shapes.items()}
+    stored = {
+        name: jax.device_put(resized(value, places[name].stored), jax.NamedSharding(mesh, spec_of(places[name])))
+        for name, value in values.items()
+    }
+    specs = jax.tree.map(spec_of, places)
+    on_mesh = partial(jax.shard_map, mesh=mesh, check_vma=False)
+
+    def gathered(shares):
+        return all_gather_data(shares, places, np.dtype("float32"))
+
+    whole = {name: PartitionSpec(*axes) for name, (_, axes) in shapes.items()}
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.jit(on_mesh(gathered, in_specs=(specs,), out_specs=whole))(stored), values
+    )
+
+    def scattered(shares, number):
+        return reduce_scatter_data(jax.tree.map(lambda p: p * number[0], gathered(shares)), places)
+
+    # Every replica's gradient is its parameter times a number of its own.
+    numbers = np.arange(1.0, batch_devices(mesh) + 1, dtype=np.float32)
+    sums = jax.jit(on_mesh(scattered, in_specs=(specs, PartitionSpec(BATCH_AXES)), out_specs=specs))(stored, numbers)
+    by_replica = numbers.reshape(sizes[0], sizes[1])
+    for name, value in values.items():
+        axes = shapes[name][1]
+        if "fsdp" in axes:  # each device along `fsdp` has a gradient of its part alone
+            along = axes.index("fsdp")
+            parts = np.split(value, sizes[1], along)
+            expected = np.concatenate([part * by_replica[:, i].sum() for i, part in enumerate(parts)], along)
+        else:
+            expected = value * numbers.sum()
+        np.testing.assert_allclose(resized(sums[name], value.shape), expected, rtol=1e-6)
+        beyond = np.asarray(sums[name]).sum() - np.asarray(resized(sums[name], value.shape)).sum()
+        assert abs(beyond) < 1e-3
