@@ -67,9 +67,8 @@ class ModelConfig:
     vocab_size: Positive[int] = 32768
     """Tokens of the tokenizer, the BOS included."""
     softcap: Positive[float] = 15.0
-    """Logits are capped to `softcap * tanh(logits / softcap)`. The loss has no maximum pass because of this bound, so
-    it must be below 88.7 - log(vocab_size): the loss sums exp(logit) over the vocabulary, and float32 ends at
-    exp(88.7)."""
+    """Logits are capped to `softcap * tanh(logits / softcap)`. The loss has no maximum pass because of this bound. At
+    most 88.7 - log(vocab_size): the loss sums exp(logit) over the vocabulary, and float32 overflows at exp(88.7)."""
     z_loss: OfTraining[NotNegative[float]] = 0.0
     """Factor of the squared log-sum-exp of the logits that training adds to the loss (arXiv:2204.02311). The logged
     `loss` is without it, as validation's; `z_loss` is what it adds."""
@@ -99,10 +98,11 @@ class ModelConfig:
     """Takes a learned share of the middle block's residual stream away before the head."""
     dtype: OfTraining[Literal["auto", "bfloat16", "float32"]] = "auto"
     """Type of activations and of the parameters' copy in a step. `auto`: bfloat16, but float32 on a CPU with JAX before
-    0.12, where that is as fast. Parameters, gradients, moments and sums are float32 whatever it is."""
+    0.12, where that is as fast. Parameters, gradients and moments are float32 whatever it is. `float32`: products are
+    float32 on every platform, without TF32 or passes in bfloat16: some six times the work on a TPU."""
     remat: Free[Literal["none", "products", "block"]] = "none"
-    """What a block keeps for its backward pass: everything; the results of its products, the rest being computed
-    again; or its input alone. Less memory, more time, the same result."""
+    """What a block keeps for its backward pass: everything; all but the MLP's hidden layer, for which one product of
+    six is computed again; or its input alone. Less memory, more time, the same result."""
 
 
 @dataclass(frozen=True)

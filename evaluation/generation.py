@@ -43,7 +43,7 @@ def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate
 
         everywhere = PartitionSpec()
         in_specs = (jax.tree.map(spec_of, places), everywhere, everywhere, everywhere)
-        return on_each_device(for_one_device, mesh, in_specs, everywhere)(params, prompts, prompt_lengths, seeds)
+        return on_each_device(for_one_device, mesh, dtype, in_specs, everywhere)(params, prompts, prompt_lengths, seeds)
 
     return generate
 

@@ -146,7 +146,7 @@ def on_rows(
     def for_one_device(params: dict, *arrays: Array) -> Any:
         return function(nnx.merge(graphdef, all_gather_data(params, places, dtype)), *arrays)
 
-    on_mesh = on_each_device(for_one_device, mesh, (jax.tree.map(spec_of, places), *arrays), ROWS)
+    on_mesh = on_each_device(for_one_device, mesh, dtype, (jax.tree.map(spec_of, places), *arrays), ROWS)
     compiled = jax.jit(on_mesh, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def put(array: np.ndarray, spec: PartitionSpec) -> Array:  # of which every process holds the whole

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
 from model.kernels import attention_kernel, query_spans
-from model.layers import Embedding, Linear, matmul, symmetric_uniform
+from model.layers import Embedding, Linear, matmul, saved, symmetric_uniform
 from model.parallel import (
     all_gather_shared_head,
     compute_capability,
@@ -124,7 +124,7 @@ def _plain_forward(q: Array, k: Array, v: Array, seen: Array) -> tuple[Array, tu
     sums = jnp.sum(shares, axis=-1).transpose(0, 3, 1, 2)[..., None]  # [batch, length, kv_heads, group, 1]
     shares = shares.astype(v.dtype)
     y = (jnp.einsum("bkgts,bskd->btkgd", shares, v, preferred_element_type=jnp.float32) / sums).astype(v.dtype)
-    y = y.reshape(q.shape)
+    y = saved(y.reshape(q.shape))
     return y, (grouped, k, v, shares, sums, y)
 
 
@@ -174,7 +174,7 @@ def _blocks_forward(q: Array, k: Array, v: Array, places: Places, window: int | 
 
         return _rows(jax.lax.map(of_block, (_blocks(q[:, rows]), _blocks_of(inside.of(rows)))), rows)
 
-    y = jnp.concatenate([of_span(*span) for span in query_spans(q.shape[1], window)], axis=1)
+    y = saved(jnp.concatenate([of_span(*span) for span in query_spans(q.shape[1], window)], axis=1))
     return y, (q, k, v, places, y)
 
 
@@ -270,8 +270,8 @@ class Attention(nnx.Module):
             first, own = own_heads(self.kv_heads)
             kernel = jax.lax.dynamic_slice_in_dim(vary_over_tensor(self.value_gate.kernel[...]), first, own, axis=1)
             gate = 3 * jax.nn.sigmoid(matmul(x[..., :VALUE_GATE_CHANNELS], kernel, self.value_gate.axes))
-            v = v + gate[..., None] * self.value_embedding(tokens, x.dtype).reshape(v.shape)
-        v = all_gather_shared_head(v, self.kv_heads)
+            v = v + gate[..., None] * saved(self.value_embedding(tokens, x.dtype)).reshape(v.shape)
+        v = saved(all_gather_shared_head(v, self.kv_heads))
         if cache is not None:
             start = (0, 0 if positions is None else positions[0], 0, 0)
             cache = LayerCache(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, (k, v))))

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import Primitive
 from jaxtyping import Array, Float, Int
 
 from configs.schema import SMEAR_CHANNELS, ModelConfig
 from model.attention import Attention, Inputs, LayerCache
-from model.layers import Embedding, Linear, Scalars, relu_squared, rms_norm
+from model.layers import SAVED, Embedding, Linear, Scalars, relu_squared, rms_norm
 from model.parallel import own_heads, psum_over_tensor, vary_over_tensor
 from model.rotary import rotary_angles
 
@@ -63,14 +64,20 @@ def widened(narrow: Float[Array, "..."], wide: Float[Array, "..."]) -> Float[Arr
 widened.defvjp(lambda narrow, wide: (widened(narrow, wide), None), lambda _, gradient: (None, gradient))
 
 
+def is_saved(primitive: Primitive, *_: Any, **params: Any) -> bool:
+    """Whether `remat=products` saves what `primitive` gives: arrays that are `saved`, and what cuDNN's attention gives,
+    log-sum-exps included, which JAX does not let us name."""
+    named = jax.checkpoint_policies.save_only_these_names(SAVED)
+    return primitive.name == "dot_product_attention_fwd_wrapper" or named(primitive, **params)
+
+
 def rematerialized(block: Block, remat: str, dtype: jnp.dtype) -> Callable:
-    """`block`, by `remat`: the forward pass saves all activations (`none`), the results of products
+    """`block`, by `remat`: the forward pass saves all activations (`none`), all but the MLP's hidden layer
     (`products`), or the block's input alone (`block`), and the backward pass computes the rest again. The parameters
     are saved in the activations' `dtype`: in float32, the type of their gradients, they would be kept a second time."""
     if remat == "none":
         return block
-    policies = jax.checkpoint_policies
-    policy = policies.dots_saveable if remat == "products" else policies.nothing_saveable
+    policy = is_saved if remat == "products" else jax.checkpoint_policies.nothing_saveable
     graphdef, params = nnx.split(block, nnx.Param)
 
     @partial(jax.checkpoint, policy=policy)

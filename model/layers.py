@@ -14,12 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from model.parallel import Axes, all_gather_fsdp, in_turn, platform, reduce_scatter_fsdp, tensor_index
 from model.segment_sum import segment_sum
 
 EPSILON = 1e-6  # added to the mean square by every norm
+SAVED = "saved"
+
+
+def saved(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The same array, which the backward pass keeps with `remat=products` (model.gpt.rematerialized)."""
+    return checkpoint_name(x, SAVED)
 
 
 @jax.custom_vjp
@@ -38,8 +45,8 @@ def inverse_rms(x: Float[Array, "*shape channels"]) -> Float[Array, "*shape 1"]:
 
 def _rms_norm_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
     factor = inverse_rms(x)
-    y = (x.astype(jnp.float32) * factor).astype(x.dtype)
-    return y, (y, factor)
+    y = saved((x.astype(jnp.float32) * factor).astype(x.dtype))
+    return y, (y, saved(factor))
 
 
 def _rms_norm_backward(residuals: tuple[Array, Array], dy: Array) -> tuple[Array]:

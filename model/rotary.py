@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from model.layers import EPSILON
+from model.layers import EPSILON, saved
 from model.parallel import platform
 
 Angles = tuple[Float[Array, "length head_dim"], Float[Array, "length head_dim"]]
@@ -62,8 +62,8 @@ def rotate_and_norm(
 
 def _forward(x: Array, angles: Angles, scale: float) -> tuple[Array, tuple[Array, Array, Angles]]:
     # Of x itself, since turning changes no length.
-    factor = scale * jax.lax.rsqrt(_sums_over_heads(x, x) / x.shape[-1] + EPSILON)
-    y = (rotate(x, angles) * factor).astype(x.dtype)
+    factor = saved(scale * jax.lax.rsqrt(_sums_over_heads(x, x) / x.shape[-1] + EPSILON))
+    y = saved((rotate(x, angles) * factor).astype(x.dtype))
     return y, (y, factor, angles)
 
 

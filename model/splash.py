@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from model.kernels import splash_backward, splash_block
+from model.layers import SAVED
 from model.parallel import varying_as
 
 
@@ -121,6 +122,11 @@ def of_one_key_head(length: int, group: int, window: int | None, head_dim: int, 
     masks_of_group = masks.MultiHeadMask([mask] * group)
     with jax.ensure_compile_time_eval():  # not as part of the trace that asks first
         kernel = library.make_splash_mqa(
-            masks_of_group, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
+            masks_of_group,
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+            residual_checkpoint_name=SAVED,
         )
         return jax.tree.map(np.asarray, kernel)

@@ -98,11 +98,8 @@ def kept_widths(of: Candidate) -> tuple[float, float]:
         whole += queries + keys
     if model.remat == "none":
         return whole + mixed, whole
-    if model.remat == "products":  # the block's input, and what its products give, but for the last one
-        return (
-            2 * model.width + queries + 2 * keys + values + 4 * model.width / tensor + mixed,
-            whole + 4 * model.width / tensor,
-        )
+    if model.remat == "products":  # all but the MLP's hidden layer; and rows first alone
+        return 2 * model.width + 2 * queries + 2 * keys + values + mixed, whole + 4 * model.width / tensor
     if not of.machine.gpu:  # seen in a program: beside the block the gradient of its MLP, and both products in float32
         whole += 4 * model.width / tensor + 2 * (queries + keys) + mixed
     # Read in programs for GPUs: what attention and MLP add is kept, both, in place of their sum with the block's input.

@@ -19,7 +19,7 @@ MEMORY = (1.0, 0.75)
 """Share of the memory's bandwidth that passes over it reach."""
 PASSES = 72
 """Times that element-wise passes read or write one width of a block's tokens, forward and backward."""
-AGAIN = {"none": 0, "products": 12, "block": 16}
+AGAIN = {"none": 0, "products": 4, "block": 16}
 """And how many more where a block is computed again."""
 LOGIT_PASSES = 3
 """Times that the logits are read or written."""
@@ -89,7 +89,8 @@ def product_flops(of: Candidate) -> float:
     """Matrix products of a step on a device, those computed again included; without attention."""
     model, sizes = of.config.model, of.sizes
     tokens = of.step[0] * of.tokens
-    again = 2 if model.remat == "block" else 0
+    hidden = model.width, 4 * model.width  # of the MLP's first matrix
+    again = lambda p: model.remat == "block" or (model.remat == "products" and p.shape == hidden)
     flops = 0.0
     for p, count in of.kinds:
         if p.product:
@@ -98,19 +99,20 @@ def product_flops(of: Candidate) -> float:
                 * p.size
                 / (sizes["tensor"] if "tensor" in p.axes else 1)
                 * tokens
-                * (6 + again * (p.group == "matrices"))
+                * (6 + 2 * (p.group == "matrices" and again(p)))
             )
     return flops + muon_flops(of)
 
 
 def muon_flops(of: Candidate) -> float:
-    """Of five iterations for each matrix, in float32, which takes six passes of a TPU's matrix units; each device has
-    its share of the matrices (training/muon.py)."""
+    """Of five iterations for each matrix, in float32; each device has its share of the matrices (training/muon.py).
+    Float32 takes six passes of a TPU's matrix units. On a GPU it does not use the tensor cores: H200's data sheet has
+    67 TFLOP/s, a fifteenth of bfloat16's 989."""
     if of.config.optimizer.matrices.kind != "muon":
         return 0.0
     each = lambda short, long: 5 * (4 * short**2 * long + 2 * short**3)
     flops = sum(count * each(*sorted(p.shape)) for p, count in of.kinds if p.group == "matrices")
-    return 6 * flops / of.topology.devices
+    return (15 if of.machine.gpu else 6) * flops / of.topology.devices
 
 
 def attention_flops(of: Candidate) -> float:
@@ -126,7 +128,7 @@ def attention_flops(of: Candidate) -> float:
         model.head_dim,
         of.config.data.mask_documents,
     )
-    forwards, scores = 1 if model.remat == "none" else 2, 0.0
+    forwards, scores = 2 if model.remat == "block" else 1, 0.0
     for layer in range(model.depth):
         run = products(kernel, length, window_of(model, layer), model.head_dim)
         scores += forwards * run.forward + run.backward

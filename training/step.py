@@ -123,12 +123,18 @@ def zero_sums() -> tuple[Float[Array, ""], tuple[Float[Array, ""], Int[Array, ""
     return mark_varying((jnp.float32(0), (jnp.float32(0), jnp.int32(0))), BATCH_AXES)
 
 
-def on_each_device(function: Callable, mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable:
+def on_each_device(function: Callable, mesh: Mesh, dtype: jnp.dtype, in_specs: Any, out_specs: Any) -> Callable:
     """`function`, which is written for one device, as a function of whole arrays: in `jax.shard_map`, manual over all
-    axes of the mesh."""
+    axes of the mesh. `dtype`: the type of its activations."""
+
+    def with_precision(*arrays: Any) -> Any:
+        # By default a product of float32 arrays rounds them: to bfloat16 on a TPU, to TF32 on a GPU from Ampere on.
+        with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
+            return function(*arrays)
+
     if mesh.size == 1:  # XLA on CPU copies whatever a collective among one device takes
-        return function
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+        return with_precision
+    return jax.shard_map(with_precision, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def make_train_step(
@@ -188,7 +194,7 @@ def make_train_step(
     metric_of = lambda opt_state: adam_metric(opt_state, layout, dtype) if diagnose and diagnose.adam_metric else {}
     metric_places = {i: layout.places[i] for i in jax.eval_shape(metric_of, abstract_state.opt_state)}
     metric_specs = jax.tree.map(spec_of, metric_places)
-    summed = on_each_device(gradient_sums, mesh, (specs, ROWS, metric_specs), (everywhere, specs, everywhere))
+    summed = on_each_device(gradient_sums, mesh, dtype, (specs, ROWS, metric_specs), (everywhere, specs, everywhere))
 
     # With the shardings given: the compiler could choose others, which the next step would not take.
     @partial(jax.jit, donate_argnums=0, out_shardings=(placed, None), compiler_options=xla_options(mesh, deterministic))
@@ -237,4 +243,4 @@ def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalSte
         _, losses = jax.lax.scan(micro_batch, zero_sums(), batch)[0]
         return psum(losses, BATCH_AXES)
 
-    return jax.jit(on_each_device(sums, mesh, (jax.tree.map(spec_of, places), ROWS), PartitionSpec()))
+    return jax.jit(on_each_device(sums, mesh, dtype, (jax.tree.map(spec_of, places), ROWS), PartitionSpec()))

@@ -63,7 +63,7 @@ def test_on_a_mesh_the_gradient_of_a_table_is_that_of_scatters(monkeypatch, fsdp
             return psum(backward(dy)[0], DATA)
 
         rows = PartitionSpec(BATCH_AXES)
-        whole = on_each_device(for_one_device, mesh, (table, rows, rows), table)
+        whole = on_each_device(for_one_device, mesh, jnp.dtype("float32"), (table, rows, rows), table)
         return np.asarray(jax.jit(whole)(np.zeros((40, 6), np.float32), tokens, dy))
 
     expected = np.zeros((40, 6))

@@ -1,0 +1,59 @@
+"""float32 means float32: by default a TPU rounds what a product of float32 arrays reads to bfloat16, a GPU to TF32."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from evaluation.generation import make_generate
+from tests.helpers import tiny_config
+from training.build import build
+
+
+def products(jaxpr: Any) -> Counter:
+    """Of each product in a program, kernels' included: the type that it reads, and its precision."""
+    found = Counter()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            kinds, precision = {x.aval.dtype.name for x in equation.invars}, equation.params["precision"]
+            found[max(kinds, key=len), str(precision and precision[0])] += 1
+        for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                found += products(getattr(value, "jaxpr", value))
+    return found
+
+
+def traced(monkeypatch, platform: str, dtype: str) -> dict[str, Counter]:
+    """The products of the step with Muon, of evaluation and of generation."""
+    for module in ("attention", "layers", "rotary"):
+        monkeypatch.setattr(f"model.{module}.platform", lambda: platform)
+    config = tiny_config(length=128, rows=2, depth=1, width=256, heads=2, kv_heads=2, head_dim=128, dtype=dtype)
+    matrices = replace(config.optimizer.matrices, kind="muon")
+    config = replace(config, optimizer=replace(config.optimizer, matrices=matrices))
+    built = build(config, jax.devices()[:1])
+    state, batch = built.abstract_state, built.abstract_batch()
+    generate: Any = make_generate(config.model, built.dtype, built.mesh)
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    options = {"prefill": 128, "temperature": 0.0, "top_k": 0}
+    programs = {
+        "step": built.train_step.trace(state, batch),
+        "evaluation": built.eval_step.trace(state.params, batch),
+        "generation": generate.trace(state.params, ints(1, 130), ints(1), ints(1), **options),
+    }
+    return {name: products(program.jaxpr) for name, program in programs.items()}
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_a_float32_network_s_products_take_the_highest_precision(monkeypatch, platform):
+    for name, found in traced(monkeypatch, platform, "float32").items():
+        assert set(found) == {("float32", "HIGHEST")}, name
+        assert sum(found.values()) >= 9  # six a block, the head's, and two in attention
+
+
+def test_a_bfloat16_network_s_products_take_no_more_than_one_pass_and_muon_s_are_float32(monkeypatch):
+    found = traced(monkeypatch, "cpu", "bfloat16")["step"]
+    assert found["bfloat16", "None"] >= 3 * 9 and set(found) == {("bfloat16", "None"), ("float32", "HIGHEST")}
+    assert found["float32", "HIGHEST"] % (5 * 3) == 0  # of each stack of matrices
