@@ -406,5 +406,6 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 def _padded(shape: list[int], sharding: jax.sharding.NamedSharding) -> list[int]:
     """The shape in which a mesh stores an array (`training.layout.Place`)."""
-    axes = [(names,) if isinstance(names, str) else names or () for names in sharding.spec]
+    spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
+    axes = [(names,) if isinstance(names, str) else names or () for names in spec]
     return [padded(size, math.prod(sharding.mesh.shape[name] for name in names)) for size, names in zip(shape, axes)]

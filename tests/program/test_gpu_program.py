@@ -80,7 +80,7 @@ def test_attention_runs_in_cudnn_as_heads_lie(model):
 def test_a_document_mask_makes_no_matrix_of_a_row_by_itself():
     config = replace(small(vocab_size=1024), data=DataConfig(mask_documents=True))
     arrays = re.findall(r"\w+\[[\d,]*\]", compiled(config).as_text())
-    assert not [array for array in arrays if array.endswith(f"{LENGTH},{LENGTH}]")]
+    assert not [array for array in arrays if array.endswith(f",{LENGTH},{LENGTH}]")]
 
 
 def scatters(config: Config) -> list[tuple[str, bool]]:

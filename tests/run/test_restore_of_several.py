@@ -18,7 +18,8 @@ def main():
     folder, act = sys.argv[1].split(" ", 1)
     run.retry.SECONDS = 2
     start_jax()
-    sharding = jax.sharding.NamedSharding(jax.make_mesh((jax.device_count(),), "x"), jax.sharding.PartitionSpec("x", None))
+    mesh = jax.make_mesh((jax.device_count(),), "x")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", None))
     whole = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
     scalar = lambda n: jax.make_array_from_callback((), whole, lambda _: np.int32(n))
     array = lambda n: jax.make_array_from_callback((8, 4), sharding, lambda at: np.full((8, 4), n, np.float32)[at])
