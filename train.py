@@ -95,9 +95,11 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     # On one process: an NFS client that looks before the folder is there does not see it for a while.
     on_first_process(lambda: text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer"))
     past = Past(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
+    # Before the preflight, which makes the folder of checkpoints if it is not there.
+    on_first_process(lambda: require_checkpoints(config, past))
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
     with limited(config.hang, "opening the checkpoints"):
-        checkpoints = open_checkpoints(config, past)
+        checkpoints = open_checkpoints(config)
     if past.finished == checkpoints.newest == config.steps:
         longer = f"--steps={2 * config.steps} --accept_changes"
         say(f"{config.run_dir} is complete: {config.steps} steps; a longer run: {longer}")
@@ -175,10 +177,9 @@ def explain_out_of_memory(config: Config, mistake: bool = False) -> Iterator[Non
         raise
 
 
-def open_checkpoints(config: Config, past: Past) -> Checkpoints:
-    """The run's checkpoints. UserError where they are gone, or of more steps than the run is to have."""
+def open_checkpoints(config: Config) -> Checkpoints:
+    """The run's checkpoints. UserError where they are of more steps than the run is to have."""
     run_dir, elsewhere = Path(config.run_dir), config.checkpoint.folder
-    on_first_process(lambda: require_checkpoints(config, past))
     on_saved = lambda step: Events(run_dir).add("saved", step)
     record = record_files(run_dir) if elsewhere else ()
     checkpoints = Checkpoints(elsewhere or run_dir, config.checkpoint, record, on_saved, scores(run_dir))

@@ -41,7 +41,7 @@ from tests.helpers import perturbed
 from tests.nanochat_checkout import import_nanochat
 from training.build import build
 from training.mesh import make_mesh
-from training.state import abstract_params, split_model
+from training.state import abstract_params, split_model, stored_as
 
 TASKS = [  # label, kind, shots, delimiter, words of a query or context, of an answer, options
     ("hellaswag_zeroshot", "multiple_choice", 0, " ", 30, 20, 4),
@@ -104,7 +104,7 @@ def main() -> int:
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     shapes = split_model(config, jnp.dtype("float32"))[1]
     params = perturbed(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes))
-    placed = jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, abstract_params(config, mesh)))
+    placed = stored_as(params, abstract_params(config, mesh))
     batch = BatchConfig(2048, 2048 * arguments.rows_per_device, arguments.rows_per_device)
     with pytest.MonkeyPatch.context() as patch:
         gpt, core_eval = import_nanochat(patch, "gpt", "core_eval")

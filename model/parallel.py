@@ -54,7 +54,7 @@ def psum(x: T, axes: tuple[str, ...]) -> T:
     return jax.lax.psum(x, axes) if in_shard_map() else x
 
 
-def vary_over_tensor(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def vary_over_tensor(x: T) -> T:
     """The input of work that is divided over `tensor`: the same values; their gradients are summed over `tensor`."""
     return mark_varying(x, ("tensor",))
 

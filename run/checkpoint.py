@@ -311,7 +311,8 @@ class Checkpoints:
         """UserError where the checkpoint's parameters have other shapes; `part`: it may have more of them."""
         saved, leaves = facts["shapes"], _leaves(params)
         asked = {name: list(leaf.shape) for name, leaf in leaves.items()}
-        here = {name: _padded(shape, leaves[name].sharding) for name, shape in saved.items() if name in leaves}
+        in_place = lambda name, shape: _padded(shape, leaves[name].sharding) if name in leaves else shape
+        here = {name: in_place(name, shape) for name, shape in saved.items()}
         differ = [
             f"{name}: {saved.get(name, 'not there')}, not {asked.get(name, 'there')}"
             for name in sorted(asked if part else saved | asked)

@@ -19,7 +19,7 @@ from tests.evaluation import nanochat_core
 from tests.evaluation.core_bundle import CONFIG, LONGEST, TASKS, make_bundle, params, tokenizer
 from tests.nanochat_checkout import import_nanochat
 from training.mesh import make_mesh
-from training.state import abstract_params
+from training.state import abstract_params, stored_as
 
 BATCH = BatchConfig(sequence_length=LONGEST, tokens_per_step=4 * LONGEST, rows_per_device=4)
 MESHES = {"one": (MeshConfig(), 1), "eight": (MeshConfig(data=2, fsdp=2, tensor=2), 8)}
@@ -35,10 +35,10 @@ def benchmarks(bundle, mesh="one", items=None, dtype="float32"):
     """What scores the bundle on one of `MESHES`, and the network's parameters there."""
     sizes, devices = MESHES[mesh]
     mesh = make_mesh(sizes, jax.devices()[:devices])
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(CONFIG, mesh))
+    abstract = abstract_params(CONFIG, mesh)
     tasks = read_bundle(str(bundle), items)
     scorer = Scorer(replace(CONFIG, dtype=dtype), BATCH, jnp.dtype(dtype), mesh)
-    return Benchmarks(tasks, tokenizer(), scorer), jax.device_put(params(), shardings)
+    return Benchmarks(tasks, tokenizer(), scorer), stored_as(params(), abstract)
 
 
 def lines_on(bundle, mesh, labels=LABELS):

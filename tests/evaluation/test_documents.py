@@ -19,7 +19,7 @@ from model.gpt import GPT
 from model.loss import softcap
 from tests.evaluation.core_bundle import CONFIG, params, tokenizer, words
 from training.mesh import make_mesh
-from training.state import abstract_params
+from training.state import abstract_params, stored_as
 
 LENGTH = 80  # tokens of a row: not one of the sizes that rows are rounded up to
 MODEL = replace(CONFIG, short_window=20)
@@ -39,9 +39,9 @@ SOURCES = [
 
 def measured(devices=1, **call):
     mesh = make_mesh(MESHES[devices], jax.devices()[:devices])
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(MODEL, mesh))
+    abstract = abstract_params(MODEL, mesh)
     measure = DocumentLosses(tokenizer(), MODEL, BATCH, jnp.dtype("float32"), mesh)
-    return measure(jax.device_put(params(), shardings), SOURCES, **call)
+    return measure(stored_as(params(), abstract), SOURCES, **call)
 
 
 @pytest.fixture(scope="module")

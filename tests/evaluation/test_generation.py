@@ -17,7 +17,7 @@ from program.collectives import collectives
 from program.topologies import devices_of
 from tests.helpers import ALL_FEATURES, TINY, perturbed
 from training.mesh import make_mesh, sizes_of
-from training.state import abstract_params, split_model
+from training.state import abstract_params, split_model, stored_as
 
 FLOAT32 = jnp.dtype("float32")
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
@@ -31,8 +31,8 @@ def sampler(sizes: MeshConfig, devices: int):
     """The jitted function, and a network off its initial zeros on the mesh."""
     mesh = make_mesh(sizes, jax.devices()[:devices])
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), split_model(NETWORK, FLOAT32)[1])
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(NETWORK, mesh))
-    return make_generate(NETWORK, FLOAT32, mesh), jax.device_put(perturbed(zeros), shardings)
+    abstract = abstract_params(NETWORK, mesh)
+    return make_generate(NETWORK, FLOAT32, mesh), stored_as(perturbed(zeros), abstract)
 
 
 @cache

@@ -27,7 +27,7 @@ from interchange.transformers import write_hf
 from tests.evaluation.core_bundle import CONFIG, params, tokenizer
 from tests.evaluation.harness_tasks import make_tasks
 from training.mesh import make_mesh
-from training.state import abstract_params
+from training.state import abstract_params, stored_as
 
 LENGTH = 128
 BATCH = BatchConfig(sequence_length=LENGTH, tokens_per_step=4 * LENGTH, rows_per_device=4)
@@ -55,8 +55,8 @@ def requests(loaded):
 
 def network(devices=1, longest=None, **more):
     mesh = make_mesh(MESHES[devices], jax.devices()[:devices])
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(MODEL, mesh))
-    placed = jax.device_put(params(), shardings)
+    abstract = abstract_params(MODEL, mesh)
+    placed = stored_as(params(), abstract)
     dtype = jnp.dtype("float32")
     scorer, generate = Scorer(MODEL, BATCH, dtype, mesh, longest), make_generate(MODEL, dtype, mesh)
     return HarnessNetwork(placed, tokenizer(), scorer, generate, **more)

@@ -29,7 +29,7 @@ from interchange.verify import largest_difference
 from model.gpt import GPT
 from tests.helpers import TINY, perturbed, together
 from tests.interchange.test_interchange import EXPORTED
-from training.mesh import make_mesh
+from training.mesh import make_mesh, resized
 from training.state import abstract_params
 
 TEXTS = ["to be or not to be, that is the question. " * 8, "whether it is nobler in the mind to suffer " * 8]
@@ -125,7 +125,8 @@ def test_it_comes_back_to_the_bit(everything):
     config = replace(config, init_from=str(folder))
     require_same_network(config, TOKENIZER)
     back = read_params(config, abstract_params(config.model, make_mesh(MeshConfig())))
-    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(back))
+    unpadded = lambda ours, theirs: np.testing.assert_array_equal(ours, resized(theirs, ours.shape))
+    jax.tree.map(unpadded, params, jax.device_get(back))
 
 
 def test_bfloat16_is_the_rounded_network(everything, tmp_path):
