@@ -31,7 +31,7 @@ class Arguments:
 
     topology: str = ""
     """A TPU slice, as `v5e:2x2`, or GPUs of a machine, as `h200:1`. Empty: the devices here."""
-    depths: tuple[Positive[int], Positive[int]] = (2, 4)
+    depths: tuple[Positive[int], Positive[int]] = (4, 8)
     """Blocks."""
     rows: tuple[Positive[int], Positive[int]] = (16, 32)
     """Rows of a micro-batch."""
