@@ -110,6 +110,8 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
             f"{STARTS} starts in a row brought no checkpoint newer than that of step {checkpoints.newest}: the run is "
             "given up; once its cause is mended, the same command continues it"
         )
+        # So that a machine without this one's disk counts anew, too.
+        on_first_process(lambda: patiently(str(checkpoints.folder), checkpoints.copy_record))
         return Exit.FAILED
     if config.checkpoint.folder:
         on_first_process(lambda: patiently(config.checkpoint.folder, checkpoints.copy_record))

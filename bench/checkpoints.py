@@ -24,6 +24,7 @@ import numpy as np
 from bench.measure import random_batch
 from configs.command_line import parse
 from configs.schema import CheckpointConfig, Config, FilePath, NotNegative, Positive, UserError
+from model.shapes import parameter_shapes
 from run.checkpoint import Checkpoints
 from run.checksums import checksums
 from run.runtime import run_command
@@ -63,14 +64,15 @@ def measure(config: Config, arguments: Arguments, folder: str) -> dict:
             state, _ = train_step(state, batch)
         jax.block_until_ready(state)
 
+    shapes = parameter_shapes(built.config.model)
     copied, summed, blocked, written, quiet, saving = [], [], [], [], [], []
     for i in range(arguments.saves + 1):
         copied.append(seconds_of(lambda: jax.tree.map(lambda leaf: np.array(leaf, copy=True), state)))
-        summed.append(seconds_of(lambda: checksums(state._replace(step=None))))
+        summed.append(seconds_of(lambda: checksums(state._replace(step=None), shapes)))
         if arguments.steps_between:
             quiet.append(seconds_of(steps))
         start = time.perf_counter()
-        checkpoints.save(i + 1, state, {})
+        checkpoints.save(i + 1, state, {"shapes": shapes})
         blocked.append(time.perf_counter() - start)
         if arguments.steps_between:
             steps()

@@ -48,6 +48,11 @@ def up(options: TpuOptions, train: list[str]) -> int:
             raise Trouble(f"{TAKEN} while they were being set up; the same command asks for new ones")
     except Trouble as trouble:
         warn(f"error: {trouble}")
+        zones = " ".join(slices.zone for slices in places)
+        down = f"python -m launch tpu down --project={options.project} --zones {zones} --name={launch.job.name}"
+        warn(
+            f"what was given MAY COST MONEY without a limit: the same command tries again, and this deletes it:\n{down}"
+        )
         return Exit.FAILED
     rest = f"--project={options.project} --zones {slices.zone} --name={launch.job.name}"
     say(f"started; it saves and ends after {options.hours:g} h at the latest. Nothing watches its cost until then:")
@@ -184,12 +189,13 @@ def stop(options: TpuOptions, train: list[str]) -> int:
 def down(options: TpuOptions, train: list[str]) -> int:
     """Saves and ends the run, and deletes whatever of the job is left in any zone. What is in the bucket stays."""
 
-    def act(slices: Slices, state: str) -> None:
-        give_back([slices], options)
-        if not options.dry_run:
+    found: list[Slices] = []
+    try:
+        in_each_zone(options, lambda slices, state: found.append(slices))
+    finally:  # also if another zone does not answer
+        give_back(found, options)
+        for slices in () if options.dry_run else found:
             say(f"{slices.name} in {slices.zone} is deleted")
-
-    in_each_zone(options, act)
     if not options.dry_run:
         say("nothing is left")
     return Exit.COMPLETE

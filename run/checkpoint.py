@@ -38,14 +38,26 @@ from training.optimizer import path_name
 from training.state import TrainState
 
 LEFT_OVER = (HALF_DONE, ".deleted")
+FORBIDDEN = re.compile("^Forbidden|PERMISSION_DENIED")  # gcsfs, tensorstore
+
+
+def is_there(path: epath.Path) -> bool:
+    """Whether a file or folder is there. OSError if the disk does not answer, which `exists` takes for a no."""
+    if str(path).startswith("gs://"):
+        return path.exists()
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def whole_steps(folder: epath.Path) -> list[int]:
     """Steps of the whole checkpoints in a `checkpoints` folder, in order."""
-    if not folder.exists():
+    if not is_there(folder):
         return []
     last_written = COMMITTED if str(folder).startswith("gs://") else FACTS
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and (path / last_written).exists())
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit() and is_there(path / last_written))
 
 
 class Checkpoints:
@@ -76,9 +88,7 @@ class Checkpoints:
         try:
             if config:
                 self.not_whole = on_first_process(lambda: patiently(where, self._clear))
-                self.manager = on_every_process(
-                    "the folder of checkpoints", lambda: patiently(where, lambda: orbax_calls.open_manager(self.folder))
-                )
+                self._open()
             self.infos = [Info(*info) for info in on_first_process(lambda: patiently(where, self._look))]
             """The whole checkpoints, in order; every process has the same."""
             if config:
@@ -179,8 +189,13 @@ class Checkpoints:
                 on_first_process(self._clear)
                 break
             time.sleep(0.1)
-        self.manager = orbax_calls.open_manager(self.folder)
+        self._open()
         return False
+
+    def _open(self) -> None:
+        """Opens the folder to save to, on every process."""
+        opened = lambda: orbax_calls.open_manager(self.folder)
+        self.manager = on_every_process("the folder of checkpoints", lambda: patiently(str(self.folder), opened))
 
     def copy_record(self) -> None:
         """Copies what a machine needs, besides the newest checkpoint, to continue a run whose folder is gone."""
@@ -217,7 +232,7 @@ class Checkpoints:
             half_written = self.in_bucket and path.name.isdigit() and not (path / COMMITTED).exists()
             if half_written or path.name.endswith(LEFT_OVER):
                 path.rmtree()
-            elif path.name.isdigit() and not self.in_bucket and not (path / FACTS).exists():
+            elif path.name.isdigit() and not self.in_bucket and not is_there(path / FACTS):
                 self._put_aside(path)
                 put_aside.append(path.name)
         return put_aside
@@ -378,6 +393,8 @@ def _damage() -> Iterator[None]:
     except Exception as error:
         if passes(error) or isinstance(error, PermissionError):
             raise
+        if FORBIDDEN.search(str(error)):
+            raise UserError(f"a checkpoint may not be read: {first_line(error)}{role(error)}") from error
         raise Damaged(first_line(error)) from error
 
 

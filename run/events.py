@@ -76,13 +76,17 @@ def another_went_on(mine: list[dict], copied: list[dict]) -> bool:
     return True
 
 
-def starts_in_vain(events: list[dict]) -> int:
-    """How many processes have begun since a checkpoint was saved, a person stopped the run, or it was given up."""
+def starts_in_vain(events: list[dict], newest: int) -> int:
+    """Count the processes that have begun from the checkpoint `newest`, the newest there is, since it was saved, a
+    person stopped the run, or it was given up."""
     count, again = 0, [code for code in Exit if code.start_again]
     for event in reversed(events):
-        if event["event"] == "saved" or (event["event"] == "stop" and event.get("code") not in again):
+        if event["event"] == "stop" and event.get("code") not in again:
             break
-        count += event["event"] == "begun"
+        if event["event"] == "begun":
+            if event["step"] != newest:
+                break
+            count += 1
     return count
 
 

@@ -74,7 +74,7 @@ class RunLock:
         try:
             waits(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = self._holder(file)[0]
+            holder = self._holder(file)[0] or "which has only just begun"
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
@@ -226,7 +226,7 @@ def begin(config: Config, step: int) -> bool:
     """Records that a process begins after `step`. False where so many have begun in a row without bringing a newer
     checkpoint that one more would be in vain; the next start then counts anew. Only the first process may call it."""
     events = Events(config.run_dir)
-    if starts_in_vain(events.read()) >= STARTS:
+    if starts_in_vain(events.read(), step) >= STARTS:
         events.add("stop", step, code=Exit.FAILED)
         return False
     events.add("begun", step)

@@ -89,7 +89,8 @@ def needs(config: Config) -> list[str]:
             if index == 0:
                 target.mkdir(parents=True, exist_ok=True)
                 patiently(str(target), lambda probe=probe: probe.write_text("written by the preflight, and deleted"))
-                probe.write_text("overwritten by the preflight, as tensorstore does, and deleted")
+                again = "overwritten by the preflight, as tensorstore does, and deleted"
+                patiently(str(target), lambda probe=probe, again=again: probe.write_text(again))
                 written.append(probe)
         except StorageLost:
             raise

@@ -6,7 +6,15 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_after_delay,
+    stop_all,
+    wait_random_exponential,
+)
 
 T = TypeVar("T")
 
@@ -27,7 +35,9 @@ LASTING = {
     *(errno.EINVAL, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOSYS, errno.EOPNOTSUPP),
 }
 # Of tensorstore's, which are all ValueErrors that begin with a status.
-PASSING = re.compile("(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL|UNKNOWN|CANCELLED)\\b")
+PASSING = re.compile(
+    "(UNAVAILABLE|UNAUTHENTICATED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL|UNKNOWN|CANCELLED)\\b"
+)
 
 
 class StorageLost(Exception):
@@ -50,9 +60,9 @@ def passes(error: BaseException) -> bool:
 
 
 def _passes(error: BaseException) -> bool:
-    status = getattr(error, "code", None)  # gcsfs.retry.HttpError
+    status = getattr(error, "code", None)  # gcsfs.retry.HttpError; 401: credentials could not be renewed
     if isinstance(status, int | str) and str(status).isdigit():
-        return int(status) in (408, 429) or int(status) >= 500
+        return int(status) in (401, 408, 429) or int(status) >= 500
     if isinstance(
         error, FileNotFoundError | PermissionError | FileExistsError | NotADirectoryError | IsADirectoryError
     ):
@@ -61,14 +71,15 @@ def _passes(error: BaseException) -> bool:
         return error.errno not in LASTING and not str(error).startswith("Forbidden")  # gcsfs: status 403
     if isinstance(error, ValueError):
         return PASSING.match(str(error)) is not None
-    return type(error).__module__.startswith("aiohttp")
+    return type(error).__module__.startswith(("aiohttp", "google.auth"))
 
 
 def patiently(what: str, function: Callable[[], T], seconds: float | None = None) -> T:
-    """What `function` returns. An error that may pass is waited for, up to `seconds` (SECONDS), with growing random
-    pauses; then StorageLost. Other exceptions are raised at once."""
+    """What `function` returns. An error that may pass is waited for, up to `seconds` (SECONDS) and for three attempts
+    at least, with growing random pauses; then StorageLost. Other exceptions are raised at once."""
     again = Retrying(
-        stop=stop_after_delay(SECONDS if seconds is None else seconds),
+        # A read that fails after longer than that deserves another one.
+        stop=stop_all(stop_after_delay(SECONDS if seconds is None else seconds), stop_after_attempt(3)),
         wait=wait_random_exponential(multiplier=0.5, max=LONGEST),
         retry=retry_if_exception(passes),
         before_sleep=lambda state: _say(what, state),

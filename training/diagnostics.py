@@ -238,9 +238,9 @@ def measure(
         "parameter_norm": roots(by(params, square_sum)),
         "update_norm": roots(by(updates, square_sum)),
     }
-    changed = jax.tree.map(lambda p, u: (p + u != p).astype(jnp.float32), params, updates)  # padding never does
-    sizes = layout.sizes
-    unchanged = {name: 1 - count / sizes[name] for name, count in layout.by_group(changed, jnp.sum).items()}
+    same = layout.by_group(jax.tree.map(lambda p, u: (p + u == p).astype(jnp.float32), params, updates), jnp.sum)
+    sizes, stored = layout.sizes, layout.by_group(params, lambda leaf: float(leaf.size))
+    unchanged = {name: (count - (stored[name] - sizes[name])) / sizes[name] for name, count in same.items()}
     groups = norms(layout.by_group)
     clipped = {name: clip * norm for name, norm in groups["gradient_norm"].items()}
     return {

@@ -89,7 +89,8 @@ def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[s
     """Return how a mesh of these `sizes` stores a parameter that the network divides over `axes`.
 
     Every axis of `DATA` divides one dimension. Of all ways the least padded one is taken. One that pads less than 1%
-    counts as not padded; of these the one that divides fewest dimensions is taken, then the one along the longest.
+    counts as not padded. Of these the one is taken that pads no dimension which `axes` divides, then the one that
+    divides fewest dimensions, then the one along the longest.
     Every device has a copy of a single number.
     """
 
@@ -101,11 +102,16 @@ def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[s
         stored = tuple(padded(size, prod(sizes[name] for name in of)) for size, of in zip(shape, names))
         return Place(shape, axes, stored, tuple(names))
 
-    def cost(found: Place) -> tuple[float, int, int, int]:
+    def cost(found: Place) -> tuple[float, int, int, int, int]:
         shares = [size // (sizes[axis] if axis else 1) for size, axis in zip(shape, axes)]
         along = [found.dimension(axis) for axis in DATA if sizes[axis] > 1]
+        # Padding moves the borders between devices along an axis that divides the dimension, too.
+        moved = sum(
+            stored > size and axis is not None and sizes[axis] > 1
+            for size, stored, axis in zip(shape, found.stored, axes)
+        )
         size = prod(found.stored)
-        return max(1.0 * size, 1.01 * prod(shape)), len(set(along)), size, -sum(shares[i] for i in along)
+        return max(1.0 * size, 1.01 * prod(shape)), moved, len(set(along)), size, -sum(shares[i] for i in along)
 
     if not shape:
         return Place((), (), (), ())

@@ -12,6 +12,7 @@ import pytest
 
 from configs.schema import CheckpointConfig, Config, ModelConfig, resolved
 from data.tokenizer import train_tokenizer
+from model.shapes import parameter_shapes
 from run.checkpoint import Checkpoints
 from run.folder import write_record
 from training.state import TrainState, split_model
@@ -30,7 +31,8 @@ def make_run(folder: Path, depth: int, width: int) -> int:
     write_record(folder / "config.json", config, "a text's", [])
     TOKENIZER.save(folder / "tokenizer")
     checkpoints = Checkpoints(folder, CheckpointConfig())
-    checkpoints.save(1, TrainState(jnp.int32(1), params, (), jnp.int32(0)), {"tokens": 1})
+    facts = {"tokens": 1, "shapes": parameter_shapes(model)}
+    checkpoints.save(1, TrainState(jnp.int32(1), params, (), jnp.int32(0)), facts)
     checkpoints.close()
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
