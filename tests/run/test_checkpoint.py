@@ -74,7 +74,7 @@ def abstract_on(sizes):
 def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source):
     generator = np.random.default_rng(0)
     draw = lambda leaf: np.asarray(generator.integers(1, 9, leaf.shape), leaf.dtype)
-    whole = jax.tree.map(draw, abstract_on((1, 1, 1)))
+    whole = jax.device_put(jax.tree.map(draw, abstract_on((1, 1, 1))))
     checkpoints = Checkpoints(tmp_path, KEEP_ALL)
     checkpoints.save(5, stored_as(whole, abstract_on(source)), {"shapes": parameter_shapes(OTHER.model)})
     checkpoints.close()

@@ -31,7 +31,7 @@ def wrapped(error: Exception) -> Exception:
         (wrapped(ValueError("DATA_LOSS: Error reading")), False),
         (ValueError("DATA_LOSS: Error reading"), False),
         (ValueError("NOT_FOUND: Error reading"), False),
-        (HttpError({"code": 401, "message": "who are you"}), False),
+        (HttpError({"code": 401, "message": "who are you"}), True),
         (OSError("Forbidden: https://storage.googleapis.com/..."), False),
         (FileNotFoundError("gs://bucket/x"), False),
         (PermissionError(errno.EACCES, "Permission denied"), False),
@@ -67,4 +67,4 @@ def test_what_passes_is_waited_for_and_what_lasts_is_raised_at_once(monkeypatch,
 def test_what_does_not_pass_for_long_is_lost_storage(monkeypatch):
     monkeypatch.setattr(run.retry, "SECONDS", 0)
     with pytest.raises(StorageLost, match=r"the disk: .*Stale file handle"):
-        patiently("the disk", failing(2, OSError(errno.ESTALE, "Stale file handle")))
+        patiently("the disk", failing(3, OSError(errno.ESTALE, "Stale file handle")))
