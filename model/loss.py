@@ -52,19 +52,20 @@ def cross_entropy(
         exp = jnp.exp(cap * squashed)
         return cap * squashed, exp, exp * (1 - squashed * squashed)
 
-    capped, exp, slope = capped_exp_and_slope(logits)
-    log_sum = jnp.log(psum_over_tensor(jnp.sum(exp, axis=-1)))
-    target_logit = psum_over_tensor(jnp.sum(jnp.where(is_target, capped, 0), axis=-1))
-    loss = jnp.sum(weights * (log_sum - target_logit))
-    objective = loss + config.z_loss * jnp.sum(weights * log_sum**2)
-
     # The gradient needs the slope of the exponential: all but a factor that the sum gives. XLA on a GPU makes it again
-    # from the logits, which it writes; without the barrier it would keep the tanh, in float32. Elsewhere it is what is
-    # kept of the logits: a TPU makes it where it makes them, at the end of their product.
+    # from the logits, which it writes; without the barrier, and with a sum in place of the gather of the targets'
+    # logits, it would write float32. Elsewhere the slope is what is kept of the logits: a TPU makes it where it makes
+    # them, at the end of their product.
     if platform() in ("gpu", "cuda"):
+        log_sum, target_logit = log_sum_and_target(logits, targets, cap)
         slope = capped_exp_and_slope(jax.lax.optimization_barrier(logits))[2]
     else:
+        capped, exp, slope = capped_exp_and_slope(logits)
+        log_sum = jnp.log(psum_over_tensor(jnp.sum(exp, axis=-1)))
+        target_logit = psum_over_tensor(jnp.sum(jnp.where(is_target, capped, 0), axis=-1))
         slope = jax.lax.optimization_barrier(slope.astype(logits.dtype))
+    loss = jnp.sum(weights * (log_sum - target_logit))
+    objective = loss + config.z_loss * jnp.sum(weights * log_sum**2)
     factor = weights * (1 + 2 * config.z_loss * log_sum)
     probability = jnp.exp(target_logit - log_sum)
     at_target = (factor * probability - weights) * (1 - jnp.square(target_logit / cap))

@@ -11,7 +11,7 @@ decided here and in model/parallel.py, and not by a compiler pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NotRequired, TypedDict
 
 import jax
@@ -127,6 +127,7 @@ def on_each_device(function: Callable, mesh: Mesh, dtype: jnp.dtype, in_specs: A
     """`function`, which is written for one device, as a function of whole arrays: in `jax.shard_map`, manual over all
     axes of the mesh. `dtype`: the type of its activations."""
 
+    @wraps(function)
     def with_precision(*arrays: Any) -> Any:
         # By default a product of float32 arrays rounds them: to bfloat16 on a TPU, to TF32 on a GPU from Ampere on.
         with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
@@ -162,6 +163,7 @@ def make_train_step(
     places = parameter_places(config, mesh)
     specs = jax.tree.map(spec_of, places)
     layout = Layout.of(places, groups)
+    tables = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "table", places)
 
     def gradient_sums(params: dict, batch: Batch, metric: Metric) -> tuple[tuple, dict, UnitSums | None]:
         """For one device: the sums of `loss_sums` and the objective's gradient of the whole step, and sums over units.
@@ -182,7 +184,9 @@ def make_train_step(
             if not diagnose:
                 return sums, None
             _, (_, tokens) = of_rows
-            return (*sums, *(gradients for _ in before)), unit(tokens, gradients, summed, layout, metric, *before)
+            # XLA scatters a table's gradient into the sum, unless something else reads it: then it rounds otherwise.
+            own = jax.tree.map(lambda table, a, s, g: s - a if table else g, tables, so_far, summed, gradients)
+            return (*sums, *(own for _ in before)), unit(tokens, own, summed, layout, metric, *before)
 
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), compute_params)
         kept = (zeros,) if diagnose and diagnose.successive else ()

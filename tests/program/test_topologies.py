@@ -9,11 +9,12 @@ from bench.measure import Sizes, sized
 from configs import d12
 from configs.schema import MeshConfig, UserError, with_options
 from model.flops import parameter_counts
+from model.shapes import DATA
 from program.collectives import Collective, collectives
 from program.compile import compile_step
 from program.topologies import Topology, devices_of, parse_topology
 from training.build import Build, build
-from training.mesh import axes_between, sizes_of
+from training.mesh import axes_between
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def compiled(topology: str, *mesh: int) -> tuple[Build, list[Collective]]:
     )
     config = sized(config, Sizes(depth=2, rows=1, micro_batches=2), len(devices))
     built = build(config, devices)
-    return built, collectives(compile_step(built).as_text(), sizes_of(built.mesh))
+    return built, collectives(compile_step(built).as_text(), dict(built.mesh.shape))
 
 
 @pytest.mark.slow
@@ -62,14 +63,18 @@ def test_only_data_crosses_slices_and_nodes_once_a_step(topology, mesh):
     assert axes_between(built.mesh) == ["data"]
     # Devices of one fsdp x tensor block, which share a replica, are of one slice or node.
     island = lambda device: device.slice_index if device.platform == "tpu" else device.process_index
-    assert all(len({island(device) for device in replica.flat}) == 1 for replica in built.mesh.devices)
-    across = [c for c in found if "data" in c.axes]
-    assert across and not [c for c in across if c.in_loop]
-    payload = Counter()
-    for c in across:
-        payload[c.kind, c.dtype] += c.times * c.bytes_each
+    replicas = built.mesh.devices.reshape(-1, *built.mesh.devices.shape[len(DATA) :])
+    assert all(len({island(device) for device in replica.flat}) == 1 for replica in replicas)
+    over_data = [c for c in found if set(c.axes) & set(DATA)]
+    assert over_data and not [c for c in over_data if c.in_loop]
+    payload, across = Counter(), Counter()
+    for c in over_data:
+        (across if c.axes == DATA[:1] else payload)[c.kind, c.dtype] += c.times * c.bytes_each
     parameters = sum(parameter_counts(built.config.model).values()) // (mesh[1] * mesh[2])
     summed = payload["reduce-scatter", "f32"] + payload["all-reduce", "f32"]
     assert 4 * parameters <= summed < 4 * parameters + 4096
     gathered = payload.total() - summed  # in the compute type, as all-gathers, or all-reduces of what is zero elsewhere
     assert 2 * parameters <= gathered < 2 * parameters + 4096
+    # Between slices or nodes only each device's share, of gradients and of parameters.
+    inside = len(replicas) // 2
+    assert across.total() < 6 * parameters / inside + 4096

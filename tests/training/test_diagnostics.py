@@ -73,7 +73,7 @@ def measured(config: Config) -> tuple[dict, list[Place], dict]:
     batch = {name: array.reshape(built.batch_shape) for name, array in rows_of_random_lengths().items()}
     after, metrics = built.measuring_step(placed, jax.device_put(batch, built.batch_sharding))
     places = parameter_places(config.model, built.mesh)
-    after = jax.tree.map(lambda leaf, of: resized(leaf, of.shape), jax.device_get(after.params), places)
+    after = jax.tree.map(lambda leaf, of: np.asarray(resized(leaf, of.shape)), after.params, places)
     return jax.device_get(metrics), jax.tree.leaves(places), after
 
 
