@@ -103,7 +103,9 @@ def orthogonalise_all(
     stacks: dict[tuple, list[int]] = defaultdict(list)
     turn = [slice(None, None, -1 if place.shape[0] > place.shape[1] else 1) for place in places]
     for i, (place, turned) in enumerate(zip(places, turn)):
-        stacks[place.shape[turned], place.stored[turned], place.spec[turned]].append(i)
+        # Axes of one device divide nothing, and part no stacks.
+        spec = tuple(tuple(axis for axis in names if mesh.shape[axis] > 1) for names in place.spec[turned])
+        stacks[place.shape[turned], place.stored[turned], spec].append(i)
     results: list[Any] = [None] * len(matrices)
     for (shape, stored, spec), indices in stacks.items():
         equal = [_equal_outputs(matrices[i], places[i].shape) for i in indices]
@@ -131,8 +133,9 @@ def orthogonalise_dealt(
     axis does not divide is cut, and all-gathered: gates, which are small.
     """
     in_turn = ("fsdp", "tensor", *DATA[1:], DATA[0])  # as they divide a dimension (`training.layout.place`)
-    divided = tuple(axis for axis in in_turn if mesh.shape[axis] > 1 and any(axis in names for names in place.spec))
-    whole = [axis for axis in in_turn if not any(axis in names for names in place.spec)]
+    named = {axis for names in place.spec for axis in names}
+    divided = tuple(axis for axis in in_turn if axis in named)
+    whole = [axis for axis in in_turn if axis not in named and mesh.shape[axis] > 1]
     factors = [(mesh.shape[axis], place.dimension(axis) - 1) for axis in divided]
     if divided:
         parts = jax.lax.all_to_all(x, divided, 0, 0, tiled=True)

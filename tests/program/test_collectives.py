@@ -306,5 +306,6 @@ def test_on_a_tpu_slice_with_all_features_and_muon(on_tpu):
     rows = [line.split() for line in output.splitlines() if " data " in line]
     assert {row[3] for row in rows} == {"once"}
     dealt = sum(int(row[5].replace(",", "")) for row in rows if row[0] == "all-to-all")
-    # To each of the 16 chips one of the 8 matrices of attention and one of the 4 of the MLP, or zeros; out and back.
-    assert dealt == 2 * 4 * (width**2 + 4 * width**2)
+    # To each of the 16 chips one of the 8 matrices of attention, one of the 4 of the MLP and one gate [12, 1], padded
+    # to 16, or zeros; out and back.
+    assert dealt == 2 * 4 * (width**2 + 4 * width**2 + 16)
