@@ -43,11 +43,16 @@ def host(tmp_path, monkeypatch):
 
 
 def kill(folder) -> None:
-    """Kills every process whose working folder is there, as a reboot does."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (entry / "cwd").readlink().is_relative_to(folder):
-                os.kill(int(entry.name), signal.SIGKILL)
+    """Kills every process whose working folder is there, as a reboot does, and waits until none is left: a process
+    keeps its locks until it has ended."""
+    alive = True
+    while alive:
+        alive = False
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if (entry / "cwd").readlink().is_relative_to(folder):
+                    alive = True
+                    os.kill(int(entry.name), signal.SIGKILL)
 
 
 def wait_for(happened) -> None:
