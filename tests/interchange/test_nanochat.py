@@ -14,12 +14,14 @@ torch = pytest.importorskip("torch")
 NANOCHAT = os.environ.get("NANOCHAT_DIR")
 pytestmark = pytest.mark.skipif(not NANOCHAT, reason="NANOCHAT_DIR names no checkout of nanochat")
 
-from configs.schema import ModelConfig, MuonConfig, ScheduleConfig
+from configs.schema import MeshConfig, ModelConfig, MuonConfig, ScheduleConfig
 from interchange.transformers import turned
 from model.gpt import GPT
 from model.loss import loss_sums, softcap
 from tests.helpers import perturbed
 from tests.nanochat_checkout import import_nanochat, their_name
+from training.layout import place
+from training.mesh import make_mesh
 from training.muon import muon
 from training.optimizer import path_name
 
@@ -82,7 +84,9 @@ def test_muon_s_updates_are_equal(nanochat, shape):
     """Three steps on two matrices, rate, momentum, decay and second moment included."""
     steps, generator = 10, np.random.default_rng(0)
     config = MuonConfig(schedule=ScheduleConfig("constant"), weight_decay=0.3)
-    transform = muon(config, lambda step: jnp.float32(0.02), steps, None)
+    mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
+    places = [place(shape, (None, None), mesh.shape)] * 2
+    transform = muon(config, lambda step: jnp.float32(0.02), steps, places, mesh)
     random = lambda: {i: jnp.asarray(generator.standard_normal(shape), jnp.float32) for i in range(2)}
     params = random()
     theirs = [torch.nn.Parameter(torch.tensor(np.array(p.T))) for p in params.values()]
