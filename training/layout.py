@@ -90,9 +90,10 @@ def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[s
 
     Every axis of `DATA` divides one dimension. Of all ways the least padded one is taken. One that pads less than 1%
     counts as not padded. Of these the one is taken that pads no dimension which `axes` divides, then the one that
-    divides fewest dimensions, then the one along the longest.
-    Every device has a copy of a single number.
+    divides fewest dimensions, then the one along the longest. Every device has a copy of a single number.
     """
+    if not shape:
+        return Place((), (), (), ())
 
     def way(dimensions: tuple[int, ...]) -> Place:
         names = [
@@ -113,8 +114,6 @@ def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[s
         size = prod(found.stored)
         return max(1.0 * size, 1.01 * prod(shape)), moved, len(set(along)), size, -sum(shares[i] for i in along)
 
-    if not shape:
-        return Place((), (), (), ())
     return min(map(way, product(range(len(shape)), repeat=len(DATA))), key=cost)
 
 
