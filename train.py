@@ -105,16 +105,15 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         say(f"{config.run_dir} is complete: {config.steps} steps; a longer run: {longer}")
         return Exit.COMPLETE
 
-    if not on_first_process(partial(begin, config, checkpoints.newest)):
+    begun = on_first_process(partial(begin, config, checkpoints.newest))
+    if config.checkpoint.folder:  # so that a machine without this one's disk counts the same starts
+        on_first_process(lambda: patiently(config.checkpoint.folder, checkpoints.copy_record))
+    if not begun:
         say(
             f"{STARTS} starts in a row brought no checkpoint newer than that of step {checkpoints.newest}: the run is "
             "given up; once its cause is mended, the same command continues it"
         )
-        # So that a machine without this one's disk counts anew, too.
-        on_first_process(lambda: patiently(str(checkpoints.folder), checkpoints.copy_record))
         return Exit.FAILED
-    if config.checkpoint.folder:
-        on_first_process(lambda: patiently(config.checkpoint.folder, checkpoints.copy_record))
     say(describe(builds))
     say(describe_attention(built))
     programs = Programs(builds, times, say)

@@ -186,8 +186,9 @@ def adam_metric(opt_state: Any, layout: Layout, dtype: jnp.dtype) -> Metric:
     """One over the root of AdamW's second moments, of each leaf that AdamW updates, in the compute type; nan before
     there are any."""
     metric: Metric = {}
+    sizes = layout.sizes  # once: it looks at every leaf
     for name, (_, second) in _adam_moments(opt_state).items():
-        mean = sum(jnp.sum(leaf) for leaf in second) / layout.sizes[name]
+        mean = sum(jnp.sum(leaf) for leaf in second) / sizes[name]
         for i, leaf in zip([i for i, group in enumerate(layout.groups) if group == name], second):
             weight = jnp.where(mean > 0, jax.lax.rsqrt(jnp.maximum(leaf, MIN_V * mean)), jnp.nan)
             metric[i] = weight if leaf.ndim == 1 else weight.astype(dtype)  # as `all_gather_data` casts parameters
