@@ -122,7 +122,7 @@ class DataConfig:
     shards: NotNegative[int] = 0
     """Train on the first so many shards, held-out part included, of a dataset that is still being prepared; 0: all."""
     val_fraction: Annotated[float, Range(lambda x: 0 < x < 1, "it must lie between 0 and 1")] = 0.05
-    """Of raw text: the share of the documents, chosen by a hash of their names, that is never trained on."""
+    """Of raw text: the share of the documents, chosen by a hash of their texts, that is never trained on."""
     max_epochs: Free[NotNegative[float]] = 0.0
     """Refuse to start a run that would go through the rows of a source more often than this; 0: it may."""
     packing: Packing = "stream"

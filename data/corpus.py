@@ -144,10 +144,10 @@ def find_corpus(source: str, text_column: str = "text", on_error: Literal["stop"
     return Corpus(source, files, version, filesystem, text_column, on_error)
 
 
-def hash_share(name: str) -> float:
-    """A number in [0, 1) from a name: a document is held out where it is below the fraction to hold out, and so keeps
-    its side when others come and go."""
-    content = name.encode(errors="surrogateescape")  # a file's name may be any bytes
+def hash_share(text: str) -> float:
+    """Return a number in [0, 1) from a text. A document is held out if it is below the fraction to hold out: so equal
+    texts share a side in every dataset, whatever else is in it."""
+    content = text.encode(errors="surrogateescape")  # a file's name may be any bytes
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
 
 

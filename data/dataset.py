@@ -31,6 +31,7 @@ from data.shards import TokenStream
 from data.store import BlockCache, Shard, Store, StoredShard, mirrored, readers
 from data.tokenizer import TextTokenizer, load_tokenizer
 
+NAMED = "shards with `val` in their names"
 SHOWN, BEGINNING = 8, 128  # rows, and tokens of each, that tell a person what a step saw
 
 
@@ -44,6 +45,8 @@ class Dataset:
     tokenizer: TextTokenizer
     fingerprint: str
     """Equal fingerprints mean equal tokens with equal meanings."""
+    held_out: str
+    """How the held-out part was chosen."""
 
     def stream(self, part: str) -> TokenStream:
         """The tokens of `train` or `val`."""
@@ -176,6 +179,9 @@ def open_text(config: DataConfig, vocab_size: int, length: int, rows_per_step: i
                 f"held out; a step takes {needed} of it, and 1 at least must be held out: give more text, or a smaller "
                 "--batch.tokens_per_step or --batch.sequence_length"
             )
+    if len({dataset.held_out for dataset in datasets}) > 1:
+        chosen = "; ".join(f"{name}: {dataset.held_out}" for name, dataset in zip(names, datasets))
+        print(f"a text may be held out of one dataset and trained on in another: {chosen}", file=sys.stderr)
     prints = [dataset.fingerprint for dataset in datasets]
     mixed = [list(stages[0].shares), *map(tuple, stages[1:])]
     fingerprint = prints[0] if len(prints) == 1 else _digest(*mixed, prints)
@@ -266,7 +272,9 @@ def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard])
     }
     shards = {part: [folder / shard["file"] for shard in listed[part]] for part in listed}
     sha256s = {folder / shard["file"]: shard["sha256"] for part in listed for shard in listed[part]}
-    return _checked(folder, shards, tokenizer, sha256s, opened)
+    by = "text" if facts.get("held_out_by") == "text" else "name, so that equal texts may be on both sides"
+    chosen = f"a hash below {facts['val_threshold']:.4g} of a document's {by}"
+    return _checked(folder, shards, tokenizer, sha256s, opened, chosen)
 
 
 def _made_by_others(folder: Path, names: list[str], config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:
@@ -282,7 +290,7 @@ def _made_by_others(folder: Path, names: list[str], config: DataConfig, opened: 
             f"{folder} has {len(train)} shard(s) to train on and {len(val)} held out; each needs one: those that are "
             "held out have `val` in their names"
         )
-    return _checked(folder, {"train": train, "val": val}, load_tokenizer(config.tokenizer), {}, opened)
+    return _checked(folder, {"train": train, "val": val}, load_tokenizer(config.tokenizer), {}, opened, NAMED)
 
 
 def _checked(
@@ -291,6 +299,7 @@ def _checked(
     tokenizer: TextTokenizer,
     sha256s: dict[Path, str],
     opened: Callable[[Path], Shard],
+    held_out: str,
 ) -> Dataset:
     with ThreadPoolExecutor() as threads:  # hashing lets other threads run
         shards = {part: list(threads.map(opened, paths[part])) for part in paths}
@@ -316,7 +325,7 @@ def _checked(
         if isinstance(shard, StoredShard):
             shard.before = before
         before += len(shard.blocks.entries)
-    return Dataset(folder, shards, tokenizer, fingerprint)
+    return Dataset(folder, shards, tokenizer, fingerprint, held_out)
 
 
 def _digest(*facts: object) -> str:

@@ -64,6 +64,7 @@ def describe(facts: Facts, place: str) -> str:
         f"repeated  {facts.repeats.sum():,} documents to train on are as one before; {facts.leaked.sum():,} that are "
         "held out are trained on too"
     )
+    lines.append(f"held out  {facts.dataset.held_out}")
     for packing, packed in facts.packed.items():
         lines.append(
             f"{packing:8}  {packed.rows:,} rows of {len(packed.seen)} tokens: {packed.padding:.3%} padding, "

@@ -63,7 +63,9 @@ class Frame:
     vocab_size: int
     hashed: bool
     threshold: float
-    """Documents whose name's hash falls below are held out."""
+    """Documents whose hash falls below are held out."""
+    by_text: bool
+    """Whether it is the text's; in datasets of before, the name's."""
 
     def part(self, path: Path) -> Part:
         return Part(path, self.hashed, token_type(self.vocab_size))
@@ -96,9 +98,13 @@ def lay_out(frame: Frame, shard: Shard) -> tuple[Path, dict]:
     corpus, parts = frame.corpus, {number: frame.part(placed.path) for number, placed in shard.parts.items()}
     for number, i in zip(shard.which.tolist(), shard.index.tolist()):
         part, placed = parts[number], shard.parts[number]
-        span = int(np.searchsorted(part.firsts, i, "right")) - 1
-        name = corpus.name(corpus.files[placed.files[span]], placed.numbers[span] + int(part.numbers[i]))
-        side = sides["val" if hash_share(name) < frame.threshold else "train"]
+        if frame.by_text:
+            share = part.shares[i]
+        else:
+            span = int(np.searchsorted(part.firsts, i, "right")) - 1
+            number_in_file = placed.numbers[span] + int(part.numbers[i])
+            share = hash_share(corpus.name(corpus.files[placed.files[span]], number_in_file))
+        side = sides["val" if share < frame.threshold else "train"]
         side.add(number, int(part.starts[i]), int(part.lengths[i]), int(part.sizes[i]))
     made: dict = {"skipped": shard.skipped, "end": shard.end}
     for name, side in sides.items():

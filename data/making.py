@@ -30,11 +30,13 @@ class Making:
 
     def __init__(self, corpus: Corpus, files: list[SourceFile], tokenizer: TextTokenizer, facts: dict, folder: Path):
         made_from, shards = facts["made_from"], facts["shards"]
-        self.seed, hashed = made_from.get("shuffle"), made_from.get("deduplicate", False)
-        self.at_once = self.seed is None and not hashed
+        self.seed, self.deduplicate = made_from.get("shuffle"), made_from.get("deduplicate", False)
+        by_text = facts.get("held_out_by") == "text"
+        hashed = by_text or self.deduplicate
+        self.at_once = self.seed is None and not self.deduplicate
         """Whether a shard depends on no document behind it."""
         self.corpus, self.facts, self.folder = corpus, facts, folder
-        self.frame = Frame(corpus, folder, tokenizer.vocab_size, hashed, facts["val_threshold"])
+        self.frame = Frame(corpus, folder, tokenizer.vocab_size, hashed, facts["val_threshold"], by_text)
         self.parts_folder = folder / "parts"
         self.start = Position(*shards[-1]["end"]) if shards and self.at_once else Position(0, 0)
         every = make_tasks(corpus, files, folder, tokenizer.sha256, hashed)
@@ -111,7 +113,8 @@ class Making:
             self.cutter.parts[number], self.placed = placed, number + 1
             which, lengths = np.full(len(index), number), np.array(part.lengths)
             if not self.at_once:
-                self.whole.append((which, index, lengths, part.hashes, part.problems))
+                hashes = part.hashes if self.deduplicate else part.hashes[:0]
+                self.whole.append((which, index, lengths, hashes, part.problems))
                 continue
             # Documents up to the start are in shards already.
             first = bisect_right(range(len(index)), self.start, key=partial(_end_after, part, placed, 0))
@@ -130,7 +133,7 @@ class Making:
         which, index, lengths, hashes = columns
         firsts = np.cumsum([0, *(len(one[0]) for one in self.whole)])
         problems = {int(first) + i: text for first, one in zip(firsts, self.whole) for i, text in one[4].items()}
-        if len(hashes):
+        if self.deduplicate:
             real = np.flatnonzero(lengths)
             again = np.setdiff1d(real, real[np.unique(hashes[real], return_index=True)[1]])
             lengths[again] = 0

@@ -6,7 +6,7 @@ under a digest of all that it is made from, and is there whole or not at all:
     8 bytes    how long the header is
     header     JSON: documents and lines of each span, problems by document, how many tokens there are
     int64      each document's number in its span, number of tokens (0: it has a problem) and bytes of text
-    16 bytes   each document's hash, where duplicates are looked for
+    16 bytes   each document's SHA-256, as far as that, if documents are hashed
     tokens     a BOS before each document
 
 `parts/DIGEST.at` says which document is being encoded, until the part is there.
@@ -54,13 +54,14 @@ class Task:
     """The dataset's."""
     tokenizer_sha256: str
     hashed: bool
-    """Whether documents are hashed, so that duplicates can be found."""
+    """Whether documents are hashed: texts choose what is held out, or duplicates are found."""
 
     @cached_property
     def part(self) -> Path:
         """Where its part lies. What cannot change a part is not in its name."""
         corpus = self.corpus
-        made_from = [corpus.version, corpus.source, corpus.text_column, self.tokenizer_sha256, self.hashed, self.spans]
+        hashed = self.hashed and "sha256"
+        made_from = [corpus.version, corpus.source, corpus.text_column, self.tokenizer_sha256, hashed, self.spans]
         names = [corpus.files[span.file].name for span in self.spans]
         return self.folder / "parts" / hashlib.sha256(json.dumps([made_from, names]).encode()).hexdigest()[:32]
 
@@ -136,7 +137,7 @@ def encode(task: Task) -> None:
                 last, place[:] = number, struct.pack("<qq", i, number)
                 if not (text or problem):
                     continue
-                length, size, digest = 0, 0, hashlib.blake2b(digest_size=16)
+                length, size, digest = 0, 0, hashlib.sha256()
                 if problem:
                     problems.append([len(numbers), problem])
                 else:
@@ -151,7 +152,7 @@ def encode(task: Task) -> None:
                 numbers.append(number)
                 lengths.append(length)
                 sizes.append(size)
-                hashes += digest.digest() if task.hashed else b""
+                hashes += digest.digest()[:16] if task.hashed else b""
                 place[8:] = struct.pack("<q", number + 1)  # which is read now
             spans.append([len(numbers) - before, last])
         tokens.flush()
@@ -179,6 +180,8 @@ class Part:
         self.numbers, self.lengths, self.sizes = columns
         at += columns.nbytes
         self.hashes = np.fromfile(path, "S16", count if hashed else 0, offset=at)
+        self.shares = self.hashes.view(">u8")[::2] / 2**64
+        """Each document's `hash_share`."""
         at += self.hashes.nbytes
         self.tokens = np.memmap(path, dtype, "r", at) if header["tokens"] else np.zeros(0, dtype)
         self.starts = np.cumsum(self.lengths) - self.lengths

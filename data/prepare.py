@@ -32,7 +32,7 @@ from typing import Literal
 import numpy as np
 import tyro
 
-from configs.schema import MIN_VOCAB_SIZE, UserError
+from configs.schema import MIN_VOCAB_SIZE, DataConfig, UserError
 from data.corpus import Corpus, find_corpus, hash_share
 from data.engines import Engine, Local
 from data.making import Making, write_record
@@ -55,8 +55,8 @@ class Preparation:
     """Tokens of a tokenizer that is trained."""
     sample_bytes: int = 1_000_000_000
     """It is trained on about so much text at most, the first documents of every file."""
-    val_fraction: float = 0.005
-    """Share of the documents, chosen by a hash of their names, that is held out."""
+    val_fraction: float = DataConfig.val_fraction
+    """Share of the documents, chosen by a hash of their texts, that is held out."""
     text_column: str = "text"
     """Column of .parquet, and key of .jsonl, that holds the text."""
     on_error: Literal["stop", "skip"] = "stop"
@@ -156,7 +156,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
             tokenizer = _tokenizer(corpus, files, settings, threshold)
             tokenizer.save(out / "tokenizer")
             about = {"sha256": tokenizer.sha256, "bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
-            facts |= {"val_threshold": threshold, "tokenizer": about}
+            facts |= {"val_threshold": threshold, "held_out_by": "text", "tokenizer": about}
             write_record(record, facts)
         elif facts["shards"] != read_record(out)["shards"]:
             print(f"{out}: made again from shard {len(facts['shards'])} on, which is missing", file=sys.stderr)
@@ -199,14 +199,16 @@ def _threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> 
     for file in files:
         for document in corpus.documents(file):
             if not document.problem:
-                share, count = hash_share(document.name), count + 1
+                share, count = hash_share(document.text), count + 1
                 lowest, highest = min(lowest, share), max(highest, share)
                 if lowest < val_fraction <= highest:
                     return val_fraction
-    if count < 2:
+    if lowest >= highest:
         raise UserError(
-            f"{corpus.source}: {count} document(s) with text found there; at least 2 are needed, one to train on and "
-            "one to hold out (a single file is cut every 16,000 bytes)"
+            f"{corpus.source}: {count} document(s) with text found there"
+            + ", all with the same" * (count > 1)
+            + "; at least 2 different ones are needed, one to train on and one to hold out (a single file is cut every "
+            "16,000 bytes)"
         )
     return highest if highest < val_fraction else float(np.nextafter(lowest, 1))
 
@@ -233,7 +235,7 @@ def _sample(corpus: Corpus, files: list[SourceFile], sample_bytes: int, threshol
         for document in corpus.documents(file):
             if left <= 0:
                 break
-            if not document.problem and hash_share(document.name) >= threshold:
+            if not document.problem and hash_share(document.text) >= threshold:
                 left -= len(document.text)
                 yield document.text
 

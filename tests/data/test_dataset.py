@@ -69,6 +69,15 @@ def test_best_fit_keeps_its_plan_beside_the_data_or_in_the_cache_and_makes_it_on
         assert all((ours[i][name] == theirs[i][name]).all() for i in range(len(ours)) for name in ours[i])
 
 
+def test_a_mixture_of_datasets_that_hold_out_otherwise_says_so(raw, made, tmp_path, capfd):
+    opened(f"0.5:{made},0.5:{made}/../made", tmp_path)
+    assert not capfd.readouterr().err
+    prepare(Preparation(source=str(raw), tokenizer=str(made / "tokenizer"), val_fraction=0.2), tmp_path / "other")
+    opened(f"0.5:{made},0.5:{tmp_path / 'other'}", tmp_path)
+    assert "held out of one dataset and trained on in another" in (said := capfd.readouterr().err)
+    assert "below 0.3" in said and "below 0.2" in said
+
+
 def test_best_fit_counts_every_token_of_the_dataset_once(made, cache):
     text = opened(made, cache, packing="best_fit")
     for part, (rows,) in (("train", text.train), ("val", text.val)):

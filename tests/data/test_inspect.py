@@ -23,7 +23,7 @@ from tests.chromium import PROGRAM, Chromium
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
-    (folder / "one.txt").write_text("some words of text\n" * 4000)
+    (folder / "one.txt").write_text("some words of text\n" * 4000 + "".join(f"word {i}\n" for i in range(9000)))
     prepare(Preparation(source=str(folder / "one.txt"), vocab_size=265, val_fraction=0.3), folder / "data")
     return folder / "data"
 

@@ -15,8 +15,9 @@ import pytest
 
 import data.parts
 import data.prepare as module
-from configs.schema import UserError
-from data.corpus import find_corpus
+from configs.schema import DataConfig, UserError
+from data.corpus import find_corpus, hash_share
+from data.dataset import open_dataset
 from data.prepare import Preparation, prepare
 from data.shards import read_shard
 from data.tokenizer import load_tokenizer, train_tokenizer
@@ -90,10 +91,50 @@ def test_documents_keep_their_side_when_others_come_and_go(settings, tmp_path):
 def test_each_side_gets_a_document_however_few_there_are(tmp_path, fraction, count):
     (tmp_path / "text").mkdir()
     for i in range(count):
-        (tmp_path / "text" / f"{i}.txt").write_text("some words and more of them " * 9)
+        (tmp_path / "text" / f"{i}.txt").write_text("some words and more of them " * 9 + str(i))
     prepare(Preparation(source=str(tmp_path / "text"), vocab_size=262, val_fraction=fraction), tmp_path / "out")
     counts = [facts_of(tmp_path / "out")[part]["documents"] for part in ("train", "val")]
     assert counts == ([count - 1, 1] if fraction < 0.5 else [1, count - 1])
+
+
+def test_equal_texts_share_a_side_in_every_dataset(tmp_path):
+    """The same 500 texts twice in one dataset; 400 of them once in another."""
+    lines = [json.dumps({"text": f"text {i} " * (i % 5 + 1)}) + "\n" for i in range(500)]
+    for name, order in (("one/a", lines), ("one/b", lines[::-1]), ("two/c", [*lines[100:], "{}\n"])):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.jsonl").write_text("".join(order))
+    train_tokenizer(["some words"], 258).save(tmp_path / "tok")
+    given = {"tokenizer": str(tmp_path / "tok"), "on_error": "skip", "val_fraction": 0.1}
+    sides = {"train": Counter(), "val": Counter()}
+    for name in ("one", "two"):
+        prepare(Preparation(source=str(tmp_path / name), **given), tmp_path / f"made {name}")
+        for part, found in sides.items():
+            found.update(documents(tmp_path / f"made {name}", part))
+    assert not sides["train"].keys() & sides["val"].keys()
+    assert 25 < len(sides["val"]) < 75 and set(sides["val"].values()) == {2, 3}
+
+
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_equal_texts_alone_are_refused(tmp_path, deduplicate):
+    (tmp_path / "a.jsonl").write_text('{"text": "the same"}\n' * 50)
+    source = Preparation(source=str(tmp_path / "a.jsonl"), vocab_size=258, deduplicate=deduplicate)
+    with pytest.raises(UserError, match=r"50 document\(s\) .* all with the same; at least 2 different ones"):
+        prepare(source, tmp_path / "out")
+
+
+def test_a_dataset_whose_names_chose_what_is_held_out_is_continued_so(settings, tmp_path):
+    out = tmp_path / "out"
+    prepare(settings, out)
+    (out / "dataset.json").write_text(json.dumps({k: v for k, v in facts_of(out).items() if k != "held_out_by"}))
+    for shard in out.glob("*.bin"):
+        shard.unlink()
+    prepare(settings, out)
+    corpus = find_corpus(settings.source)
+    named = [document for file in corpus.files for document in corpus.documents(file)]
+    held_out = [document.text for document in named if hash_share(document.name) < 0.3]
+    assert "held_out_by" not in facts_of(out) and Counter(documents(out, "val")) == Counter(held_out)
+    chosen = open_dataset(str(out), DataConfig(), SIZE, tmp_path).held_out
+    assert chosen.endswith("name, so that equal texts may be on both sides")
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -267,7 +308,7 @@ def test_a_preparation_that_begins_while_another_looks_is_waited_for(settings, t
 def test_too_large_vocabulary_names_a_size_that_works_if_there_is_one(text, some_size_works, tmp_path):
     (tmp_path / "text").mkdir()
     for i in range(10):
-        (tmp_path / "text" / f"{i}.txt").write_text(text * 2 if some_size_works else text)
+        (tmp_path / "text" / f"{i}.txt").write_text((text * 2 if some_size_works else text) + str(i))
     settings = Preparation(source=str(tmp_path / "text"), val_fraction=0.3)
     with pytest.raises(UserError, match=r"vocab_size of 32768 .*more text") as error:
         prepare(settings, tmp_path / "out")
