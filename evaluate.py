@@ -35,6 +35,7 @@ from evaluation.documents import Source, digest, read_sources
 from evaluation.generation import make_generate
 from evaluation.log import append_to_log, open_log, to_lines
 from evaluation.scorer import Scorer
+from evaluation.table import as_table
 from interchange.init_from import architecture_of, config_of, is_network, read_params, require_same_network
 from run.folder import load_run, record_of
 from run.runtime import cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
@@ -45,11 +46,13 @@ from training.step import make_eval_step
 
 @dataclass(frozen=True)
 class Arguments:
-    """Of a run's newest checkpoint, or of a network in a folder: validation loss and bits per byte, bits per byte of
-    other text, or benchmarks. One JSON line."""
+    """Of a run's checkpoint, or of a network in a folder: validation loss and bits per byte, bits per byte of
+    other text, or benchmarks. A table, or JSON."""
 
     run_dir: FilePath = ""
     """Folder of the run."""
+    step: Positive[int] | None = None
+    """The run's checkpoint of this step in place of the newest."""
     from_: Annotated[FilePath, tyro.conf.arg(name="from")] = ""
     """In place of a run: a folder that export.py wrote, or a published nanochat in transformers' format; for `tasks` of
     lm-evaluation-harness, any causal network that transformers loads."""
@@ -81,6 +84,8 @@ class Arguments:
     networks that have a `max_seq_len`; its own read ten times their rows.)"""
     mesh: MeshConfig = MeshConfig()
     """Arrangement of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large for one."""
+    json: bool = False
+    """Print one line of JSON in place of a table."""
 
 
 class Network(NamedTuple):
@@ -113,6 +118,8 @@ def main() -> int:
         raise UserError("give one of them: --run_dir=RUN, or --from=FOLDER of a network")
     if arguments.from_ and not is_network(folder):
         raise UserError(f"--from={folder} holds no network (no *.safetensors); of a run, give --run_dir")
+    if arguments.from_ and arguments.step:
+        raise UserError(f"--step={arguments.step} is of a run's checkpoints; --from={folder} holds one network")
     if arguments.from_ and not (arguments.tasks or arguments.source):
         raise UserError("--from needs --source=PATH or --tasks: a network in a folder has no text of its own")
     if "core" in arguments.tasks.split(",") and arguments.tasks != "core":
@@ -128,7 +135,8 @@ def main() -> int:
     require_options_of(evaluation, arguments)
     start_jax()
     mesh = make_mesh(arguments.mesh)
-    print(json.dumps({"from" if arguments.from_ else "run_dir": folder, **evaluation(arguments, folder, mesh)}))
+    results = {"from" if arguments.from_ else "run_dir": folder, **evaluation(arguments, folder, mesh)}
+    print(json.dumps(results) if arguments.json else as_table(results))
     return 0
 
 
@@ -141,19 +149,19 @@ def require_options_of(evaluation: Callable, arguments: Arguments) -> None:
         harness: ("lm-evaluation-harness' --tasks", "tasks", "task_files", "items", "prompt_tokens", "out"),
     }[evaluation]
     given = {name for name, value in vars(arguments).items() if value != getattr(Arguments, name)}
-    if others := sorted(given - {"run_dir", "from_", "mesh", *looked_at}):
+    if others := sorted(given - {"run_dir", "from_", "step", "mesh", "json", *looked_at}):
         raise UserError(f"{', '.join(f'--{name}' for name in others)}: not an option of an evaluation by {kind}")
 
 
-def load(folder: str, mesh: Mesh) -> Network:
-    """The network of a run's newest checkpoint, or in a folder."""
+def load(folder: str, mesh: Mesh, step: int | None = None) -> Network:
+    """Return the network of a run's checkpoint, the newest without a `step`, or in a folder."""
     tokenizer = tokenizer_of(folder)
     if is_network(folder):
         config = config_of(folder)
         require_same_network(config, tokenizer)
         params = read_params(config, abstract_params(config.model, mesh))
         return Network(config, tokenizer, params, {"params_sha256": params_sha256(params, config.model)}, "network")
-    run = load_run(folder, mesh)
+    run = load_run(folder, mesh, step)
     facts = {"step": run.step, "params_sha256": params_sha256(run.params, run.config.model)}
     return Network(run.config, tokenizer, run.params, facts, f"step_{run.step}")
 
@@ -168,7 +176,7 @@ def tokenizer_of(folder: str) -> TextTokenizer:
 
 def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
     """Validation loss and bits per byte of the run's own text."""
-    run = load_run(folder, mesh)
+    run = load_run(folder, mesh, arguments.step)
     config = run.config
     rows = config.batch.rows_per_device * batch_devices(mesh)
     shape = (1, rows, config.batch.sequence_length)
@@ -194,37 +202,55 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
 def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
     """Bits per byte of other text, and how another network compares; in the folder a line a document, all figures, and
     a picture of them."""
-    first, folders = jax.process_index() == 0, [folder, *([arguments.against] if arguments.against else [])]
-    for one in folders:
+    first, other = jax.process_index() == 0, arguments.against
+    for one in (folder, *([other] if other else [])):
         tokenizer_of(one)  # a mistake is told before any compute
     tokenizer = Path(folder) / ("" if is_network(folder) else "tokenizer")
     sources = read_sources(arguments.source, arguments.documents, arguments.text_column, tokenizer, cache_dir())
     text = digest(sources)
     check_hosts_agree("their text", text)
-    places = {one: one if one != folder else arguments.out or one for one in folders}
-    measured = {one: of_documents(one, Path(places[one]), sources, text, mesh) for one in folders}
-    step, place, lines = measured[folder]
-    found = {one: figures(sources, lines) for one, (_, _, lines) in measured.items()}
-    results = {**step, "skipped": sum(source.skipped for source in sources), **found[folder]}
-    if arguments.against:
-        comparison = compared(sources, lines, measured[arguments.against][2])
-        results |= {"against": {"run_dir": arguments.against, **measured[arguments.against][0], **comparison}}
+    ours = of_documents(folder, arguments.step, arguments.out or folder, sources, text, mesh)
+    found = {ours.name: figures(sources, ours.lines)}
+    results = {**ours.step, "skipped": sum(source.skipped for source in sources), **found[ours.name]}
+    if other:
+        theirs = of_documents(other, None, other, sources, text, mesh)
+        found[theirs.name] = figures(sources, theirs.lines)
+        comparison = compared(sources, ours.lines, theirs.lines, same=ours.network == theirs.network)
+        results |= {"against": {"run_dir": other, **theirs.step, **comparison}}
         if first:
-            print(in_words(folder, arguments.against, comparison), file=sys.stderr)
+            print(in_words(ours.name, theirs.name, comparison), file=sys.stderr)
     if first:
-        write_whole(place / "bits_per_byte.json", json.dumps({"text": text, **results}, indent=2) + "\n")
-        plot_bits(found, place / "bits_per_byte.png")
+        write_whole(ours.place / "bits_per_byte.json", json.dumps({"text": text, **results}, indent=2) + "\n")
+        plot_bits(found, ours.place / "bits_per_byte.png")
     return {name: value for name, value in results.items() if not name.startswith("by_")}
 
 
-def of_documents(folder: str, out: Path, sources: list[Source], text: str, mesh: Mesh) -> tuple[dict, Path, list[dict]]:
-    """A network's step, if it is a run's, the folder of what is found of it, and a line for each document."""
-    network = load(folder, mesh)
+class OfDocuments(NamedTuple):
+    """What a network makes of documents."""
+
+    name: str
+    """The network's, for people."""
+    step: dict
+    network: tuple[str, str]
+    """SHA-256 of its parameters and of its tokenizer."""
+    place: Path
+    """The folder of what is found."""
+    lines: list[dict]
+    """One for each document."""
+
+
+def of_documents(
+    folder: str, step: int | None, out: FilePath, sources: list[Source], text: str, mesh: Mesh
+) -> OfDocuments:
+    """Return what a network makes of the sources' documents, from its log as far as that goes."""
+    network = load(folder, mesh, step)
     config = network.config
     measure = DocumentLosses(network.tokenizer, config.model, config.batch, network.dtype, mesh)
-    place = out / "texts" / f"{network.label}_{text[:8]}"
+    place = Path(out) / "texts" / f"{network.label}_{text[:8]}"
     done, record = log_of(place / "documents.jsonl", measure.facts | {"text": text} | network.facts)
-    return network.step, place, measure(network.params, sources, done, record)
+    name = f"{folder} ({network.label.replace('_', ' ')})"
+    hashes = network.facts["params_sha256"], network.tokenizer.sha256
+    return OfDocuments(name, network.step, hashes, place, measure(network.params, sources, done, record))
 
 
 def log_of(path: Path, facts: dict) -> tuple[list[dict], Callable[[list[dict]], None]]:
@@ -236,7 +262,7 @@ def log_of(path: Path, facts: dict) -> tuple[list[dict], Callable[[list[dict]], 
 def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
     """CORE and its tasks' figures; in the folder a line an item, the figures, and a picture of them."""
     tasks = read_bundle(arguments.bundle, arguments.items)
-    network = load(folder, mesh)
+    network = load(folder, mesh, arguments.step)
     first = jax.process_index() == 0
     benchmarks = Benchmarks(tasks, network.tokenizer, network.scorer(mesh, arguments.prompt_tokens))
     check_hosts_agree("their bundle", json.dumps(benchmarks.facts))
@@ -265,7 +291,7 @@ def harness(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
         label, step, facts, tie = "network", {}, {}, TIES["float32"]
         model, cache = others_network(folder), str(out / "answers")
     else:
-        network = load(folder, mesh)
+        network = load(folder, mesh, arguments.step)
         label, step, cache, tie = network.label, network.step, None, TIES[network.dtype.name]
         scorer = network.scorer(mesh, arguments.prompt_tokens)
         facts = {"tokenizer": network.tokenizer.sha256} | scorer.facts | network.facts

@@ -28,12 +28,14 @@ from training.mesh import make_mesh
 
 @dataclass(frozen=True)
 class Arguments:
-    """Write a run's newest network for other programs."""
+    """Write a run's network for other programs."""
 
     run_dir: FilePath
     """Folder of the run whose newest checkpoint is written."""
     out: FilePath
     """A new folder."""
+    step: Positive[int] | None = None
+    """The checkpoint of this step in place of the newest."""
     format: Literal["hf", "safetensors"] = "hf"
     """`hf`: what transformers' AutoModelForCausalLM and AutoTokenizer load: as NanoChatForCausalLM, or, where the
     network has more than that class, with the code that reads it (trust_remote_code=True). `safetensors`: the arrays
@@ -58,7 +60,7 @@ def main() -> int:
     if arguments.verify:
         require_transformers()
     start_jax()
-    config, step, shards = read_in_shards(arguments.run_dir, int(arguments.shard_gigabytes * 1e9))
+    config, step, shards = read_in_shards(arguments.run_dir, int(arguments.shard_gigabytes * 1e9), arguments.step)
     tokenizer = load_tokenizer(Path(arguments.run_dir) / "tokenizer")
     if plain:
         write_safetensors(out, shards, config, tokenizer)
@@ -66,13 +68,13 @@ def main() -> int:
         write_hf(out, shards, config, tokenizer, arguments.dtype)
     print(f"step {step} of {arguments.run_dir} is in {out}; train on from it with --init_from={out}")
     if arguments.verify:
-        verify(arguments, out, tokenizer)
+        verify(arguments, step, out, tokenizer)
     return 0
 
 
-def verify(arguments: Arguments, out: Path, tokenizer: TextTokenizer) -> None:
+def verify(arguments: Arguments, step: int, out: Path, tokenizer: TextTokenizer) -> None:
     """Prints the largest difference; where it is above the bound, removes what was written and fails."""
-    run = load_run(arguments.run_dir, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]))
+    run = load_run(arguments.run_dir, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step)
     dtype = np.dtype(arguments.dtype)
     rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(np.float32), run.params)
     (text,) = read_sources("stdlib", 100, "text", Path(arguments.run_dir) / "tokenizer", cache_dir())

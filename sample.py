@@ -26,6 +26,8 @@ class Arguments:
 
     run_dir: FilePath
     """Folder of the run whose newest checkpoint is used."""
+    step: Positive[int] | None = None
+    """The checkpoint of this step in place of the newest."""
     prompt: tuple[str, ...] = ("",)
     """Texts to continue, together in one batch; an empty one starts a document."""
     samples: Positive[int] = 3
@@ -51,7 +53,7 @@ def main() -> int:
     start_jax()
     sizes = arguments.mesh
     mesh = make_mesh(sizes, jax.devices()[: sizes.fsdp * sizes.tensor * sizes.data] if sizes.data > 0 else None)
-    run = load_run(arguments.run_dir, mesh)
+    run = load_run(arguments.run_dir, mesh, arguments.step)
     dtype = compute_dtype(run.config.model, jax.default_backend())
     capacity = run.config.batch.sequence_length
     tokenizer = load_tokenizer(Path(arguments.run_dir) / "tokenizer")

@@ -13,7 +13,7 @@ class Exit(IntEnum):
     MISTAKE = 2
     """A user's mistake; nothing was changed."""
     UNREADABLE = 3
-    """A run has checkpoints, and none can be read."""
+    """No checkpoint can be read, or the one asked for is damaged."""
     PEER_LOST = 42
     """Another process has stopped or cannot be reached, or a step hangs: start all of them again."""
     INTERRUPTED = 130

@@ -74,9 +74,10 @@ def _by_share(sources: Sequence[Source], values: Sequence[tuple[float, float | N
     }
 
 
-def compared(sources: Sequence[Source], ours: Lines, theirs: Lines) -> dict[str, Any]:
-    """`difference` in bits per byte, ours less theirs, paired by document: what makes a document hard for both is no
-    part of its standard error. `interval`: 95%, by Student's t; `noise`: it holds 0."""
+def compared(sources: Sequence[Source], ours: Lines, theirs: Lines, same: bool = False) -> dict[str, Any]:
+    """Return the `difference` in bits per byte, ours less theirs, paired by document: what makes a document hard for
+    both is no part of its standard error. `interval`: 95%, by Student's t; `noise`: it holds 0, or both are the `same`
+    network, which differs by rounding alone."""
     from scipy.stats import t  # half a second to import
 
     bits = [{(line["source"], line["document"]): line["bits"] for line in lines} for lines in (ours, theirs)]
@@ -91,13 +92,15 @@ def compared(sources: Sequence[Source], ours: Lines, theirs: Lines) -> dict[str,
     if error is not None:
         reach = float(t.ppf(0.975, min(len(source.documents) for source in sources) - 1)) * error
         interval = [difference - reach, difference + reach]
-        result |= {"interval": interval, "noise": interval[0] <= 0 <= interval[1]}
+        result |= {"interval": interval, "noise": same or interval[0] <= 0 <= interval[1]}
     by_source = {source.name: {"difference": value, "stderr": error} for source, (value, error) in zip(sources, values)}
-    return {**result, "sources": by_source}
+    return {"same_parameters": same, **result, "sources": by_source}
 
 
 def in_words(name: str, other: str, comparison: Mapping[str, Any]) -> str:
     """A comparison in a sentence."""
+    if comparison["same_parameters"]:
+        return f"{name} and {other} have the same parameters; {comparison['difference']:+.1g} bits per byte is rounding"
     if comparison["interval"] is None:
         return f"{name} less {other}: {comparison['difference']:+.4f} bits per byte; one document tells no error"
     low, high = comparison["interval"]

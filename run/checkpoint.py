@@ -276,19 +276,34 @@ class Checkpoints:
             raise NoCheckpoint(f"none of the checkpoints in {self.folder} can be read; nothing was changed")
         return None
 
-    def restore_params(self, abstract: dict) -> tuple[dict, int]:
-        """The newest checkpoint's parameters alone, those that `abstract` has, and their step. UserError where there is
-        none, or it is damaged."""
+    def asked(self, step: int | None) -> int:
+        """Return `step`, or the newest checkpoint's where it is None. UserError where there is no such checkpoint."""
         if not self.steps:
             raise UserError(f"{self.folder} holds no checkpoint yet")
+        if step is not None and step not in self.steps:
+            raise UserError(f"--step={step}: {self.folder} holds {', '.join(map(str, self.steps))}")
+        return self.newest if step is None else step
+
+    def restore_params(self, abstract: dict, step: int | None = None) -> tuple[dict, int]:
+        """Return the parameters that `abstract` has, of the checkpoint of `step` or of the newest, and its step.
+        UserError where there is none; NoCheckpoint, which names a sound one, where it is damaged."""
+        step = self.asked(step)
         try:
-            facts = self._facts_for_all(self.newest)
-            self._require_same_network(facts, abstract, part=True)
-            params = self._read(self.newest, {"params": abstract})["params"]
-            require_checksums(facts["checksums"], {"params": params}, facts["shapes"])
+            return self._params(step, abstract), step
         except Damaged as error:
-            raise UserError(f"checkpoint {self.newest} in {self.folder} cannot be read: {first_line(error)}") from error
-        return params, self.newest
+            why = f"checkpoint {step} in {self.folder} is damaged ({first_line(error)})"
+        for other in [other for other in reversed(self.steps) if other != step]:
+            with suppress(Damaged):
+                self._params(other, abstract)
+                raise NoCheckpoint(f"{why}; {other} is sound: --step={other}")
+        raise NoCheckpoint(f"{why}, and there is no sound one")
+
+    def _params(self, step: int, abstract: dict) -> dict:
+        facts = self._facts_for_all(step)
+        self._require_same_network(facts, abstract, part=True)
+        params = self._read(step, {"params": abstract})["params"]
+        require_checksums(facts["checksums"], {"params": params}, facts["shapes"])
+        return params
 
     def facts(self, step: int) -> dict:
         """What was saved beside the arrays. Damaged where it is not what was saved."""

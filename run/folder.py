@@ -263,7 +263,7 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int, posi
 
 
 class Run(NamedTuple):
-    """What a command needs of a run to use its newest checkpoint."""
+    """What a command needs of a run to use a checkpoint."""
 
     config: Config
     dataset: str
@@ -274,22 +274,24 @@ class Run(NamedTuple):
     """The checkpoint's step."""
 
 
-def load_run(run_dir: str | Path, mesh: Mesh) -> Run:
-    """The run in `run_dir` with its newest checkpoint's parameters. UserError where there is no run or checkpoint, or
-    where the mesh cannot divide its network."""
+def load_run(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Run:
+    """Return the run in `run_dir` with the parameters of the checkpoint of `step`, or of the newest. UserError where
+    there is no run or checkpoint, or where the mesh cannot divide its network; NoCheckpoint where it is damaged."""
     facts, config = record_of(run_dir)
     validate(dataclasses.replace(config, mesh=MeshConfig(**sizes_of(mesh))))
-    params, step = Checkpoints(config.checkpoint.folder or run_dir).restore_params(abstract_params(config.model, mesh))
-    return Run(config, facts["dataset"], params, step)
+    checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
+    return Run(config, facts["dataset"], *checkpoints.restore_params(abstract_params(config.model, mesh), step))
 
 
-def read_in_shards(run_dir: str | Path, max_bytes: int) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
-    """A run's Config, its newest checkpoint's step, and its parameters by their dotted names: as many at a time as
-    `max_bytes` hold, or one that is larger, so that a network is read where it does not fit the memory."""
+def read_in_shards(
+    run_dir: str | Path, max_bytes: int, step: int | None = None
+) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
+    """Return a run's Config, a checkpoint's step (`step`, or the newest), and its parameters by their dotted names: as
+    many at a time as `max_bytes` hold, or one that is larger, so that a network is read where it does not fit the
+    memory."""
     _, config = record_of(run_dir)
     checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
-    if not checkpoints.steps:
-        raise UserError(f"{checkpoints.folder} holds no checkpoint yet")
+    step = checkpoints.asked(step)
     abstract = abstract_params(config.model, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]))
     shards, size = [set()], 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
@@ -300,11 +302,11 @@ def read_in_shards(run_dir: str | Path, max_bytes: int) -> tuple[Config, int, It
         size += nbytes
 
     def read(names: set[str]) -> dict[str, np.ndarray]:
-        params, _ = checkpoints.restore_params(_only(abstract, names))
+        params, _ = checkpoints.restore_params(_only(abstract, names), step)
         leaves = jax.tree_util.tree_leaves_with_path(params)
         return {path_name(path): np.asarray(leaf) for path, leaf in leaves}
 
-    return config, checkpoints.newest, map(read, shards)
+    return config, step, map(read, shards)
 
 
 def _only(tree: dict, names: set[str], within: str = "") -> dict:

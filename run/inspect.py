@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import tyro
 from etils import epath
 
+from configs.exit_codes import Exit
 from run.folder import open_for_reading
 from run.runtime import first_line, run_command, start_jax
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A table of a run's checkpoints: step, MB, bits per byte, age, and whether it is what was saved."""
+    """A table of a run's checkpoints: step, MB, bits per byte, age, and whether it is what was saved.
+    Exit code 3 if one is damaged."""
 
     run_dir: tyro.conf.Positional[str]
     """Folder of the run."""
@@ -34,6 +36,7 @@ def main() -> int:
     arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
     start_jax()
     checkpoints, abstract = open_for_reading(arguments.run_dir)
+    damaged = False
     print(f"{'step':>10} {'MB':>9} {'val_bpb':>9} {'hours old':>10}")
     for step, metrics, _ in checkpoints.infos:
         megabytes = sum(path.stat().length for path in _files(checkpoints.folder / str(step))) / 1e6
@@ -42,9 +45,9 @@ def main() -> int:
             hours = (time.time() - facts["time"]) / 3600
             verdict = f"{(metrics or facts).get('val_bpb', math.nan):9.4f} {hours:10.1f}  verified"
         except Exception as error:
-            verdict = f"{'':9} {'':10}  DAMAGED: {first_line(error)}"
+            verdict, damaged = f"{'':9} {'':10}  DAMAGED: {first_line(error)}", True
         print(f"{step:>10} {megabytes:9.1f} {verdict}")
-    return 0
+    return Exit.UNREADABLE if damaged else Exit.COMPLETE
 
 
 if __name__ == "__main__":

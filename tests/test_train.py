@@ -36,6 +36,7 @@ import export
 import run.inspect as inspect_run
 import sample
 import train
+from configs.exit_codes import Exit
 from configs.ramp import Ramp
 from program.machines import machines
 from run.checkpoint import Checkpoints
@@ -63,7 +64,7 @@ def get_config():
     )
 """
 COMMANDS = {
-    **{"train": train.main, "sample": sample.main, "evaluate": evaluate.main},
+    **{"train": train.main, "sample": sample.main, "evaluate": evaluate.main, "export": export.main},
     **{"prepare": data.prepare.main, "inspect": data.inspect.main},
 }
 TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "goodput", "peak_memory_bytes"}
@@ -253,11 +254,16 @@ def test_two_devices_give_the_result_of_one(folder, untouched, monkeypatch, capf
 
 def test_evaluate_gives_the_run_s_own_figures(folder, untouched, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    assert run("evaluate", monkeypatch, "--run_dir=untouched") == 0
+    assert run("evaluate", monkeypatch, "--run_dir=untouched", "--json") == 0
     results = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert results["step"] == 120
     for name in ("val_loss", "val_bpb"):
         assert results[name] == pytest.approx(summary(untouched)[name], rel=1e-6)
+    assert run("evaluate", monkeypatch, "--run_dir=untouched") == 0  # for people
+    table = dict(line.split() for line in capsys.readouterr().out.strip().splitlines())
+    assert table == {
+        name: f"{value:.5g}" if isinstance(value, float) else str(value) for name, value in results.items()
+    }
 
 
 def test_sample_continues_its_prompts(folder, untouched, monkeypatch, capsys):
@@ -312,7 +318,7 @@ def test_benchmarks_leave_the_run_s_bits_untouched_and_evaluate_gives_the_same(f
     board = EventAccumulator(str(folder / "known" / "tensorboard")).Reload()
     assert len(board.Scalars("core")) == len(board.Scalars("core_tasks/schema")) == 2
 
-    command = ("--run_dir=known", "--tasks=core", "--bundle=bundle", "--items=16")
+    command = ("--run_dir=known", "--tasks=core", "--bundle=bundle", "--items=16", "--json")
     capsys.readouterr()
     assert run("evaluate", monkeypatch, *command) == 0
     found = json.loads(capsys.readouterr().out)
@@ -339,13 +345,14 @@ def test_a_network_in_a_folder_is_measured_as_the_run_that_it_is_of(folder, unto
         found = {}
         for of in ("--run_dir=untouched", "--from=published"):
             capsys.readouterr()
-            assert run("evaluate", monkeypatch, of, *command, "--out=benchmarks") == 0
+            assert run("evaluate", monkeypatch, of, *command, "--out=benchmarks", "--json") == 0
             found[of] = json.loads(capsys.readouterr().out)
         ours, theirs = found.values()
         assert theirs.pop("from") == "published" and "step" not in theirs
         if command == bits:
             assert ours["bits_per_byte"] == pytest.approx(theirs["bits_per_byte"], rel=1e-6)
             assert abs(theirs["against"]["difference"]) < 1e-6
+            assert all(of["against"]["same_parameters"] and of["against"]["noise"] for of in (ours, theirs))
         else:
             assert theirs["core"] == pytest.approx(ours["core"]) and theirs["tasks"].keys() == ours["tasks"].keys()
     assert len(list((folder / "benchmarks").rglob("*.png"))) == 4
@@ -363,7 +370,7 @@ def test_the_harness_tasks_of_a_run(folder, untouched, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     (folder / "tasks").mkdir()
     make_tasks(folder / "tasks")
-    command = ("--run_dir=untouched", "--tasks=tiny_choices,tiny_endings", "--task_files=tasks", "--items=6")
+    command = ("--run_dir=untouched", "--tasks=tiny_choices,tiny_endings", "--task_files=tasks", "--items=6", "--json")
     assert run("evaluate", monkeypatch, *command) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step"] == 120 and found["tasks"]["tiny_choices"]["items"] == 6
@@ -399,7 +406,7 @@ def test_two_runs_are_compared_on_other_text(folder, untouched, monkeypatch, cap
     kept = sorted((folder / "earlier" / "checkpoints").iterdir(), key=lambda path: int(path.name))
     for newer in kept[1:]:
         shutil.rmtree(newer)
-    command = ("--run_dir=untouched", "--source=text", "--documents=20", "--against=earlier")
+    command = ("--run_dir=untouched", "--source=text", "--documents=20", "--against=earlier", "--json")
     others = set((untouched / "texts").glob("*"))
     capsys.readouterr()
     assert run("evaluate", monkeypatch, *command) == 0
@@ -408,7 +415,7 @@ def test_two_runs_are_compared_on_other_text(folder, untouched, monkeypatch, cap
     assert found["documents"] == found["sources"]["text"]["documents"] == 20 and found["step"] == 120
     against = found["against"]
     assert against["step"] == int(kept[0].name) < 120
-    assert against["difference"] < 0 and not against["noise"] and "untouched is better" in said.err
+    assert against["difference"] < 0 and not against["noise"] and "untouched (step 120) is better" in said.err
     (left,) = set((untouched / "texts").iterdir()) - others
     assert json.loads((left / "bits_per_byte.json").read_text())["against"] == against
     assert (left / "bits_per_byte.png").read_bytes()[:4] == b"\x89PNG"
@@ -535,7 +542,7 @@ def test_from_shards_of_text_to_samples(folder, untouched, tmp_path, monkeypatch
     capfd.readouterr()
     assert run("sample", monkeypatch, run_dir, "--prompt=record", "--samples=2", "--tokens=8") == 0
     assert capfd.readouterr().out.count("\nrecord") == 2
-    assert run("evaluate", monkeypatch, run_dir) == 0
+    assert run("evaluate", monkeypatch, run_dir, "--json") == 0
     results = json.loads(capfd.readouterr().out.splitlines()[-1])
     assert results["val_bpb"] == pytest.approx(summary(tmp_path / "run")["val_bpb"], rel=1e-5)
     assert run("inspect", monkeypatch, f"{tmp_path}/run", "--step=7") == 0
@@ -683,11 +690,33 @@ def test_the_list_of_checkpoints_says_which_are_sound(folder, untouched, monkeyp
     subprocess.run(["cp", "-r", "untouched", "listed"], check=True)
     damage(folder / "listed" / "checkpoints" / "100")
     monkeypatch.setattr(sys, "argv", ["run.inspect", "listed"])
-    assert inspect_run.main() == 0
+    assert inspect_run.main() == Exit.UNREADABLE
     lines = {line.split()[0]: line for line in capfd.readouterr().out.splitlines()}
     assert lines.keys() == {"step", "100", "120"}
     assert "verified" in lines["120"] and "DAMAGED" in lines["100"]
     assert f"{summary(untouched)['val_bpb']:.4f}" in lines["120"]
+    shutil.rmtree(folder / "listed" / "checkpoints" / "100")
+    assert inspect_run.main() == Exit.COMPLETE
+
+
+def test_of_a_damaged_newest_checkpoint_commands_name_the_sound_one_and_take_it(folder, untouched, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    subprocess.run(["cp", "-r", "untouched", "half"], check=True)
+    damage(folder / "half" / "checkpoints" / "120")
+    of = {"sample": ["--tokens=4"], "evaluate": ["--json"], "export": [f"--out={folder}/exported-half"]}
+    for command, options in of.items():
+        assert run(command, monkeypatch, "--run_dir=half", *options) == Exit.UNREADABLE
+        said = capfd.readouterr().err
+        assert "checkpoint 120 in" in said and "is damaged" in said and "100 is sound: --step=100" in said
+        assert run(command, monkeypatch, "--run_dir=half", *options, "--step=90") == Exit.MISTAKE
+        assert "--step=90: " in (said := capfd.readouterr().err) and said.strip().endswith("holds 100, 120")
+        assert not (folder / "exported-half").exists()
+        assert run(command, monkeypatch, "--run_dir=half", *options, "--step=100") == 0
+        output = capfd.readouterr().out
+        assert "step 100" in output or json.loads(output)["step"] == 100
+    damage(folder / "half" / "checkpoints" / "100")
+    assert run("sample", monkeypatch, "--run_dir=half") == Exit.UNREADABLE
+    assert "and there is no sound one" in capfd.readouterr().err
 
 
 @pytest.mark.medium

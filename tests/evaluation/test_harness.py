@@ -163,7 +163,7 @@ def test_a_network_of_another_architecture_is_measured_by_the_harness_itself(tmp
     spelled.save_pretrained(tmp_path / "gpt2")
     (tmp_path / "tasks").mkdir()
     options = ["--tasks=tiny_schema", f"--task_files={make_tasks(tmp_path / 'tasks')}", f"--out={tmp_path / 'out'}"]
-    monkeypatch.setattr(sys, "argv", ["evaluate", f"--from={tmp_path / 'gpt2'}", *options])
+    monkeypatch.setattr(sys, "argv", ["evaluate", f"--from={tmp_path / 'gpt2'}", "--json", *options])
     assert evaluate.main() == 0
     (found,) = json.loads(capsys.readouterr().out)["tasks"].values()
     assert found["items"] == 6 and found["baseline"] == 0.5

@@ -231,7 +231,7 @@ def test_with_none_readable_it_stops_and_changes_nothing(tmp_path):
 def test_sampling_from_a_damaged_checkpoint_is_refused(tmp_path):
     saved(tmp_path)
     spoil(tmp_path, 3)
-    with pytest.raises(UserError, match=r"checkpoint 3 in .* cannot be read"):
+    with pytest.raises(NoCheckpoint, match=r"checkpoint 3 in .* is damaged .*, and there is no sound one"):
         Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
 
 

@@ -208,7 +208,7 @@ def test_a_finished_run_whose_metrics_and_summary_are_gone_is_finished_again(fol
 
 def test_a_relative_source_is_found_from_another_folder(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["evaluate.py", f"--run_dir={folder}/finished"])
+    monkeypatch.setattr("sys.argv", ["evaluate.py", f"--run_dir={folder}/finished", "--json"])
     assert evaluate.main() == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 6
 
