@@ -12,9 +12,7 @@ Kernel = Literal["splash", "cudnn", "blocks", "plain"]
 some queries at a time, whose scores the backward pass computes again, or keeps."""
 
 LANES = 128  # of a TPU's vector unit: splash attention's blocks are multiples
-BLOCK = 512  # the most positions in one of its blocks of queries or keys, except for keys in the backward pass
-PARTS = 16  # the most partial gradients of the queries that its fused backward kernel writes, one a block of keys
-KEYS = 2048  # the most keys of head size 128 in a block of its backward pass: 4096 do not fit a core's vector memory
+BLOCK = 512  # the most positions in one of its blocks of queries or keys
 SHORTEST_FOR_CUDNN = 64  # positions; a cache's prefill and scoring of fewer gain nothing by it
 KEPT = 2048  # the longest rows whose scores a CPU keeps for the backward pass
 
@@ -42,33 +40,11 @@ def splash_block(length: int) -> int:
     return next((size for size in range(BLOCK, 0, -LANES) if length % size == 0), 0)
 
 
-def visible_blocks(length: int, window: int | None, queries: int, keys: int) -> int:
-    """The number of blocks of `queries` by `keys` positions that hold at least one score that the mask leaves."""
-    back = length if window is None else window
-    ends = range(queries, length + 1, queries)
-    return sum((end - 1) // keys - max(0, end - queries - back) // keys + 1 for end in ends)
-
-
-class Backward(NamedTuple):
-    """How splash attention runs backward."""
-
-    keys: int
-    """Positions in a block of keys."""
-    fused: bool
-    """Whether one kernel computes all gradients, by 5 products a score, and writes a partial gradient of all queries
-    for each block of keys; else one computes those of queries and one those of keys, by 7."""
-
-
-def splash_backward(length: int, window: int | None, head_dim: int) -> Backward:
-    """The fused kernel, with the smallest blocks of keys that make PARTS or fewer, if it runs fewer products."""
-    block = splash_block(length)
-    most = min(length, KEYS * LANES // max(head_dim, LANES))
-    sizes = (size for size in range(block, most + 1, block) if length % size == 0)
-    keys = next((size for size in sizes if length // size <= PARTS), 0)
-    unfused = 7 * visible_blocks(length, window, block, block)
-    if keys and 5 * visible_blocks(length, window, block, keys) * (keys // block) <= unfused:
-        return Backward(keys, True)
-    return Backward(block, False)
+def visible_blocks(length: int, window: int | None) -> int:
+    """Return how many of splash attention's blocks of scores hold at least one score that the mask leaves."""
+    block, back = splash_block(length), length if window is None else window
+    ends = range(block, length + 1, block)
+    return sum((end - 1) // block - max(0, end - block - back) // block + 1 for end in ends)
 
 
 class Products(NamedTuple):
@@ -79,13 +55,11 @@ class Products(NamedTuple):
 
 
 @cache
-def products(kernel: Kernel, length: int, window: int | None, head_dim: int) -> Products:
+def products(kernel: Kernel, length: int, window: int | None) -> Products:
     """What a kernel runs: masked scores of blocks that are partly masked count, as do scores computed again."""
-    if kernel == "splash":
-        block, (keys, fused) = splash_block(length), splash_backward(length, window, head_dim)
-        scores = visible_blocks(length, window, block, block) * block**2
-        backward = 5 * visible_blocks(length, window, block, keys) * block * keys if fused else 7 * scores
-        return Products(2 * scores, backward)
+    if kernel == "splash":  # one backward kernel computes queries' gradients by 3, another keys' and values' by 4
+        scores = visible_blocks(length, window) * splash_block(length) ** 2
+        return Products(2 * scores, 7 * scores)
     if kernel == "cudnn":  # whose blocks are small
         window = min(length if window is None else window, length)
         scores = window * (length - window / 2)

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from model.kernels import splash_backward, splash_block
+from model.kernels import splash_block
 from model.layers import SAVED
 from model.parallel import varying_as
 
@@ -92,32 +92,33 @@ def _kernel(q_shape: tuple[int, ...], window: int | None, interpret: bool) -> Ca
     length, head_dim], keys and values [batch, kv_heads, length, head_dim], and segment ids [batch, length] or None."""
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
-    _, length, _, group, head_dim = q_shape
-    of_one_row = jax.vmap(of_one_key_head(length, group, window, head_dim, interpret), (0, 0, 0, None))
+    _, length, _, group, _ = q_shape
+    of_one_row = jax.vmap(of_one_key_head(length, group, window, interpret), (0, 0, 0, None))
     segments = lambda ids: None if ids is None else SegmentIds(ids, ids)
     return lambda q, k, v, ids: jax.vmap(of_one_row)(q, k, v, segments(ids))
 
 
 @cache  # at 32,768 positions the library takes 10 s
-def of_one_key_head(length: int, group: int, window: int | None, head_dim: int, interpret: bool) -> Any:
+def of_one_key_head(length: int, group: int, window: int | None, interpret: bool) -> Any:
     """The library's `SplashAttentionKernel` for one key head and its `group` of query heads, in the blocks that
     `model.kernels` chooses. Its mask infos say which blocks of scores it computes."""
     # A twentieth of what a start imports, and wanted on TPUs alone.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    block, shape, backward = splash_block(length), (length, length), splash_backward(length, window, head_dim)
+    block, shape = splash_block(length), (length, length)
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window, 0), 0)
+    # The library's fused backward kernel writes a gradient of all queries for each block of keys. XLA takes longer to
+    # sum these than the second kernel takes (docs/performance.md).
     sizes = library.BlockSizes(
         block_q=block,
         block_kv=block,
         block_kv_compute=block,
         block_q_dkv=block,
-        block_kv_dkv=backward.keys,
+        block_kv_dkv=block,
         block_kv_dkv_compute=block,
-        block_q_dq=None if backward.fused else block,
-        block_kv_dq=None if backward.fused else block,
-        use_fused_bwd_kernel=backward.fused,
+        block_q_dq=block,
+        block_kv_dq=block,
     )
     masks_of_group = masks.MultiHeadMask([mask] * group)
     with jax.ensure_compile_time_eval():  # not as part of the trace that asks first

@@ -130,7 +130,7 @@ def attention_flops(of: Candidate) -> float:
     )
     forwards, scores = 2 if model.remat == "block" else 1, 0.0
     for layer in range(model.depth):
-        run = products(kernel, length, window_of(model, layer), model.head_dim)
+        run = products(kernel, length, window_of(model, layer))
         scores += forwards * run.forward + run.backward
     heads = model.heads * model.head_dim / of.sizes["tensor"]
     return of.step[0] * of.step[1] * 2 * scores * heads

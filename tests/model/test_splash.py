@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from model.attention import attend
-from model.kernels import products, splash_backward, splash_block
+from model.kernels import products, splash_block, visible_blocks
 from model.splash import of_one_key_head, splash_attention
 
 
@@ -23,8 +23,7 @@ from model.splash import of_one_key_head, splash_attention
     ],
 )
 def test_values_and_gradients(kv_heads, window, documents, length, head_dim):
-    """Rows of one block, of five, and of 17, whose gradients of queries a second kernel computes."""
-    assert splash_backward(length, window, head_dim).fused == (length < 2176)
+    """Rows of one block, of five, and of 17."""
     generator = np.random.default_rng(0)
     random = lambda heads: jnp.asarray(generator.standard_normal((1, length, heads, head_dim)), jnp.float32)
     q, k, v, weights = random(2) * head_dim**-0.5, random(kv_heads), random(kv_heads), random(2)
@@ -78,50 +77,25 @@ def needed(length, window, block):
     return sum(seen)
 
 
-def executed(kernel):
-    """Products with a block of `block_q` by `block_kv_compute` scores that the library's kernels run for a query head,
-    forward and backward, by the blocks that their mask infos leave."""
-    sizes = kernel.kwargs["block_sizes"]
-    blocks = lambda info: int(np.count_nonzero(info.block_mask))
-    forward = 2 * blocks(kernel.fwd_mask_info)
-    backward = (5 if sizes.use_fused_bwd_kernel else 4) * blocks(kernel.dkv_mask_info)
-    backward *= sizes.block_kv_dkv // sizes.block_kv_dkv_compute
-    return forward, backward + (0 if sizes.use_fused_bwd_kernel else 3 * blocks(kernel.dq_mask_info))
-
-
 @pytest.mark.parametrize(
     ("length", "window", "blocks"),
     [
         (2048, None, 10),
         (2048, 512, 7),
+        (1280, None, 15),
+        (2176, 130, 48),
+        (384, 100, 1),
         (8192, 2048, 70),
         pytest.param(16384, 4096, 252, marks=pytest.mark.slow),
         pytest.param(32768, None, 2080, marks=pytest.mark.slow),
         pytest.param(32768, 8192, 952, marks=pytest.mark.slow),
     ],
 )
-def test_the_kernels_run_few_more_products_than_the_mask_needs(length, window, blocks):
-    """2 products forward and 5 backward for each block of 512 by 512 scores that holds one that is seen."""
-    assert needed(length, window, 512) == blocks and splash_block(length) == 512
-    forward, backward = executed(of_one_key_head(length, 1, window, 128, interpret=True))
-    assert forward == 2 * blocks
-    assert forward + backward <= 1.15 * 7 * blocks
-    if length <= 8192:
-        assert backward == 5 * blocks
-
-
-@pytest.mark.parametrize(
-    ("length", "window", "head_dim"),
-    [
-        (2048, 512, 128),
-        (1280, None, 64),
-        (2176, 130, 128),
-        (384, 100, 128),
-        pytest.param(16384, 4096, 256, marks=pytest.mark.slow),
-        pytest.param(32768, 512, 128, marks=pytest.mark.slow),
-    ],
-)
-def test_what_is_planned_is_what_the_kernels_run(length, window, head_dim):
-    planned = products("splash", length, window, head_dim)
-    kernel = of_one_key_head(length, 1, window, head_dim, interpret=True)
-    assert [n * splash_block(length) ** 2 for n in executed(kernel)] == list(planned)
+def test_each_kernel_visits_the_blocks_that_the_mask_needs_and_the_plan_counts_them(length, window, blocks):
+    """Forward, and backward for queries and for keys, by the blocks that the library's mask infos leave."""
+    assert needed(length, window, splash_block(length)) == visible_blocks(length, window) == blocks
+    kernel = of_one_key_head(length, 1, window, interpret=True)
+    infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
+    assert [int(np.count_nonzero(info.block_mask)) for info in infos] == 3 * [blocks]
+    scores = blocks * splash_block(length) ** 2
+    assert products("splash", length, window) == (2 * scores, 7 * scores)
