@@ -1,6 +1,6 @@
 """Print the blocks of scores that splash attention runs on a TPU: python -m bench.attention
 
-A block is needed if it holds at least one score that the mask leaves. `visited` counts the blocks that each of the three
+A block is needed if it holds at least one score that the mask leaves. `visited` counts the blocks that each of three
 kernels visits: outputs, gradients of queries, gradients of keys and values. Nothing runs. Tests compare these counts
 with the library's mask infos.
 """
