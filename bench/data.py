@@ -18,6 +18,7 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -99,7 +100,9 @@ def main() -> int:
         shape, sharding = batch_shape(BatchConfig(), mesh), batch_sharding(mesh)
         for packing in ("stream", "best_fit"):
             rows = dataset.rows("train", packing, shape[2], folder / "cache")
-            steps = StepBatches([rows], Mixture([Stage(0, (1.0,))], shape[2]), 0, shape, local_rows(shape, sharding))
+            steps = StepBatches(
+                [rows], Mixture([Stage(0, (Fraction(1),))], shape[2]), 0, shape, local_rows(shape, sharding)
+            )
             batches = train_batches(steps, sharding, DataConfig().workers)
             jax.block_until_ready([next(batches) for _ in range(3)])  # the files are in memory now, the threads awake
             start = time.perf_counter()

@@ -15,6 +15,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,11 +24,12 @@ from jaxtyping import Integer, Shaped
 
 from configs.files import write_whole
 from configs.schema import UserError
-from data.shards import HEADER_BYTES, ShardType, read_shard, shard_type
+from data.shards import HEADER_BYTES, ShardType, require_shard, shard_type
 
 BLOCK_BYTES = 65_536  # small beside a step's rows, some of a row each; large beside what a request of a store costs
 ENTRY = np.dtype([("sha256", "V16"), ("largest", "<u4")])
 NO_INDEX = bytes(32)
+MAPPED = 256  # shards on this machine that are open at a time
 
 
 class Blocks(NamedTuple):
@@ -140,7 +142,7 @@ def examine(path: Path, remembered: Path) -> Blocks:
     change stay what they are."""
     if (blocks := read_blocks(path)) is not None:
         return blocks
-    read_shard(path)
+    require_shard(path)
     status = path.stat()
     key = hashlib.sha256(repr((str(path.resolve()), status.st_size, status.st_mtime_ns)).encode()).hexdigest()
     blocks = remembered_blocks(remembered / key[:32])
@@ -158,24 +160,34 @@ class MappedShard:
 
     def __init__(self, path: Path, remembered: Path):
         """UserError where it is no shard, or not whole."""
-        self.path, self.tokens, self.blocks = path, read_shard(path), examine(path, remembered)
-        if self.blocks.type_of(str(path)) != (self.tokens.dtype, len(self.tokens)):
+        self.path, self.kind, self.blocks = path, require_shard(path), examine(path, remembered)
+        if self.blocks.type_of(str(path)) != self.kind:
             raise UserError(changed(str(path), 0))
-        self.bytes = np.memmap(path, np.uint8, "r")
         self.checked = bytearray(len(self.blocks.entries))  # searched faster than an array of numpy's, of one or two
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.kind.tokens
 
     def __getitem__(self, span: slice) -> Integer[np.ndarray, "tokens"]:
-        start, stop, _ = span.indices(len(self.tokens))
-        first, last = blocks_with(start, stop, self.tokens.itemsize)
+        start, stop, _ = span.indices(len(self))
+        first, last = blocks_with(start, stop, self.kind.dtype.itemsize)
+        content, tokens = _mapped(self)
         while (block := self.checked.find(0, first, last)) >= 0:
             at = block * BLOCK_BYTES
-            if self.blocks.wrong(block, self.bytes[at : at + BLOCK_BYTES].data) is not None:
+            if self.blocks.wrong(block, content[at : at + BLOCK_BYTES].data) is not None:
                 raise UserError(changed(str(self.path), block))
             self.checked[block] = True
-        return self.tokens[start:stop]
+        return tokens[start:stop]
+
+
+@lru_cache(MAPPED)
+def _mapped(shard: MappedShard) -> tuple[Integer[np.ndarray, "bytes"], Integer[np.ndarray, "tokens"]]:
+    """Map a shard's file, and return its bytes and tokens. The last `MAPPED` stay open: a map keeps a descriptor."""
+    try:
+        content = np.asarray(np.memmap(shard.path, np.uint8, "r"))
+    except OSError as error:
+        raise UserError(f"{shard.path} cannot be read: {error.strerror}") from error
+    return content, content[HEADER_BYTES:].view(shard.kind.dtype)
 
 
 def blocks_with(start: int, stop: int, itemsize: int) -> tuple[int, int]:

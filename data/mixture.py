@@ -7,6 +7,8 @@ more or fewer rows changes nothing.
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from fractions import Fraction
+from math import lcm
 from typing import NamedTuple
 
 from configs.schema import UserError
@@ -17,7 +19,7 @@ class Stage(NamedTuple):
 
     begins: int
     """Tokens of the run before it."""
-    shares: tuple[float, ...]
+    shares: tuple[Fraction, ...]
     """Of each source, 0 where it has none; they sum to 1."""
 
 
@@ -25,8 +27,8 @@ class Mixture:
     """The sequence of sources that rows of `length` tokens come from.
 
     A stage begins with the first row that has its tokens before it. Within a stage the sources are interleaved as
-    `grain.MapDataset.mix` does it; over any stretch of rows each has its share, as near as whole rows allow. A source
-    goes on in a later stage where it was in the one before.
+    `grain.MapDataset.mix` does it, with exact shares: over any stretch of rows each has its own, as near as whole rows
+    allow. A source continues in a later stage where it was in the one before.
     """
 
     def __init__(self, stages: Sequence[Stage], length: int):
@@ -55,9 +57,9 @@ class Mixture:
         return bisect_left(range(rows), count, key=lambda n: self.counts(n)[source])
 
 
-def _proportions(shares: Sequence[float]) -> tuple[int, ...]:
-    """The shares as the integers that grain takes for them: runs that grain mixed go on with the same rows."""
-    scale = 100 / min(share for share in shares if share)
+def _proportions(shares: Sequence[Fraction]) -> tuple[int, ...]:
+    """Return integers in exactly the ratio of the shares."""
+    scale = lcm(*(share.denominator for share in shares))
     return tuple(int(share * scale) for share in shares)
 
 
@@ -107,20 +109,20 @@ def read_source(source: str) -> tuple[list[str], list[Stage]]:
         later = "a later stage is `;from=TOKENS,0.7:DIR,0.3:DIR`, in quotes: --data.source='/web;from=8e9,/good'"
         require(begins == [0] or (0 < begins[-1] < 2**63 and found[0][1] != ""), later)
         require(begins == sorted(set(begins)), f"the stage from={written} must begin after the one before it")
-        shares = {name: float(share or 1) for share, name in found}
+        shares = {name: Fraction(share or 1) for share, name in found}
         total = sum(shares.values())
         require(min(shares.values()) > 0, "each dataset of a mixture needs its share: 0.7:DIR,0.3:DIR")
-        require(total < float("inf"), "these shares are too large to add")
+        require(total < 10**9, "the shares of a stage must sum to less than a billion")
         require(len(shares) == len(found), "a dataset stands twice in one stage: give it the sum of its shares")
         mixtures.append({name: share / total for name, share in shares.items()})
     names = list(dict.fromkeys(name for mixture in mixtures for name in mixture))
-    shares_of = lambda mixture: tuple(mixture.get(name, 0.0) for name in names)
+    shares_of = lambda mixture: tuple(mixture.get(name, Fraction(0)) for name in names)
     return names, [Stage(first, shares_of(mixture)) for first, mixture in zip(begins, mixtures)]
 
 
 def mean_shares(stages: Sequence[Stage]) -> list[float]:
     """Each source's share on average over the stages, however long they are: the same for runs of any length."""
-    return [sum(shares) / len(stages) for shares in zip(*(stage.shares for stage in stages))]
+    return [float(sum(shares) / len(stages)) for shares in zip(*(stage.shares for stage in stages))]
 
 
 def _tokens(written: str) -> int:

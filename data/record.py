@@ -2,7 +2,9 @@
 
 import json
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, NotRequired, TypedDict
+
+import msgspec
 
 from configs.schema import UserError
 
@@ -56,31 +58,13 @@ class _Complete(_WithTokenizer):
 
 def read_record(folder: Path) -> dict:
     """What the folder's dataset.json says. UserError where it cannot be read, or is not what data.prepare writes."""
-    path, facts = folder / "dataset.json", {}
+    path = folder / "dataset.json"
     try:
         facts = json.loads(path.read_bytes())
+        msgspec.convert(facts, _Begun)
+        msgspec.convert(facts, _Complete if facts["complete"] else _WithTokenizer if facts["shards"] else _Begun)
+        return facts
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError):
-        pass
-    if _fits(facts, _Begun):
-        stage = _Complete if facts["complete"] else _WithTokenizer if facts["shards"] else _Begun
-        if _fits(facts, stage):
-            return facts
-    raise UserError(f"{path} is damaged; delete the folder {folder}, and prepare it again")
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether JSON has the types of `kind`."""
-    if is_typeddict(kind):
-        hints = get_type_hints(kind)
-        whole = isinstance(value, dict) and kind.__required_keys__ <= value.keys()
-        return whole and all(_fits(value[name], hints[name]) for name in hints.keys() & value.keys())
-    inner = get_args(kind)
-    if get_origin(kind) is list:
-        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
-    if get_origin(kind) is tuple:
-        return isinstance(value, list) and len(value) == len(inner) and all(map(_fits, value, inner))
-    if get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
-    return kind is Any or isinstance(value, kind)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged; delete the folder {folder}, and prepare it again") from error

@@ -65,14 +65,20 @@ def require_whole(name: str, kind: ShardType, size: int) -> None:
         raise UserError(f"{name} is damaged: {size} bytes, where its {kind.tokens} tokens need {kind.file_bytes}")
 
 
-def read_shard(path: Path) -> Integer[np.ndarray, "tokens"]:
-    """Maps one shard's tokens into memory. UserError where it is no shard, or not whole."""
+def require_shard(path: Path) -> ShardType:
+    """Return what the shard at `path` holds. UserError where it is no shard, or not whole."""
     try:
         with path.open("rb") as file:
             kind = shard_type(str(path), file.read(12))
             require_whole(str(path), kind, os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    return kind
+
+
+def read_shard(path: Path) -> Integer[np.ndarray, "tokens"]:
+    """Map one shard's tokens into memory. UserError as `require_shard`."""
+    kind = require_shard(path)
     return np.asarray(np.memmap(path, kind.dtype, "r", HEADER_BYTES)) if kind.tokens else np.zeros(0, kind.dtype)
 
 

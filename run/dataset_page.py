@@ -198,7 +198,7 @@ def _shares(names: list[str], mixture: Mixture, length: int, tokens: int) -> Fig
     at = [place for edge in zip(edges, [*edges[1:], tokens]) for place in edge]
     traces = []
     for i, (name, color) in enumerate(zip(names, cycle(COLORS))):
-        share = [100 * stage.shares[i] for stage in mixture.stages for _ in range(2)]
+        share = [float(100 * stage.shares[i]) for stage in mixture.stages for _ in range(2)]
         traces.append(_line(name, at, share, color, DASHES[0]) | {"stackgroup": "shares"})
     return Figure("shares", "Shares", "% of the rows, by tokens seen", traces, _layout("tokens of the run", "%"))
 

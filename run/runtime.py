@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import resource
 import signal
 import sys
 import traceback
@@ -32,6 +33,7 @@ from run.peers import PeerLost, end_all, exchange, from_first, join, leave
 from run.retry import StorageLost
 from training.mesh import axes_between, islands, sizes_of
 
+OPEN_FILES = 65_536
 OF_THE_PROGRAM = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # errors that would come again
 
 
@@ -56,6 +58,9 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     """Runs a command and exits with its code; a UserError becomes its message and code 2, a full disk one and 1. Of
     several processes one that ends by an exception ends all, with its code."""
     raise_at_interrupt()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # 1024 at most at first: few for shards and connections
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
     ended: BaseException | None = None
     try:
         code = main()

@@ -1,5 +1,9 @@
 import hashlib
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,3 +92,20 @@ def test_an_examination_is_remembered_until_the_file_changes(tmp_path, monkeypat
     flip(path, -1)
     os.utime(path, ns=(1, 1))
     assert examine(path, memory).sha256 == examine(path, tmp_path / "elsewhere").sha256 != blocks.sha256
+
+
+def test_more_shards_than_files_may_be_open_are_read(shard, tmp_path):
+    for i in range(350):
+        for suffix in (".bin", ".blocks"):
+            shutil.copy(shard.with_suffix(suffix), tmp_path / f"{i}{suffix}")
+    program = """
+import resource, sys
+from pathlib import Path
+from data.blocks import MappedShard
+resource.setrlimit(resource.RLIMIT_NOFILE, (320, 320))
+shards = [MappedShard(path, Path("unused")) for path in Path(sys.argv[1]).glob("[0-9]*.bin")]
+print(sum(int(shard[i].sum()) for i in (slice(0, 1), slice(-1, None)) for shard in shards))
+"""
+    words = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.stdout == f"{350 * (TOKENS[0] + TOKENS[-1])}\n", done.stderr

@@ -1,4 +1,5 @@
 import threading
+from fractions import Fraction
 from itertools import islice
 from unittest.mock import Mock
 
@@ -43,7 +44,7 @@ KINDS: list[dict] = [
 
 
 def mixture(weights) -> Mixture:
-    return Mixture([Stage(0, tuple(weights))], LENGTH)
+    return Mixture([Stage(0, tuple(Fraction(str(weight)) for weight in weights))], LENGTH)
 
 
 def step_batches(seed=0, shape=SHAPE, local=None, rows=(ROWS,), weights=(1.0,), bos=None, first_row=0) -> StepBatches:

@@ -1,4 +1,5 @@
 import re
+from fractions import Fraction
 
 import grain
 import numpy as np
@@ -11,7 +12,13 @@ from data.packing import StreamRows
 from data.shards import TokenStream
 
 LENGTH = 4
-STAGES = [Stage(0, (0.9, 0.1, 0.0)), Stage(401, (0.3, 0.0, 0.7)), Stage(1200, (0.0, 0.5, 0.5))]
+
+
+def stage(begins: int, *shares: str) -> Stage:
+    return Stage(begins, tuple(map(Fraction, shares)))
+
+
+STAGES = [stage(0, "0.9", "0.1", "0"), stage(401, "0.3", "0", "0.7"), stage(1200, "0", "0.5", "0.5")]
 BEGINS = [0, 101, 300]  # rows: the first with so many tokens before it
 ROWS = [
     StreamRows(TokenStream([np.arange(size * LENGTH + 1) + 10_000 * i]), LENGTH) for i, size in enumerate((83, 60, 47))
@@ -41,7 +48,7 @@ def staged(stages=STAGES) -> RowSequence:
 def test_sources_stages_and_shares(source, names, stages):
     found_names, found = read_source(source)
     assert found_names == names and [stage.begins for stage in found] == [begins for begins, _ in stages]
-    assert [stage.shares for stage in found] == [pytest.approx(shares) for _, shares in stages]
+    assert [tuple(map(float, stage.shares)) for stage in found] == [shares for _, shares in stages]
     assert join_source(split_source(source)) == source
     assert sum(mean_shares(found)) == pytest.approx(1)
 
@@ -58,18 +65,26 @@ def test_a_source_that_cannot_be_meant_is_refused_by_its_name(source):
         read_source(source)
 
 
-@pytest.mark.parametrize("shares", [(0.7, 0.3), (1.0,), (0.35, 0.3, 0.35), (0.5, 0.001, 0.499), (5 / 7, 1 / 7, 1 / 7)])
+@pytest.mark.parametrize("shares", [("1",), ("0.5", "0.001", "0.499"), ("5/7", "1/7", "1/7")])
 def test_a_stage_s_rows_are_those_that_grain_mixes(shares):
     parts = [grain.MapDataset.range(10**7).map(lambda n, i=i: (i, n)) for i in range(len(shares))]
-    mixed, mixture = grain.MapDataset.mix(parts, shares), Mixture([Stage(0, shares)], LENGTH)
+    mixed = grain.MapDataset.mix(parts, [float(Fraction(share)) for share in shares])
+    mixture = Mixture([stage(0, *shares)], LENGTH)
     assert all(mixture[n] == mixed[n] for n in (*range(2000), 999_999, 1_000_000))
+
+
+def test_shares_are_exact():
+    _, stages = read_source("0.7:a,0.3:b")
+    assert Mixture(stages, LENGTH).counts(10**9) == (7 * 10**8, 3 * 10**8)
+    _, stages = read_source("1:a,1:b,1:c")
+    assert Mixture(stages, LENGTH).counts(3 * 10**9) == (10**9,) * 3
 
 
 def test_each_stage_has_its_shares_from_its_first_row_on_and_sources_go_on_where_they_were():
     mixture = Mixture(STAGES, LENGTH)
     found = [mixture[n] for n in range(500)]
-    for begins, ends, stage in zip(BEGINS, [*BEGINS[1:], 500], STAGES):
-        for i, share in enumerate(stage.shares):
+    for begins, ends, (_, shares) in zip(BEGINS, [*BEGINS[1:], 500], STAGES):
+        for i, share in enumerate(map(float, shares)):
             counts = np.cumsum([part == i for part, _ in found[begins:ends]])
             assert np.abs(counts - share * np.arange(1, ends - begins + 1)).max() < 2
             assert share or not counts.any()
@@ -109,7 +124,7 @@ def test_later_stages_change_no_row_before_them():
 
 
 def test_stages_between_two_rows_and_a_million_rows_on():
-    mixture = Mixture([Stage(0, (1.0, 0.0)), Stage(5, (0.5, 0.5)), Stage(6, (0.0, 1.0))], LENGTH)
+    mixture = Mixture([stage(0, "1", "0"), stage(5, "0.5", "0.5"), stage(6, "0", "1")], LENGTH)
     assert [mixture[n] for n in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert mixture[10**12] == (1, 10**12 - 2)
 
