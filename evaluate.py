@@ -29,7 +29,7 @@ from evaluation.benchmarks import plot as plot_tasks
 from evaluation.bits_of_texts import compared, figures, in_words
 from evaluation.bits_of_texts import plot as plot_bits
 from evaluation.bits_per_byte import evaluate
-from evaluation.core import TIES, read_bundle
+from evaluation.core import READS, TIES, read_bundle
 from evaluation.document_losses import DocumentLosses
 from evaluation.documents import Source, digest, read_sources
 from evaluation.generation import make_generate
@@ -80,8 +80,8 @@ class Arguments:
     items: Positive[int] | None = None
     """Take so many items of each task, always the same; default: all."""
     prompt_tokens: Annotated[int, Range(lambda n: n > 1, "a prompt has at least 2 tokens")] | None = None
-    """A longer prompt loses its first tokens. Default: as many as the run's rows have. (nanochat cuts the prompts of
-    networks that have a `max_seq_len`; its own read ten times their rows.)"""
+    """A longer prompt loses its first tokens. Default: as many as the run's rows have; for `core` ten times as many, as
+    nanochat. A token sees as many tokens back as the rows have, at most."""
     mesh: MeshConfig = MeshConfig()
     """Arrangement of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large for one."""
     json: bool = False
@@ -264,7 +264,8 @@ def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
     tasks = read_bundle(arguments.bundle, arguments.items)
     network = load(folder, mesh, arguments.step)
     first = jax.process_index() == 0
-    benchmarks = Benchmarks(tasks, network.tokenizer, network.scorer(mesh, arguments.prompt_tokens))
+    longest = arguments.prompt_tokens or READS * network.config.batch.sequence_length
+    benchmarks = Benchmarks(tasks, network.tokenizer, network.scorer(mesh, longest))
     check_hosts_agree("their bundle", json.dumps(benchmarks.facts))
     facts = benchmarks.facts | network.facts
     name = network.label + (f"_items_{arguments.items}" if arguments.items else "")

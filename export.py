@@ -8,6 +8,7 @@ if __name__ == "__main__":
 import os
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -15,13 +16,16 @@ import jax
 import numpy as np
 
 from configs.command_line import parse_arguments
+from configs.ramp import Ramp
 from configs.schema import FilePath, MeshConfig, Positive, UserError
 from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.documents import read_sources
+from interchange.card import model_card
 from interchange.safetensors import write_safetensors
 from interchange.transformers import write_hf
 from interchange.verify import BOUND, largest_difference, require_transformers
 from run.folder import load_run, read_in_shards
+from run.lines import scores
 from run.runtime import cache_dir, run_command, start_jax
 from training.mesh import make_mesh
 
@@ -44,6 +48,8 @@ class Arguments:
     """Of `hf`'s arrays."""
     shard_gigabytes: Positive[float] = 2.0
     """Arrays of so many, in float32, are read and written at a time, each such shard to a file of its own."""
+    license: str = ""
+    """Of the weights, as Hugging Face names it (`apache-2.0`), for `hf`'s model card."""
     verify: bool = False
     """Load what was written in transformers, and compare its logits with the network's own on text. It needs torch and
     transformers, and the memory for both networks."""
@@ -55,8 +61,8 @@ def main() -> int:
     if os.path.exists(out):  # unlike Path.exists, False where it may not look
         raise UserError(f"--out={out} is there already; give a new folder")
     plain = arguments.format == "safetensors"
-    if plain and (arguments.verify or arguments.dtype != "float32"):
-        raise UserError("--verify and --dtype are of --format=hf; --format=safetensors writes the arrays as they are")
+    if plain and (arguments.verify or arguments.license or arguments.dtype != "float32"):
+        raise UserError("--verify, --license and --dtype are of --format=hf; safetensors are the arrays as they are")
     if arguments.verify:
         require_transformers()
     start_jax()
@@ -65,7 +71,9 @@ def main() -> int:
     if plain:
         write_safetensors(out, shards, config, tokenizer)
     else:
-        write_hf(out, shards, config, tokenizer, arguments.dtype)
+        tokens, bits = Ramp.of(config.batch).tokens(step), scores(arguments.run_dir).get(step)
+        card = partial(model_card, config, step, tokens, bits, arguments.license)
+        write_hf(out, shards, config, tokenizer, arguments.dtype, card)
     print(f"step {step} of {arguments.run_dir} is in {out}; train on from it with --init_from={out}")
     if arguments.verify:
         verify(arguments, step, out, tokenizer)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,27 @@ class TextTokenizer:
             )
         return found[0]
 
+    @property
+    def json_with_bos(self) -> str:
+        """The tokenizer.json for other programs: it writes the BOS before a text, as training does. `load_tokenizer`
+        undoes it."""
+        written = re.sub(r'("post_processor":\s*)null', lambda found: found[1] + self._template, self.json, count=1)
+        if written != self.json or self.library.encode("").ids[:1] == [self.bos]:
+            return written
+        content = json.loads(self.json)
+        chain = [*filter(None, [content.get("post_processor")]), json.loads(self._template)]
+        return json.dumps(content | {"post_processor": {"type": "Sequence", "processors": chain}}, ensure_ascii=False)
+
+    @property
+    def _template(self) -> str:
+        """A post-processor that writes the BOS, as tokenizer.json spells it."""
+        bos = self.library.id_to_token(self.bos)
+        first = {"SpecialToken": {"id": bos, "type_id": 0}}
+        single = [first, {"Sequence": {"id": "A", "type_id": 0}}]
+        pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+        tokens = {bos: {"id": bos, "ids": [self.bos], "tokens": [bos]}}
+        return json.dumps({"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens})
+
     @cached_property
     def token_bytes(self) -> Int[np.ndarray, "vocab"]:
         """How many bytes of text each token stands for; 0 for special tokens."""
@@ -114,6 +136,8 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
     path = path / "tokenizer.json" if os.path.isdir(path) else path
     try:
         tokenizer = TextTokenizer(path.read_bytes().decode())
+        if tokenizer.library.post_processor and set(BOS_NAMES) & tokenizer.special_tokens.keys():
+            tokenizer = TextTokenizer(tokenizer.json.replace(tokenizer._template, "null"))
         _ = tokenizer.library
     except Exception as error:  # the library has no type of its own for what it cannot parse
         raise UserError(f"{name}: no tokenizer.json can be read there ({error})") from error

@@ -34,6 +34,8 @@ KINDS = {
 BASELINE = "Random baseline"  # the metadata's column: the percentage that guessing reaches
 TIES = {"float32": 1e-4, "bfloat16": 0.05}
 """Nats, by compute type: a margin below it may be rounding, and fall out the other way on another mesh."""
+READS = 10
+"""Rows of training that a prompt may be long: as many as nanochat's network has rotary angles for."""
 COUNTS = {"ties": "tie", "cut": "cut", "unscored": "unscored"}
 """What is counted of a task's items, and the field of their lines."""
 

@@ -6,7 +6,7 @@ from data.dataset import Text
 from data.loader import held_out_batches
 from evaluation.benchmarks import Benchmarks
 from evaluation.bits_per_byte import evaluate
-from evaluation.core import read_bundle
+from evaluation.core import READS, read_bundle
 from evaluation.generation import continuations, encode_prompts, make_generate
 from evaluation.scorer import Scorer
 from training.build import Build
@@ -33,7 +33,7 @@ class Evaluator:
         )
         if config.eval.tasks:
             tasks = read_bundle(config.eval.bundle, config.eval.items)
-            scorer = Scorer(config.model, config.batch, built.dtype, built.mesh)
+            scorer = Scorer(config.model, config.batch, built.dtype, built.mesh, READS * config.batch.sequence_length)
             self.benchmarks = Benchmarks(tasks, text.tokenizer, scorer)
 
     def __call__(self, params: dict) -> dict[str, Any]:

@@ -68,18 +68,21 @@ def chunk_of(rows: int) -> int:
     return min(256, 16 * rows)
 
 
-def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Score:
+def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, row: int) -> Score:
     """`score(params, prefixes [B, P], rows [B, C, T], starts [B, C], ends [B, C], chunks) -> Scores [B, C]`, jitted:
     compiled once for arrays of one shape.
 
     Each of C options of a question is its prefix and then its row, of which the tokens from `starts` (at least 1) up to
     `ends` are scored, on a device at most `chunks` times `chunk_of` its rows. B divides over `data` and `fsdp`; every
-    process gets all scores.
+    process gets all scores. A token sees at most `row` tokens back, as many as training's rows have.
     """
 
     def score(model: GPT, prefixes: Array, rows: Array, starts: Array, ends: Array, chunks: Array) -> Scores:
         questions, choices, length = rows.shape
         shared, cache = prefixes.shape[1], None
+        if shared + length > row:
+            for block in model.blocks:
+                block.attention.window = min(block.attention.window or row, row)
         if shared:
             _, cache = model.activations(prefixes, model.empty_cache(questions, shared + length))
             cache = jax.tree.map(lambda kept: jnp.repeat(kept, choices, axis=0), cache)
@@ -113,11 +116,11 @@ class Scorer:
     ):
         """`longest`: most tokens that the network reads, as many as a row of `batch` has unless it is given."""
         self.longest = longest or batch.sequence_length
-        self.facts = {"dtype": dtype.name, "longest": self.longest}
+        self.facts = {"dtype": dtype.name, "longest": self.longest, "window": batch.sequence_length}
         """What scores depend on besides parameters and questions."""
         self.tokens_per_device = batch.rows_per_device * batch.sequence_length
         self.replicas = batch_devices(mesh)
-        self.score = make_score(config, dtype, mesh)
+        self.score = make_score(config, dtype, mesh, batch.sequence_length)
 
     def __call__(self, params: dict, questions: Sequence[Question]) -> Iterator[tuple[Question, Scores]]:
         for shape, alike in by_shape(questions).items():

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from configs.schema import BatchConfig, Config, ModelConfig, UserError, resolved, roles, validate
 from data.tokenizer import TextTokenizer, load_tokenizer
-from interchange.remote_code import TABLE, remote_name
+from interchange.remote_code import TABLE, model_of_remote, remote_name
 from interchange.safetensors import stored_arrays
 from interchange.transformers import HF_TABLE, beyond_hf, hf_config, hf_name, turned
 from model.attention import window_of
@@ -43,8 +43,8 @@ def config_of(folder: str | Path) -> Config:
     length = theirs.get("max_position_embeddings", BatchConfig().sequence_length)
     rows = max(1, TOKENS_AT_A_TIME // length)
     config = Config(name=path.resolve().name, init_from=str(path), batch=BatchConfig(length, rows * length, rows))
-    if (path / "tokensum.json").exists():
-        return replace(config, model=_stored_model(path / "tokensum.json", config))
+    if kind == "tokensum":
+        return replace(config, model=_stored_model(path, config))
     if kind != "nanochat":
         raise UserError(
             f"{folder} holds a network of the architecture {kind}, not one of ours (nanochat, tokensum); it can be "
@@ -119,8 +119,8 @@ def _spelling(stored: Collection[str]) -> tuple[Callable[[str], str], bool]:
 
 def _other_options(folder: Path, config: Config) -> list[str]:
     """What the folder's config says that no shape does, where the options differ."""
-    if (folder / "tokensum.json").exists():
-        theirs, asked = _function(_stored_model(folder / "tokensum.json", config)), _function(config.model)
+    if architecture_of(folder) == "tokensum" and any(map(Path.exists, _descriptions(folder))):
+        theirs, asked = _function(_stored_model(folder, config)), _function(config.model)
     elif (folder / "config.json").exists():
         theirs, asked = _read_json(folder / "config.json"), hf_config(config, 0)
         asked |= {f"model.{name}": "in use" for name in beyond_hf(config.model)}
@@ -148,15 +148,23 @@ def _function(model: ModelConfig) -> dict[str, Any]:
     return values | {"positions that the blocks see back (window_pattern, short_window)": windows}
 
 
-def _stored_model(path: Path, config: Config) -> ModelConfig:
-    """The network that export.py described; what it does not name is as it was before there was a choice."""
-    known = roles()
-    stored = {name: value for name, value in _read_json(path).items() if known.get(f"model.{name}") == set()}
+def _descriptions(folder: Path) -> tuple[Path, Path]:
+    """Return where export.py describes a network: for transformers, which may have saved it again, and for others."""
+    return folder / "config.json", folder / "tokensum.json"
+
+
+def _stored_model(folder: Path, config: Config) -> ModelConfig:
+    """Return the network that export.py described; what it does not name is as it was before there was a choice."""
+    for_transformers, plain = _descriptions(folder)
+    known, path = roles(), for_transformers if for_transformers.exists() else plain
+    stored = _read_json(path)
     try:
-        model = ModelConfig(**stored)
+        if path == plain:
+            stored = {name: value for name, value in stored.items() if known.get(f"model.{name}") == set()}
+        model = ModelConfig(**stored) if path == plain else model_of_remote(stored)
         validate(Config(name="stored", model=model))
         return resolved(Config(name="stored", model=model, batch=config.batch)).model
-    except UserError as error:
+    except (UserError, LookupError, TypeError) as error:
         raise UserError(f"{path} describes no network: {error}") from error
 
 

@@ -3,8 +3,8 @@
 `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` reads it there.
 
 It needs torch and transformers alone, and nothing of the code that trained the network; model/gpt.py is the original.
-Left padding, a cache, and generation with several beams work; caches of a fixed size, and several documents in a row,
-do not.
+Left padding, caches (of a fixed size, too), generation with several beams and gradient checkpointing work; several
+documents in a row do not.
 """
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
@@ -92,8 +93,8 @@ class Attention(nn.Module):
         tokens: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         positions: torch.Tensor,
-        cache: Cache | None,
         mask: torch.Tensor | None,
+        cache: Cache | None,
     ) -> torch.Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k = (self.turned(of(x).view(heads).transpose(1, 2), angles) for of in (self.query, self.key))
@@ -112,7 +113,8 @@ class Attention(nn.Module):
             distance = positions[:, None] - torch.arange(k.shape[2], device=x.device)
             seen = (distance >= 0) & (distance <= (k.shape[2] if self.window is None else self.window))
             if mask is not None:  # padding sees itself, so that no row is without a key
-                seen = seen & mask[:, None, None, : k.shape[2]] | (distance == 0)
+                there = functional.pad(mask, (0, k.shape[2] - mask.shape[1]))  # a cache of a fixed size has more keys
+                seen = seen & there[:, None, None] | (distance == 0)
             y = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         return self.out(y.transpose(1, 2).reshape(*x.shape[:2], -1))
 
@@ -127,13 +129,13 @@ class MLP(nn.Module):
         return self.down(functional.relu(self.up(x)).square())
 
 
-class Block(nn.Module):
+class Block(GradientCheckpointingLayer):
     def __init__(self, config: TokensumConfig, layer: int):
         super().__init__()
         self.attention, self.mlp = Attention(config, layer), MLP(config)
 
-    def forward(self, x: torch.Tensor, *of_attention) -> torch.Tensor:
-        x = x + self.attention(rms_norm(x), *of_attention)
+    def forward(self, x: torch.Tensor, *of_attention, past_key_values: Cache | None = None) -> torch.Tensor:
+        x = x + self.attention(rms_norm(x), *of_attention, past_key_values)
         return x + self.mlp(rms_norm(x))
 
 
@@ -141,6 +143,7 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = TokensumConfig
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: TokensumConfig):
         super().__init__(config)
@@ -170,6 +173,19 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.lm_head = new_embeddings
 
+    def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True) -> nn.Embedding:
+        """With the tables of value embeddings, which have a row for each token, too."""
+        resized = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        size = {"new_num_tokens": resized.num_embeddings, "mean_resizing": mean_resizing}
+        for module in self.modules():
+            if isinstance(module, Attention) and module.has_value_embedding:
+                module.value_embedding = self._get_resized_embeddings(module.value_embedding, **size)
+        return resized
+
+    def create_masks_for_generate(self, attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
+        """As it is, [batch, length]: the blocks make of it what they need."""
+        return attention_mask
+
     def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
         """With the token before, which `smear` reads and no cache holds."""
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
@@ -195,12 +211,10 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
         Positions are counted from the row's begin: padding before a text changes nothing."""
         config = self.config
         if attention_mask is not None and attention_mask.ndim != 2:
-            raise ValueError(
-                "attention_mask must be [batch, length]; caches of a fixed size make others, and do not work"
-            )
+            raise ValueError("attention_mask must be [batch, length]")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache()
-        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        past = int(past_key_values.get_seq_length()) if past_key_values is not None else 0
         positions = past + torch.arange(input_ids.shape[1], device=input_ids.device)
         mask = None if attention_mask is None else attention_mask.bool()
         angles = self.angles(positions)
@@ -213,7 +227,7 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
                 kept = self.resid_lambdas[i].float() * x.float() if config.resid_lambdas else x
                 added = self.x0_lambdas[i].float() * first.float() if config.x0_lambdas else 0
                 x = (kept + added).type_as(first)
-            x = block(x, input_ids, angles, positions, past_key_values, mask)
+            x = block(x, input_ids, angles, positions, mask, past_key_values=past_key_values)
             if i == config.num_hidden_layers // 2:
                 middle = x
         if config.backout:

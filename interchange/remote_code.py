@@ -10,7 +10,7 @@ resid_lambdas.values                  resid_lambdas
 from pathlib import Path
 from typing import Any
 
-from configs.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, Config
+from configs.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, Config, ModelConfig
 from model.attention import has_value_embedding, window_of
 
 MODELING = Path(__file__).with_name("modeling_tokensum.py")
@@ -61,3 +61,19 @@ def remote_config(config: Config, bos: int) -> dict[str, Any]:
         "eos_token_id": bos,  # a document ends where the next one starts
         "pad_token_id": None,
     }
+
+
+def model_of_remote(theirs: dict[str, Any]) -> ModelConfig:
+    """Return the network that a config.json as `remote_config` writes it is of. LookupError where it lacks a name."""
+    windows = theirs["windows"]
+    same = ("head_dim", "vocab_size", "softcap", "rotary_base", "qk_scale")
+    return ModelConfig(
+        depth=theirs["num_hidden_layers"],
+        width=theirs["hidden_size"],
+        heads=theirs["num_attention_heads"],
+        kv_heads=theirs["num_key_value_heads"],
+        window_pattern="".join("L" if window is None else "S" for window in windows),
+        short_window=max((window for window in windows if window is not None), default=0),
+        value_embeddings=bool(theirs["value_embeddings"]),
+        **{name: theirs[name] for name in (*same, "resid_lambdas", "x0_lambdas", "smear", "backout")},
+    )

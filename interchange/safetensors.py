@@ -22,19 +22,15 @@ Arrays = dict[str, Float[np.ndarray, "..."]]
 
 def write_safetensors(out: Path, shards: Iterable[Arrays], config: Config, tokenizer: TextTokenizer) -> None:
     """A folder with the arrays as they are, under their dotted names."""
-    write_folder(out, shards, tokenizer, {"tokensum.json": to_json(network_of(config))})
-
-
-def network_of(config: Config) -> dict[str, Any]:
-    """What tokensum.json says of a network."""
-    return dataclasses.asdict(config.model)
+    files = {"tokensum.json": to_json(dataclasses.asdict(config.model)), "tokenizer.json": tokenizer.json}
+    write_folder(out, shards, files)
 
 
 def to_json(content: dict) -> str:
     return json.dumps(content, indent=2)
 
 
-def write_folder(out: Path, shards: Iterable[Arrays], tokenizer: TextTokenizer, files: dict[str, str]) -> None:
+def write_folder(out: Path, shards: Iterable[Arrays], files: dict[str, str]) -> None:
     """Writes the new folder `out`, whole or not at all, a file a shard. UserError where that cannot be."""
     partial = out.with_name(f"{out.name}.partial")
     try:
@@ -42,7 +38,6 @@ def write_folder(out: Path, shards: Iterable[Arrays], tokenizer: TextTokenizer, 
         partial.mkdir(parents=True)
         for name, content in files.items():
             (partial / name).write_text(content)
-        (partial / "tokenizer.json").write_text(tokenizer.json)
         _write_shards(partial, shards)
         partial.rename(out)
     except (OSError, SafetensorError) as error:
@@ -56,7 +51,9 @@ def _write_shards(folder: Path, shards: Iterable[Arrays]) -> None:
     held: list[list[str]] = []
     size = 0
     for arrays in shards:
-        save_file(arrays, folder / f"{len(held)}.safetensors", metadata={"format": "pt"})
+        path = folder / f"{len(held)}.safetensors"
+        save_file(arrays, path, metadata={"format": "pt"})
+        shutil.copymode(folder / "tokenizer.json", path)  # which others may read, where this library lets nobody
         held.append(list(arrays))
         size += sum(array.nbytes for array in arrays.values())
         del arrays  # before the next one is read

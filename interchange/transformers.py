@@ -9,7 +9,7 @@ lm_head.kernel                        lm_head.weight
 """
 
 import re
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from jaxtyping import Float
 from configs.schema import Config, ModelConfig, UserError, roles
 from data.tokenizer import TextTokenizer
 from interchange.remote_code import MODELING, REMOTE, remote_config, remote_name
-from interchange.safetensors import Arrays, network_of, to_json, write_folder
+from interchange.safetensors import Arrays, to_json, write_folder
 
 HF_TABLE = "model.embed_tokens.weight"  # tells transformers' names from ours
 
@@ -92,11 +92,17 @@ def _in_use(model: ModelConfig, known: Set[str]) -> list[str]:
 
 
 def write_hf(
-    out: Path, shards: Iterable[Arrays], config: Config, tokenizer: TextTokenizer, dtype: str = "float32"
+    out: Path,
+    shards: Iterable[Arrays],
+    config: Config,
+    tokenizer: TextTokenizer,
+    dtype: str = "float32",
+    card: Callable[[bool], str] | None = None,
 ) -> None:
-    """A folder for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, of arrays by their
+    """Write a folder for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, of arrays by their
     dotted names, in `dtype`. A network that transformers' own class cannot express comes with the code that reads it,
-    and needs `trust_remote_code=True`. UserError where that code does not know an option, either."""
+    and needs `trust_remote_code=True`; `card` takes whether it does, and returns README.md. UserError where that code
+    does not know an option, either."""
     if unknown := _in_use(config.model, IN_HF | REMOTE):
         raise UserError(
             f"{MODELING.name} has no {', '.join(f'model.{name}' for name in unknown)}, which this network uses; "
@@ -112,10 +118,11 @@ def write_hf(
         "config.json": described(config, tokenizer.bos) | {"dtype": dtype},
         "generation_config.json": ids,
         "tokenizer_config.json": {**tokens, "model_max_length": length, "clean_up_tokenization_spaces": False},
-    } | ({"tokensum.json": network_of(config)} if own else {})
-    texts = {name: to_json(content) for name, content in files.items()}
+    }
+    texts = {name: to_json(content) for name, content in files.items()} | {"tokenizer.json": tokenizer.json_with_bos}
+    texts |= ({MODELING.name: MODELING.read_text()} if own else {}) | ({"README.md": card(own)} if card else {})
     written = (
         {named(name): turned(name, array).astype(dtype, copy=False) for name, array in arrays.items()}
         for arrays in shards
     )
-    write_folder(out, written, tokenizer, texts | ({MODELING.name: MODELING.read_text()} if own else {}))
+    write_folder(out, written, texts)

@@ -15,7 +15,7 @@ from data.tokenizer import TextTokenizer, train_tokenizer
 from tests.helpers import perturbed
 from training.state import split_model
 
-LONGEST = 256  # tokens of a prompt
+LONGEST = 256  # tokens of a row
 SIZES = {"depth": 2, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab_size": 320, "dtype": "float32"}
 CONFIG = ModelConfig(
     **SIZES,

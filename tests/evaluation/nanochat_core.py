@@ -23,12 +23,12 @@ from training.optimizer import path_name
 RESULTS = Path(__file__).with_name("nanochat_core.json")
 
 
-def their_network(gpt, config: ModelConfig, params: dict, longest: int):
-    """nanochat's network with our parameters, which says that it reads at most `longest` tokens."""
+def their_network(gpt, config: ModelConfig, params: dict, row: int):
+    """nanochat's network with our parameters, made for rows of `row` tokens."""
     import torch
 
     sizes = {"n_layer": config.depth, "n_head": config.heads, "n_kv_head": config.kv_heads, "n_embd": config.width}
-    sizes |= {"vocab_size": config.vocab_size, "sequence_len": longest, "window_pattern": config.window_pattern}
+    sizes |= {"vocab_size": config.vocab_size, "sequence_len": row, "window_pattern": config.window_pattern}
     network = gpt.GPT(gpt.GPTConfig(**sizes))
     network.init_weights()
     theirs = dict(network.named_parameters())
@@ -36,7 +36,6 @@ def their_network(gpt, config: ModelConfig, params: dict, longest: int):
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             name = path_name(path)
             theirs[their_name(name)].copy_(torch.tensor(np.array(turned(name, leaf))))
-    network.max_seq_len = longest
     return network
 
 
@@ -54,12 +53,14 @@ class TheirTokenizer:
 
 
 def their_items(
-    core_eval, network, tokenizer: TextTokenizer, bundle: Path, task: Task, items: int | None
+    core_eval, network, tokenizer: TextTokenizer, bundle: Path, task: Task, items: int | None, longest: int | None
 ) -> list[dict]:
-    """Of each item: whether it is right, each row's scored tokens, and their mean loss (None: of nothing).
+    """Of each item: whether it is right, each row's scored tokens, and their mean loss (None: of nothing), of a network
+    that says that it reads at most `longest` tokens, or says nothing of it, as nanochat's own.
 
     The items are read and shuffled as its scripts/base_eval.py does.
     """
+    network.max_seq_len = longest
     path = next((bundle / "eval_data").rglob(f"{task.label}.jsonl"))
     data = [json.loads(line) for line in path.read_text().splitlines()]
     random.Random(1337).shuffle(data)
@@ -83,7 +84,7 @@ def their_items(
         for index in range(len(data)):
             right = core_eval.evaluate_example(index, network, TheirTokenizer(tokenizer), data, "cpu", facts)
             rows, starts, ends = seen["spans"]
-            cuts = [max(0, len(row) - network.max_seq_len) for row in rows]
+            cuts = [max(0, len(row) - (longest or len(row))) for row in rows]
             spans = [[start - cut, end - cut] for start, end, cut in zip(starts, ends, cuts)]
             means = [seen["losses"][0][i, start - 1 : end - 1].mean().item() for i, (start, end) in enumerate(spans)]
             losses = [None if np.isnan(mean) else round(mean, 6) for mean in means]
@@ -101,9 +102,13 @@ if __name__ == "__main__":
         gpt, core_eval = import_nanochat(patch, "gpt", "core_eval")
         network = their_network(gpt, core_bundle.CONFIG, core_bundle.params(), core_bundle.LONGEST)
         bundle = core_bundle.make_bundle(Path(folder))
-        found = {
-            task.label: their_items(core_eval, network, core_bundle.tokenizer(), bundle, task, None)
-            for task in read_bundle(folder, None)
+        items_of = lambda *of: their_items(core_eval, network, core_bundle.tokenizer(), bundle, *of)
+        tasks = read_bundle(folder, None)
+        found = {task.label: items_of(task, None, None) for task in tasks}
+        found |= {
+            f"{task.label}, cut": items_of(task, None, core_bundle.LONGEST)
+            for task in tasks
+            if task.label.endswith("at_the_limit")
         }
     lines = [f"{json.dumps(label)}: [\n" + ",\n".join(map(json.dumps, items)) + "\n]" for label, items in found.items()]
     RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")

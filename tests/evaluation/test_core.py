@@ -12,7 +12,7 @@ import pytest
 
 from configs.schema import BatchConfig, MeshConfig, UserError
 from evaluation.benchmarks import Benchmarks, plot_core
-from evaluation.core import KINDS, Task, encode, figures, judge, read_bundle
+from evaluation.core import KINDS, READS, Task, encode, figures, judge, read_bundle
 from evaluation.log import append_to_log, open_log
 from evaluation.scorer import Scorer, Scores, by_shape, chunk_of, size_down, size_up, tokens_of
 from tests.evaluation import nanochat_core
@@ -31,34 +31,34 @@ def bundle(tmp_path_factory):
     return make_bundle(tmp_path_factory.mktemp("bundle"))
 
 
-def benchmarks(bundle, mesh="one", items=None, dtype="float32"):
+def benchmarks(bundle, mesh="one", items=None, dtype="float32", longest=READS * LONGEST):
     """What scores the bundle on one of `MESHES`, and the network's parameters there."""
     sizes, devices = MESHES[mesh]
     mesh = make_mesh(sizes, jax.devices()[:devices])
     abstract = abstract_params(CONFIG, mesh)
     tasks = read_bundle(str(bundle), items)
-    scorer = Scorer(replace(CONFIG, dtype=dtype), BATCH, jnp.dtype(dtype), mesh)
+    scorer = Scorer(replace(CONFIG, dtype=dtype), BATCH, jnp.dtype(dtype), mesh, longest)
     return Benchmarks(tasks, tokenizer(), scorer), stored_as(params(), abstract)
 
 
-def lines_on(bundle, mesh, labels=LABELS):
+def lines_on(bundle, mesh, labels=LABELS, **options):
     """The lines of all items of these tasks, in order, on one of `MESHES`."""
-    run, placed = benchmarks(bundle, mesh)
+    run, placed = benchmarks(bundle, mesh, **options)
     run.tasks = [task for task in run.tasks if task.label in labels]
     lines = []
     run(placed, record=lines.extend)
     return sorted(lines, key=lambda line: (LABELS.index(line["task"]), line["item"]))
 
 
-def require_equal(lines, theirs, tasks):
+def require_equal(lines, theirs, tasks, longest=READS * LONGEST):
     """That the items' answers and their spans are nanochat's, and their mean losses up to rounding."""
     for task in tasks:
-        questions = encode(task, range(len(task.items)), tokenizer(), LONGEST)
+        questions = encode(task, range(len(task.items)), tokenizer(), longest)
         assert len(questions) == len(theirs[task.label])
         for line in (line for line in lines if line["task"] == task.label):
             question, expected = questions[line["item"]], theirs[task.label][line["item"]]
             for (start, end), other, row in zip(question.spans, expected["spans"], question.rows, strict=True):
-                assert len(row) == end == other[1] <= LONGEST
+                assert len(row) == end == other[1] <= longest
                 assert start == other[0] or (start == end and other[0] == 0)  # of which nanochat's mean is nan
             assert line["correct"] == expected["correct"], (line, expected)
             ours, other = (np.array(losses, np.float64) for losses in (line["losses"], expected["losses"]))
@@ -73,18 +73,30 @@ def nanochat_s():
 
 @pytest.mark.medium
 def test_items_of_every_kind_are_as_nanochat_s_core_eval_has_them(bundle, nanochat_s):
-    """With and without shots, a shared prefix and a prompt that is cut."""
-    lines = lines_on(bundle, "one", ("choices", "choices_with_shots", "schema", "continuations_at_the_limit"))
+    """With and without shots, a shared prefix and prompts that are longer than the row."""
+    labels = ("choices", "choices_with_shots", "long_schema", "continuations_at_the_limit")
+    lines = lines_on(bundle, "one", labels)
     require_equal(lines, nanochat_s, read_bundle(str(bundle), None))
     kinds = {label: kind for label, kind, *_ in TASKS}
     assert {kinds[line["task"]] for line in lines} == set(KINDS) and len(lines) > 70
+    assert not any(line["cut"] for line in lines) and {line["correct"] for line in lines} == {True, False}
+    long = next(task for task in read_bundle(str(bundle), None) if task.label == "long_schema")
+    lengths = [max(map(len, question.rows)) for question in encode(long, range(24), tokenizer(), READS * LONGEST)]
+    assert min(lengths) < LONGEST < max(lengths) - 20
+
+
+@pytest.mark.medium
+def test_items_that_are_cut_are_as_nanochat_has_them_of_a_network_with_a_limit(bundle, nanochat_s):
+    lines = lines_on(bundle, "one", [label for label in LABELS if f"{label}, cut" in nanochat_s], longest=LONGEST)
+    tasks = [task for task in read_bundle(str(bundle), None) if f"{task.label}, cut" in nanochat_s]
+    require_equal(lines, {task.label: nanochat_s[f"{task.label}, cut"] for task in tasks}, tasks, LONGEST)
     assert {line["cut"] > 0 for line in lines} == {line["correct"] for line in lines} == {True, False}
 
 
 @pytest.mark.slow
 def test_every_item_is_as_nanochat_s_core_eval_has_it_on_any_mesh(bundle, nanochat_s):
     one, eight = lines_on(bundle, "one"), lines_on(bundle, "eight")
-    assert len(one) == len(eight) == sum(map(len, nanochat_s.values()))
+    assert len(one) == len(eight) == sum(len(nanochat_s[label]) for label in LABELS)
     for lines in (one, eight):
         require_equal(lines, nanochat_s, read_bundle(str(bundle), None))
     assert all(0 < sum(item["correct"] for item in nanochat_s[label]) < len(nanochat_s[label]) for label in LABELS)
@@ -109,7 +121,8 @@ def test_a_subset_is_as_nanochat_beside_us_has_it(bundle, monkeypatch):
     run(placed, record=lines.extend)
     lines.sort(key=lambda line: line["item"])
     theirs = {
-        task.label: nanochat_core.their_items(core_eval, network, tokenizer(), bundle, task, 16) for task in run.tasks
+        task.label: nanochat_core.their_items(core_eval, network, tokenizer(), bundle, task, 16, None)
+        for task in run.tasks
     }
     require_equal(lines, theirs, run.tasks)
 
@@ -186,7 +199,7 @@ def test_a_log_is_continued_after_a_kill(bundle, tmp_path):
 
 
 def test_the_picture_shows_every_task(bundle, tmp_path):
-    run, _ = benchmarks(bundle)
+    run, _ = benchmarks(bundle, longest=LONGEST)
     run.scorer.score = scores_of_lengths
     said = []
     plot_core(run({}, say=said.append), "tiny, step 3", tmp_path / "core.png")

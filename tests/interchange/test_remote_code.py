@@ -19,10 +19,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import export
-from configs.schema import BatchConfig, Config, MeshConfig, resolved
+from configs.schema import BatchConfig, Config, MeshConfig, UserError, resolved
 from data.tokenizer import train_tokenizer
 from evaluation.generation import make_generate
-from interchange.init_from import read_params, require_same_network
+from interchange.init_from import config_of, read_params, require_same_network
 from interchange.safetensors import arrays_of
 from interchange.transformers import write_hf
 from interchange.verify import largest_difference
@@ -127,6 +127,57 @@ def test_it_comes_back_to_the_bit(everything):
     back = read_params(config, abstract_params(config.model, make_mesh(MeshConfig())))
     unpadded = lambda ours, theirs: np.testing.assert_array_equal(ours, resized(theirs, ours.shape))
     jax.tree.map(unpadded, params, jax.device_get(back))
+
+
+def test_what_transformers_saved_again_comes_back_to_the_bit(everything, tmp_path):
+    """Of config.json alone, as after fine-tuning."""
+    config, params, folder = everything
+    loaded(folder).save_pretrained(tmp_path / "again")
+    assert not (tmp_path / "again" / "tokensum.json").exists()
+    again = config_of(tmp_path / "again")
+    theirs, ours = (vars(of.model) | {"window_pattern": "", "short_window": ""} for of in (again, config))
+    assert theirs == ours | {"dtype": theirs["dtype"]}
+    config = replace(config, init_from=str(tmp_path / "again"))
+    require_same_network(config, TOKENIZER)
+    back = read_params(config, abstract_params(config.model, make_mesh(MeshConfig())))
+    unpadded = lambda ours, theirs: np.testing.assert_array_equal(ours, resized(theirs, ours.shape))
+    jax.tree.map(unpadded, params, jax.device_get(back))
+    with pytest.raises(UserError, match=r"softcap: 15\.0, not 9\.0"):
+        require_same_network(replace(config, model=replace(config.model, softcap=9.0)), TOKENIZER)
+
+
+def test_more_tokens_find_room_in_every_table(everything):
+    theirs = loaded(everything[2])
+    before = theirs(torch.tensor(TOKENS)).logits
+    size = TINY.vocab_size + 5
+    theirs.resize_token_embeddings(size)
+    tables = [module for module in theirs.modules() if isinstance(module, torch.nn.Embedding)]
+    assert len(tables) > 1 and {table.num_embeddings for table in tables} == {size} == {theirs.config.vocab_size}
+    after = theirs(torch.tensor(TOKENS)).logits
+    torch.testing.assert_close(after[..., : TINY.vocab_size], before)
+    theirs(torch.full((1, 3), size - 1))
+
+
+def test_a_cache_of_a_fixed_size_gives_the_same_text(everything):
+    theirs, ids = loaded(everything[2]), torch.tensor(TOKENS[:, :5], dtype=torch.long)
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": 12}
+    for mask in (torch.ones(2, 5), torch.tensor([[0, 0, 1, 1, 1], [1] * 5])):
+        usual, fixed = (
+            theirs.generate(ids, attention_mask=mask, cache_implementation=kind, **options) for kind in (None, "static")
+        )
+        np.testing.assert_array_equal(usual.numpy(), fixed.numpy())
+
+
+def test_gradient_checkpointing_changes_no_gradient(everything):
+    gradients = []
+    for checkpointing in (False, True):
+        theirs = loaded(everything[2]).train()
+        if checkpointing:
+            theirs.gradient_checkpointing_enable()
+            assert theirs.is_gradient_checkpointing
+        theirs(torch.tensor(TOKENS), labels=torch.tensor(TOKENS, dtype=torch.long)).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in theirs.named_parameters()})
+    torch.testing.assert_close(*gradients)
 
 
 def test_bfloat16_is_the_rounded_network(everything, tmp_path):

@@ -3,6 +3,9 @@
 Needs `make setup EXTRA=interop`; .ci/run has it, the ordinary tests do without.
 """
 
+import json
+import os
+import stat
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tokenizers import Tokenizer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -19,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 
 import export
 from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig
-from data.tokenizer import load_tokenizer, train_tokenizer
+from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from evaluation.generation import make_generate
 from interchange.init_from import read_params, require_same_network
 from interchange.safetensors import arrays_of
@@ -124,7 +128,19 @@ def test_the_tokenizer_is_the_same(pair):
     for text in [*TEXTS, "naïve 你好\n\n  x"]:
         ids = TOKENIZER.encode([text])[0]
         assert theirs(text, add_special_tokens=False)["input_ids"] == ids and theirs.decode(ids) == text
+        assert theirs(text)["input_ids"] == [TOKENIZER.bos, *ids]  # as each document of training
     assert theirs.bos_token_id == TOKENIZER.bos
+    assert load_tokenizer(folder).sha256 == TOKENIZER.sha256
+
+
+def test_a_tokenizer_that_has_a_post_processor_keeps_it_and_writes_the_bos():
+    content = json.loads(TOKENIZER.json)
+    theirs = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    other = TextTokenizer(json.dumps(content | {"post_processor": theirs}))
+    written = Tokenizer.from_str(other.json_with_bos)
+    assert written.encode("to be").ids == [other.bos, *other.encode(["to be"])[0]]
+    again = TextTokenizer(other.json_with_bos)
+    assert again.json_with_bos == again.json
 
 
 def test_bfloat16_of_others_is_read(pair, tmp_path):
@@ -135,6 +151,11 @@ def test_bfloat16_of_others_is_read(pair, tmp_path):
     rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), params)
     unpadded = lambda ours, theirs: np.testing.assert_array_equal(ours, resized(theirs, ours.shape))
     jax.tree.map(unpadded, rounded, jax.device_get(back))
+
+
+def umask() -> int:
+    os.umask(mask := os.umask(0))
+    return mask
 
 
 def test_a_run_is_exported_loaded_and_continued_as_another(tmp_path, monkeypatch, capsys):
@@ -149,8 +170,13 @@ def test_a_run_is_exported_loaded_and_continued_as_another(tmp_path, monkeypatch
         Path(f"text/{i}.txt").write_text(" ".join(words[i:] + words[:i]))
     short = ["--steps=40", "--batch.rows_per_device=2"]
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=first", *short) == 0
-    monkeypatch.setattr(sys, "argv", ["export", "--run_dir=first", "--out=hf"])
+    monkeypatch.setattr(sys, "argv", ["export", "--run_dir=first", "--out=hf", "--license=mit"])
     assert export.main() == 0
+    assert {stat.S_IMODE(path.stat().st_mode) for path in Path("hf").iterdir()} == {0o666 & ~umask()}
+    card = Path("hf/README.md").read_text()
+    bits = read_metrics("first")[-1]["val_bpb"]
+    for said in ("license: mit", "AutoModelForCausalLM", "20,480 tokens, 40 steps", "text |", f"{bits:.4f}"):
+        assert said in card, said
     theirs = transformers.AutoModelForCausalLM.from_pretrained("hf")
     tokens = torch.tensor([[load_tokenizer("hf").bos, 5, 6]])
     assert theirs.generate(tokens, max_new_tokens=5, do_sample=False).shape == (1, 8)
