@@ -59,7 +59,7 @@ def encoding(source: str, megabytes: float, vocab_size: int, nanochat: str, fold
     train_tokenizer(iter(texts), vocab_size).save(folder / "tokenizer")
     tokenizer, corpus = load_tokenizer(folder / "tokenizer"), find_corpus(str(folder / "text"))
     (folder / "parts").mkdir()
-    tasks = make_tasks(corpus, corpus.files, folder, tokenizer.sha256, False)
+    tasks = make_tasks(corpus, corpus.files, folder, tokenizer.sha256, None)
     encode(tasks[0])  # which reads the tokenizer
 
     def ours() -> None:

@@ -114,8 +114,8 @@ class DataConfig:
     either at a URL that fsspec reads (gs://BUCKET/FOLDER, s3://, hf://datasets/...);
     several of these with their shares of the rows (`0.7:DIR,0.3:DIR`), which may change once so many tokens of the
     run's data are seen (`0.9:DIR,0.1:DIR;from=8e9,0.4:DIR,0.6:DIR`); or raw text, prepared once in the cache:
-    `stdlib` (this Python's standard library, its .py files), or a file, a folder or a glob of .txt, .md, .py, .jsonl
-    and .parquet."""
+    `stdlib` (this Python's standard library, its .py files), or a file, a folder or a glob of .txt, .md, .py, .jsonl,
+    .parquet, .csv and .arrow."""
     tokenizer: Free[str] = ""
     """A tokenizer.json, a folder with one, or `tiktoken:gpt2`. Empty: the dataset's own; for raw text a byte-level BPE
     of `model.vocab_size` tokens is trained."""

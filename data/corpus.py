@@ -5,24 +5,44 @@ import glob
 import hashlib
 import itertools
 import json
+import lzma
+import mimetypes
 import os
 import re
 import stat
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import fsspec
 import pyarrow
 import pyarrow.json
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.utils import glob_translate
 
 from configs.schema import UserError
-from data.records import TABLE_SUFFIXES, TEXT_SUFFIXES, SourceFile, chunks, lines, lines_before, rows
+from data.records import (
+    COMPRESSIONS,
+    LINE_SUFFIXES,
+    TABLE_SUFFIXES,
+    TEXT_SUFFIXES,
+    SourceFile,
+    chunks,
+    lines,
+    lines_before,
+    rows,
+    separated,
+    values,
+)
 
+CUT_BYTES = 2**20  # of a text, above which it is cut into documents
+HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # words in names of files that publishers hold out
+NO_TEXT, SHOWN = "no text", 8
+BINARY = (".bin", ".npy", ".npz", ".pt", ".safetensors", ".pyc", ".so", ".o")
+ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
+PRINTED = (".pdf", ".docx", ".odt", ".epub")
 LONG = 2**24  # bytes of a document, above which it is not held as characters: with one emoji each takes 4 bytes
 
 
@@ -44,10 +64,14 @@ class Corpus:
     files: list[SourceFile]
     version: str
     """Differs when a file does: the hub's revision, or a digest of names, sizes and times of change."""
-    filesystem: Any
-    """fsspec's, that opens them."""
     text_column: str = "text"
     on_error: Literal["stop", "skip"] = "stop"
+    separator: str = ""
+    """What stands between documents of a text."""
+    left_out: str = ""
+    """Files of other kinds, by extension, and what to do about them."""
+    is_minor: bool = False
+    """Whether those have more bytes than the files."""
 
     def documents(self, file: SourceFile) -> Iterator[Document]:
         """The file's documents, one by one. One that is empty or cannot be read is a UserError, or, with
@@ -63,8 +87,8 @@ class Corpus:
             yield 1, "", file.problem
             return
         try:
-            for number, content in self._contents(file, start, stop):
-                if not content and self._is_lines(file):
+            for number, content in self.contents(file, start, stop):
+                if not content and self.is_lines(file):
                     yield number, "", ""
                     continue
                 text, problem = _text_of(file, content, self.text_column)
@@ -75,7 +99,7 @@ class Corpus:
                         "such: --on_error=skip"
                     )
                 yield number, text, problem
-        except (OSError, EOFError, pyarrow.ArrowException) as error:
+        except (OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException) as error:
             raise UserError(f"{file.url}: cannot be read to its end: {error}") from error
 
     def name(self, file: SourceFile, number: int) -> str:
@@ -84,64 +108,155 @@ class Corpus:
             return file.name
         if self._is_cut(file):
             return f"{file.name}#{number - 1:08d}"
-        return f"{file.name} {'line' if self._is_lines(file) else 'row'} {number}"
+        return f"{file.name} {'line' if self.is_lines(file) else 'row'} {number}"
 
     def numbers_before(self, file: SourceFile, start: int) -> int:
         """What is to be added to a document's number in a span that begins at `start`."""
-        if not start or not self.is_numbered_by_span(file):
+        is_separated = bool(self.separator) and self._is_cut(file)
+        if not start or not (is_separated or file.name.endswith(".jsonl")):
             return 0
-        with self.filesystem.open(_local(file.url), "rb") as opened:
+        with file.filesystem.open(_local(file.url), "rb") as opened:
+            if is_separated:
+                return sum(1 for _ in separated(opened, self.separator.encode(), 0, start))
             return lines_before(opened, start)
 
-    def is_numbered_by_span(self, file: SourceFile) -> bool:
-        """Whether the numbers of a span's documents start anew."""
-        return file.name.endswith(".jsonl")
+    def is_lines(self, file: SourceFile) -> bool:
+        """Whether each line is a record of JSON."""
+        return file.name.endswith(LINE_SUFFIXES)
 
     def is_divisible(self, file: SourceFile) -> bool:
         """Whether a span of the file can be read without what lies before."""
-        return file.name.endswith((".jsonl", ".parquet")) or (self._is_cut(file) and "://" not in file.url)
-
-    def _is_lines(self, file: SourceFile) -> bool:
-        return file.name.endswith(TABLE_SUFFIXES) and not file.name.endswith(".parquet")
+        overlaps = any(self.separator.startswith(self.separator[i:]) for i in range(1, len(self.separator)))
+        is_cut = self._is_cut(file) and "://" not in file.url and not overlaps
+        return file.name.endswith((".jsonl", ".parquet")) or is_cut
 
     def _is_cut(self, file: SourceFile) -> bool:
-        return len(self.files) == 1 and file.name.endswith(TEXT_SUFFIXES) and not file.problem
+        is_text = not (file.problem or file.name.endswith(TABLE_SUFFIXES))
+        return is_text and (bool(self.separator) or len(self.files) == 1 or file.size > CUT_BYTES)
 
-    def _contents(self, file: SourceFile, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+    def contents(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
         """Number and raw content of each document."""
-        with self.filesystem.open(_local(file.url), "rb") as opened:
+        opened: Any
+        with file.filesystem.open(_local(file.url), "rb") as opened:
             if file.name.endswith(".parquet"):
                 yield from rows(file, opened, self.text_column, start, stop)
-            elif self._is_lines(file):
+            elif self.is_lines(file):
                 yield from lines(file, opened, start, stop)
+            elif file.name.endswith(TABLE_SUFFIXES):
+                yield from values(file, opened, self.text_column)
+            elif self.separator:
+                yield from separated(opened, self.separator.encode(), start, stop)
             elif self._is_cut(file):
                 yield from chunks(opened, start, stop)
             else:
                 yield 1, opened.read()
 
 
-def find_corpus(source: str, text_column: str = "text", on_error: Literal["stop", "skip"] = "stop") -> Corpus:
-    """The files of `source`: `stdlib`, a file, a folder, a glob (local, or a URL that fsspec knows), or
-    `hf:OWNER/NAME[:FOLDER]`. A local path that exists is no glob, whatever its letters. UserError where there are no
-    files, and, unless `on_error="skip"`, where one of them or a folder cannot be read."""
-    filesystem: Any = LocalFileSystem()
+def find_corpus(
+    source: str,
+    text_column: str = "text",
+    on_error: Literal["stop", "skip"] = "stop",
+    separator: str = "",
+    text_extensions: str = "",
+    revision: str = "",
+) -> Corpus:
+    """Return the files of `source`: `stdlib`, a file, a folder, a glob (local, or a URL that fsspec knows), or
+    `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`, by default of `revision`. A local path that exists is no glob, whatever
+    its letters. UserError where there are no files, and, unless `on_error="skip"`, where one of them or a folder cannot
+    be read."""
+    extensions = tuple(extension.strip() for extension in text_extensions.split(",") if extension.strip())
+    if not all(re.fullmatch(r"\.[^/,]+", extension) for extension in extensions):
+        raise UserError(f"--text_extensions={text_extensions} cannot work: write .rst or .rst,.tex")
+    suffixes = (*TEXT_SUFFIXES, *TABLE_SUFFIXES, *extensions)
+    if source == "stdlib":  # what others wrote cannot be mended
+        suffixes, on_error = (".py",), "skip"
     if source.startswith("hf:"):
-        files, version = _hub_files(source)
+        found = _hub_files(source, revision)
     elif "://" in source and not os.path.lexists(source):
-        filesystem, files, version = _remote_files(source)
+        found = _remote_files(source)
     else:
-        files, version = _local_files(source)
+        found = _local_files(source, suffixes)
+    taken = [one for one in found if one[0].name.endswith(suffixes) or one[0].problem]
+    if source.startswith("hf:") and any(one[0].name.endswith(TABLE_SUFFIXES) for one in taken):
+        taken = [one for one in taken if one[0].name.endswith((*TABLE_SUFFIXES, *extensions))]  # not README.md
+    files = [file for file, _ in taken]
+    known = {file.url for file in files}
+    left = [file for file, _ in found if file.url not in known and source != "stdlib"]
     if not files:
         raise UserError(
-            f"{source or 'an empty --source'}: no file of text found there; give `stdlib`, `hf:OWNER/NAME`, or a file, "
-            f"a folder or a glob of {', '.join(TEXT_SUFFIXES + TABLE_SUFFIXES)}"
+            f"{source or 'an empty --source'}: no file of text found there{_described(left)}; give `stdlib`, "
+            f"`hf:OWNER/NAME`, or a file, a folder or a glob of {', '.join(TEXT_SUFFIXES + TABLE_SUFFIXES)}"
         )
     if (broken := [file for file in files if file.problem]) and on_error == "stop":
         raise UserError(
             f"{source}: {len(broken)} file(s) or folder(s) cannot be read, {broken[0].url} the first: "
             f"{broken[0].problem}; mend that, or count and skip such: --on_error=skip"
         )
-    return Corpus(source, files, version, filesystem, text_column, on_error)
+    minor = [file for file in left if file.name.find("/.") < 0 and _advice(_extension(file.name)) not in ("", NO_TEXT)]
+    is_minor = "://" not in files[0].url and not source.startswith("hf:") and _size(minor) > _size(files)
+    commit = files[0].url.partition("@")[2].partition(":")[0] if source.startswith("hf:") else ""
+    version = f"{commit}/{source.removeprefix('hf:').partition(':')[2]}" if commit else _version(taken)
+    return Corpus(source, files, version, text_column, on_error, separator, _described(left), is_minor)
+
+
+def name_words(name: str) -> set[str]:
+    """Return the words of a file's name, by which splits are told apart."""
+    return set(re.split("[^a-z]+", name.lower()))
+
+
+def hold_out(corpus: Corpus, given: Corpus | None) -> Corpus:
+    """Return the corpus with the files first that are held out: `given`'s, and those whose names say so. If the names
+    of all files do, none is. UserError for a test split among others: it is for a network's last measurement."""
+    words = lambda file: name_words(file.name) if file.name.endswith((".txt", *TABLE_SUFFIXES)) else set()
+    held_out = {file.url for file in given.files} if given else set()
+    files = [file for file in corpus.files if file.url not in held_out]
+    named = [file for file in files if words(file) & HELD_OUT]
+    tests = [file for file in files if "test" in words(file) and file not in named]
+    if len(named) + len(tests) == len(files):
+        named, tests = [], []
+    if tests:
+        raise UserError(
+            f"{corpus.source}: {len(tests)} file(s) of a test split, {tests[0].name} the first: they must not be "
+            "trained on; give the others by a glob (--source='.../train*'), and any to hold out by --val_source"
+        )
+    chosen = [replace(file, held_out=True) for file in [*(given.files if given else []), *named]]
+    return replace(corpus, files=[*chosen, *(file for file in files if file not in named)])
+
+
+def _size(files: list[SourceFile]) -> int:
+    return sum(file.size for file in files)
+
+
+def _described(left: list[SourceFile]) -> str:
+    """Files that are left out, by extension, and what to do to have them."""
+    counts, sizes = Counter(), Counter()
+    for file in left:
+        counts[extension := _extension(file.name)] += 1
+        sizes[extension] += file.size
+    said = [
+        f"{counts[extension]:,} {extension or 'without an extension'} ({size:,} bytes"
+        + f"; {_advice(extension)}" * bool(_advice(extension))
+        + ")"
+        for extension, size in sizes.most_common(SHOWN)
+    ]
+    return f"; left out: {', '.join(said)}{', and others' * (len(sizes) > SHOWN)}" if said else ""
+
+
+def _extension(name: str) -> str:
+    suffixes = PurePath(name).suffixes
+    return "".join(suffixes[-2:] if name.endswith(tuple(COMPRESSIONS)) else suffixes[-1:])
+
+
+def _advice(extension: str) -> str:
+    """What a person does with files of an extension that are to be read."""
+    kind = (mimetypes.guess_type(f"x{extension}")[0] or "").split("/")[0]
+    if kind in ("image", "audio", "video", "font") or extension in BINARY:
+        return NO_TEXT
+    if extension.endswith((*COMPRESSIONS, *ARCHIVES)):
+        return "unpack them"
+    if extension in PRINTED:
+        return "extract their text"
+    return "lines of JSON? call them .jsonl" if extension == ".json" else extension and f"--text_extensions={extension}"
 
 
 def hash_share(text: str) -> float:
@@ -151,7 +266,11 @@ def hash_share(text: str) -> float:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
 
 
-def _local_files(source: str) -> tuple[list[SourceFile], str]:
+Found = list[tuple[SourceFile, list]]
+"""Files, and what differs when they change."""
+
+
+def _local_files(source: str, suffixes: tuple[str, ...]) -> Found:
     """A path, or a glob below the longest part of it that exists as it is written."""
     library = source == "stdlib"
     location = sysconfig.get_path("stdlib") if library else os.path.expanduser(source.removeprefix("file://"))
@@ -159,12 +278,11 @@ def _local_files(source: str) -> tuple[list[SourceFile], str]:
     while glob.has_magic(str(root)) and not os.path.lexists(root):
         root, pattern = root.parent, [root.name, *pattern]
     if not location or not os.path.lexists(root):
-        return [], ""
+        return []
     try:
         whole, steps = re.compile(glob_translate("/".join(pattern))), [re.compile(glob_translate(p)) for p in pattern]
     except ValueError as error:
         raise UserError(f"{source}: not a glob: {error}") from error
-    suffixes = (".py",) if library else TEXT_SUFFIXES + TABLE_SUFFIXES
     fixed = pattern.index("**") if "**" in pattern else len(pattern)  # each of these steps is one folder's name
 
     def enters(folder: str) -> bool:
@@ -174,17 +292,24 @@ def _local_files(source: str) -> tuple[list[SourceFile], str]:
         far_enough = bool(pattern) and fixed == len(pattern) <= len(names)
         return not far_enough and all(step.match(name) for step, name in zip(steps[:fixed], names))
 
-    takes = lambda name: name.endswith(suffixes) and (not pattern or whole.match(name) is not None)
+    takes = lambda name: not pattern or whole.match(name) is not None
     # What links in a system's library lead to is not of the library.
-    found = sorted(_walk(str(root), takes, enters, len(pattern), links=not library), key=lambda one: one[0].url)
-    return [file for file, _ in found], _version((f.name, f.size, [changed, None, None, None]) for f, changed in found)
+    found = _walk(str(root), takes, suffixes, enters, len(pattern), links=not library)
+    return sorted(found, key=lambda one: one[0].url)
 
 
 def _walk(
-    root: str, takes: Callable[[str], bool], enters: Callable[[str], bool], tail: int, links: bool
-) -> Iterator[tuple[SourceFile, float | None]]:
+    root: str,
+    takes: Callable[[str], bool],
+    suffixes: tuple[str, ...],
+    enters: Callable[[str], bool],
+    tail: int,
+    links: bool,
+) -> Iterator[tuple[SourceFile, list]]:
     """The files below `root` whose names below it `takes` accepts, in folders that `enters` accepts, and when they
-    changed. Each is read once: under its own name, else under the first of those that links give it. So is a folder,
+    changed; what cannot be read, if it ends with one of `suffixes` or may be a folder.
+
+    Each is read once: under its own name, else under the first of those that links give it. So is a folder,
     for each of its names' last `tail` parts: what a glob finds in it depends on them."""
     files, folders, linked = set(), set(), [(root, os.path.realpath(root))]
     while linked:
@@ -208,51 +333,62 @@ def _walk(
                 elif stat.S_ISREG(status.st_mode) and takes(name) and real not in files:
                     files.add(real)
                     problem = "" if os.access(real, os.R_OK) else "no permission to read it"
-                    yield SourceFile(name, path, status.st_size, problem), status.st_mtime
+                    problem = problem if name.endswith(suffixes) else ""
+                    yield SourceFile(name, path, status.st_size, problem), [status.st_mtime, None, None, None]
             except OSError as error:
-                if is_folder or takes(name) or not PurePath(name).suffix:  # a link of such a name may lead to a folder
+                if (
+                    is_folder or (takes(name) and name.endswith(suffixes)) or not PurePath(name).suffix
+                ):  # a link of such a name may lead to a folder
                     problem = error.strerror if os.path.lexists(real) else "a link that leads nowhere"
-                    yield SourceFile(name, path, 0, problem or "it cannot be read"), None
+                    yield SourceFile(name, path, 0, problem or "it cannot be read"), [None] * 4
 
 
-def _remote_files(source: str) -> tuple[Any, list[SourceFile], str]:
+def _remote_files(source: str) -> Found:
     try:
         filesystem, root = fsspec.core.url_to_fs(source)
-        found = (filesystem.glob if glob.has_magic(root) else filesystem.find)(root, detail=True)
+        paths = (filesystem.glob if glob.has_magic(root) else filesystem.find)(root, detail=True)
     except Exception as error:  # of the scheme's library: it may be missing, or have no access
         raise UserError(f"{source}: cannot be read: {error}") from error
     root = "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), root.split("/")))
-    files, facts_of_files = [], []
-    for path, facts in sorted(found.items()):
+    found = []
+    for path, facts in sorted(paths.items()):
         name = path.removeprefix(root).lstrip("/") or path.rpartition("/")[2]
-        if facts.get("type", "file") == "file" and name.endswith(TEXT_SUFFIXES + TABLE_SUFFIXES):
-            files.append(SourceFile(name, filesystem.unstrip_protocol(path), facts.get("size") or 0))
+        if facts.get("type", "file") == "file":
+            url, size = filesystem.unstrip_protocol(path), facts.get("size") or 0
             changed = [facts.get(key) for key in ("mtime", "LastModified", "updated", "etag")]
-            facts_of_files.append((name, files[-1].size, changed))
-    return filesystem, files, _version(facts_of_files)
+            found.append((SourceFile(name, url, size, filesystem=filesystem), changed))
+    return found
 
 
-def _version(facts: Iterable[tuple[str, int, list]]) -> str:
+def _version(found: Found) -> str:
     """A digest of each file's name, size and times of change."""
-    return hashlib.sha256("".join(map(repr, facts)).encode()).hexdigest()
+    facts = (repr((file.name, file.size, changed)) for file, changed in found)
+    return hashlib.sha256("".join(facts).encode()).hexdigest()
 
 
-def _hub_files(source: str) -> tuple[list[SourceFile], str]:
+def _hub_files(source: str, revision: str) -> Found:
     from huggingface_hub import HfApi  # half a second to import
 
     repository, _, folder = source.removeprefix("hf:").partition(":")
+    repository, _, asked = repository.partition("@")
     try:
-        facts = HfApi().dataset_info(repository, files_metadata=True)
+        facts = HfApi().dataset_info(repository, revision=asked or revision or None, files_metadata=True)
     except Exception as error:  # of the network, of the hub, or of a name that cannot be one
         raise UserError(f"{source}: the hub does not give this dataset: {error}") from error
-    every = [file for file in facts.siblings or [] if file.rfilename.endswith(TABLE_SUFFIXES)]
-    chosen = [file for file in every if file.rfilename.startswith(f"{folder}/" if folder else "")]
+    every = sorted(facts.siblings or [], key=lambda file: file.rfilename)
+    try:
+        is_within = re.compile(glob_translate(folder)).match if glob.has_magic(folder) else None
+    except ValueError as error:
+        raise UserError(f"{source}: not a glob: {error}") from error
+    is_within = is_within or (lambda name: name.startswith(f"{folder}/" if folder else ""))
+    chosen = [file for file in every if is_within(file.rfilename)]
     if every and not chosen:
-        folders = sorted({file.rfilename.rpartition("/")[0] for file in every})
+        folders = sorted(
+            {file.rfilename.rpartition("/")[0] for file in every if file.rfilename.endswith(TABLE_SUFFIXES)}
+        )
         raise UserError(f"{source}: the dataset has no folder {folder}; its folders with text: {', '.join(folders)}")
     url = f"hf:{repository}@{facts.sha}:"
-    files = [SourceFile(file.rfilename, url + file.rfilename, file.size or 0) for file in chosen]
-    return sorted(files, key=lambda file: file.name), f"{facts.sha}/{folder}"
+    return [(SourceFile(file.rfilename, url + file.rfilename, file.size or 0), []) for file in chosen]
 
 
 def _local(url: str) -> str:
@@ -271,7 +407,7 @@ def _local(url: str) -> str:
 
 def _text_of(file: SourceFile, content: bytes, column: str) -> tuple[str | bytes, str]:
     """A document's text, in UTF-8 where it is long, and why there is none."""
-    is_line = file.name.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
+    is_line = file.name.endswith(LINE_SUFFIXES)
     if len(content) > LONG:
         text = _value(content, column) if is_line else content
         if text is not None and _is_utf8(text):

@@ -2,7 +2,7 @@
 
 They lie on this machine, where shards are mapped into memory, or at a URL, of which rows are read (data/store.py). A
 folder that data.prepare made has a dataset.json. One with nothing but .bin shards, as llm.c and modded-nanogpt write
-them, serves too: those with `val` in their names are held out, and `data.tokenizer` says what their tokens mean.
+them, serves too: those with the word `val` in their names are held out, and `data.tokenizer` says what the tokens mean.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from jaxtyping import Integer
 
 from configs.schema import DataConfig, UserError
 from data.blocks import NO_INDEX, MappedShard
-from data.corpus import find_corpus
+from data.corpus import HELD_OUT, find_corpus, name_words
 from data.mixture import Mixture, join_source, mean_shares, read_source, split_source
 from data.packing import BestFitRows, Rows, StreamRows, load_plan, plan_rows, save_plan
 from data.prepare import Preparation, prepare
@@ -31,7 +31,7 @@ from data.shards import TokenStream
 from data.store import BlockCache, Shard, Store, StoredShard, mirrored, readers
 from data.tokenizer import TextTokenizer, load_tokenizer
 
-NAMED = "shards with `val` in their names"
+NAMED = "shards of which a word of the name is `val`"
 SHOWN, BEGINNING = 8, 128  # rows, and tokens of each, that tell a person what a step saw
 
 
@@ -272,23 +272,28 @@ def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard])
     }
     shards = {part: [folder / shard["file"] for shard in listed[part]] for part in listed}
     sha256s = {folder / shard["file"]: shard["sha256"] for part in listed for shard in listed[part]}
-    by = "text" if facts.get("held_out_by") == "text" else "name, so that equal texts may be on both sides"
-    chosen = f"a hash below {facts['val_threshold']:.4g} of a document's {by}"
+    below = f"a hash below {facts['val_threshold']:.4g} of a document's"
+    named = f"{below} name, so that equal texts may be on both sides"
+    chosen = {"text": f"{below} text", "file": "files of their own"}.get(facts.get("held_out_by", ""), named)
     return _checked(folder, shards, tokenizer, sha256s, opened, chosen)
 
 
 def _made_by_others(folder: Path, names: list[str], config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:
+    if not config.tokenizer and (folder / "tokenizer").exists():
+        raise UserError(f"{folder} has lost its dataset.json; copy it there again, or prepare the dataset again")
     if not config.tokenizer:
         raise UserError(
             f"{folder} holds shards without a dataset.json; say what their tokens mean: --data.tokenizer=tiktoken:gpt2"
         )
     found = [folder / name for name in sorted(names)]
-    val = [path for path in found if "val" in path.name]
+    val = [path for path in found if HELD_OUT & name_words(path.name)]
     train = [path for path in found if path not in val][: config.shards or None]
+    if tests := [path.name for path in train if "test" in name_words(path.name)]:
+        raise UserError(f"{folder}/{tests[0]}: a test split must not be trained on; move it elsewhere")
     if not train or not val:
         raise UserError(
             f"{folder} has {len(train)} shard(s) to train on and {len(val)} held out; each needs one: those that are "
-            "held out have `val` in their names"
+            "held out have the word `val` or `validation` in their names"
         )
     return _checked(folder, {"train": train, "val": val}, load_tokenizer(config.tokenizer), {}, opened, NAMED)
 

@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from configs.files import write_whole
 from data.blocks import write_blocks
-from data.corpus import Corpus, hash_share
+from data.corpus import Corpus
 from data.parts import Part
 from data.shards import token_type, write_shard
 
@@ -34,8 +34,6 @@ class Placed:
     """Of each span."""
     documents: list[int]
     """Documents of the file before each span."""
-    numbers: list[int]
-    """What is added to each span's numbers to give the file's."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +59,11 @@ class Frame:
     corpus: Corpus
     folder: Path
     vocab_size: int
-    hashed: bool
     threshold: float
     """Documents whose hash falls below are held out."""
-    by_text: bool
-    """Whether it is the text's; in datasets of before, the name's."""
 
     def part(self, path: Path) -> Part:
-        return Part(path, self.hashed, token_type(self.vocab_size))
+        return Part(path, token_type(self.vocab_size))
 
 
 @dataclass(frozen=True)
@@ -98,13 +93,8 @@ def lay_out(frame: Frame, shard: Shard) -> tuple[Path, dict]:
     corpus, parts = frame.corpus, {number: frame.part(placed.path) for number, placed in shard.parts.items()}
     for number, i in zip(shard.which.tolist(), shard.index.tolist()):
         part, placed = parts[number], shard.parts[number]
-        if frame.by_text:
-            share = part.shares[i]
-        else:
-            span = int(np.searchsorted(part.firsts, i, "right")) - 1
-            number_in_file = placed.numbers[span] + int(part.numbers[i])
-            share = hash_share(corpus.name(corpus.files[placed.files[span]], number_in_file))
-        side = sides["val" if share < frame.threshold else "train"]
+        file = corpus.files[placed.files[int(np.searchsorted(part.firsts, i, "right")) - 1]]
+        side = sides["val" if file.held_out or part.shares[i] < frame.threshold else "train"]
         side.add(number, int(part.starts[i]), int(part.lengths[i]), int(part.sizes[i]))
     made: dict = {"skipped": shard.skipped, "end": shard.end}
     for name, side in sides.items():

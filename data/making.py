@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from bisect import bisect_right
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,21 +29,27 @@ class Making:
     """What is still missing of a dataset, and how it is made. `facts` is what dataset.json says: shards are added to it
     in their order, each when it is whole."""
 
-    def __init__(self, corpus: Corpus, files: list[SourceFile], tokenizer: TextTokenizer, facts: dict, folder: Path):
+    def __init__(
+        self,
+        corpus: Corpus,
+        files: list[SourceFile],
+        tokenizer: TextTokenizer,
+        facts: dict,
+        folder: Path,
+        excluded: Path | None,
+    ):
         made_from, shards = facts["made_from"], facts["shards"]
         self.seed, self.deduplicate = made_from.get("shuffle"), made_from.get("deduplicate", False)
-        by_text = facts.get("held_out_by") == "text"
-        hashed = by_text or self.deduplicate
         self.at_once = self.seed is None and not self.deduplicate
         """Whether a shard depends on no document behind it."""
         self.corpus, self.facts, self.folder = corpus, facts, folder
-        self.frame = Frame(corpus, folder, tokenizer.vocab_size, hashed, facts["val_threshold"], by_text)
+        self.frame = Frame(corpus, folder, tokenizer.vocab_size, facts["val_threshold"])
         self.parts_folder = folder / "parts"
         self.start = Position(*shards[-1]["end"]) if shards and self.at_once else Position(0, 0)
-        every = make_tasks(corpus, files, folder, tokenizer.sha256, hashed)
+        every = make_tasks(corpus, files, folder, tokenizer.sha256, excluded)
         self.tasks = [task for task in every if task.spans[-1].file >= self.start.file]
         self.cutter = Cutter(made_from["shard_tokens"], len(shards) if self.at_once else 0)
-        self.counts: dict[int, tuple[int, int]] = {}  # of each file: documents and lines in the tasks that are placed
+        self.counts: Counter = Counter()  # of each file: documents in the tasks that are placed
         self.placed = 0  # tasks whose documents were given their places, or had them already
         self.whole: list[tuple] = []  # documents that are laid out when all are there
         self.finished: dict[int, tuple[Shard, Ended]] = {}  # shards that wait for one before
@@ -85,23 +92,21 @@ class Making:
         if self.failed:
             raise self.failed[min(self.failed)]
 
-    def _used_up(self, task: Task) -> list[list[int]] | None:
+    def _used_up(self, task: Task) -> list[int] | None:
         """The spans of a task all of whose documents are in shards, and whose part is deleted."""
         if not task.done.exists():
             return None
         spans = json.loads(task.done.read_bytes())
-        before, _ = self.counts.get(task.spans[-1].file, (0, 0))
-        alone = sum(documents for span, (documents, _) in zip(task.spans, spans) if span.file == task.spans[-1].file)
-        return spans if Position(task.spans[-1].file, before + alone) <= self.start else None
+        file = task.spans[-1].file
+        alone = sum(documents for span, documents in zip(task.spans, spans) if span.file == file)
+        return spans if Position(file, self.counts[file] + alone) <= self.start else None
 
-    def _place_spans(self, task: Task, spans: list[list[int]]) -> Placed:
-        files, documents, numbers = [span.file for span in task.spans], [], []
-        for file, (count, last) in zip(files, spans):
-            before, lines = self.counts.get(file, (0, 0))
-            documents.append(before)
-            numbers.append(lines if self.corpus.is_numbered_by_span(self.corpus.files[file]) else 0)
-            self.counts[file] = before + count, lines + last
-        return Placed(task.part, files, documents, numbers)
+    def _place_spans(self, task: Task, spans: list[int]) -> Placed:
+        files, documents = [span.file for span in task.spans], []
+        for file, count in zip(files, spans):
+            documents.append(self.counts[file])
+            self.counts[file] += count
+        return Placed(task.part, files, documents)
 
     def _place(self, engine: Engine) -> None:
         """Gives the documents of the next tasks whose parts are there their places, and has full shards laid out."""

@@ -82,7 +82,7 @@ def split_source(source: str) -> list[tuple[str, list[tuple[str, str]]]]:
     stages = []
     for number, written in enumerate(source.split(";from=")):
         begins, _, rest = written.partition(",") if number else ("", "", written)
-        matched = [re.fullmatch(r"(\d*\.?\d+):(.+)", part) for part in rest.split(",")]
+        matched = [re.fullmatch(r"(-?\d*\.?\d+):(.+)", part) for part in rest.split(",")]
         found = [(match[1], match[2]) for match in matched if match]
         if 0 < len(found) < len(matched):
             raise UserError(f"--data.source={source}: each dataset of a mixture needs its share: 0.7:DIR,0.3:DIR")
@@ -111,7 +111,7 @@ def read_source(source: str) -> tuple[list[str], list[Stage]]:
         require(begins == sorted(set(begins)), f"the stage from={written} must begin after the one before it")
         shares = {name: Fraction(share or 1) for share, name in found}
         total = sum(shares.values())
-        require(min(shares.values()) > 0, "each dataset of a mixture needs its share: 0.7:DIR,0.3:DIR")
+        require(min(shares.values()) > 0, "each dataset of a mixture needs its share, above 0: 0.7:DIR,0.3:DIR")
         require(total < 10**9, "the shares of a stage must sum to less than a billion")
         require(len(shares) == len(found), "a dataset stands twice in one stage: give it the sum of its shares")
         mixtures.append({name: share / total for name, share in shares.items()})

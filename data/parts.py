@@ -4,9 +4,9 @@ A task is some spans of the source's files, chosen from their sizes alone. Its p
 under a digest of all that it is made from, and is there whole or not at all:
 
     8 bytes    how long the header is
-    header     JSON: documents and lines of each span, problems by document, how many tokens there are
-    int64      each document's number in its span, number of tokens (0: it has a problem) and bytes of text
-    16 bytes   each document's SHA-256, as far as that, if documents are hashed
+    header     JSON: documents of each span, problems by document, how many tokens there are
+    int64      each document's number of tokens (0: it has a problem) and bytes of text
+    16 bytes   of each document's SHA-256
     tokens     a BOS before each document
 
 `parts/DIGEST.at` says which document is being encoded, until the part is there.
@@ -29,6 +29,7 @@ import numpy as np
 from configs.files import write_whole
 from data.corpus import Corpus
 from data.encoding import Encoder
+from data.exclusion import load_exclusion
 from data.records import SourceFile
 from data.shards import token_type
 from data.tokenizer import load_tokenizer
@@ -53,15 +54,15 @@ class Task:
     folder: Path
     """The dataset's."""
     tokenizer_sha256: str
-    hashed: bool
-    """Whether documents are hashed: texts choose what is held out, or duplicates are found."""
+    excluded: Path | None = None
+    """Says what is left out (data/exclusion.py)."""
 
     @cached_property
     def part(self) -> Path:
         """Where its part lies. What cannot change a part is not in its name."""
         corpus = self.corpus
-        hashed = self.hashed and "sha256"
-        made_from = [corpus.version, corpus.source, corpus.text_column, self.tokenizer_sha256, hashed, self.spans]
+        made_from = [corpus.version, corpus.source, corpus.text_column, corpus.separator, self.tokenizer_sha256]
+        made_from += [self.excluded and self.excluded.name, self.spans]
         names = [corpus.files[span.file].name for span in self.spans]
         return self.folder / "parts" / hashlib.sha256(json.dumps([made_from, names]).encode()).hexdigest()[:32]
 
@@ -72,7 +73,7 @@ class Task:
 
     @property
     def done(self) -> Path:
-        """What is left of its part when all of its documents are in shards: documents and lines of each span."""
+        """What is left of its part when all of its documents are in shards: documents of each span."""
         return self.part.with_suffix(".done")
 
     def run(self) -> None:
@@ -100,7 +101,7 @@ class Task:
         return self.corpus.name(file, self.corpus.numbers_before(file, start) + number) if number else file.name
 
 
-def make_tasks(corpus: Corpus, files: list[SourceFile], folder: Path, sha256: str, hashed: bool) -> list[Task]:
+def make_tasks(corpus: Corpus, files: list[SourceFile], folder: Path, sha256: str, excluded: Path | None) -> list[Task]:
     """What is to be encoded: large files in several tasks, small ones several to a task."""
     least, most = TASK_BYTES
     size = min(max(sum(file.size for file in files) // 256, least), most)
@@ -114,7 +115,7 @@ def make_tasks(corpus: Corpus, files: list[SourceFile], folder: Path, sha256: st
                 filled = 0
             spans[-1].append(Span(number, start, stop))
             filled += (file.size if stop is None else stop) - start
-    return [Task(corpus, tuple(one), folder, sha256, hashed) for one in spans if one]
+    return [Task(corpus, tuple(one), folder, sha256, excluded) for one in spans if one]
 
 
 @cache
@@ -123,23 +124,28 @@ def _encoder(folder: Path, sha256: str) -> Encoder:
 
 
 def encode(task: Task) -> None:
+    exclusion = task.excluded and load_exclusion(task.excluded)
     encoder = _encoder(task.folder / "tokenizer", task.tokenizer_sha256)
     dtype = token_type(encoder.tokenizer.vocab_size)
     bos = np.array([encoder.tokenizer.bos], dtype).tobytes()
-    numbers, lengths, sizes, hashes, problems, spans = array("q"), array("q"), array("q"), bytearray(), [], []
+    lengths, sizes, hashes, problems, spans = array("q"), array("q"), bytearray(), [], []
     with open(task.note, "w+b") as at, tempfile.TemporaryFile(dir=task.part.parent, buffering=2**20) as tokens:
         at.write(bytes(16))
         at.flush()
         place = mmap.mmap(at.fileno(), 16)  # survives the process, at no call to the system a document
         for i, span in enumerate(task.spans):
-            last, before, place[:] = 0, len(numbers), struct.pack("<qq", i, 1)
-            for number, text, problem in task.corpus.read(task.corpus.files[span.file], span.start, span.stop):
-                last, place[:] = number, struct.pack("<qq", i, number)
+            before, place[:] = len(lengths), struct.pack("<qq", i, 1)
+            file = task.corpus.files[span.file]
+            for number, text, problem in task.corpus.read(file, span.start, span.stop):
+                place[:] = struct.pack("<qq", i, number)
                 if not (text or problem):
                     continue
+                if exclusion and not problem and not file.held_out:
+                    problem = exclusion.problem(text)
+                    text = "" if problem else text
                 length, size, digest = 0, 0, hashlib.sha256()
                 if problem:
-                    problems.append([len(numbers), problem])
+                    problems.append([len(lengths), problem])
                 else:
                     length += 1
                     tokens.write(bos)
@@ -149,17 +155,16 @@ def encode(task: Task) -> None:
                     content = window.encode()
                     length, size = length + len(ids), size + len(content)
                     digest.update(content)
-                numbers.append(number)
                 lengths.append(length)
                 sizes.append(size)
-                hashes += digest.digest()[:16] if task.hashed else b""
+                hashes += digest.digest()[:16]
                 place[8:] = struct.pack("<q", number + 1)  # which is read now
-            spans.append([len(numbers) - before, last])
+            spans.append(len(lengths) - before)
         tokens.flush()
         header = json.dumps({"spans": spans, "problems": problems, "tokens": sum(lengths)}).encode()
         mapped = mmap.mmap(tokens.fileno(), 0, access=mmap.ACCESS_READ) if sum(lengths) else b""
         own = task.part.with_name(f"{task.part.name}.{uuid4().hex}")  # a worker whose command died may write it, too
-        columns = (column.tobytes() for column in (numbers, lengths, sizes))
+        columns = (column.tobytes() for column in (lengths, sizes))
         write_whole(own, struct.pack("<q", len(header)), header, *columns, bytes(hashes), memoryview(mapped))
         own.replace(task.part)
     task.note.unlink(missing_ok=True)
@@ -168,22 +173,22 @@ def encode(task: Task) -> None:
 class Part:
     """A part, read."""
 
-    def __init__(self, path: Path, hashed: bool, dtype: np.dtype):
+    def __init__(self, path: Path, dtype: np.dtype):
         with path.open("rb") as file:
             (length,) = struct.unpack("<q", file.read(8))
             header = json.loads(file.read(length))
-        self.spans: list[list[int]] = header["spans"]
-        """Documents of each span, and the number of its last."""
+        self.spans: list[int] = header["spans"]
+        """Documents of each span."""
         self.problems: dict[int, str] = dict(header["problems"])
-        count, at = sum(documents for documents, _ in self.spans), 8 + length
-        columns = np.fromfile(path, "<i8", 3 * count, offset=at).reshape(3, count)
-        self.numbers, self.lengths, self.sizes = columns
+        count, at = sum(self.spans), 8 + length
+        columns = np.fromfile(path, "<i8", 2 * count, offset=at).reshape(2, count)
+        self.lengths, self.sizes = columns
         at += columns.nbytes
-        self.hashes = np.fromfile(path, "S16", count if hashed else 0, offset=at)
+        self.hashes = np.fromfile(path, "S16", count, offset=at)
         self.shares = self.hashes.view(">u8")[::2] / 2**64
         """Each document's `hash_share`."""
         at += self.hashes.nbytes
         self.tokens = np.memmap(path, dtype, "r", at) if header["tokens"] else np.zeros(0, dtype)
         self.starts = np.cumsum(self.lengths) - self.lengths
-        self.firsts = np.cumsum([0, *(documents for documents, _ in self.spans)])
+        self.firsts = np.cumsum([0, *self.spans])
         """Index of each span's first document."""

@@ -25,7 +25,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -33,8 +33,9 @@ import numpy as np
 import tyro
 
 from configs.schema import MIN_VOCAB_SIZE, DataConfig, UserError
-from data.corpus import Corpus, find_corpus, hash_share
+from data.corpus import Corpus, find_corpus, hash_share, hold_out
 from data.engines import Engine, Local
+from data.exclusion import load_exclusion, save_exclusion
 from data.making import Making, write_record
 from data.record import read_record
 from data.records import SourceFile
@@ -46,8 +47,13 @@ class Preparation:
     """What makes a dataset out of text."""
 
     source: str
-    """`stdlib`; a file, a folder or a glob of .txt, .md, .py (a file is a document; one file alone is cut into many),
-    .jsonl, .jsonl.gz, .jsonl.zst and .parquet, local or at a URL that fsspec knows; `hf:OWNER/NAME[:FOLDER]`."""
+    """`stdlib`; a file, a folder or a glob of .txt, .md, .py (a file is a document; one file alone, and one above 1 MB,
+    is cut into many), .jsonl (or compressed, as .json.gz and .json.zst), .parquet, .csv and .arrow, local or at a URL
+    that fsspec knows; `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`. Files named validation, valid, val or dev are held
+    out, and those named test are refused, unless all are named so."""
+    val_source: str = ""
+    """What is held out, in place of a share of the source's documents; training documents with these texts are left
+    out."""
     tokenizer: str = ""
     """A tokenizer.json, a folder with one (another dataset's `tokenizer/`), or `tiktoken:gpt2`. Empty: a byte-level BPE
     is trained on the training documents."""
@@ -56,9 +62,16 @@ class Preparation:
     sample_bytes: int = 1_000_000_000
     """It is trained on about so much text at most, the first documents of every file."""
     val_fraction: float = DataConfig.val_fraction
-    """Share of the documents, chosen by a hash of their texts, that is held out."""
+    """Share of the documents, chosen by a hash of their texts, that is held out, if no file is."""
     text_column: str = "text"
-    """Column of .parquet, and key of .jsonl, that holds the text."""
+    """Column of .parquet, .csv and .arrow, and key of .jsonl, that holds the text."""
+    text_extensions: str = ""
+    """More extensions of files of text: `.rst,.tex`."""
+    separator: str = ""
+    """What stands between the documents of a file of text: `<|endoftext|>`."""
+    exclude_ngrams_of: str = ""
+    """Texts of evaluations, given as a source: documents that share 13 words in a row with them are left out, and
+    counted. Of .jsonl every string counts."""
     on_error: Literal["stop", "skip"] = "stop"
     """Documents that are empty, not UTF-8 or not JSON: stop and name the first, or skip them all and count them."""
     shard_tokens: int = 100_000_000
@@ -67,6 +80,10 @@ class Preparation:
     """Of documents with the same text only the first is kept; the others are counted."""
     shuffle: int | None = None
     """A seed: documents are laid out in an order drawn from it, in place of the source's."""
+
+
+# Options of the first datasets' records, whatever their values.
+_AT_FIRST = ("tokenizer", *(f.name for f in fields(Preparation) if f.default not in ("", False, None)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +148,33 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
     is_taken = any(path.suffix != ".partial" and path.name != "lock" for path in out.glob("*"))
     if is_taken and not record.exists():
         raise UserError(f"--out={out} is not empty and holds no dataset (no dataset.json); choose another folder")
-    corpus = find_corpus(settings.source, settings.text_column, settings.on_error)
-    files, made_from = corpus.files[:max_files], {**asdict(settings), "version": corpus.version}
-    for name in ("deduplicate", "shuffle"):
-        if made_from[name] in (None, False):
-            del made_from[name]  # as in the datasets of before there were these
+    before = read_record(out)["made_from"] if record.exists() else {}
+
+    def find(option: str, version: str) -> Corpus | None:
+        source = getattr(settings, option)
+        if not source and option != "source":
+            return None
+        options = settings.text_column, settings.on_error, settings.separator, settings.text_extensions
+        is_begun = source.startswith("hf:") and before.get(option) == source
+        revision = before[version].partition("/")[0] if is_begun else ""  # of the first start
+        found = find_corpus(source, *options, revision)
+        made_from[version] = found.version
+        return found
+
+    made_from = {name: value for name, value in asdict(settings).items() if value or name in _AT_FIRST}
+    if settings.shuffle is not None:
+        made_from["shuffle"] = settings.shuffle  # 0, too
+    given, corpus = find("val_source", "val_version"), find("source", "version")
+    evaluations = find("exclude_ngrams_of", "ngrams_version")
+    assert corpus
+    if corpus.is_minor:
+        raise UserError(
+            f"{settings.source}: most of its text would be left out{corpus.left_out}; take what you mean to train on, "
+            "or give a glob of it: --source='FOLDER/**/*.txt'"
+        )
+    corpus = hold_out(corpus, given)
+    held_out = sum(file.held_out for file in corpus.files)
+    files = corpus.files[: held_out + max_files if max_files else None]
     if record.exists() and _is_complete(_continued(out, made_from), files):
         return  # without a lock, for a folder that may only be read
     with _only_one(out):
@@ -149,21 +188,32 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
                 f"{out}: more files change every shard with --deduplicate or --shuffle; choose another --out"
             )
         facts |= {"files": len(files), "complete": False}
-        print(f"preparing {settings.source}: {len(files)} file(s), once, in {out}", file=sys.stderr)
+        chosen = f", {held_out} of them held out ({corpus.files[0].name} ...)" if held_out else ""
+        print(
+            f"preparing {settings.source}: {len(files)} file(s){chosen}, once, in {out}{corpus.left_out}",
+            file=sys.stderr,
+        )
         if "tokenizer" not in facts:
             write_record(record, facts | {"files": 0})  # which claims the folder
-            threshold = _threshold(corpus, files, settings.val_fraction)
-            tokenizer = _tokenizer(corpus, files, settings, threshold)
+        excluded = save_exclusion(corpus, evaluations, out / "parts")
+        if "tokenizer" not in facts:
+            threshold = 0.0 if held_out else _threshold(corpus, files, settings.val_fraction)
+            tokenizer = _tokenizer(corpus, files, settings, threshold, excluded)
             tokenizer.save(out / "tokenizer")
             about = {"sha256": tokenizer.sha256, "bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
-            facts |= {"val_threshold": threshold, "held_out_by": "text", "tokenizer": about}
+            facts |= {"val_threshold": threshold, "held_out_by": "file" if held_out else "text", "tokenizer": about}
             write_record(record, facts)
         elif facts["shards"] != read_record(out)["shards"]:
             print(f"{out}: made again from shard {len(facts['shards'])} on, which is missing", file=sys.stderr)
+        if "held_out_by" not in facts:
+            raise UserError(
+                f"{out} was prepared when documents' names chose what is held out: train on it as it is, and prepare "
+                f"more files into another folder, with --tokenizer={out}/tokenizer"
+            )
         tokenizer = load_tokenizer(out / "tokenizer")
         if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
             raise UserError(f"{out}/tokenizer is not what the dataset's first shards were made with; delete {out}")
-        _write_shards(corpus, files, tokenizer, facts, record, where)
+        _write_shards(corpus, files, tokenizer, facts, record, where, excluded)
 
 
 def _write_shards(
@@ -173,9 +223,10 @@ def _write_shards(
     facts: dict,
     record: Path,
     where: Where,
+    excluded: Path | None,
 ) -> None:
     """Encodes what follows the last whole shard, and lays out the shards that it fills."""
-    making = Making(corpus, files, tokenizer, facts, record.parent)
+    making = Making(corpus, files, tokenizer, facts, record.parent, excluded)
     engine = where.open(record.parent, len(making.tasks))
     try:
         making.run(engine)
@@ -184,12 +235,13 @@ def _write_shards(
     for name in ("train", "val"):
         made = [shard[name] for shard in facts["shards"] if name in shard]
         facts[name] = {key: sum(one[key] for one in made) for key in ("documents", "tokens", "bytes")}
+        if not made:
+            raise UserError(f"{corpus.source}: no document is left for `{name}`; give more text")
     total = sum((Counter(shard["skipped"]) for shard in facts["shards"]), Counter())
     write_record(record, facts | {"skipped": dict(total), "complete": True})
     shutil.rmtree(record.parent / "parts", ignore_errors=True)
     if total:
-        problems = ", ".join(f"{count} {problem}" for problem, count in total.items())
-        print(f"{corpus.source}: skipped {total.total()} document(s): {problems}", file=sys.stderr)
+        print(f"{corpus.source}: {total.total():,} document(s) are left out{_counted(total)}", file=sys.stderr)
 
 
 def _threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> float:
@@ -213,31 +265,50 @@ def _threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> 
     return highest if highest < val_fraction else float(np.nextafter(lowest, 1))
 
 
-def _tokenizer(corpus: Corpus, files: list[SourceFile], settings: Preparation, threshold: float) -> TextTokenizer:
+def _tokenizer(
+    corpus: Corpus, files: list[SourceFile], settings: Preparation, threshold: float, excluded: Path | None
+) -> TextTokenizer:
     if settings.tokenizer:
         return load_tokenizer(settings.tokenizer)
-    tokenizer = train_tokenizer(_sample(corpus, files, settings.sample_bytes, threshold), settings.vocab_size)
+    skipped: Counter = Counter()
+    sample = _sample(corpus, files, settings.sample_bytes, threshold, excluded, skipped)
+    tokenizer = train_tokenizer(sample, settings.vocab_size)
     if tokenizer.vocab_size < settings.vocab_size:
         learned = tokenizer.vocab_size
         smaller = f"use vocab_size={learned} or less, or more text" if learned >= MIN_VOCAB_SIZE else "use more text"
         raise UserError(
             f"a vocab_size of {settings.vocab_size} is more than the text of {corpus.source} can fill: its tokenizer "
-            f"learned {learned} tokens; {smaller}"
+            f"learned {learned} tokens; {smaller}{_counted(skipped)}{corpus.left_out}"
         )
     return tokenizer
 
 
-def _sample(corpus: Corpus, files: list[SourceFile], sample_bytes: int, threshold: float) -> Iterator[str]:
-    """Training documents, of each file its first, up to its share of the sample."""
+def _sample(
+    corpus: Corpus,
+    files: list[SourceFile],
+    sample_bytes: int,
+    threshold: float,
+    excluded: Path | None,
+    skipped: Counter,
+) -> Iterator[str]:
+    """Training documents, of each file its first, up to its share of the sample; what has no text is counted."""
+    exclusion, files = excluded and load_exclusion(excluded), [file for file in files if not file.held_out]
     share = sample_bytes / max(sum(file.size for file in files), 1)
     for file in files:
         left = file.size * share
         for document in corpus.documents(file):
             if left <= 0:
                 break
-            if not document.problem and hash_share(document.text) >= threshold:
+            problem = document.problem or (exclusion.problem(document.text) if exclusion else "")
+            skipped[problem] += bool(problem)
+            if not problem and hash_share(document.text) >= threshold:
                 left -= len(document.text)
                 yield document.text
+
+
+def _counted(skipped: Counter) -> str:
+    problems = ", ".join(f"{count:,} {problem}" for problem, count in skipped.items() if count)
+    return f"; skipped: {problems}" if problems else ""
 
 
 def _continued(out: Path, made_from: dict) -> dict:

@@ -47,7 +47,7 @@ class _WithTokenizer(_Begun):
     tokenizer: _Tokenizer
     val_threshold: float
     held_out_by: NotRequired[str]
-    """`text`, whose hash falls below the threshold; it is not there if it is the name's, as it was at first."""
+    """`text`, whose hash falls below the threshold, or `file`; not there if it is the name, as it was at first."""
 
 
 class _Complete(_WithTokenizer):

@@ -2,22 +2,30 @@
 
 Spans side by side give each document once: that which starts in the span, or, of a table's, that whose group of rows
 does. A document has a number in its file. In a span of a .jsonl the numbers are those of the span's lines, from 1: how
-many lines come before it is known when the spans before it have been read.
+many lines come before it is counted for a message alone. So it is with texts between separators.
 """
 
+import csv
 import io
+import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 import pyarrow
+import pyarrow.csv
 import pyarrow.parquet
+from fsspec import AbstractFileSystem
+from fsspec.implementations.local import LocalFileSystem
 
 from configs.schema import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
-TABLE_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".xz": "xz"}
+# Lines of JSON, as in C4 and Dolma, where a .json is one only if it is compressed.
+LINE_SUFFIXES = (".jsonl", *(f"{kind}{suffix}" for kind in (".jsonl", ".json") for suffix in COMPRESSIONS))
+TABLE_SUFFIXES = (*LINE_SUFFIXES, ".parquet", ".csv", ".csv.gz", ".arrow")
 CHUNK_BYTES = 16_384
 BATCH_BYTES = 16_000_000  # of a table's column that are in memory at a time, where no row alone is larger
 
@@ -34,13 +42,24 @@ class SourceFile:
     """Bytes, compressed as it lies there."""
     problem: str = ""
     """Why it (or the folder of this name) cannot be read: no permission, or a link that leads nowhere."""
+    held_out: bool = False
+    """Whether all of its documents are held out."""
+    filesystem: AbstractFileSystem = LocalFileSystem()
+    """fsspec's, that opens it."""
+
+
+def decompressed(name: str, opened: Any) -> Any:
+    """The content of a file of this name."""
+    packed = COMPRESSIONS.get(PurePath(name).suffix)
+    if packed == "xz":
+        return lzma.open(opened)
+    return io.BufferedReader(pyarrow.CompressedInputStream(opened, packed), 2**20) if packed else opened
 
 
 def lines(file: SourceFile, opened: Any, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
     """The lines that start in the span, empty ones with no content; of a compressed file, all."""
-    packed = {".gz": "gzip", ".zst": "zstd"}.get(PurePath(file.name).suffix)
-    stream = io.BufferedReader(pyarrow.CompressedInputStream(opened, packed), 2**20) if packed else opened
-    at = start
+    stream, at = decompressed(file.name, opened), start
+    packed = stream is not opened
     if start:
         stream.seek(start - 1)
         at += len(stream.readline()) - 1  # the end of a line that starts before
@@ -59,6 +78,55 @@ def lines_before(opened: Any, start: int) -> int:
     return count + (last != b"\n")
 
 
+def separated(opened: Any, separator: bytes, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+    """The texts between separators that start in the span, without the blanks around them; empty ones are left out."""
+    at, rest, number, is_text = max(start - len(separator), 0), b"", 0, not start
+    opened.seek(at)
+    while True:
+        block = opened.read(2**20)
+        *whole, rest = (rest + block).split(separator)
+        for text in whole if block else [*whole, rest]:
+            if stop is not None and at >= stop:
+                return
+            if is_text and (content := text.strip()):
+                number += 1
+                yield number, content
+            at, is_text = at + len(text) + len(separator), True
+        if not block:
+            return
+
+
+def values(file: SourceFile, opened: Any, column: str) -> Iterator[tuple[int, bytes]]:
+    """The rows of a .csv, or of an .arrow (a file of IPC, or a stream of it, as `datasets` writes it)."""
+    try:
+        if file.name.endswith(".arrow"):
+            is_file = opened.read(6) == b"ARROW1"
+            opened.seek(0)
+            table = pyarrow.ipc.open_file(opened) if is_file else pyarrow.ipc.open_stream(opened)
+            batches = (table.get_batch(i) for i in range(table.num_record_batches)) if is_file else table
+        else:
+            first = decompressed(file.name, opened)  # closes the file when it is dropped
+            names = next(csv.reader([first.readline().decode("utf-8-sig")]), [])
+            opened.seek(0)
+            batches = table = pyarrow.csv.open_csv(
+                decompressed(file.name, opened),
+                pyarrow.csv.ReadOptions(use_threads=False, block_size=BATCH_BYTES),
+                pyarrow.csv.ParseOptions(newlines_in_values=True),
+                pyarrow.csv.ConvertOptions(
+                    column_types=dict.fromkeys(names, pyarrow.large_binary()),
+                    include_columns=[column] if column in names else None,
+                ),
+            )
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file.url}: not {PurePath(file.name).suffix}, or not a whole one: {error}") from error
+    _require_text(file, column, dict(zip(table.schema.names, table.schema.types)))
+    number = 0
+    for batch in batches:
+        for value in batch.column(column).cast(pyarrow.large_binary()):
+            number += 1
+            yield number, value.as_py() or b""
+
+
 def rows(file: SourceFile, opened: Any, column: str, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
     """The rows of a table's groups that start in the span."""
     try:
@@ -67,13 +135,7 @@ def rows(file: SourceFile, opened: Any, column: str, start: int, stop: int | Non
         columns = dict(zip(schema.names, schema.types))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last, of a column's name
         raise UserError(f"{file.url}: not a parquet file, or not a whole one: {error}") from error
-    kind = columns.get(column)
-    if kind is None or not _is_text(kind):
-        wrong = f"has no column {column!r}" if kind is None else f"has {kind} in its column {column!r}, not text"
-        texts = ", ".join(name for name in columns if _is_text(columns[name]))
-        raise UserError(
-            f"{file.url} {wrong}; " + (f"give --text_column, one of: {texts}" if texts else "nor elsewhere")
-        )
+    _require_text(file, column, columns)
     facts, groups, numbers = table.metadata, [], []
     leaf, row_bytes, before = [facts.schema.column(i).path for i in range(len(facts.schema))].index(column), 1, 0
     for i in range(facts.num_row_groups):
@@ -93,6 +155,16 @@ def rows(file: SourceFile, opened: Any, column: str, start: int, stop: int | Non
             number += 1
     if number != expected:
         raise UserError(f"{file.url} is damaged: {number - 1} rows, where it says that there are {expected - 1}")
+
+
+def _require_text(file: SourceFile, column: str, columns: dict[str, pyarrow.DataType]) -> None:
+    kind = columns.get(column)
+    if kind is None or not _is_text(kind):
+        wrong = f"has no column {column!r}" if kind is None else f"has {kind} in its column {column!r}, not text"
+        texts = ", ".join(name for name in columns if _is_text(columns[name]))
+        raise UserError(
+            f"{file.url} {wrong}; " + (f"give --text_column, one of: {texts}" if texts else "nor elsewhere")
+        )
 
 
 def _is_text(kind: pyarrow.DataType) -> bool:

@@ -1,6 +1,9 @@
+import bz2
 import gzip
 import json
+import lzma
 import sysconfig
+from itertools import pairwise
 from pathlib import Path
 
 import fsspec
@@ -101,7 +104,10 @@ RECORDS = [{"text": "one"}, {"text": "two\nlines", "id": 7}, {"id": 3, "text": "
 
 @pytest.mark.parametrize(
     ("name", "pack"),
-    [("x.jsonl", bytes), ("x.jsonl.gz", gzip.compress), ("x.jsonl.zst", zstd)],
+    [
+        *(("x.jsonl", bytes), ("x.jsonl.gz", gzip.compress), ("x.jsonl.zst", zstd), ("x.json.gz", gzip.compress)),
+        *(("x.json.zst", zstd), ("x.jsonl.bz2", bz2.compress), ("x.jsonl.xz", lzma.compress)),
+    ],
 )
 def test_every_line_of_a_jsonl_is_a_document_compressed_or_not(tmp_path, name, pack):
     content = jsonl(*RECORDS[:2]) + "\n" + jsonl(RECORDS[2])
@@ -113,6 +119,62 @@ def test_every_row_of_a_parquet_is_a_document(tmp_path):
     parquet(tmp_path / "x.parquet", "body", "one", "two\nlines", "naïve")
     corpus = find_corpus(str(tmp_path), text_column="body")
     assert texts(corpus) == {f"x.parquet row {i}": text for i, text in enumerate(("one", "two\nlines", "naïve"), 1)}
+
+
+def test_a_csv_and_an_arrow_file_give_their_rows(tmp_path):
+    table = pa.table({"id": [1, 2], "body": ['one, "two"\nlines', "naïve"]})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    with pa.ipc.new_stream(tmp_path / "b.arrow", table.schema) as file:  # as `datasets` writes it
+        file.write_table(table)
+    content = 'id,body\n1,"one, ""two""\nlines"\nx,naïve\n'.encode()
+    write_files(tmp_path, {"c.csv": content, "d.csv.gz": gzip.compress(content)})
+    corpus = find_corpus(str(tmp_path), text_column="body")
+    expected = ['one, "two"\nlines', "naïve"]
+    assert list(texts(corpus).values()) == expected * 4 and "d.csv.gz row 2" in texts(corpus)
+    with pytest.raises(UserError, match=r"a\.arrow has no column 'text'; give --text_column, one of: body"):
+        texts(find_corpus(str(tmp_path)))
+
+
+@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n"])
+def test_separated_texts_are_documents_and_so_in_every_division_into_spans(tmp_path, separator):
+    stories = [f"story {i}" + ".\nA line." * (i % 7) for i in range(50)]
+    write_files(tmp_path, {"a.txt": separator + f"\n{separator}\n".join(stories), "b.txt": "one\n"})
+    corpus = find_corpus(str(tmp_path), separator=separator)
+    assert list(texts(corpus).values()) == [*stories, "one"]
+    file = corpus.files[0]
+    if corpus.is_divisible(file):
+        for size in (1, 7, 100):
+            cuts = [*range(0, file.size, size), None]
+            spans = [[text for _, text, _ in corpus.read(file, *span)] for span in pairwise(cuts)]
+            assert [text for span in spans for text in span] == stories
+            at = next(i for i, span in enumerate(spans) if stories[30] in span)
+            assert corpus.numbers_before(file, cuts[at]) + spans[at].index(stories[30]) == 30
+    else:
+        assert separator == "\n\n"  # a boundary's place depends on what comes before it
+
+
+def test_a_long_file_is_cut_among_others_too(tmp_path):
+    write_files(tmp_path, {"long.txt": "some words\n" * 150_000, "short.txt": "words " * 10_000})
+    sizes = [len(text) for text in texts(find_corpus(str(tmp_path))).values()]
+    assert len(sizes) > 50 and sizes[-1] == 60_000 and max(sizes[:-1]) < 2 * CHUNK_BYTES
+
+
+def test_what_is_left_out_is_listed_and_its_option_takes_it(tmp_path):
+    write_files(tmp_path, {"a.txt": "one", "b.rst": "two" * 9, "c.json": "{}", "d.txt.gz": "x", "e.png": "x" * 999})
+    corpus = find_corpus(str(tmp_path))
+    assert (
+        "1 .rst (27 bytes; --text_extensions=.rst)" in corpus.left_out
+        and "1 .png (999 bytes; no text)" in corpus.left_out
+    )
+    assert (
+        "lines of JSON? call them .jsonl" in corpus.left_out and "1 .txt.gz (1 bytes; unpack them)" in corpus.left_out
+    )
+    assert corpus.is_minor and not find_corpus(f"{tmp_path}/*.txt").is_minor
+    taken = find_corpus(str(tmp_path), text_extensions=".rst")
+    assert names(taken) == ["a.txt", "b.rst"] and not taken.is_minor
+    with pytest.raises(UserError, match=r"--text_extensions=rst cannot work: write \.rst or \.rst,\.tex"):
+        find_corpus(str(tmp_path), text_extensions="rst")
 
 
 def test_a_remote_folder_is_read_through_fsspec():

@@ -69,6 +69,17 @@ def test_best_fit_keeps_its_plan_beside_the_data_or_in_the_cache_and_makes_it_on
         assert all((ours[i][name] == theirs[i][name]).all() for i in range(len(ours)) for name in ours[i])
 
 
+def test_shards_are_held_out_by_a_word_of_their_names(tmp_path, cache, tokenizer):
+    for name in ("fineweb_val_000000.bin", "retrieval_000000.bin", "train_000000.bin"):
+        foreign(tmp_path / "x", name, [0, 1, 2] * 100)
+    dataset = open_dataset(str(tmp_path / "x"), DataConfig(tokenizer=str(tokenizer)), 0, cache)
+    found = {part: [shard.path.name for shard in shards] for part, shards in dataset.shards.items()}
+    assert found == {"train": ["retrieval_000000.bin", "train_000000.bin"], "val": ["fineweb_val_000000.bin"]}
+    foreign(tmp_path / "x", "test_000000.bin", [0, 1, 2])
+    with pytest.raises(UserError, match=r"test_000000\.bin: a test split must not be trained on"):
+        open_dataset(str(tmp_path / "x"), DataConfig(tokenizer=str(tokenizer)), 0, cache)
+
+
 def test_a_mixture_of_datasets_that_hold_out_otherwise_says_so(raw, made, tmp_path, capfd):
     opened(f"0.5:{made},0.5:{made}/../made", tmp_path)
     assert not capfd.readouterr().err
@@ -134,11 +145,17 @@ def test_shards_of_others_train_as_they_are(tmp_path, cache, tokenizer, packing)
     assert set(val[0]["inputs"].tolist()) <= set(range(100))
 
 
+def test_a_dataset_that_lost_its_record_is_not_taken_for_the_shards_of_others(made, cache):
+    (made / "dataset.json").unlink()
+    with pytest.raises(UserError, match=r"made has lost its dataset\.json; copy it there again"):
+        opened(made, cache)
+
+
 def test_shards_of_others_need_a_tokenizer_and_a_held_out_part(tmp_path, cache, tokenizer):
     foreign(tmp_path / "x", "train.bin", [0, 1, 2] * 100)
     with pytest.raises(UserError, match=r"without a dataset\.json.*--data\.tokenizer=tiktoken:gpt2"):
         opened(tmp_path / "x", cache)
-    with pytest.raises(UserError, match=r"1 shard\(s\) to train on and 0 held out.*`val` in their names"):
+    with pytest.raises(UserError, match=r"1 shard\(s\) to train on and 0 held out.* the word `val`"):
         opened(tmp_path / "x", cache, tokenizer=str(tokenizer))
 
 

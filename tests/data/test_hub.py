@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import HfApi
 
 from configs.schema import UserError
 from data.corpus import find_corpus
@@ -147,6 +148,17 @@ def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_resumes(en
     assert sum(len(read_shard(path)) for path in (tmp_path / "out").glob("*.bin")) > 3 * 99 * 10
     downloads = [ranges for name, ranges in Hub.asked if name == "sample/10BT/001.parquet"]
     assert f"bytes={PIECE}-" in downloads  # what had come was not asked for again
+
+
+def test_a_glob_and_a_revision_are_asked_for_and_the_first_is_asked_for_again(endpoint, monkeypatch):
+    ask(endpoint, monkeypatch)
+    revisions, info = [], HfApi.dataset_info
+    monkeypatch.setattr(HfApi, "dataset_info", lambda *a, revision, **k: revisions.append(revision) or info(*a, **k))
+    found = find_corpus("hf:owner/name@v1.0:*/*BT/00[01]*", revision=SHA)
+    assert [file.name for file in found.files] == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
+    assert {file.url.partition(":sample")[0] for file in found.files} == {f"hf:owner/name@{SHA}"}
+    find_corpus("hf:owner/name", revision=SHA)
+    assert revisions == ["v1.0", SHA] and "1 .md" in found.left_out + find_corpus("hf:owner/name").left_out
 
 
 @pytest.mark.parametrize(

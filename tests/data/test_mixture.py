@@ -56,7 +56,17 @@ def test_sources_stages_and_shares(source, names, stages):
 @pytest.mark.parametrize(
     "source",
     [
-        *("0.5:a,b", "0:a,1:b", "1:a,", f"{'9' * 400}:a,1:b", "1:a,1:a", "a;from=0,b", "a;from=-5,b", "a;from=8G,b"),
+        *(
+            "0.5:a,b",
+            "0:a,1:b",
+            "-1:a",
+            "1:a,",
+            f"{'9' * 400}:a,1:b",
+            "1:a,1:a",
+            "a;from=0,b",
+            "a;from=-5,b",
+            "a;from=8G,b",
+        ),
         *("a;from=,b", "a;from=5", "a;from=9,b;from=9,a", "a;from=9,b;from=8,a", "a;from=9e99,b", "a;from=9,0.5:b,c"),
     ],
 )

@@ -66,7 +66,7 @@ def serial(source, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
 def test_any_number_of_workers_writes_the_bytes_of_one(source, serial, tmp_path, workers):
     prepare(source, tmp_path / "out", where=Where(workers=workers))
-    assert len(make_tasks(find_corpus(source.source), find_corpus(source.source).files, tmp_path, "", False)) > 8
+    assert len(make_tasks(find_corpus(source.source), find_corpus(source.source).files, tmp_path, "", None)) > 8
     assert digests(tmp_path / "out") == digests(serial)
 
 
@@ -113,7 +113,7 @@ def run_deadly(source, tmp_path: Path, engine: Engine) -> tuple[list[Ended], lis
     tokenizer = load_tokenizer(source.tokenizer)
     tokenizer.save(tmp_path / "tokenizer")
     (tmp_path / "parts").mkdir(exist_ok=True)
-    tasks, ended = make_tasks(corpus, corpus.files, tmp_path, tokenizer.sha256, False), []
+    tasks, ended = make_tasks(corpus, corpus.files, tmp_path, tokenizer.sha256, None), []
     engine.submit(*tasks)
     while not engine.is_idle:
         ended += engine.wait()

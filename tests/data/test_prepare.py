@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections import Counter
@@ -16,9 +17,9 @@ import pytest
 import data.parts
 import data.prepare as module
 from configs.schema import DataConfig, UserError
-from data.corpus import find_corpus, hash_share
+from data.corpus import find_corpus
 from data.dataset import open_dataset
-from data.prepare import Preparation, prepare
+from data.prepare import Preparation, Where, prepare
 from data.shards import read_shard
 from data.tokenizer import load_tokenizer, train_tokenizer
 from run.runtime import run_command
@@ -122,19 +123,15 @@ def test_equal_texts_alone_are_refused(tmp_path, deduplicate):
         prepare(source, tmp_path / "out")
 
 
-def test_a_dataset_whose_names_chose_what_is_held_out_is_continued_so(settings, tmp_path):
+def test_a_dataset_whose_names_chose_what_is_held_out_says_so_and_takes_no_more_files(settings, tmp_path):
     out = tmp_path / "out"
-    prepare(settings, out)
+    prepare(settings, out, max_files=12)
     (out / "dataset.json").write_text(json.dumps({k: v for k, v in facts_of(out).items() if k != "held_out_by"}))
-    for shard in out.glob("*.bin"):
-        shard.unlink()
-    prepare(settings, out)
-    corpus = find_corpus(settings.source)
-    named = [document for file in corpus.files for document in corpus.documents(file)]
-    held_out = [document.text for document in named if hash_share(document.name) < 0.3]
-    assert "held_out_by" not in facts_of(out) and Counter(documents(out, "val")) == Counter(held_out)
     chosen = open_dataset(str(out), DataConfig(), SIZE, tmp_path).held_out
     assert chosen.endswith("name, so that equal texts may be on both sides")
+    prepare(settings, out, max_files=12)  # it is complete
+    with pytest.raises(UserError, match=f"prepare more files into another folder, with --tokenizer={out}/tokenizer"):
+        prepare(settings, out)
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -327,7 +324,7 @@ def test_skipped_documents_are_said_and_counted_even_where_nothing_follows_them(
     prepare(replace(settings, on_error="skip"), tmp_path / "out")
     assert facts_of(tmp_path / "out")["skipped"] == {"not UTF-8": 3, "empty": 1, "not JSON": 1}
     said = capfd.readouterr()
-    assert "skipped 5 document(s)" in said.err and "3 not UTF-8" in said.err and not said.out
+    assert "5 document(s) are left out" in said.err and "3 not UTF-8" in said.err and not said.out
 
 
 @pytest.mark.parametrize(
@@ -403,3 +400,84 @@ def test_a_folder_that_cannot_be_made_is_one_message(settings, tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="cannot be made"):
         prepare(settings, tmp_path / "file" / "out")
+
+
+@pytest.fixture
+def splits(tmp_path) -> Preparation:
+    """Files of two published splits, of which the second has a text of the first, and of evaluations."""
+    texts = [f"text {i} of some words, " + " ".join(str(i * j) for j in range(20)) for i in range(30)]
+    (tmp_path / "text").mkdir()
+    write = lambda name, some: Path(name).write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
+    write(tmp_path / "text" / "train-00000.jsonl", texts[:20])
+    write(tmp_path / "text" / "validation-00000.jsonl", texts[18:25])
+    train_tokenizer(texts, 280).save(tmp_path / "tok")
+    question = {"query": "How? " + texts[3][5:60].upper(), "choices": ["short", {"more": f"and then {texts[4]}!"}]}
+    (tmp_path / "questions.jsonl").write_text(json.dumps(question))
+    return Preparation(source=str(tmp_path / "text"), tokenizer=str(tmp_path / "tok"), val_fraction=0.3)
+
+
+def test_files_of_a_validation_split_are_held_out_and_their_texts_left_out_of_training(splits, tmp_path, capfd):
+    out = tmp_path / "out"
+    prepare(splits, out)
+    parts = [documents(out, part) for part in ("train", "val")]
+    assert len(parts[0]) == 18 and len(parts[1]) == 7 and not set(parts[0]) & set(parts[1])
+    assert facts_of(out)["skipped"] == {"the text of a held-out document": 2}
+    said = capfd.readouterr().err
+    assert "1 of them held out (validation-00000.jsonl ...)" in said and "2 the text of a held-out document" in said
+    assert open_dataset(str(out), DataConfig(), 280, tmp_path).held_out == "files of their own"
+
+
+def test_val_source_is_held_out_and_workers_change_no_byte(splits, tmp_path):
+    folder = Path(splits.source)
+    (folder / "validation-00000.jsonl").rename(folder / "more.jsonl")
+    chosen = replace(splits, val_source=f"{folder}/more.jsonl")
+    for workers in (1, 2):
+        prepare(chosen, tmp_path / str(workers), where=Where(workers=workers))
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+    assert len(documents(tmp_path / "1", "train")) == 18 and len(documents(tmp_path / "1", "val")) == 7
+    with pytest.raises(UserError, match=r"val_source: .*more\.jsonl -> None"):
+        prepare(splits, tmp_path / "1")
+
+
+def test_a_test_split_is_refused_and_one_alone_is_a_text_like_others(splits, tmp_path):
+    Path(splits.source, "test-00000.jsonl").write_bytes(Path(splits.source, "validation-00000.jsonl").read_bytes())
+    with pytest.raises(
+        UserError, match=r"1 file\(s\) of a test split, test-00000\.jsonl the first: .*glob.*--val_source"
+    ):
+        prepare(splits, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    prepare(replace(splits, source=f"{splits.source}/test*"), tmp_path / "out")
+    assert facts_of(tmp_path / "out")["held_out_by"] == "text"
+
+
+def test_documents_with_13_words_of_an_evaluation_are_left_out_and_counted(splits, tmp_path):
+    chosen = replace(splits, exclude_ngrams_of=str(tmp_path / "questions.jsonl"))
+    prepare(chosen, tmp_path / "out")
+    left = f"13 words of {tmp_path / 'questions.jsonl'}"
+    assert facts_of(tmp_path / "out")["skipped"][left] == 2
+    kept = documents(tmp_path / "out", "train")
+    assert len(kept) == 16 and not any(text.startswith(("text 3 ", "text 4 ")) for text in kept)
+
+
+def test_a_folder_of_which_most_would_be_left_out_is_refused(settings, tmp_path):
+    Path(settings.source, "manual.rst").write_text("words " * 9000)
+    with pytest.raises(UserError, match=r"most of its text .* 1 \.rst \(54,000 bytes; --text_extensions=\.rst\).*glob"):
+        prepare(settings, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    prepare(replace(settings, text_extensions=".rst"), tmp_path / "out")
+    assert "version" in facts_of(tmp_path / "out")["made_from"]
+
+
+def test_a_vocabulary_that_the_text_cannot_fill_names_what_was_skipped(settings, tmp_path):
+    Path(settings.source, "notes.rst").write_text("words")
+    Path(settings.source, "0.txt").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"more than the text .* skipped: 1 not UTF-8; left out: 1 \.rst"):
+        prepare(replace(settings, vocab_size=9999, on_error="skip"), tmp_path / "out")
+
+
+def test_the_standard_library_s_empty_files_do_not_stop_it(tmp_path, monkeypatch):
+    for i in range(9):
+        (tmp_path / f"{i}.py").write_text(f"x = {i}\n" if i else "")
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    prepare(Preparation(source="stdlib", vocab_size=258, val_fraction=0.3), tmp_path / "out")
+    assert facts_of(tmp_path / "out")["skipped"] == {"empty": 1}
