@@ -6,12 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import stdtrit
 
 from configs.schema import GroupConfig, OptimizerConfig
 from training.optimizer import group_config
 
 WINDOW = 64  # measured steps that a noise scale is of, at most
 BLOCKS = 8  # of the jackknife: at least so many measured steps
+T = float(stdtrit(BLOCKS - 1, 0.975))  # Student's
 
 
 class NoiseScale(NamedTuple):
@@ -25,7 +27,8 @@ class NoiseScale(NamedTuple):
 
 def noise_scale(signals: Sequence[float], noises: Sequence[float]) -> NoiseScale | None:
     """From |G|^2 and tr Sigma of several steps, in order: the ratio of their means, since a mean of ratios is biased.
-    The interval is of a jackknife over blocks of neighbouring steps, which are alike. None of fewer than 8 steps."""
+    The interval is of a jackknife over blocks of neighbouring steps, which are alike: 95%, by Student's t. None of
+    fewer than 8 steps."""
     if len(signals) < BLOCKS:
         return None
     blocks = [np.mean(block, axis=0) for block in np.array_split(np.stack([signals, noises], 1), BLOCKS)]
@@ -34,14 +37,14 @@ def noise_scale(signals: Sequence[float], noises: Sequence[float]) -> NoiseScale
     left_out = np.array(
         [np.average(np.delete(blocks, i, 0), axis=0, weights=np.delete(weights, i)) for i in range(BLOCKS)]
     )
-    error = lambda of: float(np.sqrt((BLOCKS - 1) / BLOCKS * np.sum((of - of.mean(0)) ** 2)))
+    reach = lambda of: T * float(np.sqrt((BLOCKS - 1) / BLOCKS * np.sum((of - of.mean(0)) ** 2)))
     signal, noise = means
-    if signal - 2 * error(left_out[:, 0]) <= 0:
-        at_most = signal + 2 * error(left_out[:, 0])
-        low = max(noise - 2 * error(left_out[:, 1]), 0.0) / at_most if at_most > 0 else 0.0
+    if signal - reach(left_out[:, 0]) <= 0:
+        at_most = signal + reach(left_out[:, 0])
+        low = max(noise - reach(left_out[:, 1]), 0.0) / at_most if at_most > 0 else 0.0
         return NoiseScale(float(noise / signal) if signal > 0 else math.inf, float(low), math.inf)
-    value, spread = noise / signal, error(left_out[:, 1] / left_out[:, 0])
-    return NoiseScale(float(value), float(max(value - 2 * spread, 0.0)), float(value + 2 * spread))
+    value, spread = noise / signal, reach(left_out[:, 1] / left_out[:, 0])
+    return NoiseScale(float(value), float(max(value - spread, 0.0)), float(value + spread))
 
 
 METRICS = {"noise_scale": "", "noise_scale_adam": "adam_", "noise_scale_moments": "moments_"}

@@ -120,4 +120,6 @@ def decision(losses: dict[tuple[float, Rule], list[float]], batch: int, share: f
         f"the best: the critical batch at {share:.1%} of the run{proxy}. Nats above the best, with intervals of 95% "
         f"over held-out text, not over seeds: {shown}"
     )
-    return Decision("branch", says, "extrapolated", {"batch": factor, "rule": rule} if factor != 1 else {})
+    if factor < 1:  # the critical batch grows along the run
+        says += "; the batch stays: a smaller one would be too small later, and a ramp (--batch.ramp) can start small"
+    return Decision("branch", says, "extrapolated", {"batch": factor, "rule": rule} if factor > 1 else {})

@@ -49,7 +49,7 @@ def units_of(share: int, rows: int, replicas: int) -> int:
 
 def noise(context: Context) -> None:
     """Trains the run's beginning, measuring itself, from point to point as far as the budget reaches, and says what
-    the noise scale is there. It lowers a batch above it; to raise one is for `branch`."""
+    the noise scale is there. It changes no batch: what it grows to later is not known; `branch` measures one."""
     record, config = context.record, context.config
     mesh = make_mesh(config.mesh)
     replicas = batch_devices(mesh)
@@ -74,7 +74,7 @@ def noise(context: Context) -> None:
         piece = record.piece(f"noise/{point}", lambda: {**piece, "tokens": (point - before) * size})  # noqa: B023
         context.say(f"noise: after {point} steps B is {interval(piece)} tokens")
     found = {int(step): piece for step, piece in record.of("noise").items() if piece["value"] is not None}
-    record.decide(decision(found, size, config.steps, share))
+    record.decide(decision(found, size, config.steps))
 
 
 def interval(of: dict) -> str:
@@ -85,17 +85,18 @@ def interval(of: dict) -> str:
     return f"at least {low:,.0f}" if high == float("inf") else f"{float(of['value']):,.0f} [{low:,.0f}, {high:,.0f}]"
 
 
-def decision(found: dict[int, dict], batch: int, steps: int, share: int) -> Decision:
-    """What noise scales at steps say of a batch of so many tokens, of which a device has a `share` of rows."""
+def decision(found: dict[int, dict], batch: int, steps: int) -> Decision:
+    """Return what noise scales at steps say of a batch of so many tokens. It stays as it is: these are of the run's
+    first tenth, and a constant batch is of all of it."""
     if not found:
         return Decision("noise", "no point was reached at which the noise scale is known", "not done", {})
     last = max(found)
     high, low = float(found[last]["high"]), float(found[last]["low"])
-    factor = 1.0
     if high < batch:
-        while factor * batch > high and share * factor % 2 == 0:
-            factor /= 2
-        what = f"the config's {batch:,} is above it, and the rest waste: x{factor:g}"
+        what = (
+            f"the config's {batch:,} is above it there, and stays: a smaller one would be too small later; a ramp "
+            f"(--batch.ramp) can start small"
+        )
     elif low > batch:
         what = f"the config's {batch:,} is below it: a larger batch may cost few tokens, which branch measures"
     else:
@@ -104,4 +105,4 @@ def decision(found: dict[int, dict], batch: int, steps: int, share: int) -> Deci
         f"B is {interval(found[last])} tokens at {last / steps:.1%} of the run; {what}. It mostly grows as the loss "
         "falls (arXiv:1812.06162), and it is a proxy of the critical batch"
     )
-    return Decision("noise", says, "extrapolated", {"batch": factor} if factor != 1 else {})
+    return Decision("noise", says, "extrapolated", {})

@@ -13,7 +13,7 @@ from tuning.record import Record
 
 def tuned(config: Config, record: Record, devices: Sequence[Any] | None) -> Config:
     """The config with what was decided: of speed as it was timed, else as it fits; the rates' factor; and the batch's,
-    as `branch` measured it, else where `noise` lowers it, with rates scaled by the root then."""
+    as `branch` measured it."""
     decided: dict[str, Any] = {}
     for decision in record.decisions.values():  # of a later stage, over an earlier one's
         decided |= decision.options

@@ -125,21 +125,21 @@ def test_noise_is_of_the_later_half_of_the_measured_steps():
 @pytest.mark.parametrize(
     ("low", "high", "expected", "says"),
     [
-        (900, 1500, {"batch": 0.25}, "the config's 4,096 is above it, and the rest waste: x0.25"),
+        (900, 1500, {}, "the config's 4,096 is above it there, and stays"),
         (3000, 9000, {}, "lies within its interval"),
         (5000, math.inf, {}, "B is at least 5,000 tokens"),
         (2000, "inf", {}, "B is at least 2,000 tokens"),  # as tune.json has it
     ],
 )
-def test_noise_lowers_a_batch_above_it_alone(low, high, expected, says):
+def test_noise_of_the_run_s_beginning_changes_no_batch(low, high, expected, says):
     decision = noise.decision(
-        {8: {"value": 1, "low": 1, "high": 2}, 32: {"value": low, "low": low, "high": high}}, 4096, 300, 16
+        {8: {"value": 1, "low": 1, "high": 2}, 32: {"value": low, "low": low, "high": high}}, 4096, 300
     )
     assert decision.options == expected and says in decision.says and decision.kind == "extrapolated"
 
 
 def test_without_a_point_noise_decides_nothing():
-    assert noise.decision({}, 4096, 300, 16).kind == "not done"
+    assert noise.decision({}, 4096, 300).kind == "not done"
 
 
 @pytest.mark.parametrize(
@@ -183,6 +183,8 @@ def test_the_better_rule_at_the_critical_batch_is_taken():
         and "the noise scale after as many steps was 8,000" in decision.says
     )
     assert branch.decision({(1.0, "root"): [3.0]}, 4096, 0.1, {}).kind == "not done"
+    smaller = branch.decision({(0.5, "root"): [3.0, 3.0], (1.0, "root"): [3.1, 3.1]}, 4096, 0.01, {})
+    assert smaller.options == {} and "a batch of 2,048 tokens (x0.5)" in smaller.says and "stays" in smaller.says
 
 
 def test_a_larger_batch_has_as_many_tokens_in_fewer_steps_and_what_follows():
