@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from configs.command_line import parse_arguments
 from configs.files import write_whole
-from configs.schema import Config, FilePath, MeshConfig, Positive, Range, UserError
+from configs.schema import AnyPath, Config, FilePath, MeshConfig, Positive, Range, UserError
 from data.dataset import open_text
 from data.loader import held_out_batches
 from data.tokenizer import TextTokenizer, load_tokenizer
@@ -38,6 +38,7 @@ from evaluation.scorer import Scorer
 from evaluation.table import as_table
 from interchange.init_from import architecture_of, config_of, is_network, read_params, require_same_network
 from run.folder import load_run, record_of
+from run.record import at_hand
 from run.runtime import cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
 from training.mesh import batch_devices, batch_sharding, make_mesh
 from training.state import abstract_params, compute_dtype, params_sha256
@@ -49,15 +50,16 @@ class Arguments:
     """Of a run's checkpoint, or of a network in a folder: validation loss and bits per byte, bits per byte of
     other text, or benchmarks. A table, or JSON."""
 
-    run_dir: FilePath = ""
-    """Folder of the run."""
+    run_dir: AnyPath = ""
+    """Folder of the run, here or at gs://."""
     step: Positive[int] | None = None
     """The run's checkpoint of this step in place of the newest."""
-    from_: Annotated[FilePath, tyro.conf.arg(name="from")] = ""
+    from_: Annotated[AnyPath, tyro.conf.arg(name="from")] = ""
     """In place of a run: a folder that export.py wrote, or a published nanochat in transformers' format; for `tasks` of
     lm-evaluation-harness, any causal network that transformers loads."""
     out: FilePath = ""
-    """Where what is found by `source` or `tasks` goes. Default: the run's folder, or that of the network."""
+    """Where what is found by `source` or `tasks` goes. Default: the run's folder, or that of the network, on this
+    machine."""
     tokens: Positive[int] | None = None
     """Tokens of the run's own held-out set. Default: its `eval.tokens`."""
     source: str = ""
@@ -67,7 +69,7 @@ class Arguments:
     """Take at most so many documents of each source, always the same."""
     text_column: str = "text"
     """Of .jsonl and .parquet files of `source`."""
-    against: FilePath = ""
+    against: AnyPath = ""
     """Folder of another run or network: both are compared on the documents of `source`, whatever their tokenizers."""
     tasks: str = ""
     """Benchmarks in place of held-out text: `core`, of the bundle that DCLM and nanochat use; or tasks of EleutherAI's
@@ -116,10 +118,13 @@ def main() -> int:
     folder = arguments.run_dir or arguments.from_
     if not folder or (arguments.run_dir and arguments.from_):
         raise UserError("give one of them: --run_dir=RUN, or --from=FOLDER of a network")
+    if not arguments.out and folder.startswith("gs://") and (arguments.tasks or arguments.source):
+        raise UserError(f"--out=FOLDER is missing: {folder} is only read, and what is found is kept")
+    given, folder = folder, str(at_hand(folder))
     if arguments.from_ and not is_network(folder):
-        raise UserError(f"--from={folder} holds no network (no *.safetensors); of a run, give --run_dir")
+        raise UserError(f"--from={given} holds no network (no *.safetensors); of a run, give --run_dir")
     if arguments.from_ and arguments.step:
-        raise UserError(f"--step={arguments.step} is of a run's checkpoints; --from={folder} holds one network")
+        raise UserError(f"--step={arguments.step} is of a run's checkpoints; --from={given} holds one network")
     if arguments.from_ and not (arguments.tasks or arguments.source):
         raise UserError("--from needs --source=PATH or --tasks: a network in a folder has no text of its own")
     if "core" in arguments.tasks.split(",") and arguments.tasks != "core":
@@ -135,7 +140,7 @@ def main() -> int:
     require_options_of(evaluation, arguments)
     start_jax()
     mesh = make_mesh(arguments.mesh)
-    results = {"from" if arguments.from_ else "run_dir": folder, **evaluation(arguments, folder, mesh)}
+    results = {"from" if arguments.from_ else "run_dir": given, **evaluation(arguments, folder, mesh)}
     print(json.dumps(results) if arguments.json else as_table(results))
     return 0
 
@@ -202,7 +207,8 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
 def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
     """Bits per byte of other text, and how another network compares; in the folder a line a document, all figures, and
     a picture of them."""
-    first, other = jax.process_index() == 0, arguments.against
+    first, against = jax.process_index() == 0, arguments.against
+    other = against and str(at_hand(against))
     for one in (folder, *([other] if other else [])):
         tokenizer_of(one)  # a mistake is told before any compute
     tokenizer = Path(folder) / ("" if is_network(folder) else "tokenizer")
@@ -210,13 +216,17 @@ def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
     text = digest(sources)
     check_hosts_agree("their text", text)
     ours = of_documents(folder, arguments.step, arguments.out or folder, sources, text, mesh)
+    ours = ours._replace(name=ours.name.replace(folder, arguments.run_dir or arguments.from_, 1))
     found = {ours.name: figures(sources, ours.lines)}
     results = {**ours.step, "skipped": sum(source.skipped for source in sources), **found[ours.name]}
     if other:
-        theirs = of_documents(other, None, other, sources, text, mesh)
+        # What is found of a run in a bucket stays here.
+        out = str(Path(arguments.out or folder) / "against") if against.startswith("gs://") else other
+        theirs = of_documents(other, None, out, sources, text, mesh)
+        theirs = theirs._replace(name=theirs.name.replace(other, against, 1))
         found[theirs.name] = figures(sources, theirs.lines)
         comparison = compared(sources, ours.lines, theirs.lines, same=ours.network == theirs.network)
-        results |= {"against": {"run_dir": other, **theirs.step, **comparison}}
+        results |= {"against": {"run_dir": against, **theirs.step, **comparison}}
         if first:
             print(in_words(ours.name, theirs.name, comparison), file=sys.stderr)
     if first:

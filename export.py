@@ -17,7 +17,7 @@ import numpy as np
 
 from configs.command_line import parse_arguments
 from configs.ramp import Ramp
-from configs.schema import FilePath, MeshConfig, Positive, UserError
+from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
 from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.documents import read_sources
 from interchange.card import model_card
@@ -26,6 +26,7 @@ from interchange.transformers import write_hf
 from interchange.verify import BOUND, largest_difference, require_transformers
 from run.folder import load_run, read_in_shards
 from run.lines import scores
+from run.record import at_hand
 from run.runtime import cache_dir, run_command, start_jax
 from training.mesh import make_mesh
 
@@ -34,8 +35,8 @@ from training.mesh import make_mesh
 class Arguments:
     """Write a run's network for other programs."""
 
-    run_dir: FilePath
-    """Folder of the run whose newest checkpoint is written."""
+    run_dir: AnyPath
+    """Folder of the run whose newest checkpoint is written, here or at gs://."""
     out: FilePath
     """A new folder."""
     step: Positive[int] | None = None
@@ -66,26 +67,27 @@ def main() -> int:
     if arguments.verify:
         require_transformers()
     start_jax()
-    config, step, shards = read_in_shards(arguments.run_dir, int(arguments.shard_gigabytes * 1e9), arguments.step)
-    tokenizer = load_tokenizer(Path(arguments.run_dir) / "tokenizer")
+    folder = at_hand(arguments.run_dir)
+    config, step, shards = read_in_shards(folder, int(arguments.shard_gigabytes * 1e9), arguments.step)
+    tokenizer = load_tokenizer(folder / "tokenizer")
     if plain:
         write_safetensors(out, shards, config, tokenizer)
     else:
-        tokens, bits = Ramp.of(config.batch).tokens(step), scores(arguments.run_dir).get(step)
+        tokens, bits = Ramp.of(config.batch).tokens(step), scores(folder).get(step)
         card = partial(model_card, config, step, tokens, bits, arguments.license)
         write_hf(out, shards, config, tokenizer, arguments.dtype, card)
     print(f"step {step} of {arguments.run_dir} is in {out}; train on from it with --init_from={out}")
     if arguments.verify:
-        verify(arguments, step, out, tokenizer)
+        verify(arguments, folder, step, out, tokenizer)
     return 0
 
 
-def verify(arguments: Arguments, step: int, out: Path, tokenizer: TextTokenizer) -> None:
+def verify(arguments: Arguments, folder: Path, step: int, out: Path, tokenizer: TextTokenizer) -> None:
     """Prints the largest difference; where it is above the bound, removes what was written and fails."""
-    run = load_run(arguments.run_dir, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step)
+    run = load_run(folder, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step)
     dtype = np.dtype(arguments.dtype)
     rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(np.float32), run.params)
-    (text,) = read_sources("stdlib", 100, "text", Path(arguments.run_dir) / "tokenizer", cache_dir())
+    (text,) = read_sources("stdlib", 100, "text", folder / "tokenizer", cache_dir())
     length = min(run.config.batch.sequence_length, 1024)
     rows = [[tokenizer.bos, *ids][:length] for ids in tokenizer.encode([one.text for one in text.documents])]
     tokens = np.array([row for row in rows if len(row) == length][:2], np.int32)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields, replace
 
 from configs.command_line import exit_code_of, parse
 from configs.exit_codes import Exit
-from configs.schema import Config, FilePath, NotNegative, UserError
+from configs.schema import AnyPaths, Config, FilePath, NotNegative, UserError
 from planning import compiled, report
 from planning.candidate import Candidate, known_topology, name_of
 from planning.measured import measured, of_machines
@@ -41,7 +41,7 @@ class Arguments:
     """US dollars a device and hour: one for all, or one for each topology."""
     preemptions: NotNegative[float] = 0.0
     """Of the whole run, a day."""
-    calibrate: tuple[str, ...] = ()
+    calibrate: AnyPaths = ()
     """Folders of runs: what they measured on a machine takes the place of what is assumed of it."""
     json: bool = False
     """Print JSON in place of tables."""

@@ -14,13 +14,14 @@ import time
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
 from configs.command_line import exit_code_of, parse_arguments
 from configs.exit_codes import Exit
 from configs.files import write_whole
-from configs.schema import FilePath, NotNegative, Positive, UserError
+from configs.schema import AnyPaths, FilePath, NotNegative, Positive, UserError
 from run.page import contents, page
 from run.report import read_runs
 
@@ -29,8 +30,8 @@ from run.report import read_runs
 class Arguments:
     """One page on one or more runs."""
 
-    runs: tyro.conf.Positional[tuple[str, ...]]
-    """Folders of runs, each with a config.json."""
+    runs: Annotated[AnyPaths, tyro.conf.Positional]
+    """Folders of runs, here or at gs://, each with a config.json."""
     out: FilePath = "report.html"
     """The page: it opens from the disk, without a network."""
     follow: bool = False

@@ -6,15 +6,15 @@ if __name__ == "__main__":
     end_at_interrupt()
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 
 from configs.command_line import parse_arguments
-from configs.schema import FilePath, MeshConfig, NotNegative, Positive, UserError
+from configs.schema import AnyPath, MeshConfig, NotNegative, Positive, UserError
 from data.tokenizer import load_tokenizer
 from evaluation.generation import continuations, encode_prompts, make_generate
 from run.folder import load_run
+from run.record import at_hand
 from run.runtime import run_command, start_jax
 from training.mesh import make_mesh
 from training.state import compute_dtype
@@ -24,8 +24,8 @@ from training.state import compute_dtype
 class Arguments:
     """Continue a text with a trained network."""
 
-    run_dir: FilePath
-    """Folder of the run whose newest checkpoint is used."""
+    run_dir: AnyPath
+    """Folder of the run whose newest checkpoint is used, here or at gs://."""
     step: Positive[int] | None = None
     """The checkpoint of this step in place of the newest."""
     prompt: tuple[str, ...] = ("",)
@@ -53,10 +53,11 @@ def main() -> int:
     start_jax()
     sizes = arguments.mesh
     mesh = make_mesh(sizes, jax.devices()[: sizes.fsdp * sizes.tensor * sizes.data] if sizes.data > 0 else None)
-    run = load_run(arguments.run_dir, mesh, arguments.step)
+    folder = at_hand(arguments.run_dir)
+    run = load_run(folder, mesh, arguments.step)
     dtype = compute_dtype(run.config.model, jax.default_backend())
     capacity = run.config.batch.sequence_length
-    tokenizer = load_tokenizer(Path(arguments.run_dir) / "tokenizer")
+    tokenizer = load_tokenizer(folder / "tokenizer")
     prompts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
     texts = continuations(
         make_generate(run.config.model, dtype, mesh),

@@ -43,7 +43,6 @@ from run.folder import (
     checkpoint_folder,
     made_with,
     open_run,
-    record_files,
     require_checkpoints,
 )
 from run.goodput import Times, goodput, summed_up
@@ -52,6 +51,7 @@ from run.loop import Finished, GaveUp, Jumped, Loop, Start, Stopped
 from run.metrics import plot_loss, summarize, write_summary
 from run.notify import tell, tell_of_failure
 from run.preflight import preflight
+from run.record import Record
 from run.retry import patiently
 from run.runtime import Stop, cache_dir, check_hosts_agree, describe_processes, on_first_process, run_command, start_jax
 from run.stages import Programs, batches_from
@@ -70,7 +70,7 @@ class Arguments:
     config.json and metrics.jsonl."""
 
 
-def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock, stop: Stop) -> Exit:
+def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock, record: Record, stop: Stop) -> Exit:
     """Trains, or goes on training, until `config.steps`."""
     times = Times()
     say = tqdm.write if jax.process_index() == 0 else lambda text: None  # which leaves the progress bar whole
@@ -99,15 +99,16 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     on_first_process(lambda: require_checkpoints(config, past))
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
     with limited(config.hang, "opening the checkpoints"):
-        checkpoints = open_checkpoints(config)
+        checkpoints = open_checkpoints(config, record)
     if past.finished == checkpoints.newest == config.steps:
         longer = f"--steps={2 * config.steps} --accept_changes"
         say(f"{config.run_dir} is complete: {config.steps} steps; a longer run: {longer}")
+        on_first_process(lambda: patiently(config.checkpoint.folder, record.copy))
         return Exit.COMPLETE
 
     begun = on_first_process(partial(begin, config, checkpoints.newest))
-    if config.checkpoint.folder:  # so that a machine without this one's disk counts the same starts
-        on_first_process(lambda: patiently(config.checkpoint.folder, checkpoints.copy_record))
+    # So that a machine without this one's disk counts the same starts.
+    on_first_process(lambda: patiently(config.checkpoint.folder, record.copy))
     if not begun:
         say(
             f"{STARTS} starts in a row brought no checkpoint newer than that of step {checkpoints.newest}: the run is "
@@ -157,7 +158,9 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         past = past._replace(changes=[], events=on_first_process(Events(config.run_dir).read))
     with times.during("saving"), limited(config.hang, "the end of saving"):
         checkpoints.close()
-    return finish(config, outcome, loop, stop, say)
+    code = finish(config, outcome, loop, stop, say)
+    on_first_process(lambda: patiently(config.checkpoint.folder, record.copy))
+    return code
 
 
 @contextmanager
@@ -178,12 +181,11 @@ def explain_out_of_memory(config: Config, mistake: bool = False) -> Iterator[Non
         raise
 
 
-def open_checkpoints(config: Config) -> Checkpoints:
+def open_checkpoints(config: Config, record: Record) -> Checkpoints:
     """The run's checkpoints. UserError where they are of more steps than the run is to have."""
-    run_dir, elsewhere = Path(config.run_dir), config.checkpoint.folder
+    run_dir = Path(config.run_dir)
     on_saved = lambda step: Events(run_dir).add("saved", step)
-    record = record_files(run_dir) if elsewhere else ()
-    checkpoints = Checkpoints(elsewhere or run_dir, config.checkpoint, record, on_saved, scores(run_dir))
+    checkpoints = Checkpoints(config.checkpoint.folder or run_dir, config.checkpoint, record, on_saved, scores(run_dir))
     if not checkpoints.steps and config.resume == "must":
         raise UserError(f"--resume=must, but {run_dir} holds no checkpoint")
     if checkpoints.newest > config.steps:
@@ -318,10 +320,11 @@ def finish(
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
+    record = Record(config.run_dir, config.checkpoint.folder)
     with RunLock(config.run_dir) as lock, Stop() as stop:
         cluster = start_jax()
-        with tell_of_failure(config):
-            return train(config, cluster, arguments.accept_changes, lock, stop)
+        with tell_of_failure(config, record):
+            return train(config, cluster, arguments.accept_changes, lock, record, stop)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from configs.command_line import parse_arguments
-from configs.schema import BatchConfig, DataConfig, MeshConfig, Positive
+from configs.schema import BatchConfig, DataConfig, FilePath, MeshConfig, Positive
 from data.blocks import BLOCK_BYTES, ENTRY, NO_INDEX, Blocks
 from data.dataset import open_text
 from data.loader import StepBatches, local_rows, train_batches
@@ -61,7 +61,7 @@ class Arguments:
     """Steps at each rate."""
     outage_seconds: Positive[float] = 600.0
     """How long the store is away."""
-    folder: str = ""
+    folder: FilePath = ""
     """Where the sparse files lie; by default a temporary folder."""
 
 

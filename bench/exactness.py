@@ -32,12 +32,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 
-from configs.command_line import load_config
-from configs.schema import Config, MeshConfig, UserError, resolved, with_options
+from configs.command_line import load_config, parse_arguments
+from configs.schema import Config, FilePath, MeshConfig, UserError, resolved, with_options
 from program.compile import compile_step
 from run.runtime import run_command, start_jax
 from training.build import Build, build
@@ -87,7 +86,7 @@ class Arguments:
     """Of the activations. The bounds are for float32."""
     noise: bool = False
     """Print the sizes of gradients and of their noise."""
-    out: str = ""
+    out: FilePath = ""
     """A folder for the picture."""
 
 
@@ -312,7 +311,7 @@ def picture(arguments: Arguments) -> None:
 
 
 def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    arguments = parse_arguments(__doc__, Arguments)
     for option, known in (("configs", shipped()), ("splits", list(SPLITS))):
         if unknown := set(getattr(arguments, option)) - set(known):
             raise UserError(f"--{option}: {sorted(unknown)} are not among {known}")

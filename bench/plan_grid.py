@@ -44,7 +44,7 @@ RECORD = Path(__file__).with_name("plan_grid.jsonl")
 class Arguments:
     """Which points, and where their programs are on record."""
 
-    record: str = str(RECORD)
+    record: FilePath = str(RECORD)
     """Lines of JSON, one a program that was compiled; more are added at its end."""
     compile: bool = True
     """Compile the points that are not on record. False: what is on record alone."""

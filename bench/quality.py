@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import tyro
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from configs import plain, small
-from configs.schema import UserError, options
+from configs.command_line import parse_arguments
+from configs.schema import FilePath, UserError, options
 from run.metrics import read_metrics
 from run.runtime import run_command
 
@@ -53,7 +53,7 @@ VARIANTS = {
 class Arguments:
     """What each option gives."""
 
-    out: str = "runs/quality"
+    out: FilePath = "runs/quality"
     """A folder for the runs, the table and the plot."""
     variants: tuple[str, ...] = tuple(VARIANTS)
     """Which of them."""
@@ -104,7 +104,7 @@ def curve(arguments: Arguments, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    arguments = parse_arguments(__doc__, Arguments)
     cores = sorted(os.sched_getaffinity(0))
     if unknown := set(arguments.variants) - set(VARIANTS):
         raise UserError(f"--variants: {sorted(unknown)} are not among {list(VARIANTS)}")

@@ -8,6 +8,7 @@ imports from the rest of the project, and nothing here computes.
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -34,7 +35,8 @@ class Role(Enum):
 
     FREE = "speed, reporting, or a path whose content a fingerprint holds: it may differ when a run is continued"
     TRAINING = "how the network is trained: whatever it is, the network computes the same function"
-    PATH = "a file or folder: ~ is the home folder"
+    PATH = "a file or folder: ~ is the home folder; a URL is refused"
+    STORE = "a path that may lead to a bucket, too: gs://BUCKET/FOLDER"
 
 
 T = TypeVar("T")
@@ -46,6 +48,8 @@ Replicas = Annotated[int, Range(lambda n: n == -1 or n > 0, "give a number of re
 Free = Annotated[T, Role.FREE]
 OfTraining = Annotated[T, Role.TRAINING]
 FilePath = Annotated[str, Role.PATH]
+AnyPath = Annotated[str, Role.PATH, Role.STORE]
+AnyPaths = Annotated[tuple[str, ...], Role.PATH, Role.STORE]
 Packing = Literal["stream", "best_fit"]
 
 
@@ -268,10 +272,10 @@ class MeshConfig:
 class CheckpointConfig:
     """What is kept of a run. A checkpoint is always saved at the end, on Ctrl-C, and on SIGTERM."""
 
-    folder: FilePath = ""
-    """Where checkpoints go in place of the run's folder, with copies of its record (config.json, metrics.jsonl and the
-    like): a disk that outlives the machine, or `gs://BUCKET/FOLDER`. A machine without the run's folder continues from
-    what lies there."""
+    folder: AnyPath = ""
+    """Where checkpoints go in place of the run's folder, with a copy of its record (config, metrics, events,
+    tokenizer, TensorBoard, summary): a disk that outlives the machine, or `gs://BUCKET/FOLDER`. A machine without the
+    run's folder continues from there, and sample.py and the like read a run there."""
     every_steps: Free[Positive[int]] = 250
     """Steps between checkpoints, written while training goes on."""
     every_minutes: Free[NotNegative[float]] = 0.0
@@ -395,8 +399,8 @@ class Config:
     fastest. On CPUs and TPUs it changes nothing."""
     max_skipped_steps: Free[Positive[int]] = 10
     """A step without a valid token, or whose gradient is not finite, changes nothing; so many in a row end the run."""
-    init_from: FilePath = ""
-    """A folder that export.py wrote, or a nanochat in transformers' format: start from its parameters."""
+    init_from: AnyPath = ""
+    """Another run, a folder that export.py wrote, or a nanochat in transformers' format: start from its parameters."""
     resume: Free[Literal["auto", "never", "must"]] = "auto"
     """`auto`: continue the run in `run_dir` if there is one. `never`: refuse if there is one. `must`: refuse if not."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -477,14 +481,23 @@ def check_types(config: object, prefix: str = "") -> None:
 
 
 def with_homes(config: T) -> T:
-    """The config with ~ as the home folder in its paths. UserError where there is none."""
-    paths = [name for name, of in roles(type(config)).items() if Role.PATH in of]
-    given = {name: value for name, value in options(config).items() if name in paths and str(value).startswith("~")}
-    homes = {name: os.path.expanduser(str(value)) for name, value in given.items()}
-    for name in homes:
-        if homes[name].startswith("~"):
-            raise UserError(f"--{name}={given[name]} cannot work: there is no such home folder")
-    return with_options(config, homes)
+    """Return the config with ~ as the home folder in its paths. UserError if there is none, or for a path that leads
+    where its option cannot go: a URL would become a folder of that name."""
+    values, paths = options(config), {name: of for name, of in roles(type(config)).items() if Role.PATH in of}
+
+    def home(name: str, value: str) -> str:
+        at = os.path.expanduser(value)
+        if at.startswith("~"):
+            raise UserError(f"--{name}={value} cannot work: there is no such home folder")
+        if "://" in at and not (Role.STORE in paths[name] and re.fullmatch(r"gs://[^/]+/.*[^/]/*", at)):
+            right = "give a path on this machine" + ", or gs://BUCKET/FOLDER" * (Role.STORE in paths[name])
+            raise UserError(f"--{name.rstrip('_')}={value} cannot work: {right}")
+        return at
+
+    found: dict[str, object] = {}
+    for name, value in ((name, values[name]) for name in paths):
+        found[name] = tuple(home(name, one) for one in value) if isinstance(value, tuple) else home(name, str(value))
+    return with_options(config, found)
 
 
 def validate(config: Config) -> None:
@@ -501,9 +514,6 @@ def validate(config: Config) -> None:
 
     names_folder = config.name not in ("", ".", "..") and not {"/", "\0"} & set(config.name)
     require(names_folder, "name", "it names a folder: not empty, without '/'")
-    elsewhere = config.checkpoint.folder
-    known = "://" not in elsewhere or elsewhere.startswith("gs://")
-    require(known, "checkpoint.folder", "give a folder, or gs://BUCKET/FOLDER, the only store that Orbax can write to")
     first, last = profiled_steps(config) or (1, 1)
     require(1 <= first <= last, "profile.steps", "give FIRST:LAST, the first at least 1, such as 10:15")
     require(config.eval.tasks in ("", "core"), "eval.tasks", "core is the only benchmark; leave it empty for none")

@@ -32,7 +32,7 @@ from typing import Literal
 import numpy as np
 import tyro
 
-from configs.schema import MIN_VOCAB_SIZE, DataConfig, UserError
+from configs.schema import MIN_VOCAB_SIZE, DataConfig, FilePath, UserError, with_homes
 from data.corpus import Corpus, find_corpus, hash_share, hold_out
 from data.engines import Engine, Local
 from data.exclusion import load_exclusion, save_exclusion
@@ -351,7 +351,7 @@ def _only_one(out: Path) -> Iterator[None]:
 class Arguments(Where, Preparation):
     """Raw text to a dataset folder."""
 
-    out: str
+    out: FilePath
     """The dataset's folder."""
     max_files: int | None = None
     """Only so many of the source's files for now; the same command with more goes on from there, with the tokenizer
@@ -359,11 +359,8 @@ class Arguments(Where, Preparation):
 
 
 def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
-    try:
-        out = Path(arguments.out).expanduser()
-    except RuntimeError as error:  # ~ of a user without a home
-        raise UserError(f"--out={arguments.out}: {error}") from error
+    arguments = with_homes(tyro.cli(Arguments, description=__doc__, use_underscores=True))
+    out = Path(arguments.out)
     settings = Preparation(**{name: getattr(arguments, name) for name in Preparation.__dataclass_fields__})
     where = Where(**{name: getattr(arguments, name) for name in Where.__dataclass_fields__})
     prepare(settings, out, arguments.max_files, where)

@@ -1,4 +1,4 @@
-"""A network in a folder, to train on from or to measure: one that export.py wrote, or a published nanochat in
+"""A network in a folder, to train on from or to measure: a run's, one that export.py wrote, or a published nanochat in
 transformers' format."""
 
 import json
@@ -18,6 +18,9 @@ from interchange.remote_code import TABLE, model_of_remote, remote_name
 from interchange.safetensors import stored_arrays
 from interchange.transformers import HF_TABLE, beyond_hf, hf_config, hf_name, turned
 from model.attention import window_of
+from run.checkpoint import Checkpoints
+from run.folder import record_of
+from run.record import at_hand
 from training.optimizer import path_name
 from training.state import split_model
 
@@ -27,6 +30,11 @@ TOKENS_AT_A_TIME = 16_384  # of a network that is measured, on a device
 def is_network(folder: str | Path) -> bool:
     """Whether a folder holds a network's arrays, as no run's folder does."""
     return any(Path(folder).expanduser().glob("*.safetensors"))
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder's config.json is a run's, and not that of transformers."""
+    return (folder / "config.json").exists() and "config" in _read_json(folder / "config.json")
 
 
 def architecture_of(folder: str | Path) -> str:
@@ -72,32 +80,37 @@ def require_same_network(config: Config, tokenizer: TextTokenizer) -> None:
     """UserError where `config.init_from` holds a network that computes another function than the options ask for, or
     another vocabulary."""
     config = resolved(config)
-    folder = Path(config.init_from)
-    shapes = {name: tuple(array.get_shape()) for name, array in stored_arrays(folder).items()}
-    if (folder / "tokenizer.json").exists():
-        theirs, ours = (of.library.get_vocab() for of in (load_tokenizer(folder), tokenizer))
+    folder = at_hand(config.init_from)
+    run = record_of(folder)[1] if is_run(folder) else None
+    shapes = {} if run else {name: tuple(array.get_shape()) for name, array in stored_arrays(folder).items()}
+    beside = folder / "tokenizer" if run else folder
+    if (beside / "tokenizer.json").exists():
+        theirs, ours = (of.library.get_vocab() for of in (load_tokenizer(beside), tokenizer))
         if theirs != ours:
             raise UserError(
-                f"{folder} holds another vocabulary than the data were made with; prepare the data with "
-                f"--tokenizer={folder}, or give --data.tokenizer={folder} for raw text"
+                f"{config.init_from} holds another vocabulary than the data were made with; prepare the data with "
+                f"--tokenizer={beside}, or give --data.tokenizer={beside} for raw text"
             )
-    problems = _other_options(folder, config)
+    problems = _differences(run.model, config.model) if run else _other_options(folder, config)
     leaves = jax.tree_util.tree_leaves_with_path(split_model(config.model, jnp.dtype(jnp.float32))[1])
     wanted = {path_name(path): leaf.shape for path, leaf in leaves}
     name_of, transposed = _spelling(shapes)
     turn = lambda name, shape: shape[::-1] if transposed and name.endswith(".kernel") else shape
     wanted = {name_of(name): turn(name, shape) for name, shape in wanted.items()}
-    for name in sorted(wanted.keys() | shapes.keys()):
+    for name in () if run else sorted(wanted.keys() | shapes.keys()):
         if wanted.get(name) != shapes.get(name):
             problems.append(f"{name}: {shapes.get(name, 'missing')}, not {wanted.get(name, 'there')}")
     if problems:
         differences = "\n  ".join(problems)
-        raise UserError(f"{folder} is of another network than the options ask for:\n  {differences}")
+        raise UserError(f"{config.init_from} is of another network than the options ask for:\n  {differences}")
 
 
 def read_params(config: Config, abstract: dict) -> dict:
     """The parameters in `config.init_from`, of a network that is the same, padded and sharded as `abstract` is."""
-    stored = stored_arrays(Path(config.init_from))
+    folder = at_hand(config.init_from)
+    if is_run(folder):
+        return Checkpoints(record_of(folder)[1].checkpoint.folder or folder).restore_params(abstract)[0]
+    stored = stored_arrays(folder)
     name_of, transposed = _spelling(stored)
 
     def read(path: tuple, leaf: jax.ShapeDtypeStruct) -> Array:
@@ -120,8 +133,8 @@ def _spelling(stored: Collection[str]) -> tuple[Callable[[str], str], bool]:
 def _other_options(folder: Path, config: Config) -> list[str]:
     """What the folder's config says that no shape does, where the options differ."""
     if architecture_of(folder) == "tokensum" and any(map(Path.exists, _descriptions(folder))):
-        theirs, asked = _function(_stored_model(folder, config)), _function(config.model)
-    elif (folder / "config.json").exists():
+        return _differences(_stored_model(folder, config), config.model)
+    if (folder / "config.json").exists():
         theirs, asked = _read_json(folder / "config.json"), hf_config(config, 0)
         asked |= {f"model.{name}": "in use" for name in beyond_hf(config.model)}
         theirs |= {name: "not there" for name in asked if name.startswith("model.")}
@@ -135,6 +148,14 @@ def _other_options(folder: Path, config: Config) -> list[str]:
             del asked[name]
     else:
         return []
+    return _different(theirs, asked)
+
+
+def _differences(theirs: ModelConfig, asked: ModelConfig) -> list[str]:
+    return _different(_function(theirs), _function(asked))
+
+
+def _different(theirs: dict[str, Any], asked: dict[str, Any]) -> list[str]:
     different = [name for name in asked if theirs.get(name) not in (None, asked[name])]
     return [f"{name}: {theirs[name]}, not {asked[name]}" for name in different]
 

@@ -15,7 +15,7 @@ import tyro
 
 from configs.command_line import exit_code_of
 from configs.exit_codes import Exit
-from configs.schema import UserError, check_types
+from configs.schema import UserError, check_types, with_homes
 from launch.shell import Trouble, warn
 
 SCHEDULERS = ("k8s", "sky", "slurm", "tpu")
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     parsed = tyro.cli(options, prog=program, description=command.__doc__, args=given[2:], use_underscores=True)
     check_types(parsed)
     try:
-        return command(parsed, train)
+        return command(with_homes(parsed), train)
     except Trouble as trouble:
         warn(f"error: {trouble}")
         return Exit.PEER_LOST

@@ -1,4 +1,5 @@
-"""The code as it lies here, as an archive named by its hash: uncommitted changes too, but not what git ignores."""
+"""The code of this folder, as an archive named by its hash: uncommitted changes too, but not what git ignores, nor what
+runs and reports have left."""
 
 import hashlib
 import io
@@ -10,6 +11,7 @@ from shlex import quote
 
 from configs.schema import UserError
 
+LEFT = ("events.jsonl", "dataset.json")  # in the folders of runs and of datasets
 LARGEST = 100 * 2**20  # bytes of all files: more is hardly code
 
 
@@ -21,6 +23,8 @@ class Code:
     """A .tar, the same to the byte for the same files."""
     digest: str
     """Its SHA-256, in hexadecimal."""
+    names: frozenset[str]
+    """Paths of the files in it."""
 
     @property
     def name(self) -> str:
@@ -28,19 +32,12 @@ class Code:
 
 
 def pack(root: Path) -> Code:
-    """Every file that git knows or would add. UserError where `root` is no repository, or holds more than 100 MiB."""
-    try:
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=root,
-            capture_output=True,
-            check=True,
-        ).stdout.decode()
-    except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", b"").decode().strip() or error
-        raise UserError(f"the code is read through git, which fails in {root}: {said}") from error
+    """Every file that git knows or would add, but for the folders of runs and datasets that it does not know. UserError
+    where `root` is no repository, or holds more than 100 MiB."""
+    known, new = _listed(root, "--cached"), _listed(root, "--others", "--exclude-standard")
+    left = {path.parent for path in new if path.name in LEFT}
     # A file that git knows and that is deleted here is deleted there; a submodule's folder is left out.
-    paths = [root / name for name in sorted(set(listed.split("\0")) - {""})]
+    paths = sorted(known | {path for path in new if not left & set(path.parents)})
     paths = [path for path in paths if path.is_symlink() or path.is_file()]
     sizes = {path: path.lstat().st_size for path in paths}
     if sum(sizes.values()) > LARGEST:
@@ -62,7 +59,18 @@ def pack(root: Path) -> Code:
                 content = path.read_bytes()
                 about.type, about.linkname, about.size = tarfile.REGTYPE, "", len(content)
                 archive.addfile(about, io.BytesIO(content))
-    return Code(buffer.getvalue(), hashlib.sha256(buffer.getvalue()).hexdigest())
+    names = frozenset(str(path.relative_to(root)) for path in paths)
+    return Code(buffer.getvalue(), hashlib.sha256(buffer.getvalue()).hexdigest(), names)
+
+
+def _listed(root: Path, *which: str) -> set[Path]:
+    """The files that git lists. UserError where there is no git or no repository."""
+    try:
+        done = subprocess.run(["git", "ls-files", "-z", *which], cwd=root, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        said = getattr(error, "stderr", b"").decode().strip() or error
+        raise UserError(f"the code is read through git, which fails in {root}: {said}") from error
+    return {root / name for name in done.stdout.decode().split("\0") if name}
 
 
 def unpack(code: Code, archive: str, folder: str) -> str:

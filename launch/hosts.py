@@ -17,7 +17,7 @@ gcloud repeats a command whose connection breaks, so each of these is harmless w
 
 from shlex import join, quote
 
-from launch.code import Code, unpack
+from launch.code import unpack
 from launch.job import AGAIN, DONE, NEVER, Job
 from launch.restart import pattern
 
@@ -78,43 +78,68 @@ end "$code"
 
 
 def limit(name: str, delete: list[str]) -> str:
-    """A script that stops the run at its limit and asks for the slices' deletion, also where nobody watches."""
+    """A script that stops the run at its limit and asks for the slices' deletion, also where nobody watches. Whoever
+    prepares the host meanwhile sets another limit, and keeps the slices."""
     return f"""\
 #!/bin/bash
 # Written by python -m launch tpu.
-cd "{folder(name)}" || exit
-while left=$(($(cat limit) - EPOCHSECONDS)); [ "$left" -gt 0 ]; do sleep $((left < 60 ? left : 60)); done
-echo "--- $(date -u +%FT%TZ) the limit is reached: the run stops, and the slices are deleted, if this account may"
-touch stop
-flock --timeout 3600 lock sleep "${{LAUNCH_PAUSE:-300}}"
-{join(delete)}
+cd "{folder(name)}" && exec 8> preparing || exit
+left() {{ echo $(($(cat limit) - EPOCHSECONDS)); }}
+reached() {{ flock 8 && [ "$(left)" -le 0 ]; }}
+while true; do
+    while left=$(left); [ "$left" -gt 0 ]; do sleep $((left < 60 ? left : 60)); done
+    reached || {{ flock --unlock 8; continue; }}
+    echo "--- $(date -u +%FT%TZ) the limit is reached: the run stops, and the slices are deleted if this account may"
+    touch stop
+    flock --unlock 8
+    flock --timeout 3600 lock sleep "${{LAUNCH_PAUSE:-300}}"
+    if reached; then exec {join(delete)}; fi
+    flock --unlock 8
+done
 """
 
 
-def prepare(job: Job, code: Code, setup: str, typed: int, until: int, bucket: str, delete: list[str]) -> str:
-    """Shell that unpacks the code, which is in the home folder as launch-HASH.tar, and sets it up, one at a time.
-    A `typed` (seconds since 1970) that the host has not seen yet forgets whatever ended or stopped the run before. The
-    host stops the run at `until`, runs `delete` then, and keeps its log in `bucket`."""
-    here, home = folder(job.name), f"{folder(job.name)}/code/{code.name}"
-    scripts = {"loop.sh": loop(job, home), "limit.sh": limit(job.name, delete), "limit": f"{until}\n"}
-    steps = [
-        f'here="{here}"',
-        unpack(code, f"$HOME/launch-{code.name}.tar", f"{here}/code"),
-        f'cd "{home}"',
-        f"{{ test -e .launch-ready || {{ bash -c {quote(setup)} && touch .launch-ready; }}; }}",
-        *(
-            f'printf %s {quote(text)} > "$here/{name}.$$" && mv "$here/{name}.$$" "$here/{name}"'
-            for name, text in scripts.items()
-        ),
-        '{ test -e "$here/kept" || '
-        f'echo "{bucket}/logs/$(hostname)-$(date -u +%Y%m%dT%H%M%SZ).log" > "$here/kept"; }}',
-        f'{{ test "$(cat "$here/typed" 2> /dev/null)" = {typed} || '
-        f'{{ cd "$here" && rm -f ended stop crashes environment && echo {typed} > typed; }}; }}',
-        f'{{ test ! -e "$HOME/launch-{typed}" || {{ mv -f "$HOME/launch-{typed}" "$here/environment" && '
-        'chmod 600 "$here/environment"; }; }',
-        'touch "$here/environment"',
-    ]
-    return f'umask 000; mkdir -p "{here}" && flock "{here}/preparing" bash -c {quote(" && ".join(steps))}'
+def prepare(job: Job, setup: str, typed: int, until: int, bucket: str, delete: list[str]) -> str:
+    """A script that unpacks the code, which is in the home folder as launch-HASH.tar, and sets it up, one at a time.
+    A `typed` (milliseconds since 1970) that the host has not seen yet forgets whatever ended or stopped the run before.
+    The host stops the run at `until`, runs `delete` then, and keeps its log in `bucket`."""
+    home = f"{folder(job.name)}/code/{job.code.name}"
+    return f"""\
+#!/bin/bash
+# Written by python -m launch tpu.
+set -e
+umask 000
+here="{folder(job.name)}"
+mkdir -p "$here"
+exec 9> "$here/preparing"
+flock 9
+{unpack(job.code, f"$HOME/launch-{job.code.name}.tar", "$here/code")}
+cd "$here/code/{job.code.name}"
+if [ ! -e .launch-ready ]; then
+    bash -c {quote(setup)} 9>&-
+    touch .launch-ready
+fi
+
+cat > "$here/loop.sh.$$" <<'LOOP'
+{loop(job, home)}LOOP
+cat > "$here/limit.sh.$$" <<'LIMIT'
+{limit(job.name, delete)}LIMIT
+echo {until} > "$here/limit.$$"
+for name in loop.sh limit.sh limit; do mv "$here/$name.$$" "$here/$name"; done
+if [ ! -e "$here/kept" ]; then
+    echo "{bucket}/logs/$(hostname)-$(date -u +%Y%m%dT%H%M%SZ).log" > "$here/kept"
+fi
+cd "$here"
+if [ "$(cat typed 2> /dev/null)" != {typed} ]; then
+    rm -f ended stop crashes environment
+    echo {typed} > typed
+fi
+if [ -e "$HOME/launch-{typed}" ]; then
+    mv -f "$HOME/launch-{typed}" environment
+    chmod 600 environment
+fi
+touch environment
+"""
 
 
 def start(name: str) -> str:

@@ -2,15 +2,19 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from os.path import normpath
 from pathlib import Path
 from shlex import quote
 
 from configs.command_line import parse
 from configs.exit_codes import Exit
 from configs.ramp import Ramp
-from configs.schema import Config, NotNegative, UserError
+from configs.schema import Config, DataConfig, NotNegative, UserError, options
+from data.mixture import read_source
+from launch.code import Code, pack
 from launch.hardware import Hardware, parse_hardware
 from training.layout import AXES, mesh_shape, step_shape
 
@@ -52,6 +56,7 @@ class Job:
     """What is to run."""
 
     name: str
+    code: Code
     hardware: Hardware
     train: tuple[str, ...]
     """Arguments of train.py, as typed."""
@@ -64,19 +69,35 @@ class Job:
     """The same; a launcher shows their names alone."""
 
 
-def make_job(options: JobOptions, train: list[str]) -> Job:
-    """The job, checked as far as it can be without its machines. UserError for what cannot work; what tyro finds
-    wrong with train.py's arguments ends the process with code 2, as it does in train.py."""
-    if not options.hardware:
+def make_job(given: JobOptions, train: list[str], *mounts: str) -> Job:
+    """The job, checked as far as it can be without its machines, whose hosts see the folders `mounts`. UserError for
+    what cannot work; what tyro finds wrong with train.py's arguments ends the process with code 2, as in train.py."""
+    if not given.hardware:
         raise UserError('--hardware is missing; try --hardware=v5e:4x4 or --hardware="2x h200:8"')
-    hardware = parse_hardware(options.hardware)
+    hardware = parse_hardware(given.hardware)
     if not train:
         raise UserError("train.py's arguments are missing; they follow after --: -- --config=configs/small.py")
     config, _ = parse("Arguments of train.py, after --.", TrainOptions, train)
     require_fit(config, hardware)
-    env, secrets = taken(options.env, "env"), taken(options.secret, "secret")
-    name = job_name(options.name, config.name)
-    return Job(name, hardware, tuple(train), config, options.max_crashes, env, secrets)
+    env, secrets = taken(given.env, "env"), taken(given.secret, "secret")
+    name, code = job_name(given.name, config.name), pack(Path.cwd())
+    require_seen(config, train, code.names, mounts)
+    return Job(name, code, hardware, tuple(train), config, given.max_crashes, env, secrets)
+
+
+def require_seen(config: Config, train: Sequence[str], code: Collection[str], mounts: Sequence[str]) -> None:
+    """UserError for text, or another file of the run, that the hosts cannot see, and for text that nobody has named."""
+    shared = ["the whole path of a shared folder" if mount == "/" else f"a path below {mount}" for mount in mounts]
+    where = ", or ".join(["gs://BUCKET/FOLDER", *shared, "a file of the code"])
+    if config.data.source == DataConfig.source and not any(word.split("=")[0] == "--data.source" for word in train):
+        raise UserError(f"--data.source is missing: give {where}, or stdlib to train on Python's own library")
+    others = {name: options(config)[name] for name in ("data.tokenizer", "init_from", "eval.bundle")}
+    for option, path in [*(("data.source", name) for name in read_source(config.data.source)[0]), *others.items()]:
+        travels = any(fnmatch(name, normpath(path)) or name.startswith(normpath(path) + "/") for name in code)
+        elsewhere = "://" in path and not path.startswith(("file://", "local://"))
+        seen = elsewhere or path.startswith(("hf:", "tiktoken:", *(mount.rstrip("/") + "/" for mount in mounts)))
+        if path not in ("", "stdlib") and not (travels or seen):
+            raise UserError(f"--{option}={path} is on this machine, where the hosts cannot see it; give {where}")
 
 
 def taken(names: Sequence[str], option: str) -> dict[str, str]:

@@ -10,16 +10,14 @@ A run's exit code decides what follows. Kubernetes itself counts, restarts and s
 import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from shlex import join
 from typing import Any
 
 from configs.schema import NotNegative, Positive, UserError
-from launch.code import pack
 from launch.job import AGAIN, NEVER, Job, JobOptions, cost, job_name, make_job
 from launch.shell import Shell, say
 
-WORKERS, PORT, RUNS = "workers", 8476, "/runs"
+WORKERS, PORT, RUNS, DATA = "workers", 8476, "/runs", "/data"
 LABEL = "jobset.sigs.k8s.io/jobset-name"
 LATE = 124  # a pod's exit code at the deadline, as of `timeout`
 START = f"""\
@@ -43,8 +41,10 @@ class K8sOptions(JobOptions):
     service_account: str = ""
     """The account that pods run as, which may write to the bucket."""
     claim: str = ""
-    """A PersistentVolumeClaim that all pods can write to: the run lies there, in NAME. Not needed where
+    """A PersistentVolumeClaim that all pods can write to, at /runs: the run is in /runs/NAME. Not needed where
     --checkpoint.folder=gs://... names a bucket."""
+    data_claim: str = ""
+    """A PersistentVolumeClaim with text, which pods read at /data: -- --data.source=/data/FOLDER."""
     queue: str = ""
     """The LocalQueue of Kueue, where a cluster has it."""
     node_selector: tuple[str, ...] = ()
@@ -59,11 +59,11 @@ class K8sOptions(JobOptions):
 
 def up(options: K8sOptions, train: list[str]) -> int:
     """Builds and pushes the image unless it is given with its tag, and creates the JobSet."""
-    job, shell = make_job(options, train), Shell(options.dry_run)
+    mounts = [mount for mount, claim in ((RUNS, options.claim), (DATA, options.data_claim)) if claim]
+    job, shell = make_job(options, train, *mounts), Shell(options.dry_run)
     require_place(job, options)
     say(cost(job, options.price, options.hours))
-    code = pack(Path.cwd())
-    image, given = image_of(options.image, code.name)
+    image, given = image_of(options.image, job.code.name)
     objects = jobset(job, options, image)
     kubectl = ["kubectl", f"--namespace={options.namespace}"]
     if not shell.dry_run:
@@ -84,7 +84,7 @@ def up(options: K8sOptions, train: list[str]) -> int:
             "--file=launch/Dockerfile",
             "-",
         ]
-        shell.change(build, stdin=code.archive, shown=f"{join(build)} < code-{code.name}.tar")
+        shell.change(build, stdin=job.code.archive, shown=f"{join(build)} < code-{job.code.name}.tar")
         shell.change(["docker", "push", image])
     if job.secrets:
         apply = [*kubectl, "apply", "--filename=-"]
@@ -192,10 +192,13 @@ def pod(job: Job, options: K8sOptions, image: str, hosts: int) -> dict[str, Any]
     env += [{"name": name, "valueFrom": {"secretKeyRef": key | {"key": name}}} for name in job.secrets]
     own = [word for word in job.train if word.split("=")[0] in ("--run_dir", "--run-dir")]
     train = [*job.train, *([f"--run_dir={RUNS}/{job.name}"] if options.claim and not own else [])]
-    mounts, volumes = [{"name": "shm", "mountPath": "/dev/shm"}], [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
-    if options.claim:
-        mounts.append({"name": "runs", "mountPath": RUNS})
-        volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": options.claim}})
+    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    for claim, path, only in ((options.claim, RUNS, False), (options.data_claim, DATA, True)):
+        if claim:
+            read = {"readOnly": True} if only else {}
+            mounts.append({"name": path[1:], "mountPath": path, **read})
+            volumes.append({"name": path[1:], "persistentVolumeClaim": {"claimName": claim, **read}})
     selector, resources, tolerations = devices(job)
     for label in options.node_selector:
         key, equals, value = label.partition("=")

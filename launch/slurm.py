@@ -12,7 +12,7 @@ from shlex import join, quote
 
 from configs.exit_codes import Exit
 from configs.schema import FilePath, NotNegative, Positive, UserError
-from launch.code import environment, pack, unpack
+from launch.code import environment, unpack
 from launch.job import Job, JobOptions, cost, exports, given_folder, job_name, make_job
 from launch.restart import VERDICT
 from launch.shell import Shell, say
@@ -41,12 +41,12 @@ class SlurmOptions(JobOptions):
 
 def up(options: SlurmOptions, train: list[str]) -> int:
     """Puts a run into SLURM's queue. The same command again changes nothing while the job is there."""
-    job = make_job(options, train)
+    job = make_job(options, train, "/")
     if job.hardware.is_tpu:
         raise UserError(f"--hardware={job.hardware}: TPUs are launched by `python -m launch tpu` or `k8s`")
     folder, shell = given_folder(options.folder, "folder") / job.name, Shell(options.dry_run)
     say(cost(job, options.price, options.hours))
-    code = pack(Path.cwd())
+    code = job.code
     if not shell.dry_run:
         require_writable(folder)
         if queued := shell.ask(["squeue", "--me", f"--name={job.name}", "--noheader", "--format=%i"]).stdout.split():

@@ -8,16 +8,14 @@ all at the end or at the deadline. It must live somewhere that stays on (a small
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from shlex import join
 
 from configs.exit_codes import Exit
 from configs.schema import UserError
 from launch import hosts
-from launch.code import pack
 from launch.hardware import machines
 from launch.job import cost, job_name
-from launch.queued import GONE, Slices
+from launch.queued import GONE, Slices, delete_all
 from launch.shell import Denied, Shell, Trouble, patient, say, warn
 from launch.tpu_request import TpuOptions, checked, in_zones, require_project
 from launch.tpu_run import (
@@ -42,20 +40,19 @@ def up(options: TpuOptions, train: list[str]) -> int:
     launch, places = prepared(options, train)
     if options.dry_run:
         return show(launch, places[0], ())
+    states = seen(places)
+    new = [slices for slices, state in states.items() if state == GONE]
     try:
-        slices = get(launch, seen(places))
+        slices = get(launch, states)
         if not begin(launch, slices, FIRST):
-            raise Trouble(f"{TAKEN} while they were being set up; the same command asks for new ones")
-    except Trouble as trouble:
-        warn(f"error: {trouble}")
-        zones = " ".join(slices.zone for slices in places)
-        down = f"python -m launch tpu down --project={options.project} --zones {zones} --name={launch.job.name}"
-        warn(
-            f"what was given MAY COST MONEY without a limit: the same command tries again, and this deletes it:\n{down}"
-        )
+            raise Trouble(f"{TAKEN} while they were being set up")
+    except Trouble as trouble:  # no host may have a limit
+        warn(f"error: {trouble}; what this command asked for is deleted")
+        delete_all(new, until=launch.limit)
         return Exit.FAILED
     rest = f"--project={options.project} --zones {slices.zone} --name={launch.job.name}"
-    say(f"started; it saves and ends after {options.hours:g} h at the latest. Nothing watches its cost until then:")
+    hours = (launch.limit - launch.typed) / 3600
+    say(f"started; it saves and ends after {hours:.1f} h at the latest. Nothing watches its cost until then:")
     say(f"python -m launch tpu down {rest}   # deletes it")
     say(f"python -m launch tpu logs {rest}   # or status, stop")
     return Exit.COMPLETE
@@ -84,7 +81,7 @@ def prepared(options: TpuOptions, train: list[str]) -> tuple[Launch, list[Slices
     """What is to be launched, after its cost was said, and where it may be."""
     job, places, bucket = checked(options, train)
     say(cost(job, options.price, options.hours, options.capacity))
-    return Launch(job, options, bucket, pack(Path.cwd()), time.time()), places
+    return Launch(job, options, bucket, time.time()), places
 
 
 def show(launch: Launch, first: Slices, deleted: Sequence[Slices]) -> int:

@@ -1,7 +1,6 @@
 """A run on TPU slices, until it is over: got, started, watched, replaced where they are taken away, and given back."""
 
 import math
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -11,7 +10,6 @@ from typing import Literal
 
 from configs.hook import start_hook
 from launch import hosts, queued
-from launch.code import Code
 from launch.job import Job, exports
 from launch.queued import STATES, Slices, delete_all
 from launch.shell import Trouble, patient, pause, say, warn
@@ -28,7 +26,6 @@ class Launch:
     job: Job
     options: TpuOptions
     bucket: str
-    code: Code
     typed: float
     """Seconds since 1970."""
 
@@ -75,7 +72,7 @@ def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
 def get(launch: Launch, states: dict[Slices, str]) -> Slices:
     """Slices of the first zone that has them: where the job is already, then in the zones' order. Trouble where none
     has; what was asked for in vain is deleted, and GONE in `states`."""
-    for slices in sorted(states, key=lambda slices: states[slices] == queued.GONE):
+    for slices in sorted(states, key=lambda slices: ["active", "waits", "over", "gone"].index(STATES[states[slices]])):
         if time.time() >= launch.deadline:
             break
         try:
@@ -115,19 +112,20 @@ def begin(launch: Launch, slices: Slices, tries: float) -> bool:
 def start(launch: Launch, slices: Slices) -> None:
     """Sends the code, sets it up, and starts the loop on every host that has none; where the run has ended or was
     stopped, only if that was before the command was typed. Trouble where a host fails."""
-    job, code, typed = launch.job, launch.code, int(1000 * launch.typed)
-    cache = Path(os.environ.get("TOKENSUM_CACHE") or "~/.cache/tokensum").expanduser()
-    archive = cache / "launch" / f"launch-{code.name}.tar"
-    slices.shell.write(archive, code.archive)
-    slices.copy(str(archive), f":{archive.name}")
-    if names := [*job.env, *job.secrets]:  # in a file, since a command's words are in every list of processes
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / f"launch-{typed}"
-            slices.shell.write(file, exports(job), names)
-            slices.copy(str(file), f":{file.name}")
+    job, typed = launch.job, int(1000 * launch.typed)
     delete = slices.words("delete", slices.name, "--force", "--async")
-    prepare = hosts.prepare(job, code, launch.options.setup, typed, launch.limit, launch.bucket, delete)
-    if failed := slices.ssh(prepare, queued.SET_UP)[0]:
+    prepare = hosts.prepare(job, launch.options.setup, typed, launch.limit, launch.bucket, delete)
+    with tempfile.TemporaryDirectory() as folder:
+        # Secrets go in a file, since a command's words are in every list of processes.
+        for name, content, names in (
+            (f"launch-{job.code.name}.tar", job.code.archive, []),
+            (f"launch-{typed}", exports(job), [*job.env, *job.secrets]),
+            (f"launch-{typed}.sh", prepare, []),
+        ):
+            if content:
+                slices.shell.write(Path(folder) / name, content, names)
+                slices.copy(f"{folder}/{name}", f":{name}")
+    if failed := slices.ssh(f'bash "$HOME/launch-{typed}.sh"', queued.SET_UP)[0]:
         raise Trouble(f"the set-up on the hosts of {slices.name} ended with {failed}")
     failed, _ = slices.ssh(hosts.start(job.name))
     # "none": a host lost its disk since it was prepared, and `watch` prepares it anew.

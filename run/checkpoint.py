@@ -16,27 +16,29 @@ bucket that forbids it) fails the save that came before it.
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import fsspec.config
 import jax
 from etils import epath
+from tenacity import Retrying, stop_after_delay, wait_random
 
 from configs.schema import CheckpointConfig, UserError
 from run import orbax_calls
 from run.checksums import checksums, digest, require_checksums
 from run.orbax_calls import COMMITTED, FACTS, HALF_DONE, Info
 from run.peers import exchange
-from run.retry import StorageLost, passes, patiently
-from run.runtime import Damaged, NoCheckpoint, first_line, highest, on_every_process, on_first_process, versions
+from run.record import Record, place
+from run.retry import StorageLost, first_line, passes, patiently, role
+from run.runtime import Damaged, NoCheckpoint, highest, on_every_process, on_first_process, versions
 from training.layout import padded
 from training.optimizer import path_name
 from training.state import TrainState
 
+CLEARED = 5  # seconds in which what a failed save left must be gone; the next that succeeds clears the rest
 LEFT_OVER = (HALF_DONE, ".deleted")
 FORBIDDEN = re.compile("^Forbidden|PERMISSION_DENIED")  # gcsfs, tensorstore
 
@@ -68,20 +70,16 @@ class Checkpoints:
         self,
         folder: str | Path,
         config: CheckpointConfig | None = None,
-        record: Sequence[Path] = (),
+        record: Record | None = None,
         on_saved: Callable[[int], None] = lambda step: None,
         scores: Mapping[int, float] = MappingProxyType({}),
     ):
-        """`record`: files of the run that are copied to the folder at once and before each save. `on_saved` is called
-        on the first process with the step of each checkpoint that has become whole. `scores`: `val_bpb` of steps, on
-        the first process. UserError where the folder cannot be used. Every process must make one, and call its methods
-        together."""
+        """`record` is copied before each save. `on_saved` is called on the first process with the step of each
+        checkpoint that has become whole. `scores`: `val_bpb` of steps, on the first process. UserError where the folder
+        cannot be used. Every process must make one, and call its methods together."""
         self.config, self.record, self.on_saved, self.scores = config, record, on_saved, scores
         self.in_bucket = str(folder).startswith("gs://")
-        if self.in_bucket:
-            # Other processes, and tensorstore, write to the bucket: a listing kept from before may be out of date.
-            fsspec.config.conf["gcs"] = {**fsspec.config.conf.get("gcs", {}), "use_listings_cache": False}
-        self.folder = epath.Path(folder if self.in_bucket else Path(folder).resolve()) / "checkpoints"
+        self.folder = place(folder) / "checkpoints"
         self.not_whole: list[str] = []
         """What had a checkpoint's name, and was put aside."""
         where = str(self.folder)
@@ -91,8 +89,6 @@ class Checkpoints:
                 self._open()
             self.infos = [Info(*info) for info in on_first_process(lambda: patiently(where, self._look))]
             """The whole checkpoints, in order; every process has the same."""
-            if config:
-                on_first_process(lambda: patiently(where, self.copy_record))
         except (UserError, StorageLost):
             raise
         except Exception as error:  # of the disk or the store
@@ -135,7 +131,8 @@ class Checkpoints:
             return
 
         def write() -> None:
-            on_first_process(self.copy_record)
+            if self.record:
+                on_first_process(self.record.copy)
             orbax_calls.save(self.manager, step, state.params, rest, facts)
 
         if self._succeeds(write):
@@ -184,11 +181,9 @@ class Checkpoints:
         self.failed_saves += 1
         self.failure = self.failure or "another process could not write its part"
         self._close()
-        for _ in range(50):  # Orbax may still be writing other parts: after the first failure it waits for none
-            with suppress(Exception):
-                on_first_process(self._clear)
-                break
-            time.sleep(0.1)
+        # Orbax may still be writing other parts: after the first failure it waits for none.
+        again = Retrying(stop=stop_after_delay(CLEARED), wait=wait_random(0, 0.2), retry_error_callback=lambda _: None)
+        on_first_process(lambda: again(self._clear))
         self._open()
         return False
 
@@ -196,20 +191,6 @@ class Checkpoints:
         """Opens the folder to save to, on every process."""
         opened = lambda: orbax_calls.open_manager(self.folder)
         self.manager = on_every_process("the folder of checkpoints", lambda: patiently(str(self.folder), opened))
-
-    def copy_record(self) -> None:
-        """Copies what a machine needs, besides the newest checkpoint, to continue a run whose folder is gone."""
-        for path in self.record:
-            if path.exists():
-                copy(epath.Path(path), self.folder.parent / path.name)
-
-    def copy_events(self) -> None:
-        """Copies events.jsonl alone, on the first process: so that a machine that is lost with its disk is known to
-        have lived until now. Where that fails, the next copy makes up for it, and a save says why."""
-        for path in self.record:
-            if path.name == "events.jsonl" and path.exists():
-                with suppress(Exception):
-                    copy(epath.Path(path), self.folder.parent / path.name)
 
     def close(self) -> None:
         """Waits until what was saved is written."""
@@ -411,21 +392,6 @@ def _damage() -> Iterator[None]:
         if FORBIDDEN.search(str(error)):
             raise UserError(f"a checkpoint may not be read: {first_line(error)}{role(error)}") from error
         raise Damaged(first_line(error)) from error
-
-
-def copy(source: epath.Path, target: epath.Path) -> None:
-    """Copies a small file, whole or not at all."""
-    partial = target.with_name(f"{target.name}.partial")
-    partial.write_bytes(source.read_bytes())
-    partial.replace(target)
-
-
-def role(error: Exception) -> str:
-    """What to grant, where the store says which permission is missing."""
-    if not (missing := re.search(r"storage\.(buckets|objects|folders)\.\w+", str(error))):
-        return ""
-    role = "legacyBucketReader" if missing[1] == "buckets" else "objectUser"
-    return f"; the account lacks {missing[0]}: grant it roles/storage.{role} on the bucket"
 
 
 def _metrics(val_bpb: float | None) -> dict[str, float] | None:

@@ -9,7 +9,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -24,11 +24,11 @@ from configs.exit_codes import Exit
 from configs.files import write_whole
 from configs.schema import Config, MeshConfig, UserError, free_to_change, options, validate
 from data.dataset import absolute
-from run.checkpoint import Checkpoints, copy, whole_steps
+from run.checkpoint import Checkpoints, whole_steps
 from run.events import Events, another_went_on, saved_up_to, starts_in_vain
-from run.kernels import ARCHIVE
 from run.lines import read_metrics, scores
 from run.preflight import ROOT, code_digest
+from run.record import CONTINUES, Record, place, reading
 from run.retry import patiently
 from run.runtime import versions
 from training.build import build
@@ -36,10 +36,8 @@ from training.mesh import islands, make_mesh, sizes_of
 from training.optimizer import path_name
 from training.state import TrainState, abstract_params
 
-RECORD = ("config.json", "metrics.jsonl", "events.jsonl", ARCHIVE)  # what continues a run, besides its checkpoints
-
-
 STARTS = 10  # processes in a row that brought no newer checkpoint, after which the run is given up
+MADE = ("lock", "config.json")  # in a run's folder, by a start that is refused
 LEASE = 120  # seconds to wait for the lock of a machine that may be gone: servers of NFS keep it for 90
 
 
@@ -49,13 +47,29 @@ class RunLock:
     def __init__(self, run_dir: str | Path):
         self.path = Path(run_dir) / "lock"
         self.file: IO | None = None
+        self.claimed = False
+        """Whether the folder holds no step, and so nothing that anybody would miss."""
 
     def __enter__(self) -> "RunLock":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.file:
-            self.file.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self.file:
+            return
+        with suppress(OSError):
+            if kind and issubclass(kind, UserError):
+                self._leave_nothing()
+        self.file.close()
+
+    def _leave_nothing(self) -> None:
+        """Delete what a refused start has made, unless the folder holds more than that."""
+        folder, made = self.path.parent, MADE[: 1 + self.claimed]
+        if {path.name for path in folder.iterdir()} <= {*made, "checkpoints"}:
+            if (folder / "checkpoints").exists():
+                (folder / "checkpoints").rmdir()  # an OSError unless it is empty
+            for name in made:
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
 
     def take(self) -> None:
         """Takes it, if this process has not yet. UserError where another one holds it."""
@@ -111,11 +125,6 @@ def _boot() -> str:
     return platform.node()
 
 
-def record_files(run_dir: str | Path) -> list[Path]:
-    """What continues a run, besides its checkpoints."""
-    return [Path(run_dir) / name for name in RECORD]
-
-
 class Past(NamedTuple):
     """What a run's folder says of the run so far. JSON can hold it, so that one process reads for all."""
 
@@ -144,32 +153,39 @@ def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLo
 
 
 def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> Past:
-    folder = Path(config.run_dir)
-    record = folder / "config.json"
+    folder, elsewhere = Path(config.run_dir), config.checkpoint.folder
+    record, checkpoints = folder / "config.json", f"--checkpoint.folder={elsewhere}"
+    with reading(checkpoints):
+        copied = elsewhere != "" and (place(elsewhere) / record.name).exists()
     if not record.exists():
-        elsewhere = epath.Path(config.checkpoint.folder)
-        saved_elsewhere = config.checkpoint.folder != "" and (elsewhere / record.name).exists()
         # A start that was killed while it claimed the folder may have left these, and a preflight its file.
-        harmless = {"lock", f"{record.name}.partial", ".preflight-0"}
-        harmless |= {name + end for name in RECORD for end in ("", ".partial")} if saved_elsewhere else set()
+        harmless = {*MADE, f"{record.name}.partial", ".preflight-0", "on_event.log"}
+        if copied:
+            harmless |= {part for name in CONTINUES for part in (name.split("/")[0], f"{name}.partial")}
         if folder.exists() and {path.name for path in folder.iterdir()} - harmless:
             raise UserError(f"--run_dir={folder} is not empty and holds no run (no config.json); choose another folder")
-        if not saved_elsewhere:
-            if config.resume == "must":
-                raise UserError(f"--resume=must, but there is no run in {folder}")
-            lock.take()
-            write_record(record, config, fingerprint, [])
-            return Past([], [], 0, 0, "")
-        if config.resume == "never":
-            raise UserError(f"--resume=never, but {elsewhere} holds a run already; choose another --checkpoint.folder")
-        lock.take()
-        _fetch_record(elsewhere, folder)
-    if config.resume == "never":
-        raise UserError(f"--resume=never, but {folder} holds a run already; choose another --run_dir or --name")
     lock.take()
-    if config.checkpoint.folder and another_went_on(Events(folder).read(), Events(config.checkpoint.folder).read()):
-        print(f"another machine has gone on with this run: its record is fetched from {config.checkpoint.folder}")
-        _fetch_record(epath.Path(config.checkpoint.folder), folder)
+    mine = Events(folder).read()
+    with reading(checkpoints) if elsewhere else nullcontext():
+        others = Events(elsewhere).read() if copied else []
+        fetching = copied and (not record.exists() or another_went_on(mine, others))
+        # Steps in the metrics alone: of a run before its first checkpoint, or of a version that wrote no events.
+        logged = max((line["step"] for line in read_metrics(folder) if "loss" in line), default=0)
+        has_steps = saved_up_to(others if fetching else mine) or logged or whole_steps(checkpoint_folder(config))
+    if config.resume == "must" and not has_steps:
+        raise UserError(f"--resume=must, but there is no run in {folder}")
+    if config.resume == "never" and has_steps:
+        holder, option = (elsewhere, "checkpoint.folder") if fetching else (folder, "run_dir or --name")
+        raise UserError(f"--resume=never, but {holder} holds a run already; choose another --{option}")
+    if fetching:
+        if record.exists():
+            print(f"another machine has gone on with this run: its record is fetched from {elsewhere}")
+        with reading(checkpoints):
+            Record(folder, elsewhere).fetch()
+    if not has_steps:  # whatever a start before wrote, it binds nobody
+        lock.claimed = True
+        write_record(record, config, fingerprint, [])
+        return Past([], [], 0, 0, "")
     facts, first = read_record(record)
     before = options(first) | {"dataset": facts["dataset"]}
     if before["model.dtype"] == "auto":  # recorded by an older version, where it meant this
@@ -187,16 +203,8 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
             "or --accept_changes to continue it with these"
         )
     events = Events(folder).read()
-    saved = saved_up_to(events)
-    if not events:  # a run of a version that wrote none: steps in its metrics say that it had come somewhere
-        saved = max((line["step"] for line in read_metrics(folder) if "loss" in line), default=0)
+    saved = saved_up_to(events) if events else logged
     return Past(changes, events, _finished(folder), saved, first.checkpoint.folder or str(folder))
-
-
-def _fetch_record(elsewhere: epath.Path, folder: Path) -> None:
-    for path in reversed(record_files(folder)):  # the one that claims the folder comes last
-        if (elsewhere / path.name).exists():
-            copy(elsewhere / path.name, epath.Path(path))
 
 
 def _finished(folder: Path) -> int:
@@ -208,7 +216,7 @@ def _finished(folder: Path) -> int:
 
 def checkpoint_folder(config: Config) -> epath.Path:
     """Where a run's checkpoints lie."""
-    return epath.Path(config.checkpoint.folder or config.run_dir) / "checkpoints"
+    return place(config.checkpoint.folder or config.run_dir) / "checkpoints"
 
 
 def require_checkpoints(config: Config, past: Past) -> None:

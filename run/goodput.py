@@ -26,12 +26,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import tyro
 
-from configs.schema import UserError
+from configs.command_line import parse_arguments
+from configs.schema import AnyPath, UserError
 from run.events import Events
+from run.record import at_hand
 
 OF_A_PROCESS: tuple[str, ...] = ("start", "compilation", "restore", "steps", "data", "evaluation", "saving")
 PARTS: tuple[str, ...] = (*OF_A_PROCESS, "lost", "down")
@@ -148,15 +150,16 @@ def summed_up(spent: dict[str, float]) -> str:
 class Arguments:
     """Seconds of a run over all its starts, by what they went to."""
 
-    run_dir: tyro.conf.Positional[str]
-    """Folder of the run."""
+    run_dir: Annotated[AnyPath, tyro.conf.Positional]
+    """Folder of the run, here or at gs://."""
 
 
 def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
-    if not (Path(arguments.run_dir) / "config.json").is_file():
-        raise UserError(f"{arguments.run_dir} holds no run (no config.json)")
-    spent = goodput(Events(arguments.run_dir).read())
+    arguments = parse_arguments(__doc__, Arguments)
+    folder = at_hand(arguments.run_dir)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no run (no config.json)")
+    spent = goodput(Events(folder).read())
     wall = sum(spent.values())
     for part, seconds in spent.items():
         print(f"{part:12} {seconds:12.1f} s {seconds / (wall or 1):8.1%}")

@@ -9,13 +9,18 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import tyro
 from etils import epath
 
+from configs.command_line import parse_arguments
 from configs.exit_codes import Exit
+from configs.schema import AnyPath
 from run.folder import open_for_reading
-from run.runtime import first_line, run_command, start_jax
+from run.record import at_hand
+from run.retry import first_line
+from run.runtime import run_command, start_jax
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,8 @@ class Arguments:
     """A table of a run's checkpoints: step, MB, bits per byte, age, and whether it is what was saved.
     Exit code 3 if one is damaged."""
 
-    run_dir: tyro.conf.Positional[str]
-    """Folder of the run."""
+    run_dir: Annotated[AnyPath, tyro.conf.Positional]
+    """Folder of the run, here or at gs://."""
 
 
 def _files(folder: epath.Path) -> Iterator[epath.Path]:
@@ -33,9 +38,9 @@ def _files(folder: epath.Path) -> Iterator[epath.Path]:
 
 
 def main() -> int:
-    arguments = tyro.cli(Arguments, description=__doc__, use_underscores=True)
+    arguments = parse_arguments(__doc__, Arguments)
     start_jax()
-    checkpoints, abstract = open_for_reading(arguments.run_dir)
+    checkpoints, abstract = open_for_reading(at_hand(arguments.run_dir))
     damaged = False
     print(f"{'step':>10} {'MB':>9} {'val_bpb':>9} {'hours old':>10}")
     for step, metrics, _ in checkpoints.infos:

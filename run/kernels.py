@@ -18,9 +18,9 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from configs.files import cache_dir, write_whole
 from configs.schema import UserError
+from run.record import KERNELS
 from run.runtime import on_first_process
 
-ARCHIVE = "kernels.zip"
 CHOICES = "xla_gpu_per_fusion_autotune_cache_dir"  # which JAX adds to the folder of its cache
 
 
@@ -28,7 +28,7 @@ def use_choices(run_dir: str | Path) -> None:
     """From here on programs are compiled with the choices of the run, or, where it has none, with those of the cache.
     UserError where the run's cannot be read. Every process must call it."""
     folder = Path(run_dir).resolve() / "compiled"  # a part of the programs' keys: the same however it is spelled
-    on_first_process(lambda: _begin(folder / CHOICES, Path(run_dir) / ARCHIVE))
+    on_first_process(lambda: _begin(folder / CHOICES, Path(run_dir) / KERNELS))
     (folder / CHOICES).mkdir(parents=True, exist_ok=True)  # of a process that has a folder of its own
     jax.config.update("jax_compilation_cache_dir", str(folder))
     compilation_cache.reset_cache()
@@ -67,7 +67,7 @@ def keep_choices(run_dir: str | Path) -> None:
                 whole = Path(unfinished) / choice.name
                 write_whole(whole, choice.read_bytes())
                 whole.rename(known / choice.name)
-    write_whole(Path(run_dir) / ARCHIVE, packed.getbuffer())
+    write_whole(Path(run_dir) / KERNELS, packed.getbuffer())
 
 
 def known_choices() -> Path:

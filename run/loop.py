@@ -237,7 +237,8 @@ class Loop:
         if self.times.due and jax.process_index() == 0:
             with suppress(OSError):  # a full disk is reported elsewhere
                 Events(self.config.run_dir).add("running", self.monitor.step, **self.times.note())
-            self.checkpoints.copy_events()
+            if self.checkpoints.record:
+                self.checkpoints.record.copy_events()
         failed = self.checkpoints.failing(wait=False)
         retry = failed > 0 and not self.checkpoints.pending
         if retry:

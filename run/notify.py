@@ -1,15 +1,17 @@
 """A command of the user's that is told what happens to a run: --log.on_event=COMMAND."""
 
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
 import jax
 
 from configs.hook import start_hook
-from configs.schema import Config
-from run.runtime import first_line
+from configs.schema import Config, UserError
+from run.record import Record, place
+from run.retry import first_line
 
 LAST = 10  # seconds that a process waits for the command at its end, which would kill the command in a container or job
 
@@ -25,10 +27,17 @@ def tell(
 
 
 @contextmanager
-def tell_of_failure(config: Config) -> Iterator[None]:
-    """An exception that ends what is inside is a failure, but for one by which somebody asked for the end."""
+def tell_of_failure(config: Config, record: Record) -> Iterator[None]:
+    """An exception that ends what is inside is a failure, but for one by which somebody asked for the end. Its
+    traceback is kept with the record, but for a user's mistake."""
     try:
         yield
     except Exception as error:
+        if not isinstance(error, UserError):
+            with suppress(Exception):  # the disk or the store may be what failed
+                name = f"traceback-{jax.process_index()}.txt"
+                (place(record.elsewhere or record.run_dir) / name).write_text(traceback.format_exc())
+                if jax.process_index() == 0:
+                    record.copy()
         tell(config, "failure", f"{type(error).__name__}: {first_line(error)}")
         raise

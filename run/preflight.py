@@ -28,10 +28,9 @@ from configs.schema import Config, UserError
 from model.flops import parameter_counts
 from model.kernels import attention_kernel
 from model.parallel import compute_capability
-from run.checkpoint import role
 from run.peers import exchange
-from run.retry import StorageLost, patiently
-from run.runtime import first_line, versions
+from run.retry import StorageLost, first_line, patiently, role
+from run.runtime import versions
 from run.watchdog import end_as_hung
 
 ROOT = Path(__file__).parents[1]

@@ -19,6 +19,7 @@ from configs.schema import UserError
 from run.events import Events
 from run.goodput import goodput
 from run.lines import read_metrics
+from run.record import at_hand, place
 
 AXES = {"tokens": "tokens", "step": "steps", "seconds": "seconds of training"}
 
@@ -49,7 +50,7 @@ class Run:
     """One run, as its folder tells of it."""
 
     name: str
-    folder: Path
+    folder: str
     options: dict[str, Any]
     """By their command-line names."""
     ramp: Ramp
@@ -150,10 +151,10 @@ def _between(marks: Course, step: int) -> float:
 
 def read_run(folder: str | Path) -> Run:
     """The run in a folder. UserError where there is none, or one that this version cannot read."""
-    folder = Path(folder).expanduser()
+    given, folder = str(folder), at_hand(folder)
     record_file = folder / "config.json"
     if not record_file.is_file():
-        raise UserError(f"{folder} holds no run (no config.json)")
+        raise UserError(f"{given} holds no run (no config.json)")
     try:
         record = json.loads(record_file.read_bytes())
         options = flat(record["config"])
@@ -165,7 +166,7 @@ def read_run(folder: str | Path) -> Run:
             "make its report with the version that trained it"
         ) from error
     lines = sorted(read_metrics(folder), key=lambda line: line["step"])
-    return Run(name, folder, options, ramp, record, lines, Events(folder).read(), _summary(folder / "summary.json"))
+    return Run(name, given, options, ramp, record, lines, Events(folder).read(), _summary(folder / "summary.json"))
 
 
 def flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -186,6 +187,6 @@ def _summary(path: Path) -> dict[str, Any] | None:
 
 def read_runs(folders: list[str]) -> list[Run]:
     """The runs in these folders, each under a name of its own: its folder, where two have one name."""
-    runs = [read_run(folder) for folder in {Path(folder).expanduser().resolve(): folder for folder in folders}.values()]
+    runs = [read_run(folder) for folder in {place(folder): folder for folder in folders}.values()]
     names = [run.name for run in runs]
-    return [run if names.count(run.name) == 1 else replace(run, name=str(run.folder)) for run in runs]
+    return [run if names.count(run.name) == 1 else replace(run, name=run.folder) for run in runs]

@@ -90,14 +90,23 @@ def patiently(what: str, function: Callable[[], T], seconds: float | None = None
     except Exception as error:
         if not passes(error):
             raise
-        raise StorageLost(f"{what}: {_line(error)}") from error
+        raise StorageLost(f"{what}: {first_line(error)}") from error
 
 
 def _say(what: str, state: RetryCallState) -> None:
     if state.attempt_number in (1, 5) or state.attempt_number % 10 == 0:
         error = state.outcome.exception() if state.outcome else None
-        print(f"{what}: {_line(error)}; trying again", file=sys.stderr, flush=True)
+        print(f"{what}: {first_line(error)}; trying again", file=sys.stderr, flush=True)
 
 
-def _line(error: BaseException | None) -> str:
+def first_line(error: BaseException | None) -> str:
+    """An exception in a line, for messages."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def role(error: Exception) -> str:
+    """What to grant, where the store says which permission is missing."""
+    if not (missing := re.search(r"storage\.(buckets|objects|folders)\.\w+", str(error))):
+        return ""
+    role = "legacyBucketReader" if missing[1] == "buckets" else "objectUser"
+    return f"; the account lacks {missing[0]}: grant it roles/storage.{role} on the bucket"

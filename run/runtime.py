@@ -30,16 +30,11 @@ from configs.interrupt import raise_at_interrupt
 from configs.schema import UserError
 from run.cluster import Cluster, detect
 from run.peers import PeerLost, end_all, exchange, from_first, join, leave
-from run.retry import StorageLost
+from run.retry import StorageLost, first_line
 from training.mesh import axes_between, islands, sizes_of
 
 OPEN_FILES = 65_536
 OF_THE_PROGRAM = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # errors that would come again
-
-
-def first_line(error: BaseException) -> str:
-    """An exception in a line, for messages."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 class NoCheckpoint(Exception):

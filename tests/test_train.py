@@ -33,6 +33,7 @@ import data.inspect
 import data.prepare
 import evaluate
 import export
+import report
 import run.inspect as inspect_run
 import sample
 import train
@@ -65,7 +66,8 @@ def get_config():
 """
 COMMANDS = {
     **{"train": train.main, "sample": sample.main, "evaluate": evaluate.main, "export": export.main},
-    **{"prepare": data.prepare.main, "inspect": data.inspect.main},
+    **{"prepare": data.prepare.main, "inspect": data.inspect.main, "report": report.main},
+    "inspect_run": inspect_run.main,
 }
 TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "goodput", "peak_memory_bytes"}
 PREEMPTED = 143  # the exit code of a run that SIGTERM stopped
@@ -623,6 +625,63 @@ def test_a_signal_stops_after_the_step_and_saves_it(folder, untouched, monkeypat
     assert run("evaluate", monkeypatch, f"--run_dir={sign.name}") == 0
     assert run("train", monkeypatch, *command, "--checkpoint.folder=elsewhere") == 2
     assert f"checkpoint.folder: safe/{sign.name} -> elsewhere" in capfd.readouterr().err
+
+
+@pytest.mark.medium
+def test_a_run_in_a_bucket_needs_no_machine(folder, untouched, gcs, monkeypatch, capsys):
+    """All that it found is there at its end, and after an error; the commands read it, and a run begins from it."""
+    monkeypatch.chdir(folder)
+    there = "gs://bucket/runs/far"
+    command = ("--config=tiny.py", "--run_dir=far", f"--checkpoint.folder={there}")
+
+    def then(step):
+        if step == 60:
+            raise RuntimeError("a defect")
+
+    with saving(then), pytest.raises(RuntimeError, match="a defect"):
+        run("train", monkeypatch, *command)
+    names = lambda: {name.removeprefix("runs/far/").split("/")[0].split(".tf")[0] for name in gcs.objects}
+    assert gcs.objects["runs/far/traceback-0.txt"][1].endswith(b"RuntimeError: a defect\n")
+    record = {"config.json", "metrics.jsonl", "events.jsonl", "tokenizer", "tensorboard"}
+    assert names() == record | {"checkpoints", "traceback-0.txt"}
+    shutil.rmtree(folder / "far")
+    assert run("train", monkeypatch, *command) == 0
+    assert names() >= record | {"summary.json", "loss.png"}
+    for name in ("summary.json", "events.jsonl", "metrics.jsonl", "tokenizer/tokenizer.json"):
+        assert gcs.objects[f"runs/far/{name}"][1] == (folder / "far" / name).read_bytes()
+    assert_as_untouched(folder / "far", untouched)
+    written = sorted(path.relative_to(folder / "far") for path in (folder / "far/tensorboard").rglob("*.*"))
+    assert sorted(name for name in gcs.objects if "/tensorboard/" in name) == [f"runs/far/{path}" for path in written]
+
+    shutil.rmtree(folder / "far")
+    assert run("train", monkeypatch, *command) == 0 and "far is complete" in capsys.readouterr().out
+    shutil.rmtree(folder / "far")
+    draw = ("--prompt=import", "--samples=1", "--tokens=8")
+    said = {}
+    for of in (there, "untouched"):
+        capsys.readouterr()
+        assert run("sample", monkeypatch, f"--run_dir={of}", *draw) == 0
+        assert run("evaluate", monkeypatch, f"--run_dir={of}", "--tokens=400", "--json") == 0
+        said[of] = capsys.readouterr().out.replace(of, "")
+    assert said[there] == said["untouched"]
+    assert run("evaluate", monkeypatch, f"--run_dir={there}", "--source=text") == 2
+    assert "--out=FOLDER is missing" in capsys.readouterr().err
+    bits = ("--source=text", "--documents=5", f"--against={there}", "--out=bits", "--json")
+    assert run("evaluate", monkeypatch, f"--run_dir={there}", *bits) == 0
+    assert json.loads(capsys.readouterr().out)["against"]["run_dir"] == there
+    assert run("export", monkeypatch, f"--run_dir={there}", "--out=far export") == 0
+    assert run("report", monkeypatch, there, "--out=far.html") == 0
+    assert run("inspect_run", monkeypatch, there) == 0 and "verified" in capsys.readouterr().out
+
+    summaries = []
+    for origin in (there, "untouched", "far export"):
+        again = ("--config=tiny.py", f"--init_from={origin}", "--steps=1", f"--run_dir=from-{len(summaries)}", *FAST)
+        assert run("train", monkeypatch, *again) == 0
+        summaries.append(summary(folder / f"from-{len(summaries)}")["params_sha256"])
+    assert len(set(summaries)) == 1
+    assert run("train", monkeypatch, *again, "--run_dir=other", f"--init_from={there}", "--model.softcap=9") == 2
+    assert "softcap: 15.0, not 9.0" in capsys.readouterr().err
+    assert not any(path.name.startswith("gs:") for path in folder.iterdir())
 
 
 @contextmanager

@@ -99,7 +99,6 @@ def test_defaults_are_valid():
         ("mesh.data", -2, "-1 for all"),
         ("checkpoint.every_steps", 0, "positive"),
         ("checkpoint.keep", 0, "positive"),
-        ("checkpoint.folder", "s3://bucket/runs", "the only store that Orbax can write to"),
         ("eval.every_steps", 0, "positive"),
         ("eval.tokens", 0, "positive"),
         ("eval.sample_tokens", 0, "positive"),
@@ -221,6 +220,9 @@ def test_home_folders(monkeypatch):
         resolved(changed(BASE, "run_dir", "~nobody-here/x"))
     paths = [name for name, of in roles().items() if Role.PATH in of]
     assert paths == ["run_dir", "init_from", "checkpoint.folder", "eval.bundle"]
+    for url in ("s3://bucket/runs", "gs://bucket", "gs://", "file:///runs", "s3://bucket/gs://bucket/runs"):
+        with pytest.raises(UserError, match=f"--checkpoint.folder={url} cannot work: .*or gs://BUCKET/FOLDER"):
+            resolved(changed(BASE, "checkpoint.folder", url))
 
 
 ANY = st.one_of(

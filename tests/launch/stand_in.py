@@ -39,10 +39,11 @@ if code == "kill":
 sys.exit(code)
 """
 CONFIG = """
-from configs.schema import BatchConfig, Config
+from configs.schema import BatchConfig, Config, DataConfig
 
 def get_config():
-    return Config(name="tiny", batch=BatchConfig(sequence_length=32, tokens_per_step=2048, rows_per_device=2))
+    batch = BatchConfig(sequence_length=32, tokens_per_step=2048, rows_per_device=2)
+    return Config(name="tiny", data=DataConfig(source="gs://bucket/text"), batch=batch)
 """
 
 

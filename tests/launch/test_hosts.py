@@ -1,5 +1,6 @@
 """What is done on a TPU host, each thing twice, as when gcloud repeats it."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from launch import hosts
-from launch.code import pack
 from launch.job import JobOptions, make_job
 from tests.launch.stand_in import StandIn
 
@@ -30,12 +30,13 @@ def host(tmp_path, monkeypatch):
             assert done.returncode == 0, done.stderr.decode()
         return done.stdout.decode()
 
-    code = pack(repository.root)
     job = make_job(JobOptions("v5e:1x1", max_crashes=1), ["--config=tiny.py", "--checkpoint.folder=gs://bucket/it's"])
-    (home / f"launch-{code.name}.tar").write_bytes(code.archive)
+    (home / f"launch-{job.code.name}.tar").write_bytes(job.code.archive)
     setup = f"echo set up >> {tmp_path}/set-up && {repository.setup}"
-    never = round(time.time()) + 10**6
-    prepare = lambda typed: ssh(hosts.prepare(job, code, setup, typed, never, "gs://none", ["true"]))
+
+    def prepare(typed: int, until: int = round(time.time()) + 10**6) -> str:
+        return ssh(hosts.prepare(job, setup, typed, until, "gs://none", ["touch", f"{tmp_path}/deleted"]))
+
     prepare(1)
     assert (tmp_path / "set-up").read_text() == "set up\n"
     yield ssh, repository, prepare
@@ -110,3 +111,22 @@ def test_crashes_are_counted_over_a_reboot_and_forgotten_by_a_person(host, tmp_p
     prepare(2)
     ssh(hosts.start("tiny"))
     wait_for(lambda: len(repository.starts()) == 5)
+
+
+def test_who_starts_the_run_again_while_it_saves_at_its_limit_keeps_the_slices(host, tmp_path):
+    ssh, repository, prepare = host
+    repository.plan(["wait"])
+    prepare(2, until=round(time.time()) + 1)
+    (tmp_path / "var/tiny/lock").touch()
+    with (tmp_path / "var/tiny/lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as a run that saves for long
+        ssh(hosts.start("tiny"))
+        wait_for((tmp_path / "var/tiny/stop").exists)
+        soon = round(time.time()) + 4
+        prepare(3, until=soon)
+    ssh(hosts.start("tiny"))
+    wait_for(lambda: len(repository.starts()) == 1)
+    while time.time() < soon - 1:
+        assert not (tmp_path / "deleted").exists() and ssh(hosts.state("tiny")).split()[1] == "running"
+    wait_for((tmp_path / "deleted").exists)
+    assert " ended 143" in ssh(hosts.state("tiny"))

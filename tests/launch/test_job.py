@@ -1,5 +1,6 @@
 """What every launcher reads: hardware, the job, the archive of the code, and the command line."""
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -88,6 +89,7 @@ def test_the_code_is_what_lies_here_without_what_git_ignores(tmp_path):
     with tarfile.open(fileobj=BytesIO(pack(root).archive)) as archive:
         names = sorted(archive.getnames())
     assert names == [".gitignore", "link", "new.py", "run.sh", "train.py"]
+    assert pack(root).names == set(names)
 
 
 def test_the_hash_follows_the_files_and_nothing_else(tmp_path):
@@ -95,8 +97,18 @@ def test_the_hash_follows_the_files_and_nothing_else(tmp_path):
     before = pack(root).digest
     (root / "train.py").touch()
     assert pack(root).digest == before
+    for left in ("here/events.jsonl", "here/checkpoints/10/facts", "text/dataset.json", "text/shard.bin"):
+        (root / left).parent.mkdir(parents=True, exist_ok=True)
+        (root / left).write_text("of a run or a dataset")
+    (root / ".gitignore").write_text((ROOT / ".gitignore").read_text() + "ignored\n")
+    (root / "report.html").write_text("of a report")
+    with_rules = pack(root).digest
+    (root / "report.html").write_text("of another report")
+    (root / "loss.png").write_text("a picture")
+    assert pack(root).digest == with_rules != before
     (root / "train.py").write_text("uncommitted")
-    assert pack(root).digest != before
+    assert pack(root).digest != with_rules
+    assert not any(name.startswith(("here", "text", "report")) for name in pack(root).names)
 
 
 def test_unpacking_twice_or_at_once_leaves_it_whole_and_damage_is_refused(tmp_path):
@@ -128,7 +140,7 @@ def test_what_is_no_code_is_refused(tmp_path):
 
 def test_a_job_is_checked_as_train_py_would(monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert make_job(JobOptions("v5e:4x4"), ["--config=configs/d12.py"]).name == "d12"
+    assert make_job(JobOptions("v5e:4x4"), ["--config=configs/d12.py", "--data.source=gs://b/text"]).name == "d12"
     for hardware, train, message in (
         ("v5e:4x4", [], "arguments are missing"),
         ("v5e:4x4", ["--config=none.py"], "no such file"),
@@ -141,6 +153,42 @@ def test_a_job_is_checked_as_train_py_would(monkeypatch):
     with pytest.raises(SystemExit) as ended:
         make_job(JobOptions("v5e:4x4"), ["--config=configs/d12.py", "--steps=many"])
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            [],
+            "--data.source is missing: give gs://BUCKET/FOLDER, or a path below /data, or a file of the code, or",
+        ),
+        (["--data.source=stdlib"], ""),
+        (["--data.source=gs://b/text", "--data.tokenizer=tiktoken:gpt2"], ""),
+        (
+            ["--data.source=/home/me/text"],
+            "--data.source=/home/me/text is on this machine, where the hosts cannot see it",
+        ),
+        (["--data.source=0.5:/data/a,0.5:/home/b"], "--data.source=/home/b is on this machine"),
+        (["--data.source=0.5:/data/a,0.5:s3://b"], ""),
+        (["--data.source=./text/*.txt"], ""),
+        (["--data.source=text/"], ""),
+        (["--data.source=datasets/mine"], "--data.source=datasets/mine is on this machine"),
+        (["--data.source=file:///home/me"], "--data.source=file:///home/me is on this machine"),
+        (["--data.source=/data/a", "--data.tokenizer=/home/me/t"], "--data.tokenizer=/home/me/t is on this machine"),
+        (["--data.source=/data/a", "--init_from=runs/first"], "--init_from=runs/first is on this machine"),
+        (["--data.source=/data/a", "--eval.bundle=/data/bundle"], ""),
+    ],
+)
+def test_what_the_hosts_cannot_see_is_refused_and_text_is_asked_for(tmp_path, monkeypatch, words, message):
+    root = repository(tmp_path)
+    (root / "text").mkdir()
+    (root / "text" / "one.txt").write_text("travels with the code")
+    monkeypatch.chdir(root)
+    job = lambda: make_job(JobOptions("v5e:4x4"), [f"--config={ROOT}/configs/d12.py", *words], "/data")
+    if not message:
+        return job()
+    with pytest.raises(UserError, match=re.escape(message)):
+        job()
 
 
 def test_names_are_what_every_scheduler_takes():

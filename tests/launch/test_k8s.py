@@ -84,6 +84,19 @@ def test_a_jobset_is_what_its_definition_allows(repository, capsys, schema, hard
     assert len(f"{jobset['metadata']['name']}-workers-999-9999") <= 63
 
 
+def test_text_is_read_from_a_claim_of_its_own(repository, capsys, schema, tmp_path):
+    (tmp_path / "text").mkdir()
+    train = (BUCKET, "--data.source=/data/mine")
+    _, jobset = dry_run(capsys, "2x cpu:1", "--data_claim=corpus", train=train)
+    schema.validate(jobset)
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    claim = {"claimName": "corpus", "readOnly": True}
+    assert {"name": "data", "persistentVolumeClaim": claim} in pod["volumes"]
+    assert {"name": "data", "mountPath": "/data", "readOnly": True} in pod["containers"][0]["volumeMounts"]
+    with pytest.raises(UserError, match=r"--data\.source=/data/mine is on this machine"):
+        dry_run(capsys, "2x cpu:1", train=train)
+
+
 def test_the_definition_refuses_what_it_does_not_know(repository, capsys, schema):
     _, jobset = dry_run(capsys, "v5e:4x4")
     for path, value in (

@@ -2,6 +2,7 @@
 alone. (The other tests here launch a stand-in for it.)"""
 
 import json
+import shutil
 import signal
 import sys
 import threading
@@ -11,7 +12,7 @@ from shlex import quote
 import pytest
 
 from launch.__main__ import main
-from launch.code import pack
+from launch.code import Code, pack
 from run.lines import read_metrics
 from tests.fake_gcs import FakeGCS
 from tests.launch.fake_kubernetes import Cluster, environment_with
@@ -33,9 +34,10 @@ def result(run_dir: Path) -> str:
 @pytest.mark.slow
 def test_pods_that_are_drained_and_killed_end_as_pods_that_were_left_alone(folder, tmp_path, capsys, monkeypatch):  # noqa: F811
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("launch.k8s.pack", lambda root: type("Code", (), {"name": "hash", "archive": b""}))
+    monkeypatch.setattr("launch.job.pack", lambda root: Code(b"", "hash", frozenset()))
+    shutil.copytree(folder / "text", tmp_path / "disk" / "text")
     options = ["--hardware=2x cpu:2", "--image=I", "--claim=disk", "--max_crashes=1", "--dry_run"]
-    arguments = [f"--config={folder}/tiny.py", f"--data.source={folder}/text", "--log.every_steps=1", "--steps=80"]
+    arguments = [f"--config={folder}/tiny.py", "--data.source=/runs/text", "--log.every_steps=1", "--steps=80"]
     shas = []
     for name in ("left-alone", "harmed"):
         assert main(["k8s", "up", *options, f"--name={name}", "--", *arguments]) == 0
@@ -62,14 +64,14 @@ def test_a_slice_that_is_taken_from_a_run_leaves_no_trace_in_it(folder, cloud, t
     cloud.set("workers", 1)
     monkeypatch.setattr("launch.hardware.Hardware.hosts_per_group", 1)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("launch.tpu.pack", lambda here: pack(ROOT))
+    monkeypatch.setattr("launch.job.pack", lambda here: pack(ROOT))
     server = FakeGCS()
     for name, value in (server.environment() | environment_of(8)).items():
         monkeypatch.setenv(name, value)
     python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'  # a link would not find its packages
     setup = f"mkdir -p .venv/bin && printf %s {quote(python)} > .venv/bin/python && chmod +x .venv/bin/python"
     options = ["--hardware=v5e:2x4", "--project=project", "--zones", "us-central1-a", "us-west4-a", f"--setup={setup}"]
-    arguments = [f"--config={folder}/tiny.py", f"--data.source={folder}/text", "--steps=80"]
+    arguments = [f"--config={folder}/tiny.py", "--data.source=tests/words.txt", "--steps=80"]
 
     def launched(name: str) -> str:
         """The digest of the parameters that a launched run ends with."""

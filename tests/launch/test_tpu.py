@@ -14,6 +14,8 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -159,6 +161,27 @@ def test_the_next_zone_is_tried_when_one_has_none(repository, cloud, capsys):
 def test_up_leaves_no_request_behind_where_no_zone_has_any(repository, cloud):
     cloud.plan(us_central1_a=["stockout"], us_west4_a=["waits"])
     assert launch(repository, "up", "--wait_minutes=0.005") == 1 and not cloud.left()
+
+
+def test_up_that_fails_deletes_what_it_asked_for_and_nothing_else(repository, cloud, capsys):
+    repository.plan(["wait", "wait"])
+    cloud.set("failing", 3)
+    assert launch(repository, "up") == 1 and not cloud.left()
+    assert "pip: connection reset" in (said := capsys.readouterr()).err and "started" not in said.out
+    assert launch(repository, "up", "--hours=2", "--save_minutes=30") == 0
+    assert "it saves and ends after 2.7 h at the latest" in capsys.readouterr().out
+    (repository.root / "train.py").write_text((repository.root / "train.py").read_text() + "# another set-up\n")
+    cloud.set("failing", 3)
+    assert launch(repository, "up") == 1 and len(cloud.left()) == 1
+    wait_for(lambda: starts(repository) == [1, 1])
+
+
+def test_slices_that_are_there_are_taken_before_any_that_are_waited_for():
+    zones = {
+        state: Mock(**{"wait.return_value": "ACTIVE"}) for state in (queued.GONE, "ACCEPTED", "ACTIVE", "CREATING")
+    }
+    job: Any = SimpleNamespace(deadline=math.inf, options=SimpleNamespace(wait_minutes=1))
+    assert tpu_run.get(job, {zone: state for state, zone in zones.items()}) is zones["ACTIVE"]
 
 
 def test_a_slice_that_is_taken_is_made_anew(repository, cloud):
@@ -479,6 +502,22 @@ def every_command(repository, monkeypatch, tmp_path, capsys) -> list[list[str]]:
         assert main(["tpu", command, "--project=p", "--zones", "us-west4-a", "--name=tiny", "--dry_run"]) == 0
     monkeypatch.undo()
     return shown
+
+
+def test_a_dry_run_shows_scripts_that_can_be_read(repository, capsys, tmp_path):
+    words = [f"--hardware={HARDWARE}", "--project=p", "--zones", "us-west4-a", "--dry_run", "--setup=make 'it so'"]
+    assert main(["tpu", "run", *words, "--", "--config=tiny.py", BUCKET]) == 0
+    said = capsys.readouterr().out
+    assert ".venv/bin/python train.py --config=tiny.py" in said  # in no quotes
+    for name, start, end in (
+        ("prepare", "launch-", "END"),
+        ("loop", 'cat > "$here/loop', "LOOP"),
+        ("limit", 'cat > "$here/limit.sh', "LIMIT"),
+    ):
+        script = said.partition(start)[2].partition("#!/bin/bash")[2].partition(f"\n{end}\n")[0]
+        (tmp_path / name).write_text(f"#!/bin/bash{script}\n")
+        assert subprocess.run(["bash", "-n", tmp_path / name], check=False).returncode == 0
+    assert max(line.count("'\"'\"'") for line in said.splitlines()) <= 4  # the set-up alone is quoted, once
 
 
 def test_a_dry_run_shows_every_command_and_needs_no_gcloud(every_command):

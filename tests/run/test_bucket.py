@@ -10,6 +10,7 @@ from gcsfs.retry import HttpError
 from configs.schema import CheckpointConfig, MeshConfig, UserError
 from run.checkpoint import COMMITTED, Checkpoints, whole_steps
 from run.preflight import preflight
+from run.record import Record
 from run.retry import StorageLost
 from tests.fake_gcs import FakeGCS
 from tests.helpers import tiny_config
@@ -87,7 +88,7 @@ def test_a_damaged_one_is_put_aside(bucket):
 @pytest.mark.parametrize("record", [True, False])
 def test_a_store_that_answers_errors_costs_a_save_and_no_more(bucket, tmp_path, record):
     (tmp_path / "metrics.jsonl").write_text("what was measured")
-    checkpoints = Checkpoints(RUN, CheckpointConfig(keep=1), [tmp_path / "metrics.jsonl"] if record else [])
+    checkpoints = Checkpoints(RUN, CheckpointConfig(keep=1), Record(tmp_path, RUN) if record else None)
     state = changed(state_on(1)[0])
     checkpoints.save(1, state, FACTS)
     assert checkpoints.failing() == 0
@@ -103,11 +104,11 @@ def test_a_store_that_answers_errors_costs_a_save_and_no_more(bucket, tmp_path, 
     assert not record or bucket.objects["runs/mine/metrics.jsonl"][1] == b"what was measured"
 
 
-def test_a_bucket_that_cannot_be_written_is_told(bucket, tmp_path):
+def test_a_bucket_that_cannot_be_written_is_said_before_the_first_step(bucket, tmp_path):
     bucket.full = True
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=f"checkpoints cannot be kept in {RUN}: Forbidden"):
-        Checkpoints(RUN, KEEP_ALL, [tmp_path / "config.json"])
+    config = replace(tiny_config(), run_dir=str(tmp_path), checkpoint=CheckpointConfig(RUN))
+    with pytest.raises(UserError, match=f"cannot write to {RUN}: Forbidden"):
+        preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
 
 
 def test_a_bucket_that_lets_nothing_be_overwritten_is_refused_before_the_first_step_with_the_role(bucket, tmp_path):
@@ -147,10 +148,10 @@ def test_a_store_that_answers_503_at_the_start_is_asked_again_and_then_lost(buck
 
 
 def test_events_reach_the_bucket_between_saves(bucket, tmp_path):
-    checkpoints = Checkpoints(RUN, KEEP_ALL, [tmp_path / "events.jsonl", tmp_path / "metrics.jsonl"])
+    record = Record(tmp_path, RUN)
     for name in ("events.jsonl", "metrics.jsonl"):
         (tmp_path / name).write_text("a line")
-    checkpoints.copy_events()
+    record.copy_events()
     assert bucket.objects["runs/mine/events.jsonl"][1] == b"a line" and "runs/mine/metrics.jsonl" not in bucket.objects
     bucket.full = True
-    checkpoints.copy_events()  # costs nothing
+    record.copy_events()  # costs nothing

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from configs.schema import (
     options,
 )
 from run import folder as run_folder
+from run.events import Events
 from run.folder import RunLock, load_run
 from run.retry import StorageLost, passes
 from run.runtime import versions
@@ -68,10 +70,11 @@ FREE = {
 
 
 def open_run(config: Config, fingerprint: str, accept_changes: bool) -> list[str]:
-    """As a command that ends again, once it has found its state."""
+    """As a command that ends again, once it has saved a step."""
     with RunLock(config.run_dir) as lock:
         changes = run_folder.open_run(config, fingerprint, accept_changes, lock).changes
         run_folder.accept(config, fingerprint, changes, 0, 0)
+        Events(config.run_dir).add("saved", 1)
         return changes
 
 
@@ -200,6 +203,53 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(config, resume)
         open_run(replace(config, resume=resume), "print", accept_changes=True)
     assert str(folder) in str(error.value)
     assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("thesis.tex", "mine")]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_run_without_a_step_binds_nobody(config, tmp_path, elsewhere):
+    """The corrected command is not asked to accept changes, whatever a refused or killed start has left."""
+    if elsewhere:
+        config = replace(config, checkpoint=CheckpointConfig(folder=str(tmp_path / "store")))
+    with RunLock(config.run_dir) as lock:
+        run_folder.open_run(config, "print", False, lock)
+        run_folder.begin(config, 0)
+        if elsewhere:  # the machine is lost
+            shutil.copytree(config.run_dir, config.checkpoint.folder)
+            shutil.rmtree(config.run_dir)
+    corrected = replace(config, seed=7, resume="never")
+    assert open_run(corrected, "another", accept_changes=False) == []
+    assert record_of(config)["config"]["seed"] == 7 and record_of(config)["dataset"] == "another"
+    with pytest.raises(UserError, match="seed: 7 -> 8"):
+        open_run(replace(config, seed=8), "another", accept_changes=False)
+
+
+def test_steps_before_the_first_checkpoint_bind(config):
+    with RunLock(config.run_dir) as lock:
+        run_folder.open_run(config, "print", False, lock)
+    (Path(config.run_dir) / "metrics.jsonl").write_text(json.dumps({"step": 4, "loss": 3.0, "time": 1.0}) + "\n")
+    with pytest.raises(UserError, match="seed: 0 -> 7"):
+        open_run(replace(config, seed=7), "print", accept_changes=False)
+
+
+def test_a_refused_start_leaves_nothing_and_nothing_of_others_is_deleted(config):
+    folder = Path(config.run_dir)
+    with pytest.raises(UserError, match="refused"), RunLock(folder) as lock:
+        run_folder.open_run(config, "print", False, lock)
+        (folder / "checkpoints").mkdir()
+        raise UserError("refused")
+    assert not folder.exists()
+    open_run(config, "print", False)
+    kept = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(UserError, match="seed: 0 -> 7"):
+        open_run(replace(config, seed=7), "print", False)
+    assert sorted(path.name for path in folder.iterdir()) == kept
+
+
+def test_problems_of_the_checkpoints_folder_name_that_option(config, gcs):
+    config = replace(config, checkpoint=CheckpointConfig(folder="gs://bucket/run"))
+    gcs.forbidden = True
+    with pytest.raises(UserError, match=r"^--checkpoint\.folder=gs://bucket/run cannot be read: Forbidden"):
+        open_run(config, "print", False)
 
 
 def test_an_empty_folder_becomes_the_runs(config):

@@ -11,9 +11,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from configs.schema import BatchConfig, Config, UserError
-from run.folder import record_files
 from run.goodput import Times
-from run.kernels import ARCHIVE, CHOICES, keep_choices, use_choices
+from run.kernels import CHOICES, keep_choices, use_choices
+from run.record import KERNELS, Record
 from run.stages import Programs
 
 
@@ -49,11 +49,7 @@ def test_a_run_goes_on_with_its_choices_whatever_becomes_of_the_cache_or_of_its_
     assert start(run, {"a": "1", "b": "1"}) == {"a": "1", "b": "1"}
     shutil.rmtree(cache)
     assert start(run, {"a": "2", "c": "2"}) == {"a": "1", "b": "1", "c": "2"}
-    # A machine without the folder has what lies beside the checkpoints (run/folder.py).
-    elsewhere.mkdir()
-    for path in record_files(run):
-        if path.exists():
-            shutil.copy(path, elsewhere)
+    Record(run, str(elsewhere)).copy()  # which a machine without the folder has
     shutil.rmtree(cache)
     assert start(elsewhere, {"a": "3", "d": "3"}) == {"a": "1", "b": "1", "c": "2", "d": "3"}
 
@@ -84,14 +80,14 @@ def test_a_choice_lies_whole_in_the_cache_or_not_at_all(tmp_path, monkeypatch):
 def test_a_run_may_have_nothing_to_choose(tmp_path):
     assert start(tmp_path / "run", {}) == {}
     (tmp_path / "elsewhere").mkdir()
-    shutil.copy(tmp_path / "run" / ARCHIVE, tmp_path / "elsewhere")
+    shutil.copy(tmp_path / "run" / KERNELS, tmp_path / "elsewhere")
     assert start(tmp_path / "elsewhere", {}) == {}
 
 
 def test_an_archive_that_cannot_be_read_is_named(tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ARCHIVE).write_bytes(b"PK half of it")
-    with pytest.raises(UserError, match=f"{ARCHIVE} cannot be read"):
+    (tmp_path / "run" / KERNELS).write_bytes(b"PK half of it")
+    with pytest.raises(UserError, match=f"{KERNELS} cannot be read"):
         use_choices(tmp_path / "run")
 
 
@@ -123,7 +119,7 @@ def test_what_a_later_compilation_chooses_is_kept_too(tmp_path):
     programs = Programs([stage("first", 1), stage("second", 2)], Times(), lambda said: None)  # pyright: ignore
     for newest, kept in ((6, ["second"]), (2, ["first", "second"])):
         programs.compile(newest)
-        assert sorted(ZipFile(run_dir / ARCHIVE).namelist()) == kept
+        assert sorted(ZipFile(run_dir / KERNELS).namelist()) == kept
 
 
 def test_programs_are_compiled_into_the_runs_folder(tmp_path):

@@ -15,6 +15,7 @@ from run import notify, weights_and_biases
 from run.events import Events
 from run.metrics import MetricsWriter
 from run.notify import tell, tell_of_failure
+from run.record import Record
 from run.weights_and_biases import Wandb
 from tests.helpers import tiny_config
 
@@ -65,7 +66,7 @@ def test_only_the_first_process_tells(tmp_path, monkeypatch):
 def test_an_exception_is_a_failure_and_a_request_to_stop_is_none(tmp_path, error, expected):
     with (
         pytest.raises(type(error)),
-        tell_of_failure(config_with(tmp_path, on_event='echo "$TOKENSUM_EVENT $TOKENSUM_MESSAGE"')),
+        tell_of_failure(config_with(tmp_path, on_event='echo "$TOKENSUM_EVENT $TOKENSUM_MESSAGE"'), Record(tmp_path)),
     ):
         raise error
     log = tmp_path / "on_event.log"

@@ -1,0 +1,135 @@
+"""Every path option of every command: a URL is written to, or refused before anything happens."""
+
+import re
+from dataclasses import is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+import launch.__main__
+from configs.schema import Config, Role, UserError, misfit, roles
+from launch import k8s, sky, slurm, tpu
+
+ROOT = Path(__file__).parents[2]
+CONFIG = f"--config={ROOT}/configs/small.py"
+# What each command must be given, besides the path that is wrong.
+COMMANDS = {
+    "train": [CONFIG],
+    "sample": ["--run_dir=x"],
+    "evaluate": [],
+    "export": ["--run_dir=x", "--out=y"],
+    "report": ["x"],
+    "plan": [CONFIG],
+    "tune": [CONFIG],
+    "data.prepare": ["--source=x", "--out=y"],
+    "data.inspect": ["x"],
+    "run.inspect": ["x"],
+    "run.goodput": ["x"],
+    "run.doctor": [CONFIG],
+    **{f"bench.{name}": [] for name in ("accelerator", "bucket", "chaos", "data", "exactness", "plan_grid", "quality")},
+    "bench.bundle": ["--out=y"],
+    **{f"bench.{name}": [CONFIG] for name in ("checkpoints", "micro_batches")},
+}
+TAKES_CONFIG = [name for name, words in COMMANDS.items() if CONFIG in words]
+# Options of text that lead to no file, or wherever fsspec reads.
+OTHERS = {
+    *("license", "val_source", "text_extensions", "separator", "exclude_ngrams_of"),
+    *(
+        "name",
+        "prompt",
+        "source",
+        "tokenizer",
+        "text_column",
+        "tasks",
+        "topology",
+        "stages",
+        "budget",
+        "sbatch",
+        "path",
+    ),
+    *("options", "beside", "parts", "only", "configs", "splits", "variants", "window_pattern", "ramp", "prompts"),
+    *(
+        "on_event",
+        "wandb",
+        "steps",
+        "hardware",
+        "env",
+        "secret",
+        "image",
+        "namespace",
+        "service_account",
+        "claim",
+        "data_claim",
+    ),
+    *("queue", "node_selector", "setup", "time", "project", "zones", "reservation", "network", "subnetwork"),
+}
+
+
+def sections() -> list[tuple[str, type]]:
+    """Every command with the class of its options."""
+    of_launch = [
+        (f"launch {room.__name__}", kind) for room in (k8s, sky, slurm, tpu) for _, kind in room.COMMANDS.values()
+    ]
+    modules = [(name, import_module(name)) for name in COMMANDS if name != "run.doctor"]
+    return [("config", Config), *((name, module.Arguments) for name, module in modules), *of_launch]
+
+
+def text_options(kind: type) -> list[str]:
+    """The options of a section that take any text."""
+    found = []
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        inner = hint if is_dataclass(hint) else (get_args(hint) or [None])[0]
+        if is_dataclass(inner):
+            found += [f"{name}.{option}" for option in text_options(inner)]  # pyright: ignore[reportArgumentType]
+        elif not misfit("x", hint) or not misfit(("x",), hint):
+            found.append(name)
+    return found
+
+
+def test_every_option_of_text_is_known_to_be_a_path_or_none():
+    left = [
+        (command, name)
+        for command, kind in sections()
+        for name in text_options(kind)
+        if Role.PATH not in roles(kind)[name] and name.split(".")[-1] not in OTHERS
+    ]
+    assert not left
+
+
+def paths() -> list[tuple[str, list[str], str]]:
+    """Each command, what it must be given, and one of its path options with a URL where it cannot go."""
+    found = []
+    for command, words in COMMANDS.items():
+        kinds = [Config] if command in TAKES_CONFIG else []
+        kinds += [] if command == "run.doctor" else [import_module(command).Arguments]
+        for name, of in ((name, of) for kind in kinds for name, of in roles(kind).items() if Role.PATH in of):
+            url = "s3://bucket/x" if Role.STORE in of else "gs://bucket/x"
+            name = {"from_": "from"}.get(name, name)
+            if words == ["x"] and name in ("runs", "run_dir"):
+                found.append((command, [url], f"--{name}={url}"))
+            else:
+                kept = [word for word in words if not word.startswith(f"--{name}=")]
+                found.append((command, [*kept, f"--{name}={url}"], f"--{name}={url}"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "option"), paths(), ids=lambda part: part if isinstance(part, str) else ""
+)
+def test_a_url_where_it_cannot_go_is_refused_by_name(command, words, option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [command, *words])
+    with pytest.raises(UserError, match=f"^{re.escape(option)} cannot work: give a path on this machine"):
+        import_module(command).main()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_url_is_refused_by_launch_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="--folder=gs://b/x cannot work"):
+        launch.__main__.main(["slurm", "up", "--folder=gs://b/x", "--hardware=cpu:1", "--", CONFIG])
+    with pytest.raises(UserError, match="--run_dir=gs://b/x cannot work"):
+        launch.__main__.main(["k8s", "up", "--hardware=cpu:1", "--", CONFIG, "--run_dir=gs://b/x"])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,127 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.schema import UserError
+from run.notify import tell_of_failure
+from run.record import CONTINUES, Record, at_hand, copy, place
+from tests.helpers import tiny_config
+
+RUN = "gs://bucket/runs/mine"
+
+
+@pytest.fixture(params=[RUN, "store"])
+def elsewhere(request, gcs, tmp_path) -> str:
+    """A place for copies: in a bucket, or on another disk."""
+    return request.param if request.param == RUN else str(tmp_path / request.param)
+
+
+@pytest.fixture
+def run_dir(tmp_path) -> Path:
+    folder = tmp_path / "run"
+    for name in (*CONTINUES, "tensorboard/events.1", "tensorboard/hparams/events.2", "compiled/program"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"of {name}")
+    return folder
+
+
+def found(folder: str) -> dict[str, str]:
+    """The files below a folder, and what is in them."""
+    inside: dict[str, str] = {}
+    for path in place(folder).iterdir():
+        inner = {f"{path.name}/{name}": text for name, text in found(str(path)).items()} if path.is_dir() else {}
+        inside |= inner or {path.name: path.read_text()}
+    return inside
+
+
+def test_all_that_a_run_shows_is_copied_and_fetched(run_dir, elsewhere, tmp_path):
+    Record(run_dir, elsewhere).copy()
+    board = ("tensorboard/events.1", "tensorboard/hparams/events.2")
+    assert found(elsewhere) == {name: f"of {name}" for name in (*CONTINUES, *board)}
+    Record(tmp_path / "fresh", elsewhere).fetch()
+    assert found(str(tmp_path / "fresh")) == {name: f"of {name}" for name in CONTINUES}
+
+
+def test_what_changed_is_copied_again_and_what_is_gone_is_deleted(run_dir, elsewhere):
+    record = Record(run_dir, elsewhere)
+    record.copy()
+    (run_dir / "tensorboard/events.1").rename(run_dir / "tensorboard/events.3")
+    (run_dir / "summary.json").unlink()  # of a shorter run
+    (run_dir / "metrics.jsonl").write_text("more lines")
+    record.copy()
+    inside = found(elsewhere)
+    assert inside["metrics.jsonl"] == "more lines"
+    assert inside.keys() == {*CONTINUES, "tensorboard/events.3", "tensorboard/hparams/events.2"} - {"summary.json"}
+    Record(run_dir, elsewhere).copy()  # of another process, which knows of no copy
+    assert found(elsewhere) == inside
+
+
+def test_what_has_not_changed_is_not_copied_again(run_dir, gcs):
+    record = Record(run_dir, RUN)
+    record.copy()
+    asked = len(gcs.asked)
+    record.copy()
+    assert len(gcs.asked) - asked <= 2
+
+
+def test_events_come_last_whichever_way(run_dir, elsewhere, tmp_path, monkeypatch):
+    """By them a start knows whether the copy has gone on: a kill before leaves a copy that is made again."""
+    order = []
+
+    def noted(source, target):
+        order.append(target.name)
+        copy(source, target)
+
+    monkeypatch.setattr("run.record.copy", noted)
+    for begin in (Record(run_dir, elsewhere).copy, Record(tmp_path / "fresh", elsewhere).fetch):
+        begin()
+        assert order[-1] == "events.jsonl" and order.count("events.jsonl") == 1
+        order.clear()
+
+
+@pytest.mark.parametrize("process", [0, 3])
+def test_the_traceback_and_the_last_events_are_kept(run_dir, elsewhere, monkeypatch, process):
+    Record(run_dir, elsewhere).copy()
+    (run_dir / "events.jsonl").write_text("a line more")
+    monkeypatch.setattr("jax.process_index", lambda: process)
+    with pytest.raises(ZeroDivisionError), tell_of_failure(tiny_config(), Record(run_dir, elsewhere)):
+        raise ZeroDivisionError("division by zero")
+    inside = found(elsewhere)
+    assert inside[f"traceback-{process}.txt"].endswith("ZeroDivisionError: division by zero\n")
+    assert (inside["events.jsonl"] == "a line more") == (process == 0)
+
+
+def test_a_users_mistake_and_a_store_that_fails_leave_the_error_as_it_is(run_dir, gcs):
+    with pytest.raises(UserError, match="a mistake"), tell_of_failure(tiny_config(), Record(run_dir, RUN)):
+        raise UserError("a mistake")
+    assert not gcs.objects
+    gcs.full = True
+    with pytest.raises(ZeroDivisionError), tell_of_failure(tiny_config(), Record(run_dir, RUN)):
+        raise ZeroDivisionError("division by zero")
+
+
+def test_a_run_in_a_bucket_is_at_hand_with_its_newest_lines(run_dir, gcs):
+    (run_dir / "config.json").write_text(
+        json.dumps({"config": {"name": "mine", "checkpoint": {"folder": "gs://old/x"}}})
+    )
+    record = Record(run_dir, RUN)
+    record.copy()
+    gcs.put("runs/mine/checkpoints/10/params/large", b"0")
+    folder = at_hand(RUN)
+    assert folder.name == "mine" and {path.name for path in folder.iterdir()} >= {"tokenizer", "events.jsonl"}
+    assert not (folder / "checkpoints").exists()
+    assert json.loads((folder / "config.json").read_text())["config"]["checkpoint"]["folder"] == RUN
+    (run_dir / "events.jsonl").write_text("a line more")
+    record.copy()
+    assert (at_hand(RUN) / "events.jsonl").read_text() == "a line more"
+    assert at_hand("~/x") == Path("~/x").expanduser()
+
+
+def test_where_no_run_is_or_none_may_be_read_that_is_said(gcs):
+    with pytest.raises(UserError, match="gs://bucket/runs/none holds no run"):
+        at_hand("gs://bucket/runs/none")
+    gcs.put("runs/mine/config.json", b"{}")
+    gcs.forbidden = True
+    with pytest.raises(UserError, match=f"{RUN} cannot be read: Forbidden"):
+        at_hand(RUN)
