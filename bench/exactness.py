@@ -1,10 +1,10 @@
 """Whether the way a step is divided changes its result: python -m bench.exactness
 
-Every config in configs/, with its own features, optimizer and schedule and from its own start, at the sizes of
-configs/small.py. The text is this Python's standard library, as words. One micro-batch on one device is held against 2,
-4 and 8 micro-batches, every arrangement of eight CPU devices that the four heads allow, and two processes of four
-devices: a table of the largest relative differences of the loss and of the gradient's norm over the first eight
-steps. Exit code 1 where one passes its bound.
+Every config in configs/ runs with its own features, optimizer and schedule, from its own start, at the sizes of
+configs/small.py, on that config's text and tokenizer. One micro-batch on one device is compared with 2, 4 and 8
+micro-batches, with every arrangement of eight CPU devices that the four heads allow, and with two processes of four
+devices. A table shows the largest relative differences of the loss and of the gradient's norm over the first eight
+steps. The exit code is 1 if one passes its bound.
 
 With --noise, in place of that: the norm of each group's gradient, and of what rounding adds to it. With --out, a
 picture of the differences, step by step, next to those with the `eps` of 1e-10 that every group once had.
@@ -17,11 +17,9 @@ if __name__ == "__main__":
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,11 +30,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from configs.command_line import load_config, parse_arguments
-from configs.schema import Config, FilePath, MeshConfig, UserError, resolved, with_options
+from configs.files import cache_dir
+from configs.schema import Config, DataConfig, FilePath, MeshConfig, UserError, resolved, with_options
+from data.dataset import Text, open_text
+from data.loader import StepBatches
 from program.compile import compile_step
 from run.runtime import run_command, start_jax
 from training.build import Build, build
@@ -118,30 +119,21 @@ def built_for(config: Config, split: Split) -> Build:
 
 
 @cache
-def words(count: int, vocab_size: int) -> Int[np.ndarray, "count"]:
-    """Words, spaces and signs of the standard library's files, each as a hash."""
-    found: list[int] = []
-    for path in sorted(Path(os.__file__).parent.glob("*.py")):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        found += [zlib.crc32(word.encode()) % vocab_size for word in re.findall(r"\w+|\s+|[^\w\s]", text)]
-        if len(found) >= count:
-            return np.array(found[:count], np.int32)
-    raise UserError(f"--steps: the standard library's files have {len(found)} words, and {count} are needed")
+def text_of(data: DataConfig, vocab_size: int, length: int, rows: int) -> Text:
+    """A run's text, as train.py opens it: prepared at its first use."""
+    return open_text(data, vocab_size, length, rows, cache_dir())
 
 
 def batch_of(built: Build, step: int) -> Batch:
     """A step's batch; rows have different numbers of valid tokens, so that a mean of means would show."""
-    config, tokens = built.config, built.config.batch.tokens_per_step
-    text = words((step + 1) * tokens + 1, config.model.vocab_size)[step * tokens :]
-    shape, length = built.batch_shape, config.batch.sequence_length
-    valid = np.random.default_rng(step).integers(length // 2, length + 1, tokens // length)
-    rows = {
-        "inputs": text[:-1],
-        "targets": text[1:],
-        "weights": (np.arange(length) < valid[:, None]).astype(np.float32),
-    }
+    config, shape, length = built.config, built.batch_shape, built.batch_shape[2]
+    rows = config.batch.tokens_per_step // length
+    text = text_of(config.data, config.model.vocab_size, length, rows)
+    batch = StepBatches(text.train, text.mixture, config.seed, (1, rows, length), np.arange(rows))[step]
+    valid = np.random.default_rng(step).integers(length // 2, length + 1, rows)
+    batch["weights"] *= np.arange(length) < valid[:, None]
     place = lambda array: jax.make_array_from_callback(shape, built.batch_sharding, array.reshape(shape).__getitem__)
-    return {name: place(array) for name, array in rows.items()}  # pyright: ignore[reportReturnType]
+    return {name: place(array) for name, array in batch.items()}  # pyright: ignore[reportReturnType]
 
 
 @cache
@@ -208,7 +200,7 @@ def member(config: Config, split: Split, steps: int) -> int:
 
 def differences(config: Config, split: Split, steps: int) -> dict[str, Float[np.ndarray, "steps"]]:
     """Relative differences, at each step, between the run divided so and the run that is not divided."""
-    run, whole = course(config, split, steps), course(config, WHOLE, steps)
+    whole, run = course(config, WHOLE, steps), course(config, split, steps)
     return {name: np.abs(run[name] / whole[name] - 1) for name in METRICS}
 
 

@@ -9,7 +9,15 @@ training and reached a validation loss of 3.41, 1.38 bits per byte.
 
 from dataclasses import replace
 
-from configs.schema import BatchConfig, CheckpointConfig, Config, EvalConfig, ModelConfig, OptimizerConfig
+from configs.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    EvalConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+)
 
 
 def get_config() -> Config:
@@ -33,7 +41,11 @@ def get_config() -> Config:
             backout=True,
         ),
         batch=BatchConfig(sequence_length=256, tokens_per_step=4096, rows_per_device=8),
-        optimizer=OptimizerConfig(matrices=replace(OptimizerConfig().matrices, kind="muon")),
+        optimizer=OptimizerConfig(
+            matrices=replace(OptimizerConfig().matrices, kind="muon"),
+            # At the full rate from the first step, the loss jumps at step 5, and rounding grows tenfold (docs/mesh.md).
+            x0_lambdas=replace(OptimizerConfig().x0_lambdas, schedule=ScheduleConfig(warmup_steps=20)),
+        ),
         checkpoint=CheckpointConfig(every_steps=100),
         eval=EvalConfig(every_steps=150, tokens=65_536, prompts=("def", "class", "import")),
     )
