@@ -112,7 +112,7 @@ def parts_of(arguments: Arguments) -> list[Part]:
     train = f"{training} --eval.tokens=65536 --batch.rows_per_device={rows}".split()
     short = "--steps=60 --model.depth=4 --checkpoint.every_steps=10 --checkpoint.keep_every=20 --eval.every_steps=30"
     short += f" --eval.tokens=65536 --log.every_steps=5 --batch.tokens_per_step=65536 {arguments.options}"
-    chaos = ["--kills=3", f"--out={out / 'chaos'}", f"--config={full}", f"--options={short}"]
+    chaos = ["--faults=3", f"--out={out / 'chaos'}", f"--config={full}", f"--options={short}"]
     return [
         *of_depth(0),
         throughput(f"full {at}, not deterministic", full, "--deterministic=False"),

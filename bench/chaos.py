@@ -1,9 +1,11 @@
-"""Kills a run again and again until it completes: python -m bench.chaos --kills=100. Exits 1 where that changed it.
+"""Harms a run again and again until it completes: python -m bench.chaos --faults=100. Exits 1 where that changed it.
 
 A small run is made once without trouble, then again, as often as it takes, under SIGKILL: at random moments, and at the
 most delicate ones: in compilation, while a checkpoint is written, while it is made whole, while an old one is deleted.
-At the end parameters, metrics and TensorBoard's series must be those of the untouched run, and nothing half made may be
-left.
+With `--processes=4` the run has four hosts. Each fault is of one of them: it is killed, preempted (SIGTERM), stopped
+(SIGSTOP), cut off from process 0, or gets I/O errors from the checkpoints' disk. All are started again after exit codes
+that ask for it. At the end parameters, metrics and TensorBoard's series must be those of the untouched run, no
+checkpoint may have been put aside, and nothing half made may be left.
 """
 
 if __name__ == "__main__":
@@ -12,29 +14,38 @@ if __name__ == "__main__":
     end_at_interrupt()
 
 import json
+import os
 import random
 import shlex
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from configs.command_line import parse_arguments
-from configs.schema import FilePath, NotNegative, UserError
-from run.metrics import read_metrics
+from configs.exit_codes import Exit
+from configs.schema import FilePath, NotNegative, Positive, UserError
+from run.lines import read_metrics
 from run.runtime import run_command
 
-TIMES = ("seconds", "tokens_per_second", "mfu", "data_wait", "time")
+TIMES = ("seconds", "tokens_per_second", "mfu", "data_wait", "hosts", "peak_memory_bytes", "time")
+SHORT, LONG = 3, 45  # seconds: less, and more, than a process may be silent (run.peers.HEARTBEAT_TIMEOUT)
+BOUND = 240  # seconds after a fault within which all processes must have ended
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Kills a run again and again until it completes, and compares it with one that was left alone."""
+    """Harms a run again and again until it completes, and compares it with one that was left alone."""
 
     out: FilePath = "runs/chaos"
     """A folder for the runs."""
@@ -45,21 +56,111 @@ class Arguments:
         "--batch.tokens_per_step=512 --checkpoint.every_steps=10 --checkpoint.keep_every=100 --eval.every_steps=100 "
         "--eval.tokens=4096 --log.every_steps=5"
     )
-    """What makes it short, as it is typed. Checkpoints are frequent, so that kills find them."""
-    kills: NotNegative[int] = 100
-    """SIGKILLs, the last run being let go on to its end after them."""
+    """What makes it short, as it is typed. Checkpoints are frequent, so that faults find them."""
+    processes: Positive[int] = 1
+    """Hosts of the run."""
+    faults: NotNegative[int] = 100
+    """Of one process SIGKILLs, of several all kinds in turn. The last run then completes."""
     seed: NotNegative[int] = 0
     """Seed of the moments."""
 
 
-def start(arguments: Arguments, run_dir: Path) -> subprocess.Popen:
-    options = shlex.split(arguments.options)
-    command = [sys.executable, "train.py", f"--config={arguments.config}", f"--run_dir={run_dir}", *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+class Wire:
+    """Carries a host's connections to process 0. While it is cut, nothing passes, and no end learns of it."""
+
+    def __init__(self, target: int):
+        self.target, self.whole = target, threading.Event()
+        self.whole.set()
+        self.server = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self.server.accept()
+            try:
+                far = socket.create_connection(("127.0.0.1", self.target))
+            except OSError:
+                near.close()
+                continue
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while content := source.recv(65536):
+                self.whole.wait()
+                sink.sendall(content)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+class Hosts:
+    """The processes of a run, on this machine."""
+
+    def __init__(self, arguments: Arguments, run_dir: Path):
+        self.run_dir, self.errors, self.log = run_dir, run_dir.with_suffix(".errors"), run_dir.with_suffix(".log")
+        options = shlex.split(arguments.options)
+        self.command = [sys.executable, "train.py", f"--config={arguments.config}", f"--run_dir={run_dir}", *options]
+        self.count = arguments.processes
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.wires = [Wire(self.port) for _ in range(self.count)]
+        self.library = run_dir.parent / "errors.so"
+        if self.count > 1:
+            source = Path(__file__).with_name("errors.c")
+            subprocess.run(["cc", "-shared", "-fPIC", "-o", self.library, source, "-ldl"], check=True)
+
+    def start(self, victim: int) -> list[subprocess.Popen]:
+        """All processes. The victim is the one that `errors` harms."""
+        started = []
+        for i in range(self.count):
+            environment = dict(os.environ)
+            if self.count > 1:
+                port = self.wires[i].server.getsockname()[1] if i else self.port
+                environment |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_PROCESS_ID": str(i)}
+                environment |= {"JAX_NUM_PROCESSES": str(self.count)}
+            if self.count > 1 and i == victim:
+                environment |= {"LD_PRELOAD": str(self.library), "CHAOS_ERRORS": str(self.errors)}
+            with self.log.open("a") as log:
+                started.append(subprocess.Popen(self.command, env=environment, stdout=log, stderr=log))
+        return started
+
+
+class Fault(NamedTuple):
+    """What is done to one of the processes, for some seconds."""
+
+    begin: Callable[[Hosts, subprocess.Popen, int], object]
+    end: Callable[[Hosts, subprocess.Popen, int], object] = lambda hosts, process, victim: None
+    seconds: tuple[int, ...] = (0,)
+    codes: tuple[int, ...] = (Exit.COMPLETE, Exit.PEER_LOST)
+    """With which processes may end."""
+
+
+KILL = Fault(lambda hosts, process, victim: process.kill(), codes=(0, Exit.PEER_LOST, -signal.SIGKILL))
+OF_SEVERAL = {
+    "killed": KILL,
+    "preempted": Fault(lambda hosts, process, victim: process.terminate(), codes=(0, Exit.PREEMPTED)),
+    "stopped": Fault(
+        lambda hosts, process, victim: process.send_signal(signal.SIGSTOP),
+        lambda hosts, process, victim: process.send_signal(signal.SIGCONT),
+        (SHORT, LONG),
+    ),
+    "cut off": Fault(
+        lambda hosts, process, victim: hosts.wires[victim].whole.clear(),
+        lambda hosts, process, victim: hosts.wires[victim].whole.set(),
+        (SHORT, LONG),
+    ),
+    "given errors": Fault(
+        lambda hosts, process, victim: hosts.errors.touch(),
+        lambda hosts, process, victim: hosts.errors.unlink(),
+        (SHORT, LONG),
+    ),
+}
 
 
 def moments(run_dir: Path, generator: random.Random) -> dict[str, Callable[[float], bool]]:
-    """When to kill, as a question that is asked all the time, given the seconds since the start."""
+    """When to harm it, as a question that is asked all the time, given the seconds since the start."""
     checkpoints = run_dir / "checkpoints"
     newest = max([int(path.name) for path in checkpoints.glob("*") if path.name.isdigit()], default=0)
     several = newest + 10 * generator.randint(1, 3)
@@ -69,38 +170,64 @@ def moments(run_dir: Path, generator: random.Random) -> dict[str, Callable[[floa
         "before the first step": lambda seconds: (run_dir / "lock").exists() and seconds > delay / 2,
         "after a few checkpoints": lambda seconds: (checkpoints / str(several)).exists(),
         "while a checkpoint is written": lambda seconds: any(checkpoints.glob(f"{several}.orbax*/*")),
-        "while it is made whole": lambda seconds: any(checkpoints.glob(f"{several}.orbax*/commit_success.txt")),
+        "while it is made whole": lambda seconds: any(checkpoints.glob(f"{several}.orbax*/facts/metadata")),
         "while an old one is deleted": lambda seconds: seconds > 2 and any(checkpoints.glob("*.deleted")),
     }
 
 
-def state_of(run_dir: Path) -> dict:
-    """All that a kill must not change."""
+def state_of(run_dir: Path, processes: int) -> dict:
+    """All that a fault must not change."""
     lines = [{key: value for key, value in line.items() if key not in TIMES} for line in read_metrics(run_dir)]
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     series = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in ("loss", "val_bpb")}
     digest = json.loads((run_dir / "summary.json").read_text())["params_sha256"]
     left = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
-    return {"params_sha256": digest, "metrics": lines, "tensorboard": series, "checkpoints": left}
+    if processes > 1:  # a save that fails, or a preemption, moves a checkpoint to another step
+        left = [name for name in left if not name.isdigit()]
+    put_aside = len(list(run_dir.glob("bad-checkpoints/*")))
+    return {
+        "params_sha256": digest,
+        "metrics": lines,
+        "tensorboard": series,
+        "checkpoints": left,
+        "put aside": put_aside,
+    }
 
 
-def torment(arguments: Arguments, run_dir: Path, generator: random.Random, record: Counter[str]) -> None:
-    """One run, killed until it completes, or until there were kills enough."""
+def harm(arguments: Arguments, run_dir: Path, generator: random.Random, record: Counter[str], faults: int) -> list[str]:
+    """One run, harmed until it completes, or until there were so many faults. Returns which of them ended it with a
+    wrong code, or not in time."""
+    hosts, wrong = Hosts(arguments, run_dir), []
     while True:
-        kinds = moments(run_dir, generator)
-        kind = generator.choice(sorted(kinds))
-        enough = record.total() >= arguments.kills
-        process, begin = start(arguments, run_dir), time.monotonic()
-        while process.poll() is None and (enough or not kinds[kind](time.monotonic() - begin)):
+        kinds, victim = moments(run_dir, generator), generator.randrange(hosts.count)
+        moment, enough = generator.choice(sorted(kinds)), record.total() >= faults
+        name = sorted(OF_SEVERAL)[record.total() % len(OF_SEVERAL)] if hosts.count > 1 else "killed"
+        fault = OF_SEVERAL[name]
+        if name == "cut off" and victim == 0:
+            victim = hosts.count - 1
+        processes, begin = hosts.start(victim), time.monotonic()
+        running = lambda processes=processes: [process for process in processes if process.poll() is None]
+        while len(running()) == hosts.count and (enough or not kinds[moment](time.monotonic() - begin)):
             time.sleep(0.05 if enough else 0.002)
-        if process.poll() is None:
+        if len(running()) == hosts.count:
+            seconds = generator.choice(fault.seconds)
+            print(f"{run_dir.name}: {name} for {seconds} s: {victim}, {moment}", file=sys.stderr, flush=True)
+            fault.begin(hosts, processes[victim], victim)
+            time.sleep(seconds)
+            fault.end(hosts, processes[victim], victim)
+            record[f"{name} {moment}" if hosts.count > 1 else moment] += 1
+        until = time.monotonic() + BOUND
+        while running() and time.monotonic() < until:
+            time.sleep(0.05)
+        late = running()
+        for process in late:
             process.kill()
-            record[kind] += 1
-        said = process.communicate()[0]
-        if process.returncode > 0:
-            raise RuntimeError(f"after {record.total()} kills {run_dir} ended with {process.returncode}:\n{said}")
-        if process.returncode == 0:
-            return
+        codes = [process.wait() for process in processes]
+        print(f"{run_dir.name}: {codes}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        if late or not set(codes) <= set(fault.codes):
+            wrong.append(f"codes {codes} after fault {record.total()} of {hosts.log}")
+        if not any(codes) or (enough and wrong):
+            return wrong
 
 
 def main() -> int:
@@ -108,17 +235,18 @@ def main() -> int:
     generator, out = random.Random(arguments.seed), Path(arguments.out)
     if out.exists():
         raise UserError(f"{out} is there already; give another --out, or delete it")
-    nothing: Counter[str] = Counter()
-    torment(replace(arguments, kills=0), out / "untouched", generator, nothing)
-    expected = state_of(out / "untouched")
+    out.mkdir(parents=True)
+    if wrong := harm(arguments, out / "untouched", generator, Counter(), 0):
+        raise UserError(f"the run does not complete without faults: {wrong}")
+    expected = state_of(out / "untouched", arguments.processes)
     record: Counter[str] = Counter()
     runs, differ = 0, []
-    while record.total() < arguments.kills:
-        torment(arguments, out / f"killed-{runs}", generator, record)
-        found = state_of(out / f"killed-{runs}")
-        differ += [f"{name} of killed-{runs}" for name in expected if expected[name] != found[name]]
+    while record.total() < arguments.faults:
+        differ += harm(arguments, out / f"harmed-{runs}", generator, record, arguments.faults)
+        found = state_of(out / f"harmed-{runs}", arguments.processes)
+        differ += [f"{name} of harmed-{runs}" for name in expected if expected[name] != found[name]]
         runs += 1
-    result = {"kills": record.total(), **record, "runs": runs, "differ": differ}
+    result = {"faults": record.total(), **record, "runs": runs, "differ": differ}
     print(json.dumps({**result, "params_sha256": expected["params_sha256"]}))
     return 1 if differ else 0
 

@@ -24,21 +24,18 @@ from typing import Any
 
 import jax
 from etils import epath
-from tenacity import Retrying, stop_after_delay, wait_random
 
 from configs.schema import CheckpointConfig, UserError
-from run import orbax_calls
+from run import orbax_calls, retry
 from run.checksums import checksums, digest, require_checksums
-from run.orbax_calls import COMMITTED, FACTS, HALF_DONE, Info
-from run.peers import exchange
+from run.orbax_calls import COMMITTED, FACTS, HALF_DONE, Info, Saving
 from run.record import Record, place
-from run.retry import StorageLost, first_line, passes, patiently, role
+from run.retry import StorageLost, described, first_line, passes, patiently, role
 from run.runtime import Damaged, NoCheckpoint, highest, on_every_process, on_first_process, versions
 from training.layout import padded
 from training.optimizer import path_name
 from training.state import TrainState
 
-CLEARED = 5  # seconds in which what a failed save left must be gone; the next that succeeds clears the rest
 LEFT_OVER = (HALF_DONE, ".deleted")
 FORBIDDEN = re.compile("^Forbidden|PERMISSION_DENIED")  # gcsfs, tensorstore
 
@@ -86,7 +83,6 @@ class Checkpoints:
         try:
             if config:
                 self.not_whole = on_first_process(lambda: patiently(where, self._clear))
-                self._open()
             self.infos = [Info(*info) for info in on_first_process(lambda: patiently(where, self._look))]
             """The whole checkpoints, in order; every process has the same."""
         except (UserError, StorageLost):
@@ -97,8 +93,9 @@ class Checkpoints:
         """What is being saved."""
         self.failed_saves = 0
         """How many saves in a row have failed; the same on every process."""
-        self.failure, self.deletion_failure = "", ""
-        """Why the last save, and the last deletion, failed on this process."""
+        self.failure, self.passing, self.failing_since = "", False, 0.0
+        """Why the last save failed, whether that may pass by itself, and since when saves fail."""
+        self.deletion_failure = ""
 
     @property
     def steps(self) -> list[int]:
@@ -129,13 +126,21 @@ class Checkpoints:
         self._settle()
         if step in self.steps:
             return
+        target = self.folder / str(step)
 
-        def write() -> None:
-            if self.record:
-                on_first_process(self.record.copy)
-            orbax_calls.save(self.manager, step, state.params, rest, facts)
+        def begin() -> str:
+            try:
+                if self.record:
+                    self.record.copy()
+                orbax_calls.make_room(target)
+            except Exception as error:
+                return described(error)
+            return ""
 
-        if self._succeeds(write):
+        if failure := on_first_process(begin):
+            self._failed(failure)
+        else:
+            self.saving = Saving(target, {"params": state.params, "rest": rest}, facts)
             self.pending = Info(step, None)
 
     def score(self, step: int, val_bpb: float) -> None:
@@ -153,14 +158,15 @@ class Checkpoints:
 
     def _settle(self, wait: bool = True) -> None:
         """Finds out what became of the last save. After one that succeeded, old checkpoints are deleted."""
-        if not self.pending or (not wait and highest(self.manager.is_saving_in_progress())):
+        if not self.pending or (not wait and highest(self.saving.is_alive())):
             return
         saved, self.pending = self.pending, None
-        if not self._succeeds(self.manager.wait_until_finished):
+        self.saving.join()
+        if self.saving.failure:
+            self._failed(self.saving.failure)
             return
-        if self.failed_saves:  # some of their parts may have been written after what they left was removed
-            with suppress(Exception):
-                on_first_process(self._clear)
+        if self.failed_saves:
+            on_first_process(self._try_to_clear)
         self.failed_saves = 0
         self.infos.append(saved)
         if jax.process_index() == 0:
@@ -168,40 +174,23 @@ class Checkpoints:
                 self.on_saved(saved.step)
         self._delete_old()
 
-    def _succeeds(self, write: Callable[[], Any]) -> bool:
-        """Whether it succeeds on every process. A failure of the disk or the store, whatever it is, is counted, and
-        what it left is removed, so that the disk has room: training can go on."""
-        failed = False
-        try:
-            write()
-        except Exception as error:
-            failed, self.failure = True, first_line(error)
-        if not highest(failed):
-            return True
+    def _failed(self, failure: str) -> None:
+        """Counts a save that failed, and removes what it left, so that the disk has room: training can go on.
+        StorageLost if the disk or the store has not answered for `run.retry.SECONDS`."""
+        self.failing_since = self.failing_since if self.failed_saves else time.monotonic()
         self.failed_saves += 1
-        self.failure = self.failure or "another process could not write its part"
-        self._close()
-        # Orbax may still be writing other parts: after the first failure it waits for none.
-        again = Retrying(stop=stop_after_delay(CLEARED), wait=wait_random(0, 0.2), retry_error_callback=lambda _: None)
-        on_first_process(lambda: again(self._clear))
-        self._open()
-        return False
+        self.passing, self.failure = failure[0] == "1", failure[2:]
+        on_first_process(self._try_to_clear)
+        if self.passing and highest(time.monotonic() - self.failing_since > retry.SECONDS):
+            raise StorageLost(f"saving in {self.folder}: {self.failure}")
 
-    def _open(self) -> None:
-        """Opens the folder to save to, on every process."""
-        opened = lambda: orbax_calls.open_manager(self.folder)
-        self.manager = on_every_process("the folder of checkpoints", lambda: patiently(str(self.folder), opened))
+    def _try_to_clear(self) -> None:
+        with suppress(Exception):  # while the disk is away; the next save that succeeds makes up for it
+            self._clear()
 
     def close(self) -> None:
         """Waits until what was saved is written."""
         self._settle()
-        self._close()
-
-    def _close(self) -> None:
-        """Waits for all that is still being written; of a save that failed, each part raises its own error once."""
-        for _ in range(4):
-            with suppress(Exception):
-                return self.manager.close()
 
     def _clear(self) -> list[str]:
         """Deletes what a kill or a failure left half written or half deleted, and puts aside what has a checkpoint's
@@ -251,7 +240,6 @@ class Checkpoints:
             if bad:
                 self._forget(bad)
                 on_first_process(lambda: [self._put_aside(self.folder / str(step)) for step in bad])
-                self._reload()
             return found
         if bad:
             raise NoCheckpoint(f"none of the checkpoints in {self.folder} can be read; nothing was changed")
@@ -359,7 +347,6 @@ class Checkpoints:
                     path.rename(self.folder / f"{path.name}.deleted").rmtree()
             except Exception as error:
                 self.deletion_failure = f"checkpoint {path.name} could not be deleted: {first_line(error)}"
-        self._reload()
 
     def _put_aside(self, path: epath.Path) -> None:
         """Moves what cannot be read to bad-checkpoints/, on the first process."""
@@ -372,11 +359,6 @@ class Checkpoints:
 
     def _forget(self, steps: list[int]) -> None:
         self.infos = [info for info in self.infos if info.step not in steps]
-
-    def _reload(self) -> None:
-        """Orbax looks again at what is there, once the first process has moved what it moves."""
-        exchange("the end of moving checkpoints", "")
-        self.manager.reload()
 
 
 @contextmanager

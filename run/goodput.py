@@ -4,7 +4,7 @@
     compilation   of the training step (that of evaluation is in `evaluation`)
     restore       of a checkpoint, or making the state before step 0
     steps         training steps: goodput is their share
-    data          waiting for the next batch
+    data          waiting for the next batch while the devices had nothing to do
     evaluation    on held-out text, and sampling
     saving        what a checkpoint holds training up for
     lost          steps that were done again, after a kill or a rollback
@@ -23,11 +23,13 @@ import math
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import jax
 import tyro
 
 from configs.command_line import parse_arguments
@@ -58,6 +60,11 @@ class Times:
         before, self.part, self.since = self.part, part, now
         return before
 
+    def count(self, part: str, seconds: float) -> None:
+        """So many of the seconds of the part that goes on were this part's."""
+        self.spent[part] += seconds
+        self.spent[self.part] -= seconds
+
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
         """What happens inside is this part's."""
@@ -77,6 +84,27 @@ class Times:
     def due(self) -> bool:
         """Whether the last note is old."""
         return time.monotonic() - self.noted > NOTED_EVERY
+
+
+class Busy:
+    """Looks, in a thread, when the devices are done with the newest step."""
+
+    def __init__(self) -> None:
+        self.watching = ThreadPoolExecutor(1, "busy")
+
+    def given(self, outputs: Any) -> None:
+        """A step was given to them, with these outputs."""
+        self.done = self.watching.submit(lambda: (jax.block_until_ready(outputs), time.monotonic())[1])
+
+    def wait_for(self, batches: Iterator[Any]) -> tuple[Any, float]:
+        """The next batch, and for how many of the seconds of waiting for it they had nothing to do."""
+        asked = time.monotonic()
+        batch = next(batches)
+        return batch, time.monotonic() - max(asked, self.done.result()) if self.done.done() else 0.0
+
+    def close(self) -> None:
+        """Waits for nothing."""
+        self.watching.shutdown(wait=False, cancel_futures=True)
 
 
 def seconds_of_process() -> float:

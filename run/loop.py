@@ -18,7 +18,7 @@ from model.shapes import parameter_shapes
 from program.machines import peak_flops
 from run.checkpoint import Checkpoints
 from run.events import Events
-from run.goodput import Times
+from run.goodput import Busy, Times
 from run.lines import read_metrics
 from run.metrics import Clock, MetricsWriter
 from run.monitor import Monitor
@@ -173,7 +173,14 @@ class Loop:
         """Takes steps until the last, or until something ends them."""
         config, monitor = self.config, self.monitor
         self.clock.start()
-        with closing(monitor.bar), self.stop.heeded(), self.watchdog, closing(self.profile), self.times.during("steps"):
+        with (
+            closing(monitor.bar),
+            closing(Busy()) as busy,
+            self.stop.heeded(),
+            self.watchdog,
+            closing(self.profile),
+            self.times.during("steps"),
+        ):
             self.evaluate_what_is_due()
             if self.step == config.steps:  # killed after its last checkpoint, before its summary
                 return Finished(self.state, self.start.tokens, self.clock.seconds)
@@ -185,11 +192,13 @@ class Loop:
                 self.profile.before(self.step + 1, self.state)
                 self.state, metrics = self.step_program()(self.state, batch)
                 self.step += 1
+                busy.given(metrics)
                 self.profile.after(self.step, self.state)
                 if unlogged:
                     retry = self.log()  # of the step before, while this one runs
-                with self.clock.waiting(), self.times.during("data"):
-                    batch = next(batches)
+                batch, idle = busy.wait_for(batches)
+                self.clock.idle += idle
+                self.times.count("data", idle)
                 monitor.add(self.step, metrics)
                 stopping = self.stop.after(self.step)
                 last = stopping or self.step == config.steps
@@ -260,16 +269,17 @@ class Loop:
             if checkpoints.newest:
                 return Jumped(spike, self.position_after(spike["step"]), stopping)
             self.say("there is no checkpoint from before the jump to go back to: the run goes on")
-        if checkpoints.failed_saves >= limit:
+        if checkpoints.failed_saves >= limit and not checkpoints.passing:
             return self.give_up(f"{checkpoints.failed_saves} save(s) in a row failed: {checkpoints.failure}")
         return None
 
     def end(self, stopping: bool = False) -> Outcome:
         """After the last step: waits for its checkpoint, and tries again, after a pause, where that fails."""
         limit, failed = self.config.checkpoint.max_failed_saves, 0
+        again = lambda failed: failed > 0 and (failed < limit or self.checkpoints.passing)
         pause = wait_random_exponential(multiplier=0.5, max=LONGEST)
         with self.watchdog.elsewhere("saving"), self.times.during("saving"):
-            for attempt in Retrying(retry=retry_if_result(lambda failed: 0 < failed < limit), wait=pause):
+            for attempt in Retrying(retry=retry_if_result(again), wait=pause):
                 if failed:
                     self.save()
                 failed = self.checkpoints.failing()

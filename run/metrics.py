@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -29,13 +29,24 @@ for _name in _hidden:
     del sys.modules[_name]
 
 
+class Rates(NamedTuple):
+    """What a clock measured since it was last asked."""
+
+    tokens_per_second: float
+    data_wait: float
+    """Share of the time in which the devices had nothing to do because the next batch was not there."""
+    own_seconds: float
+    """Seconds in which this process did not wait for its devices, and so, in their sums, for the others."""
+
+
 class Clock:
     """Seconds of training, over all of a run's starts: compilation, evaluation and sampling are not in it."""
 
     def __init__(self, seconds: float, tokens: int):
         self.before = seconds
         self.last = (seconds, tokens)
-        self.waited = 0.0
+        self.idle = self.on_devices = 0.0
+        """Seconds since this was last asked: of `data_wait`, and of waiting for the devices."""
 
     def start(self) -> None:
         """Starts counting."""
@@ -46,18 +57,19 @@ class Clock:
         """Seconds so far."""
         return self.before + time.perf_counter() - self.origin
 
-    def rates(self, tokens: int) -> tuple[float, float]:
-        """Since this was last asked: tokens a second, and the share of the time that the loop waited for data."""
+    def rates(self, tokens: int) -> Rates:
+        """Since this was last asked."""
         (seconds, before), self.last = self.last, (self.seconds, tokens)
-        passed, waited, self.waited = self.last[0] - seconds, self.waited, 0.0
-        return (tokens - before) / passed, waited / passed
+        passed, idle, on_devices = self.last[0] - seconds, self.idle, self.on_devices
+        self.idle = self.on_devices = 0.0
+        return Rates((tokens - before) / passed, idle / passed, passed - on_devices)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts what happens inside as waiting for data."""
+        """Counts what happens inside as waiting for the devices."""
         start = time.perf_counter()
         yield
-        self.waited += time.perf_counter() - start
+        self.on_devices += time.perf_counter() - start
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -1,6 +1,8 @@
 """The metrics of steps: read when they are done, judged, and written."""
 
+import json
 import math
+import platform
 from collections import deque
 from collections.abc import Callable
 from statistics import median
@@ -16,6 +18,7 @@ from run.diagnosis import Diagnosis
 from run.lines import read_metrics
 from run.metrics import Clock, MetricsWriter
 from run.notify import tell
+from run.peers import exchange
 from training.step import Metrics
 
 WINDOW, ENOUGH = 64, 16  # steps that a loss is compared with: at most, and at least
@@ -75,7 +78,8 @@ class Monitor:
     def read(self) -> None:
         """Waits for the newest step, and says what went wrong since this was last called."""
         for step, metrics in self.unread:
-            self.step, self.values = step, jax.tree.map(lambda value: np.asarray(value).item(), metrics)
+            with self.clock.waiting():
+                self.step, self.values = step, jax.tree.map(lambda value: np.asarray(value).item(), metrics)
             self._count_skipped()
             self._compare_loss()
             if "diagnostics" in self.values:
@@ -84,15 +88,17 @@ class Monitor:
         self.unread.clear()
 
     def write(self) -> None:
-        """Reads, and writes the newest step's line."""
+        """Reads, and writes the newest step's line. Every process must call it."""
         self.read()
         tokens = self.tokens_after(self.step)
-        tokens_per_second, data_wait = self.clock.rates(tokens)
+        tokens_per_second, data_wait, own_seconds = self.clock.rates(tokens)
         mfu = tokens_per_second * self.flops_share if self.flops_share else None
         line = {"step": self.step, "tokens": tokens, **self.values, "epochs": self.epochs_after(self.step)}
         line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "data_wait": data_wait}
         memory = jax.local_devices()[0].memory_stats() or {}  # a CPU has none
         line["peak_memory_bytes"] = memory.get("peak_bytes_in_use")
+        ours = {"data_wait": data_wait, "own_seconds": own_seconds, "peak_memory_bytes": line["peak_memory_bytes"]}
+        line |= of_all_hosts(ours)
         self.writer.write(line | {"seconds": self.clock.seconds})
         if self.writer.problem:
             self.say(self.writer.problem)
@@ -123,3 +129,18 @@ class Monitor:
             self.spike = self.spike or spike
         if math.isfinite(loss):
             self.losses.append(loss)
+
+
+def of_all_hosts(ours: dict[str, float | None]) -> dict[str, dict]:
+    """Of each measurement that the processes have, under `hosts`: the smallest and the largest, and whose they are.
+    Of one process nothing. Every process must call it."""
+    if jax.process_count() == 1:
+        return {}
+    answers = exchange("its measurements", json.dumps([f"{jax.process_index()} ({platform.node()})", ours]))
+    theirs = dict(map(json.loads, answers))
+    found = {}
+    for name in (name for name, value in ours.items() if value is not None):
+        order = sorted(theirs, key=lambda host: theirs[host][name])
+        least, most = order[0], order[-1]
+        found[name] = {"min": theirs[least][name], "min_host": least, "max": theirs[most][name], "max_host": most}
+    return {"hosts": found}

@@ -1,13 +1,14 @@
-"""All that is asked of Orbax. What of its layout on the disk is relied on are the four names below.
+"""All that is asked of Orbax. What of its layout on the disk is relied on are the names below.
 
-Its restore through a manager ends in a barrier, where a process that cannot read leaves the others; so arrays are read
-by the handler, which waits for nobody. The barriers of saving go through JAX's service, with a limit, and not through
-the devices.
+Orbax's own managers wait in barriers: a process that cannot read or write leaves the others there, for twenty minutes.
+So arrays are written and read by Orbax's handlers, which wait for nobody. The processes agree through JAX's service.
 """
 
-import itertools
+import asyncio
 import json
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -17,13 +18,12 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers as managers
 
 from configs.schema import CheckpointConfig
+from run.peers import exchange, from_first
+from run.retry import described
 
 COMMITTED = "commit_success.txt"  # in a bucket: written last
-FACTS = "facts/metadata"  # the item saved as JSON; on a disk the folder is renamed when all items are written
+FACTS = "facts/metadata"  # a JSON file; on a disk the folder is renamed when all is written
 HALF_DONE = ".orbax-checkpoint-tmp"  # ends the name of a folder that is being written
-ITEMS = ("params", "rest", "facts")  # a folder each
-
-_opened = itertools.count()  # for names of barriers, which must not come twice; the same on every process
 
 
 class Info(NamedTuple):
@@ -35,23 +35,74 @@ class Info(NamedTuple):
     time: datetime | None = None
 
 
-def open_manager(folder: epath.Path) -> ocp.CheckpointManager:
-    """Saves to `folder`, which must be there. Waits for no other process."""
-    everyone = set(range(jax.process_count())) if jax.process_count() > 1 else None
-    prefix = f"checkpoints-{next(_opened)}"
-    processes = ocp.options.MultiprocessingOptions(active_processes=everyone, barrier_sync_key_prefix=prefix)
-    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=processes)
-    return ocp.CheckpointManager(folder, options=options, item_names=ITEMS)
+def unfinished(folder: epath.Path) -> epath.Path:
+    """Where a checkpoint is written: in a bucket, where nothing can be renamed, its own folder."""
+    return folder if str(folder).startswith("gs://") else folder.with_name(folder.name + HALF_DONE)
 
 
-def save(manager: ocp.CheckpointManager, step: int, params: Any, rest: Any, facts: dict) -> None:
-    """Copies the arrays off the devices, and writes all in the background."""
-    items = ocp.args.Composite(
-        params=ocp.args.StandardSave(params),  # pyright: ignore[reportCallIssue]
-        rest=ocp.args.StandardSave(rest),  # pyright: ignore[reportCallIssue]
-        facts=ocp.args.JsonSave(facts),  # pyright: ignore[reportCallIssue]
-    )
-    manager.save(step, args=items, force=True)
+def make_room(folder: epath.Path) -> None:
+    """Makes the empty folder that a checkpoint is written to. On the first process."""
+    target = unfinished(folder)
+    if target.exists():
+        target.rmtree()
+    (target / FACTS).parent.mkdir(parents=True)
+
+
+def _writer() -> ocp.PyTreeCheckpointHandler:
+    """Writes arrays, each process its own parts. It keeps no metadata of arrays: for their folder the other processes
+    would wait until the first has made it."""
+    arrays = (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=ocp.type_handlers.create_type_handler_registry(arrays))
+
+
+class Saving(threading.Thread):
+    """Writes a checkpoint in the background: each process its parts, and then the first process makes it whole."""
+
+    def __init__(self, folder: epath.Path, items: dict[str, Any], facts: dict):
+        """Copies the arrays off the devices. `make_room` must have been called for the folder."""
+        super().__init__(name=f"saving {folder.name}")
+        self.folder, self.facts = folder, facts
+        self.handlers = {name: _writer() for name in items}
+        self.parts: list[Any] = []
+        self.failure = "0 it was not finished"
+        """Why it failed (`run.retry.described`), the same on every process; empty once the checkpoint is whole."""
+
+        async def begin() -> None:
+            for name, handler in self.handlers.items():
+                save = ocp.args.PyTreeSave(items[name])  # pyright: ignore[reportCallIssue]
+                self.parts += await handler.async_save(unfinished(folder) / name, args=save) or []
+
+        # Not asyncio.run, which counts the tasks of all threads while Orbax's add theirs.
+        with closing(asyncio.new_event_loop()) as loop:
+            self.failed = _failure(lambda: loop.run_until_complete(begin()))
+        self.start()
+
+    def run(self) -> None:
+        for part in self.parts:  # all of them, so that nothing is written after a failure
+            self.failed = _failure(part.result) or self.failed
+        failures = exchange("parts of a checkpoint", self.failed, channel="saving")
+        failed = next((f"{failure} (process {i})" for i, failure in enumerate(failures) if failure), "")
+        if not failed and jax.process_index() == 0:
+            failed = _failure(self._make_whole)
+        self.failure = from_first("the end of a checkpoint", failed, channel="saving")
+
+    def _make_whole(self) -> None:
+        target = unfinished(self.folder)
+        for name, handler in self.handlers.items():
+            handler.finalize(target / name)
+        (target / FACTS).write_text(json.dumps(self.facts))
+        if target == self.folder:
+            (target / COMMITTED).write_text("")
+        else:
+            target.rename(self.folder)
+
+
+def _failure(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except Exception as error:
+        return described(error)
+    return ""
 
 
 def read_arrays(folder: epath.Path, abstract: Any) -> Any:

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -49,6 +50,7 @@ def join(cluster: Cluster) -> None:
     """Waits for all, then starts JAX's service. PeerLost where one does not come; UserError where that cannot be."""
     roll_call(cluster)
     end_aborts_as_lost_peers()
+    _joining.set()
     jax.distributed.initialize(
         cluster.address,
         cluster.processes,
@@ -58,6 +60,7 @@ def join(cluster: Cluster) -> None:
         initialization_timeout=JOIN_TIMEOUT,
         heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
     )
+    _joining.clear()
     client: Any = distributed.global_state.client
     client.key_value_set(f"{HOSTS}/{cluster.index}", socket.gethostname())
     _watcher.start()
@@ -251,48 +254,58 @@ def _greet(cluster: Cluster, address: tuple[str, int], tell_every: float, say: C
     raise ConnectionError("it closed the connection")
 
 
-_exchanged = 0  # how often; every process counts alike, so that no two exchanges have one name
-_read_by_all = 0  # up to which exchange every process has read what it was to read
+patience: float = START_TIMEOUT
+"""Seconds that `exchange` waits for a process. `run.watchdog.limited` sets what its own limit allows."""
 
 
-def exchange(what: str, value: str, timeout: float = START_TIMEOUT) -> list[str]:
+class _Channel:
+    """Exchanges of one thread. Every process counts them alike, so that no two have one name."""
+
+    def __init__(self) -> None:
+        self.exchanged = self.read_by_all = 0
+
+
+_channels = defaultdict[str, _Channel](_Channel)
+
+
+def exchange(what: str, value: str, channel: str = "") -> list[str]:
     """Every process's `value`, in order. Through JAX's service, not through the devices. PeerLost, which names them,
-    where some have not given theirs after `timeout` seconds. Every process must call it."""
-    global _read_by_all
+    where some have not given theirs after `patience` seconds. Every process must call it; another thread than the
+    main one on a channel of its own, which waits for as long as it takes."""
     client: Any = distributed.global_state.client
     if client is None:
         return [value]
-    index, count, name = distributed.global_state.process_id, distributed.global_state.num_processes, _next_name()
+    index, count, name = distributed.global_state.process_id, distributed.global_state.num_processes, _next(channel)
     client.key_value_set(f"{name}/{index}", value)
     if index > 0:  # the first gathers them, so that the requests grow with the processes, and not with their square
-        return json.loads(_read(client, f"{name}/all", name, range(count), what, timeout))
-    values = [_read(client, f"{name}/{i}", name, range(count), what, timeout) for i in range(count)]
+        return json.loads(_read(client, f"{name}/all", name, range(count), what, channel))
+    values = [_read(client, f"{name}/{i}", name, range(count), what, channel) for i in range(count)]
     client.key_value_set(f"{name}/all", json.dumps(values))
-    for number in range(_read_by_all, _exchanged - 1):  # all have come here, and so have read what was before
-        client.key_value_delete(f"{EXCHANGES}/{number + 1}")
-    _read_by_all = _exchanged - 1
+    of = _channels[channel]
+    for number in range(of.read_by_all, of.exchanged - 1):  # all have come here, and so have read what was before
+        client.key_value_delete(f"{EXCHANGES}{channel}/{number + 1}")
+    of.read_by_all = of.exchanged - 1
     return values
 
 
-def from_first(what: str, value: str, timeout: float = START_TIMEOUT) -> str:
+def from_first(what: str, value: str, channel: str = "") -> str:
     """The first process's `value`, in the same way. It waits for nobody."""
     client: Any = distributed.global_state.client
     if client is None:
         return value
-    name = _next_name()
+    name = _next(channel)
     if distributed.global_state.process_id > 0:
-        return _read(client, f"{name}/0", name, range(1), what, timeout)
+        return _read(client, f"{name}/0", name, range(1), what, channel)
     client.key_value_set(f"{name}/0", value)
     return value
 
 
-def _next_name() -> str:
-    global _exchanged
-    _exchanged += 1
-    return f"{EXCHANGES}/{_exchanged}"
+def _next(channel: str) -> str:
+    _channels[channel].exchanged += 1
+    return f"{EXCHANGES}{channel}/{_channels[channel].exchanged}"
 
 
-def _read(client: Any, key: str, name: str, expected: range, what: str, timeout: float) -> str:
+def _read(client: Any, key: str, name: str, expected: range, what: str, channel: str) -> str:
     """The value at `key` once it is there. Meanwhile the first process says who of `expected` has given none."""
     start, count = time.monotonic(), distributed.global_state.num_processes
     by_process = lambda folder: {int(key.rpartition("/")[2]): value for key, value in folder}
@@ -309,7 +322,7 @@ def _read(client: Any, key: str, name: str, expected: range, what: str, timeout:
         names = ", ".join(f"{i} ({hosts.get(i, 'not known')})" for i in silent[:16])
         passed = time.monotonic() - start
         line = f"{passed:.0f} s: waiting for {what} of process {names} of {count}"
-        if passed > timeout:
+        if passed > patience and not channel:
             raise PeerLost(line)
         if distributed.global_state.process_id == 0:
             print(line, flush=True)
@@ -359,6 +372,7 @@ def _end_with_others() -> None:
 _left = threading.Event()
 _watcher = threading.Thread(target=_end_with_others, daemon=True)
 
+_joining = threading.Event()  # set while JAX's client connects to the service
 _abort_handler: Any = None  # kept: C holds no reference
 _ending: int | None = None  # the code with which this process is about to end
 
@@ -366,15 +380,15 @@ _ending: int | None = None  # the code with which this process is about to end
 def end_aborts_as_lost_peers() -> None:
     """From now on the abort by which JAX's client ends a process that has lost another one ends it with 42.
 
-    It happens in a thread of C++; an abort in a thread of Python's, such as a failed check of the compiler, stays one.
+    It happens in a thread of C++, and while a process joins the others in its own. Any other abort in a thread of
+    Python's, such as a failed check of the compiler, stays one.
     (jaxlib has a callback for it, `missed_heartbeat_callback`, and cannot call it: std::bad_cast, seen in 0.10.2.)
     """
     global _abort_handler
 
     def ended(_: int) -> None:
-        if not isinstance(threading.current_thread(), threading._DummyThread):
-            libc.signal(signal.SIGABRT, None)  # the default; abort() raises it once more
-            return
+        if not (_joining.is_set() or isinstance(threading.current_thread(), threading._DummyThread)):
+            return  # abort() then ends the process
         if _ending is not None:
             os._exit(_ending)
         os.write(2, b"error: another process of the run was lost (JAX's message is above); start all again\n")

@@ -93,6 +93,11 @@ def patiently(what: str, function: Callable[[], T], seconds: float | None = None
         raise StorageLost(f"{what}: {first_line(error)}") from error
 
 
+def described(error: BaseException) -> str:
+    """An error in a line that starts with 1 if it may pass, else with 0."""
+    return f"{int(passes(error))} {first_line(error)}"
+
+
 def _say(what: str, state: RetryCallState) -> None:
     if state.attempt_number in (1, 5) or state.attempt_number % 10 == 0:
         error = state.outcome.exception() if state.outcome else None

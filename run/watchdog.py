@@ -5,6 +5,7 @@ time, so a single one cannot be timed: the steps that are under way may take so 
 """
 
 import faulthandler
+import math
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from typing import Any
 from configs.exit_codes import Exit
 from configs.schema import HangConfig
 from data.outage import OUTAGE
+from run import peers
 from run.peers import end_all
 
 AWAY = 10  # seconds without an answer from a store: longer than what single errors cost
@@ -103,19 +105,17 @@ class Watchdog:
 @contextmanager
 def limited(config: HangConfig, what: str, bark: Callable[[str], Any] | None = None) -> Iterator[None]:
     """Ends all processes with code 42 where what happens inside takes longer than `hang.other_seconds`: a restore, a
-    save, an evaluation, and the barriers of Orbax in them."""
-    seconds = config.other_seconds
-    if not seconds:
-        yield
-        return
-    late = threading.Timer(
-        seconds, bark or end_as_hung, [f"{what} takes longer than {seconds} s (--hang.other_seconds)"]
-    )
+    save, an evaluation. Processes that agree inside wait as long for each other."""
+    seconds, before = config.other_seconds or math.inf, peers.patience
+    say = f"{what} takes longer than {seconds} s (--hang.other_seconds)"
+    late = threading.Timer(min(seconds, threading.TIMEOUT_MAX), bark or end_as_hung, [say])
     late.daemon = True
     late.start()
+    peers.patience = seconds
     try:
         yield
     finally:
+        peers.patience = before
         late.cancel()
 
 

@@ -166,6 +166,33 @@ def test_a_ramp_on_two_processes_is_that_of_one_also_where_it_goes_on_before_a_b
     assert_same(folder / "ramp-of-two", folder / "ramp-of-one", steps=30)
 
 
+SLOW = """
+import os, runpy, sys, time
+import data.loader
+batches = data.loader.train_batches
+def slow_batches(*arguments):
+    for batch in batches(*arguments):
+        time.sleep(0.2)
+        yield batch
+if os.environ["JAX_PROCESS_ID"] == "1":
+    data.loader.train_batches = slow_batches
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_slow_host_is_named_at_each_logged_step(folder):  # noqa: F811
+    (folder / "slow.py").write_text(SLOW)
+    short = ("--steps=10", "--log.every_steps=5", "--run_dir=slow")
+    finish(start(folder, 2, 2, *short, command=(folder / "slow.py", ROOT / "train.py", *OPTIONS)))
+    lines = [line["hosts"] for line in read_metrics(folder / "slow") if "loss" in line]
+    assert len(lines) == 2
+    for name in ("data_wait", "own_seconds"):
+        for line in lines:
+            assert line[name]["max_host"].startswith("1 (") and line[name]["min_host"].startswith("0 (")
+            assert line[name]["max"] > line[name]["min"]
+
+
 def begin(folder: Path, run_dir: str, *options) -> list[subprocess.Popen]:  # noqa: F811
     """Two processes that have taken three steps."""
     began, processes = time.time(), start(folder, 2, 2, f"--run_dir={run_dir}", *options)

@@ -69,7 +69,7 @@ COMMANDS = {
     **{"prepare": data.prepare.main, "inspect": data.inspect.main, "report": report.main},
     "inspect_run": inspect_run.main,
 }
-TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "goodput", "peak_memory_bytes"}
+TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "goodput", "peak_memory_bytes", "hosts"}
 PREEMPTED = 143  # the exit code of a run that SIGTERM stopped
 
 

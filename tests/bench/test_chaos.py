@@ -10,13 +10,16 @@ SHORT = {"steps=120": "steps=100", "Config(every_steps=20": "Config(every_steps=
 
 
 @pytest.mark.slow
-def test_ten_kills_change_nothing(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize(("processes", "faults"), [(1, 10), (2, 5), (4, 5)])
+def test_faults_change_nothing(tmp_path, monkeypatch, capfd, processes, faults):
+    """Ten kills of one process; of several, each kind of fault once."""
     config = CONFIG.replace('"text"', f'"{ROOT}/configs"')
     for long, short in SHORT.items():
         config = config.replace(long, short)
     (tmp_path / "tiny.py").write_text(config)
-    options = (f"--out={tmp_path}/chaos", f"--config={tmp_path}/tiny.py", "--kills=10", "--options=")
-    monkeypatch.setattr(sys, "argv", ["bench.chaos", *options])
+    options = (f"--out={tmp_path}/chaos", f"--config={tmp_path}/tiny.py", f"--faults={faults}", "--options=")
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
+    monkeypatch.setattr(sys, "argv", ["bench.chaos", *options, f"--processes={processes}"])
     assert bench.chaos.main() == 0, capfd.readouterr()
     result = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert result["kills"] == 10 and result["differ"] == []
+    assert result["faults"] == faults and result["differ"] == []

@@ -1,17 +1,21 @@
 """What is saved comes back to the bit, whole or in part, on the same mesh or another; what is damaged is noticed."""
 
+import errno
 import json
 import resource
-import time
+import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from configs.schema import CheckpointConfig, MatricesConfig, MeshConfig, UserError
 from model.shapes import parameter_shapes
+from run import orbax_calls, retry
 from run.checkpoint import Checkpoints
 from run.runtime import NoCheckpoint
 from tests.helpers import ALL_FEATURES, tiny_config
@@ -153,6 +157,20 @@ def test_reading_leaves_what_a_run_is_writing_alone_and_a_start_clears_it(tmp_pa
     assert names(tmp_path) == ["3", "2.deleted", "7.orbax-checkpoint-tmp"]
     Checkpoints(tmp_path, KEEP_ALL).close()
     assert names(tmp_path) == ["3"]
+
+
+def test_the_layout_on_the_disk_and_orbax_alone_reads_it(tmp_path, monkeypatch):
+    """The names that are relied on. Another program needs nothing but Orbax to read the arrays."""
+    whole, seen = orbax_calls.Saving._make_whole, []
+    look = lambda self: (seen.extend(names(tmp_path)), whole(self))
+    monkeypatch.setattr(orbax_calls.Saving, "_make_whole", look)
+    state = saved(tmp_path)[3]
+    assert seen == ["3.orbax-checkpoint-tmp"] and names(tmp_path) == ["3"]
+    folder = tmp_path / "checkpoints" / "3"
+    assert sorted(path.name for path in folder.iterdir()) == ["facts", "params", "rest"]
+    assert json.loads((folder / "facts" / "metadata").read_text())["step"] == 3
+    found = ocp.StandardCheckpointer().restore(folder / "params", state_on(1)[1].params)
+    assert_equal(found, state.params)
 
 
 def test_no_checkpoint(tmp_path):
@@ -324,11 +342,23 @@ def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_
     assert names(tmp_path) == ["5"]
 
 
-def test_looking_does_not_wait(tmp_path, monkeypatch):
+def test_a_disk_that_stays_away_ends_the_run_with_42(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, KEEP_ALL)
-    monkeypatch.setattr(checkpoints.manager, "is_saving_in_progress", lambda: True)
+    away = OSError(errno.EIO, "Input/output error")
+    monkeypatch.setattr(orbax_calls, "make_room", Mock(side_effect=away))
     checkpoints.save(1, state_on(1)[0], FACTS)
-    start = time.monotonic()
+    assert checkpoints.failing() == 1 and checkpoints.passing
+    monkeypatch.setattr(retry, "SECONDS", 0)
+    with pytest.raises(retry.StorageLost, match="Input/output error"):
+        checkpoints.save(2, state_on(1)[0], FACTS)
+
+
+def test_looking_does_not_wait(tmp_path, monkeypatch):
+    checkpoints, may_end = Checkpoints(tmp_path, KEEP_ALL), threading.Event()
+    make_whole = orbax_calls.Saving._make_whole
+    monkeypatch.setattr(orbax_calls.Saving, "_make_whole", lambda self: may_end.wait() and make_whole(self))
+    checkpoints.save(1, state_on(1)[0], FACTS)
     assert checkpoints.failing(wait=False) == 0 and checkpoints.pending
-    assert time.monotonic() - start < 5
+    may_end.set()
     checkpoints.close()
+    assert checkpoints.steps == [1]

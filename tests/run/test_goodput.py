@@ -2,13 +2,16 @@
 
 import subprocess
 import sys
+import threading
 import time
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from run.events import Events
-from run.goodput import OF_A_PROCESS, Times, goodput, summed_up
+from run.goodput import OF_A_PROCESS, Busy, Times, goodput, summed_up
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +75,26 @@ def test_the_parts_of_a_process_sum_to_the_time_since_it_began():
     assert note["seconds"]["compilation"] >= 0.02 and note["seconds"]["data"] >= 0.02 and times.part == "start"
     assert note["began"] + sum(note["seconds"].values()) == pytest.approx(time.time(), abs=0.5)
     assert note["seconds"]["start"] > 0  # and what came before this file
+
+
+def test_data_that_come_while_the_devices_are_busy_cost_nothing(monkeypatch):
+    now, ended = [0.0], threading.Event()
+    monkeypatch.setattr("run.goodput.time.monotonic", lambda: now[0])
+
+    def batches():
+        now[0] = 5.0
+        yield "while they are busy"
+        ended.set()
+        assert busy.done.result() == 5.0
+        now[0] = 9.0
+        yield "they are done meanwhile"
+        now[0] = 11.0
+        yield "they were done before"
+
+    with closing(Busy()) as busy:
+        busy.given(SimpleNamespace(block_until_ready=ended.wait))
+        given = batches()
+        assert [busy.wait_for(given)[1] for _ in range(3)] == [0.0, 4.0, 2.0]
 
 
 def test_the_command_prints_a_table_and_refuses_what_is_no_run(tmp_path):

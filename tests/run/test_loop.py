@@ -74,6 +74,7 @@ class Saved:
         self.steps, self.failing_steps, self.facts, self.scores = list(steps), set(failing_steps), {}, {}
         self.failed_saves, self.failure, self.deletion_failure, self.pending = 0, "the disk is full", "", None
         self.record = Mock()
+        self.passing = False
 
     @property
     def newest(self):
@@ -263,6 +264,22 @@ def test_saves_that_fail_are_tried_again_at_each_step_logged_and_at_last_end_the
     outcome = loop.run(BATCHES)
     assert isinstance(outcome, GaveUp) and "3 save(s) in a row failed: the disk is full" in outcome.reason
     assert "no checkpoint was saved" in outcome.reason
+
+
+def test_only_what_the_devices_lack_is_waiting_for_data(make, monkeypatch, tmp_path):
+    monkeypatch.setattr("run.goodput.Busy.wait_for", lambda self, batches: (next(batches), 2.0))
+    loop, _, _ = make([2.0] * 40)
+    assert isinstance(loop.run(BATCHES), Finished)
+    assert loop.times.spent["data"] == 2.0 * 40
+    assert all(line["data_wait"] > 0 for line in read_metrics(tmp_path) if "loss" in line)
+
+
+def test_a_disk_that_is_away_for_a_while_does_not_end_the_run(make, monkeypatch):
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: checkpoints.failing_steps.clear())
+    checkpoints = Saved(failing_steps=range(41))
+    checkpoints.passing = True
+    loop, _, _ = make([2.0] * 40, checkpoints=checkpoints)
+    assert isinstance(loop.run(BATCHES), Finished) and checkpoints.steps == [40]
 
 
 def test_a_last_save_that_fails_is_tried_again_after_a_pause(make, monkeypatch):

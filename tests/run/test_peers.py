@@ -1,5 +1,6 @@
 """How processes wait for each other, and end together."""
 
+import itertools
 import re
 import signal
 import socket
@@ -7,13 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import jax
 import pytest
 
-from configs.schema import UserError
+from configs.schema import HangConfig, UserError
 from run.cluster import Cluster
-from run.peers import PeerLost, missing, roll_call
+from run.peers import PeerLost, exchange, missing, roll_call
+from run.watchdog import limited
 from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -104,13 +110,17 @@ def test_the_missing_are_named_by_host_where_it_is_known():
 
 PROCESS = """
 import sys, time, signal, os
+import jax
 import run.peers
 import run.runtime as runtime
 from run.runtime import run_command, start_jax, Stop
-from configs.schema import UserError
+from configs.schema import HangConfig, UserError
 def main():
     if sys.argv[1] == "complete":
         run.peers.LOOK_EVERY = 0
+    run.peers.JOIN_TIMEOUT = 5
+    if sys.argv[1] == "die":
+        jax.distributed.initialize = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
     start_jax()
     print("joined", flush=True)
     if sys.argv[1] == "abort":
@@ -176,6 +186,14 @@ def test_a_ctrl_c_of_one_before_training_ends_all_with_130(port):
 
 
 @pytest.mark.slow
+def test_one_that_is_killed_while_they_join_ends_the_others_with_42(port):
+    """JAX's client gives up by an abort in Python's own thread."""
+    processes = start(port, "die", "wait")
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [-signal.SIGKILL, 42], "\n---\n".join(said)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
 def test_what_jax_ends_by_an_abort_is_42(port, killed):
     processes = start(port, "abort", "abort")
@@ -210,3 +228,17 @@ def test_one_that_restarts_alone_joins_the_others_when_they_restart(port):
     again = start(port, "complete", "complete", only=0)[0]
     said = [process.communicate(timeout=120)[0] for process in (again, alone)]
     assert [again.returncode, alone.returncode] == [0, 0], "\n---\n".join(said)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_who_agrees_during_a_restore_waits_as_long_as_a_restore_may_take(monkeypatch, waits):
+    """A process that reads for 40 minutes is not lost, and one that is silent for longer is, by its host's name."""
+    answers = iter([jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")] * 3 + ['["", ""]'])
+    client = Mock(blocking_key_value_get=Mock(side_effect=answers))
+    client.key_value_dir_get.side_effect = lambda folder: [(f"{folder}0", "host-a")]
+    service = SimpleNamespace(client=client, process_id=1, num_processes=2)
+    monkeypatch.setattr("run.peers.distributed.global_state", service)
+    monkeypatch.setattr("run.peers.time.monotonic", itertools.count(0, 800).__next__)
+    lost = nullcontext() if waits else pytest.raises(PeerLost, match=r"waiting for checkpoint 2 of process 1 \(")
+    with limited(HangConfig(other_seconds=7200 if waits else 1000), "restoring"), lost:
+        assert exchange("checkpoint 2", "") == ["", ""]

@@ -21,7 +21,7 @@ OPTIONS = (
     *("--config=tiny.py", "--steps=8", f"--batch.ramp={RAMP}", "--batch.tokens_per_step=512", "--eval.every_steps=4"),
     *("--batch.ramp_scaling=root", "--optimizer.embed.beta2=0.9", "--checkpoint.every_steps=1", "--checkpoint.keep=9"),
 )
-CLOCKS = {"seconds", "tokens_per_second", "data_wait", "time", "goodput", "peak_memory_bytes"}
+CLOCKS = {"seconds", "tokens_per_second", "data_wait", "time", "goodput", "peak_memory_bytes", "hosts"}
 
 
 def command(main, *words: str, devices: int = 2) -> int:
