@@ -76,7 +76,7 @@ def sentences(done: dict[str, dict]) -> Iterator[str]:
         )
     if "kill and resume" in done:
         result = done["kill and resume"]
-        yield f"runs that were killed {result['faults']} times ended with the parameters of one that was not, to the bit"
+        yield f"runs killed {result['faults']} times ended with the parameters of one that was not, to the bit"
     if "train.py" in rate and plain:
         yield f"train.py trains at {rate['train.py'] / rate[plain]:.3f} of bench.throughput's rate ({plain})"
     if (windows := f"{plain}, windows") in rate:

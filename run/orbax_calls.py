@@ -80,6 +80,7 @@ class Saving(threading.Thread):
     def run(self) -> None:
         for part in self.parts:  # all of them, so that nothing is written after a failure
             self.failed = _failure(part.result) or self.failed
+        self.parts.clear()  # which hold the arrays' copies
         failures = exchange("parts of a checkpoint", self.failed, channel="saving")
         failed = next((f"{failure} (process {i})" for i, failure in enumerate(failures) if failure), "")
         if not failed and jax.process_index() == 0:
