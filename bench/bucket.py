@@ -129,7 +129,7 @@ def make_dataset(folder: Path, gigabytes: float) -> int:
                 file.truncate(size)
             (folder / f"{name}.blocks").write_bytes(sidecar)
         made = {name: {"file": f"{stem}.bin", **part} for name, stem in names.items()}
-        shards.append({**made, "skipped": {}, "end": [0, i]})
+        shards.append({**made, "skipped": {}, "until": [i, 0]})
     counts = {name: {"documents": 1, "tokens": SHARD_TOKENS, "bytes": SHARD_TOKENS} for name in ("train", "val")}
     facts = {
         "made_from": {"source": "nothing"},

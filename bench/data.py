@@ -5,7 +5,7 @@ to arrays on the device; the plan, on documents of log-normal length (median 400
 
 `--only=encoding`: a core's speed beside nanochat's tokenizer (`--nanochat=CHECKOUT`) and datatrove's pipeline (where it
 is installed). `cores`: two workers beside one, and beside what the machine gives. `kills`: one preparation under
-`--kills`. `memory`: of a worker, at its peak.
+`--kills`. `memory`: of a worker, at its peak. `scale`: of each phase of a preparation of 1 TB, simulated by sizes.
 """
 
 if __name__ == "__main__":
@@ -47,10 +47,12 @@ class Arguments:
     vocab_size: Positive[int] = 4096
     """Tokens of the tokenizer that is trained on it first, untimed."""
     documents: Positive[int] = 2_000_000
-    """Documents to plan."""
+    """Documents to plan, or to simulate."""
+    files: Positive[int] = 300_000
+    """Files to simulate."""
     steps: Positive[int] = 20
     """Steps to load."""
-    only: Literal["", "encoding", "cores", "kills", "memory"] = ""
+    only: Literal["", "encoding", "cores", "kills", "memory", "scale"] = ""
     """Measure this instead."""
     megabytes: Positive[float] = 8.3
     """Of `source`, to encode; where it has fewer, again from its first."""
@@ -69,6 +71,8 @@ def measure(arguments: Arguments, folder: Path) -> dict[str, Any]:
         return preparing.cores(*text, folder)
     if arguments.only == "kills":
         return preparing.kills(*text, arguments.kills, folder)
+    if arguments.only == "scale":
+        return preparing.memory_at_scale(arguments.documents, arguments.files, folder)
     return preparing.memory(arguments.vocab_size, folder)
 
 

@@ -4,26 +4,36 @@ import hashlib
 import importlib
 import itertools
 import json
+import multiprocessing
 import os
+import pickle
 import random
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from configs.schema import UserError
-from data.corpus import find_corpus
+from data.corpus import Corpus, find_corpus
+from data.dataset import PLANNED
 from data.encoding import tiktoken_of
-from data.parts import encode, make_tasks
+from data.layout import layouts_of
+from data.packing import Plan, join_plans, load_plan, plan_rows, save_plan
+from data.parts import Recipe, Task, make_tasks, write_part
 from data.prepare import Preparation, Where, prepare
+from data.records import SourceFile
 from data.tokenizer import load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -59,12 +69,15 @@ def encoding(source: str, megabytes: float, vocab_size: int, nanochat: str, fold
     train_tokenizer(iter(texts), vocab_size).save(folder / "tokenizer")
     tokenizer, corpus = load_tokenizer(folder / "tokenizer"), find_corpus(str(folder / "text"))
     (folder / "parts").mkdir()
-    tasks = make_tasks(corpus, corpus.files, folder, tokenizer.sha256, None)
-    encode(tasks[0])  # which reads the tokenizer
+    recipe = Recipe(folder, tokenizer.sha256, vocab_size, 0.05, None, deduplicate=False, seed=None, shard_tokens=10**8)
+    tasks = make_tasks(recipe, corpus, corpus.files)
 
     def ours() -> None:
         for task in tasks:
-            encode(task)
+            task.out.unlink(missing_ok=True)
+            task.run()
+
+    ours()  # which reads the tokenizer
 
     rivals: dict[str, Callable[[], Any]] = {"ours": ours}
     if nanochat:
@@ -175,6 +188,88 @@ def kills(source: str, megabytes: float, vocab_size: int, count: int, folder: Pa
     return {"kills": done, "files": len(expected), "same_bytes": digests(folder / "out") == expected}
 
 
+def memory_at_scale(documents: int, files: int, folder: Path) -> dict[str, Any]:
+    """Return GB of memory at the peak of each phase of a preparation of 1 TB, deduplicated and shuffled, with sizes in
+    place of text: lengths are log-normal, one document in 166 is a duplicate, tokens are holes in sparse files."""
+    spawn, facts = multiprocessing.get_context("spawn"), {}
+    for phase in (_tasks, _simulate_parts, _lay_out_one, _plan):
+        ours, theirs = spawn.Pipe()
+        process = spawn.Process(target=_peak_of, args=(theirs, phase, documents, files, folder))
+        process.start()
+        theirs.close()
+        facts[phase.__name__.strip("_")] = ours.recv()
+        process.join()
+    return facts
+
+
+def _peak_of(connection: Any, phase: Callable[..., dict], *arguments: Any) -> None:
+    begin, before = time.perf_counter(), peak_now()
+    found = phase(*arguments)
+    seconds = round(time.perf_counter() - begin)
+    connection.send(
+        found | {"GB": round(peak_now() / 1e9, 2), "of_imports": round(before / 1e9, 2), "seconds": seconds}
+    )
+
+
+def peak_now() -> int:
+    """Bytes of memory of this process at its peak. ru_maxrss would begin with that of the process that started it."""
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])  # pyright: ignore
+
+
+def simulated_tasks(files: int, folder: Path) -> tuple[Recipe, list[Task]]:
+    """Tasks of a source of 1 TB."""
+    recipe = Recipe(folder, "", 50_000, 0.05, None, deduplicate=True, seed=0, shard_tokens=100_000_000)
+    listed = [SourceFile(f"{i:06d}.jsonl", f"/text/{i:06d}.jsonl", 10**12 // files) for i in range(files)]
+    return recipe, make_tasks(recipe, Corpus("/text", listed, ""), listed)
+
+
+def _tasks(documents: int, files: int, folder: Path) -> dict[str, Any]:
+    _, tasks = simulated_tasks(files, folder)
+    return {"tasks": len(tasks), "bytes_sent_for_a_task": max(len(pickle.dumps(task)) for task in tasks)}
+
+
+def _simulate_parts(documents: int, files: int, folder: Path) -> dict[str, Any]:
+    recipe, tasks = simulated_tasks(files, folder)
+    (folder / "parts").mkdir()
+    for task in tasks:
+        simulate_part(recipe, task, documents // len(tasks))
+    layouts_of(recipe, tasks)
+    return {"duplicates": int(np.fromfile(folder / "parts" / "again", bool).sum())}
+
+
+def simulate_part(recipe: Recipe, task: Task, documents: int) -> None:
+    dice = np.random.default_rng(task.number)
+    lengths = lengths_like_web_text(dice, documents)
+    hashes = dice.integers(0, 2**64, (documents, 2), np.uint64)
+    hashes[1::100] = hashes[:-1:100]
+    write_part(task, Counter(), np.append(0, np.cumsum(lengths)), 4 * lengths, hashes[:, 0] < 2**58, hashes, None)
+    os.truncate(task.out, task.out.stat().st_size + int(lengths.sum()) * recipe.dtype.itemsize)
+
+
+def lengths_like_web_text(dice: np.random.Generator, documents: int) -> np.ndarray:
+    return dice.lognormal(np.log(400), 1.0, documents).astype(np.int64) + 1
+
+
+def _lay_out_one(documents: int, files: int, folder: Path) -> dict[str, Any]:
+    recipe, tasks = simulated_tasks(files, folder)
+    layouts = layouts_of(replace(recipe, deduplicate=False), tasks)
+    replace(layouts[0], recipe=recipe).run()
+    (entry,) = json.loads((layouts[0].out / "entries.json").read_bytes())
+    return {"shards": len(layouts), "tokens": entry["train"]["tokens"] + entry["val"]["tokens"]}
+
+
+def _plan(documents: int, files: int, folder: Path) -> dict[str, Any]:
+    def plans() -> Iterator[tuple[int, Plan]]:
+        begin = 0
+        for first in range(0, documents, PLANNED):
+            lengths = lengths_like_web_text(np.random.default_rng(first), min(PLANNED, documents - first))
+            yield begin, plan_rows("best_fit", np.cumsum(lengths) - lengths, int(lengths.sum()), 2048)
+            begin += int(lengths.sum())
+
+    save_plan(join_plans(plans()), folder / "plan")
+    return {"rows": len(load_plan(folder / "plan").rows) - 1}
+
+
 def large_files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Files with a document of 200 MB, most with one emoji among its ASCII, so that each of its characters takes 4
     bytes in Python; and a table of 1 GB in one group of rows."""
@@ -203,7 +298,7 @@ def large_files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 READER = r"""
-import re, sys
+import sys
 from pathlib import Path
 from data.corpus import find_corpus
 from data.encoding import Encoder
@@ -216,8 +311,8 @@ for file in corpus.files:
             read += len(window.encode())
             if sys.argv[3] == "encoded":
                 encoder.encode(window)
-# ru_maxrss would begin with that of the process that started this one.
-print(read, 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]))
+from bench.preparing import peak_now
+print(read, peak_now())
 """
 
 

@@ -10,7 +10,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from configs.schema import DataConfig, UserError
 from data.blocks import NO_INDEX, MappedShard
 from data.corpus import HELD_OUT, find_corpus, name_words
 from data.mixture import Mixture, join_source, mean_shares, read_source, split_source
-from data.packing import BestFitRows, Rows, StreamRows, load_plan, plan_rows, save_plan
+from data.packing import BestFitRows, Plan, Rows, StreamRows, join_plans, load_plan, plan_rows, save_plan
 from data.prepare import Preparation, prepare
 from data.record import read_record
 from data.shards import TokenStream
@@ -32,6 +32,7 @@ from data.store import BlockCache, Shard, Store, StoredShard, mirrored, readers
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 NAMED = "shards of which a word of the name is `val`"
+PLANNED = 2**22  # documents after which rows are planned anew: a plan takes some 145 bytes for each
 SHOWN, BEGINNING = 8, 128  # rows, and tokens of each, that tell a person what a step saw
 
 
@@ -55,7 +56,11 @@ class Dataset:
 
     def document_starts(self, part: str) -> Integer[np.ndarray, "documents"]:
         """Where in the stream documents start: as the shards' indices say, or where a BOS is."""
-        found, before = [np.zeros(1, np.int64)], 0
+        befores = self.stream(part).starts
+        return np.unique(np.concatenate([[0], *(a + b for a, b in zip(befores, self._starts(part)))]).astype(np.int64))
+
+    def _starts(self, part: str) -> Iterator[Integer[np.ndarray, "documents"]]:
+        """Where in each shard documents start."""
         for shard in self.shards[part]:
             index, recorded = shard.path.with_suffix(".starts.npy"), shard.blocks.index_sha256
             try:
@@ -74,9 +79,18 @@ class Dataset:
                 fits, starts = False, np.zeros(0, np.int64)
             if not fits:
                 raise UserError(f"{index} is not the index of {shard.path.name}; delete it: BOS tokens are looked for")
-            found.append(before + starts)
-            before += len(shard)
-        return np.unique(np.concatenate(found))
+            yield starts
+
+    def _plans(self, part: str, packing: str, length: int) -> Iterator[tuple[int, Plan]]:
+        """Plan some shards at a time, which bounds the memory: where each plan's shards begin, and the plan."""
+        stream, found, begin = self.stream(part), [], 0
+        for before, end, starts in zip(stream.starts, stream.starts[1:], self._starts(part)):
+            found.append(before - begin + starts)
+            if end > begin and (sum(map(len, found)) >= PLANNED or end == len(stream)):
+                every = np.unique(np.concatenate([np.zeros(1, np.int64), *found]))
+                headless = stream.read(begin, begin + 1).tolist() != [self.tokenizer.bos]
+                yield begin, plan_rows(packing, every, end - begin, length, headless)
+                found, begin = [], end
 
     def rows(self, part: str, packing: str, length: int, cache: Path) -> Rows:
         """The part's rows of `length` tokens. A plan that this needs is made once, and kept beside the shards, else in
@@ -89,13 +103,12 @@ class Dataset:
             with suppress(PermissionError):  # of another user, who alone may read it
                 if os.path.exists(home):
                     return BestFitRows(stream, load_plan(home), self.tokenizer.bos, length)
-        headless = stream.read(0, 1).tolist() != [self.tokenizer.bos]
-        plan = plan_rows(packing, self.document_starts(part), len(stream), length, headless)
         for home in homes:
             with suppress(OSError):  # it cannot be written there
-                save_plan(plan, home)
+                save_plan(join_plans(self._plans(part, packing, length)), home)
                 return BestFitRows(stream, load_plan(home), self.tokenizer.bos, length)
         print(f"{homes[0]} and {homes[1]} cannot be written: each start makes this plan again", file=sys.stderr)
+        plan = Plan(*map(np.concatenate, zip(*join_plans(self._plans(part, packing, length)))))
         return BestFitRows(stream, plan, self.tokenizer.bos, length)
 
 

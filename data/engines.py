@@ -1,6 +1,6 @@
-"""Where the tasks of a preparation run: in processes of this machine (here), or in jobs of SLURM (data/slurm.py).
+"""Where the jobs of a preparation run: in processes of this machine (here), or in jobs of SLURM (data/slurm.py).
 
-Each engine takes tasks and gives them back, in any order, as they end. A worker that dies takes no other task with it:
+Each engine takes jobs and gives them back, in any order, as they end. A worker that dies takes no other job with it:
 what it was at is tried again, alone, and named when that kills a worker three times on one document.
 """
 
@@ -10,10 +10,11 @@ import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from configs.schema import UserError
@@ -25,7 +26,12 @@ DEATHS = 3  # of workers, on one document, after which it is not tried again
 class Job(Protocol):
     """Something to do, that knows how far it has come."""
 
-    def run(self) -> Any: ...
+    @property
+    def out(self) -> Path:
+        """What it makes, whole or not at all."""
+        ...
+
+    def run(self) -> None: ...
 
     def at(self) -> bytes | None:
         """Where it is; None where it has not begun or has ended."""
@@ -41,7 +47,6 @@ class Ended:
     """A job that was run."""
 
     job: Job
-    result: Any = None
     error: Exception | None = None
 
 
@@ -54,11 +59,11 @@ class Engine:
         self.running: dict[Any, Any] = {}
         self.deaths: Counter = Counter()
 
-    def submit(self, *jobs: Job, first: bool = False) -> None:
-        (self.waiting.extendleft if first else self.waiting.extend)(jobs)
+    def submit(self, *jobs: Job) -> None:
+        self.waiting.extend(jobs)
 
     def drop(self, unwanted: Callable[[Job], bool]) -> None:
-        """Forgets jobs that have not begun."""
+        """Forget jobs that have not begun."""
         self.waiting = deque(job for job in self.waiting if not unwanted(job))
         self.suspects = deque(job for job in self.suspects if not unwanted(job))
 
@@ -67,29 +72,24 @@ class Engine:
         return not (self.waiting or self.suspects or self.running)
 
     def wait(self) -> list[Ended]:
-        """What has ended since; waits until something has."""
+        """Wait until a job has ended, and return those that have."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends what runs."""
+        """End what runs."""
         raise NotImplementedError
 
-    def _bury(self, lost: list[Job]) -> list[Ended]:
-        """Sorts what was lost with workers that died together."""
-        ended = []
-        for job in lost:
-            if (at := job.at()) is None:
-                self.waiting.appendleft(job)
-                continue
-            self.deaths[id(job), at] += len(lost) == 1  # else it may have been another's
-            if self.deaths[id(job), at] == DEATHS:
-                message = (
-                    f"{job.place()}: a worker died on it {DEATHS} times (killed, as for want of memory, or crashed)"
-                )
-                ended.append(Ended(job, error=UserError(message)))
-            else:
-                self.suspects.append(job)
-        return ended
+    def _bury(self, job: Job, others: bool = False) -> list[Ended]:
+        """Decide what becomes of a job whose worker died; `others` may have killed it."""
+        if (at := job.at()) is None:
+            self.waiting.appendleft(job)
+            return []
+        self.deaths[id(job), at] += not others
+        if self.deaths[id(job), at] < DEATHS:
+            self.suspects.append(job)
+            return []
+        message = f"{job.place()}: a worker died on it {DEATHS} times (killed, as for want of memory, or crashed)"
+        return [Ended(job, UserError(message))]
 
 
 class Local(Engine):
@@ -98,55 +98,58 @@ class Local(Engine):
     def __init__(self, workers: int):
         super().__init__()
         self.workers = workers
-        self.pool: ProcessPoolExecutor | None = None
+        self.processes: dict[Connection, Any] = {}
+        self.alone = False
 
     def wait(self) -> list[Ended]:
         if self.workers == 1:
-            return [_ended(job, job.run) for job in [self.waiting.popleft()]] if self.waiting else []
-        if not self.pool:
+            return [_ended(self.waiting.popleft())] if self.waiting else []
+        while self.waiting or self.suspects:
+            if len(self.running) == self.workers or (self.running and (self.suspects or self.alone)):
+                break
+            self.alone = bool(self.suspects)
+            self._start((self.suspects or self.waiting).popleft())
+        ended = []
+        for worker in wait_for(list(self.running)):
+            assert isinstance(worker, Connection)
+            job = self.running.pop(worker)
+            try:
+                ended.append(Ended(job, worker.recv()))
+            except (EOFError, OSError):
+                del self.processes[worker]
+                ended += self._bury(job)
+        return ended
+
+    def _start(self, job: Job) -> None:
+        """Give a job to a worker that has none."""
+        worker = next(iter(self.processes.keys() - self.running.keys()), None)
+        if not worker:
+            worker, theirs = multiprocessing.Pipe()
             context = multiprocessing.get_context("spawn")  # JAX and its threads may be in this process
-            self.pool = ProcessPoolExecutor(self.workers, context, initializer=_worker)
-        try:
-            while (self.suspects and not self.running) or (
-                not self.suspects and self.waiting and len(self.running) <= self.workers
-            ):
-                job = (self.suspects or self.waiting).popleft()
-                self.running[self.pool.submit(job.run)] = job
-        except BrokenProcessPool:  # an idle worker died
-            self.waiting.appendleft(job)
-            if not self.running:
-                self.close()
-        done = wait(self.running, return_when=FIRST_COMPLETED).done
-        if any(isinstance(future.exception(), BrokenProcessPool) for future in done):
-            done = wait(self.running).done  # it ends all others as well
-        ended, lost = [], []
-        for future in done:
-            job = self.running.pop(future)
-            if isinstance(future.exception(), BrokenProcessPool):
-                lost.append(job)
-            else:
-                ended.append(_ended(job, future.result))
-        if lost:
-            self.close()
-        return ended + self._bury(lost)
+            self.processes[worker] = context.Process(target=_worker, args=(theirs,), daemon=True)
+            self.processes[worker].start()
+            theirs.close()
+        with suppress(OSError):  # it has died, which `wait` finds
+            worker.send(job)
+        self.running[worker] = job
 
     def close(self) -> None:
-        if self.pool:
-            for process in list((self.pool._processes or {}).values()):  # no public name before Python 3.14
-                process.kill()
-            self.pool.shutdown(cancel_futures=True)
-            self.pool = None
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+        self.processes.clear()
 
 
-def _ended(job: Job, result: Callable[[], Any]) -> Ended:
+def _ended(job: Job) -> Ended:
     try:
-        return Ended(job, result())
+        job.run()
+        return Ended(job)
     except (UserError, OSError) as error:
-        return Ended(job, error=error)
+        return Ended(job, error)
 
 
-def _worker() -> None:
-    """What a worker does first: it leaves Ctrl-C to the command, and ends when that does."""
+def _worker(jobs: Connection) -> None:
+    """Run one job after the other. It leaves Ctrl-C to the command, and ends when that does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()
@@ -157,3 +160,5 @@ def _worker() -> None:
         os._exit(1)
 
     threading.Thread(target=follow, daemon=True).start()
+    while True:
+        jobs.send(_ended(jobs.recv()).error)

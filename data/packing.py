@@ -2,7 +2,7 @@
 
 import io
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 from uuid import uuid4
@@ -141,6 +141,15 @@ def plan_rows(
     return Plan(bounds, (starts[document] + begins)[order], lengths[order].astype(np.int32))
 
 
+def join_plans(plans: Iterable[tuple[int, Plan]]) -> Iterator[Plan]:
+    """Return stretches of one plan, of plans for stretches of a stream that begin at so many tokens."""
+    pieces, first = 0, True
+    for begin, plan in plans:
+        rows = plan.rows if first else plan.rows[1:]
+        yield Plan(rows + pieces, plan.starts + begin, plan.lengths)
+        pieces, first = pieces + len(plan.starts), False
+
+
 def _best_fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndarray, "pieces"]:
     """The row of each piece. The longest first, a piece goes into the fullest row that has room for it (Johnson, 1973).
     The rows with room are the bits of one integer, so that a piece costs a few operations on `length` bits."""
@@ -172,17 +181,28 @@ FITS = {"best_fit": _best_fit}
 """What puts pieces of so many tokens into rows of `length`, for each packing but `stream`, which needs no plan."""
 
 
-def save_plan(plan: Plan, folder: Path) -> None:
-    """Writes a plan, whole or not at all. OSError where it cannot be written; nothing is left of it then."""
+def save_plan(stretches: Iterable[Plan], folder: Path) -> None:
+    """Write a plan from its stretches, whole or not at all. OSError where it cannot be written; nothing is left of it
+    then."""
     if folder.exists():
         return
     partial = folder.with_name(f"{folder.name}.{uuid4().hex}")  # several processes may make one plan
     try:
         partial.mkdir(parents=True)
-        for name, array in plan._asdict().items():
-            content = io.BytesIO()
-            np.save(content, array)
-            write_whole(partial / f"{name}.npy", content.getvalue())
+        types: dict[str, np.dtype] = {}
+        for stretch in stretches:
+            for name, array in stretch._asdict().items():
+                types[name] = array.dtype
+                with (partial / name).open("ab") as file:
+                    file.write(array.data)
+        for name, dtype in types.items():
+            header, content = io.BytesIO(), np.fromfile(partial / name, dtype, 0)
+            size = (partial / name).stat().st_size // dtype.itemsize
+            facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (size,)}
+            np.lib.format.write_array_header_1_0(header, facts)
+            content = np.memmap(partial / name, dtype, "r") if size else content
+            write_whole(partial / f"{name}.npy", header.getvalue(), content.data)
+            (partial / name).unlink()
         partial.rename(folder)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)

@@ -4,10 +4,14 @@ A task is some spans of the source's files, chosen from their sizes alone. Its p
 under a digest of all that it is made from, and is there whole or not at all:
 
     8 bytes    how long the header is
-    header     JSON: documents of each span, problems by document, how many tokens there are
-    int64      each document's number of tokens (0: it has a problem) and bytes of text
-    16 bytes   of each document's SHA-256
+    header     JSON: how many documents have text, and of the others how many have which problem
+    int64      where each document starts among the tokens, and where the last ends
+    int64      bytes of each document's text
+    uint8      whether each is held out
     tokens     a BOS before each document
+
+Where duplicates are looked for, 20 bytes a document lie between, ordered by hash: the first and the second eight bytes
+of the text's SHA-256, and which document it is. With a seed the documents are in an order drawn from it.
 
 `parts/DIGEST.at` says which document is being encoded, until the part is there.
 """
@@ -18,13 +22,16 @@ import mmap
 import struct
 import tempfile
 from array import array
-from dataclasses import dataclass
-from functools import cache, cached_property
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
 import numpy as np
+from jaxtyping import Bool, Int, Shaped
 
 from configs.files import write_whole
 from data.corpus import Corpus
@@ -34,88 +41,131 @@ from data.records import SourceFile
 from data.shards import token_type
 from data.tokenizer import load_tokenizer
 
-TASK_BYTES = 2_000_000, 64_000_000  # a task is a 256th of the source, but no smaller and no larger than these
+TASK_BYTES = 2_000_000, 256_000_000  # a task is a 256th of the source, but no smaller and no larger than these
 
 
 class Span(NamedTuple):
     """Bytes of a file; to its end where `stop` is None."""
 
-    file: int
+    file: SourceFile
     start: int = 0
     stop: int | None = None
+
+    @property
+    def size(self) -> int:
+        return (self.file.size if self.stop is None else self.stop) - self.start
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the parts and shards of a dataset are made with."""
+
+    folder: Path
+    """The dataset's."""
+    sha256: str
+    """Of the tokenizer in it."""
+    vocab_size: int
+    threshold: float
+    """Documents with a text whose hash falls below are held out, and so are those of files that are."""
+    excluded: Path | None
+    """Says what is left out (data/exclusion.py)."""
+    deduplicate: bool
+    seed: int | None
+    """Of the documents' order; None: the source's."""
+    shard_tokens: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        return token_type(self.vocab_size)
+
+    def order(self, level: int, number: int, documents: int) -> Int[np.ndarray, "documents"]:
+        """Return an order of so many documents. The raw stream of PCG64 is the same in every numpy."""
+        if self.seed is None:
+            return np.arange(documents)
+        return np.argsort(np.random.PCG64([self.seed, level, number]).random_raw(documents), kind="stable")
 
 
 @dataclass(frozen=True)
 class Task:
-    """Spans of the source, one after the other, and what encodes them."""
+    """Encode spans of the source, one after the other, into a part."""
 
+    recipe: Recipe
     corpus: Corpus
+    """Without the source's files: a task is sent with its own alone."""
+    number: int
     spans: tuple[Span, ...]
-    folder: Path
-    """The dataset's."""
-    tokenizer_sha256: str
-    excluded: Path | None = None
-    """Says what is left out (data/exclusion.py)."""
+    end: tuple[int, ...]
+    """Where the next task begins: the file's number, and the byte in it."""
 
-    @cached_property
-    def part(self) -> Path:
+    @property
+    def out(self) -> Path:
         """Where its part lies. What cannot change a part is not in its name."""
-        corpus = self.corpus
-        made_from = [corpus.version, corpus.source, corpus.text_column, corpus.separator, self.tokenizer_sha256]
-        made_from += [self.excluded and self.excluded.name, self.spans]
-        names = [corpus.files[span.file].name for span in self.spans]
-        return self.folder / "parts" / hashlib.sha256(json.dumps([made_from, names]).encode()).hexdigest()[:32]
-
-    @property
-    def note(self) -> Path:
-        """Where it says which document it is at, until it has ended."""
-        return self.part.with_suffix(".at")
-
-    @property
-    def done(self) -> Path:
-        """What is left of its part when all of its documents are in shards: documents of each span."""
-        return self.part.with_suffix(".done")
-
-    def run(self) -> None:
-        """Makes the part. UserError as `Corpus.read` raises it; OSError where it cannot be written."""
-        if not self.part.exists():
-            encode(self)
-
-    def at(self) -> bytes | None:
-        return self.note.read_bytes() if self.note.exists() else None
+        corpus = replace(self.corpus, files=[], on_error="stop", left_out="")
+        recipe = replace(self.recipe, folder=Path(), excluded=None)
+        excluded = self.recipe.excluded and self.recipe.excluded.name
+        number = None if self.recipe.seed is None else self.number
+        spans = [(file.name, file.held_out, start, stop) for file, start, stop in self.spans]
+        made_from = repr((corpus, recipe, excluded, number, spans)).encode(errors="surrogateescape")
+        return self.recipe.folder / "parts" / hashlib.sha256(made_from).hexdigest()[:32]
 
     @property
     def size(self) -> int:
         """Bytes of the source."""
-        files = self.corpus.files
-        return sum((files[s.file].size if s.stop is None else s.stop) - s.start for s in self.spans)
+        return sum(span.size for span in self.spans)
+
+    def run(self) -> None:
+        """Make the part. UserError as `Corpus.read` raises it; OSError where it cannot be written."""
+        if not self.out.exists():
+            _encode(self)
+
+    @property
+    def _note(self) -> Path:
+        return self.out.with_suffix(".at")
+
+    def at(self) -> bytes | None:
+        return self._note.read_bytes() if self._note.exists() else None
 
     def place(self) -> str:
         """The document that it was at, by name."""
         try:
-            span, number = struct.unpack("<qq", self.note.read_bytes())
+            span, number = struct.unpack("<qq", self._note.read_bytes())
         except (OSError, struct.error):
             span, number = 0, 0
-        _, start, _ = self.spans[span]
-        file = self.corpus.files[self.spans[span].file]
+        file, start, _ = self.spans[span]
         return self.corpus.name(file, self.corpus.numbers_before(file, start) + number) if number else file.name
 
 
-def make_tasks(corpus: Corpus, files: list[SourceFile], folder: Path, sha256: str, excluded: Path | None) -> list[Task]:
-    """What is to be encoded: large files in several tasks, small ones several to a task."""
+def make_tasks(
+    recipe: Recipe, corpus: Corpus, files: Sequence[SourceFile], first: tuple[int, int] = (0, 0)
+) -> list[Task]:
+    """What is to be encoded of the corpus's first files, from file and byte `first` on: large files in several tasks,
+    small ones several to a task."""
     least, most = TASK_BYTES
-    size = min(max(sum(file.size for file in files) // 256, least), most)
-    spans: list[list[Span]] = [[]]
+    size = min(max(sum(file.size for file in corpus.files) // 256, least), most)
+    spans: list[Span] = []
+    tasks: list[Task] = []
     filled = 0
-    for number, file in enumerate(files):
-        cuts = [*range(0, file.size, size)] if corpus.is_divisible(file) and not file.problem else []
+    bare = replace(corpus, files=corpus.files if len(corpus.files) == 1 else [])  # a file alone is cut
+
+    def close(*end: int) -> None:
+        nonlocal filled
+        if spans:
+            tasks.append(Task(recipe, bare, len(tasks), tuple(spans), end))
+            spans.clear()
+            filled = 0
+
+    for number, file in enumerate(files[first[0] :], first[0]):
+        begin = first[1] if number == first[0] else 0
+        cuts = [*range(begin, file.size, size)] if corpus.is_divisible(file) and not file.problem else []
+        if len(cuts) > 1:
+            close(number, 0)
         for start, stop in zip(cuts or [0], [*cuts[1:], None]):
-            if filled >= size or (len(cuts) > 1 and spans[-1]):
-                spans.append([])
-                filled = 0
-            spans[-1].append(Span(number, start, stop))
-            filled += (file.size if stop is None else stop) - start
-    return [Task(corpus, tuple(one), folder, sha256, excluded) for one in spans if one]
+            spans.append(Span(file, start, stop))
+            filled += spans[-1].size
+            if stop or filled >= size:
+                close(number + (stop is None), stop or 0)
+    close(len(files), 0)
+    return tasks
 
 
 @cache
@@ -123,72 +173,98 @@ def _encoder(folder: Path, sha256: str) -> Encoder:
     return Encoder(load_tokenizer(folder))
 
 
-def encode(task: Task) -> None:
-    exclusion = task.excluded and load_exclusion(task.excluded)
-    encoder = _encoder(task.folder / "tokenizer", task.tokenizer_sha256)
-    dtype = token_type(encoder.tokenizer.vocab_size)
-    bos = np.array([encoder.tokenizer.bos], dtype).tobytes()
-    lengths, sizes, hashes, problems, spans = array("q"), array("q"), bytearray(), [], []
-    with open(task.note, "w+b") as at, tempfile.TemporaryFile(dir=task.part.parent, buffering=2**20) as tokens:
+def _encode(task: Task) -> None:
+    recipe = task.recipe
+    encoder = _encoder(recipe.folder / "tokenizer", recipe.sha256)
+    exclusion = recipe.excluded and load_exclusion(recipe.excluded)
+    bos = np.array([encoder.tokenizer.bos], recipe.dtype).tobytes()
+    starts, sizes, hashes, held, problems = array("q", [0]), array("q"), array("Q"), bytearray(), Counter()
+    with open(task._note, "w+b") as at, tempfile.TemporaryFile(dir=task.out.parent, buffering=2**20) as tokens:
         at.write(bytes(16))
         at.flush()
         place = mmap.mmap(at.fileno(), 16)  # survives the process, at no call to the system a document
         for i, span in enumerate(task.spans):
-            before, place[:] = len(lengths), struct.pack("<qq", i, 1)
-            file = task.corpus.files[span.file]
-            for number, text, problem in task.corpus.read(file, span.start, span.stop):
+            place[:] = struct.pack("<qq", i, 1)
+            for number, text, problem in task.corpus.read(*span):
                 place[:] = struct.pack("<qq", i, number)
-                if not (text or problem):
-                    continue
-                if exclusion and not problem and not file.held_out:
+                if exclusion and text and not span.file.held_out:
                     problem = exclusion.problem(text)
-                    text = "" if problem else text
-                length, size, digest = 0, 0, hashlib.sha256()
-                if problem:
-                    problems.append([len(lengths), problem])
-                else:
-                    length += 1
-                    tokens.write(bos)
-                for window in encoder.windows(text) if text else ():
-                    ids = encoder.encode(window).astype(dtype)
+                problems[problem] += bool(problem)
+                if problem or not text:
+                    continue
+                length, size, digest = 1, 0, hashlib.sha256()
+                tokens.write(bos)
+                for window in encoder.windows(text):
+                    ids = encoder.encode(window).astype(recipe.dtype)
                     tokens.write(ids.data)
                     content = window.encode()
                     length, size = length + len(ids), size + len(content)
                     digest.update(content)
-                lengths.append(length)
+                starts.append(starts[-1] + length)
                 sizes.append(size)
-                hashes += digest.digest()[:16]
+                hashes.extend(struct.unpack(">QQ", digest.digest()[:16]))
+                held.append(span.file.held_out or hashes[-2] / 2**64 < recipe.threshold)
                 place[8:] = struct.pack("<q", number + 1)  # which is read now
-            spans.append(len(lengths) - before)
         tokens.flush()
-        header = json.dumps({"spans": spans, "problems": problems, "tokens": sum(lengths)}).encode()
-        mapped = mmap.mmap(tokens.fileno(), 0, access=mmap.ACCESS_READ) if sum(lengths) else b""
-        own = task.part.with_name(f"{task.part.name}.{uuid4().hex}")  # a worker whose command died may write it, too
-        columns = (column.tobytes() for column in (lengths, sizes))
-        write_whole(own, struct.pack("<q", len(header)), header, *columns, bytes(hashes), memoryview(mapped))
-        own.replace(task.part)
-    task.note.unlink(missing_ok=True)
+        encoded = memoryview(mmap.mmap(tokens.fileno(), 0, access=mmap.ACCESS_READ) if sizes else b"")
+        columns = (
+            np.array(starts, np.int64),
+            np.array(sizes, np.int64),
+            np.frombuffer(held, bool),
+            np.array(hashes, np.uint64).reshape(-1, 2),
+        )
+        write_part(task, +problems, *columns, encoded)
+    task._note.unlink(missing_ok=True)
+
+
+def write_part(
+    task: Task,
+    problems: Counter,
+    starts: Int[np.ndarray, "documents_and_1"],
+    sizes: Int[np.ndarray, "documents"],
+    held: Bool[np.ndarray, "documents"],
+    hashes: Shaped[np.ndarray, "documents 2"],
+    tokens: memoryview | None,
+) -> None:
+    """Write the part of a task, whole or not at all: its documents in the order of the seed."""
+    recipe, count = task.recipe, len(sizes)
+    header = json.dumps({"documents": count, "problems": problems}).encode()
+    order, width = recipe.order(0, task.number, count), recipe.dtype.itemsize
+    places = np.append(0, np.cumsum(np.diff(starts)[order]))
+    columns = [places, sizes[order], held[order]]
+    if recipe.deduplicate:
+        by_hash = np.argsort(hashes[order, 0], kind="stable")
+        columns += [hashes[order[by_hash], 0], hashes[order[by_hash], 1], by_hash.astype("<i4")]
+    pieces = [tokens or b""]
+    if tokens and recipe.seed is not None:
+        pieces = [tokens[starts[i] * width : starts[i + 1] * width] for i in order]
+    own = task.out.with_name(f"{task.out.name}.{uuid4().hex}")  # a worker whose command died may write it, too
+    write_whole(own, struct.pack("<q", len(header)), header, *(column.tobytes() for column in columns), *pieces)
+    own.replace(task.out)
 
 
 class Part:
-    """A part, read."""
+    """A part, of which is read what is asked for."""
 
-    def __init__(self, path: Path, dtype: np.dtype):
+    def __init__(self, recipe: Recipe, path: Path):
         with path.open("rb") as file:
             (length,) = struct.unpack("<q", file.read(8))
             header = json.loads(file.read(length))
-        self.spans: list[int] = header["spans"]
-        """Documents of each span."""
-        self.problems: dict[int, str] = dict(header["problems"])
-        count, at = sum(self.spans), 8 + length
-        columns = np.fromfile(path, "<i8", 2 * count, offset=at).reshape(2, count)
-        self.lengths, self.sizes = columns
-        at += columns.nbytes
-        self.hashes = np.fromfile(path, "S16", count, offset=at)
-        self.shares = self.hashes.view(">u8")[::2] / 2**64
-        """Each document's `hash_share`."""
-        at += self.hashes.nbytes
-        self.tokens = np.memmap(path, dtype, "r", at) if header["tokens"] else np.zeros(0, dtype)
-        self.starts = np.cumsum(self.lengths) - self.lengths
-        self.firsts = np.cumsum([0, *self.spans])
-        """Index of each span's first document."""
+        self.path, self.documents, self.problems = path, header["documents"], header["problems"]
+        kinds = {"starts": "<i8", "sizes": "<i8", "held": "?"}
+        if recipe.deduplicate:
+            kinds |= {"hashes": "<u8", "hashes_2": "<u8", "of_hashes": "<i4"}
+        self.columns, at = {}, 8 + length
+        for name, kind in [*kinds.items(), ("tokens", recipe.dtype)]:
+            self.columns[name] = np.dtype(kind), at
+            at += np.dtype(kind).itemsize * (self.documents + (name == "starts"))
+
+    def read(self, column: str, start: int, stop: int) -> Shaped[np.ndarray, "items"]:
+        """Items `start` to `stop` of a column."""
+        dtype, at = self.columns[column]
+        return np.fromfile(self.path, dtype, max(stop - start, 0), offset=at + start * dtype.itemsize)
+
+    def mapped(self, column: str) -> Shaped[np.ndarray, "documents"]:
+        """A column with an item for each document, to be searched."""
+        dtype, at = self.columns[column]
+        return np.memmap(self.path, dtype, "r", at, self.documents) if self.documents else np.zeros(0, dtype)

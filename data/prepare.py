@@ -6,7 +6,7 @@ DIR/dataset.json              what it was made from, counts, a SHA-256 of each f
     train_000000.starts.npy   where in the shard its documents start
     train_000000.blocks       a hash and the largest token of each 64 KiB of the shard (data/blocks.py)
     val_000000.bin ...        the held-out documents among those that the training shard of the number was cut from
-    parts/                    while it is made: what was encoded already, a file a task (data/parts.py)
+    parts/                    while it is made: what was encoded already (data/parts.py)
     lock                      held by the process that prepares
 
 It runs in the repository's root, like every command, and works on folders anywhere.
@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
 import fcntl
 import json
+import math
 import os
 import shutil
 import sys
@@ -41,6 +42,8 @@ from data.record import read_record
 from data.records import SourceFile
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
+SAMPLED = 32  # files, at least, that a tokenizer is trained on
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
@@ -60,7 +63,7 @@ class Preparation:
     vocab_size: int = 32768
     """Tokens of a tokenizer that is trained."""
     sample_bytes: int = 1_000_000_000
-    """It is trained on about so much text at most, the first documents of every file."""
+    """It is trained on about so much text at most, the first documents of files all over the source."""
     val_fraction: float = DataConfig.val_fraction
     """Share of the documents, chosen by a hash of their texts, that is held out, if no file is."""
     text_column: str = "text"
@@ -75,7 +78,7 @@ class Preparation:
     on_error: Literal["stop", "skip"] = "stop"
     """Documents that are empty, not UTF-8 or not JSON: stop and name the first, or skip them all and count them."""
     shard_tokens: int = 100_000_000
-    """A shard ends with the document that brings it to so many tokens."""
+    """Shards have about so many tokens, or fewer: a shard's documents come from one task's files."""
     deduplicate: bool = False
     """Of documents with the same text only the first is kept; the others are counted."""
     shuffle: int | None = None
@@ -291,8 +294,13 @@ def _sample(
     excluded: Path | None,
     skipped: Counter,
 ) -> Iterator[str]:
-    """Training documents, of each file its first, up to its share of the sample; what has no text is counted."""
+    """Return training documents, of each sampled file its first, up to its share; what has no text is counted. So many
+    files are sampled, evenly over the source, that they have four times the bytes, and at least 32: of a source on the
+    hub each is downloaded."""
     exclusion, files = excluded and load_exclusion(excluded), [file for file in files if not file.held_out]
+    total = max(sum(file.size for file in files), 1)
+    count = min(max(math.ceil(4 * sample_bytes / total * len(files)), SAMPLED), len(files))
+    files = [files[i * len(files) // count] for i in range(count)]
     share = sample_bytes / max(sum(file.size for file in files), 1)
     for file in files:
         left = file.size * share

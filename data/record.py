@@ -18,12 +18,14 @@ class _Part(TypedDict):
 
 
 class _Shard(TypedDict):
-    """The documents up to the position `end`: (file, document)."""
+    """Some documents. `until` says where the source continues: (file, byte)."""
 
     train: NotRequired[_Part]
     val: NotRequired[_Part]
     skipped: dict[str, int]
-    end: tuple[int, int]
+    until: NotRequired[tuple[int, int]]
+    end: NotRequired[tuple[int, int]]
+    """As an earlier version wrote it."""
 
 
 class _Tokenizer(TypedDict):

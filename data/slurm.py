@@ -14,10 +14,9 @@ from typing import Any
 
 from configs.schema import UserError
 from data.engines import DEATHS, Ended, Engine, Job, Local
-from data.parts import Task
 
 PROCESSES = 8  # of a job, where `workers` is 0
-TASKS = 8  # for each process of a job: a minute or two of encoding, so that SLURM has few jobs to start
+TASKS = 4  # for each process of a job: a minute or two of encoding, so that SLURM has few jobs to start
 SECONDS = 2  # between two looks at the queue
 
 
@@ -94,8 +93,8 @@ class Slurm(Engine):
         """What a job of SLURM has done, whether it came to its end or not."""
         if job.paths.result_pickle.exists() and job.exception() is None:
             self.fruitless = 0
-            return [Ended(group[i], result, error) for i, result, error in job.result()]
-        begun = any(one.at() is not None or (isinstance(one, Task) and one.part.exists()) for one in group)
+            return [Ended(group[i], error) for i, error in job.result()]
+        begun = any(one.at() is not None or one.out.exists() for one in group)
         self.fruitless = 0 if begun else self.fruitless + 1
         if self.fruitless == DEATHS:
             said = "".join(path.read_text()[-1500:] for path in (job.paths.stderr, job.paths.stdout) if path.exists())
@@ -103,16 +102,18 @@ class Slurm(Engine):
                 f"--engine=slurm: {DEATHS} jobs in a row ended before they began a task; the last, {job.job_id}, was "
                 f"cancelled, or said (in {self.logs}): {said.strip() or 'nothing'}"
             )
-        return self._bury(group)
+        lost = [one for one in group if not one.out.exists()]
+        whole = [Ended(one) for one in group if one.out.exists()]
+        return whole + [ended for one in lost for ended in self._bury(one, others=len(lost) > 1)]
 
 
-def _run(group: list[Job], workers: int) -> list[tuple[int, Any, Exception | None]]:
+def _run(group: list[Job], workers: int) -> list[tuple[int, Exception | None]]:
     """In a job of SLURM: runs its tasks, and says how each, by its place in the group, has ended."""
     engine, numbers, ended = Local(min(workers, len(group))), {id(job): i for i, job in enumerate(group)}, []
     engine.submit(*group)
     try:
         while not engine.is_idle:
-            ended += [(numbers[id(one.job)], one.result, one.error) for one in engine.wait()]
+            ended += [(numbers[id(one.job)], one.error) for one in engine.wait()]
     finally:
         engine.close()
     return ended

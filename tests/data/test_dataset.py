@@ -89,7 +89,9 @@ def test_a_mixture_of_datasets_that_hold_out_otherwise_says_so(raw, made, tmp_pa
     assert "below 0.3" in said and "below 0.2" in said
 
 
-def test_best_fit_counts_every_token_of_the_dataset_once(made, cache):
+@pytest.mark.parametrize("planned", [1, 9, 10**6])
+def test_best_fit_counts_every_token_of_the_dataset_once(made, cache, monkeypatch, planned):
+    monkeypatch.setattr(module, "PLANNED", planned)
     text = opened(made, cache, packing="best_fit")
     for part, (rows,) in (("train", text.train), ("val", text.val)):
         counted = [t for i in range(len(rows)) for t in rows[i]["targets"][rows[i]["weights"] > 0].tolist()]

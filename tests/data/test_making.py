@@ -1,15 +1,19 @@
 """A dataset is the same in whatever order its tasks end, and wherever it was stopped."""
 
 import json
+import pickle
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+import data.layout
 import data.parts
-from bench.preparing import digests
+from bench.preparing import digests, simulate_part, simulated_tasks
 from configs.schema import UserError
 from data.engines import Ended, Engine
+from data.layout import layouts_of
 from data.prepare import Preparation, Where, prepare
 from data.tokenizer import train_tokenizer
 
@@ -28,9 +32,10 @@ class AnyOrder(Engine):
         job = self.waiting[self.dice.randrange(len(self.waiting))]
         self.waiting.remove(job)
         try:
-            return [Ended(job, job.run())]
+            job.run()
+            return [Ended(job)]
         except UserError as error:
-            return [Ended(job, error=error)]
+            return [Ended(job, error)]
 
     def close(self) -> None: ...
 
@@ -71,3 +76,21 @@ def test_the_first_failure_of_the_source_is_told_whichever_comes_first(source, t
     for seed in range(3):
         with pytest.raises(UserError, match=r"a\.jsonl line 11: not JSON"):
             make(monkeypatch, Preparation(**vars(source) | {"on_error": "stop"}), tmp_path / str(seed), seed)
+
+
+def test_a_simulated_terabyte_takes_two_bytes_a_document_and_a_task_is_sent_its_own_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.layout, "COMPARED", 2**13)
+    monkeypatch.setattr(data.parts, "TASK_BYTES", (10**10, 10**10))
+    peaks = []
+    for documents in (100_000, 300_000):
+        folder = tmp_path / str(documents)
+        (folder / "parts").mkdir(parents=True)
+        recipe, tasks = simulated_tasks(10_000, folder)
+        for task in tasks:
+            simulate_part(recipe, task, documents // len(tasks))
+        tracemalloc.start()
+        assert len(layouts_of(recipe, tasks)) * recipe.shard_tokens >= documents * 400
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 2 * 200_000
+    assert len(tasks) == 100 and max(len(pickle.dumps(task)) for task in tasks) < 100 * 200

@@ -127,7 +127,7 @@ def test_best_fit_pads_under_two_percent_of_documents_like_the_standard_librarys
 def test_a_plan_reads_back_mapped_and_a_second_writer_is_harmless(tmp_path):
     plan = plan_rows("best_fit", np.array([0, 7, 9]), 30, 8)
     for _ in range(2):
-        save_plan(plan, tmp_path / "plans" / "x")
+        save_plan([plan], tmp_path / "plans" / "x")
     loaded = load_plan(tmp_path / "plans" / "x")
     assert all(isinstance(array, np.memmap) for array in loaded)
     assert [a.tolist() for a in loaded] == [a.tolist() for a in plan]

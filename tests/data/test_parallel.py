@@ -17,7 +17,7 @@ from bench.preparing import digests, prepare_under_fire
 from configs.schema import UserError
 from data.corpus import find_corpus
 from data.engines import Ended, Engine, Local
-from data.parts import Span, Task, make_tasks
+from data.parts import Recipe, Task, make_tasks
 from data.prepare import Preparation, Where, prepare
 from data.shards import read_shard
 from data.slurm import Slurm
@@ -27,6 +27,10 @@ from tests.launch.real_slurm import real
 
 ROOT = Path(__file__).parents[2]
 WORDS = ["alpha", "naïve", "日本語", "12345", "it's", "\n", "  ", "foo_bar();", "\t", "the"]
+
+
+def recipe(folder: Path, sha256: str = "") -> Recipe:
+    return Recipe(folder, sha256, 300, 0.1, None, deduplicate=False, seed=None, shard_tokens=9000)
 
 
 def text(generator: random.Random, words: int) -> str:
@@ -66,7 +70,8 @@ def serial(source, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("workers", [1, 2, 3, 7])
 def test_any_number_of_workers_writes_the_bytes_of_one(source, serial, tmp_path, workers):
     prepare(source, tmp_path / "out", where=Where(workers=workers))
-    assert len(make_tasks(find_corpus(source.source), find_corpus(source.source).files, tmp_path, "", None)) > 8
+    corpus = find_corpus(source.source)
+    assert len(make_tasks(recipe(tmp_path), corpus, corpus.files)) > 8
     assert digests(tmp_path / "out") == digests(serial)
 
 
@@ -86,7 +91,7 @@ def test_jobs_of_slurm_write_the_bytes_of_one_worker_and_name_what_kills_them(sl
         assert digests(out) == digests(serial)
     (failed,), tasks = run_deadly(source, tmp_path, Slurm(tmp_path, 1, 3, ""))
     assert "a.jsonl line 41: a worker died on it 3 times" in str(failed.error)
-    assert not tasks[-1].part.exists() and all(task.part.exists() for task in tasks[:-1])
+    assert not tasks[-1].out.exists() and all(task.out.exists() for task in tasks[:-1])
     with pytest.raises(UserError, match=r"sbatch failed.*nowhere"):
         prepare(source, tmp_path / "refused", where=Where(engine="slurm", sbatch="--partition=nowhere"))
 
@@ -113,7 +118,7 @@ def run_deadly(source, tmp_path: Path, engine: Engine) -> tuple[list[Ended], lis
     tokenizer = load_tokenizer(source.tokenizer)
     tokenizer.save(tmp_path / "tokenizer")
     (tmp_path / "parts").mkdir(exist_ok=True)
-    tasks, ended = make_tasks(corpus, corpus.files, tmp_path, tokenizer.sha256, None), []
+    tasks, ended = make_tasks(recipe(tmp_path, tokenizer.sha256), corpus, corpus.files), []
     engine.submit(*tasks)
     while not engine.is_idle:
         ended += engine.wait()
@@ -125,7 +130,7 @@ def run_deadly(source, tmp_path: Path, engine: Engine) -> tuple[list[Ended], lis
 def test_a_document_that_kills_every_worker_is_named(source, tmp_path):
     (failed,), tasks = run_deadly(source, tmp_path, Local(2))
     assert "a.jsonl line 41: a worker died on it 3 times" in str(failed.error)
-    assert not tasks[-1].part.exists() and all(task.part.exists() for task in tasks[:-1])
+    assert not tasks[-1].out.exists() and all(task.out.exists() for task in tasks[:-1])
 
 
 def documents(folder: Path, part: str) -> list[bytes]:
@@ -163,9 +168,9 @@ def test_spans_side_by_side_read_each_document_once_under_the_file_s_numbers(sou
             for size in (1, 997, 20_011):
                 cuts = [*range(0, file.size, max(size, file.size // 60))]
                 found = []
-                for span in (Span(0, a, b) for a, b in zip(cuts, [*cuts[1:], None])):
-                    before = corpus.numbers_before(file, span.start)
-                    found += [(before + n, t, p) for n, t, p in corpus.read(file, span.start, span.stop)]
+                for begin, end in zip(cuts, [*cuts[1:], None]):
+                    before = corpus.numbers_before(file, begin)
+                    found += [(before + n, t, p) for n, t, p in corpus.read(file, begin, end)]
                 assert found == whole, (file.name, size)
 
 
