@@ -167,7 +167,7 @@ def device_memory(arguments: Arguments, devices: list) -> int:
         raise UserError(
             f"--topology={arguments.topology}: how much memory a {kind} has is not known; give --memory=GIB"
         )
-    return machines()[kind].memory
+    return machines()[kind].for_programs
 
 
 def main() -> int:

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import UserError
-from program.topologies import parse_topology
+from program.topologies import parse_topology, shapes_of
 
 MACHINES = Path(__file__).with_name("machines.toml")
-TWO_DIMENSIONS = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # beyond these, every side is a multiple of four
 
 
 @dataclass(frozen=True)
@@ -78,16 +76,12 @@ def parse_hardware(text: str) -> Hardware:
     if kind not in machines():
         raise UserError(f'--hardware="{text}": {kind} is unknown; {MACHINES} has {", ".join(machines())}')
     dimensions = machines()[kind].get("dimensions", 1)
-    if dimensions == 2:
-        fits, right = topology in TWO_DIMENSIONS, ", ".join(TWO_DIMENSIONS)
-    elif dimensions == 3:
-        sides = [int(side) for side in topology.split("x")]
-        cube = len(sides) == 3 and sides == sorted(sides) and all(side and side % 4 == 0 for side in sides)
-        fits, right = cube or topology in SMALL_CUBES, f"{', '.join(SMALL_CUBES)}, or rising multiples of 4 (4x4x8)"
+    if dimensions > 1:
+        right = shapes_of(asked, dimensions)
     else:
         most = machines()[kind].get("devices_per_host", 8)
         fits = "x" not in topology and int(topology) <= most
-        right = f"a number of devices of one node, 1 to {most}"
-    if not fits:
+        right = "" if fits else f"a number of devices of one node, 1 to {most}"
+    if right:
         raise UserError(f'--hardware="{text}": a slice or node of {kind} is {right}')
     return Hardware(kind, groups, topology)

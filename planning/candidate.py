@@ -7,7 +7,7 @@ from math import prod
 from configs.schema import Config, UserError
 from model.shapes import DATA, Parameter, kinds
 from program.machines import Machine, machines
-from program.topologies import Topology, parse_topology
+from program.topologies import Topology, parse_topology, shapes_of
 from training.layout import AXES, data_parts, inside, mesh_shape, place, step_shape
 
 
@@ -33,7 +33,7 @@ class Candidate:
     def across(self) -> dict[str, int]:
         """How many slices or nodes each axis spans."""
         shape = self.sizes["data"], self.sizes["fsdp"], self.sizes["tensor"]
-        within = inside(shape, prod(self.topology.chips)) if self.topology.slices > 1 else shape
+        within = inside(shape, self.topology.inside) if self.topology.slices > 1 else shape
         return {axis: whole // part for axis, whole, part in zip(AXES, shape, within)}
 
     def share(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> int:
@@ -111,10 +111,13 @@ def known_topology(text: str) -> Topology:
             f"--topology={text}: {topology.kind} is no machine that program/machines.toml describes; it has {known}; "
             "add yours to it"
         )
-    sides = 1 if topology.is_gpu else machines()[topology.kind].directions // 2
-    if len(topology.chips) > sides:
+    machine = machines()[topology.kind]
+    if not machine.gpu and (right := shapes_of(topology, machine.directions // 2)):
+        raise UserError(f"--topology={text}: a slice of {topology.kind} is {right}")
+    if machine.pod and prod(topology.chips) > machine.pod:
         raise UserError(
-            f"--topology={text}: a slice of {topology.kind} has {sides} sides, as in {'x'.join('4' * sides)}"
+            f"--topology={text}: a pod of {topology.kind} has {machine.pod:,} chips; take several slices: "
+            f"'2x {topology.kind}:...'"
         )
     return topology
 

@@ -60,7 +60,7 @@ def _compiled_bytes(row: Row) -> int:
         problem = (re.findall(r"^[\w.]*(?:Error|Exception): .*", said, re.MULTILINE) or ["it ended without a word"])[-1]
         raise UserError(f"--compile: {name_of(candidate.topology)} cannot be compiled for here: {problem}")
     print(f"more than there is ({seconds:.0f} s)", file=sys.stderr)  # a TPU's compiler refuses it
-    return int(candidate.machine.memory / HEADROOM) + 1
+    return int(candidate.machine.for_programs / HEADROOM) + 1
 
 
 def _main() -> None:

@@ -2,16 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
 from configs.schema import UserError
 from planning import step_time, whole_run
 from planning.candidate import Candidate, name_of
-from planning.search import Row, max_rows_per_device
+from planning.search import ERROR, Row, max_rows_per_device
 from program.machines import HEADROOM
 
 GIB = 2**30
 SHOWN = 8  # candidates of a topology
+HELD_WITH = "0.10.2"
+"""The JAX whose programs these are."""
 HELD = (
     "the closed form's memory was held against 148 compiled programs so far: 111 in view when its rules were chosen "
     "(1.9% off at the median, -16.9% to +9.1%), 37 held out (3.1% off at the median, -7.8% to +13.6%); its seconds "
@@ -26,7 +29,7 @@ def gib(size: float) -> str:
 
 def limit(row: Row) -> str:
     """What a program may take of a device's memory."""
-    return gib(HEADROOM * row.candidate.machine.memory)
+    return gib(HEADROOM * row.candidate.machine.for_programs)
 
 
 def mesh(of: Candidate) -> str:
@@ -66,10 +69,11 @@ def details(row: Row) -> str:
     if row.compiled is not None:
         lines += [f"  {'compiled':18}{row.compiled / GIB:9.3f} GiB"]
     lines += [f"  {part:18}{size / GIB:9.3f} GiB" for part, size in row.evaluation.items()]
-    has = f"{machine.memory / GIB:.3g}, {limit(row)} may be taken"
+    has = f"{machine.for_programs / GIB:.3g}, {limit(row)} may be taken"
     lines += [
         f"  {'at most':18}{row.bytes / GIB:9.3f} GiB of {has}",
         f"  the most rows_per_device that fit with the rest as it is: {max_rows_per_device(row)}",
+        *advice(row),
         "",
         "what crosses the mesh in a step",
     ]
@@ -103,22 +107,52 @@ def details(row: Row) -> str:
     return "\n".join(lines)
 
 
+def advice(row: Row) -> list[str]:
+    """Return what to do about a memory that the closed form's error could pass, and about too few rows."""
+    of, said = row.candidate, []
+    rows, devices = of.config.batch.tokens_per_step // of.config.batch.sequence_length, of.topology.devices
+    if row.compiled is None and row.fits and not row.safe:
+        said.append(
+            f"  this is within the closed form's error ({ERROR:.1%}) of the limit: --compile=1 asks the compiler"
+        )
+    if rows < devices:
+        said.append(
+            f"  a step has {rows:,} rows for {devices:,} devices: take {rows:,} devices, or a larger "
+            "--batch.tokens_per_step"
+        )
+    return said
+
+
+def held() -> str:
+    """Return how wrong the closed form has been, with the JAX that compiled what it was held against."""
+    here = version("jax")
+    if here == HELD_WITH:
+        return f"with JAX {HELD_WITH} {HELD}"
+    return (
+        f"the closed form was held against programs that JAX {HELD_WITH} compiled; how wrong it is of those of JAX "
+        f"{here} is not known: --compile=N takes the memory that they ask for (docs/planning.md)"
+    )
+
+
 def assumed(machine: Any) -> list[str]:
     """What figures the plan stands on."""
     share = lambda both: f"{both[0]:.0%} to {both[1]:.0%}"
     return [
-        f"assumed of a {machine.kind}: {machine.flops / 1e12:g} TFLOP/s, {machine.memory / GIB:.3g} GiB at "
-        f"{machine.bandwidth / 1e9:g} GB/s, links {machine.links / 1e9:g} GB/s, network {machine.network / 1e9:g} GB/s "
-        f"(program/machines.toml: {machine.source})",
-        f"of these, matrix products reach {share(step_time.PRODUCTS)}, attention {share(step_time.ATTENTION)}, memory "
-        f"{share(step_time.MEMORY)} (planning/step_time.py); none of it was measured on a TPU",
-        HELD,
+        f"assumed of a {machine.kind}: {machine.flops / 1e12:g} TFLOP/s, {machine.for_programs / GIB:.3g} GiB for "
+        f"programs at {machine.bandwidth / 1e9:g} GB/s, links {machine.links / 1e9:g} GB/s, network "
+        f"{machine.network / 1e9:g} GB/s (program/machines.toml: {machine.source})",
+        "of these, matrix products reach {}, attention {}, memory {} (planning/step_time.py); ".format(
+            *map(share, step_time.reaches(machine.gpu))
+        )
+        + ("from nanochat's public d20 on eight H100" if machine.gpu else "none of it was measured on a TPU"),
+        held(),
     ]
 
 
 def duration(days: float) -> str:
-    """In days, or in hours where it is less than two."""
-    return f"{days:.3g} days" if days >= 2 else f"{days * 24:.3g} hours"
+    """In days, or in hours where it is less than two, or in minutes where it is less than one of these."""
+    hours = days * 24
+    return f"{days:.3g} days" if days >= 2 else f"{hours:.3g} hours" if hours >= 1 else f"{hours * 60:.3g} minutes"
 
 
 def money(cost: float | None) -> str:
@@ -140,12 +174,12 @@ def comparison(rows: Sequence[Row]) -> str:
 def as_json(plans: Sequence[Sequence[Row]], chosen: Row | None, command: str) -> dict[str, Any]:
     """All candidates, as numbers: bytes, seconds, dollars."""
     return {
-        "held_against": HELD,
+        "held_against": held(),
         "plans": [
             {
                 "topology": name_of(rows[0].candidate.topology),
                 "machine": asdict(rows[0].candidate.machine),
-                "may_be_taken": HEADROOM * rows[0].candidate.machine.memory,
+                "may_be_taken": HEADROOM * rows[0].candidate.machine.for_programs,
                 "candidates": [_row(row) for row in rows],
             }
             for rows in plans
@@ -180,7 +214,7 @@ def picture(plans: Sequence[Sequence[Row]], chosen: Row | None, path: str) -> No
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for i, rows in enumerate(plans):
-        name, limited = name_of(rows[0].candidate.topology), HEADROOM * rows[0].candidate.machine.memory
+        name, limited = name_of(rows[0].candidate.topology), HEADROOM * rows[0].candidate.machine.for_programs
         for fits, marker in ((True, "o"), (False, "x")):
             shown = [row for row in rows if row.fits == fits]
             axes.scatter(

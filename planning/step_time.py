@@ -1,7 +1,8 @@
 """How long a step takes, as a bracket: sums of what it multiplies, passes over memory, attends and sends.
 
-None of this was measured on a TPU. PASSES was read off XLA's estimated cycles (docs/planning.md), ATTENTION and
-PRODUCTS off one H200 running a sketch of the same network: matrix products reached 790 of 989 TFLOP/s, attention 330.
+None of this was measured on a TPU. PASSES was read off XLA's estimated cycles (docs/planning.md). One H200 ran a sketch
+of the same network: matrix products reached 790 of 989 TFLOP/s, attention 330. GPU_REACHES is chosen so that the middle
+of the bracket is what nanochat's d20 reaches in public on eight H100: an MFU of some 47%.
 """
 
 from typing import NamedTuple
@@ -17,6 +18,8 @@ ATTENTION = (0.5, 0.2)
 """The same of attention's kernels, counting the products that they run (`model.kernels.products`)."""
 MEMORY = (1.0, 0.75)
 """Share of the memory's bandwidth that passes over it reach."""
+GPU_REACHES = (0.85, 0.65), (0.45, 0.22), (1.0, 0.75)
+"""PRODUCTS, ATTENTION and MEMORY of a GPU."""
 PASSES = 72
 """Times that element-wise passes read or write one width of a block's tokens, forward and backward."""
 AGAIN = {"none": 0, "products": 4, "block": 16}
@@ -63,6 +66,11 @@ class StepTime(NamedTuple):
         return said.get(most, most)
 
 
+def reaches(gpu: bool) -> tuple[tuple[float, float], ...]:
+    """Return the shares of a machine's figures that products, attention and passes over memory reach."""
+    return GPU_REACHES if gpu else (PRODUCTS, ATTENTION, MEMORY)
+
+
 def step_time(of: Candidate, traffic: list[Traffic] | None = None) -> StepTime:
     """Of a step, by closed form."""
     machine = of.machine
@@ -70,16 +78,17 @@ def step_time(of: Candidate, traffic: list[Traffic] | None = None) -> StepTime:
     products = product_flops(of) / machine.flops
     attention = attention_flops(of) / machine.flops
     passes = pass_seconds(of)
-    computed = [products / PRODUCTS[best] + attention / ATTENTION[best] + passes / MEMORY[best] for best in (0, 1)]
+    shares = reaches(machine.gpu)
+    best, worst = ([at / share[i] for at, share in zip((products, attention, passes), shares)] for i in (0, 1))
     hidden = sum(t.fast for t in traffic if t.overlaps)
     shown = sum(t.fast for t in traffic if not t.overlaps)
     sent = {link: sum(t.fast for t in traffic if t.link == link) for link in ("inside", "between")}
     return StepTime(
-        max(computed[0], hidden) + shown,
-        computed[1] + sum(t.slow for t in traffic),
-        products / PRODUCTS[0],
-        attention / ATTENTION[0],
-        passes / MEMORY[0],
+        max(sum(best), hidden) + shown,
+        sum(worst) + sum(t.slow for t in traffic),
+        best[0],
+        best[1],
+        best[2],
         sent["inside"],
         sent["between"],
     )

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from configs.schema import Config, UserError
 from data.record import read_record
-from model.flops import flops_per_token, parameter_counts
+from model.flops import flops_per_token
 from planning.candidate import Candidate
 from planning.step_time import StepTime
 
@@ -24,6 +24,10 @@ with Muon and the network's options. Read off the grid's record (bench/plan_grid
 right for to a factor of two."""
 
 
+PROCESSORS = 4.0
+"""Of a host, that compiling keeps busy, assumed: it costs the run so many times less than its processor time."""
+
+
 class WholeRun(NamedTuple):
     """Of an expected step."""
 
@@ -31,7 +35,7 @@ class WholeRun(NamedTuple):
     tokens_per_second: float
     mfu: float
     days: float
-    """With evaluations and preemptions."""
+    """With compiling once, evaluations and preemptions."""
     device_hours: float
     cost: float | None
     """Where a price is known."""
@@ -63,10 +67,14 @@ def whole_run(of: Candidate, step: StepTime, price: float | None, preemptions: f
             f"--preemptions={preemptions:g} a day: each costs {interval / 2 + RESTART:.0f} s, and the run never ends; "
             f"save more often (--checkpoint.every_minutes)"
         )
-    goodput = (1 - lost) * training / (training + evaluations)
-    days = (training + evaluations) / (1 - lost) / DAY
+    around = training + evaluations + compile_seconds(of) / PROCESSORS
+    goodput = (1 - lost) * training / around
+    days = around / (1 - lost) / DAY
     hours = days * 24 * devices
-    saved = 12 * sum(parameter_counts(config.model).values())
+    muon = config.optimizer.matrices.kind == "muon"
+    # AdamW's two moments; Muon's momentum, and a number for each row or column of a matrix.
+    second = lambda p: max(p.shape) if muon and p.group == "matrices" else p.size
+    saved = 4 * sum(count * (2 * p.size + second(p)) for p, count in of.kinds)
     hosts = math.ceil(devices / DEVICES_OF_A_HOST[of.machine.gpu])
     return WholeRun(
         tokens,

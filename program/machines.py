@@ -7,6 +7,8 @@ from pathlib import Path
 
 from configs.schema import UserError
 
+GPU_FRACTION = 0.92
+"""Of a GPU's memory, that JAX takes at its start for all programs; CUDA, NCCL and cuDNN have the rest. Assumed."""
 HEADROOM = 0.9
 """Of a device's memory, that a program may ask for: the allocator's gaps and the runtime have the rest."""
 VECTOR_MEMORY = (
@@ -35,6 +37,13 @@ class Machine:
     capability: float = 0.0
     vector: float = 0.0
     cores: int = 1
+    per_chip: int = 1
+    pod: int = 0
+
+    @property
+    def for_programs(self) -> int:
+        """Bytes that JAX has for programs, as a device that is here reports them (`bytes_limit`)."""
+        return int(self.memory * GPU_FRACTION) if self.gpu else self.memory
 
 
 @cache

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from configs.schema import UserError
 from program.machines import machines
 
+TWO_DIMENSIONS = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # beyond these, every side is a multiple of four
 # What XLA:GPU asks of the GPU that it compiles for: a GpuTargetConfigProto, as text.
 H200 = """
 gpu_device_info {
@@ -53,24 +55,57 @@ class Topology(NamedTuple):
         return self.kind in machines() and machines()[self.kind].gpu
 
     @property
+    def inside(self) -> int:
+        """JAX devices of a slice, or GPUs of a machine."""
+        return prod(self.chips) * (machines()[self.kind].per_chip if self.kind in machines() else 1)
+
+    @property
     def devices(self) -> int:
-        """Chips of all slices, or GPUs of all machines."""
-        return self.slices * prod(self.chips)
+        """Those of all slices, or machines."""
+        return self.slices * self.inside
 
 
 def parse_topology(text: str, option: str = "--topology") -> Topology:
     """`v5e:4x4`, `2x v5e:4x4`, `h200:8`, `64x h200:8`; without the number before, it is one. UserError, which names the
     `option`, for others."""
-    form = re.fullmatch(r"(?:([1-9]\d*)x\s*)?([a-z]\w*):([1-9]\d*(?:x[1-9]\d*)*)", text.strip().lower())
+    words = _of_google(text.strip().lower())
+    form = re.fullmatch(r"(?:([1-9]\d*)x\s*)?([a-z]\w*):([1-9]\d*(?:x[1-9]\d*)*)", words)
     if form is None:
         raise UserError(
             f"{option}={text}: give a TPU slice (v5e:4x4, v5p:4x4x4), GPUs of a machine (h200:8), or several of them "
-            "('2x v5e:4x4', '64x h200:8')"
+            "('2x v5e:4x4', '64x h200:8'); v6e-8 and the like, as Google Cloud names slices, are understood, too"
         )
     topology = Topology(int(form[1] or 1), form[2], tuple(map(int, form[3].split("x"))))
     if topology.is_gpu and len(topology.chips) > 1:
         raise UserError(f"{option}={text}: GPUs of a machine are one number, as h200:8")
     return topology
+
+
+def _of_google(text: str) -> str:
+    """`v5p-128`, an accelerator type of Google Cloud, as `v5p:4x4x4`; other words as they are."""
+    named = re.fullmatch(r"((?:[1-9]\d*x\s*)?)(v4|v5p|v5e|v5litepod|v6e)-([1-9]\d*)", text)
+    if named is None:
+        return text
+    kind = "v5e" if named[2] == "v5litepod" else named[2]
+    machine = machines()[kind]
+    chips, dimensions = int(named[3]) // machine.cores, machine.directions // 2
+    log = chips.bit_length() - 1
+    if int(named[3]) != machine.cores << log:
+        return text
+    sides = [2 ** ((log + i) // dimensions) for i in range(dimensions)]
+    if chips == 4 and dimensions == 3:
+        sides = [2, 2, 1]
+    return f"{named[1]}{kind}:{'x'.join(map(str, sides))}"
+
+
+def shapes_of(topology: Topology, dimensions: int) -> str:
+    """Return what shapes a TPU's slice may have, or nothing where `topology` has one of them."""
+    shape = "x".join(map(str, topology.chips))
+    if dimensions == 2:
+        return "" if shape in TWO_DIMENSIONS else ", ".join(TWO_DIMENSIONS)
+    sides = topology.chips
+    cube = len(sides) == 3 and list(sides) == sorted(sides) and all(side % 4 == 0 for side in sides)
+    return "" if cube or shape in SMALL_CUBES else f"{', '.join(SMALL_CUBES)}, or rising multiples of 4 (4x4x8)"
 
 
 def devices_of(topology: str) -> Any:

@@ -4,12 +4,19 @@ import json
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 import plan
+from configs import d12
 from configs.command_line import exit_code_of, parse
 from configs.exit_codes import Exit
+from planning import report
+from planning.candidate import Candidate
+from planning.search import ERROR, WORTH, Given, row_of, search
+from program.machines import HEADROOM, machines
+from program.topologies import parse_topology
 
 D12 = "--config=configs/d12.py"
 
@@ -25,7 +32,11 @@ def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
     ("words", "said"),
     [
         (["--topology=v9:4x4"], "v9 is no machine that program/machines.toml describes; it has v4, v5e"),
-        (["--topology=v5e:4x4x4"], "a slice of v5e has 2 sides, as in 4x4"),
+        (["--topology=v5e:4x4x4"], "a slice of v5e is 1x1, 2x2, 2x4"),
+        (["--topology=v5e:15x15"], "a slice of v5e is 1x1, 2x2, 2x4"),
+        (["--topology=v6e:32x32"], "a slice of v6e is 1x1, 2x2, 2x4"),
+        (["--topology=v5p:5x5x5"], "or rising multiples of 4"),
+        (["--topology=v5p:16x24x32"], "a pod of v5p has 8,960 chips; take several slices"),
         (["--topology=v5e"], "give a TPU slice"),
         ([], "--topology is missing"),
         (
@@ -77,9 +88,38 @@ def test_a_table_says_what_it_stands_on(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, D12, "--topology=v5e:4x4", "v6e:4x4", "--price=1.5")
     assert code == Exit.COMPLETE
     parts = ("gathered copies", "reduce-scatter", "limited by", "device-hours", "assumed of a")
-    for said in (*parts, "compiled programs so far"):
+    for said in (*parts, report.held()):
         assert said in out
     assert out.rstrip().splitlines()[-1] == "python train.py --config=configs/d12.py"
+
+
+def test_a_plan_names_the_jax_it_was_held_against_and_promises_nothing_of_another(monkeypatch):
+    monkeypatch.setattr(report, "version", lambda package: report.HELD_WITH)
+    assert report.HELD_WITH in report.held() and report.HELD in report.held()
+    monkeypatch.setattr(report, "version", lambda package: "99.0")
+    assert "of JAX 99.0 is not known" in report.held() and "%" not in report.held()
+
+
+def test_advice_of_a_batch_that_is_too_small_and_of_memory_near_the_limit(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, D12, "--topology=v5e:4x4", "--batch.tokens_per_step=16384", "--search")
+    assert code == Exit.COMPLETE and "a step has 8 rows for 16 devices: take 8 devices, or a larger" in out
+    row = row_of(Candidate(d12.get_config(), parse_topology("v5e:4x4")), Given())
+    for times, expected in ((1 + ERROR / 2, True), (1 + 2 * ERROR, False)):
+        memory = int(times * row.bytes / HEADROOM)
+        monkeypatch.setitem(machines(), "v5e", replace(machines()["v5e"], memory=memory))
+        assert row.fits and any("--compile=1" in line for line in report.advice(row)) == expected
+
+
+def test_a_search_prefers_what_is_clear_of_the_limit_where_that_costs_little(monkeypatch):
+    of = Candidate(d12.get_config(), parse_topology("v5e:4x4"))
+    found = search(of, Given())
+    fastest = min(found, key=lambda row: row.time.expected)
+    memory = int(fastest.bytes * (1 + ERROR / 2) / HEADROOM)
+    monkeypatch.setitem(machines(), "v5e", replace(machines()["v5e"], memory=memory))
+    first, *rest = search(of, Given())
+    near = [row for row in rest if row.fits and row.time.expected < first.time.expected]
+    assert first.safe and near and not any(row.safe for row in near)
+    assert first.time.expected <= WORTH * fastest.time.expected
 
 
 def test_the_closed_form_takes_no_jax():

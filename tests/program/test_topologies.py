@@ -26,6 +26,11 @@ from training.mesh import axes_between
         (" 1x V6E:2x2 ", Topology(1, "v6e", (2, 2)), 4),
         ("h200:8", Topology(1, "h200", (8,)), 8),
         ("64x h200:8", Topology(64, "h200", (8,)), 512),
+        ("v5p-128", Topology(1, "v5p", (4, 4, 4)), 64),
+        ("v4-8", Topology(1, "v4", (2, 2, 1)), 4),
+        ("2x v6e-8", Topology(2, "v6e", (2, 4)), 16),
+        ("v5litepod-16", Topology(1, "v5e", (4, 4)), 16),
+        ("tpu7x:2x2x1", Topology(1, "tpu7x", (2, 2, 1)), 8),  # two devices a chip
     ],
 )
 def test_topologies_are_read(text, topology, devices):
@@ -33,7 +38,7 @@ def test_topologies_are_read(text, topology, devices):
 
 
 @pytest.mark.parametrize(
-    "text", ["v5e", "v5e:", "v5e:4x", "0x v5e:4x4", "2 v5e:4x4", "v5e:0x4", "4x4", "h200:2x4", "x"]
+    "text", ["v5e", "v5e:", "v5e:4x", "0x v5e:4x4", "2 v5e:4x4", "v5e:0x4", "4x4", "h200:2x4", "x", "v5p-96"]
 )
 def test_another_text_is_a_mistake_that_shows_what_works(text):
     with pytest.raises(UserError, match=r"--topology=.*h200:8"):
