@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from configs.command_line import parse_arguments
 from configs.files import write_whole
+from configs.progress import progress
 from configs.schema import AnyPath, Config, FilePath, MeshConfig, Positive, Range, UserError
 from data.dataset import open_text
 from data.loader import held_out_batches
@@ -201,7 +202,8 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
         text.document_bos,
     )
     eval_step = make_eval_step(config.model, compute_dtype(config.model, jax.default_backend()), mesh)
-    return {"step": run.step, **evaluate(eval_step, run.params, batches, text_bytes)}
+    watched = partial(progress, desc="evaluating", unit="batches", disable=jax.process_index() > 0)
+    return {"step": run.step, **evaluate(eval_step, run.params, batches, text_bytes, watched)}
 
 
 def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict:

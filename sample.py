@@ -32,9 +32,9 @@ class Arguments:
     """Texts to continue, together in one batch; an empty one starts a document."""
     samples: Positive[int] = 3
     """Continuations of each prompt."""
-    tokens: Positive[int] = 128
-    """Most tokens of a continuation; with the prompt it must fit the network's sequence length. It ends where the
-    network ends its document."""
+    tokens: Positive[int] | None = None
+    """Most tokens of a continuation, which ends where the network ends its document. With the prompt they must fit the
+    network's sequence length. Default: 128, or as many as fit."""
     temperature: NotNegative[float] = 0.8
     """0 takes the likeliest token; higher is more varied."""
     top_k: NotNegative[int] = 50
@@ -59,12 +59,19 @@ def main() -> int:
     capacity = run.config.batch.sequence_length
     tokenizer = load_tokenizer(folder / "tokenizer")
     prompts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
+    encoded = encode_prompts(tokenizer, prompts, capacity)
+    room = capacity - max(map(len, encoded))
+    if arguments.tokens and arguments.tokens > room:
+        raise UserError(
+            f"--tokens={arguments.tokens}: the network's sequence has {capacity} tokens, and the longest prompt leaves "
+            f"room for {room}"
+        )
     texts = continuations(
         make_generate(run.config.model, dtype, mesh),
         run.params,
         tokenizer,
-        encode_prompts(tokenizer, prompts, capacity),
-        tokens=arguments.tokens,
+        encoded,
+        tokens=arguments.tokens or min(128, room),
         capacity=capacity,
         temperature=arguments.temperature,
         top_k=arguments.top_k,

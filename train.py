@@ -21,7 +21,7 @@ from tqdm import tqdm
 from configs.command_line import parse
 from configs.exit_codes import Exit
 from configs.ramp import Ramp
-from configs.schema import Config, UserError, options
+from configs.schema import Config, UserError
 from data.dataset import open_text
 from data.loader import train_batches
 from evaluation.evaluator import Evaluator
@@ -29,6 +29,7 @@ from interchange.init_from import read_params, require_same_network
 from model.flops import parameter_counts
 from model.kernels import attention_kernel, described
 from model.parallel import compute_capability
+from model.shapes import window_of
 from planning.measured import does_not_fit
 from program.machines import VECTOR_MEMORY, exceeds_vector_memory
 from run.checkpoint import Checkpoints, whole_steps
@@ -85,6 +86,10 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir())
     check_hosts_agree("their text", text.fingerprint)
     say(text.outlook(Ramp.of(config.batch).tokens(config.steps) // length, length, config.data.max_epochs))
+    say(text.validation(config.eval.tokens, length))
+    if text.tokenizer.vocab_size < config.model.vocab_size:
+        known = f"{text.tokenizer.vocab_size:,} of --model.vocab_size={config.model.vocab_size:,} tokens"
+        say(f"the text's tokenizer has {known}: the others are never seen")
     evaluator = Evaluator(built, text)
     if config.eval.tasks:
         check_hosts_agree("their bundle", evaluator.benchmarks.facts["bundle"])
@@ -92,6 +97,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     # The run's folder, which no other process may write to meanwhile, and what has been saved of the run.
     if config.init_from and not on_first_process(lambda: whole_steps(checkpoint_folder(config))):
         require_same_network(config, text.tokenizer)
+        say(describe_start(config))
     # On one process: an NFS client that looks before the folder is there does not see it for a while.
     on_first_process(lambda: text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer"))
     past = Past(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
@@ -124,7 +130,8 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         say(slow)
     outcome = None
     while outcome is None:
-        with times.during("restore"), limited(config.hang, "restoring"), explain_out_of_memory(config):
+        restoring = "restore" if checkpoints.newest else "start"
+        with times.during(restoring), limited(config.hang, "restoring"), explain_out_of_memory(config):
             start = resume(built, checkpoints, past, say)
         programs.compile(start.step)  # nothing, unless the newest checkpoint could not be read
         facts = times.note() | made_with(built.mesh)
@@ -260,12 +267,23 @@ def describe(builds: list[Build]) -> str:
     return f"{run}a ramp of {len(sizes)} stages{''.join(stages)}"
 
 
+def describe_start(config: Config) -> str:
+    """Return where a run with `init_from` starts and, at full rates without a warmup, what to try on new text."""
+    said, optimizer = f"starting from the network in {config.init_from}", config.optimizer
+    if optimizer.rate_factor < 1 or optimizer.warmup_steps:
+        return said
+    gentle = f"--optimizer.rate_factor=0.1 --optimizer.warmup_steps={-(-config.steps // 20)}"
+    return f"{said}, at the full rates: it forgets much of its old text; to keep it, train on with {gentle}"
+
+
 def describe_attention(built: Build) -> str:
-    """The kernel that computes attention, in a line."""
+    """Return the kernel that computes attention and, if some blocks have windows, which ones, in a line."""
     config, length, head_dim = built.config, built.batch_shape[2], built.config.model.head_dim
     device, documents = built.mesh.devices.flat[0], config.data.mask_documents
     kernel = attention_kernel(device.platform, compute_capability(), built.dtype.name, length, head_dim, documents)
-    return f"attention: {described(kernel, length, head_dim)}"
+    windows = "".join("S" if window_of(config.model, layer) else "L" for layer in range(config.model.depth))
+    said = f"; windows of the blocks: {windows}" * ("S" in windows)
+    return f"attention: {described(kernel, length, head_dim)}{said}"
 
 
 def finish(
@@ -299,8 +317,7 @@ def finish(
         run_dir, config.steps, outcome.tokens, outcome.seconds, skipped_steps=skipped, params_sha256=digest
     )
     summary["goodput"] = spent
-    results = {name: summary[name] for name in ("loss", "val_loss", "val_bpb", "core") if summary.get(name) is not None}
-    loop.writer.close(options(config), results)
+    loop.writer.close()
     plot_loss(run_dir)
     write_summary(run_dir, summary)
     for sample in samples:

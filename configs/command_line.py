@@ -3,10 +3,10 @@
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import tyro
 
@@ -51,10 +51,10 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     path, argv = _take_option(argv, "config")
-    if path is None and not {"-h", "--help"} & set(argv):
-        raise UserError("--config is missing; try --config=configs/small.py")
+    if not path and not {"-h", "--help"} & set(argv):
+        meant = next((word for word in argv if not word.startswith("-")), "configs/small.py")
+        raise UserError(f"--config is missing; try --config={meant}")
     default, derive = load_config(path) if path else (Config(name="NAME"), lambda config, given: config)
-    names = _switches(Config) | _switches(extra)
     both = tyro.cli(
         make_dataclass(
             "Arguments",
@@ -64,7 +64,8 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
             ],
         ),
         description=f"{description}\n\n--config FILE (required) gives every option below its default.",
-        args=[_switch(word, names) for word in argv],
+        args=_in_tyro_s_spelling(argv, Config, extra),
+        prog=_program(),
         use_underscores=True,
     )
     # tyro takes hyphens for underscores.
@@ -79,11 +80,16 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
 def parse_arguments(description: str | None, arguments: type[T]) -> T:
     """Parses the fields of the dataclass `arguments` alone, for a command that has no config. UserError for a value
     that its field's type does not allow."""
-    names = _switches(arguments)
-    args = [_switch(word, names) for word in sys.argv[1:]]
-    parsed = tyro.cli(arguments, description=description, args=args, use_underscores=True)
+    args = _in_tyro_s_spelling(sys.argv[1:], arguments)
+    parsed = tyro.cli(arguments, prog=_program(), description=description, args=args, use_underscores=True)
     check_types(parsed)
     return with_homes(parsed)
+
+
+def _program() -> str:
+    """Return what a user types for this command, as tyro's messages name it."""
+    spec = sys.modules["__main__"].__spec__
+    return f"python -m {spec.name}" if spec else f"python {Path(sys.argv[0]).name}"
 
 
 def exit_code_of(main: Callable[[], int], interrupted: str) -> int:
@@ -110,23 +116,42 @@ def _take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
     return None, argv
 
 
-def _switches(section: type, prefix: str = "") -> set[str]:
-    """The options that are true or false, by their command-line names."""
-    found = set()
-    for name, hint in get_type_hints(section).items():
-        nested = _switches(hint, f"{prefix}{name}.") if isinstance(hint, type) and is_dataclass(hint) else set()
-        found |= {prefix + name} if hint is bool else nested
+def _in_tyro_s_spelling(words: Sequence[str], *sections: type) -> list[str]:
+    """Return `--deterministic=False` as `--no_deterministic`, `--deterministic=True` as `--deterministic`, and
+    `--eval.prompts=["a","b"]` as `--eval.prompts a b`."""
+    kinds = {name: hint for section in sections for name, hint in _kinds(section).items()}
+    found = []
+    for word in words:
+        option, _, value = word.partition("=")
+        name = option.removeprefix("--").replace("-", "_")
+        kind = kinds.get(name) if option.startswith("--") else None
+        section, dot, last = name.rpartition(".")
+        if kind is bool:
+            found.append({"True": option, "False": f"--{section}{dot}no_{last}"}.get(value, word))
+        elif get_origin(kind) is tuple and value.startswith("[") and value.endswith("]"):
+            found += [option, *_listed(option, value)]
+        else:
+            found.append(word)
     return found
 
 
-def _switch(word: str, names: set[str]) -> str:
-    """`--deterministic=False` in tyro's spelling, `--no_deterministic`; `--deterministic=True` as `--deterministic`."""
-    option, _, value = word.partition("=")
-    name = option.removeprefix("--").replace("-", "_")
-    if name not in names or not option.startswith("--"):
-        return word
-    section, dot, last = name.rpartition(".")
-    return {"True": option, "False": f"--{section}{dot}no_{last}"}.get(value, word)
+def _kinds(section: type, prefix: str = "") -> dict[str, Any]:
+    """Return the types of the options, by their command-line names."""
+    found = {}
+    for name, hint in get_type_hints(section).items():
+        is_section = isinstance(hint, type) and is_dataclass(hint)
+        found |= _kinds(hint, f"{prefix}{name}.") if is_section else {prefix + name: hint}
+    return found
+
+
+def _listed(option: str, value: str) -> list[str]:
+    """Return the texts of a JSON list. UserError for any other: a shell takes quotes away that are not quoted."""
+    try:
+        return [str(text) for text in json.loads(value)]
+    except ValueError as error:
+        raise UserError(
+            f"{option}={value} is no list of texts; give them one after the other: {option} 'first text' 'second text'"
+        ) from error
 
 
 def config_from_json(text: str) -> Config:

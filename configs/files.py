@@ -26,8 +26,9 @@ def write_whole(path: Path, *parts: bytes | memoryview | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except OSError:
+    except OSError as error:
         partial.unlink(missing_ok=True)
+        error.filename = str(path)
         raise
 
 
@@ -39,6 +40,13 @@ def append_whole(path: Path, text: str) -> None:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
-        except OSError:
+        except OSError as error:
             os.truncate(path, size)
+            error.filename = str(path)
             raise
+
+
+def shown_bytes(count: float) -> str:
+    """Return a size on a disk: 24.0 kB, 0.3 MB, 3.1 GB."""
+    unit = next((unit for unit in (1e9, 1e6) if count >= unit / 10), 1e3)
+    return f"{count / unit:.1f} {({1e9: 'GB', 1e6: 'MB', 1e3: 'kB'})[unit]}"

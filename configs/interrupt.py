@@ -8,6 +8,7 @@ back to Python once they are done. Nothing of ours, and nothing slow, is importe
 import gc
 import os
 import signal
+import sys
 from typing import NoReturn
 
 from configs.exit_codes import Exit
@@ -17,6 +18,8 @@ def end_at_interrupt() -> None:
     """From now on Ctrl-C ends the process at once, unless it was started to ignore it (as by nohup), and garbage is not
     collected, which would take a fifth of the imports' time."""
     gc.disable()
+    if {"-h", "--help"} & set(sys.argv):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 

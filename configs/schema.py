@@ -250,6 +250,10 @@ class OptimizerConfig:
     """`model.x0_lambdas`."""
     muon: MuonConfig = MuonConfig()
     """The matrices', with `optimizer.matrices.kind=muon`."""
+    rate_factor: Positive[float] = 1.0
+    """Factor of every group's rate. With `init_from` on new text 0.1 is a start (docs/recipe.md)."""
+    warmup_steps: NotNegative[int] = 0
+    """Every group's rate rises over at least this many steps; a group's own `schedule.warmup_steps` may be more."""
     clip_norm: Positive[float] = 1.0
     """Bound on the global norm of the gradient, after its division by the step's valid tokens."""
 
@@ -315,7 +319,7 @@ class EvalConfig:
     prompts: tuple[str, ...] = ("", "", "")
     """Texts that are continued after each evaluation; an empty one starts a document."""
     sample_tokens: Positive[int] = 64
-    """Tokens of each continuation."""
+    """Tokens of each continuation, or as many as the row has room for."""
     tasks: str = ""
     """Benchmarks, too: `core`, of the bundle that DCLM and nanochat use (docs/evaluation.md). Empty: none."""
     tasks_every_steps: Positive[int] = 2000
@@ -384,7 +388,7 @@ class ProfileConfig:
 class Config:
     """One run."""
 
-    name: str
+    name: Free[str]
     """The run's name; its folder is `runs/<name>` unless `run_dir` says otherwise."""
     run_dir: Free[FilePath] = ""
     """The run's folder: checkpoints, metrics, config. The same command again continues what lies there."""
@@ -516,6 +520,7 @@ def validate(config: Config) -> None:
     require(names_folder, "name", "it names a folder: not empty, without '/'")
     first, last = profiled_steps(config) or (1, 1)
     require(1 <= first <= last, "profile.steps", "give FIRST:LAST, the first at least 1, such as 10:15")
+    require(last <= config.steps, "profile.steps", f"the run has {config.steps} steps")
     require(config.eval.tasks in ("", "core"), "eval.tasks", "core is the only benchmark; leave it empty for none")
     require(bool(config.eval.bundle) or not config.eval.tasks, "eval.bundle", "eval.tasks=core needs a bundle's folder")
     model, batch = config.model, config.batch

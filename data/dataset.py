@@ -33,6 +33,7 @@ from data.tokenizer import TextTokenizer, load_tokenizer
 
 NAMED = "shards of which a word of the name is `val`"
 PLANNED = 2**22  # documents after which rows are planned anew: a plan takes some 145 bytes for each
+FEW = 30  # held-out documents
 SHOWN, BEGINNING = 8, 128  # rows, and tokens of each, that tell a person what a step saw
 
 
@@ -48,6 +49,8 @@ class Dataset:
     """Equal fingerprints mean equal tokens with equal meanings."""
     held_out: str
     """How the held-out part was chosen."""
+    val_documents: int | None = None
+    """Held-out documents, if the folder counts them."""
 
     def stream(self, part: str) -> TokenStream:
         """The tokens of `train` or `val`."""
@@ -128,6 +131,19 @@ class Text:
     document_bos: int | None
     """Where documents are to be told apart (`mask_documents`), what begins them."""
     fingerprint: str
+    val_documents: int | None
+    """Held-out documents, if every dataset counts them."""
+
+    def validation(self, tokens: int, length: int) -> str:
+        """Return how much held-out text an evaluation of so many tokens takes."""
+        found = [len(part) * length for part in self.val]
+        taken = sum(min(have, round(tokens * weight)) for have, weight in zip(found, self.weights))
+        said = f"validation: {taken:,} of {sum(found):,} held-out tokens"
+        if taken < tokens - length * len(found):
+            said += f": fewer than --eval.tokens={tokens:,}"
+        if self.val_documents is not None and self.val_documents < FEW:
+            said += f", of {self.val_documents} document(s): too few for small differences of bits per byte"
+        return said
 
     def seen(self, rows: list[tuple[int, int]]) -> dict[str, list]:
         """A step's rows (dataset, row of it), and how the first of them begin, for a person to read."""
@@ -199,7 +215,10 @@ def open_text(config: DataConfig, vocab_size: int, length: int, rows_per_step: i
     mixed = [list(stages[0].shares), *map(tuple, stages[1:])]
     fingerprint = prints[0] if len(prints) == 1 else _digest(*mixed, prints)
     document_bos = tokenizer.bos if config.mask_documents else None
-    return Text(names, train, val, Mixture(stages, length), mean_shares(stages), tokenizer, document_bos, fingerprint)
+    counts = [dataset.val_documents for dataset in datasets]
+    documents = None if None in counts else sum(filter(None, counts))
+    mixture, weights = Mixture(stages, length), mean_shares(stages)
+    return Text(names, train, val, mixture, weights, tokenizer, document_bos, fingerprint, documents)
 
 
 def absolute(config: DataConfig) -> DataConfig:
@@ -288,7 +307,8 @@ def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard])
     below = f"a hash below {facts['val_threshold']:.4g} of a document's"
     named = f"{below} name, so that equal texts may be on both sides"
     chosen = {"text": f"{below} text", "file": "files of their own"}.get(facts.get("held_out_by", ""), named)
-    return _checked(folder, shards, tokenizer, sha256s, opened, chosen)
+    documents = sum(shard["documents"] for shard in listed["val"])
+    return replace(_checked(folder, shards, tokenizer, sha256s, opened, chosen), val_documents=documents)
 
 
 def _made_by_others(folder: Path, names: list[str], config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
-from tqdm import tqdm
 
+from configs.progress import progress
 from data.dataset import Dataset
 from data.packing import FITS, plan_rows
 
@@ -76,7 +76,7 @@ def _documents(dataset: Dataset, part: str) -> Documents:
     stream, starts = dataset.stream(part), dataset.document_starts(part)
     ends = np.append(starts[1:], len(stream))
     sizes, hashes = np.zeros_like(starts), np.zeros(len(starts), np.uint64)
-    first, bar = 0, tqdm(total=len(stream), unit="token", unit_scale=True, disable=None, desc=f"{part} documents")
+    first, bar = 0, progress(total=len(stream), unit="tokens", unit_scale=True, desc=f"{part} documents")
     while first < len(starts):
         last = max(int(np.searchsorted(ends, starts[first] + AT_ONCE, "right")), first + 1)
         tokens = stream.read(int(starts[first]), int(ends[last - 1])).astype(np.uint32)  # one type for all shards

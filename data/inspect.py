@@ -13,10 +13,10 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from configs.command_line import config_from_json
+from configs.command_line import config_from_json, parse_arguments
 from configs.files import write_whole
 from configs.ramp import Ramp
-from configs.schema import BatchConfig, Config, DataConfig, FilePath, Packing, UserError, with_homes
+from configs.schema import BatchConfig, Config, DataConfig, FilePath, Packing, UserError
 from data.dataset import open_dataset, open_text, shortest
 from data.facts import Facts, read_facts
 from data.loader import RowSequence
@@ -158,7 +158,7 @@ def show_step(config: Config, path: str, step: int, most: int, cache: Path) -> N
 def main() -> int:
     from run.runtime import cache_dir
 
-    arguments = with_homes(tyro.cli(Arguments, description=__doc__, use_underscores=True))
+    arguments = parse_arguments(__doc__, Arguments)
     _validate(arguments)
     config, is_run = _config(arguments)
     if arguments.step is None:

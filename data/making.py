@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
 from configs.files import write_whole
+from configs.progress import progress
 from configs.schema import UserError
 from data.corpus import Corpus
 from data.engines import Engine
@@ -90,7 +89,7 @@ def _work(engine: Engine, jobs: Sequence[Layout] | Sequence[Task], take: Callabl
     numbers, failed, done = {id(job): i for i, job in enumerate(jobs)}, {}, 0
     whole = {i for i, job in enumerate(jobs) if job.out.exists()}
     engine.submit(*(job for i, job in enumerate(jobs) if i not in whole))
-    with tqdm(total=sum(job.size for job in jobs), unit="B", unit_scale=True, disable=None, desc="encoding") as bar:
+    with progress(total=sum(job.size for job in jobs), unit="B", unit_scale=True, desc="encoding") as bar:
         while True:
             while done in whole:
                 take(jobs[done])

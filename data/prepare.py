@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import tyro
 
-from configs.schema import MIN_VOCAB_SIZE, DataConfig, FilePath, UserError, with_homes
+from configs.command_line import parse_arguments
+from configs.schema import MIN_VOCAB_SIZE, DataConfig, FilePath, UserError
 from data.corpus import Corpus, find_corpus, hash_share, hold_out
 from data.engines import Engine, Local
 from data.exclusion import load_exclusion, save_exclusion
@@ -367,8 +367,15 @@ class Arguments(Where, Preparation):
 
 
 def main() -> int:
-    arguments = with_homes(tyro.cli(Arguments, description=__doc__, use_underscores=True))
+    arguments = parse_arguments(__doc__, Arguments)
     out = Path(arguments.out)
+    if arguments.tokenizer and arguments.vocab_size != Preparation.vocab_size:
+        size = load_tokenizer(arguments.tokenizer).vocab_size
+        if size != arguments.vocab_size:
+            has = f"--tokenizer={arguments.tokenizer} has {size:,} tokens"
+            raise UserError(
+                f"--vocab_size={arguments.vocab_size} is of a tokenizer that is trained here; {has}: leave one out"
+            )
     settings = Preparation(**{name: getattr(arguments, name) for name in Preparation.__dataclass_fields__})
     where = Where(**{name: getattr(arguments, name) for name in Where.__dataclass_fields__})
     prepare(settings, out, arguments.max_files, where)

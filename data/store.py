@@ -26,8 +26,9 @@ import fsspec
 import numpy as np
 from fsspec.asyn import sync
 from jaxtyping import Integer
-from tqdm import tqdm
 
+from configs.files import shown_bytes
+from configs.progress import progress
 from configs.schema import UserError
 from data.blocks import (
     BLOCK_BYTES,
@@ -163,10 +164,8 @@ class Store:
         }
         needed, free = sum(sizes.values()) - sum(begun.values()), shutil.disk_usage(folder).free
         if needed > free:
-            raise UserError(f"{self.url} needs {needed / 1e9:.2f} GB in {folder}, where {free / 1e9:.2f} GB are free")
-        bar = tqdm(
-            total=needed, unit="B", unit_scale=True, disable=None if needed > CHUNK_BYTES else True, desc="copying"
-        )
+            raise UserError(f"{self.url} needs {shown_bytes(needed)} in {folder}, where {shown_bytes(free)} are free")
+        bar = progress(total=needed, unit="B", unit_scale=True, disable=needed <= CHUNK_BYTES, desc="copying")
         ranges = ((name, at) for name in names for at in range(begun.get(name, 0), max(sizes[name], 1), CHUNK_BYTES))
         for name, start, content in self._ahead(ranges, folder):
             with partials[name].open("r+b" if start else "wb") as file:

@@ -120,10 +120,9 @@ def _read_items(task: Task, path: Path, most: int | None) -> list[dict[str, Any]
     items = items[:most]
     least = max(2, task.shots + 1)  # of one item there is no standard error
     if len(items) < least:
-        raise UserError(
-            f"{task.label} shows {task.shots} other items before each, so it needs {least}, and has {len(items)}; "
-            f"take at least {least}, of a bundle that has them"
-        )
+        of = f" ({most} are taken)" if most else ""
+        why = f"shows {task.shots} others before each item" if task.shots else "has a standard error"
+        raise UserError(f"{task.label} {why}, so it needs {least} items at least; {path} has {len(items)}{of}")
     return items
 
 

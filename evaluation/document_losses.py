@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from configs.progress import progress
 from configs.schema import BatchConfig, ModelConfig
 from data.corpus import Document
 from data.tokenizer import TextTokenizer
@@ -73,18 +74,24 @@ class DocumentLosses:
         """`done`: lines that an earlier start has left; `record` takes the others, as they are computed. Every process
         must call it."""
         lines = list(done)
+        hidden = jax.process_index() > 0
         finished = {(line["source"], line["document"]) for line in done}
         for source in sources:
             left = [document for document in source.documents if (source.name, document.name) not in finished]
-            for first in range(0, len(left), AT_A_TIME):
-                new = [{"source": source.name, **line} for line in self._lines(params, left[first : first + AT_A_TIME])]
-                record(new)
-                lines += new
+            size = sum(len(document.text.encode()) for document in left)
+            with progress(total=size, unit="B", unit_scale=True, desc=source.name, disable=hidden) as bar:
+                for first in range(0, len(left), AT_A_TIME):
+                    some = self._lines(params, left[first : first + AT_A_TIME], bar.update)
+                    new = [{"source": source.name, **line} for line in some]
+                    record(new)
+                    lines += new
         return lines
 
-    def _lines(self, params: dict, documents: Sequence[Document]) -> Iterator[dict[str, Any]]:
+    def _lines(
+        self, params: dict, documents: Sequence[Document], advance: Callable[[float | None], Any]
+    ) -> Iterator[dict[str, Any]]:
         encoded = [np.array(ids, np.int32) for ids in self.tokenizer.encode([document.text for document in documents])]
-        losses = self._losses(params, encoded)
+        losses = self._losses(params, encoded, advance)
         for document, ids, nats in zip(documents, encoded, losses):
             bits, sizes = nats / math.log(2), self.tokenizer.token_bytes[ids]
             octaves = np.array([seen.bit_length() for seen in range(min(len(ids), self.length))], int)
@@ -99,7 +106,10 @@ class DocumentLosses:
                 "bytes_by_octave": np.bincount(octaves, sizes[: len(octaves)]).tolist(),
             }
 
-    def _losses(self, params: dict, encoded: Sequence[Int[np.ndarray, "_"]]) -> list[Float[np.ndarray, "_"]]:
+    def _losses(
+        self, params: dict, encoded: Sequence[Int[np.ndarray, "_"]], advance: Callable[[float | None], Any]
+    ) -> list[Float[np.ndarray, "_"]]:
+        """Compute the losses of documents' tokens, and advance by the bytes of text of each batch."""
         losses = [np.zeros(len(ids)) for ids in encoded]
         by_size = defaultdict(list)
         for document, ids in enumerate(encoded):
@@ -117,6 +127,7 @@ class DocumentLosses:
                 found = self.token_losses(params, inputs, targets)
                 for piece, nats in zip(batch, found):
                     losses[piece.document][piece.start : piece.start + self.length] = nats[: len(piece.tokens)]
+                advance(sum(int(self.tokenizer.token_bytes[piece.tokens].sum()) for piece in batch))
         return losses
 
 

@@ -22,8 +22,10 @@ def open_log(path: Path, facts: dict[str, Any]) -> list[dict]:
             lines.append(json.loads(text))
         kept = lines if lines and lines[0] == facts else [facts]
         write_whole(path, to_lines(kept))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be continued ({error}); remove it to start anew") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); give --out=FOLDER") from error
+    except ValueError as error:
+        raise UserError(f"{path} cannot be continued ({error}); remove it to start again") from error
     return kept[1:]
 
 

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from configs.progress import progress
 from configs.schema import BatchConfig, ModelConfig
 from evaluation.core import Question, common_prefix
 from model.gpt import GPT
@@ -123,6 +124,8 @@ class Scorer:
         self.score = make_score(config, dtype, mesh, batch.sequence_length)
 
     def __call__(self, params: dict, questions: Sequence[Question]) -> Iterator[tuple[Question, Scores]]:
+        hidden = jax.process_index() > 0
+        bar = progress(total=len(questions), unit="questions", desc="scoring", leave=False, disable=hidden)
         for shape, alike in by_shape(questions).items():
             fit = self.replicas * max(1, self.tokens_per_device // tokens_of(shape, 1))
             batches = -(-len(alike) // fit)
@@ -135,6 +138,8 @@ class Scorer:
                 scores = self.score(params, *arrays, np.asarray(chunks, np.int32))
                 for i, question in enumerate(batch):
                     yield question, Scores(*(of_all[i] for of_all in scores))
+                bar.update(len(batch))
+        bar.close()
 
 
 def on_rows(

@@ -5,6 +5,7 @@ the run's exit code says that it is to go on. Options of sbatch are from its man
 """
 
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,14 +45,16 @@ def up(options: SlurmOptions, train: list[str]) -> int:
     job = make_job(options, train, "/")
     if job.hardware.is_tpu:
         raise UserError(f"--hardware={job.hardware}: TPUs are launched by `python -m launch tpu` or `k8s`")
+    if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED", options.time):
+        raise UserError(f"--time={options.time}: sbatch takes minutes, HH:MM:SS, or DAYS-HH:MM:SS, such as 24:00:00")
     folder, shell = given_folder(options.folder, "folder") / job.name, Shell(options.dry_run)
     say(cost(job, options.price, options.hours))
     code = job.code
     if not shell.dry_run:
-        require_writable(folder)
         if queued := shell.ask(["squeue", "--me", f"--name={job.name}", "--noheader", "--format=%i"]).stdout.split():
             say(f"{job.name} is in the queue already, as {queued[0]}; `slurm down` takes it out")
             return 0
+        require_writable(folder)
     archive, home = folder / f"{code.name}.tar", folder / "code" / code.name
     shell.write(archive, code.archive)
     shell.change(["bash", "-c", unpack(code, str(archive), str(folder / "code"))])

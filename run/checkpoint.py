@@ -30,7 +30,7 @@ from run import orbax_calls, retry
 from run.checksums import checksums, digest, require_checksums
 from run.orbax_calls import COMMITTED, FACTS, HALF_DONE, Info, Saving
 from run.record import Record, place
-from run.retry import StorageLost, described, first_line, passes, patiently, role
+from run.retry import StorageLost, causes, described, first_line, passes, patiently, role
 from run.runtime import Damaged, NoCheckpoint, highest, on_every_process, on_first_process, versions
 from training.layout import padded
 from training.optimizer import path_name
@@ -373,7 +373,7 @@ def _damage() -> Iterator[None]:
             raise
         if FORBIDDEN.search(str(error)):
             raise UserError(f"a checkpoint may not be read: {first_line(error)}{role(error)}") from error
-        raise Damaged(first_line(error)) from error
+        raise Damaged(first_line(causes(error)[-1])) from error  # Orbax's own names no array
 
 
 def _metrics(val_bpb: float | None) -> dict[str, float] | None:

@@ -27,6 +27,7 @@ from data.dataset import absolute
 from run.checkpoint import Checkpoints, whole_steps
 from run.events import Events, another_went_on, saved_up_to, starts_in_vain
 from run.lines import read_metrics, scores
+from run.orbax_calls import read_facts
 from run.preflight import ROOT, code_digest
 from run.record import CONTINUES, Record, place, reading
 from run.retry import patiently
@@ -157,6 +158,10 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     record, checkpoints = folder / "config.json", f"--checkpoint.folder={elsewhere}"
     with reading(checkpoints):
         copied = elsewhere != "" and (place(elsewhere) / record.name).exists()
+    if not (record.exists() or copied) and (saved := _saved_facts(config)):
+        lock.take()
+        write_record(record, config_from_json(json.dumps(saved["config"])), saved["dataset"], [])
+        print(f"{record} was missing: it is written again from checkpoint {saved['step']}")
     if not record.exists():
         # A start that was killed while it claimed the folder may have left these, and a preflight its file.
         harmless = {*MADE, f"{record.name}.partial", ".preflight-0", "on_event.log"}
@@ -205,6 +210,15 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     events = Events(folder).read()
     saved = saved_up_to(events) if events else logged
     return Past(changes, events, _finished(folder), saved, first.checkpoint.folder or str(folder))
+
+
+def _saved_facts(config: Config) -> dict[str, Any] | None:
+    """Return what the newest checkpoint that can be read says of the run."""
+    folder = checkpoint_folder(config)
+    for step in reversed(whole_steps(folder)):
+        with suppress(ValueError, OSError):
+            return read_facts(folder / str(step))
+    return None
 
 
 def _finished(folder: Path) -> int:
@@ -339,9 +353,11 @@ def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
 def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
     """What a run's config.json says, and its Config. UserError where there is no run."""
     record = Path(run_dir).expanduser() / "config.json"
+    if not record.is_file() and whole_steps(epath.Path(record.parent) / "checkpoints"):
+        raise UserError(f"{record} is missing; the train.py command of this run writes it again from its checkpoints")
     if not record.is_file():
         runs = ", ".join(str(found.parent) for found in sorted(Path("runs").glob("*/config.json")))
-        raise UserError(f"--run_dir={run_dir} holds no run (no config.json); runs here: {runs or 'none'}")
+        raise UserError(f"{run_dir} holds no run (no config.json); runs here: {runs or 'none'}")
     return read_record(record)
 
 

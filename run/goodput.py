@@ -1,17 +1,17 @@
 """Where a run's time went, over all its starts: python -m run.goodput RUN.
 
-    start         from the process's start on: imports, waiting for other hosts, the text, checks
+    start         from the process's start on: imports, waiting for other hosts, the text, checks, the first state
     compilation   of the training step (that of evaluation is in `evaluation`)
-    restore       of a checkpoint, or making the state before step 0
+    restore       of a checkpoint
     steps         training steps: goodput is their share
     data          waiting for the next batch while the devices had nothing to do
     evaluation    on held-out text, and sampling
     saving        what a checkpoint holds training up for
     lost          steps that were done again, after a kill or a rollback
-    down          between a process's last sign of life and the next one's start
+    down          between a process's last sign of life and the next one's start, unless the run was complete
 
 A process notes its seconds in events.jsonl at its start, at its end, and once a minute between: what a kill leaves
-unnoted, at most a minute, counts as `down`. The parts sum to the wall time.
+unnoted, at most a minute, counts as `down`. The parts sum to the wall time, which stops while the run is complete.
 """
 
 if __name__ == "__main__":
@@ -33,6 +33,7 @@ import jax
 import tyro
 
 from configs.command_line import parse_arguments
+from configs.exit_codes import Exit
 from configs.schema import AnyPath, UserError
 from run.events import Events
 from run.record import at_hand
@@ -160,7 +161,8 @@ def goodput(events: list[dict]) -> dict[str, float]:
                 if piece.first < event["step"]
             ]
         step, before = event["step"], now
-        ended = began + sum(now.values())
+        complete = event["event"] == "stop" and event.get("code") == Exit.COMPLETE
+        ended = math.nan if complete else began + sum(now.values())
     return spent
 
 

@@ -12,7 +12,7 @@ import jax
 from tenacity import Retrying, retry_if_result, wait_random_exponential
 
 from configs.ramp import Ramp
-from configs.schema import Config
+from configs.schema import Config, options
 from model.flops import flops_per_token
 from model.shapes import parameter_shapes
 from program.machines import peak_flops
@@ -136,9 +136,12 @@ class Loop:
         self.ramp = Ramp.of(config.batch)
         self.times, self.watchdog = times or Times(), Watchdog(config.hang, self.end_as_hung, work=self.ramp.tokens)
         self.profile = Profile(config)
+        if 0 < self.profile.first <= start.step:
+            say(f"--profile.steps={config.profile.steps}: step {start.step} is done already; nothing is traced")
         self.saved = time.monotonic()
         self.clock = Clock(start.seconds, start.tokens)
-        self.writer = MetricsWriter(config.run_dir, start.step, partial(Wandb, config) if config.log.wandb else None)
+        wandb = partial(Wandb, config) if config.log.wandb else None
+        self.writer = MetricsWriter(config.run_dir, start.step, wandb, options(config))
         batch_of = lambda step: self.ramp.steps_in(self.position_after(step - 1))
         peak = peak_flops(built.mesh.devices.flat[0].device_kind)
         flops = flops_per_token(config.model, config.batch.sequence_length)

@@ -3,12 +3,14 @@
 import io
 import json
 import math
+import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +29,9 @@ from tensorboardX.proto import event_pb2  # noqa: E402
 
 for _name in _hidden:
     del sys.modules[_name]
+
+
+RESULTS = ("loss", "val_loss", "val_bpb", "core")  # what TensorBoard shows beside the options of each run
 
 
 class Rates(NamedTuple):
@@ -87,8 +92,16 @@ class MetricsWriter:
     Where the disk is full, lines wait in memory until there is room (`problem` says why), and training goes on.
     """
 
-    def __init__(self, run_dir: str | Path, start_step: int, wandb: Callable[[], Wandb] | None = None):
-        """`wandb`: makes what is sent the new lines, where there is to be one."""
+    def __init__(
+        self,
+        run_dir: str | Path,
+        start_step: int,
+        wandb: Callable[[], Wandb] | None = None,
+        hparams: Mapping[str, object] = MappingProxyType({}),
+    ):
+        """`wandb`: makes what is sent the new lines, where there is to be one. `hparams`: the run's options, which
+        TensorBoard shows from the start."""
+        self.hparams = hparams
         self.writes = jax.process_index() == 0
         self.problem = ""
         if not self.writes:
@@ -123,39 +136,36 @@ class MetricsWriter:
         try:
             if self.tensorboard is None:
                 lines = read_metrics(self.path.parent)
-                self.tensorboard = TensorBoard(self.path.parent / "tensorboard")
+                self.tensorboard = TensorBoard(self.path.parent / "tensorboard", self.hparams)
             for line in lines:
                 self.tensorboard.show(line)
         except OSError as error:
             self.tensorboard = None
             self.problem = f"TensorBoard's file cannot be written: {error.strerror or error}"
 
-    def close(self, hparams: dict | None = None, results: dict | None = None) -> None:
-        """Ends the run's TensorBoard file; of a finished run with its options as hparams, and their results."""
+    def close(self) -> None:
+        """Ends what the run writes."""
         if not self.writes:
             return
         if self.wandb:
             self.wandb.close()
-        if self.tensorboard is None:
-            return
-        self.tensorboard.close()
-        if hparams is not None and results is not None:
-            flat = {name: v if isinstance(v, bool | int | float) else str(v) for name, v in hparams.items()}
-            board = TensorBoard(self.path.parent / "tensorboard" / "hparams")
-            for summary in (*events.hparams(flat, results), *(events.scalar(*result) for result in results.items())):
-                board.add(summary, 0, time.time())
-            board.close()
+        if self.tensorboard is not None:
+            self.tensorboard.close()
 
 
 class TensorBoard:
     """An event file, written at once: tensorboardX's own writer has a thread that dies of a full disk, and then a
     queue that nobody empties, on which training would wait for ever."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, hparams: Mapping[str, object]):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self.writer = EventsWriter(str(folder / "events"))
         self.flushed = 0.0
+        flat = {name: v if isinstance(v, bool | int | float) else str(v) for name, v in hparams.items()}
+        experiment, session, _ = events.hparams(flat, dict.fromkeys(RESULTS, 0.0))  # the third says that it has ended
+        for summary in (experiment, session) if hparams else ():
+            self.add(summary, 0, time.time())
 
     def show(self, line: dict) -> None:
         """Numbers as scalars, those of nested dicts as `key/subkey`; lists as texts."""
@@ -163,7 +173,8 @@ class TensorBoard:
         for key, value in line.items():
             if isinstance(value, list):
                 for i, text in enumerate(value):
-                    self.add(events.text(f"{key}/{i}", f"```\n{text}\n```"), step, when)
+                    fence = "`" * (1 + max(2, *map(len, re.findall("`+", str(text))), 0))
+                    self.add(events.text(f"{key}/{i}", f"{fence}\n{text}\n{fence}"), step, when)
             for name, number in _numbers(key, value):
                 if name not in ("step", "time"):
                     self.add(events.scalar(name, number), step, when)

@@ -24,6 +24,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_random
 
+from configs.files import shown_bytes
 from configs.schema import Config, UserError
 from model.flops import parameter_counts
 from model.kernels import attention_kernel
@@ -125,7 +126,8 @@ def needs(config: Config) -> list[str]:
         with suppress(OSError):
             free = shutil.disk_usage(shared).free
             if free < checkpoint:
-                problems.append(f"{free / 1e9:.1f} GB are free at {shared}; a checkpoint takes {checkpoint / 1e9:.1f}")
+                takes = f"a checkpoint takes {shown_bytes(checkpoint)}"
+                problems.append(f"{shown_bytes(free)} are free at {shared}; {takes}")
     problem = lacks_deterministic_attention(config, compute_capability()) if jax.default_backend() == "gpu" else ""
     return [*problems, problem] if problem else problems
 

@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import resource
+import select
 import signal
 import sys
 import traceback
@@ -61,6 +62,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     try:
         code = main()
         leave()
+        sys.stdout.flush()
     except (UserError, NoCheckpoint) as error:
         print(f"error: {error}", file=sys.stderr)
         code, ended = Exit.MISTAKE if isinstance(error, UserError) else Exit.UNREADABLE, error
@@ -76,6 +78,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except SystemExit as end:
         code, ended = end.code if isinstance(end.code, int) else Exit.FAILED if end.code else Exit.COMPLETE, end
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            sys.exit(Exit.FAILED)
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         if not (full or jax.distributed.is_initialized()):
             raise
@@ -96,11 +100,27 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+def _nobody_reads() -> bool:
+    """Return whether the program that reads the output has ended, as `| head` does. What Python holds is dropped."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    if ended := any(flags & select.POLLERR for _, flags in output.poll(0)):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return ended
+
+
 def _of_a_peer(error: Exception) -> bool:
     """Whether an operation of all processes failed for want of another one."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return not str(error).startswith(OF_THE_PROGRAM)
     return isinstance(error, ValueError) and str(error).startswith("UNKNOWN: Gloo")  # seen with JAX 0.10.2
+
+
+def report_unless_loop_is_closed(unraisable: Any) -> None:
+    """Print an exception that nothing can catch. After a save that failed, tensorstore has one for each write that it
+    had begun, since Orbax has closed the event loop; the commands report the failure itself."""
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def start_jax() -> Cluster:
@@ -114,6 +134,7 @@ def start_jax() -> Cluster:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_FRACTION)  # JAX alone would leave a quarter of a GPU unused
     for library in ("absl", "asyncio"):  # whose messages repeat what the commands say themselves
         logging.getLogger(library).setLevel(logging.CRITICAL)
+    sys.unraisablehook = report_unless_loop_is_closed
     tpus = len(glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")) if find_spec("libtpu") else 0
     cluster = detect(os.environ, tpus, len(glob("/dev/nvidia[0-9]*")), google_metadata)
     if cluster.processes > 1 and not jax.distributed.is_initialized():

@@ -150,6 +150,7 @@ def test_a_run_leaves_what_it_promises(untouched):
         *("skipped_steps", "params_sha256", "goodput"),
     }
     assert summary(untouched)["tokens"] == 120 * 512
+    assert summary(untouched)["goodput"]["restore"] == 0
     assert (untouched / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert sorted(int(path.name) for path in (untouched / "checkpoints").iterdir()) == [100, 120]
     assert (untouched / "tokenizer" / "tokenizer.json").is_file()
@@ -470,7 +471,13 @@ def test_a_step_that_does_not_fit_says_what_it_holds_and_what_would_fit(folder, 
         ("train", ["--config=tiny.py", "--run_dir=text"], "not empty"),
         ("train", ["--config=tiny.py", "--run_dir=untouched", f"--data.source={ROOT}/configs"], "another tokenizer"),
         ("sample", ["--run_dir=untouched", "--prompt", "import " * 40], "at most 31"),
+        ("sample", ["--run_dir=untouched", "--prompt=the", "--tokens=1000"], "the longest prompt leaves room for "),
         ("sample", ["--run_dir=nothing"], "nothing"),
+        (
+            "prepare",
+            ["--source=text", "--out=nothing", "--tokenizer=untouched/tokenizer", "--vocab_size=400"],
+            "untouched/tokenizer has 300 tokens: leave one out",
+        ),
         ("evaluate", ["--run_dir=nothing"], "nothing"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core,mmlu", "--bundle=text"], "core is measured by itself"),
         ("evaluate", ["--run_dir=untouched", "--from=text"], "give one of them"),
@@ -717,6 +724,47 @@ def test_a_run_that_another_process_writes_to_is_refused_and_a_second_ctrl_c_end
     # The lock of a process that is no more holds nobody up.
     with RunLock("busy") as lock:
         lock.take()
+
+
+def test_a_start_says_what_is_less_than_was_asked_for(folder, untouched, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    options = ("--eval.tokens=1_000_000", "--model.window_pattern=SSSL", "--model.vocab_size=320", "--steps=2")
+    text = ("--data.source=text", "--data.tokenizer=untouched/tokenizer", "--profile.steps=2:2")
+    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=less", *options, *text) == 0
+    said = capfd.readouterr().out
+    assert ": fewer than --eval.tokens=1,000,000, of " in said and "document(s): too few" in said
+    assert "has 300 of --model.vocab_size=320 tokens: the others are never seen" in said
+    assert "windows of the blocks: SL\n" in said
+    command = ("--config=tiny.py", "--run_dir=less", *options[:-1], *text, "--steps=3", "--accept_changes")
+    assert run("train", monkeypatch, *command) == 0
+    assert "--profile.steps=2:2: step 2 is done already; nothing is traced" in capfd.readouterr().out
+
+
+def test_a_network_that_is_trained_on_says_how_to_keep_what_it_knows(folder, untouched, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    assert run("export", monkeypatch, "--run_dir=untouched", "--out=start") == 0
+    command = ("--config=tiny.py", "--init_from=start", "--steps=40", "--data.tokenizer=start", *FAST)
+    for run_dir, options, full in [("at full", [], True), ("gently", ["--optimizer.rate_factor=0.1"], False)]:
+        assert run("train", monkeypatch, *command, f"--run_dir={run_dir}", *options) == 0
+        said = capfd.readouterr().out
+        assert "starting from the network in start" in said
+        assert ("--optimizer.rate_factor=0.1 --optimizer.warmup_steps=2" in said) == full
+
+
+def test_a_renamed_run_goes_on_and_a_lost_config_comes_back_from_a_checkpoint(folder, untouched, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    shutil.copytree("untouched", "renamed")
+    command = ("--config=tiny.py", "--run_dir=renamed", "--name=another")
+    assert run("train", monkeypatch, *command) == 0
+    record = json.loads(Path("renamed/config.json").read_text())
+    Path("renamed/config.json").unlink()
+    assert run("sample", monkeypatch, "--run_dir=renamed") == 2
+    assert "the train.py command of this run writes it again" in capfd.readouterr().err
+    assert run("train", monkeypatch, *command, "--seed=1") == 2
+    assert "seed: 0 -> 1" in capfd.readouterr().err
+    assert run("train", monkeypatch, *command) == 0
+    assert "renamed is complete" in capfd.readouterr().out
+    assert json.loads(Path("renamed/config.json").read_text()) == record
 
 
 def test_a_damaged_checkpoint_is_told_put_aside_and_made_up_for(folder, untouched, monkeypatch, capfd):

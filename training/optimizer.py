@@ -35,7 +35,8 @@ def group_names(config: OptimizerConfig) -> list[str]:
 def peak_rates(config: OptimizerConfig, width: int) -> dict[str, float]:
     """Each group's peak rate. Those of tables and of the head are given for width 768 and scale as width^-0.5."""
     scaled = lambda group: (width / 768) ** -0.5 if group in ("embed", "value_embeds", "lm_head") else 1.0
-    return {group: group_config(config, group).peak_rate * scaled(group) for group in group_names(config)}
+    peak = lambda group: config.rate_factor * group_config(config, group).peak_rate
+    return {group: peak(group) * scaled(group) for group in group_names(config)}
 
 
 def group_config(config: OptimizerConfig, group: str) -> GroupConfig | MuonConfig:
@@ -120,7 +121,8 @@ def make_optimizer(
 
     def group(name: str) -> tuple[optax.GradientTransformation, Schedule]:
         options = group_config(config, name)
-        schedule = make_schedule(options.schedule, steps)
+        warmup = max(options.schedule.warmup_steps, config.warmup_steps)
+        schedule = make_schedule(dataclasses.replace(options.schedule, warmup_steps=warmup), steps)
         rate = lambda step: peaks[name] * schedule(step)
         if isinstance(options, MuonConfig):
             mine = [place for place, of in zip(places, jax.tree.leaves(groups)) if of == name]

@@ -142,7 +142,27 @@ def test_bad_value_is_refused_by_validate():
         parse("", argv=[f"--config={SMALL}", "--model.kv_heads=3"])
 
 
-@pytest.mark.parametrize("argv", [[], ["--steps=3"], ["--config"]])
+@pytest.mark.parametrize(
+    ("value", "texts"),
+    [('["a","b c"]', ("a", "b c")), ("[]", ()), ("a", ("a",)), ("[a", ("[a",))],
+)
+def test_a_list_of_texts_may_be_json(value, texts, monkeypatch):
+    assert parse("", argv=[f"--config={SMALL}", f"--eval.prompts={value}", "--steps=3"])[0].eval.prompts == texts
+    monkeypatch.setattr(sys, "argv", ["sample.py", "--run_dir=x", f"--prompt={value}", "--seed=1"])
+    assert parse_arguments("", sample.Arguments).prompt == texts
+
+
+def test_a_list_whose_quotes_the_shell_took_away_is_refused():
+    with pytest.raises(UserError, match=r"=\[a,b\] is no list of texts; .*: --eval\.prompts 'first text'"):
+        parse("", argv=[f"--config={SMALL}", "--eval.prompts=[a,b]"])
+
+
+def test_a_config_without_its_option_is_named():
+    with pytest.raises(UserError, match=r"--config is missing; try --config=configs/plain\.py"):
+        parse("", argv=["--steps=3", "configs/plain.py"])
+
+
+@pytest.mark.parametrize("argv", [[], ["--steps=3"], ["--config"], ["--config="]])
 def test_missing_config_is_refused_with_one_to_try(argv):
     with pytest.raises(UserError, match=r"--config is missing; try --config=configs/small\.py"):
         parse("", argv=argv)

@@ -33,6 +33,17 @@ def test_an_interrupt(program, code, said):
     assert done.returncode == code and (done.stderr == said or done.stderr.strip().endswith(said or "\0"))
 
 
+def test_help_that_nobody_reads_to_its_end_leaves_no_traceback():
+    read = f"{sys.executable} tune.py --help | head -n 1"
+    done = subprocess.run(["bash", "-c", read], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "usage: python tune.py [-h] [OPTIONS]\n" and done.stderr == ""
+
+
+def test_help_names_a_module_as_it_is_started():
+    words = [sys.executable, "-m", "run.goodput"]
+    assert "python -m run.goodput --help" in subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stderr
+
+
 def test_garbage_is_not_looked_for_in_what_was_imported():
     program = "assert not gc.isenabled()\nraise_at_interrupt()\nassert gc.isenabled() and gc.get_freeze_count()"
     subprocess.run([sys.executable, "-c", f"import gc\n{START}end_at_interrupt()\n{program}"], cwd=ROOT, check=True)

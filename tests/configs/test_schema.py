@@ -79,6 +79,7 @@ def test_defaults_are_valid():
         ("profile.steps", "10", "give FIRST:LAST"),
         ("profile.steps", "10:9", "give FIRST:LAST"),
         ("profile.steps", "0:9", "at least 1"),
+        ("profile.steps", "990:1001", "the run has 1000 steps"),
         ("hang.factor", 1.0, "at least 2"),
         ("checkpoint.every_minutes", -1.0, "must not be negative"),
         ("batch.rows_per_device", 0, "positive"),
@@ -192,7 +193,7 @@ def test_what_may_change_when_a_run_is_continued():
     sections = {"mesh", "log", "eval", "hang", "profile", "diagnostics"}
     assert {name for name in free if name.split(".")[0] not in sections} == {
         *("run_dir", "resume", "max_skipped_steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
-        "deterministic",
+        *("name", "deterministic"),
         *(
             "data.source",
             "data.tokenizer",

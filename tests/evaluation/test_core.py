@@ -245,7 +245,12 @@ DAMAGES = {
     "schema.jsonl cannot be read": lambda bundle: (bundle / "eval_data" / "some" / "schema.jsonl").unlink(),
     "choices.jsonl, item 2: not one": lambda bundle: write_items(bundle, {"query": "a", "choices": [], "gold": 0}),
     "choices.jsonl, item 1: not one": lambda bundle: write_items(bundle),
-    "needs 2, and has 1": lambda bundle: (bundle / "eval_data" / "some" / "choices.jsonl").write_text(ITEM),
+    "has a standard error, so it needs 2 items at least; .*choices.jsonl has 1$": lambda bundle: (
+        bundle / "eval_data" / "some" / "choices.jsonl"
+    ).write_text(ITEM),
+    "needs 2 items at least; .*choices.jsonl has 0$": lambda bundle: (
+        bundle / "eval_data" / "some" / "choices.jsonl"
+    ).write_text(""),
     "is of kind guessing": lambda bundle: edit(bundle / "core.yaml", "type: schema", "type: guessing"),
     "or one twice": lambda bundle: edit(bundle / "core.yaml", "label: long_schema", "label: schema"),
 }
@@ -271,5 +276,5 @@ def test_a_bundle_that_is_not_whole_is_refused(bundle, tmp_path, message):
 
 
 def test_too_few_items_for_the_shots_are_refused(bundle):
-    with pytest.raises(UserError, match=r"choices_with_shots shows 4 .* take at least 5"):
+    with pytest.raises(UserError, match=r"choices_with_shots shows 4 .* needs 5 items .* has 4 \(4 are taken\)"):
         read_bundle(str(bundle), 4)

@@ -198,6 +198,13 @@ def test_a_dry_run_shows_the_script_and_needs_no_slurm(repository, monkeypatch, 
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
+def test_without_slurm_nothing_is_made(repository, monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    with pytest.raises(UserError, match="squeue"):
+        launch(repository, "up")
+    assert not job_folder(repository).parent.exists()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -209,6 +216,7 @@ def test_a_dry_run_shows_the_script_and_needs_no_slurm(repository, monkeypatch, 
         (["--folder=/tmp/x", "--hardware=h200:9"], "1 to 8"),
         (["--folder=/tmp/x", "--hardware=3x cpu:1"], "cannot share evenly"),
         (["--folder=/tmp/x", "--name=Not this"], "small letters"),
+        (["--folder=/tmp/x", "--time=1h"], "--time=1h: sbatch takes minutes"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_made(repository, tmp_path, monkeypatch, words, message):

@@ -27,6 +27,7 @@ def nonzero(spent: dict) -> dict:
 def test_one_process():
     events = [event("start", 0, 1000.0, start=5, compilation=3), event("saved", 10, 1000.0, start=5, compilation=3)]
     events.append(event("stop", 20, 1000.0, start=5, compilation=3, steps=20, data=1, evaluation=2, saving=4))
+    events[-1]["code"] = 0
     expected = {"start": 5, "compilation": 3, "steps": 20, "data": 1, "evaluation": 2, "saving": 4}
     assert nonzero(goodput(events)) == expected
     assert summed_up(goodput(events)).startswith("goodput: 57.1% of 35 s were steps; start 14.3%, saving 11.4%")
@@ -39,11 +40,18 @@ def test_a_kill_loses_the_steps_after_the_checkpoint_and_the_time_until_the_next
         {"event": "saved", "step": 15, "time": 1033.0},  # without seconds
         event("running", 20, 1000.0, start=10, steps=40),  # killed here, 1050
         event("start", 15, 1100.0, start=7, restore=1),
-        event("stop", 30, 1100.0, start=7, restore=1, steps=30),
+        event("stop", 30, 1100.0, start=7, restore=1, steps=30) | {"code": 0},
     ]
     spent = goodput(events)
     assert nonzero(spent) == {"start": 17, "restore": 1, "steps": 30 + 30, "lost": 10, "down": 50}
     assert sum(spent.values()) == 1138 - 1000
+
+
+def test_time_after_a_complete_end_is_not_lost():
+    stop = event("stop", 20, 1000.0, start=5, steps=20)
+    later = [event("start", 20, 9000.0, start=5), event("stop", 40, 9000.0, start=5, steps=20) | {"code": 0}]
+    assert nonzero(goodput([stop | {"code": 0}, *later])) == {"start": 10, "steps": 40}
+    assert goodput([stop | {"code": 143}, *later])["down"] == 8000 - 25
 
 
 def test_a_rollback_loses_steps_once_and_so_does_a_second_start_from_the_same_checkpoint():
@@ -53,7 +61,7 @@ def test_a_rollback_loses_steps_once_and_so_does_a_second_start_from_the_same_ch
         event("start", 20, 0.0, steps=30),  # of the same process
         event("running", 25, 0.0, steps=35),
         event("start", 20, 40.0),
-        event("stop", 21, 40.0, steps=1),
+        event("stop", 21, 40.0, steps=1) | {"code": 0},
     ]
     assert nonzero(goodput(events)) == {"steps": 21, "lost": 15, "down": 5}
 
@@ -104,4 +112,6 @@ def test_the_command_prints_a_table_and_refuses_what_is_no_run(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     Events(tmp_path).add("start", 0, began=0.0, seconds={"start": 3.0, "steps": 1.0})
     table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    unread = ["bash", "-c", f"{' '.join(command)} | true"]
+    assert subprocess.run(unread, cwd=ROOT, capture_output=True, text=True, check=True).stderr == ""
     assert "start                 3.0 s    75.0%" in table and "wall time             4.0 s" in table

@@ -107,13 +107,21 @@ def test_tensorboard_shows_numbers_nested_numbers_and_texts_and_leaves_out_what_
     assert b"def a():\n    pass" in sample.tensor_proto.string_val[0]
 
 
-def test_a_finished_run_shows_its_options_and_results_as_hparams(tmp_path):
-    writer = MetricsWriter(tmp_path, 0)
-    writer.close({"steps": 3, "model.dtype": "auto", "eval.prompts": ("a", "b")}, {"val_loss": 2.5})
-    hparams = shown(tmp_path / "tensorboard/hparams")
-    assert [event.value for event in hparams.Scalars("val_loss")] == [2.5]
-    content = str(hparams.summary_metadata["_hparams_/session_start_info"].plugin_data.content)
+def test_options_are_hparams_of_the_one_run_from_its_start_on(tmp_path):
+    writer = MetricsWriter(tmp_path, 0, hparams={"steps": 3, "model.dtype": "auto", "eval.prompts": ("a", "b")})
+    writer.write({"step": 1, "val_loss": 2.5})
+    events = shown(tmp_path / "tensorboard")
+    content = str(events.summary_metadata["_hparams_/session_start_info"].plugin_data.content)
     assert all(text in content for text in ("steps", "model.dtype", "auto", "eval.prompts"))
+    writer.close()
+    assert scalars(tmp_path) == {"val_loss": [(1, 2.5)]}
+    assert len([path for path in (tmp_path / "tensorboard").rglob("*") if path.is_file()]) == 1
+
+
+def test_a_sample_that_holds_a_fence_stays_in_its_own(tmp_path):
+    write(tmp_path, 0, [{"step": 1, "samples": ["a\n````\nb", "plain"]}])
+    text = lambda i: shown(tmp_path / "tensorboard").Tensors(f"samples/{i}/text_summary")[0].tensor_proto.string_val[0]
+    assert text(0) == b"`````\na\n````\nb\n`````" and text(1) == b"```\nplain\n```"
 
 
 def test_loss_is_drawn_from_the_lines(tmp_path):

@@ -84,7 +84,7 @@ def test_a_folder_that_cannot_be_written_or_is_full_is_a_mistake(tmp_path, monke
         preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("usage", (), {"free": 1000}))
     config = replace(tiny_config(), run_dir=str(tmp_path / "run"))
-    assert needs(config) == [f"0.0 GB are free at {tmp_path}/run; a checkpoint takes 0.0"]
+    assert needs(config) == [f"1.0 kB are free at {tmp_path}/run; a checkpoint takes 0.5 MB"]
 
 
 def test_a_wrong_sum_is_a_mistake(monkeypatch):

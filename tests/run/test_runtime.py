@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from configs.exit_codes import Exit
+from configs.files import append_whole, write_whole
 from configs.schema import UserError
 from run.runtime import NoCheckpoint, Stop, run_command
 
@@ -58,6 +59,43 @@ def test_a_full_disk_is_named_without_a_traceback(number, capsys):
         run_command(main)
     assert end.value.code == 1
     assert capsys.readouterr().err == "error: runs/x/config.json cannot be written: no space\n"
+
+
+@pytest.mark.parametrize("write", [write_whole, append_whole])
+def test_a_file_that_finds_no_room_is_named_and_keeps_what_it_had(write, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    (tmp_path / "file").write_text("before")
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="no space") as error:
+        write(tmp_path / "file", "after")
+    assert error.value.filename == str(tmp_path / "file")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "before")]
+
+
+@pytest.mark.parametrize(("said", "shown"), [("Event loop is closed", 0), ("another", 1)])
+def test_writes_that_a_failed_save_had_begun_leave_no_traceback(said, shown):
+    """tensorstore prints what its callback meets, as this does, in a thread of its own."""
+    program = f"""
+import asyncio, time, tensorstore
+from run.runtime import start_jax
+start_jax()
+loop = asyncio.new_event_loop()
+facts = dict(driver="zarr", kvstore="memory://", metadata=dict(dtype="<f4", shape=[3]), create=True)
+async def begun():
+    await tensorstore.open(facts)
+async def end_before_it():
+    def refuse(*_, **__):
+        raise RuntimeError({said!r})
+    asyncio.ensure_future(begun())
+    await asyncio.sleep(0)
+    loop.call_soon_threadsafe = refuse
+loop.run_until_complete(end_before_it())
+time.sleep(1)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr.count("Traceback") == shown, done.stderr
 
 
 def test_other_errors_keep_their_traceback():

@@ -79,6 +79,22 @@ def test_decay_falls_on_matrices_alone_by_default():
     assert config.embed.weight_decay == config.lm_head.weight_decay == config.scalars.weight_decay == 0
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_factor_and_a_warmup_hold_for_every_group(kind):
+    plain = replace(OptimizerConfig(), matrices=replace(OptimizerConfig().matrices, kind=kind))
+    gentle = replace(plain, rate_factor=0.1, warmup_steps=4)
+    (_, full), (_, rates) = (
+        make_optimizer(config, replace(TINY, smear=True, width=32), 100) for config in (plain, gentle)
+    )
+    for group, rate in rates.items():
+        for step, share in [(0, 0.25), (3, 1), (50, 1)]:
+            assert float(rate(step)) == pytest.approx(0.1 * share * float(full[group](step)))
+    longer = replace(plain.lm_head, schedule=ScheduleConfig(warmup_steps=8))
+    assert float(make_optimizer(replace(gentle, lm_head=longer), TINY, 100)[1]["lm_head"](3)) == pytest.approx(
+        0.5 * float(rates["lm_head"](3))
+    )
+
+
 def test_rates_follow_the_step_that_is_given_not_the_calls():
     schedule = ScheduleConfig("constant", warmup_steps=10)
     group = GroupConfig(1.0, schedule=schedule)
