@@ -189,8 +189,9 @@ class Checkpoints:
             self._clear()
 
     def close(self) -> None:
-        """Waits until what was saved is written."""
+        """Wait until what was saved is written. Delete what a start before did not come to delete."""
         self._settle()
+        self._delete_old()
 
     def _clear(self) -> list[str]:
         """Deletes what a kill or a failure left half written or half deleted, and puts aside what has a checkpoint's

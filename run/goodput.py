@@ -23,13 +23,11 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
-import jax
 import tyro
 
 from configs.command_line import parse_arguments
@@ -85,27 +83,6 @@ class Times:
     def due(self) -> bool:
         """Whether the last note is old."""
         return time.monotonic() - self.noted > NOTED_EVERY
-
-
-class Busy:
-    """Looks, in a thread, when the devices are done with the newest step."""
-
-    def __init__(self) -> None:
-        self.watching = ThreadPoolExecutor(1, "busy")
-
-    def given(self, outputs: Any) -> None:
-        """A step was given to them, with these outputs."""
-        self.done = self.watching.submit(lambda: (jax.block_until_ready(outputs), time.monotonic())[1])
-
-    def wait_for(self, batches: Iterator[Any]) -> tuple[Any, float]:
-        """The next batch, and for how many of the seconds of waiting for it they had nothing to do."""
-        asked = time.monotonic()
-        batch = next(batches)
-        return batch, time.monotonic() - max(asked, self.done.result()) if self.done.done() else 0.0
-
-    def close(self) -> None:
-        """Waits for nothing."""
-        self.watching.shutdown(wait=False, cancel_futures=True)
 
 
 def seconds_of_process() -> float:

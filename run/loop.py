@@ -16,9 +16,10 @@ from configs.schema import Config, options
 from model.flops import flops_per_token
 from model.shapes import parameter_shapes
 from program.machines import peak_flops
+from run.busy import Busy
 from run.checkpoint import Checkpoints
 from run.events import Events
-from run.goodput import Busy, Times
+from run.goodput import Times
 from run.lines import read_metrics
 from run.metrics import Clock, MetricsWriter
 from run.monitor import Monitor

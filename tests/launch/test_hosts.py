@@ -122,7 +122,7 @@ def test_who_starts_the_run_again_while_it_saves_at_its_limit_keeps_the_slices(h
         fcntl.flock(lock, fcntl.LOCK_EX)  # as a run that saves for long
         ssh(hosts.start("tiny"))
         wait_for((tmp_path / "var/tiny/stop").exists)
-        soon = round(time.time()) + 4
+        soon = round(time.time()) + 15  # longer than preparing takes on a busy machine
         prepare(3, until=soon)
     ssh(hosts.start("tiny"))
     wait_for(lambda: len(repository.starts()) == 1)

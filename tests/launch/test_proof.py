@@ -71,7 +71,7 @@ def test_a_slice_that_is_taken_from_a_run_leaves_no_trace_in_it(folder, cloud, t
     python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'  # a link would not find its packages
     setup = f"mkdir -p .venv/bin && printf %s {quote(python)} > .venv/bin/python && chmod +x .venv/bin/python"
     options = ["--hardware=v5e:2x4", "--project=project", "--zones", "us-central1-a", "us-west4-a", f"--setup={setup}"]
-    arguments = [f"--config={folder}/tiny.py", "--data.source=tests/words.txt", "--steps=80"]
+    arguments = [f"--config={folder}/tiny.py", "--data.source=configs", "--steps=80"]
 
     def launched(name: str) -> str:
         """The digest of the parameters that a launched run ends with."""

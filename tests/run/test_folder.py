@@ -29,6 +29,7 @@ from run.runtime import versions
 from tests.helpers import tiny_config
 
 FREE = {
+    "name",
     "batch.rows_per_device",
     "checkpoint.every_minutes",
     "checkpoint.every_steps",
@@ -288,7 +289,7 @@ def test_using_a_folder_without_a_run_names_the_runs_that_are_there(config, tmp_
     open_run(config, "print", accept_changes=False)
     monkeypatch.chdir(tmp_path)
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-    with pytest.raises(UserError, match=r"--run_dir=runs/typo holds no run .*runs here: runs/run$"):
+    with pytest.raises(UserError, match=r"^runs/typo holds no run .*runs here: runs/run$"):
         load_run("runs/typo", mesh)
 
 

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from run.busy import Busy
 from run.events import Events
-from run.goodput import OF_A_PROCESS, Busy, Times, goodput, summed_up
+from run.goodput import OF_A_PROCESS, Times, goodput, summed_up
 
 ROOT = Path(__file__).parents[2]
 

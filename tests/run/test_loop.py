@@ -267,7 +267,7 @@ def test_saves_that_fail_are_tried_again_at_each_step_logged_and_at_last_end_the
 
 
 def test_only_what_the_devices_lack_is_waiting_for_data(make, monkeypatch, tmp_path):
-    monkeypatch.setattr("run.goodput.Busy.wait_for", lambda self, batches: (next(batches), 2.0))
+    monkeypatch.setattr("run.busy.Busy.wait_for", lambda self, batches: (next(batches), 2.0))
     loop, _, _ = make([2.0] * 40)
     assert isinstance(loop.run(BATCHES), Finished)
     assert loop.times.spent["data"] == 2.0 * 40
