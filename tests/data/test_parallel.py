@@ -54,15 +54,17 @@ def source(tmp_path_factory) -> Preparation:
     return Preparation(source=str(folder / "text"), **given)
 
 
-@pytest.fixture(autouse=True)
-def many_tasks(monkeypatch):
-    monkeypatch.setattr(data.parts, "TASK_BYTES", (9_000, 9_000))
+@pytest.fixture(scope="module", autouse=True)
+def many_tasks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data.parts, "TASK_BYTES", (9_000, 9_000))
+        yield
 
 
 @pytest.fixture(scope="module")
-def serial(source, tmp_path_factory) -> Path:
+def serial(source, many_tasks, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("serial") / "out"
-    prepare(source, out, where=Where(workers=1))  # in one task
+    prepare(source, out, where=Where(workers=1))
     return out
 
 
