@@ -204,7 +204,7 @@ def damage(path: Path, change) -> None:
 
 
 def flip(content: bytearray) -> bytearray:
-    content[1500] ^= 1
+    content[1026] ^= 1  # of the second token
     return content
 
 
