@@ -70,7 +70,7 @@ class Making:
         for entry in json.loads((layout.out / "entries.json").read_bytes()):
             if self.shards and not entry.keys() & {"train", "val"}:  # it has no document
                 last = self.shards[-1]
-                last |= {"skipped": Counter(last["skipped"]) + Counter(entry["skipped"]), "until": entry["until"]}
+                last |= entry | {"skipped": Counter(last["skipped"]) + Counter(entry["skipped"])}
                 continue
             for side in entry.keys() & {"train", "val"}:
                 made = layout.out / entry[side]["file"]

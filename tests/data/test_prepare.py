@@ -174,7 +174,7 @@ def test_a_tokenizer_is_trained_on_a_bounded_number_of_files(settings, monkeypat
     corpus = find_corpus(settings.source)
     names = []
     monkeypatch.setattr(type(corpus), "documents", lambda _, file: names.append(file.name) or iter(()))
-    assert not list(module._sample(corpus, corpus.files, 10, 0.5))
+    assert not list(module._sample(corpus, corpus.files, 10, 0.5, None, Counter()))
     assert names == [corpus.files[i].name for i in (0, 7, 14)]
 
 
