@@ -189,9 +189,10 @@ class Checkpoints:
             self._clear()
 
     def close(self) -> None:
-        """Wait until what was saved is written. Delete what a start before did not come to delete."""
+        """Wait until what was saved is written. Delete what an earlier start was killed before deleting."""
         self._settle()
-        self._delete_old()
+        if self.config:
+            self._delete_old()
 
     def _clear(self) -> list[str]:
         """Deletes what a kill or a failure left half written or half deleted, and puts aside what has a checkpoint's
