@@ -166,6 +166,40 @@ def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, port, sa
     assert not (folder / "runs" / "tiny" / "config.json").exists()
 
 
+TRAIN = """
+import jax
+import train
+from run.runtime import run_command
+
+compiled = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+)
+
+
+def report(*_):
+    print("programs before the preflight:", len(compiled))
+    raise SystemExit(0)
+
+
+train.preflight = report
+run_command(train.main)
+"""
+
+
+def test_no_program_runs_on_the_devices_before_the_preflight(folder, port):  # noqa: F811
+    """A program over devices that do not work together would hang before the preflight could say so."""
+    names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, "-c", TRAIN, "--config=tiny.py", "--run_dir=runs/before"]
+    started = [
+        subprocess.Popen(command, cwd=folder, env=environment_of(1) | names | {"JAX_PROCESS_ID": str(i)}, **pipe)
+        for i in (0, 1)
+    ]
+    for said in [process.communicate(timeout=300)[0] for process in started]:
+        assert "programs before the preflight: 0\n" in said, said
+
+
 @pytest.mark.parametrize(
     ("capability", "cudnn", "options", "lacks"),
     [
