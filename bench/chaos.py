@@ -40,7 +40,7 @@ from run.runtime import run_command
 
 TIMES = ("seconds", "tokens_per_second", "mfu", "data_wait", "hosts", "peak_memory_bytes", "time")
 SHORT, LONG = 3, 45  # seconds: less, and more, than a process may be silent (run.peers.HEARTBEAT_TIMEOUT)
-BOUND = 240  # seconds after a fault within which all processes must have ended
+BOUND = 240  # seconds after a fault within which all processes must have ended, or saved a newer checkpoint
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,11 @@ class Hosts:
     """The processes of a run, on this machine."""
 
     def __init__(self, arguments: Arguments, run_dir: Path):
-        self.run_dir, self.errors, self.log = run_dir, run_dir.with_suffix(".errors"), run_dir.with_suffix(".log")
+        self.run_dir, self.log = run_dir, run_dir.with_suffix(".log")
         options = shlex.split(arguments.options)
         self.command = [sys.executable, "train.py", f"--config={arguments.config}", f"--run_dir={run_dir}", *options]
         self.count = arguments.processes
+        self.errors = [run_dir.with_suffix(f".errors-{i}") for i in range(self.count)]
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.wires = [Wire(self.port) for _ in range(self.count)]
@@ -111,8 +112,8 @@ class Hosts:
             source = Path(__file__).with_name("errors.c")
             subprocess.run(["cc", "-shared", "-fPIC", "-o", self.library, source, "-ldl"], check=True)
 
-    def start(self, victim: int) -> list[subprocess.Popen]:
-        """All processes. The victim is the one that `errors` harms."""
+    def start(self) -> list[subprocess.Popen]:
+        """Start all processes."""
         started = []
         for i in range(self.count):
             environment = dict(os.environ)
@@ -120,11 +121,15 @@ class Hosts:
                 port = self.wires[i].server.getsockname()[1] if i else self.port
                 environment |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_PROCESS_ID": str(i)}
                 environment |= {"JAX_NUM_PROCESSES": str(self.count)}
-            if self.count > 1 and i == victim:
-                environment |= {"LD_PRELOAD": str(self.library), "CHAOS_ERRORS": str(self.errors)}
+                environment |= {"LD_PRELOAD": str(self.library), "CHAOS_ERRORS": str(self.errors[i])}
             with self.log.open("a") as log:
                 started.append(subprocess.Popen(self.command, env=environment, stdout=log, stderr=log))
         return started
+
+    def newest(self) -> int:
+        """Return the step of the newest checkpoint, or 0."""
+        folder = self.run_dir / "checkpoints"
+        return max([int(path.name) for path in folder.glob("*") if path.name.isdigit()], default=0)
 
 
 class Fault(NamedTuple):
@@ -152,25 +157,25 @@ OF_SEVERAL = {
         (SHORT, LONG),
     ),
     "given errors": Fault(
-        lambda hosts, process, victim: hosts.errors.touch(),
-        lambda hosts, process, victim: hosts.errors.unlink(),
+        lambda hosts, process, victim: hosts.errors[victim].touch(),
+        lambda hosts, process, victim: hosts.errors[victim].unlink(),
         (SHORT, LONG),
     ),
 }
 
 
-def moments(run_dir: Path, generator: random.Random) -> dict[str, Callable[[float], bool]]:
-    """When to harm it, as a question that is asked all the time, given the seconds since the start."""
-    checkpoints = run_dir / "checkpoints"
-    newest = max([int(path.name) for path in checkpoints.glob("*") if path.name.isdigit()], default=0)
-    several = newest + 10 * generator.randint(1, 3)
+def moments(hosts: Hosts, generator: random.Random) -> dict[str, Callable[[float], bool]]:
+    """When to harm it: a question that is asked all the time, given the seconds since the start or the last fault."""
+    run_dir, checkpoints = hosts.run_dir, hosts.run_dir / "checkpoints"
+    several = hosts.newest() + 10 * generator.randint(0, 2)
     delay = generator.uniform(0, 8)
+    later = lambda pattern: hosts.newest() >= several and any(checkpoints.glob(pattern))
     return {
         "at a random moment": lambda seconds: seconds > delay,
         "before the first step": lambda seconds: (run_dir / "lock").exists() and seconds > delay / 2,
-        "after a few checkpoints": lambda seconds: (checkpoints / str(several)).exists(),
-        "while a checkpoint is written": lambda seconds: any(checkpoints.glob(f"{several}.orbax*/*")),
-        "while it is made whole": lambda seconds: any(checkpoints.glob(f"{several}.orbax*/facts/metadata")),
+        "after a few checkpoints": lambda seconds: hosts.newest() > several,
+        "while a checkpoint is written": lambda seconds: later("*.orbax*/*"),
+        "while it is made whole": lambda seconds: later("*.orbax*/facts/metadata"),
         "while an old one is deleted": lambda seconds: seconds > 2 and any(checkpoints.glob("*.deleted")),
     }
 
@@ -195,39 +200,61 @@ def state_of(run_dir: Path, processes: int) -> dict:
 
 
 def harm(arguments: Arguments, run_dir: Path, generator: random.Random, record: Counter[str], faults: int) -> list[str]:
-    """One run, harmed until it completes, or until there were so many faults. Returns which of them ended it with a
-    wrong code, or not in time."""
+    """Harm one run until it completes, or until there were so many faults. A run that survives a fault is harmed again
+    once it has saved a newer checkpoint. Return which faults ended it with a wrong code, or not in time."""
     hosts, wrong = Hosts(arguments, run_dir), []
     while True:
-        kinds, victim = moments(run_dir, generator), generator.randrange(hosts.count)
-        moment, enough = generator.choice(sorted(kinds)), record.total() >= faults
-        name = sorted(OF_SEVERAL)[record.total() % len(OF_SEVERAL)] if hosts.count > 1 else "killed"
-        fault = OF_SEVERAL[name]
-        if name == "cut off" and victim == 0:
-            victim = hosts.count - 1
-        processes, begin = hosts.start(victim), time.monotonic()
+        processes, begin, codes = hosts.start(), time.monotonic(), {int(Exit.COMPLETE)}
         running = lambda processes=processes: [process for process in processes if process.poll() is None]
-        while len(running()) == hosts.count and (enough or not kinds[moment](time.monotonic() - begin)):
-            time.sleep(0.05 if enough else 0.002)
-        if len(running()) == hosts.count:
-            seconds = generator.choice(fault.seconds)
-            print(f"{run_dir.name}: {name} for {seconds} s: {victim}, {moment}", file=sys.stderr, flush=True)
-            fault.begin(hosts, processes[victim], victim)
-            time.sleep(seconds)
-            fault.end(hosts, processes[victim], victim)
-            record[f"{name} {moment}" if hosts.count > 1 else moment] += 1
-        until = time.monotonic() + BOUND
+        late = False
+        while len(running()) == hosts.count and not late:
+            if record.total() < faults:
+                codes |= harm_once(hosts, processes, running, generator, record)
+            saved, until = hosts.newest(), time.monotonic() + BOUND
+            while len(running()) == hosts.count and hosts.newest() == saved and not late:
+                time.sleep(0.05)
+                late = time.monotonic() > until
+        until = time.monotonic() + BOUND * (not late)
         while running() and time.monotonic() < until:
             time.sleep(0.05)
-        late = running()
-        for process in late:
+        late = late or bool(running())
+        for process in running():
             process.kill()
-        codes = [process.wait() for process in processes]
-        print(f"{run_dir.name}: {codes}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-        if late or not set(codes) <= set(fault.codes):
-            wrong.append(f"codes {codes} after fault {record.total()} of {hosts.log}")
-        if not any(codes) or (enough and wrong):
+        ended = [process.wait() for process in processes]
+        print(f"{run_dir.name}: {ended}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        if late or not set(ended) <= codes:
+            wrong.append(f"codes {ended}{' (late)' * late} after fault {record.total()} of {hosts.log}")
+        if not any(ended) or (record.total() >= faults and wrong):
             return wrong
+
+
+def harm_once(
+    hosts: Hosts,
+    processes: list[subprocess.Popen],
+    running: Callable[[], list],
+    generator: random.Random,
+    record: Counter[str],
+) -> set[int]:
+    """Wait for a moment, and harm one process, unless one ends before. Return the codes that processes may end with."""
+    kinds, victim = moments(hosts, generator), generator.randrange(hosts.count)
+    moment, begin = generator.choice(sorted(kinds)), time.monotonic()
+    name = sorted(OF_SEVERAL)[record.total() % len(OF_SEVERAL)] if hosts.count > 1 else "killed"
+    fault = OF_SEVERAL[name]
+    if name == "cut off" and victim == 0:
+        victim = hosts.count - 1
+    while len(running()) == hosts.count and not kinds[moment](time.monotonic() - begin):
+        time.sleep(0.002)
+        if time.monotonic() - begin > BOUND:  # no such moment came: it is harmed all the same
+            break
+    if len(running()) < hosts.count:
+        return set()
+    seconds = generator.choice(fault.seconds)
+    print(f"{hosts.run_dir.name}: {name} for {seconds} s: {victim}, {moment}", file=sys.stderr, flush=True)
+    fault.begin(hosts, processes[victim], victim)
+    time.sleep(seconds)
+    fault.end(hosts, processes[victim], victim)
+    record[f"{name} {moment}" if hosts.count > 1 else moment] += 1
+    return set(map(int, fault.codes))
 
 
 def main() -> int:
