@@ -40,7 +40,8 @@ from run.runtime import run_command
 
 TIMES = ("seconds", "tokens_per_second", "mfu", "data_wait", "hosts", "peak_memory_bytes", "time")
 SHORT, LONG = 3, 45  # seconds: less, and more, than a process may be silent (run.peers.HEARTBEAT_TIMEOUT)
-BOUND = 240  # seconds after a fault within which all processes must have ended, or saved a newer checkpoint
+LONE = 90  # seconds after the end of one process until it is started again alone, if others still run
+BOUND = 240  # seconds within which a run must save a newer checkpoint, or end
 
 
 @dataclass(frozen=True)
@@ -112,19 +113,16 @@ class Hosts:
             source = Path(__file__).with_name("errors.c")
             subprocess.run(["cc", "-shared", "-fPIC", "-o", self.library, source, "-ldl"], check=True)
 
-    def start(self) -> list[subprocess.Popen]:
-        """Start all processes."""
-        started = []
-        for i in range(self.count):
-            environment = dict(os.environ)
-            if self.count > 1:
-                port = self.wires[i].server.getsockname()[1] if i else self.port
-                environment |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_PROCESS_ID": str(i)}
-                environment |= {"JAX_NUM_PROCESSES": str(self.count)}
-                environment |= {"LD_PRELOAD": str(self.library), "CHAOS_ERRORS": str(self.errors[i])}
-            with self.log.open("a") as log:
-                started.append(subprocess.Popen(self.command, env=environment, stdout=log, stderr=log))
-        return started
+    def start(self, i: int) -> subprocess.Popen:
+        """Start one process."""
+        environment = dict(os.environ)
+        if self.count > 1:
+            port = self.wires[i].server.getsockname()[1] if i else self.port
+            environment |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_PROCESS_ID": str(i)}
+            environment |= {"JAX_NUM_PROCESSES": str(self.count)}
+            environment |= {"LD_PRELOAD": str(self.library), "CHAOS_ERRORS": str(self.errors[i])}
+        with self.log.open("a") as log:
+            return subprocess.Popen(self.command, env=environment, stdout=log, stderr=log)
 
     def newest(self) -> int:
         """Return the step of the newest checkpoint, or 0."""
@@ -145,7 +143,7 @@ class Fault(NamedTuple):
 KILL = Fault(lambda hosts, process, victim: process.kill(), codes=(0, Exit.PEER_LOST, -signal.SIGKILL))
 OF_SEVERAL = {
     "killed": KILL,
-    "preempted": Fault(lambda hosts, process, victim: process.terminate(), codes=(0, Exit.PREEMPTED)),
+    "preempted": Fault(lambda hosts, process, victim: process.terminate(), codes=(0, Exit.PREEMPTED, -signal.SIGTERM)),
     "stopped": Fault(
         lambda hosts, process, victim: process.send_signal(signal.SIGSTOP),
         lambda hosts, process, victim: process.send_signal(signal.SIGCONT),
@@ -204,27 +202,33 @@ def harm(arguments: Arguments, run_dir: Path, generator: random.Random, record: 
     once it has saved a newer checkpoint. Return which faults ended it with a wrong code, or not in time."""
     hosts, wrong = Hosts(arguments, run_dir), []
     while True:
-        processes, begin, codes = hosts.start(), time.monotonic(), {int(Exit.COMPLETE)}
+        processes, begin, codes = [hosts.start(i) for i in range(hosts.count)], time.monotonic(), {int(Exit.COMPLETE)}
         running = lambda processes=processes: [process for process in processes if process.poll() is None]
-        late = False
-        while len(running()) == hosts.count and not late:
-            if record.total() < faults:
-                codes |= harm_once(hosts, processes, running, generator, record)
-            saved, until = hosts.newest(), time.monotonic() + BOUND
-            while len(running()) == hosts.count and hosts.newest() == saved and not late:
+        ended, late, alone = [], False, 0
+        while running() and not late:
+            while len(running()) == hosts.count and not late:
+                if record.total() < faults:
+                    codes |= harm_once(hosts, processes, running, generator, record)
+                saved, until = hosts.newest(), time.monotonic() + BOUND
+                while len(running()) == hosts.count and hosts.newest() == saved and not late:
+                    time.sleep(0.05)
+                    late = time.monotonic() > until
+            until = time.monotonic() + LONE
+            while running() and time.monotonic() < until and not late:
                 time.sleep(0.05)
-                late = time.monotonic() > until
-        until = time.monotonic() + BOUND * (not late)
-        while running() and time.monotonic() < until:
-            time.sleep(0.05)
-        late = late or bool(running())
+            for i, process in enumerate(processes):
+                if running() and not late and process.poll() is not None:  # the others may wait for it at the start
+                    ended.append(process.poll())
+                    processes[i] = hosts.start(i)
+                    alone += 1
+            late = late or alone > 2 * hosts.count
         for process in running():
             process.kill()
-        ended = [process.wait() for process in processes]
+        ended += [process.wait() for process in processes]
         print(f"{run_dir.name}: {ended}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
         if late or not set(ended) <= codes:
             wrong.append(f"codes {ended}{' (late)' * late} after fault {record.total()} of {hosts.log}")
-        if not any(ended) or (record.total() >= faults and wrong):
+        if not any(process.returncode for process in processes) or (record.total() >= faults and wrong):
             return wrong
 
 
