@@ -198,8 +198,8 @@ def state_of(run_dir: Path, processes: int) -> dict:
 
 
 def harm(arguments: Arguments, run_dir: Path, generator: random.Random, record: Counter[str], faults: int) -> list[str]:
-    """Harm one run until it completes, or until there were so many faults. A run that survives a fault is harmed again
-    once it has saved a newer checkpoint. Return which faults ended it with a wrong code, or not in time."""
+    """Harm one run until it completes, at most so often that there were `faults` in all. A run that survives a fault is
+    harmed again once it has saved a newer checkpoint. Return which fault ended it with a wrong code, or not in time."""
     hosts, wrong = Hosts(arguments, run_dir), []
     while True:
         processes, begin, codes = [hosts.start(i) for i in range(hosts.count)], time.monotonic(), {int(Exit.COMPLETE)}
@@ -228,7 +228,7 @@ def harm(arguments: Arguments, run_dir: Path, generator: random.Random, record: 
         print(f"{run_dir.name}: {ended}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
         if late or not set(ended) <= codes:
             wrong.append(f"codes {ended}{' (late)' * late} after fault {record.total()} of {hosts.log}")
-        if not any(process.returncode for process in processes) or (record.total() >= faults and wrong):
+        if wrong or not any(process.returncode for process in processes):
             return wrong
 
 
@@ -272,10 +272,11 @@ def main() -> int:
     expected = state_of(out / "untouched", arguments.processes)
     record: Counter[str] = Counter()
     runs, differ = 0, []
-    while record.total() < arguments.faults:
-        differ += harm(arguments, out / f"harmed-{runs}", generator, record, arguments.faults)
+    while not differ and record.total() < arguments.faults:
+        if differ := harm(arguments, out / f"harmed-{runs}", generator, record, arguments.faults):
+            break
         found = state_of(out / f"harmed-{runs}", arguments.processes)
-        differ += [f"{name} of harmed-{runs}" for name in expected if expected[name] != found[name]]
+        differ = [f"{name} of harmed-{runs}" for name in expected if expected[name] != found[name]]
         runs += 1
     result = {"faults": record.total(), **record, "runs": runs, "differ": differ}
     print(json.dumps({**result, "params_sha256": expected["params_sha256"]}))
