@@ -21,6 +21,7 @@ from tqdm import tqdm
 from configs.command_line import parse
 from configs.exit_codes import Exit
 from configs.ramp import Ramp
+from configs.retry import patiently
 from configs.schema import Config, UserError
 from data.dataset import open_text
 from data.loader import train_batches
@@ -53,7 +54,6 @@ from run.metrics import plot_loss, summarize, write_summary
 from run.notify import tell, tell_of_failure
 from run.preflight import preflight
 from run.record import Record
-from run.retry import patiently
 from run.runtime import Stop, cache_dir, check_hosts_agree, describe_processes, on_first_process, run_command, start_jax
 from run.stages import Programs, batches_from
 from run.watchdog import limited

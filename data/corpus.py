@@ -3,6 +3,7 @@
 import codecs
 import glob
 import hashlib
+import io
 import itertools
 import json
 import lzma
@@ -14,14 +15,16 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Literal
 
 import fsspec
 import pyarrow
 import pyarrow.json
 from fsspec.utils import glob_translate
 
+from configs.retry import StorageLost, patiently
 from configs.schema import UserError
 from data.records import (
     COMPRESSIONS,
@@ -36,6 +39,7 @@ from data.records import (
     separated,
     values,
 )
+from data.remote import open_remote
 
 CUT_BYTES = 2**20  # of a text, above which it is cut into documents
 HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # words in names of files that publishers hold out
@@ -115,7 +119,7 @@ class Corpus:
         is_separated = bool(self.separator) and self._is_cut(file)
         if not start or not (is_separated or file.name.endswith(".jsonl")):
             return 0
-        with file.filesystem.open(_local(file.url), "rb") as opened:
+        with _opened(file) as opened:
             if is_separated:
                 return sum(1 for _ in separated(opened, self.separator.encode(), 0, start))
             return lines_before(opened, start)
@@ -136,8 +140,7 @@ class Corpus:
 
     def contents(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
         """Number and raw content of each document."""
-        opened: Any
-        with file.filesystem.open(_local(file.url), "rb") as opened:
+        with _opened(file) as opened:
             if file.name.endswith(".parquet"):
                 yield from rows(file, opened, self.text_column, start, stop)
             elif self.is_lines(file):
@@ -346,7 +349,10 @@ def _walk(
 def _remote_files(source: str) -> Found:
     try:
         filesystem, root = fsspec.core.url_to_fs(source)
-        paths = (filesystem.glob if glob.has_magic(root) else filesystem.find)(root, detail=True)
+        find = filesystem.glob if glob.has_magic(root) else filesystem.find
+        paths = patiently(source, lambda: find(root, detail=True))
+    except StorageLost:
+        raise
     except Exception as error:  # of the scheme's library: it may be missing, or have no access
         raise UserError(f"{source}: cannot be read: {error}") from error
     root = "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), root.split("/")))
@@ -372,8 +378,11 @@ def _hub_files(source: str, revision: str) -> Found:
     repository, _, folder = source.removeprefix("hf:").partition(":")
     repository, _, asked = repository.partition("@")
     try:
-        facts = HfApi().dataset_info(repository, revision=asked or revision or None, files_metadata=True)
-    except Exception as error:  # of the network, of the hub, or of a name that cannot be one
+        ask = partial(HfApi().dataset_info, repository, revision=asked or revision or None, files_metadata=True)
+        facts = patiently(source, ask)
+    except StorageLost:
+        raise
+    except Exception as error:  # of the hub, or of a name that cannot be one
         raise UserError(f"{source}: the hub does not give this dataset: {error}") from error
     every = sorted(facts.siblings or [], key=lambda file: file.rfilename)
     try:
@@ -391,17 +400,23 @@ def _hub_files(source: str, revision: str) -> Found:
     return [(SourceFile(file.rfilename, url + file.rfilename, file.size or 0), []) for file in chosen]
 
 
-def _local(url: str) -> str:
-    """Where a file is opened: one of the hub on this machine, downloaded from where a download stopped."""
-    if not url.startswith("hf:"):
-        return url
+def _opened(file: SourceFile) -> io.BufferedReader:
+    """Open a file of this machine, of a URL, or of the hub, which is downloaded from where a download stopped."""
+    if "://" in file.url:
+        return open_remote(file.filesystem, file.url)
+    return open(_downloaded(file.url) if file.url.startswith("hf:") else file.url, "rb")
+
+
+def _downloaded(url: str) -> str:
     from huggingface_hub import hf_hub_download
 
     repository, _, rest = url.removeprefix("hf:").partition("@")
     revision, _, name = rest.partition(":")
     try:
-        return hf_hub_download(repository, name, repo_type="dataset", revision=revision)
-    except Exception as error:  # of the network, the hub or the disk
+        return patiently(url, lambda: hf_hub_download(repository, name, repo_type="dataset", revision=revision))
+    except StorageLost:
+        raise
+    except Exception as error:  # of the hub or the disk
         raise UserError(f"{name} of {repository} was not downloaded ({error}); the same command goes on") from error
 
 

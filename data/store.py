@@ -10,25 +10,25 @@ import hashlib
 import json
 import logging
 import os
-import random
 import shutil
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import fsspec
 import numpy as np
 from fsspec.asyn import sync
 from jaxtyping import Integer
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
 from configs.files import shown_bytes
 from configs.progress import progress
+from configs.retry import CLIENTS, passes, status_of
 from configs.schema import UserError
 from data.blocks import (
     BLOCK_BYTES,
@@ -48,9 +48,7 @@ READERS = 64  # requests at a time: at 50 ms each, 1,280 a second
 CHUNK_BYTES = 128 * BLOCK_BYTES  # 8 MiB: a range of what is read from one end to the other
 SECONDS = 60  # that a request may take before it is repeated
 READ_AGAIN = 3  # times, where what comes is not what should: it may have been damaged on its way
-LASTING = (FileNotFoundError, IsADirectoryError, PermissionError, ImportError, ValueError, NotImplementedError)
-PAGES = (json.JSONDecodeError, UnicodeDecodeError)  # what a client makes of a proxy's page: they are ValueErrors, too
-AGAIN = ("408", "429")  # those of a status of 4xx that pass by: a request that timed out, too many at a time
+PAGES = (json.JSONDecodeError, UnicodeDecodeError, KeyError)  # what a client makes of a proxy's page
 
 
 @cache
@@ -105,21 +103,30 @@ class Store:
             return file.read(stop - start)
 
     def _persist(self, ask: Callable[[], Any], name: str) -> Any:
-        where, delay = f"{self.url}/{name}".rstrip("/"), 0.1
-        while True:
-            try:
-                answer = ask()
-                OUTAGE.answered()
-                return answer
-            except Exception as error:
-                if _is_lasting(error):
-                    shorter = "it is shorter than it was: it was changed (416)"
-                    why = shorter if getattr(error, "code", 0) == 416 else _in_a_line(error)
-                    raise UserError(f"--data.source={where}: cannot be read: {why}") from error
-                OUTAGE.failed(where, error)
+        """Return what `ask` returns, after any outage. UserError if the store refuses."""
+        where = f"{self.url}/{name}".rstrip("/")
+
+        def report(state: RetryCallState) -> None:
+            OUTAGE.failed(where, cast(Exception, cast(Future, state.outcome).exception()))
             readers().submit(int)  # raises at this process's end, which a thread that tries for ever would put off
-            time.sleep(delay * random.uniform(0.5, 1))
-            delay = min(2 * delay, 5)
+
+        again = Retrying(
+            retry=retry_if_exception(_passes),
+            wait=wait_random_exponential(multiplier=0.1, max=5),
+            before_sleep=report,
+            reraise=True,
+        )
+        try:
+            answer = again(ask)
+        except Exception as error:
+            client = type(error).__module__.startswith(CLIENTS) or status_of(error) is not None
+            if not client and not isinstance(error, OSError | ValueError | ImportError | NotImplementedError):
+                raise  # not an answer of the store
+            shorter = "it is shorter than it was: it was changed (416)"
+            why = shorter if status_of(error) == 416 else _in_a_line(error)
+            raise UserError(f"--data.source={where}: cannot be read: {why}") from error
+        OUTAGE.answered()
+        return answer
 
     def blocks(self, name: str, first: int, last: int, blocks: Blocks) -> bytes:
         """Blocks `first` to before `last` of a shard, as they were recorded. UserError where they are not."""
@@ -315,23 +322,11 @@ def mirrored(store: Store, cache_folder: Path, wanted: Callable[[str], bool]) ->
     return folder
 
 
-def _is_lasting(error: Exception) -> bool:
-    """Whether an error would come again, however often the request was repeated."""
-    response: Any = getattr(error, "response", None)
-    if isinstance(response, dict):  # botocore's
-        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    said = (getattr(error, "code", 0), getattr(error, "status", 0), getattr(response, "status_code", response))
-    refused = any(
-        str(status).isdigit() and 400 <= int(str(status)) < 500 for status in said if str(status) not in AGAIN
-    )
+def _passes(error: BaseException) -> bool:
+    """Return whether a request that failed so is repeated."""
     # gcsfs' ValueError for an answer of any status with "invalid" in it, as in what a proxy says of a server behind it
-    page = isinstance(error, PAGES) or str(error).startswith("Bad Request")
-    return (
-        refused
-        or (isinstance(error, LASTING) and not page)
-        or "Credentials" in type(error).__name__
-        or str(error).startswith("Forbidden")  # gcsfs' OSError
-    )
+    page = isinstance(error, PAGES) or (isinstance(error, ValueError) and str(error).startswith("Bad Request"))
+    return page or (passes(error) and status_of(error) != 401)
 
 
 def _in_a_line(error: Exception) -> str:

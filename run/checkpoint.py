@@ -25,12 +25,13 @@ from typing import Any
 import jax
 from etils import epath
 
+from configs import retry
+from configs.retry import StorageLost, causes, described, first_line, passes, patiently, role
 from configs.schema import CheckpointConfig, UserError
-from run import orbax_calls, retry
+from run import orbax_calls
 from run.checksums import checksums, digest, require_checksums
 from run.orbax_calls import COMMITTED, FACTS, HALF_DONE, Info, Saving
 from run.record import Record, place
-from run.retry import StorageLost, causes, described, first_line, passes, patiently, role
 from run.runtime import Damaged, NoCheckpoint, highest, on_every_process, on_first_process, versions
 from training.layout import padded
 from training.optimizer import path_name
@@ -176,7 +177,7 @@ class Checkpoints:
 
     def _failed(self, failure: str) -> None:
         """Counts a save that failed, and removes what it left, so that the disk has room: training can go on.
-        StorageLost if the disk or the store has not answered for `run.retry.SECONDS`."""
+        StorageLost if the disk or the store has not answered for `configs.retry.SECONDS`."""
         self.failing_since = self.failing_since if self.failed_saves else time.monotonic()
         self.failed_saves += 1
         self.passing, self.failure = failure[0] == "1", failure[2:]

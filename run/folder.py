@@ -22,6 +22,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 from configs.command_line import config_from_json
 from configs.exit_codes import Exit
 from configs.files import write_whole
+from configs.retry import patiently
 from configs.schema import Config, MeshConfig, UserError, free_to_change, options, validate
 from data.dataset import absolute
 from run.checkpoint import Checkpoints, whole_steps
@@ -30,7 +31,6 @@ from run.lines import read_metrics, scores
 from run.orbax_calls import read_facts
 from run.preflight import ROOT, code_digest
 from run.record import CONTINUES, Record, place, reading
-from run.retry import patiently
 from run.runtime import versions
 from training.build import build
 from training.mesh import islands, make_mesh, sizes_of

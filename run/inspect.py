@@ -16,10 +16,10 @@ from etils import epath
 
 from configs.command_line import parse_arguments
 from configs.exit_codes import Exit
+from configs.retry import first_line
 from configs.schema import AnyPath
 from run.folder import open_for_reading
 from run.record import at_hand
-from run.retry import first_line
 from run.runtime import run_command, start_jax
 
 

@@ -12,6 +12,7 @@ import jax
 from tenacity import Retrying, retry_if_result, wait_random_exponential
 
 from configs.ramp import Ramp
+from configs.retry import LONGEST
 from configs.schema import Config, options
 from model.flops import flops_per_token
 from model.shapes import parameter_shapes
@@ -25,7 +26,6 @@ from run.metrics import Clock, MetricsWriter
 from run.monitor import Monitor
 from run.notify import tell
 from run.profile import Profile
-from run.retry import LONGEST
 from run.runtime import Stop, highest, on_first_process
 from run.watchdog import Watchdog, end_as_hung
 from run.weights_and_biases import Wandb

@@ -9,9 +9,9 @@ from typing import Literal
 import jax
 
 from configs.hook import start_hook
+from configs.retry import first_line
 from configs.schema import Config, UserError
 from run.record import Record, place
-from run.retry import first_line
 
 LAST = 10  # seconds that a process waits for the command at its end, which would kill the command in a container or job
 

@@ -17,9 +17,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers as managers
 
+from configs.retry import described
 from configs.schema import CheckpointConfig
 from run.peers import exchange, from_first
-from run.retry import described
 
 COMMITTED = "commit_success.txt"  # in a bucket: written last
 FACTS = "facts/metadata"  # a JSON file; on a disk the folder is renamed when all is written
@@ -65,7 +65,7 @@ class Saving(threading.Thread):
         self.handlers = {name: _writer() for name in items}
         self.parts: list[Any] = []
         self.failure = "0 it was not finished"
-        """Why it failed (`run.retry.described`), the same on every process; empty once the checkpoint is whole."""
+        """Why it failed (`configs.retry.described`), the same on every process; empty once the checkpoint is whole."""
 
         async def begin() -> None:
             for name, handler in self.handlers.items():

@@ -25,12 +25,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_random
 
 from configs.files import shown_bytes
+from configs.retry import StorageLost, first_line, patiently, role
 from configs.schema import Config, UserError
 from model.flops import parameter_counts
 from model.kernels import attention_kernel
 from model.parallel import compute_capability
 from run.peers import exchange
-from run.retry import StorageLost, first_line, patiently, role
 from run.runtime import versions
 from run.watchdog import end_as_hung
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import fsspec.config
 from etils import epath
 
+from configs.retry import first_line, passes, patiently, role
 from configs.schema import UserError
-from run.retry import first_line, passes, patiently, role
 
 KERNELS = "kernels.zip"
 # Events come last, in both directions: by them a start knows whether the copy has gone on.

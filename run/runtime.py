@@ -28,11 +28,11 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 from configs.exit_codes import Exit
 from configs.files import cache_dir
 from configs.interrupt import raise_at_interrupt
+from configs.retry import StorageLost, first_line
 from configs.schema import UserError
 from program.machines import GPU_FRACTION
 from run.cluster import Cluster, detect
 from run.peers import PeerLost, end_all, exchange, from_first, join, leave
-from run.retry import StorageLost, first_line
 from training.mesh import axes_between, islands, sizes_of
 
 OPEN_FILES = 65_536

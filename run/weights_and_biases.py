@@ -6,9 +6,9 @@ import threading
 import time
 from contextlib import suppress
 
+from configs.retry import first_line
 from configs.schema import Config, options
 from run.events import Events
-from run.retry import first_line
 
 WAITING = 10_000  # lines that may wait while it cannot be reached; further ones are left out
 LAST = 30  # seconds that the end of a run waits for what is not sent yet

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub import HfApi
 
-from configs.schema import UserError
+from configs.retry import StorageLost
 from data.corpus import find_corpus
 from data.shards import read_shard
 
@@ -174,8 +174,10 @@ def test_what_the_hub_does_not_have_is_one_message_and_code_2(endpoint, tmp_path
     assert code == 2 and says in output and "Traceback" not in output
 
 
-def test_without_a_network_it_is_one_message(monkeypatch):
+def test_a_network_that_is_away_is_waited_for_and_is_no_mistake(monkeypatch):
     """The client's errors are no OSErrors."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"hf:owner/name: the hub does not give this dataset: .*refused"):
+    monkeypatch.setattr("configs.retry.SECONDS", 0)
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
+    with pytest.raises(StorageLost, match=r"hf:owner/name: .*refused"):
         find_corpus("hf:owner/name")

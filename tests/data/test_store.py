@@ -5,6 +5,7 @@ import hashlib
 import os
 import re
 import shutil
+import ssl
 import subprocess
 import sys
 import threading
@@ -307,20 +308,40 @@ class Answered(Exception):
 
 
 @pytest.mark.parametrize(
-    ("error", "lasting"),
+    ("error", "repeated"),
     [
-        *((Answered(code=code), lasting) for code, lasting in [(404, True), ("401", True), (503, False), (429, False)]),
-        *((Answered(status=status), lasting) for status, lasting in [(403, True), (502, False)]),
-        (Answered(response=Mock(status_code=404)), True),
-        (Answered(response={"ResponseMetadata": {"HTTPStatusCode": 403}}), True),
-        (Answered(response={"ResponseMetadata": {"HTTPStatusCode": 500}}), False),
-        (Answered(code=None, response=None), False),
-        (OSError("Forbidden: https://..."), True),
-        (ValueError("Protocol not known: nowhere"), True),
-        (ConnectionResetError(), False),
-        (TimeoutError(), False),
+        *(
+            (Answered(code=code), repeated)
+            for code, repeated in [(404, False), ("401", False), (503, True), (429, True)]
+        ),
+        *((Answered(status=status), repeated) for status, repeated in [(403, False), (502, True)]),
+        (Answered(response=Mock(status_code=404)), False),
+        (Answered(response={"ResponseMetadata": {"HTTPStatusCode": 403}}), False),
+        (Answered(response={"ResponseMetadata": {"HTTPStatusCode": 500}}), True),
+        (OSError("Forbidden: https://..."), False),
+        (ValueError("Protocol not known: nowhere"), False),
+        (ValueError("Bad Request: <html>"), True),
+        (ConnectionResetError(), True),
+        (TimeoutError(), True),
+        (TypeError("unexpected keyword"), False),
+        (ssl.SSLCertVerificationError("self-signed certificate"), False),
     ],
     ids=repr,
 )
-def test_what_repeating_does_not_mend_is_told_apart(error, lasting):
-    assert module._is_lasting(error) == lasting
+def test_only_what_may_pass_is_repeated(error, repeated, tmp_path, monkeypatch):
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
+    (tmp_path / "file").write_bytes(b"content")
+    store, answers = Store(f"file://{tmp_path}"), [error, b"content"]
+
+    def ask(*_: object) -> bytes:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(store, "_ask", ask)
+    if repeated:
+        assert store.read("file", 0, 7) == b"content" and not answers
+    else:
+        with pytest.raises(TypeError if isinstance(error, TypeError) else UserError):
+            store.read("file", 0, 7)

@@ -8,11 +8,11 @@ import fsspec.config
 import pytest
 from gcsfs.retry import HttpError
 
+from configs.retry import StorageLost
 from configs.schema import CheckpointConfig, MeshConfig, UserError
 from run.checkpoint import COMMITTED, Checkpoints, whole_steps
 from run.preflight import preflight
 from run.record import Record
-from run.retry import StorageLost
 from tests.fake_gcs import FakeGCS
 from tests.helpers import tiny_config
 from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, saved
@@ -143,7 +143,7 @@ def test_a_store_that_answers_503_at_the_start_is_asked_again_and_then_lost(buck
     monkeypatch.setattr("run.checkpoint.whole_steps", faulty)
     assert Checkpoints(RUN).steps == [1]
     errors += [HttpError({"code": 503, "message": "try again"})] * 9
-    monkeypatch.setattr("run.retry.SECONDS", 0)
+    monkeypatch.setattr("configs.retry.SECONDS", 0)
     with pytest.raises(StorageLost, match="try again"):
         Checkpoints(RUN)
 

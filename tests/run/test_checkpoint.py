@@ -13,9 +13,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from configs import retry
 from configs.schema import CheckpointConfig, MatricesConfig, MeshConfig, UserError
 from model.shapes import parameter_shapes
-from run import orbax_calls, retry
+from run import orbax_calls
 from run.checkpoint import Checkpoints
 from run.runtime import NoCheckpoint
 from tests.helpers import ALL_FEATURES, tiny_config

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from configs.command_line import config_from_json
+from configs.retry import StorageLost, passes
 from configs.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -24,7 +25,6 @@ from configs.schema import (
 from run import folder as run_folder
 from run.events import Events
 from run.folder import RunLock, load_run
-from run.retry import StorageLost, passes
 from run.runtime import versions
 from tests.helpers import tiny_config
 
@@ -363,7 +363,7 @@ def test_the_lock_of_a_machine_that_is_gone_is_waited_for_and_that_of_this_one_i
 
 
 def test_a_disk_that_fails_at_the_start_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("run.retry.SECONDS", 0)
+    monkeypatch.setattr("configs.retry.SECONDS", 0)
     monkeypatch.setattr("run.folder._open_run", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(StorageLost, match="Input/output error"):
         open_run(replace(tiny_config(), run_dir=str(tmp_path)), "print", accept_changes=False)

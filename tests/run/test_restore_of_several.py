@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 import jax, numpy as np
 import orbax.checkpoint as ocp
-import run.retry
+import configs.retry
 from configs.schema import CheckpointConfig
 from run.checkpoint import Checkpoints
 from run.runtime import run_command, start_jax
@@ -18,7 +18,7 @@ from training.state import TrainState
 
 def main():
     folder, act = sys.argv[1].split(" ", 1)
-    run.retry.SECONDS = 2
+    configs.retry.SECONDS = 2
     start_jax()
     mesh = jax.make_mesh((jax.device_count(),), "x")
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x", None))

@@ -1,12 +1,13 @@
 """Which errors are waited for, and for how long."""
 
 import errno
+import ssl
 
 import pytest
 from gcsfs.retry import HttpError
 
-import run.retry
-from run.retry import StorageLost, passes, patiently
+import configs.retry
+from configs.retry import StorageLost, passes, patiently
 
 
 def wrapped(error: Exception) -> Exception:
@@ -38,6 +39,8 @@ def wrapped(error: Exception) -> Exception:
         (OSError(errno.EROFS, "Read-only file system"), False),
         (OSError(errno.ENOSPC, "No space left on device"), False),
         (KeyError("value_type"), False),
+        (ssl.SSLCertVerificationError("self-signed certificate"), False),
+        (wrapped(ssl.SSLCertVerificationError("self-signed certificate")), False),
     ],
     ids=str,
 )
@@ -65,6 +68,6 @@ def test_what_passes_is_waited_for_and_what_lasts_is_raised_at_once(monkeypatch,
 
 
 def test_what_does_not_pass_for_long_is_lost_storage(monkeypatch):
-    monkeypatch.setattr(run.retry, "SECONDS", 0)
+    monkeypatch.setattr(configs.retry, "SECONDS", 0)
     with pytest.raises(StorageLost, match=r"the disk: .*Stale file handle"):
         patiently("the disk", failing(3, OSError(errno.ESTALE, "Stale file handle")))

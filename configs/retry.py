@@ -2,9 +2,10 @@
 
 import errno
 import re
+import ssl
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tenacity import (
     RetryCallState,
@@ -39,6 +40,8 @@ PASSING = re.compile(
     "(UNAVAILABLE|UNAUTHENTICATED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL|UNKNOWN|CANCELLED)\\b"
 )
 
+CLIENTS = ("aiohttp", "botocore", "google.auth", "httpx")  # libraries whose errors without a status are the network's
+
 
 class StorageLost(Exception):
     """A disk or a store misbehaves for longer than it is waited for: start all again."""
@@ -54,15 +57,25 @@ def causes(error: BaseException) -> list[BaseException]:
     return chain
 
 
+def status_of(error: BaseException) -> int | None:
+    """Return the HTTP status in an error, as gcsfs, aiohttp, the hub's client and botocore keep it, or None."""
+    response: Any = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore's
+        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    kept = (getattr(error, "code", None), getattr(error, "status", None), getattr(response, "status_code", response))
+    return next((int(str(status)) for status in kept if str(status).isdigit()), None)
+
+
 def passes(error: BaseException) -> bool:
-    """Whether the same request may succeed later: an error of the disk, the store or the network."""
-    return any(_passes(cause) for cause in causes(error))
+    """Return whether the same request may succeed later: an error of the disk, the store or the network."""
+    chain = causes(error)
+    certificate = any(isinstance(cause, ssl.CertificateError) for cause in chain)
+    return not certificate and any(_passes(cause) for cause in chain)
 
 
 def _passes(error: BaseException) -> bool:
-    status = getattr(error, "code", None)  # gcsfs.retry.HttpError; 401: credentials could not be renewed
-    if isinstance(status, int | str) and str(status).isdigit():
-        return int(status) in (401, 408, 429) or int(status) >= 500
+    if (status := status_of(error)) is not None:
+        return status in (401, 408, 429) or status >= 500  # 401: credentials could not be renewed
     if isinstance(
         error, FileNotFoundError | PermissionError | FileExistsError | NotADirectoryError | IsADirectoryError
     ):
@@ -71,7 +84,7 @@ def _passes(error: BaseException) -> bool:
         return error.errno not in LASTING and not str(error).startswith("Forbidden")  # gcsfs: status 403
     if isinstance(error, ValueError):
         return PASSING.match(str(error)) is not None
-    return type(error).__module__.startswith(("aiohttp", "google.auth"))
+    return type(error).__module__.startswith(CLIENTS) and "Credentials" not in type(error).__name__
 
 
 def patiently(what: str, function: Callable[[], T], seconds: float | None = None) -> T:
