@@ -26,7 +26,7 @@ from configs.schema import Config, UserError
 from data.dataset import open_text
 from data.loader import train_batches
 from evaluation.evaluator import Evaluator
-from interchange.init_from import read_params, require_same_network
+from interchange.init_from import read_params, require_same_network, require_same_vocabulary, require_tokenizer_for_text
 from model.flops import parameter_counts
 from model.kernels import attention_kernel, described
 from model.parallel import compute_capability
@@ -83,6 +83,10 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     built = builds[-1]  # for all that does not depend on the size of a step
     config = built.config
     micro_batches, rows, length = built.batch_shape
+    starts_from = config.init_from and not on_first_process(lambda: whole_steps(checkpoint_folder(config)))
+    if starts_from:  # before text is prepared, which can take hours
+        require_same_network(config)
+        require_tokenizer_for_text(config, cache_dir())
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir())
     check_hosts_agree("their text", text.fingerprint)
     say(text.outlook(Ramp.of(config.batch).tokens(config.steps) // length, length, config.data.max_epochs))
@@ -95,8 +99,8 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         check_hosts_agree("their bundle", evaluator.benchmarks.facts["bundle"])
 
     # The run's folder, which no other process may write to meanwhile, and what has been saved of the run.
-    if config.init_from and not on_first_process(lambda: whole_steps(checkpoint_folder(config))):
-        require_same_network(config, text.tokenizer)
+    if starts_from:
+        require_same_vocabulary(config, text.tokenizer)
         say(describe_start(config))
     # On one process: an NFS client that looks before the folder is there does not see it for a while.
     on_first_process(lambda: text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer"))

@@ -246,6 +246,13 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path) 
         return _made_by_others(folder, names, config, partial(MappedShard, remembered=cache / "examined"))
     if source.startswith("hf:"):
         raise _not_a_dataset(source)
+    settings, made = _made_of_text(source, config, vocab_size, cache)
+    prepare(settings, made)
+    return _prepared(made, config, partial(MappedShard, remembered=cache / "examined"))
+
+
+def _made_of_text(source: str, config: DataConfig, vocab_size: int, cache: Path) -> tuple[Preparation, Path]:
+    """Return how raw text is prepared, and the folder of the dataset."""
     settings = Preparation(
         source=source,
         tokenizer=config.tokenizer,
@@ -254,9 +261,17 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path) 
         on_error="skip",  # and say how many
     )
     tokenizer = config.tokenizer and load_tokenizer(config.tokenizer).sha256
-    made = cache / "datasets" / _digest(settings, find_corpus(source).version, tokenizer)
-    prepare(settings, made)
-    return _prepared(made, config, partial(MappedShard, remembered=cache / "examined"))
+    return settings, cache / "datasets" / _digest(settings, find_corpus(source).version, tokenizer)
+
+
+def would_train_tokenizer(config: DataConfig, vocab_size: int, cache: Path) -> bool:
+    """Return whether `open_text` trains a tokenizer on text that it has not prepared before."""
+    if config.tokenizer:
+        return False
+    is_text = lambda name: not ("://" in name or name.startswith("hf:") or any(Path(name).glob("*.bin")))
+    names = [os.path.expanduser(name) for name in read_source(config.source)[0]]
+    made = [_made_of_text(name, config, vocab_size, cache)[1] for name in names if is_text(name)]
+    return not all((folder / "dataset.json").exists() for folder in made)
 
 
 def _not_a_dataset(source: str) -> UserError:

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array
 
 from configs.schema import BatchConfig, Config, ModelConfig, UserError, resolved, roles, validate
+from data.dataset import would_train_tokenizer
 from data.tokenizer import TextTokenizer, load_tokenizer
 from interchange.remote_code import TABLE, model_of_remote, remote_name
 from interchange.safetensors import stored_arrays
@@ -76,21 +77,39 @@ def config_of(folder: str | Path) -> Config:
     return resolved(replace(config, model=model))
 
 
-def require_same_network(config: Config, tokenizer: TextTokenizer) -> None:
-    """UserError where `config.init_from` holds a network that computes another function than the options ask for, or
-    another vocabulary."""
+def _tokenizer_beside(config: Config) -> Path | None:
+    """Return the folder with the tokenizer of `config.init_from`, or None if it has none."""
+    folder = at_hand(config.init_from)
+    beside = folder / "tokenizer" if is_run(folder) else folder
+    return beside if (beside / "tokenizer.json").exists() else None
+
+
+def require_same_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
+    """Raise UserError if `config.init_from` has another vocabulary than the data."""
+    beside = _tokenizer_beside(config)
+    if beside and load_tokenizer(beside).library.get_vocab() != tokenizer.library.get_vocab():
+        raise UserError(
+            f"{config.init_from} holds another vocabulary than the data were made with; prepare the data with "
+            f"--tokenizer={beside}, or give --data.tokenizer={beside} for raw text"
+        )
+
+
+def require_tokenizer_for_text(config: Config, cache: Path) -> None:
+    """Raise UserError if raw text would get another tokenizer than the one of `config.init_from`."""
+    beside = _tokenizer_beside(config)
+    if beside and would_train_tokenizer(config.data, config.model.vocab_size, cache):
+        raise UserError(
+            f"--init_from={config.init_from} has a tokenizer, and the text would get another: give "
+            f"--data.tokenizer={beside}"
+        )
+
+
+def require_same_network(config: Config) -> None:
+    """Raise UserError if `config.init_from` holds a network that computes another function than the options ask for."""
     config = resolved(config)
     folder = at_hand(config.init_from)
     run = record_of(folder)[1] if is_run(folder) else None
     shapes = {} if run else {name: tuple(array.get_shape()) for name, array in stored_arrays(folder).items()}
-    beside = folder / "tokenizer" if run else folder
-    if (beside / "tokenizer.json").exists():
-        theirs, ours = (of.library.get_vocab() for of in (load_tokenizer(beside), tokenizer))
-        if theirs != ours:
-            raise UserError(
-                f"{config.init_from} holds another vocabulary than the data were made with; prepare the data with "
-                f"--tokenizer={beside}, or give --data.tokenizer={beside} for raw text"
-            )
     problems = _differences(run.model, config.model) if run else _other_options(folder, config)
     leaves = jax.tree_util.tree_leaves_with_path(split_model(config.model, jnp.dtype(jnp.float32))[1])
     wanted = {path_name(path): leaf.shape for path, leaf in leaves}

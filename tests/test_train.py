@@ -751,6 +751,19 @@ def test_a_network_that_is_trained_on_says_how_to_keep_what_it_knows(folder, unt
         assert ("--optimizer.rate_factor=0.1 --optimizer.warmup_steps=2" in said) == full
 
 
+def test_a_tokenizer_that_is_missing_is_noticed_before_text_is_read(folder, untouched, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    assert run("export", monkeypatch, "--run_dir=untouched", "--out=with tokenizer") == 0
+    Path("new text").mkdir()
+    Path("new text/a.txt").write_text("another text " * 5_000)
+    command = ("--config=tiny.py", "--init_from=with tokenizer", "--data.source=new text", "--run_dir=on new", *FAST)
+    assert run("train", monkeypatch, *command) == 2
+    said = capfd.readouterr().err
+    assert "give --data.tokenizer=with tokenizer" in said and "preparing" not in said
+    assert not Path("on new").exists()
+    assert run("train", monkeypatch, *command, "--data.tokenizer=with tokenizer", "--steps=1") == 0
+
+
 def test_a_renamed_run_goes_on_and_a_lost_config_comes_back_from_a_checkpoint(folder, untouched, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     shutil.copytree("untouched", "renamed")

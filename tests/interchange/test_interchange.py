@@ -18,7 +18,7 @@ from configs.command_line import load_config
 from configs.schema import Config, MeshConfig, UserError
 from data.tokenizer import train_tokenizer
 from interchange import safetensors
-from interchange.init_from import read_params, require_same_network
+from interchange.init_from import read_params, require_same_network, require_same_vocabulary
 from interchange.remote_code import REMOTE
 from interchange.safetensors import arrays_of, write_safetensors
 from interchange.transformers import IN_HF, beyond_hf, write_hf
@@ -58,7 +58,7 @@ def test_plain_safetensors_come_back_to_the_bit_on_any_mesh(tmp_path, options, d
     config, params = network(**options)
     write_safetensors(tmp_path / "plain", [arrays_of(params)], config, TOKENIZER)
     config = replace(config, init_from=str(tmp_path / "plain"))
-    require_same_network(config, TOKENIZER)
+    require_same_network(config)
     mesh = make_mesh(MeshConfig(fsdp=devices // 4 or 1), jax.devices()[:devices])
     back = read_params(config, abstract_params(config.model, mesh))
     unpadded = lambda ours, theirs: np.testing.assert_array_equal(ours, resized(theirs, ours.shape))
@@ -75,7 +75,7 @@ def test_arrays_that_are_missing_extra_or_misshapen_are_all_named(written):
 
     change_arrays(folder, change)
     with pytest.raises(UserError) as error:
-        require_same_network(config, TOKENIZER)
+        require_same_network(config)
     for line in (
         "lm_head.weight: missing, not (272, 32)",
         "model.layers.7.mlp.fc1.weight: (3, 3), not there",
@@ -98,7 +98,7 @@ def test_arrays_that_are_missing_extra_or_misshapen_are_all_named(written):
 def test_another_network_is_refused(written, options, message):
     config, _ = written
     with pytest.raises(UserError, match="is of another network than the options ask for") as error:
-        require_same_network(replace(config, model=replace(config.model, **options)), TOKENIZER)
+        require_same_network(replace(config, model=replace(config.model, **options)))
     assert message in str(error.value)
 
 
@@ -121,7 +121,7 @@ def windows(tmp_path_factory):
 )
 def test_options_that_leave_the_function_as_it_is_may_differ(windows, options):
     config, _ = windows
-    require_same_network(replace(config, model=replace(config.model, **options)), TOKENIZER)
+    require_same_network(replace(config, model=replace(config.model, **options)))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_options_that_leave_the_function_as_it_is_may_differ(windows, options):
 def test_another_function_or_shape_is_refused(windows, options, message):
     config, _ = windows
     with pytest.raises(UserError, match=message):
-        require_same_network(replace(config, model=replace(config.model, **options)), TOKENIZER)
+        require_same_network(replace(config, model=replace(config.model, **options)))
 
 
 def test_windows_that_no_block_uses_may_differ(tmp_path):
@@ -146,7 +146,7 @@ def test_windows_that_no_block_uses_may_differ(tmp_path):
     config, params = network(short_window=128)
     write_safetensors(tmp_path / "plain", [arrays_of(params)], config, TOKENIZER)
     longer = replace(config, init_from=str(tmp_path / "plain"), model=replace(config.model, short_window=512))
-    require_same_network(longer, TOKENIZER)
+    require_same_network(longer)
 
 
 @pytest.mark.parametrize("name", ["tokensum.json", "config.json"])
@@ -156,7 +156,7 @@ def test_a_broken_description_is_one_message(windows, written, name, content):
     before = (folder / name).read_bytes()
     (folder / name).write_bytes(content.encode("latin1"))
     with pytest.raises(UserError, match=rf"{name} cannot be read: "):
-        require_same_network(config, TOKENIZER)
+        require_same_network(config)
     (folder / name).write_bytes(before)
 
 
@@ -166,23 +166,23 @@ def test_a_description_of_no_network_is_one_message(windows, model):
     before = (folder / "tokensum.json").read_text()
     (folder / "tokensum.json").write_text(json.dumps(json.loads(before) | model))
     with pytest.raises(UserError, match=r"tokensum\.json describes no network: --model\."):
-        require_same_network(config, TOKENIZER)
+        require_same_network(config)
     (folder / "tokensum.json").write_text(before)
 
 
 def test_another_vocabulary_is_refused(written):
     with pytest.raises(UserError, match="holds another vocabulary than the data"):
-        require_same_network(written[0], OTHER)
+        require_same_vocabulary(written[0], OTHER)
 
 
 def test_a_folder_without_arrays_or_with_a_broken_file_is_refused(written, tmp_path):
     config, folder = written
     with pytest.raises(UserError, match=r"no \*\.safetensors there"):
-        require_same_network(replace(config, init_from=str(tmp_path)), TOKENIZER)
+        require_same_network(replace(config, init_from=str(tmp_path)))
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match="cannot be read"):
-        require_same_network(config, TOKENIZER)
+        require_same_network(config)
 
 
 def test_every_shipped_config_s_network_can_be_exported():
@@ -198,9 +198,9 @@ def test_a_network_that_transformers_cannot_express_comes_with_its_code(tmp_path
     facts = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert facts["model_type"] == "tokensum" and (tmp_path / "hf" / "modeling_tokensum.py").exists()
     config = replace(config, init_from=str(tmp_path / "hf"))
-    require_same_network(config, TOKENIZER)
+    require_same_network(config)
     with pytest.raises(UserError, match="is of another network"):
-        require_same_network(replace(config, model=replace(TINY, depth=3)), TOKENIZER)
+        require_same_network(replace(config, model=replace(TINY, depth=3)))
 
 
 def test_an_option_that_the_code_does_not_know_is_refused(tmp_path, monkeypatch):
