@@ -164,7 +164,7 @@ def load(folder: str, mesh: Mesh, step: int | None = None) -> Network:
     tokenizer = tokenizer_of(folder)
     if is_network(folder):
         config = config_of(folder)
-        require_same_network(config, tokenizer)
+        require_same_network(config)
         params = read_params(config, abstract_params(config.model, mesh))
         return Network(config, tokenizer, params, {"params_sha256": params_sha256(params, config.model)}, "network")
     run = load_run(folder, mesh, step)

@@ -155,10 +155,10 @@ def held_out_batches(
     shape: Shape,
     sharding: NamedSharding,
     document_bos: int | None = None,
-) -> tuple[list[Any], int]:
-    """`tokens` tokens, of each dataset its share, in rows spread evenly over all of its rows, on the devices, and how
-    many bytes of text their targets stand for. Targets that stand for no text (the BOS) have weight 0, as have the rows
-    that fill the last batch up.
+) -> tuple[list[Any], Int[np.ndarray, "micro_batches"]]:
+    """Return `tokens` tokens, of each dataset its share, in rows spread evenly over all of its rows, on the devices,
+    and how many bytes of text the targets of each micro-batch stand for. Targets that stand for no text (the BOS) have
+    weight 0, as have the rows that fill the last batch up.
     """
     micro_batches, width, length = shape
     chosen: list[Row] = []
@@ -176,4 +176,6 @@ def held_out_batches(
         batch = stack(mine_of_it, indices.shape, document_bos)
         batch["weights"] *= token_bytes[batch["targets"]] > 0
         batches.append(to_devices(batch, shape, sharding))
-    return batches, sum(int(token_bytes[row["targets"][row["weights"] > 0]].sum()) for row in chosen)
+    of_rows = np.zeros(len(batches) * micro_batches * width, np.int64)
+    of_rows[: len(chosen)] = [token_bytes[row["targets"][row["weights"] > 0]].sum() for row in chosen]
+    return batches, of_rows.reshape(-1, width).sum(axis=1)

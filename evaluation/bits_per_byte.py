@@ -3,6 +3,10 @@
 import math
 from collections.abc import Callable, Iterable
 
+import numpy as np
+from jaxtyping import Int
+
+from evaluation.bits_of_texts import ratio
 from training.step import Batch, EvalStep
 
 
@@ -10,12 +14,22 @@ def evaluate(
     eval_step: EvalStep,
     params: dict,
     batches: list[Batch],
-    text_bytes: int,
+    text_bytes: Int[np.ndarray, "micro_batches"],
     watched: Callable[[list], Iterable] = iter,
-) -> dict[str, float]:
-    """`val_loss` in nats a token and `val_bpb` in bits a byte, over every target that stands for text (the BOS does
-    not, as in nanochat). The same whatever the batches' shape and the mesh. `watched` shows how far it is."""
+) -> dict[str, float | None]:
+    """Return `val_loss` in nats a token, and `val_bpb` in bits a byte with its standard error `val_bpb_stderr`.
+
+    They are over every target that stands for text (the BOS does not, as in nanochat). The two means are the same
+    whatever the batches' shape and the mesh. The error is over micro-batches, each a stretch of the held-out text: None
+    for a single one. `text_bytes` has each micro-batch's. `watched` shows how far it is.
+    """
     sums = [eval_step(params, batch) for batch in batches]
-    done = [(float(loss), int(count)) for loss, count in watched(sums)]
-    loss_sum, tokens = math.fsum(loss for loss, _ in done), sum(count for _, count in done)
-    return {"val_loss": loss_sum / tokens, "val_bpb": loss_sum / math.log(2) / text_bytes}
+    losses, counts = (np.concatenate(parts) for parts in zip(*(map(np.asarray, of) for of in watched(sums))))
+    some = text_bytes > 0  # a micro-batch may hold no row
+    _, error = ratio((losses[some] / math.log(2)).tolist(), text_bytes[some].tolist())
+    loss_sum = math.fsum(losses)
+    return {
+        "val_loss": loss_sum / int(counts.sum()),
+        "val_bpb": loss_sum / math.log(2) / int(text_bytes.sum()),
+        "val_bpb_stderr": error,
+    }

@@ -316,7 +316,8 @@ class Loop:
             results = self.measured(self.measure)
             loss, bits = results["val_loss"], results["val_bpb"]
             self.checkpoints.score(self.step, bits)
-            self.say(f"step {self.step}: validation loss {loss:.4f}, {bits:.4f} bits per byte")
+            error = f" +- {error:.4f}" if (error := results.get("val_bpb_stderr")) else ""
+            self.say(f"step {self.step}: validation loss {loss:.4f}, {bits:.4f}{error} bits per byte")
         if self.step > 0 and due.tasks and "core" not in on_record:
             results = self.measured(self.measure_tasks)
             self.say(f"step {self.step}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}")

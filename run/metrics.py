@@ -213,7 +213,7 @@ def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **mo
     """What a run's summary says, with the newest losses (and CORE) that metrics.jsonl has; and the newest samples."""
     lines = read_metrics(run_dir)
     newest = lambda name: next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
-    losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb")}
+    losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
     losses |= {"core": core} if (core := newest("core")) is not None else {}
     rate = tokens / seconds if seconds else None
     summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}

@@ -92,9 +92,11 @@ def losses(run: Run) -> list[Sentence]:
     said = []
     loss, val, bpb = run.course("loss"), run.course("val_loss"), run.course("val_bpb")
     if val.values:
+        errors = run.course("val_bpb_stderr").values
+        of_error = f" +- {errors[-1]:.3f}" * bool(errors)
         (tokens,), bits = (
             run.along("tokens", val.steps[-1:]),
-            f" ({bpb.values[-1]:.3f} bits per byte)" * bool(bpb.values),
+            f" ({bpb.values[-1]:.3f}{of_error} bits per byte)" * bool(bpb.values),
         )
         text = f"Validation loss is {val.values[-1]:.3f} nats a token{bits} after {quantity(tokens)} tokens"
         said.append(Sentence(text + (f"; it began at {val.values[0]:.3f}." if len(val.values) > 1 else ".")))

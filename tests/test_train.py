@@ -146,7 +146,7 @@ def test_a_run_leaves_what_it_promises(untouched):
     assert [line["step"] for line in lines if "val_bpb" in line] == [0, 40, 80, 120]
     assert logged[-1]["loss"] < logged[0]["loss"] - 0.5
     assert summary(untouched).keys() == {
-        *("steps", "tokens", "seconds", "tokens_per_second", "loss", "val_loss", "val_bpb"),
+        *("steps", "tokens", "seconds", "tokens_per_second", "loss", "val_loss", "val_bpb", "val_bpb_stderr"),
         *("skipped_steps", "params_sha256", "goodput"),
     }
     assert summary(untouched)["tokens"] == 120 * 512

@@ -46,7 +46,7 @@ class Batch(TypedDict):
 
 Metrics = dict[str, Any]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-EvalStep = Callable[[dict, Batch], tuple[Float[Array, ""], Int[Array, ""]]]
+EvalStep = Callable[[dict, Batch], tuple[Float[Array, "K"], Int[Array, "K"]]]
 
 
 def all_gather_data(params: dict, places: dict, dtype: jnp.dtype) -> dict:
@@ -237,14 +237,14 @@ def make_train_step(
 
 
 def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalStep:
-    """`eval_step(params, batch) -> (loss_sum, token_count)` over a whole batch [K, B, T], jitted; without z-loss."""
+    """Return `eval_step(params, batch) -> (loss_sums, token_counts)`, jitted: of each micro-batch of [K, B, T], without
+    z-loss."""
     graphdef, _ = split_model(config, dtype)
     places = parameter_places(config, mesh)
 
     def sums(params: dict, batch: Batch) -> tuple[Array, Array]:
         model = nnx.merge(graphdef, all_gather_data(params, places, dtype))
-        micro_batch = lambda sums, rows: (jax.tree.map(jnp.add, sums, loss_sums(model, **rows)), None)
-        _, losses = jax.lax.scan(micro_batch, zero_sums(), batch)[0]
+        _, (_, losses) = jax.lax.scan(lambda _, rows: ((), loss_sums(model, **rows)), (), batch)
         return psum(losses, BATCH_AXES)
 
     return jax.jit(on_each_device(sums, mesh, dtype, (jax.tree.map(spec_of, places), ROWS), PartitionSpec()))

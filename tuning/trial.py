@@ -77,7 +77,7 @@ class Context:
         eval_step, batches, abstract = self.held_out
         params = stored_as(params, abstract)  # a trial's mesh may be another
         sums = [eval_step(params, batch) for batch in batches]
-        return [float(loss) / max(int(tokens), 1) for loss, tokens in sums]
+        return [float(loss.sum()) / max(int(tokens.sum()), 1) for loss, tokens in sums]
 
     def train(self, name: str, config: Config, until: int, origin: Origin | None = None) -> dict | None:
         """Trains in the folder `name` up to step `until` of `config.steps`: a run as train.py's, which report.py shows,

@@ -137,12 +137,12 @@ def test_a_mixture_s_held_out_rows_are_of_each_dataset_its_share():
     batches, text_bytes = held_out_batches(rows, weights, 20 * LENGTH, np.ones(999, int), (1, 8, LENGTH), sharding())
     expected = [ROWS[i * 37 // 8]["targets"] for i in range(8)] + [VAL[i * 97 // 12]["targets"] for i in range(12)]
     targets = np.concatenate([np.asarray(batch["targets"])[0] for batch in batches])
-    assert targets[:20].tolist() == [target.tolist() for target in expected] and text_bytes == 20 * LENGTH
+    assert targets[:20].tolist() == [target.tolist() for target in expected] and text_bytes.sum() == 20 * LENGTH
 
 
 def test_padding_of_held_out_rows_counts_no_bytes():
     batches, text_bytes = held_out_batches([PACKED], [1.0], 10**9, np.arange(99), (1, 8, LENGTH), sharding())
-    assert text_bytes == sum(target for _, target in counted(batches)) == DOCUMENTS.sum()
+    assert text_bytes.sum() == sum(target for _, target in counted(batches)) == DOCUMENTS.sum()
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])
@@ -231,8 +231,14 @@ def test_held_out_targets_and_bytes_do_not_depend_on_the_batches_shape(shape, to
     rows = [VAL[i * 97 // count] for i in range(count)]
     pairs = [pair for row in rows for pair in zip(row["inputs"].tolist(), row["targets"].tolist())]
     assert counted(batches) == [(i, target) for i, target in pairs if target != 0]
-    assert text_bytes == sum(SIZES[target] for _, target in pairs)
+    assert text_bytes.sum() == sum(SIZES[target] for _, target in pairs)
     assert all(batch["inputs"].shape == (*shape, LENGTH) for batch in batches)
+    of_each = [
+        sum(SIZES[t] for t in np.ravel(part))
+        for batch in batches
+        for part in batch["targets"] * batch["weights"].astype(int)
+    ]
+    assert text_bytes.tolist() == of_each
 
 
 def test_the_rows_that_fill_the_last_batch_up_count_nothing():

@@ -30,8 +30,8 @@ def test_every_program_of_depth_48_is_traced():
     _, metrics = jax.eval_shape(built.train_step, state, batch)
     _, measured = jax.eval_shape(built.measuring_step, state, batch)
     assert measured.keys() - metrics.keys() == {"diagnostics"}
-    loss_sum, tokens = jax.eval_shape(built.eval_step, state.params, batch)
-    assert (loss_sum.dtype, tokens.dtype) == (jnp.float32, jnp.int32)
+    losses, tokens = jax.eval_shape(built.eval_step, state.params, batch)
+    assert (losses.dtype, tokens.dtype) == (jnp.float32, jnp.int32)
     prompts, numbers = jax.ShapeDtypeStruct((2, 24), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
     generate = make_generate(built.config.model, built.dtype, built.mesh)
     options = {"prefill": 8, "temperature": 0.8, "top_k": 50}
