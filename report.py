@@ -1,4 +1,4 @@
-"""One page on one or more runs: python report.py RUN [RUN...] --out=report.html.
+"""One page on one or more runs: python report.py RUN [RUN...].
 
 It needs no accelerator and does not start JAX. --follow serves the page on this machine alone, and keeps it up to date.
 """
@@ -32,8 +32,9 @@ class Arguments:
 
     runs: Annotated[AnyPaths, tyro.conf.Positional]
     """Folders of runs, here or at gs://, each with a config.json."""
-    out: FilePath = "report.html"
-    """The page: it opens from the disk, without a network."""
+    out: FilePath = ""
+    """The page: it opens from the disk, without a network. Without one it is report.html in the first run's folder, or
+    here if that run is at gs://."""
     follow: bool = False
     """Serve the page at http://localhost:PORT in place of writing it, and look at the runs anew while it is open."""
     port: NotNegative[int] = 8420
@@ -80,7 +81,8 @@ def main() -> int:
     runs = read_runs(list(arguments.runs))
     if arguments.follow:
         serve(list(arguments.runs), arguments.port, arguments.every_seconds)
-    out = Path(arguments.out)
+    beside = Path() if "://" in arguments.runs[0] else Path(arguments.runs[0])
+    out = Path(arguments.out or beside / "report.html")
     try:
         write_whole(out, page(contents(runs, time.time())))
     except OSError as error:

@@ -228,6 +228,7 @@ def write_summary(run_dir: str | Path, summary: dict) -> None:
 def plot_loss(run_dir: str | Path) -> Path:
     """Draws training and validation loss against tokens, and returns the picture's path."""
     from matplotlib.figure import Figure  # a second to import, and needed once, at the end
+    from matplotlib.ticker import EngFormatter
 
     lines = read_metrics(run_dir)
     course = lambda name: [(line["tokens"], line[name]) for line in lines if line.get(name) is not None]
@@ -239,6 +240,7 @@ def plot_loss(run_dir: str | Path) -> Path:
         label = f"validation ({val[-1][1]:.3f} at the end)"
         axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
     axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     if train or val:
         axes.legend()

@@ -11,7 +11,6 @@ from run.report import Course, Run, number
 ALIVE = 300  # seconds without a line after which a run that has not stopped is reported, or three times the usual
 WAITING = 0.05  # share of the time that waiting for data, or steps done again, may take before it is worth a thought
 SLOWER = 0.85  # of its first rate: the run has become slower
-USUAL_UPDATE, HIGH_UPDATE, LOW_UPDATE = 1e-3, 1e-2, 1e-5  # norm of a step's update over that of its parameters
 UNCHANGED = 0.1  # share of a group's parameters that an update is too small for
 
 
@@ -93,7 +92,7 @@ def losses(run: Run) -> list[Sentence]:
     loss, val, bpb = run.course("loss"), run.course("val_loss"), run.course("val_bpb")
     if val.values:
         errors = run.course("val_bpb_stderr").values
-        of_error = f" +- {errors[-1]:.3f}" * bool(errors)
+        of_error = f" +- {errors[-1]:.3f}" if errors else ""
         (tokens,), bits = (
             run.along("tokens", val.steps[-1:]),
             f" ({bpb.values[-1]:.3f}{of_error} bits per byte)" * bool(bpb.values),
@@ -246,18 +245,21 @@ def coherence(run: Run) -> list[Sentence]:
 
 
 def updates(run: Run) -> list[Sentence]:
-    """Sizes of updates against those of their parameters, by group, after the first tenth of the measured steps."""
-    said = []
+    """Sizes of updates against those of their parameters, by group, after the first tenth of the measured steps.
+
+    They come without a verdict: what is usual depends on the group, the optimizer and the network.
+    """
+    said, sizes = [], {}
     for group in run.names("diagnostics", "groups"):
-        ratios = ratio(run, "groups", group).values
-        usual = median(ratios[len(ratios) // 10 :]) if ratios else USUAL_UPDATE
-        if not LOW_UPDATE <= usual <= HIGH_UPDATE:
-            verdict = f"{'high' if usual > HIGH_UPDATE else 'low'} ({percent(USUAL_UPDATE)} is usual)"
-            said.append(Sentence(f"A step's update of {group} is {percent(usual)} of its size: {verdict}.", True))
+        if ratios := ratio(run, "groups", group).values:
+            sizes[group] = median(ratios[len(ratios) // 10 :])
         shares = run.course("diagnostics", "groups", group, "unchanged_share").values
         if shares and (share := median(shares[-8:])) > UNCHANGED:
             why = "a step changes nothing, since float32 rounds their updates away, or there are none"
             said.append(Sentence(f"In {percent(share)} of the parameters of {group} {why}."))
+    if sizes:
+        of_each = ", ".join(f"{group} {percent(size)}" for group, size in sizes.items())
+        said.insert(0, Sentence(f"A step's update over the size of its parameters, by group (medians): {of_each}."))
     return said
 
 

@@ -219,3 +219,9 @@ def test_a_mistake_is_one_message_and_code_2(runs, tmp_path, monkeypatch, capfd,
     assert run(monkeypatch, *(word.format(run=runs[0]) for word in arguments)) == 2
     error = capfd.readouterr().err
     assert error.startswith("error: ") and problem in error and error.count("\n") == 1
+
+
+def test_without_out_the_page_is_in_the_first_run_s_folder(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, *runs) == 0
+    assert (Path(runs[0]) / "report.html").is_file() and not list(tmp_path.iterdir())
