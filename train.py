@@ -138,7 +138,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         with times.during(restoring), limited(config.hang, "restoring"), explain_out_of_memory(config):
             start = resume(built, checkpoints, past, say)
         programs.compile(start.step)  # nothing, unless the newest checkpoint could not be read
-        facts = times.note() | made_with(built.mesh)
+        facts = times.note() | made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
         on_first_process(partial(accept, config, text.fingerprint, past.changes, start.step, start.position, **facts))
         if jax.process_index() == 0:
             text.tokenizer.save(Path(config.run_dir) / "tokenizer")

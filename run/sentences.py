@@ -25,7 +25,7 @@ class Sentence(NamedTuple):
 def sentences(run: Run, now: float) -> list[Sentence]:
     """What a person should know of one run, at the time `now` (seconds since 1970)."""
     said = state(run, now)
-    for part in (made_with, losses, benchmarks, jumps, sources, speed, time_spent, noise, coherence, updates):
+    for part in (sizes, made_with, losses, benchmarks, jumps, sources, speed, time_spent, noise, coherence, updates):
         said += part(run)
     if run.lines and not run.measured:
         switch = "--diagnostics.every_steps=10 switches them on"
@@ -61,6 +61,17 @@ def state(run: Run, now: float) -> list[Sentence]:
     left = (run.ramp.tokens(steps) - run.ramp.tokens(step)) / median(rates[-8:]) if rates else 0
     rest = f"; {duration(left)} of training are left at its present rate" if left else ""
     return [Sentence(f"Running: step {step:,} of {steps:,} ({percent(step / max(steps, 1))}){rest}.")]
+
+
+def sizes(run: Run) -> list[Sentence]:
+    """Return the sizes of the network and of a step, and the text."""
+    known = [event["parameters"] for event in run.events if "parameters" in event]
+    count = f"{known[-1]:,} parameters, " if known else ""
+    depth, width = run.options.get("model.depth"), run.options.get("model.width")
+    tokens, source = run.options.get("batch.tokens_per_step", 0), run.options.get("data.source") or "stdlib"
+    return [
+        Sentence(f"The network has {count}depth {depth} and width {width}; a step has {tokens:,} tokens of {source}.")
+    ]
 
 
 def made_with(run: Run) -> list[Sentence]:

@@ -71,7 +71,16 @@ def write_run(
             lines.append({"step": step + 5, "spike": facts, **when})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     spent = dict.fromkeys(OF_A_PROCESS, 0.0) | {"start": 10.0, "compilation": 20.0}
-    events = [{"event": "start", "step": 0, "position": 0, "tokens_per_step": batch, "seconds": spent}]
+    events = [
+        {
+            "event": "start",
+            "step": 0,
+            "position": 0,
+            "tokens_per_step": batch,
+            "parameters": 135_266_304,
+            "seconds": spent,
+        }
+    ]
     spent = spent | {"steps": 0.9 * last, "data": 0.02 * last, "evaluation": 0.06 * last, "saving": 0.02 * last}
     events.append({"event": "running", "step": last, "seconds": spent})
     if complete or code is not None:

@@ -95,6 +95,11 @@ def scale(noise: float | None, low: float | None, high: float | None) -> dict:
         ({"line": {"diagnostics": {"coherence_running": 0.993}}}, "is 0.99: they say nearly the same", True),
         ({}, "A step's update over the size of its parameters, by group (medians): ", False),
         ({}, "lm_head 1.6%", False),
+        (
+            {"data": DataConfig(source="web")},
+            "The network has 135,266,304 parameters, depth 12 and width 768; a step has 65,536 tokens of web.",
+            False,
+        ),
         ({}, "In 25% of the parameters of embed a step changes nothing", False),
         (
             {"diagnostics": False},
