@@ -14,6 +14,7 @@ from run.sentences import ratio
 COLORS = ("#4269d0", "#ff725c", "#3ca951", "#e5a50a", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5", "#9498a0")
 DASHES = ("solid", "dash", "dot", "dashdot")
 GRID, TEXT, GRAY = "#e8e8e8", "#333333", "#777777"
+FEW = 3  # points of a line, up to which they are marked
 LOGGED, MEASURED = "a logged step", "--diagnostics.every_steps=10"  # what a plot needs
 
 
@@ -36,7 +37,7 @@ class Figure(NamedTuple):
     id: str
     title: str
     about: str
-    """The unit, and what to look for."""
+    """What colors, marks and dashes mean."""
     traces: list[dict]
     layout: dict[str, Any]
     missing: str = ""
@@ -75,13 +76,15 @@ def _of_training(runs: list[Run]) -> list[Figure]:
     norms += _groups(runs, "grad_norms") + bounds
     rates = _groups(runs, "learning_rate")
     epochs = _groups(runs, "epochs")
-    about = "nats a token; thin: training, dots: validation"
+    about = "thin: training" + "; dots: validation" * any(run.course("val_loss").steps for run in runs)
     return [
-        _figure("loss", "Loss", about, loss, LOGGED),
-        _figure("bits", "Validation", "bits per byte", _each(runs, "val_bpb"), "an evaluation"),
-        _figure("gradients", "Norms of gradients", f"before the clip, {_by(runs, 'group')}", norms, LOGGED, log=True),
-        _figure("rates", "Learning rates", _by(runs, "group"), rates, LOGGED, log=True),
-        _figure("epochs", "Epochs", f"times gone through, {_by(runs, 'source')}", epochs, LOGGED),
+        _figure("loss", "Loss", "nats a token", about, loss, LOGGED),
+        _figure("bits", "Validation", "bits per byte", "", _each(runs, "val_bpb"), "an evaluation"),
+        _figure(
+            "gradients", "Norms of gradients", "norm", f"before the clip, {_by(runs, 'group')}", norms, LOGGED, True
+        ),
+        _figure("rates", "Learning rates", "rate", _by(runs, "group"), rates, LOGGED, log=True),
+        _figure("epochs", "Epochs", "times gone through", _by(runs, "source"), epochs, LOGGED),
         *_of_benchmarks(runs),
     ]
 
@@ -90,10 +93,10 @@ def _of_benchmarks(runs: list[Run]) -> list[Figure]:
     errors = lambda run: {"type": "data", "array": _short(run.course("core_stderr").values), "thickness": 1}
     core = [line._replace(style={"mode": "lines+markers", "error_y": errors(line.run)}) for line in _each(runs, "core")]
     about = "guessing is 0, all right is 1; bars: standard errors"
-    tasks = f"accuracy, centred: guessing is 0; {_by(runs, 'task')}"
+    tasks = f"guessing is 0; {_by(runs, 'task')}"
     return [
-        _figure("core", "CORE", about, core, "--eval.tasks=core"),
-        _figure("tasks", "CORE's tasks", tasks, _groups(runs, "core_tasks"), "--eval.tasks=core"),
+        _figure("core", "CORE", "CORE", about, core, "--eval.tasks=core"),
+        _figure("tasks", "CORE's tasks", "centred accuracy", tasks, _groups(runs, "core_tasks"), "--eval.tasks=core"),
     ]
 
 
@@ -105,6 +108,7 @@ def _of_diagnostics(runs: list[Run]) -> list[Figure]:
         low, high, scale = (course(f"noise_scale{end}") for end in ("_low", "_high", ""))
         known = low.steps or scale.steps or course("noise_scale_moments").steps
         batch = run.course("valid_tokens") if known else Course([], [])
+        low = _above_zero(low, [*scale.values, *high.values])
         both = set(low.steps) & set(high.steps)  # an interval without an upper end has no band
         edge = {"line": {"width": 0}, "hoverinfo": "skip", "hovertemplate": None, "legendgroup": run.name}
         band = edge | {"fill": "tonexty", "fillcolor": f"{color}22"}
@@ -129,21 +133,29 @@ def _of_diagnostics(runs: list[Run]) -> list[Figure]:
         for line in _groups(runs, "diagnostics", place, inner="update_norm")
     ]
     gradients = _groups(runs, "diagnostics", "blocks", inner="gradient_norm")
-    about_noise = (
-        "tokens; band: its interval; triangles: at least; dotted: in AdamW's metric; dots: roughly, from AdamW's "
-        "moments; dashed: the batch"
+    meaning = {
+        "high": "band: its interval",
+        "at least": "triangles: at least",
+        "in AdamW's metric": "dotted: in AdamW's metric",
+        "from AdamW's moments": "dots: roughly, from AdamW's moments",
+        "batch": "dashed: the batch",
+        "with the sum": "dotted: with the sum before",
+    }
+    drawn = lambda lines: "; ".join(
+        text for name, text in meaning.items() if any(line.name == name and line.course.steps for line in lines)
     )
-    about_cosine = "cosine of a micro-batch's gradient and the one before; dotted: and the sum before"
+    about_cosine = "; ".join(filter(None, ["of a micro-batch's gradient and the one before", drawn(coherence)]))
     by_group, by_block = _by(runs, "group"), _by(runs, "block")
+    ratio_unit = "update over parameter"
     return [
-        _figure("noise", "Noise scale", about_noise, noise, MEASURED, log=True),
-        _figure("coherence", "Coherence", about_cosine, coherence, MEASURED),
-        _figure("ratios", "Update over parameter", f"norms, {by_group}", ratios("groups"), MEASURED, log=True),
-        _figure("updates", "Norms of updates", by_group, groups("update_norm"), MEASURED, log=True),
-        _figure("snr", "Optimizer's signal over noise", by_group, groups("snr"), MEASURED, log=True),
-        _figure("unchanged", "Unchanged by a step", f"share, {by_group}", groups("unchanged_share"), MEASURED),
-        _figure("blocks", "Norms of gradients", by_block, gradients, MEASURED, log=True),
-        _figure("block-ratios", "Update over parameter", f"norms, {by_block}", ratios("blocks"), MEASURED, log=True),
+        _figure("noise", "Noise scale", "tokens", drawn(noise), noise, MEASURED, log=True),
+        _figure("coherence", "Coherence", "cosine", about_cosine, coherence, MEASURED),
+        _figure("ratios", "Update over parameter", ratio_unit, by_group, ratios("groups"), MEASURED, log=True),
+        _figure("updates", "Norms of updates", "norm", by_group, groups("update_norm"), MEASURED, log=True),
+        _figure("snr", "Optimizer's signal over noise", "ratio", by_group, groups("snr"), MEASURED, log=True),
+        _figure("unchanged", "Unchanged by a step", "share", by_group, groups("unchanged_share"), MEASURED),
+        _figure("blocks", "Norms of gradients", "norm", by_block, gradients, MEASURED, log=True),
+        _figure("block-ratios", "Update over parameter", ratio_unit, by_block, ratios("blocks"), MEASURED, log=True),
     ]
 
 
@@ -168,18 +180,18 @@ def _of_speed(runs: list[Run]) -> list[Figure]:
     layout["yaxis"] |= {"type": "category", "automargin": True, "fixedrange": True}
     memory = _each(runs, "peak_memory_bytes", scale=2**-30)
     plots = [
-        _figure("speed", "Throughput", "tokens a second", _each(runs, "tokens_per_second"), LOGGED),
-        _figure("mfu", "MFU", "share of the devices' peak", _each(runs, "mfu"), "the peak of its device"),
-        _figure("waiting", "Waiting for data", "share of the time", _each(runs, "data_wait"), LOGGED),
-        _figure("memory", "Peak memory of a device", "GiB", memory, "a device that reports it"),
+        _figure("speed", "Throughput", "tokens a second", "", _each(runs, "tokens_per_second"), LOGGED),
+        _figure("mfu", "MFU", "share of the devices' peak", "", _each(runs, "mfu"), "the peak of its device"),
+        _figure("waiting", "Waiting for data", "share of the time", "", _each(runs, "data_wait"), LOGGED),
+        _figure("memory", "Peak memory of a device", "GiB", "", memory, "a device that reports it"),
     ]
     for plot in plots:  # what is small against itself shall not look large
         plot.layout["yaxis"]["rangemode"] = "tozero"
     return [*plots, Figure("goodput", "Where the time went", "over all starts", bars, layout, "an event with seconds")]
 
 
-def _figure(id: str, title: str, about: str, lines: list[Line], missing: str, log: bool = False) -> Figure:
-    """A plot of lines over the training's course; of the lines that have points."""
+def _figure(id: str, title: str, unit: str, about: str, lines: list[Line], missing: str, log: bool = False) -> Figure:
+    """Return a plot of lines over the training's course, of those that have points. `about` explains what is drawn."""
     runs = list(dict.fromkeys(line.run.name for line in lines))
     traces: list[dict] = []
     shown: set[str] = set()
@@ -190,7 +202,7 @@ def _figure(id: str, title: str, about: str, lines: list[Line], missing: str, lo
         of = f", {line.run.name}" if len(runs) > 1 and line.name != line.run.name else ""
         trace = {
             "type": "scatter",
-            "mode": "lines" if len(line.course.steps) > 1 else "markers",
+            "mode": "lines+markers" if len(line.course.steps) <= FEW else "lines",
             "name": legend,
             "legendgroup": legend,
             "showlegend": legend not in shown,
@@ -202,14 +214,20 @@ def _figure(id: str, title: str, about: str, lines: list[Line], missing: str, lo
         }
         traces.append(trace | line.style)
         shown |= {legend} if traces[-1]["showlegend"] else set()
-    return Figure(id, title, about, traces, plot_layout(log) | {"showlegend": len(shown) > 1}, missing)
+    layout: dict[str, Any] = plot_layout(log) | {"showlegend": len(shown) > 1}
+    layout["yaxis"] |= {"title": {"text": unit, "standoff": 4}}
+    zero = dict.fromkeys(
+        line.legend or line.name for line in lines if line.course.steps and not any(line.course.values)
+    )
+    zeros = f"0 throughout: {', '.join(zero)}" if zero else ""
+    return Figure(id, title, "; ".join(filter(None, [about, zeros])), traces, layout, missing)
 
 
 def plot_layout(log: bool) -> dict[str, Any]:
     """Of plotly, for every plot of a page."""
     axis = {"gridcolor": GRID, "linecolor": "#999999", "zeroline": False}
     return {
-        "margin": {"l": 56, "r": 12, "t": 8, "b": 44},
+        "margin": {"l": 68, "r": 12, "t": 8, "b": 44},
         "font": {"family": "inherit", "size": 12, "color": TEXT},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
@@ -253,6 +271,12 @@ def _by(runs: list[Run], part: str) -> str:
     """What colors and dashes mean in a plot by groups or blocks."""
     dashes = "; ".join(f"{dash}: {run.name}" for run, dash in zip(runs, cycle(DASHES)))
     return f"by {part}" + f"; {dashes}" * (len(runs) > 1)
+
+
+def _above_zero(course: Course, others: list[float]) -> Course:
+    """Return the course with values that a log axis has no place for at the lower end of the others."""
+    floor = min((value for value in [*course.values, *others] if value > 0), default=1.0) / 2
+    return Course(course.steps, [value if value > 0 else floor for value in course.values])
 
 
 def _only(course: Course, steps: set[int]) -> Course:

@@ -265,3 +265,22 @@ def test_it_reads_without_jax_and_without_what_writes_a_run():
 )
 def test_figures_in_sentences(written, expected):
     assert written == expected
+
+
+def test_each_plot_has_a_unit_and_explains_only_what_it_draws(tmp_path):
+    drawn = {figure.id: figure for figure in figures([read_run(write_run(tmp_path / "run", line={"data_wait": 0.0}))])}
+    assert all(figure.layout["yaxis"].get("title") for figure in drawn.values() if figure.id != "goodput")
+    assert "0 throughout" in drawn["waiting"].about and "0 throughout" not in drawn["loss"].about
+    names = {trace["name"] for trace in drawn["noise"].traces}
+    assert ("triangles" in drawn["noise"].about) == ("at least" in names)
+    assert ("dotted" in drawn["noise"].about) == ("in AdamW's metric" in names)
+
+
+def test_few_points_are_marked_and_an_interval_from_0_reaches_the_lower_end(tmp_path):
+    few = read_run(write_run(tmp_path / "run", logged=20, diagnostics=False, line=scale(100.0, 0.0, 500.0)))
+    drawn = {figure.id: figure for figure in figures([few])}
+    assert drawn["speed"].traces[0]["mode"] == "lines+markers"
+    low = next(
+        trace for trace in drawn["noise"].traces if "low" in trace["hovertemplate"] or trace["line"]["width"] == 0
+    )
+    assert 0 < min(low["y"]) < 100
