@@ -233,7 +233,7 @@ def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict:
             print(in_words(ours.name, theirs.name, comparison), file=sys.stderr)
     if first:
         write_whole(ours.place / "bits_per_byte.json", json.dumps({"text": text, **results}, indent=2) + "\n")
-        plot_bits(found, ours.place / "bits_per_byte.png")
+        plot_bits(found, ", ".join(source.name for source in sources), ours.place / "bits_per_byte.png")
     return {name: value for name, value in results.items() if not name.startswith("by_")}
 
 

@@ -68,7 +68,7 @@ def plot(points: Mapping[str, tuple[float, float | None, float]], title: str, pa
     both = [2 * (error or 0) for error in errors]
     axes.errorbar(accuracy, labels, xerr=both, fmt="o", capsize=3, label="accuracy, 2 standard errors")
     axes.plot(guessing, labels, "|", color="black", markersize=14, label="guessing")
-    axes.set(xlim=(-0.02, 1.02), xlabel="accuracy", title=title)
+    axes.set(xlim=(-0.02, 1.02), ylim=(-0.7, len(labels) - 0.3), xlabel="accuracy", title=title)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     picture = io.BytesIO()

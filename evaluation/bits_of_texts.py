@@ -110,13 +110,13 @@ def in_words(name: str, other: str, comparison: Mapping[str, Any]) -> str:
     return f"{name} less {other}: {comparison['difference']:+.4f} bits per byte, {between}: {verdict}"
 
 
-def plot(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Draws each run's bits per byte against the size of documents, and against the position in the row."""
+def plot(results: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> None:
+    """Draw each run's bits per byte against the size of documents, and against the position in the row."""
     from matplotlib.figure import Figure  # a second to import
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     panels = {"by_bytes": "bytes of a document", "by_position": "tokens before one in its row"}
-    for axes, (panel, label) in zip(figure.subplots(1, 2, sharey=True), panels.items()):
+    for axes, (panel, label) in zip(figure.subplots(1, 2), panels.items()):
         for i, (name, result) in enumerate(results.items()):
             curves = {name: (result[panel], "-")}
             full = result["by_position_of_full_rows"]
@@ -132,9 +132,10 @@ def plot(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         axes.set_xticks(octaves, [str(octave) for octave in octaves], fontsize="small")
         axes.minorticks_off()
         axes.set_xlabel(f"{label}: from this number up to twice as many")
+        axes.set_ylabel("bits per byte, 2 standard errors")
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.axes[0].set_ylabel("bits per byte, 2 standard errors")
+    figure.suptitle(title)
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=100)
     write_whole(path, content.getvalue())

@@ -136,7 +136,7 @@ def test_a_small_difference_that_all_documents_share_is_none_of_noise():
 
 
 def test_the_picture_shows_two_runs(lines, tmp_path):
-    plot({"ours": figures(SOURCES, lines), "theirs": figures(SOURCES, lines)}, tmp_path / "bits.png")
+    plot({"ours": figures(SOURCES, lines), "theirs": figures(SOURCES, lines)}, "a text", tmp_path / "bits.png")
     assert (tmp_path / "bits.png").read_bytes()[:4] == b"\x89PNG"
 
 
