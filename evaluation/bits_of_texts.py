@@ -131,7 +131,7 @@ def plot(results: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> No
         axes.set_xscale("symlog" if panel == "by_position" else "log", base=2)
         axes.set_xticks(octaves, [str(octave) for octave in octaves], fontsize="small")
         axes.minorticks_off()
-        axes.set_xlabel(f"{label}: from this number up to twice as many")
+        axes.set_xlabel(f"{label}: from this number up to twice as many", fontsize="small")
         axes.set_ylabel("bits per byte, 2 standard errors")
         axes.grid(alpha=0.3)
         axes.legend()
