@@ -163,8 +163,9 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
         write_record(record, config_from_json(json.dumps(saved["config"])), saved["dataset"], [])
         print(f"{record} was missing: it is written again from checkpoint {saved['step']}")
     if not record.exists():
-        # A start that was killed while it claimed the folder may have left these, and a preflight its file.
+        # A start that ended while it claimed the folder may have left these, and a preflight its file.
         harmless = {*MADE, f"{record.name}.partial", ".preflight-0", "on_event.log"}
+        harmless |= {path.name for path in folder.glob("traceback-*.txt")}
         if copied:
             harmless |= {part for name in CONTINUES for part in (name.split("/")[0], f"{name}.partial")}
         if folder.exists() and {path.name for path in folder.iterdir()} - harmless:
