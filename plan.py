@@ -46,7 +46,7 @@ class Arguments:
     json: bool = False
     """Print JSON in place of tables."""
     picture: FilePath = ""
-    """A file, as plan.png: memory against tokens/s of every candidate, the chosen one marked. Empty: none."""
+    """A file, as plan.png: memory against tokens/s of every candidate, each topology's best marked. Empty: none."""
 
 
 def plan(config: Config, arguments: Arguments, words: list[str]) -> int:
@@ -93,7 +93,7 @@ def plan(config: Config, arguments: Arguments, words: list[str]) -> int:
         if not rows[0].fits:
             print(what_would_fit(rows[0], arguments.search), file=sys.stderr)
     if arguments.picture:
-        report.picture(plans, chosen, arguments.picture)
+        report.picture(plans, arguments.picture)
     return Exit.COMPLETE if chosen else Exit.FAILED
 
 

@@ -206,10 +206,11 @@ def _row(row: Row) -> dict[str, Any]:
     }
 
 
-def picture(plans: Sequence[Sequence[Row]], chosen: Row | None, path: str) -> None:
-    """Memory of a device against tokens/s, a colour a topology; its limit, and the chosen one. UserError where `path`
-    cannot be written, or is of no format that matplotlib has."""
+def picture(plans: Sequence[Sequence[Row]], path: str) -> None:
+    """Draw memory of a device against tokens/s: a colour a topology, its limit, and its best candidate with the bracket
+    of its speed. Raise UserError if `path` cannot be written, or is of no format that matplotlib has."""
     from matplotlib.figure import Figure  # takes a second to import
+    from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -227,14 +228,17 @@ def picture(plans: Sequence[Sequence[Row]], chosen: Row | None, path: str) -> No
                 label=f"{name}: {'fits' if fits else 'does not fit'}" if shown else None,
             )
         axes.axvline(limited / GIB, color=f"C{i}", linestyle="--", linewidth=1)
-    if chosen:
-        point = chosen.bytes / GIB, chosen.run.tokens_per_second
-        axes.scatter(*point, s=140, facecolors="none", edgecolors="black", label="chosen")
+        if rows[0].fits:
+            best, time = rows[0].run.tokens_per_second, rows[0].time
+            below, above = best - best * time.expected / time.slow, best * time.expected / time.fast - best
+            looks = {"fmt": "o", "mfc": "none", "mec": "black", "ecolor": f"C{i}", "ms": 12, "capsize": 4}
+            axes.errorbar(rows[0].bytes / GIB, best, yerr=[[below], [above]], label=f"{name}: best, bracket", **looks)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
     axes.set_xlabel("GiB of a device (dashed: what may be taken)")
     axes.set_ylabel("tokens/s, expected")
     axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.legend(fontsize=8)
     try:
         figure.savefig(path, dpi=150)

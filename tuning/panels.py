@@ -45,11 +45,15 @@ def _memory(config: Config, record: Record, limit: float) -> bool:
     timed = {name: mean(times[name]["seconds"]).value for name in times if name in sizes}
     if not timed:
         return False
-    axes, save = _picture(record, "memory", f"{config.name}: memory against speed", "tokens/s", "GiB a device")
-    for name, seconds in timed.items():
-        speed = config.batch.tokens_per_step / seconds
-        axes.plot(speed, sizes[name]["bytes"] / GIB, "o", color="tab:blue")
-        axes.annotate(name, (speed, sizes[name]["bytes"] / GIB), xytext=(5, 5), textcoords="offset points")
+    title = f"{config.name}: memory against speed\nlabels: rows-remat-loss_chunks-fsdp"
+    axes, save = _picture(record, "memory", title, "tokens/s", "GiB a device")
+    speeds = {name: config.batch.tokens_per_step / seconds for name, seconds in timed.items()}
+    middle = (min(speeds.values()) + max(speeds.values())) / 2
+    for name, speed in speeds.items():
+        place = speed, sizes[name]["bytes"] / GIB
+        inwards = {"xytext": (-5, 5), "ha": "right"} if speed > middle else {"xytext": (5, 5), "ha": "left"}
+        axes.plot(*place, "o", color="tab:blue")
+        axes.annotate(name, place, textcoords="offset points", **inwards)
     top = max(sizes[name]["bytes"] for name in timed)
     if HEADROOM * limit < 3 * top:
         axes.axhline(HEADROOM * limit / GIB, color="tab:red", label="what may be taken")
