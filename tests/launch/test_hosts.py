@@ -113,6 +113,7 @@ def test_crashes_are_counted_over_a_reboot_and_forgotten_by_a_person(host, tmp_p
     wait_for(lambda: len(repository.starts()) == 5)
 
 
+@pytest.mark.medium
 def test_who_starts_the_run_again_while_it_saves_at_its_limit_keeps_the_slices(host, tmp_path):
     ssh, repository, prepare = host
     repository.plan(["wait"])
