@@ -92,7 +92,8 @@ while true; do
     echo "--- $(date -u +%FT%TZ) the limit is reached: the run stops, and the slices are deleted if this account may"
     touch stop
     flock --unlock 8
-    flock --timeout 3600 lock sleep "${{LAUNCH_PAUSE:-300}}"
+    flock --timeout 3600 lock true  # not held while this sleeps: a start would take it for a run
+    sleep "${{LAUNCH_PAUSE:-300}}"
     if reached; then exec {join(delete)}; fi
     flock --unlock 8
 done
