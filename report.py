@@ -81,8 +81,8 @@ def main() -> int:
     runs = read_runs(list(arguments.runs))
     if arguments.follow:
         serve(list(arguments.runs), arguments.port, arguments.every_seconds)
-    beside = Path() if "://" in arguments.runs[0] else Path(arguments.runs[0])
-    out = Path(arguments.out or beside / "report.html")
+    folder = Path() if "://" in arguments.runs[0] else Path(arguments.runs[0])
+    out = Path(arguments.out or folder / "report.html")
     try:
         write_whole(out, page(contents(runs, time.time())))
     except OSError as error:

@@ -26,7 +26,7 @@ from configs.schema import Config, UserError
 from data.dataset import open_text
 from data.loader import train_batches
 from evaluation.evaluator import Evaluator
-from interchange.init_from import read_params, require_same_network, require_same_vocabulary, require_tokenizer_for_text
+from interchange.init_from import read_params, require_same_network, require_same_vocabulary, why_no_training
 from model.flops import parameter_counts
 from model.kernels import attention_kernel, described
 from model.parallel import compute_capability
@@ -86,8 +86,8 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     starts_from = config.init_from and not on_first_process(lambda: whole_steps(checkpoint_folder(config)))
     if starts_from:  # before text is prepared, which can take hours
         require_same_network(config)
-        require_tokenizer_for_text(config, cache_dir())
-    text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir())
+    no_training = why_no_training(config) if starts_from else ""
+    text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir(), no_training)
     check_hosts_agree("their text", text.fingerprint)
     say(text.outlook(Ramp.of(config.batch).tokens(config.steps) // length, length, config.data.max_epochs))
     say(text.validation(config.eval.tokens, length))

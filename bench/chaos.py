@@ -105,6 +105,7 @@ class Hosts:
         self.command = [sys.executable, "train.py", f"--config={arguments.config}", f"--run_dir={run_dir}", *options]
         self.count = arguments.processes
         self.errors = [run_dir.with_suffix(f".errors-{i}") for i in range(self.count)]
+        self.processes: list[subprocess.Popen] = []
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.wires = [Wire(self.port) for _ in range(self.count)]
@@ -124,6 +125,16 @@ class Hosts:
         with self.log.open("a") as log:
             return subprocess.Popen(self.command, env=environment, stdout=log, stderr=log)
 
+    @property
+    def running(self) -> int:
+        """Processes that have not ended."""
+        return sum(process.poll() is None for process in self.processes)
+
+    @property
+    def all_run(self) -> bool:
+        return self.running == self.count
+
+    @property
     def newest(self) -> int:
         """Return the step of the newest checkpoint, or 0."""
         folder = self.run_dir / "checkpoints"
@@ -165,13 +176,13 @@ OF_SEVERAL = {
 def moments(hosts: Hosts, generator: random.Random) -> dict[str, Callable[[float], bool]]:
     """When to harm it: a question that is asked all the time, given the seconds since the start or the last fault."""
     run_dir, checkpoints = hosts.run_dir, hosts.run_dir / "checkpoints"
-    several = hosts.newest() + 10 * generator.randint(0, 2)
+    several = hosts.newest + 10 * generator.randint(0, 2)
     delay = generator.uniform(0, 8)
-    later = lambda pattern: hosts.newest() >= several and any(checkpoints.glob(pattern))
+    later = lambda pattern: hosts.newest >= several and any(checkpoints.glob(pattern))
     return {
         "at a random moment": lambda seconds: seconds > delay,
         "before the first step": lambda seconds: (run_dir / "lock").exists() and seconds > delay / 2,
-        "after a few checkpoints": lambda seconds: hosts.newest() > several,
+        "after a few checkpoints": lambda seconds: hosts.newest > several,
         "while a checkpoint is written": lambda seconds: later("*.orbax*/*"),
         "while it is made whole": lambda seconds: later("*.orbax*/facts/metadata"),
         "while an old one is deleted": lambda seconds: seconds > 2 and any(checkpoints.glob("*.deleted")),
@@ -197,48 +208,45 @@ def state_of(run_dir: Path, processes: int) -> dict:
     }
 
 
+def wait(happened: Callable[[], bool], seconds: float, pause: float = 0.05) -> bool:
+    """Wait until it happened, at most so many seconds. Return whether it did."""
+    until = time.monotonic() + seconds
+    while not happened() and time.monotonic() < until:
+        time.sleep(pause)
+    return happened()
+
+
 def harm(arguments: Arguments, run_dir: Path, generator: random.Random, record: Counter[str], faults: int) -> list[str]:
     """Harm one run until it completes, at most so often that there were `faults` in all. A run that survives a fault is
     harmed again once it has saved a newer checkpoint. Return which fault ended it with a wrong code, or not in time."""
-    hosts, wrong = Hosts(arguments, run_dir), []
+    hosts = Hosts(arguments, run_dir)
     while True:
-        processes, begin, codes = [hosts.start(i) for i in range(hosts.count)], time.monotonic(), {int(Exit.COMPLETE)}
-        running = lambda processes=processes: [process for process in processes if process.poll() is None]
-        ended, late, alone = [], False, 0
-        while running() and not late:
-            while len(running()) == hosts.count and not late:
+        hosts.processes, begin = [hosts.start(i) for i in range(hosts.count)], time.monotonic()
+        allowed, ended = {int(Exit.COMPLETE)}, []
+        late = False
+        while hosts.running and not late:
+            if hosts.all_run:
                 if record.total() < faults:
-                    codes |= harm_once(hosts, processes, running, generator, record)
-                saved, until = hosts.newest(), time.monotonic() + BOUND
-                while len(running()) == hosts.count and hosts.newest() == saved and not late:
-                    time.sleep(0.05)
-                    late = time.monotonic() > until
-            until = time.monotonic() + LONE
-            while running() and time.monotonic() < until and not late:
-                time.sleep(0.05)
-            for i, process in enumerate(processes):
-                if running() and not late and process.poll() is not None:  # the others may wait for it at the start
-                    ended.append(process.poll())
-                    processes[i] = hosts.start(i)
-                    alone += 1
-            late = late or alone > 2 * hosts.count
-        for process in running():
+                    allowed |= harm_once(hosts, generator, record)
+                late = not wait(lambda saved=hosts.newest: not hosts.all_run or hosts.newest > saved, BOUND)
+            elif not wait(lambda: not hosts.running, LONE):
+                gone = [i for i, process in enumerate(hosts.processes) if process.poll() is not None]
+                ended += [hosts.processes[i].poll() for i in gone]
+                late = len(ended) > 2 * hosts.count
+                for i in gone:  # the others may wait for it at the start
+                    hosts.processes[i] = hosts.start(i)
+        for process in hosts.processes:
             process.kill()
-        ended += [process.wait() for process in processes]
+        last = [process.wait() for process in hosts.processes]
+        ended += last
         print(f"{run_dir.name}: {ended}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-        if late or not set(ended) <= codes:
-            wrong.append(f"codes {ended}{' (late)' * late} after fault {record.total()} of {hosts.log}")
-        if wrong or not any(process.returncode for process in processes):
-            return wrong
+        if late or not set(ended) <= allowed:
+            return [f"codes {ended}{' (late)' * late} after fault {record.total()} of {hosts.log}"]
+        if not any(last):
+            return []
 
 
-def harm_once(
-    hosts: Hosts,
-    processes: list[subprocess.Popen],
-    running: Callable[[], list],
-    generator: random.Random,
-    record: Counter[str],
-) -> set[int]:
+def harm_once(hosts: Hosts, generator: random.Random, record: Counter[str]) -> set[int]:
     """Wait for a moment, and harm one process, unless one ends before. Return the codes that processes may end with."""
     kinds, victim = moments(hosts, generator), generator.randrange(hosts.count)
     moment, begin = generator.choice(sorted(kinds)), time.monotonic()
@@ -246,17 +254,15 @@ def harm_once(
     fault = OF_SEVERAL[name]
     if name == "cut off" and victim == 0:
         victim = hosts.count - 1
-    while len(running()) == hosts.count and not kinds[moment](time.monotonic() - begin):
-        time.sleep(0.002)
-        if time.monotonic() - begin > BOUND:  # no such moment came: it is harmed all the same
-            break
-    if len(running()) < hosts.count:
+    # If no such moment comes, it is harmed all the same.
+    wait(lambda: not hosts.all_run or kinds[moment](time.monotonic() - begin), BOUND, pause=0.002)
+    if not hosts.all_run:
         return set()
-    seconds = generator.choice(fault.seconds)
+    process, seconds = hosts.processes[victim], generator.choice(fault.seconds)
     print(f"{hosts.run_dir.name}: {name} for {seconds} s: {victim}, {moment}", file=sys.stderr, flush=True)
-    fault.begin(hosts, processes[victim], victim)
+    fault.begin(hosts, process, victim)
     time.sleep(seconds)
-    fault.end(hosts, processes[victim], victim)
+    fault.end(hosts, process, victim)
     record[f"{name} {moment}" if hosts.count > 1 else moment] += 1
     return set(map(int, fault.codes))
 

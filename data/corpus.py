@@ -15,9 +15,8 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path, PurePath
-from typing import Literal
+from typing import Any, Literal
 
 import fsspec
 import pyarrow
@@ -347,14 +346,12 @@ def _walk(
 
 
 def _remote_files(source: str) -> Found:
-    try:
+    def find() -> tuple[Any, str, dict]:
         filesystem, root = fsspec.core.url_to_fs(source)
-        find = filesystem.glob if glob.has_magic(root) else filesystem.find
-        paths = patiently(source, lambda: find(root, detail=True))
-    except StorageLost:
-        raise
-    except Exception as error:  # of the scheme's library: it may be missing, or have no access
-        raise UserError(f"{source}: cannot be read: {error}") from error
+        return filesystem, root, (filesystem.glob if glob.has_magic(root) else filesystem.find)(root, detail=True)
+
+    # The scheme's library may be missing, or have no access.
+    filesystem, root, paths = _asked(source, find, lambda error: f"{source}: cannot be read: {error}")
     root = "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), root.split("/")))
     found = []
     for path, facts in sorted(paths.items()):
@@ -377,13 +374,11 @@ def _hub_files(source: str, revision: str) -> Found:
 
     repository, _, folder = source.removeprefix("hf:").partition(":")
     repository, _, asked = repository.partition("@")
-    try:
-        ask = partial(HfApi().dataset_info, repository, revision=asked or revision or None, files_metadata=True)
-        facts = patiently(source, ask)
-    except StorageLost:
-        raise
-    except Exception as error:  # of the hub, or of a name that cannot be one
-        raise UserError(f"{source}: the hub does not give this dataset: {error}") from error
+    facts = _asked(
+        source,
+        lambda: HfApi().dataset_info(repository, revision=asked or revision or None, files_metadata=True),
+        lambda error: f"{source}: the hub does not give this dataset: {error}",
+    )
     every = sorted(facts.siblings or [], key=lambda file: file.rfilename)
     try:
         is_within = re.compile(glob_translate(folder)).match if glob.has_magic(folder) else None
@@ -412,12 +407,21 @@ def _downloaded(url: str) -> str:
 
     repository, _, rest = url.removeprefix("hf:").partition("@")
     revision, _, name = rest.partition(":")
+    return _asked(
+        url,
+        lambda: hf_hub_download(repository, name, repo_type="dataset", revision=revision),
+        lambda error: f"{name} of {repository} was not downloaded ({error}); the same command goes on",
+    )
+
+
+def _asked(what: str, ask: Callable[[], Any], refusal: Callable[[Exception], str]) -> Any:
+    """Return what a server answers. Raise StorageLost if it stays away, and UserError with `refusal` if it refuses."""
     try:
-        return patiently(url, lambda: hf_hub_download(repository, name, repo_type="dataset", revision=revision))
+        return patiently(what, ask)
     except StorageLost:
         raise
-    except Exception as error:  # of the hub or the disk
-        raise UserError(f"{name} of {repository} was not downloaded ({error}); the same command goes on") from error
+    except Exception as error:
+        raise UserError(refusal(error)) from error
 
 
 def _text_of(file: SourceFile, content: bytes, column: str) -> tuple[str | bytes, str]:

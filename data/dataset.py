@@ -183,10 +183,13 @@ def shortest(names: list[str]) -> list[str]:
     return last if len(set(last)) == len(last) else names
 
 
-def open_text(config: DataConfig, vocab_size: int, length: int, rows_per_step: int, cache: Path) -> Text:
-    """The rows of `config.source`, `length` tokens each. UserError where they are not fit for the run."""
+def open_text(
+    config: DataConfig, vocab_size: int, length: int, rows_per_step: int, cache: Path, no_training: str = ""
+) -> Text:
+    """Return the rows of `config.source`, `length` tokens each. Raise UserError if they are not fit for the run, and
+    with the message `no_training`, if there is one, before a tokenizer is trained."""
     names, stages = read_source(config.source)
-    datasets = [open_dataset(name, config, vocab_size, cache) for name in names]
+    datasets = [open_dataset(name, config, vocab_size, cache, no_training) for name in names]
     tokenizer = datasets[0].tokenizer
     for dataset in datasets:
         if dataset.tokenizer.sha256 != tokenizer.sha256:
@@ -233,7 +236,7 @@ def absolute(config: DataConfig) -> DataConfig:
     return replace(config, source=source, tokenizer=place(config.tokenizer))
 
 
-def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path) -> Dataset:
+def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, no_training: str = "") -> Dataset:
     """The dataset in the folder `source`, on this machine or at a URL; of raw text, the one that is made of it, once,
     in `cache`. UserError where anything in it is not what it should be."""
     folder = Path(os.path.expanduser(source))
@@ -246,13 +249,6 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path) 
         return _made_by_others(folder, names, config, partial(MappedShard, remembered=cache / "examined"))
     if source.startswith("hf:"):
         raise _not_a_dataset(source)
-    settings, made = _made_of_text(source, config, vocab_size, cache)
-    prepare(settings, made)
-    return _prepared(made, config, partial(MappedShard, remembered=cache / "examined"))
-
-
-def _made_of_text(source: str, config: DataConfig, vocab_size: int, cache: Path) -> tuple[Preparation, Path]:
-    """Return how raw text is prepared, and the folder of the dataset."""
     settings = Preparation(
         source=source,
         tokenizer=config.tokenizer,
@@ -261,17 +257,11 @@ def _made_of_text(source: str, config: DataConfig, vocab_size: int, cache: Path)
         on_error="skip",  # and say how many
     )
     tokenizer = config.tokenizer and load_tokenizer(config.tokenizer).sha256
-    return settings, cache / "datasets" / _digest(settings, find_corpus(source).version, tokenizer)
-
-
-def would_train_tokenizer(config: DataConfig, vocab_size: int, cache: Path) -> bool:
-    """Return whether `open_text` trains a tokenizer on text that it has not prepared before."""
-    if config.tokenizer:
-        return False
-    is_text = lambda name: not ("://" in name or name.startswith("hf:") or any(Path(name).glob("*.bin")))
-    names = [os.path.expanduser(name) for name in read_source(config.source)[0]]
-    made = [_made_of_text(name, config, vocab_size, cache)[1] for name in names if is_text(name)]
-    return not all((folder / "dataset.json").exists() for folder in made)
+    made = cache / "datasets" / _digest(settings, find_corpus(source).version, tokenizer)
+    if no_training and not tokenizer and not (made / "dataset.json").exists():
+        raise UserError(no_training)
+    prepare(settings, made)
+    return _prepared(made, config, partial(MappedShard, remembered=cache / "examined"))
 
 
 def _not_a_dataset(source: str) -> UserError:

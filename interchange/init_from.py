@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Array
 
 from configs.schema import BatchConfig, Config, ModelConfig, UserError, resolved, roles, validate
-from data.dataset import would_train_tokenizer
 from data.tokenizer import TextTokenizer, load_tokenizer
 from interchange.remote_code import TABLE, model_of_remote, remote_name
 from interchange.safetensors import stored_arrays
@@ -77,31 +76,29 @@ def config_of(folder: str | Path) -> Config:
     return resolved(replace(config, model=model))
 
 
-def _tokenizer_beside(config: Config) -> Path | None:
+def _tokenizer_folder(config: Config) -> Path | None:
     """Return the folder with the tokenizer of `config.init_from`, or None if it has none."""
-    folder = at_hand(config.init_from)
-    beside = folder / "tokenizer" if is_run(folder) else folder
-    return beside if (beside / "tokenizer.json").exists() else None
+    origin = at_hand(config.init_from)
+    folder = origin / "tokenizer" if is_run(origin) else origin
+    return folder if (folder / "tokenizer.json").exists() else None
 
 
 def require_same_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
     """Raise UserError if `config.init_from` has another vocabulary than the data."""
-    beside = _tokenizer_beside(config)
-    if beside and load_tokenizer(beside).library.get_vocab() != tokenizer.library.get_vocab():
+    folder = _tokenizer_folder(config)
+    if folder and load_tokenizer(folder).library.get_vocab() != tokenizer.library.get_vocab():
         raise UserError(
             f"{config.init_from} holds another vocabulary than the data were made with; prepare the data with "
-            f"--tokenizer={beside}, or give --data.tokenizer={beside} for raw text"
+            f"--tokenizer={folder}, or give --data.tokenizer={folder} for raw text"
         )
 
 
-def require_tokenizer_for_text(config: Config, cache: Path) -> None:
-    """Raise UserError if raw text would get another tokenizer than the one of `config.init_from`."""
-    beside = _tokenizer_beside(config)
-    if beside and would_train_tokenizer(config.data, config.model.vocab_size, cache):
-        raise UserError(
-            f"--init_from={config.init_from} has a tokenizer, and the text would get another: give "
-            f"--data.tokenizer={beside}"
-        )
+def why_no_training(config: Config) -> str:
+    """Return why no tokenizer may be trained for a run that starts from `config.init_from`, or "" if one may be."""
+    if not (folder := _tokenizer_folder(config)):
+        return ""
+    origin = f"--init_from={config.init_from}"
+    return f"{origin} has a tokenizer, and the text would get another: give --data.tokenizer={folder}"
 
 
 def require_same_network(config: Config) -> None:

@@ -94,11 +94,11 @@ def details(row: Row) -> str:
     )
     lines.append(
         f"a checkpoint: {run.checkpoint_bytes / 1e9:.3g} GB, {run.checkpoint_seconds:.3g} s at "
-        f"{whole_run.WRITES / 1e9:g} GB/s a host (assumed), while training goes on"
+        f"{whole_run.WRITES / 1e9:g} GB/s a host (assumed), during training"
     )
     lines.append(
-        f"compiling the step: some {run.compile_seconds:.0f} s of processor time, to about a factor of two, where that "
-        "of other steps was read (two AMD EPYC cores)"
+        f"compiling the step: some {run.compile_seconds:.0f} s of processor time, to about a factor of two (read "
+        "from other steps, on two AMD EPYC cores)"
     )
     if run.dataset_tokens is not None:
         times = run.tokens / run.dataset_tokens

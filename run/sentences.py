@@ -260,16 +260,16 @@ def updates(run: Run) -> list[Sentence]:
 
     They come without a verdict: what is usual depends on the group, the optimizer and the network.
     """
-    said, sizes = [], {}
+    said, shares_of_size = [], {}
     for group in run.names("diagnostics", "groups"):
         if ratios := ratio(run, "groups", group).values:
-            sizes[group] = median(ratios[len(ratios) // 10 :])
+            shares_of_size[group] = median(ratios[len(ratios) // 10 :])
         shares = run.course("diagnostics", "groups", group, "unchanged_share").values
         if shares and (share := median(shares[-8:])) > UNCHANGED:
             why = "a step changes nothing, since float32 rounds their updates away, or there are none"
             said.append(Sentence(f"In {percent(share)} of the parameters of {group} {why}."))
-    if sizes:
-        of_each = ", ".join(f"{group} {percent(size)}" for group, size in sizes.items())
+    if shares_of_size:
+        of_each = ", ".join(f"{group} {percent(share)}" for group, share in shares_of_size.items())
         said.insert(0, Sentence(f"A step's update over the size of its parameters, by group (medians): {of_each}."))
     return said
 
