@@ -96,7 +96,8 @@ class Checkpoints:
         """How many saves in a row have failed; the same on every process."""
         self.failure, self.passing, self.failing_since = "", False, 0.0
         """Why the last save failed, whether that may pass by itself, and since when saves fail."""
-        self.deletion_failure = ""
+        self.messages: list[str] = []
+        """Each save that failed and each checkpoint that could not be deleted, until somebody says so."""
 
     @property
     def steps(self) -> list[int]:
@@ -181,6 +182,7 @@ class Checkpoints:
         self.failing_since = self.failing_since if self.failed_saves else time.monotonic()
         self.failed_saves += 1
         self.passing, self.failure = failure[0] == "1", failure[2:]
+        self.messages.append(f"{self.failed_saves} save(s) in a row failed: {self.failure}; trying again")
         on_first_process(self._try_to_clear)
         if self.passing and highest(time.monotonic() - self.failing_since > retry.SECONDS):
             raise StorageLost(f"saving in {self.folder}: {self.failure}")
@@ -349,7 +351,7 @@ class Checkpoints:
                 else:
                     path.rename(self.folder / f"{path.name}.deleted").rmtree()
             except Exception as error:
-                self.deletion_failure = f"checkpoint {path.name} could not be deleted: {first_line(error)}"
+                self.messages.append(f"checkpoint {path.name} could not be deleted: {first_line(error)}")
 
     def _put_aside(self, path: epath.Path) -> None:
         """Moves what cannot be read to bad-checkpoints/, on the first process."""

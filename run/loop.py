@@ -244,7 +244,7 @@ class Loop:
         self.watchdog.done_with(self.monitor.step)
 
     def log(self) -> bool:
-        """Writes a line. Whether the save before failed and is to be tried again; that is said."""
+        """Writes a line. Whether the save before failed and is to be tried again."""
         self.read()
         self.monitor.write()
         if self.times.due and jax.process_index() == 0:
@@ -252,14 +252,15 @@ class Loop:
                 Events(self.config.run_dir).add("running", self.monitor.step, **self.times.note())
             if self.checkpoints.record:
                 self.checkpoints.record.copy_events()
-        failed = self.checkpoints.failing(wait=False)
-        retry = failed > 0 and not self.checkpoints.pending
-        if retry:
-            self.say(f"{failed} save(s) in a row failed: {self.checkpoints.failure}; trying again")
-        if self.checkpoints.deletion_failure:
-            self.say(self.checkpoints.deletion_failure)
-            self.checkpoints.deletion_failure = ""
-        return retry
+        failed = self.failed_saves(wait=False)
+        return failed > 0 and not self.checkpoints.pending
+
+    def failed_saves(self, wait: bool) -> int:
+        """How many saves in a row have failed (`Checkpoints.failing`). Says each failure once."""
+        failed = self.checkpoints.failing(wait)
+        while self.checkpoints.messages:
+            self.say(self.checkpoints.messages.pop(0))
+        return failed
 
     def end_before_saving(self, stopping: bool) -> Outcome | None:
         """What the steps read so far, and the saves, say of going on."""
@@ -286,7 +287,7 @@ class Loop:
             for attempt in Retrying(retry=retry_if_result(again), wait=pause):
                 if failed:
                     self.save()
-                failed = self.checkpoints.failing()
+                failed = self.failed_saves(wait=True)
                 attempt.retry_state.set_result(failed)
         if failed:
             return self.give_up(f"{failed} save(s) in a row failed: {self.checkpoints.failure}")

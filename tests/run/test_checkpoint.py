@@ -312,7 +312,7 @@ def test_a_deletion_that_fails_is_said_and_holds_up_no_save(tmp_path, monkeypatc
         for step in (1, 2, 3):
             checkpoints.save(step, state_on(1)[0], FACTS)
             assert checkpoints.failing() == 0
-        assert checkpoints.deletion_failure == "checkpoint 2 could not be deleted: Forbidden"
+        assert set(checkpoints.messages) == {f"checkpoint {step} could not be deleted: Forbidden" for step in (1, 2)}
     checkpoints.close()
     assert seen == [1, 2, 3] and names(tmp_path) == ["1", "2", "3"]
     Checkpoints(tmp_path, CheckpointConfig(keep=1)).close()
@@ -338,11 +338,21 @@ def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_
             checkpoints.save(failed + 1, state_on(1)[0], FACTS)
             assert checkpoints.failing() == failed
             assert checkpoints.failure and checkpoints.steps == [1]
+    assert [message.split(" save")[0] for message in checkpoints.messages] == ["1", "2", "3"]
     assert_equal(checkpoints.restore(1, state_on(1)[1])[0], states[1])
     checkpoints.save(5, changed(state_on(1)[0], 5), FACTS)
     assert checkpoints.failing() == 0
     checkpoints.close()
     assert names(tmp_path) == ["5"]
+
+
+def test_every_failure_is_kept_if_the_next_save_finds_it(tmp_path):
+    checkpoints = Checkpoints(tmp_path, KEEP_ALL)
+    with FullDisk():
+        for step in (1, 2):
+            checkpoints.save(step, state_on(1)[0], FACTS)
+        assert checkpoints.failing() == 2
+    assert [message.split(" save")[0] for message in checkpoints.messages] == ["1", "2"]
 
 
 def test_a_disk_that_stays_away_ends_the_run_with_42(tmp_path, monkeypatch):

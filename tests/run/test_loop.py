@@ -72,7 +72,7 @@ class Saved:
 
     def __init__(self, steps=(), failing_steps=()):
         self.steps, self.failing_steps, self.facts, self.scores = list(steps), set(failing_steps), {}, {}
-        self.failed_saves, self.failure, self.deletion_failure, self.pending = 0, "the disk is full", "", None
+        self.failed_saves, self.failure, self.messages, self.pending = 0, "the disk is full", [], None
         self.record = Mock()
         self.passing = False
 
@@ -83,6 +83,7 @@ class Saved:
     def save(self, step, state, facts):
         if step in self.failing_steps:
             self.failed_saves += 1
+            self.messages.append(f"{self.failed_saves} save(s) in a row failed: {self.failure}; trying again")
         else:
             self.failed_saves = 0
             self.steps.append(step)
@@ -260,9 +261,10 @@ def test_saves_that_fail_are_tried_again_at_each_step_logged_and_at_last_end_the
     assert isinstance(loop.run(BATCHES), Finished)
     assert saved.steps[0] == 16  # the line of step 15 is written, and what failed is seen, while step 16 runs
     assert sum("1 save(s) in a row failed" in text for text in said) == 1
-    loop, _, saved = make([2.0] * 40, checkpoints=Saved(failing_steps=range(41)))
+    loop, said, saved = make([2.0] * 40, checkpoints=Saved(failing_steps=range(41)))
     outcome = loop.run(BATCHES)
     assert isinstance(outcome, GaveUp) and "3 save(s) in a row failed: the disk is full" in outcome.reason
+    assert [text[:6] for text in said if "in a row" in text] == ["1 save", "2 save"]  # the third ends the run
     assert "no checkpoint was saved" in outcome.reason
 
 
