@@ -1,6 +1,7 @@
 """What is in a dataset: its documents, what repeats, and what becomes of it in rows. Read once, a part at a time."""
 
 import time
+from collections.abc import Collection, Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -8,8 +9,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
 from configs.progress import progress
+from configs.schema import UserError
+from data.corpus import Corpus, find_corpus
 from data.dataset import Dataset
 from data.packing import FITS, plan_rows
+from data.record import read_record
 
 AT_ONCE = 2**22  # tokens that are read at a time, or one document where that is longer
 
@@ -70,6 +74,38 @@ def text_of(dataset: Dataset, part: str, document: int, documents: Documents, mo
     start = int(documents.starts[document])
     ids = dataset.stream(part).read(start, start + min(most, int(documents.tokens[document])))
     return dataset.tokenizer.decode(ids[int(ids[0] == dataset.tokenizer.bos) :].tolist())
+
+
+def names_of(dataset: Dataset, beginnings: Collection[tuple[int, str]]) -> dict[tuple[int, str], str]:
+    """Return the names that documents have in the source, by their bytes and how their text begins. Reads the source;
+    names none if that is not on this machine or has changed."""
+    by_size: dict[int, list[str]] = {}
+    for size, beginning in beginnings:
+        by_size.setdefault(size, []).append(beginning)
+    names: dict[tuple[int, str], str] = {}
+    for corpus in _sources(dataset):
+        for file in progress(corpus.files, unit="files", desc="naming documents"):
+            for document in corpus.documents(file):
+                size = len(document.text.encode())
+                for beginning in by_size.get(size, ()):
+                    if document.text.startswith(beginning.rstrip("\ufffd")):  # of a letter whose other bytes follow
+                        names.setdefault((size, beginning), document.name)
+    return names
+
+
+def _sources(dataset: Dataset) -> Iterator[Corpus]:
+    """Yield what the dataset was made from, if it is here and is what it was."""
+    made_from = read_record(dataset.folder)["made_from"] if (dataset.folder / "dataset.json").exists() else {}
+    for option, version in (("source", "version"), ("val_source", "val_version")):
+        source = made_from.get(option, "")
+        if source and "://" not in source and not source.startswith("hf:"):
+            columns, separator = made_from.get("text_column", "text"), made_from.get("separator", "")
+            try:
+                corpus = find_corpus(source, columns, "skip", separator, made_from.get("text_extensions", ""))
+            except UserError:  # it is not there any more
+                continue
+            if corpus.version == made_from[version]:
+                yield corpus
 
 
 def _documents(dataset: Dataset, part: str) -> Documents:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from plotly.offline import get_plotlyjs
 
-from data.facts import Facts, text_of
+from data.facts import Facts, names_of, text_of
 from data.mixture import Mixture
 from data.record import read_record
 from run.figures import COLORS, DASHES, Figure, plot_layout
@@ -125,11 +125,17 @@ def _examples(name: str, facts: Facts) -> str:
     parts = [(f"{name}, {kind}", "train", train, chosen) for kind, chosen in kinds.items()]
     both = [(int(i), f"{val.tokens[i]:,} tokens") for i in np.flatnonzero(leaked)[:EXAMPLES]]
     parts.append((f"{name}, held out, but trained on too", "val", val, both))
-    shown = ""
-    for summary, part, documents, chosen in parts:
-        texts = "".join(
-            f"<p>{escape(about)}</p><pre>{escape(text_of(dataset, part, i, documents))}</pre>" for i, about in chosen
-        )
+    begins = {
+        (part, i): (int(documents.bytes[i]), text_of(dataset, part, i, documents))
+        for _, part, documents, chosen in parts
+        for i, _ in chosen
+    }
+    names, shown = names_of(dataset, set(begins.values())), ""
+    for summary, part, _, chosen in parts:
+        texts = ""
+        for i, about in chosen:
+            file = names.get(begins[part, i], "file not known, as the source is not here or has changed")
+            texts += f"<p>{escape(about)}: {escape(file)}</p><pre>{escape(begins[part, i][1])}</pre>"
         shown += f"<details><summary>{escape(summary)}</summary>{texts}</details>" if chosen else ""
     return shown
 

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -109,6 +110,27 @@ def test_the_page_says_it_and_stands_alone(made, monkeypatch, capsys, tmp_path):
     assert "one.txt" in page and "stand there most often" in page
     with pytest.raises(UserError, match=r"/x/y\.html cannot be written .*give --out=PATH"):
         inspect(monkeypatch, made, "--out=/x/y.html")
+
+
+def test_listed_documents_name_their_files_while_the_source_is_what_it_was(tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    for name, letter in (("a", "é"), ("b", "b"), ("c", "c")):
+        (tmp_path / "text" / f"{name}.txt").write_text(f"{letter} " * 4000)
+    lines = [json.dumps({"text": f"line {i} of the table"}) for i in range(50)]
+    (tmp_path / "text" / "d.jsonl").write_text("\n".join(lines))
+    prepare(Preparation(source=str(tmp_path / "text"), vocab_size=258, val_fraction=0.3), tmp_path / "data")
+    assert inspect(monkeypatch, tmp_path / "data", *SIZES[:1]) == 0
+    page = (tmp_path / "data" / "dataset.html").read_text()
+    dataset = open_dataset(str(tmp_path / "data"), DataConfig(), 0, tmp_path / "cache")
+    longest = [name for name, letter in (("a", "é"), ("b", "b"), ("c", "c")) if f"<pre>{letter} " in page]
+    assert dataset.document_starts("train").size > 10 and longest
+    for name in longest:
+        assert f" tokens: {name}.txt</p>" in page
+    assert re.search(r"bytes a token: d\.jsonl line \d+</p><pre>line ", page) and "file not known" not in page
+    (tmp_path / "text" / "b.txt").write_text("other")
+    assert inspect(monkeypatch, tmp_path / "data", *SIZES[:1]) == 0
+    page = (tmp_path / "data" / "dataset.html").read_text()
+    assert "tokens: file not known" in page and ".txt</p>" not in page
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
