@@ -53,6 +53,9 @@ def decompressed(name: str, opened: Any) -> Any:
     packed = COMPRESSIONS.get(PurePath(name).suffix)
     if packed == "xz":
         return lzma.open(opened)
+    if packed and not opened.read(1):
+        raise EOFError("no byte is there")  # which pyarrow takes for a whole text without a line
+    opened.seek(0)
     return io.BufferedReader(pyarrow.CompressedInputStream(opened, packed), 2**20) if packed else opened
 
 

@@ -249,6 +249,13 @@ def test_a_compressed_file_that_is_cut_off_is_refused_and_named(tmp_path, compre
         texts(find_corpus(str(tmp_path), on_error="skip"))
 
 
+@pytest.mark.parametrize("compression", [".gz", ".zst", ".bz2", ".lz4", ".xz"])
+def test_a_compressed_file_without_a_byte_is_refused_and_named(tmp_path, compression):
+    write_files(tmp_path, {"a.jsonl": jsonl({"text": "one"}), f"x.jsonl{compression}": b""})
+    with pytest.raises(UserError, match=rf"x\.jsonl\{compression}: cannot be read to its end"):
+        texts(find_corpus(str(tmp_path), on_error="skip"))
+
+
 @pytest.mark.parametrize("source", ["nowhere", "", "picture.png", "*.md", "s4://bucket/x"])
 def test_a_source_without_text_is_refused_and_named(tmp_path, monkeypatch, source):
     write_files(tmp_path, {"empty/x.png": "x", "picture.png": "x"})
