@@ -34,16 +34,17 @@ def write_whole(path: Path, *parts: bytes | memoryview | str) -> None:
 
 def append_whole(path: Path, text: str) -> None:
     """Appends to a file, on disk for certain. Where that is impossible (OSError) the file stays as it was."""
-    with path.open("ab") as file:
-        size = file.tell()
-        try:
+    file = path.open("ab")
+    size = file.tell()
+    try:
+        with file:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
-        except OSError as error:
-            os.truncate(path, size)
-            error.filename = str(path)
-            raise
+    except OSError as error:
+        os.truncate(path, size)  # once it is closed, which writes what a failed flush has left
+        error.filename = str(path)
+        raise
 
 
 def shown_bytes(count: float) -> str:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -72,6 +73,18 @@ def test_a_file_that_finds_no_room_is_named_and_keeps_what_it_had(write, tmp_pat
         write(tmp_path / "file", "after")
     assert error.value.filename == str(tmp_path / "file")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "before")]
+
+
+def test_a_line_for_which_there_is_half_the_room_leaves_nothing(tmp_path):
+    (tmp_path / "file").write_text("before\n")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len("before\n") + 70, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_whole(tmp_path / "file", "x" * 99 + "\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "file").read_text() == "before\n"
 
 
 @pytest.mark.parametrize(("said", "shown"), [("Event loop is closed", 0), ("another", 1)])
