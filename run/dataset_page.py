@@ -13,7 +13,7 @@ from data.facts import Facts, names_of, text_of
 from data.mixture import Mixture
 from data.record import read_record
 from run.figures import COLORS, DASHES, Figure, plot_layout
-from run.page import HERE, table
+from run.page import HERE, place, table
 from run.sentences import percent
 
 EXAMPLES = 8  # documents of each kind whose beginnings are shown
@@ -30,12 +30,8 @@ def dataset_page(names: list[str], found: list[Facts], length: int, mixture: Mix
         plots += [_epochs(facts, mixture, length, tokens)]
     title, when = ", ".join(names), time.strftime("%Y-%m-%d %H:%M:%S")
     where = ", ".join(f"{each.dataset.folder} (fingerprint {each.dataset.fingerprint})" for each in found)
-    drawn = "".join(
-        f"<section><h3>{escape(plot.title)} <span>{escape(plot.about)}</span></h3>"
-        f'<div class="plot" id="{plot.id}"></div></section>'
-        for plot in plots
-    )
-    data = json.dumps([plot._asdict() for plot in plots], allow_nan=False).replace("<", "\\u003c")
+    drawn = [plot._asdict() for plot in plots]
+    data = json.dumps(drawn, allow_nan=False).replace("<", "\\u003c")
     return f"""<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{escape(title)}</title><link rel="icon" href="data:,">
@@ -43,7 +39,7 @@ def dataset_page(names: list[str], found: list[Facts], length: int, mixture: Mix
 <script>{get_plotlyjs()}</script></head>
 <body><h1>{escape(title)}</h1><p class="muted">Made {when} from {escape(where)}</p>
 <h2>Sources</h2>{_sources(facts)}
-<div class="plots">{drawn}</div>
+<div class="plots">{"".join(map(place, drawn))}</div>
 <h2>What packing costs</h2><p class="muted">{escape(_PACKING.format(length=f"{length:,}"))}</p>{_packing(facts)}
 <h2>Documents</h2>{"".join(_examples(name, each) for name, each in facts.items())}
 <script>for (const plot of {data})
@@ -78,7 +74,8 @@ def _sources(facts: dict[str, Facts]) -> str:
         row += [f"{len(val.tokens):,} ({percent(val.tokens.sum() / tokens)} of the tokens)"]
         row += [f"{repeats.sum():,} ({percent(train.tokens[repeats].sum() / train.tokens.sum())} of the tokens)"]
         rows.append([*row, f"{leaked.sum():,}"])
-    return table(head, rows) + "".join(_origin(name, each) for name, each in facts.items())
+    first, *facts_by_row = map(list, zip(head, *rows))  # a column a dataset: a narrow page has room for it
+    return table(first, facts_by_row) + "".join(_origin(name, each) for name, each in facts.items())
 
 
 def _origin(name: str, facts: Facts) -> str:
@@ -92,12 +89,12 @@ def _origin(name: str, facts: Facts) -> str:
 
 
 def _packing(facts: dict[str, Facts]) -> str:
-    head = ["", "packing", "rows", "padding", "cut", "own tokens", "to plan"]
+    head = ["", "rows", "padding", "cut", "own tokens", "to plan"]
     return table(
         head,
         [
             [
-                *(name, packing, f"{packed.rows:,}", percent(packed.padding), percent(packed.cut)),
+                *(f"{name}, {packing}", f"{packed.rows:,}", percent(packed.padding), percent(packed.cut)),
                 *(f"{packed.mean_seen:,.0f}", f"{packed.seconds:.2g} s" if packed.seconds else "no plan"),
             ]
             for name, each in facts.items()

@@ -235,7 +235,7 @@ def plot_layout(log: bool) -> dict[str, Any]:
         "hoverlabel": {"font": {"size": 12}},
         "xaxis": {**axis, "title": {"standoff": 8}},
         "yaxis": {**axis, "type": "log", "tickformat": "~g"} if log else {**axis, "type": "linear"},
-        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 11}},
+        "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}, "tracegroupgap": 0},
         "uirevision": "kept",  # zoom and hidden lines stay when a page that is followed is drawn anew
     }
 

@@ -41,11 +41,7 @@ def contents(runs: list[Run], now: float) -> dict[str, Any]:
 def page(shown: dict[str, Any], follow: int = 0) -> str:
     """The page that shows `contents`; `follow`: it looks for newer ones at its server every so many seconds."""
     section = lambda id: f'<div id="{id}">{shown["sections"][id]}</div>'
-    plots = "".join(
-        f"<section{' class=wide' * (figure['id'] == 'loss')}><h3>{escape(figure['title'])} "
-        f'<span>{escape(figure["about"])}</span></h3><div class="plot" id="{figure["id"]}"></div></section>'
-        for figure in shown["figures"]
-    )
+    plots = "".join(map(place, shown["figures"]))
     choice = "".join(
         f'<label><input type="radio" name="axis" value="{axis}"{" checked" * (axis == "tokens")}> {name}</label>'
         for axis, name in AXES.items()
@@ -67,6 +63,16 @@ def page(shown: dict[str, Any], follow: int = 0) -> str:
 <script>let report = {data}; const follow = {follow};
 {(HERE / "page.js").read_text()}</script></body></html>
 """
+
+
+def place(figure: dict[str, Any]) -> str:
+    """Where the page draws a figure; its height grows with the names in its legend, so that the plot keeps its room."""
+    names = figure["layout"]["showlegend"] and sum(trace.get("showlegend", True) for trace in figure["traces"])
+    return (
+        f"<section{' class=wide' * (figure['id'] == 'loss')}><h3>{escape(figure['title'])} "
+        f"<span>{escape(figure['about'])}</span></h3>"
+        f'<div class="plot" id="{figure["id"]}" style="--names: {int(names)}"></div></section>'
+    )
 
 
 def _know(runs: list[Run], now: float) -> str:

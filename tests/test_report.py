@@ -154,6 +154,16 @@ def test_against_steps_and_seconds(page, axis, title, last):
 
 
 @in_browser
+def test_a_legend_of_many_rows_leaves_the_plot_its_room_on_a_narrow_page(page):
+    page.call("Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False)
+    areas = "[...document.querySelectorAll('.nsewdrag')].map((area) => area.getBoundingClientRect())"
+    page.wait_for(f"{areas}.every((area) => area.width < 400)")  # plotly draws them anew
+    heights = page.value(f"{areas}.map((area) => area.height)")
+    page.call("Emulation.clearDeviceMetricsOverride")
+    assert len(heights) == len(PLOTS) and min(heights) > 180
+
+
+@in_browser
 def test_nothing_is_fetched_and_no_script_fails(page):
     asked = {request["request"]["url"].partition(":")[0] for request in page.seen("Network.requestWillBeSent")}
     assert asked <= {"file", "data"} and not page.seen("Runtime.exceptionThrown")

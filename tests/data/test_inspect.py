@@ -136,13 +136,16 @@ def test_listed_documents_name_their_files_while_the_source_is_what_it_was(tmp_p
 @pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
 def test_every_plot_of_a_mixture_s_page_has_its_lines_and_nothing_is_fetched(facts, tmp_path):
     _, stages = read_source("0.9:/a/web,0.1:/a/code;from=600,0.2:/a/web,0.8:/a/good")
-    page = dataset_page(["web", "code", "<good>"], [facts] * 3, 6, Mixture(stages, 6), 6000)
+    page = dataset_page(["web", "code", "<good_and_deduplicated>"], [facts] * 3, 6, Mixture(stages, 6), 6000)
     (tmp_path / "page.html").write_text(page)
     with Chromium(tmp_path) as browser:
+        browser.call("Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False)
         browser.open(f"file://{tmp_path}/page.html")
         browser.wait_for("[...document.querySelectorAll('.plot')].every(plot => plot.calcdata)")
         lines = browser.value("[...document.querySelectorAll('.plot')].map(p => [p.id, p.calcdata.length])")
         assert dict(lines) == {"lengths": 6, "bytes": 3, "split": 4, "seen": 6, "shares": 3, "epochs": 3}
+        cut = "[...document.querySelectorAll('html, .scroll')].filter(part => part.scrollWidth > part.clientWidth)"
+        assert browser.value(f"{cut}.map(part => part.innerText)") == []
         at = browser.value("document.getElementById('shares').data.map(line => [line.x, line.y])")
         assert at[0] == [[0, 600, 600, 6000], [90, 90, 20, 20]] and at[2][1] == [0, 0, 80, 80]
         assert browser.value("document.getElementById('epochs').data[2].y.at(-1)") == pytest.approx(720 / 4)
