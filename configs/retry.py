@@ -83,7 +83,8 @@ def _passes(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno not in LASTING and not str(error).startswith("Forbidden")  # gcsfs: status 403
     if isinstance(error, ValueError):
-        return PASSING.match(str(error)) is not None
+        system = re.search(r"\[os_error_code='(\d+)'\]", str(error))
+        return PASSING.match(str(error)) is not None and not (system and int(system[1]) in LASTING)
     return type(error).__module__.startswith(CLIENTS) and "Credentials" not in type(error).__name__
 
 

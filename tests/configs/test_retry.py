@@ -32,6 +32,8 @@ def wrapped(error: Exception) -> Exception:
         (wrapped(ValueError("DATA_LOSS: Error reading")), False),
         (ValueError("DATA_LOSS: Error reading"), False),
         (ValueError("NOT_FOUND: Error reading"), False),
+        (ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device [os_error_code='28']"), False),
+        (ValueError("RESOURCE_EXHAUSTED: HTTP 429: slower"), True),
         (HttpError({"code": 401, "message": "who are you"}), True),
         (OSError("Forbidden: https://storage.googleapis.com/..."), False),
         (FileNotFoundError("gs://bucket/x"), False),
