@@ -150,7 +150,10 @@ class MetricsWriter:
         if self.wandb:
             self.wandb.close()
         if self.tensorboard is not None:
-            self.tensorboard.close()
+            try:
+                self.tensorboard.close()
+            except OSError as error:  # which must not change how the run ends
+                print(f"TensorBoard's file cannot be written: {error.strerror or error}", file=sys.stderr)
 
 
 class TensorBoard:

@@ -168,6 +168,17 @@ def test_a_full_disk_keeps_lines_waiting_and_loses_none(tmp_path, monkeypatch):
     assert scalars(tmp_path)["loss"] == [(step, 1.0) for step in range(1, 5)]
 
 
+def test_a_disk_that_is_full_at_the_end_does_not_change_how_the_run_ends(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    writer = MetricsWriter(tmp_path, 0)
+    writer.write(line(1))
+    monkeypatch.setattr(run.metrics.TensorBoard, "close", full)
+    writer.close()
+    assert capsys.readouterr().err == "TensorBoard's file cannot be written: No space left on device\n"
+
+
 def test_a_damaged_line_is_named_and_costs_itself_alone(tmp_path, capsys):
     write(tmp_path, 0, [line(step) for step in range(1, 4)])
     path = tmp_path / "metrics.jsonl"
