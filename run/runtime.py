@@ -293,6 +293,13 @@ class Stop:
         finally:
             self.training = False
 
+    @contextmanager
+    def unheeded(self) -> Iterator[None]:
+        """Inside `heeded`: no step is taken here, and a request ends the command at once."""
+        self.training = False
+        yield
+        self.training = True
+
     def after(self, step: int) -> bool:
         """Whether the run is to stop after this step. Every process must ask after every step."""
         if jax.process_count() == 1:

@@ -10,15 +10,14 @@ from data.dataset import Text
 from data.loader import StagedBatches, StepBatches, local_rows
 from run.goodput import Times
 from run.kernels import keep_choices, use_choices
-from run.loop import Start
+from run.progress import Start
 from run.runtime import on_first_process
 from training.build import Build
-from training.state import TrainState
-from training.step import Batch, Metrics, TrainStep
+from training.step import TrainStep
 
 
 class Programs:
-    """The compiled steps of a run, one for each stage of its ramp, told apart by the shape of a batch."""
+    """The compiled steps of a run, one for each stage of its ramp."""
 
     def __init__(self, builds: list[Build], times: Times, say: Callable[[str], Any]):
         """Every process must make one, and compile together with the others."""
@@ -27,34 +26,35 @@ class Programs:
         self.keeps_kernels = config.deterministic and device.platform == "gpu"
         if self.keeps_kernels:
             use_choices(config.run_dir)
-        self.plain: dict[tuple[int, ...], TrainStep] = {}
-        self.measuring: dict[tuple[int, ...], TrainStep] = {}
+        self.measured_every = config.diagnostics.every_steps
+        self.plain: dict[int, TrainStep] = {}
+        self.measuring: dict[int, TrainStep] = {}
 
     def compile(self, step: int) -> None:
-        """All that the run needs after `step` and that is not compiled yet, so that whatever a later stage cannot do,
-        memory included, is known now. A compiled program refuses other shapes, so no step can compile anew."""
+        """Compile all that the run needs after `step` and that is not compiled yet, so that whatever a later stage
+        cannot do, memory included, is known now. A compiled program refuses other shapes: no step can compile again."""
         config, began = self.builds[-1].config, time.monotonic()
         ramp = Ramp.of(config.batch)
-        needed = self.builds[ramp.index(step) : len(ramp.reached(config.steps))]
-        new = [built for built in needed if built.batch_shape not in self.plain]
+        needed = range(ramp.index(step), len(ramp.reached(config.steps)))
+        new = [stage for stage in needed if stage not in self.plain and stage not in self.measuring]
         with self.times.during("compilation"):
-            for built in new:
+            for stage in new:
+                built = self.builds[stage]
                 state, batch = built.abstract_state, built.abstract_batch()
-                self.plain[built.batch_shape] = built.train_step.lower(state, batch).compile()
-                if config.diagnostics.every_steps:
-                    self.measuring[built.batch_shape] = built.measuring_step.lower(state, batch).compile()
+                if self.measured_every != 1:
+                    self.plain[stage] = built.train_step.lower(state, batch).compile()
+                if self.measured_every:
+                    self.measuring[stage] = built.measuring_step.lower(state, batch).compile()
         if new and self.keeps_kernels:
             on_first_process(partial(keep_choices, config.run_dir))
         if new and config.batch.ramp:
             self.say(f"compiled the programs of {len(new)} stage(s) in {time.monotonic() - began:.1f} s")
 
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """A step, by its stage's program."""
-        return self.plain[batch["inputs"].shape](state, batch)
-
-    def measuring_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """The same, measuring itself."""
-        return self.measuring[batch["inputs"].shape](state, batch)
+    def after(self, step: int) -> TrainStep:
+        """Return the program of the step that follows `step`."""
+        stage = Ramp.of(self.builds[-1].config.batch).index(step)
+        measures = self.measured_every and (step + 1) % self.measured_every == 0
+        return (self.measuring if measures else self.plain)[stage]
 
 
 def batches_from(start: Start, builds: list[Build], text: Text) -> StagedBatches:

@@ -12,12 +12,20 @@ import numpy as np
 
 from configs.schema import Config, UserError, with_options
 from data.dataset import Text
-from data.loader import StepBatches, held_out_batches, local_rows, train_batches
+from data.loader import StagedBatches, StepBatches, held_out_batches, local_rows, train_batches
 from run.checkpoint import Checkpoints
 from run.events import Events
 from run.folder import Past, RunLock, accept, open_run, require_checkpoints
-from run.loop import GaveUp, Loop, Start
+from run.goodput import Times
+from run.hooks.idle import Idle
+from run.hooks.judge import Judge
+from run.hooks.log import Log
+from run.hooks.save import Save
+from run.hooks.watch import Watch
+from run.progress import Progress, Start
 from run.runtime import Stop
+from run.stages import Programs
+from train import take_steps
 from training.build import Build, build
 from training.state import stored_as
 from tuning.record import Record
@@ -32,7 +40,7 @@ class Until(Stop):
     def __init__(self, asked: Stop, last: int):
         super().__init__()
         self.asked, self.last = asked, last
-        self.heeded = asked.heeded
+        self.heeded, self.unheeded = asked.heeded, asked.unheeded
 
     def after(self, step: int) -> bool:
         return self.asked.after(step) or step >= self.last
@@ -94,38 +102,30 @@ class Context:
         config, run_dir = built.config, built.config.run_dir
         saved = lambda step: Events(run_dir).add("saved", step)
         checkpoints = Checkpoints(run_dir, config.checkpoint, on_saved=saved)
-        start = self._start(built, checkpoints, origin)
-        if start.step >= until:
+        begins = self._start(built, checkpoints, origin)
+        if begins.step >= until:
             checkpoints.close()
-            return start.state.params
-        every = config.diagnostics.every_steps
-        compiled = lambda step: step.lower(built.abstract_state, built.abstract_batch()).compile()
-        measuring = compiled(built.measuring_step) if every else None
-        plain = measuring if measuring and every == 1 else compiled(built.train_step)
-        accept(config, self.text.fingerprint, [], start.step, start.position)
-        batches = self.batches(built, start.position // config.batch.sequence_length)
-        loop = Loop(
-            built,
-            start,
-            plain,
-            None,
-            lambda i: self.text.seen(batches.row_numbers(i)),
-            checkpoints,
-            self.text.fingerprint,
-            Until(self.stop, until),
-            lambda said: self.say(f"{name}: {said}"),
-            measuring_step=measuring,
-        )
-        outcome = loop.run(train_batches(batches, built.batch_sharding, config.data.workers))
-        loop.writer.close()
+            return begins.state.params
+        times, say = Times(), lambda said: self.say(f"{name}: {said}")
+        programs = Programs([built], times, say)
+        programs.compile(begins.step)
+        accept(config, self.text.fingerprint, [], begins.step, begins.position)
+        batches = StagedBatches({0: self.batches(built, begins.position // config.batch.sequence_length)})
+        progress = Progress(config, begins, batches)
+        start = lambda: (progress, train_batches(batches, built.batch_sharding, config.data.workers))
+        watch, idle = Watch(config, times), Idle(times)
+        log = Log(built, watch, lambda position: {}, None, say)
+        save = Save(config, checkpoints, self.text.fingerprint, watch, say)
+        hooks = [watch, idle, log, Judge(config, log, save, self.text.seen, say), save]
+        run, gave_up = take_steps(start, programs, idle, hooks, Until(self.stop, until), lambda run, jump: None)
         checkpoints.close()
-        if isinstance(outcome, GaveUp):
-            self.say(f"{name}: {outcome.reason}")
+        if gave_up:
+            say(gave_up)
             return None
-        if loop.step < until:
-            self.say(f"stopped in {name} after step {loop.step}; the same command goes on from there")
+        if run.step < until:
+            self.say(f"stopped in {name} after step {run.step}; the same command goes on from there")
             raise SystemExit(self.stop.agreed_code())
-        return loop.state.params
+        return run.state.params
 
     def _start(self, built: Build, checkpoints: Checkpoints, origin: Origin | None) -> Start:
         found = checkpoints.restore_newest(built.abstract_state, self.say)

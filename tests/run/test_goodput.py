@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from run.busy import Busy
 from run.events import Events
 from run.goodput import OF_A_PROCESS, Times, goodput, summed_up
+from run.hooks.idle import Idle
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,16 +94,21 @@ def test_data_that_come_while_the_devices_are_busy_cost_nothing(monkeypatch):
         now[0] = 5.0
         yield "while they are busy"
         ended.set()
-        assert busy.done.result() == 5.0
+        assert idle.done.result() == 5.0
         now[0] = 9.0
         yield "they are done meanwhile"
         now[0] = 11.0
         yield "they were done before"
 
-    with closing(Busy()) as busy:
-        busy.given(SimpleNamespace(block_until_ready=ended.wait))
-        given = batches()
-        assert [busy.wait_for(given)[1] for _ in range(3)] == [0.0, 4.0, 2.0]
+    idle, given, waits = Idle(Times()), batches(), []
+    run = SimpleNamespace(clock=SimpleNamespace(idle=0.0))
+    idle.begin(run)  # pyright: ignore
+    with closing(idle):
+        idle.after_step(run, SimpleNamespace(block_until_ready=ended.wait), None)  # pyright: ignore
+        for _ in range(3):
+            idle.next_of(given, run)  # pyright: ignore
+            waits.append(run.clock.idle)
+    assert np.diff(waits, prepend=0.0).tolist() == [0.0, 4.0, 2.0]
 
 
 def test_the_command_prints_a_table_and_refuses_what_is_no_run(tmp_path):

@@ -1,0 +1,45 @@
+"""What a run is and where it starts, in lines for a person."""
+
+from configs.ramp import Ramp
+from configs.schema import Config
+from model.flops import parameter_counts
+from model.kernels import attention_kernel, described
+from model.parallel import compute_capability
+from model.shapes import window_of
+from training.build import Build
+
+
+def describe(builds: list[Build]) -> str:
+    """The run in a line, and one more for each stage of a ramp."""
+    built, ramp = builds[-1], Ramp.of(builds[-1].config.batch)
+    config, sizes = built.config, ["{} micro-batch(es) x {} rows x {} tokens".format(*of.batch_shape) for of in builds]
+    run = (
+        f"{config.name}: {sum(parameter_counts(config.model).values()):,} parameters, {built.dtype.name}, on "
+        f"{built.mesh.size} {built.mesh.devices.flat[0].device_kind} device(s); {config.steps:,} steps, "
+        f"{ramp.tokens(config.steps):,} tokens; a step: "
+    )
+    if not config.batch.ramp:
+        return run + sizes[0]
+    begins = lambda stage: f"from step {stage.step + 1:,} on, after {stage.tokens:,} tokens"
+    last = lambda stage: "" if stage.step < config.steps else "; the run ends before"
+    stages = (f"\n  {begins(stage)}: {size}{last(stage)}" for stage, size in zip(ramp.stages, sizes))
+    return f"{run}a ramp of {len(sizes)} stages{''.join(stages)}"
+
+
+def describe_attention(built: Build) -> str:
+    """Return the kernel that computes attention and, if some blocks have windows, which ones, in a line."""
+    config, length, head_dim = built.config, built.batch_shape[2], built.config.model.head_dim
+    device, documents = built.mesh.devices.flat[0], config.data.mask_documents
+    kernel = attention_kernel(device.platform, compute_capability(), built.dtype.name, length, head_dim, documents)
+    windows = "".join("S" if window_of(config.model, layer) else "L" for layer in range(config.model.depth))
+    said = f"; windows of the blocks: {windows}" * ("S" in windows)
+    return f"attention: {described(kernel, length, head_dim)}{said}"
+
+
+def describe_start(config: Config) -> str:
+    """Return where a run with `init_from` starts and, at full rates without a warmup, what to try on new text."""
+    said, optimizer = f"starting from the network in {config.init_from}", config.optimizer
+    if optimizer.rate_factor < 1 or optimizer.warmup_steps:
+        return said
+    gentle = f"--optimizer.rate_factor=0.1 --optimizer.warmup_steps={-(-config.steps // 20)}"
+    return f"{said}, at the full rates: it forgets much of its old text; to keep it, train on with {gentle}"

@@ -1,0 +1,64 @@
+"""The hook that evaluates the network."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from configs.schema import Config
+from run.checkpoint import Checkpoints
+from run.hooks.hook import Hook
+from run.hooks.log import Log
+from run.lines import read_metrics
+from run.progress import Due, Progress, due_after
+from run.runtime import on_first_process
+from training.step import Metrics
+
+
+class Evaluate(Hook):
+    """Evaluates and samples the network when that is due and not on record. A run that is asked to stop evaluates
+    nothing: the machine may be gone in seconds. Its next start makes up for it."""
+
+    def __init__(
+        self,
+        config: Config,
+        measure: Callable[[dict], dict],
+        measure_tasks: Callable[[dict], dict],
+        checkpoints: Checkpoints,
+        log: Log,
+        say: Callable[[str], Any],
+    ):
+        """`measure(params)` returns the results on held-out text, with samples; `measure_tasks(params)` those of
+        `eval.tasks`."""
+        self.config, self.measure, self.measure_tasks = config, measure, measure_tasks
+        self.checkpoints, self.log, self.say = checkpoints, log, say
+
+    def begin(self, run: Progress) -> None:
+        self._evaluate(run, due_after(run.step, self.config, last=False))
+
+    def after_step(self, run: Progress, metrics: Metrics, due: Due) -> None:
+        if not run.stopping:
+            self._evaluate(run, due)
+
+    def _evaluate(self, run: Progress, due: Due) -> None:
+        if not due.evaluate and not due.tasks:
+            return
+        lines = lambda: [line for line in read_metrics(self.config.run_dir) if line["step"] == run.step]
+        on_record = on_first_process(lambda: [name for line in lines() for name in line])
+        if due.evaluate and "val_loss" not in on_record:
+            results = self._measured(run, self.measure)
+            loss, bits = results["val_loss"], results["val_bpb"]
+            self.checkpoints.score(run.step, bits)
+            error = f" +- {error:.4f}" if (error := results.get("val_bpb_stderr")) else ""
+            self.say(f"step {run.step}: validation loss {loss:.4f}, {bits:.4f}{error} bits per byte")
+        if run.step > 0 and due.tasks and "core" not in on_record:
+            results = self._measured(run, self.measure_tasks)
+            self.say(f"step {run.step}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}")
+
+    def _measured(self, run: Progress, measure: Callable[[dict], dict]) -> dict:
+        """Return what `measure` finds, which is on record then. None of its time is training's."""
+        jax.block_until_ready(run.state)
+        with run.clock.paused(), self.log.watch.away("an evaluation", "evaluation"):
+            results = measure(run.state.params)
+        self.log.writer.write({"step": run.step, "tokens": run.tokens_after(run.step), **results})
+        return results

@@ -1,0 +1,67 @@
+"""The hook that judges the steps: skipped ones, and jumps of the loss."""
+
+import math
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from configs.ramp import Ramp
+from configs.schema import Config
+from run.hooks.hook import Hook
+from run.hooks.log import Log, ReadStep
+from run.hooks.save import Save
+from run.notify import tell
+from run.progress import Due, GaveUp, Jumped, Progress
+from training.step import Metrics
+
+ENOUGH = 16  # losses, at least, that a loss is compared with
+
+
+class Judge(Hook):
+    """Says which steps changed nothing and whose loss jumped. Raises GaveUp if too many steps in a row changed nothing,
+    and Jumped if `stability.rollback` is on and there is a checkpoint to go back to."""
+
+    def __init__(self, config: Config, log: Log, save: Save, seen: Callable[[Any], dict], say: Callable[[str], Any]):
+        """`seen(numbers)`: the rows and texts of a batch, by its rows' numbers."""
+        self.config, self.log, self.save, self.seen, self.say = config, log, save, seen, say
+
+    def begin(self, run: Progress) -> None:
+        self.skipped, self.skipped_in_a_row = int(run.state.skipped_steps), 0
+
+    def after_step(self, run: Progress, metrics: Metrics, due: Due) -> None:
+        jumps = []
+        for read in self.log.just_read:
+            self._count_skipped(read)
+            jumps += self._jumps(run, read)
+        if self.skipped_in_a_row >= self.config.max_skipped_steps:
+            raise GaveUp(f"--max_skipped_steps={self.config.max_skipped_steps} in a row were skipped")
+        if jumps and self.config.stability.rollback:
+            if self.save.newest():
+                raise Jumped(jumps[0], run.position_after(jumps[0]["step"]))
+            self.say("there is no checkpoint from before the jump to go back to: the run goes on")
+
+    def _count_skipped(self, read: ReadStep) -> None:
+        skipped = read.values["skipped_steps"]
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped > self.skipped else 0
+        self.skipped = skipped
+        if self.skipped_in_a_row:
+            bad = [group for group, norm in read.values["grad_norms"].items() if not math.isfinite(norm)]
+            why = f"the gradient of {', '.join(bad)} is not finite" if bad else "it has no valid token"
+            self.say(f"step {read.step} changed nothing: {why}; {skipped} step(s) skipped so far")
+
+    def _jumps(self, run: Progress, read: ReadStep) -> list[dict]:
+        """Compare a step's loss with those before it. Return what is on record of a jump."""
+        loss, factor = read.values["loss"], self.config.stability.spike_factor
+        usual = median(run.losses) if len(run.losses) >= ENOUGH else math.inf
+        if math.isfinite(loss):
+            run.losses.append(loss)
+        if not factor or not loss > factor * usual:
+            return []
+        batch = Ramp.of(self.config.batch).steps_in(run.position_after(read.step - 1))
+        seen = {"batch": batch, **self.seen(run.batches.row_numbers(read.step - 1 - run.start.step))}
+        spike = {"step": read.step, "spike": {"loss": loss, "median": usual, **seen}}
+        jumped = f"step {read.step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}"
+        self.say(f"{jumped}; what it saw: python -m data.inspect {self.config.run_dir} --step={read.step - 1}")
+        self.log.writer.write(spike)
+        tell(self.config, "spike", jumped, read.step)
+        return [spike]

@@ -1,0 +1,154 @@
+"""The hook that reads the metrics of steps and writes the logged steps' lines."""
+
+import json
+import platform
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from configs.ramp import Ramp
+from configs.schema import options
+from model.flops import flops_per_token
+from program.machines import peak_flops
+from run.diagnosis import Diagnosis
+from run.events import Events
+from run.hooks.hook import Hook
+from run.hooks.watch import Watch
+from run.lines import read_metrics
+from run.metrics import MetricsWriter
+from run.peers import exchange
+from run.progress import Due, Progress
+from run.record import Record
+from run.weights_and_biases import Wandb
+from training.build import Build
+from training.step import Metrics
+
+
+class ReadStep(NamedTuple):
+    """A step that the devices are done with, and its metrics as numbers."""
+
+    step: int
+    values: dict
+
+
+class Log(Hook):
+    """Writes a line for each logged step. It reads a step's metrics while the next step runs, so that the devices never
+    wait for the host; at once only if a checkpoint or an evaluation of the same step follows."""
+
+    def __init__(
+        self,
+        built: Build,
+        watch: Watch,
+        epochs: Callable[[int], dict[str, float]],
+        record: Record | None,
+        say: Callable[[str], Any],
+    ):
+        """`epochs(position)` counts how often each source was read up to a position. `record`: where a sign of life is
+        copied to."""
+        self.config, self.watch, self.epochs, self.record, self.say = built.config, watch, epochs, record, say
+        peak = peak_flops(built.mesh.devices.flat[0].device_kind)
+        flops = flops_per_token(self.config.model, self.config.batch.sequence_length)
+        self.flops_share = flops / (peak * built.mesh.size) if peak else None
+        """MFU of one token a second."""
+        self.just_read: list[ReadStep] = []
+        """Steps whose metrics the last call read, in order."""
+
+    def begin(self, run: Progress) -> None:
+        wandb = partial(Wandb, self.config) if self.config.log.wandb else None
+        self.writer = MetricsWriter(self.config.run_dir, run.step, wandb, options(self.config))
+        lines = read_metrics(self.config.run_dir) if self.config.diagnostics.every_steps else []
+        self.diagnosis = Diagnosis((line for line in lines if line["step"] <= run.step), self.config.optimizer)
+        self.unread: list[tuple[int, Metrics]] = []
+        self.is_pending = False
+        # In tokens if steps differ in size, so that the time left is right.
+        ramp = Ramp.of(self.config.batch)
+        self.work, unit = (ramp.tokens, "token") if self.config.batch.ramp else (lambda step: step, "step")
+        self.bar = tqdm(
+            total=self.work(self.config.steps),
+            initial=self.work(run.step),
+            unit=unit,
+            unit_scale=unit == "token",
+            disable=None if jax.process_index() == 0 else True,  # None: if the output is no terminal
+            dynamic_ncols=True,
+        )
+        run.clock.start()
+
+    def after_step(self, run: Progress, metrics: Metrics, due: Due) -> None:
+        self.just_read = []
+        if self.is_pending:
+            self._write(run)
+        self.unread.append((run.step, metrics))
+        self.is_pending = due.log
+        if due.log and (due.evaluate or due.save or due.tasks):
+            self._write(run)  # a checkpoint's metrics are on record before it
+        elif due.save or not self.watch.watchdog.each:  # the watchdog's limit follows from the first step's time
+            self._read(run)
+
+    def _read(self, run: Progress) -> None:
+        """Wait for the newest step."""
+        for step, metrics in self.unread:
+            with run.clock.waiting():
+                values = jax.tree.map(lambda value: np.asarray(value).item(), metrics)
+            self.just_read.append(ReadStep(step, values))
+            if "diagnostics" in values:
+                measured = self.diagnosis.line(values.pop("diagnostics"), step, values["valid_tokens"])
+                self.writer.write({"step": step, "tokens": run.tokens_after(step), "diagnostics": measured})
+            self.watch.watchdog.done_with(step)
+        self.unread.clear()
+
+    def _write(self, run: Progress) -> None:
+        """Write the line of the newest step."""
+        self._read(run)
+        self.is_pending = False
+        step, values = self.just_read[-1]
+        tokens = run.tokens_after(step)
+        tokens_per_second, data_wait, own_seconds = run.clock.rates(tokens)
+        mfu = tokens_per_second * self.flops_share if self.flops_share else None
+        line = {"step": step, "tokens": tokens, **values, "epochs": self.epochs(run.position_after(step))}
+        line |= {"tokens_per_second": tokens_per_second, "mfu": mfu, "data_wait": data_wait}
+        memory = jax.local_devices()[0].memory_stats() or {}  # a CPU has none
+        line["peak_memory_bytes"] = memory.get("peak_bytes_in_use")
+        ours = {"data_wait": data_wait, "own_seconds": own_seconds, "peak_memory_bytes": line["peak_memory_bytes"]}
+        line |= of_all_hosts(ours)
+        self.writer.write(line | {"seconds": run.clock.seconds})
+        if self.writer.problem:
+            self.say(self.writer.problem)
+        shown = f"loss {line['loss']:.4f}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
+        self.bar.set_postfix_str(shown, refresh=False)
+        self.bar.update(self.work(step) - self.bar.n)
+        if self.bar.disable:
+            self.say(f"step {step}/{self.config.steps}  {shown}")
+        self._note(step)
+
+    def _note(self, step: int) -> None:
+        """Add a sign of life to the run's events, once a minute."""
+        times = self.watch.times
+        if times.due and jax.process_index() == 0:
+            with suppress(OSError):  # a full disk is reported elsewhere
+                Events(self.config.run_dir).add("running", step, **times.note())
+            if self.record:
+                self.record.copy_events()
+
+    def close(self) -> None:
+        self.bar.close()
+        self.writer.close()
+
+
+def of_all_hosts(ours: dict[str, float | None]) -> dict[str, dict]:
+    """Return, under `hosts`, the smallest and the largest of each measurement of all processes, and whose they are.
+    Nothing of one process. Every process must call it."""
+    if jax.process_count() == 1:
+        return {}
+    answers = exchange("its measurements", json.dumps([f"{jax.process_index()} ({platform.node()})", ours]))
+    theirs = dict(map(json.loads, answers))
+    found = {}
+    for name in (name for name, value in ours.items() if value is not None):
+        order = sorted(theirs, key=lambda host: theirs[host][name])
+        least, most = order[0], order[-1]
+        found[name] = {"min": theirs[least][name], "min_host": least, "max": theirs[most][name], "max_host": most}
+    return {"hosts": found}

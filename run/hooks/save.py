@@ -1,0 +1,87 @@
+"""The hook that saves the run."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tenacity import Retrying, retry_if_result, wait_random_exponential
+
+from configs.retry import LONGEST
+from configs.schema import Config
+from model.shapes import parameter_shapes
+from run.checkpoint import Checkpoints
+from run.hooks.hook import Hook
+from run.hooks.watch import Watch
+from run.progress import Due, GaveUp, Progress
+from run.runtime import highest
+from training.step import Metrics
+
+
+class Save(Hook):
+    """Saves what is due, asynchronously. Raises GaveUp if `checkpoint.max_failed_saves` saves in a row have failed."""
+
+    def __init__(self, config: Config, checkpoints: Checkpoints, dataset: str, watch: Watch, say: Callable[[str], Any]):
+        """`dataset`: the fingerprint that checkpoints carry."""
+        self.config, self.checkpoints, self.dataset, self.watch, self.say = config, checkpoints, dataset, watch, say
+        self.saved = time.monotonic()
+
+    def after_step(self, run: Progress, metrics: Metrics, due: Due) -> None:
+        if due.save:
+            self._save(run)
+        elif due.log:
+            failed = self._failed(wait=False)
+            run.save_soon = (failed > 0 and not self.checkpoints.pending) or self._is_old()
+        if self.checkpoints.failed_saves >= self.config.checkpoint.max_failed_saves and not self.checkpoints.passing:
+            raise GaveUp(f"{self.checkpoints.failed_saves} save(s) in a row failed: {self.checkpoints.failure}")
+
+    def newest(self) -> int:
+        """Return the newest checkpoint's step when nothing is being saved; 0 if there is none."""
+        with self.watch.away("saving", "saving"):
+            self.checkpoints.failing()
+        return self.checkpoints.newest
+
+    def described(self) -> str:
+        """Return which checkpoint is the newest, in words."""
+        newest = self.newest()
+        return f"the newest checkpoint is of step {newest}" if newest else "no checkpoint was saved"
+
+    def finish(self, run: Progress) -> None:
+        """Wait for the last step's checkpoint. If it fails, try again after a pause."""
+        limit, failed = self.config.checkpoint.max_failed_saves, 0
+        again = lambda failed: failed > 0 and (failed < limit or self.checkpoints.passing)
+        pause = wait_random_exponential(multiplier=0.5, max=LONGEST)
+        for attempt in Retrying(retry=retry_if_result(again), wait=pause):
+            if failed:
+                self._save(run)
+            with self.watch.away("saving", "saving"):
+                failed = self._failed(wait=True)
+            attempt.retry_state.set_result(failed)
+        if failed:
+            raise GaveUp(f"{failed} save(s) in a row failed: {self.checkpoints.failure}")
+
+    def _save(self, run: Progress) -> None:
+        position = {"tokens": run.tokens_after(run.step), "position": run.position_after(run.step)}
+        kept = {"seconds": run.clock.seconds, "losses": list(run.losses)}
+        shapes = parameter_shapes(self.config.model)
+        origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config), "shapes": shapes}
+        with self.watch.away("saving", "saving"):
+            self.checkpoints.save(run.step, run.state, {**position, **kept, **origin})
+        self.saved, run.save_soon = time.monotonic(), False
+        self._say_failures()
+
+    def _failed(self, wait: bool) -> int:
+        """Return how many saves in a row have failed (`Checkpoints.failing`)."""
+        failed = self.checkpoints.failing(wait)
+        self._say_failures()
+        return failed
+
+    def _say_failures(self) -> None:
+        """Say each failure once."""
+        while self.checkpoints.messages:
+            self.say(self.checkpoints.messages.pop(0))
+
+    def _is_old(self) -> bool:
+        """Return whether `checkpoint.every_minutes` have passed, by any process's clock."""
+        minutes = self.config.checkpoint.every_minutes
+        return bool(minutes) and highest(time.monotonic() - self.saved > 60 * minutes) > 0

@@ -1,0 +1,30 @@
+"""The way back from a jump of the loss."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from run.events import Events, rollbacks_to
+from run.goodput import Times
+from run.hooks.save import Save
+from run.notify import tell
+from run.progress import GaveUp, Jumped, Progress
+from run.runtime import on_first_process
+
+
+def roll_back(save: Save, times: Times, say: Callable[[str], Any], run: Progress, jump: Jumped) -> None:
+    """Put on record that the run is resumed from its newest checkpoint, without the batches up to the jump's. GaveUp
+    after `stability.max_rollbacks` rollbacks to that checkpoint."""
+    config, spike = run.config, jump.spike
+    if jax.process_index() == 0:
+        Events(config.run_dir).add("running", run.step, **times.note())  # these steps will be done again
+    newest = save.newest()
+    if len(rollbacks_to(on_first_process(Events(config.run_dir).read), newest)) == config.stability.max_rollbacks:
+        run.step = spike["step"]
+        raise GaveUp(f"{config.stability.max_rollbacks} rollbacks to step {newest} did not help")
+    on_first_process(lambda: Events(config.run_dir).add("rollback", newest, position=jump.position, **spike["spike"]))
+    back = f"back to step {newest}, and on without the batches up to that of step {spike['step']}"
+    say(back)
+    tell(config, "rollback", back, newest)
+    run.step = newest

@@ -1,0 +1,56 @@
+"""The logged lines: which step each is of, and when its metrics are read."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from run.goodput import Times
+from run.hooks.log import Log
+from run.hooks.watch import Watch
+from run.lines import read_metrics
+from run.progress import Due, Progress, Start
+from tests.helpers import tiny_config
+from training.state import TrainState
+
+NOTHING = Due(log=False, evaluate=False, save=False)
+
+
+@pytest.mark.parametrize(
+    ("due", "read_at_once", "lines_at_once"),
+    [
+        (NOTHING, False, 0),
+        (NOTHING._replace(log=True), False, 0),
+        (NOTHING._replace(save=True), True, 0),
+        (NOTHING._replace(log=True, save=True), True, 1),
+        (NOTHING._replace(log=True, evaluate=True), True, 1),
+        (NOTHING._replace(log=True, tasks=True), True, 1),
+    ],
+)
+def test_a_line_is_written_while_the_next_step_runs_unless_a_save_or_an_evaluation_follows(
+    due, read_at_once, lines_at_once, tmp_path
+):
+    config = replace(tiny_config(), steps=500, run_dir=str(tmp_path))
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind="cpu")]), size=1)
+    built, watch = SimpleNamespace(config=config, mesh=mesh), Watch(config, Times())
+    log = Log(built, watch, lambda position: {"text": position / 512}, None, lambda said: None)  # pyright: ignore
+    log.flops_share = 1e-6
+    run = Progress(config, Start(TrainState(0, {}, (), 0)), SimpleNamespace())  # pyright: ignore
+    log.begin(run)
+    for step, loss in ((1, 3.0), (2, 2.0), (3, 1.5)):
+        watch.before_step(run)
+        run.step = step
+        metrics = {"loss": loss, "grad_norms": {"embed": 0.5}, "skipped_steps": 0}
+        log.after_step(run, metrics, due if step == 2 else NOTHING)  # pyright: ignore
+        if step == 1:  # from whose time the watchdog's limit follows
+            assert [read.step for read in log.just_read] == [1]
+        if step == 2:
+            assert [read.step for read in log.just_read] == [2] * read_at_once
+            assert len(read_metrics(tmp_path)) == lines_at_once
+    log.close()
+    lines = read_metrics(tmp_path)
+    assert len(lines) == due.log
+    for line in lines:
+        assert (line["step"], line["tokens"], line["loss"]) == (2, 2 * 256, 2.0) and line["epochs"] == {"text": 1.0}
+        assert line["mfu"] == pytest.approx(1e-6 * line["tokens_per_second"]) and line["grad_norms"]["embed"] == 0.5
