@@ -438,7 +438,7 @@ def test_a_step_that_does_not_fit_says_what_it_holds_and_what_would_fit(folder, 
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large", devices=8) == 2
     said = capfd.readouterr().err
     assert "gradient sums" in said and "would fit" in said and said.strip().endswith(used)
-    monkeypatch.setattr("train.Loop.run", Mock(side_effect=compiling.side_effect))  # found by a device, in a step
+    monkeypatch.setattr("train.take_steps", Mock(side_effect=compiling.side_effect))  # found by a device, in a step
     compiling.side_effect = None
     with pytest.raises(jax.errors.JaxRuntimeError) as end:
         run("train", monkeypatch, "--config=tiny.py", "--run_dir=large")
