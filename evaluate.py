@@ -37,10 +37,10 @@ from evaluation.generation import make_generate
 from evaluation.log import append_to_log, open_log, to_lines
 from evaluation.scorer import Scorer
 from evaluation.table import as_table
+from hosts.runtime import cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
 from interchange.init_from import architecture_of, config_of, is_network, read_params, require_same_network
 from run.folder import load_run, record_of
 from run.record import at_hand
-from run.runtime import cache_dir, check_hosts_agree, on_first_process, run_command, start_jax
 from training.mesh import batch_devices, batch_sharding, make_mesh
 from training.state import abstract_params, compute_dtype, params_sha256
 from training.step import make_eval_step

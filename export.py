@@ -20,6 +20,7 @@ from configs.ramp import Ramp
 from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
 from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.documents import read_sources
+from hosts.runtime import cache_dir, run_command, start_jax
 from interchange.card import model_card
 from interchange.safetensors import write_safetensors
 from interchange.transformers import write_hf
@@ -27,7 +28,6 @@ from interchange.verify import BOUND, largest_difference, require_transformers
 from run.folder import load_run, read_in_shards
 from run.lines import scores
 from run.record import at_hand
-from run.runtime import cache_dir, run_command, start_jax
 from training.mesh import make_mesh
 
 

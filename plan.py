@@ -24,7 +24,7 @@ from planning import compiled, report
 from planning.candidate import Candidate, known_topology, name_of
 from planning.measured import measured, of_machines
 from planning.search import Given, Row, more_devices, nearest_change, row_of, search
-from run.report import read_runs
+from tools.report.runs import read_runs
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from configs.command_line import parse_arguments
 from configs.schema import AnyPath, MeshConfig, NotNegative, Positive, UserError
 from data.tokenizer import load_tokenizer
 from evaluation.generation import continuations, encode_prompts, make_generate
+from hosts.runtime import run_command, start_jax
 from run.folder import load_run
 from run.record import at_hand
-from run.runtime import run_command, start_jax
 from training.mesh import make_mesh
 from training.state import compute_dtype
 

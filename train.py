@@ -26,10 +26,21 @@ from configs.schema import Config
 from data.dataset import open_text
 from data.loader import train_batches
 from evaluation.evaluator import Evaluator
+from hosts.cluster import Cluster
+from hosts.preflight import preflight
+from hosts.runtime import (
+    Stop,
+    cache_dir,
+    check_hosts_agree,
+    describe_processes,
+    on_first_process,
+    run_command,
+    start_jax,
+)
+from hosts.watchdog import limited
 from interchange.init_from import require_same_network, require_same_vocabulary, why_no_training
 from model.flops import parameter_counts
 from run.checkpoint import whole_steps
-from run.cluster import Cluster
 from run.describe import describe, describe_attention, describe_start
 from run.events import Events
 from run.finish import finish
@@ -56,14 +67,11 @@ from run.hooks.save import Save
 from run.hooks.watch import Watch
 from run.notify import tell_of_failure
 from run.out_of_memory import explain_out_of_memory
-from run.preflight import preflight
 from run.progress import GaveUp, Jumped, Progress, due_after
 from run.record import Record
 from run.resume import open_checkpoints, resume
 from run.rollback import roll_back
-from run.runtime import Stop, cache_dir, check_hosts_agree, describe_processes, on_first_process, run_command, start_jax
 from run.stages import Programs, batches_from
-from run.watchdog import limited
 from training.build import build_stages
 from training.mesh import cost_of_slow_links, make_mesh
 

@@ -26,12 +26,12 @@ from configs.command_line import parse
 from configs.exit_codes import Exit
 from configs.schema import Config, FilePath, NotNegative, UserError
 from data.dataset import open_text
+from hosts.runtime import Stop, cache_dir, run_command, start_jax
 from program.machines import machines
 from program.memory import GIB, device_bytes
 from program.topologies import devices_of, parse_topology
 from run.diagnosis import BLOCKS
 from run.folder import RunLock
-from run.runtime import Stop, cache_dir, run_command, start_jax
 from training.build import build
 from tuning import branch, fit, noise, panels, rate, timing, tuned
 from tuning.record import STAGES, Record

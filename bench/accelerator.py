@@ -27,8 +27,8 @@ from bench.accelerator_page import page
 from configs.command_line import parse_arguments
 from configs.files import write_whole
 from configs.schema import FilePath, Positive, UserError
+from hosts.runtime import run_command
 from run.lines import read_metrics
-from run.runtime import run_command
 
 LAST_LINES = 15
 DEVICE = (

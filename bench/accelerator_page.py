@@ -8,9 +8,9 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-import run.page
+import tools.report.page
 
-STYLE = Path(run.page.__file__).with_name("page.css")
+STYLE = Path(tools.report.page.__file__).with_name("page.css")
 SHOWN = ("tokens_per_second", "mfu", "peak_gib", "step_seconds", "compile_seconds")  # of a throughput, in the table
 
 

@@ -35,7 +35,7 @@ from data.dataset import open_text
 from data.loader import StepBatches, local_rows, train_batches
 from data.shards import HEADER_BYTES
 from data.tokenizer import train_tokenizer
-from run.runtime import run_command
+from hosts.runtime import run_command
 from tests.fake_gcs import FakeGCS
 from training.mesh import batch_shape, batch_sharding, make_mesh
 

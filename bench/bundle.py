@@ -20,7 +20,7 @@ import yaml
 
 from configs.command_line import parse_arguments
 from configs.schema import FilePath, Positive, UserError
-from run.runtime import run_command
+from hosts.runtime import run_command
 
 ROOT = Path(__file__).parents[1]
 LINES = 4  # of code that are shown before a question

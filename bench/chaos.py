@@ -35,11 +35,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from configs.command_line import parse_arguments
 from configs.exit_codes import Exit
 from configs.schema import FilePath, NotNegative, Positive, UserError
+from hosts.runtime import run_command
 from run.lines import read_metrics
-from run.runtime import run_command
 
 TIMES = ("seconds", "tokens_per_second", "mfu", "data_wait", "hosts", "peak_memory_bytes", "time")
-SHORT, LONG = 3, 45  # seconds: less, and more, than a process may be silent (run.peers.HEARTBEAT_TIMEOUT)
+SHORT, LONG = 3, 45  # seconds: less, and more, than a process may be silent (hosts.peers.HEARTBEAT_TIMEOUT)
 LONE = 90  # seconds after the end of one process until it is started again alone, if others still run
 BOUND = 240  # seconds within which a run must save a newer checkpoint, or end
 

@@ -24,10 +24,10 @@ import numpy as np
 from bench.measure import random_batch
 from configs.command_line import parse
 from configs.schema import CheckpointConfig, Config, FilePath, NotNegative, Positive, UserError
+from hosts.runtime import run_command
 from model.shapes import parameter_shapes
 from run.checkpoint import Checkpoints
 from run.checksums import checksums
-from run.runtime import run_command
 from training.build import build
 
 

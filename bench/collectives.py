@@ -27,12 +27,12 @@ import numpy as np
 from bench.measure import Sizes, sized
 from configs.command_line import parse
 from configs.schema import Positive
+from hosts.runtime import run_command
 from model.flops import parameter_counts
 from program.collectives import Collective, collectives
 from program.compile import compile_step
 from program.hlo import estimated_cycles, traffic
 from program.topologies import devices_of
-from run.runtime import run_command
 from training.build import build
 from training.mesh import sizes_of
 

@@ -34,7 +34,7 @@ from data.tokenizer import train_tokenizer
 from evaluation.benchmarks import Benchmarks
 from evaluation.core import Task
 from evaluation.scorer import Scorer
-from run.runtime import run_command, start_jax
+from hosts.runtime import run_command, start_jax
 from tests.evaluation.core_bundle import CONFIG, words
 from tests.evaluation.nanochat_core import TheirTokenizer, their_network
 from tests.helpers import perturbed

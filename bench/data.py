@@ -34,7 +34,7 @@ from data.loader import StepBatches, local_rows, train_batches
 from data.mixture import Mixture, Stage
 from data.packing import plan_rows
 from data.prepare import Preparation, prepare
-from run.runtime import run_command
+from hosts.runtime import run_command
 from training.mesh import batch_shape, batch_sharding, make_mesh
 
 

@@ -23,11 +23,11 @@ import jax
 from bench.measure import WARMUP_STEPS, Sizes, random_batch, sized
 from configs.command_line import parse
 from configs.schema import DiagnosticsConfig, Positive
+from hosts.runtime import run_command
 from program.compile import compile_step
 from program.hlo import estimated_cycles, traffic
 from program.memory import GIB, program_bytes
 from program.topologies import devices_of
-from run.runtime import run_command
 from training.build import build
 
 MEASURED = {

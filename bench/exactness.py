@@ -38,8 +38,8 @@ from configs.files import cache_dir
 from configs.schema import Config, DataConfig, FilePath, MeshConfig, UserError, resolved, with_options
 from data.dataset import Text, open_text
 from data.loader import StepBatches
+from hosts.runtime import run_command, start_jax
 from program.compile import compile_step
-from run.runtime import run_command, start_jax
 from training.build import Build, build
 from training.mesh import resized
 from training.optimizer import parameter_groups

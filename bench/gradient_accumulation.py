@@ -41,8 +41,8 @@ from configs.schema import (
 )
 from data.dataset import open_text
 from data.loader import StepBatches
+from hosts.runtime import cache_dir, run_command, start_jax
 from model.loss import loss_sums
-from run.runtime import cache_dir, run_command, start_jax
 from training.build import build
 from training.optimizer import parameter_groups, peak_rates
 from training.schedule import make_schedule

@@ -22,7 +22,7 @@ from bench.measure import Sizes, random_batch, sized
 from configs.command_line import parse
 from configs.schema import Positive, UserError
 from evaluation.generation import make_generate
-from run.runtime import run_command
+from hosts.runtime import run_command
 from training.build import build
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from configs.command_line import parse
 from configs.schema import Config, Positive
+from hosts.runtime import run_command
 from program.compile import compile_step
 from program.topologies import devices_of
-from run.runtime import run_command
 from training.build import build
 
 REMATS = "none", "products", "block"

@@ -22,11 +22,11 @@ from matplotlib.figure import Figure
 from bench.measure import Sizes, measure, sized
 from configs.command_line import parse
 from configs.schema import FilePath, Positive, UserError
+from hosts.runtime import run_command
 from program.compile import compile_step
 from program.hlo import estimated_cycles
 from program.memory import peak_memory_bytes
 from program.topologies import devices_of
-from run.runtime import run_command
 from training.build import build
 
 

@@ -24,10 +24,10 @@ from typing import NamedTuple
 from bench.measure import Sizes, sized
 from configs.command_line import parse
 from configs.schema import Positive
+from hosts.runtime import run_command
 from program.compile import compile_step
 from program.hlo import Instruction, Program, instruction_cycles, kernels, origins, read_program, type_bytes
 from program.topologies import devices_of
-from run.runtime import run_command
 from training.build import build
 
 PROJECT = str(Path(__file__).parent.parent)

@@ -30,11 +30,11 @@ import numpy as np
 from bench.measure import Sizes, sized
 from configs.command_line import parse, parse_arguments
 from configs.schema import Config, FilePath
+from hosts.runtime import run_command
 from planning.candidate import Candidate, known_topology
 from planning.memory import memory
 from planning.step_time import step_time
 from program.memory import GIB
-from run.runtime import run_command
 
 POINTS = Path(__file__).with_name("plan_points.txt")
 RECORD = Path(__file__).with_name("plan_grid.jsonl")

@@ -28,8 +28,8 @@ from matplotlib.figure import Figure
 from configs import plain, small
 from configs.command_line import parse_arguments
 from configs.schema import FilePath, UserError, options
+from hosts.runtime import run_command
 from run.metrics import read_metrics
-from run.runtime import run_command
 
 # The options of the network in which configs/small.py differs from configs/plain.py, each alone.
 FEATURES = {

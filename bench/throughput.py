@@ -16,7 +16,7 @@ import jax
 from bench.measure import Sizes, measure, sized
 from configs.command_line import parse
 from configs.schema import Positive
-from run.runtime import run_command
+from hosts.runtime import run_command
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def _program() -> str:
 
 
 def exit_code_of(main: Callable[[], int], interrupted: str) -> int:
-    """Runs a command that does not start JAX (run/runtime.py runs those that do); a UserError becomes its message and
+    """Runs a command that does not start JAX (hosts/runtime.py runs those that do); a UserError becomes its message and
     code 2. `interrupted`: what is said after Ctrl-C."""
     raise_at_interrupt()
     try:

@@ -1,7 +1,7 @@
 """While a command's modules are imported, which takes seconds: Ctrl-C is one line in place of a traceback, and the
 garbage collector is off, since imports leave it nothing to collect.
 
-A command calls this before its other imports, where nothing else could catch it; `run.runtime.run_command` gives both
+A command calls this before its other imports, where nothing else could catch it; `hosts.runtime.run_command` gives both
 back to Python once they are done. Nothing of ours, and nothing slow, is imported here.
 """
 

@@ -120,7 +120,7 @@ def _config(arguments: Arguments) -> tuple[Config, bool]:
 
 def show_facts(config: Config, is_run: bool, out: Path, cache: Path) -> None:
     """Prints the facts of each dataset, and writes the page."""
-    from run.dataset_page import dataset_page
+    from tools.report.dataset_page import dataset_page
 
     (names, stages), length = read_source(config.data.source), config.batch.sequence_length
     read, found, places = replace(config.data, packing="best_fit"), [], []  # which brings the documents' places along
@@ -156,7 +156,7 @@ def show_step(config: Config, path: str, step: int, most: int, cache: Path) -> N
 
 
 def main() -> int:
-    from run.runtime import cache_dir
+    from hosts.runtime import cache_dir
 
     arguments = parse_arguments(__doc__, Arguments)
     _validate(arguments)
@@ -171,6 +171,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from run.runtime import run_command
+    from hosts.runtime import run_command
 
     run_command(main)

@@ -385,6 +385,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from run.runtime import run_command
+    from hosts.runtime import run_command
 
     run_command(main)

@@ -13,7 +13,7 @@ from planning.search import Given, nearest_change, row_of
 from planning.step_time import step_time
 from program.machines import machine_of
 from program.topologies import Topology
-from run.report import Run
+from tools.report.runs import Run
 
 GIB = 2**30
 

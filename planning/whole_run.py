@@ -13,7 +13,7 @@ from planning.step_time import StepTime
 DAY = 86_400
 RESTART = 600.0
 """Seconds from a preemption to the next step: getting the machine, starting, compiling or reading the program,
-restoring. Assumed; `python -m run.goodput RUN` measures it."""
+restoring. Assumed; `python -m tools.goodput RUN` measures it."""
 WRITES = 1e9
 """Bytes/s that a host writes of a checkpoint, assumed. Training goes on meanwhile."""
 DEVICES_OF_A_HOST = {False: 4, True: 8}

@@ -28,11 +28,11 @@ from etils import epath
 from configs import retry
 from configs.retry import StorageLost, causes, described, first_line, passes, patiently, role
 from configs.schema import CheckpointConfig, UserError
+from hosts.runtime import Damaged, NoCheckpoint, highest, on_every_process, on_first_process, versions
 from run import orbax_calls
 from run.checksums import checksums, digest, require_checksums
 from run.orbax_calls import COMMITTED, FACTS, HALF_DONE, Info, Saving
 from run.record import Record, place
-from run.runtime import Damaged, NoCheckpoint, highest, on_every_process, on_first_process, versions
 from training.layout import padded
 from training.optimizer import path_name
 from training.state import TrainState

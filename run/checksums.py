@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, UInt32
 
-from run.runtime import Damaged
+from hosts.runtime import Damaged
 from training.optimizer import path_name
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 
 from configs.exit_codes import Exit
+from hosts.runtime import Stop
 from run.events import Events
 from run.goodput import Times, goodput, summed_up
 from run.metrics import plot_loss, summarize, write_summary
 from run.notify import tell
 from run.progress import Progress
-from run.runtime import Stop
 from training.state import params_sha256
 
 

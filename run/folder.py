@@ -25,13 +25,13 @@ from configs.files import write_whole
 from configs.retry import patiently
 from configs.schema import Config, MeshConfig, UserError, free_to_change, options, validate
 from data.dataset import absolute
+from hosts.preflight import ROOT, code_digest
+from hosts.runtime import versions
 from run.checkpoint import Checkpoints, whole_steps
 from run.events import Events, another_went_on, saved_up_to, starts_in_vain
 from run.lines import read_metrics, scores
 from run.orbax_calls import read_facts
-from run.preflight import ROOT, code_digest
 from run.record import CONTINUES, Record, place, reading
-from run.runtime import versions
 from training.build import build
 from training.mesh import islands, make_mesh, sizes_of
 from training.optimizer import path_name

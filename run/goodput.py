@@ -1,4 +1,4 @@
-"""Where a run's time went, over all its starts: python -m run.goodput RUN.
+"""Count where a run's time goes, over all its starts.
 
     start         from the process's start on: imports, waiting for other hosts, the text, checks, the first state
     compilation   of the training step (that of evaluation is in `evaluation`)
@@ -14,27 +14,15 @@ A process notes its seconds in events.jsonl at its start, at its end, and once a
 unnoted, at most a minute, counts as `down`. The parts sum to the wall time, which stops while the run is complete.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-import tyro
-
-from configs.command_line import parse_arguments
 from configs.exit_codes import Exit
-from configs.schema import AnyPath, UserError
-from run.events import Events
-from run.record import at_hand
 
 OF_A_PROCESS: tuple[str, ...] = ("start", "compilation", "restore", "steps", "data", "evaluation", "saving")
 PARTS: tuple[str, ...] = (*OF_A_PROCESS, "lost", "down")
@@ -151,30 +139,3 @@ def summed_up(spent: dict[str, float]) -> str:
     rest = sorted(((seconds, part) for part, seconds in spent.items() if part != "steps" and seconds), reverse=True)
     parts = ", ".join(f"{part} {seconds / wall:.1%}" for seconds, part in rest)
     return f"goodput: {spent['steps'] / wall:.1%} of {wall:.0f} s were steps; {parts}"
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Seconds of a run over all its starts, by what they went to."""
-
-    run_dir: Annotated[AnyPath, tyro.conf.Positional]
-    """Folder of the run, here or at gs://."""
-
-
-def main() -> int:
-    arguments = parse_arguments(__doc__, Arguments)
-    folder = at_hand(arguments.run_dir)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} holds no run (no config.json)")
-    spent = goodput(Events(folder).read())
-    wall = sum(spent.values())
-    for part, seconds in spent.items():
-        print(f"{part:12} {seconds:12.1f} s {seconds / (wall or 1):8.1%}")
-    print(f"{'wall time':12} {wall:12.1f} s")
-    return 0
-
-
-if __name__ == "__main__":
-    from run.runtime import run_command
-
-    run_command(main)

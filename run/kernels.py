@@ -18,8 +18,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from configs.files import cache_dir, write_whole
 from configs.schema import UserError
+from hosts.runtime import on_first_process
 from run.record import KERNELS
-from run.runtime import on_first_process
 
 CHOICES = "xla_gpu_per_fusion_autotune_cache_dir"  # which JAX adds to the folder of its cache
 

@@ -19,7 +19,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from configs.retry import described
 from configs.schema import CheckpointConfig
-from run.peers import exchange, from_first
+from hosts.peers import exchange, from_first
 
 COMMITTED = "commit_success.txt"  # in a bucket: written last
 FACTS = "facts/metadata"  # a JSON file; on a disk the folder is renamed when all is written

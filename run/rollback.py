@@ -5,12 +5,12 @@ from typing import Any
 
 import jax
 
+from hosts.runtime import on_first_process
 from run.events import Events, rollbacks_to
 from run.goodput import Times
 from run.hooks.save import Save
 from run.notify import tell
 from run.progress import GaveUp, Jumped, Progress
-from run.runtime import on_first_process
 
 
 def roll_back(save: Save, times: Times, say: Callable[[str], Any], run: Progress, jump: Jumped) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 from configs.ramp import Ramp
 from data.dataset import Text
 from data.loader import StagedBatches, StepBatches, local_rows
+from hosts.runtime import on_first_process
 from run.goodput import Times
 from run.kernels import keep_choices, use_choices
 from run.progress import Start
-from run.runtime import on_first_process
 from training.build import Build
 from training.step import TrainStep
 

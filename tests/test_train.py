@@ -33,18 +33,18 @@ import data.inspect
 import data.prepare
 import evaluate
 import export
-import report
-import run.inspect as inspect_run
 import sample
+import tools.inspect as inspect_run
+import tools.report.__main__ as report
 import train
 from configs.exit_codes import Exit
 from configs.ramp import Ramp
+from hosts.runtime import run_command
 from program.machines import machines
 from run.checkpoint import Checkpoints
 from run.events import Events, batch_of
 from run.folder import RunLock
 from run.lines import read_metrics
-from run.runtime import run_command
 from tests.evaluation.core_bundle import make_bundle
 from tests.evaluation.harness_tasks import make_tasks
 
@@ -809,7 +809,7 @@ def test_the_list_of_checkpoints_says_which_are_sound(folder, untouched, monkeyp
     monkeypatch.chdir(folder)
     subprocess.run(["cp", "-r", "untouched", "listed"], check=True)
     damage(folder / "listed" / "checkpoints" / "100")
-    monkeypatch.setattr(sys, "argv", ["run.inspect", "listed"])
+    monkeypatch.setattr(sys, "argv", ["tools.inspect", "listed"])
     assert inspect_run.main() == Exit.UNREADABLE
     lines = {line.split()[0]: line for line in capfd.readouterr().out.splitlines()}
     assert lines.keys() == {"step", "100", "120"}

@@ -8,16 +8,16 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-
 import report
+
 import tune
 from configs.command_line import load_config
 from configs.schema import options, validate
-from run import figures
-from run.report import read_runs
-from run.runtime import run_command
+from hosts.runtime import run_command
 from tests.chromium import PROGRAM, Chromium
 from tests.test_train import CONFIG
+from tools.report import figures
+from tools.report.runs import read_runs
 from tuning import branch, fit, noise, rate, timing
 from tuning.trial import Context
 
@@ -144,7 +144,7 @@ def test_the_report_draws_what_the_run_s_beginning_measured_of_itself(tuned, tmp
     assert {"noise scale", "in AdamW's metric", "successive", "with the sum"} <= names
     if PROGRAM is None:
         pytest.skip("chromium is not installed: the page was not opened")
-    monkeypatch.setattr(sys, "argv", ["report.py", str(tuned[0] / "trunk"), f"--out={tmp_path}/report.html"])
+    monkeypatch.setattr(sys, "argv", ["tools.report", str(tuned[0] / "trunk"), f"--out={tmp_path}/report.html"])
     assert report.main() == 0
     with Chromium(tmp_path) as browser:
         browser.open(f"file://{tmp_path}/report.html")

@@ -13,6 +13,7 @@ import numpy as np
 from configs.schema import Config, UserError, with_options
 from data.dataset import Text
 from data.loader import StagedBatches, StepBatches, held_out_batches, local_rows, train_batches
+from hosts.runtime import Stop
 from run.checkpoint import Checkpoints
 from run.events import Events
 from run.folder import Past, RunLock, accept, open_run, require_checkpoints
@@ -23,7 +24,6 @@ from run.hooks.log import Log
 from run.hooks.save import Save
 from run.hooks.watch import Watch
 from run.progress import Progress, Start
-from run.runtime import Stop
 from run.stages import Programs
 from train import take_steps
 from training.build import Build, build
@@ -88,9 +88,9 @@ class Context:
         return [float(loss.sum()) / max(int(tokens.sum()), 1) for loss, tokens in sums]
 
     def train(self, name: str, config: Config, until: int, origin: Origin | None = None) -> dict | None:
-        """Trains in the folder `name` up to step `until` of `config.steps`: a run as train.py's, which report.py shows,
-        and which is continued where it was stopped. Returns its parameters, or None where so many steps were skipped
-        that it makes no sense to go on. SystemExit where the command was asked to stop."""
+        """Trains in the folder `name` up to step `until` of `config.steps`: a run as train.py's, which tools.report
+        shows, and which is continued where it was stopped. Returns its parameters, or None where so many steps were
+        skipped that it makes no sense to go on. SystemExit where the command was asked to stop."""
         run_dir = self.folder / name
         built = build(trial_config(config, run_dir, until - (origin.step if origin else 0)))
         with RunLock(run_dir) as lock:

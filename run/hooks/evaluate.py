@@ -6,12 +6,12 @@ from typing import Any
 import jax
 
 from configs.schema import Config
+from hosts.runtime import on_first_process
 from run.checkpoint import Checkpoints
 from run.hooks.hook import Hook
 from run.hooks.log import Log
 from run.lines import read_metrics
 from run.progress import Due, Progress, due_after
-from run.runtime import on_first_process
 from training.step import Metrics
 
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from configs.ramp import Ramp
 from configs.schema import options
+from hosts.peers import exchange
 from model.flops import flops_per_token
 from program.machines import peak_flops
 from run.diagnosis import Diagnosis
@@ -21,7 +22,6 @@ from run.hooks.hook import Hook
 from run.hooks.watch import Watch
 from run.lines import read_metrics
 from run.metrics import MetricsWriter
-from run.peers import exchange
 from run.progress import Due, Progress
 from run.record import Record
 from run.weights_and_biases import Wandb

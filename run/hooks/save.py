@@ -9,12 +9,12 @@ from tenacity import Retrying, retry_if_result, wait_random_exponential
 
 from configs.retry import LONGEST
 from configs.schema import Config
+from hosts.runtime import highest
 from model.shapes import parameter_shapes
 from run.checkpoint import Checkpoints
 from run.hooks.hook import Hook
 from run.hooks.watch import Watch
 from run.progress import Due, GaveUp, Progress
-from run.runtime import highest
 from training.step import Metrics
 
 

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 from configs.ramp import Ramp
 from configs.schema import Config
+from hosts.watchdog import Watchdog, end_as_hung
 from run.goodput import Times
 from run.hooks.hook import Hook
 from run.notify import tell
 from run.progress import Progress
-from run.watchdog import Watchdog, end_as_hung
 
 
 class Watch(Hook):

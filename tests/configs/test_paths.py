@@ -4,6 +4,7 @@ import re
 from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import get_args, get_type_hints
 
 import pytest
@@ -20,18 +21,26 @@ COMMANDS = {
     "sample": ["--run_dir=x"],
     "evaluate": [],
     "export": ["--run_dir=x", "--out=y"],
-    "report": ["x"],
+    "tools.report": ["x"],
     "plan": [CONFIG],
     "tune": [CONFIG],
     "data.prepare": ["--source=x", "--out=y"],
     "data.inspect": ["x"],
-    "run.inspect": ["x"],
-    "run.goodput": ["x"],
-    "run.doctor": [CONFIG],
+    "tools.inspect": ["x"],
+    "tools.goodput": ["x"],
+    "tools.doctor": [CONFIG],
     **{f"bench.{name}": [] for name in ("accelerator", "bucket", "chaos", "data", "exactness", "plan_grid", "quality")},
     "bench.bundle": ["--out=y"],
     **{f"bench.{name}": [CONFIG] for name in ("checkpoints", "micro_batches")},
 }
+
+
+def command_module(name: str) -> ModuleType:
+    """Return the module that `python -m NAME` runs."""
+    found = import_module(name)
+    return found if hasattr(found, "main") else import_module(f"{name}.__main__")
+
+
 TAKES_CONFIG = [name for name, words in COMMANDS.items() if CONFIG in words]
 # Options of text that lead to no file, or wherever fsspec reads.
 OTHERS = {
@@ -72,7 +81,7 @@ def sections() -> list[tuple[str, type]]:
     of_launch = [
         (f"launch {room.__name__}", kind) for room in (k8s, sky, slurm, tpu) for _, kind in room.COMMANDS.values()
     ]
-    modules = [(name, import_module(name)) for name in COMMANDS if name != "run.doctor"]
+    modules = [(name, command_module(name)) for name in COMMANDS if name != "tools.doctor"]
     return [("config", Config), *((name, module.Arguments) for name, module in modules), *of_launch]
 
 
@@ -103,7 +112,7 @@ def paths() -> list[tuple[str, list[str], str]]:
     found = []
     for command, words in COMMANDS.items():
         kinds = [Config] if command in TAKES_CONFIG else []
-        kinds += [] if command == "run.doctor" else [import_module(command).Arguments]
+        kinds += [] if command == "tools.doctor" else [command_module(command).Arguments]
         for name, of in ((name, of) for kind in kinds for name, of in roles(kind).items() if Role.PATH in of):
             url = "s3://bucket/x" if Role.STORE in of else "gs://bucket/x"
             name = {"from_": "from"}.get(name, name)
@@ -122,7 +131,7 @@ def test_a_url_where_it_cannot_go_is_refused_by_name(command, words, option, tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [command, *words])
     with pytest.raises(UserError, match=f"^{re.escape(option)} cannot work: give a path on this machine"):
-        import_module(command).main()
+        command_module(command).main()
     assert not list(tmp_path.iterdir())
 
 

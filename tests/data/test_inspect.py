@@ -16,9 +16,9 @@ from data.mixture import Mixture, read_source
 from data.prepare import Preparation, prepare
 from data.shards import write_shard
 from data.tokenizer import train_tokenizer
-from run.dataset_page import dataset_page
-from run.runtime import cache_dir
+from hosts.runtime import cache_dir
 from tests.chromium import PROGRAM, Chromium
+from tools.report.dataset_page import dataset_page
 
 
 @pytest.fixture(scope="module")

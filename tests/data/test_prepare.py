@@ -22,7 +22,7 @@ from data.dataset import open_dataset
 from data.prepare import Preparation, Where, prepare
 from data.shards import read_shard
 from data.tokenizer import load_tokenizer, train_tokenizer
-from run.runtime import run_command
+from hosts.runtime import run_command
 
 ROOT = Path(__file__).parents[2]
 SIZE = 300

@@ -27,9 +27,9 @@ from planning.step_time import step_time
 from planning.whole_run import PROCESSORS, whole_run
 from program.collectives import collectives
 from program.machines import HEADROOM, machines
-from run.report import read_run
 from tests.helpers import ALL_FEATURES, tiny_config
 from tests.program.test_collectives import MESHES, lowered
+from tools.report.runs import read_run
 from training.build import build
 
 GIB = 2**30

@@ -10,8 +10,8 @@ from gcsfs.retry import HttpError
 
 from configs.retry import StorageLost
 from configs.schema import CheckpointConfig, MeshConfig, UserError
+from hosts.preflight import preflight
 from run.checkpoint import COMMITTED, Checkpoints, whole_steps
-from run.preflight import preflight
 from run.record import Record
 from tests.fake_gcs import FakeGCS
 from tests.helpers import tiny_config

@@ -15,10 +15,10 @@ import pytest
 
 from configs import retry
 from configs.schema import CheckpointConfig, MatricesConfig, MeshConfig, UserError
+from hosts.runtime import NoCheckpoint
 from model.shapes import parameter_shapes
 from run import orbax_calls
 from run.checkpoint import Checkpoints
-from run.runtime import NoCheckpoint
 from tests.helpers import ALL_FEATURES, tiny_config
 from tests.training.test_state import state_on
 from training.mesh import make_mesh

@@ -12,12 +12,12 @@ import evaluate
 import export
 import train
 from configs.schema import UserError
+from hosts.runtime import run_command
 from run.events import Events, another_went_on
 from run.folder import STARTS
 from run.lines import read_metrics
-from run.report import read_run
-from run.runtime import run_command
-from run.sentences import made_with
+from tools.report.runs import read_run
+from tools.report.sentences import made_with
 from training.build import build_stages
 
 CONFIG = """

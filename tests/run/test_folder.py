@@ -22,10 +22,10 @@ from configs.schema import (
     UserError,
     options,
 )
+from hosts.runtime import versions
 from run import folder as run_folder
 from run.events import Events
 from run.folder import RunLock, load_run
-from run.runtime import versions
 from tests.helpers import tiny_config
 
 FREE = {
@@ -280,7 +280,7 @@ def test_a_start_killed_while_it_fetched_the_record_can_be_repeated(config, tmp_
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("os.replace", killed)
         open_run(config, "data", False)
-    (Path(config.run_dir) / ".preflight-0").touch()  # of run.doctor, killed
+    (Path(config.run_dir) / ".preflight-0").touch()  # of tools.doctor, killed
     (Path(config.run_dir) / "traceback-1.txt").touch()  # of a process whose peer was killed
     assert {path.name for path in Path(config.run_dir).iterdir()} > {"lock", ".preflight-0"}
     assert open_run(config, "data", False) == [] and record_of(config)["dataset"] == "data"

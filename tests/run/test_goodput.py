@@ -113,7 +113,7 @@ def test_data_that_come_while_the_devices_are_busy_cost_nothing(monkeypatch):
 
 
 def test_the_command_prints_a_table_and_refuses_what_is_no_run(tmp_path):
-    command = [sys.executable, "-m", "run.goodput", str(tmp_path)]
+    command = [sys.executable, "-m", "tools.goodput", str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 2 and "holds no run" in ended.stderr and "Traceback" not in ended.stderr
     (tmp_path / "config.json").write_text("{}")

@@ -11,6 +11,7 @@ import pytest
 
 from configs.exit_codes import Exit
 from configs.schema import BatchConfig, CheckpointConfig, EvalConfig, LogConfig, ProfileConfig, StabilityConfig
+from hosts.runtime import Stop
 from run.goodput import Times
 from run.hooks.evaluate import Evaluate
 from run.hooks.idle import Idle
@@ -21,7 +22,6 @@ from run.hooks.save import Save
 from run.hooks.watch import Watch
 from run.lines import read_metrics
 from run.progress import Due, Jumped, Progress, Start, due_after
-from run.runtime import Stop
 from tests.helpers import tiny_config
 from train import take_steps
 from training.state import TrainState

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.run.processes import finish, start
+from tests.hosts.processes import finish, start
 
 SCRIPT = """
 import errno, sys
@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import configs.retry
 from configs.schema import CheckpointConfig
 from run.checkpoint import Checkpoints
-from run.runtime import run_command, start_jax
+from hosts.runtime import run_command, start_jax
 from training.state import TrainState
 
 def main():

@@ -11,9 +11,9 @@ import pytest
 
 import data.inspect
 import train
+from hosts.runtime import run_command
 from run.events import Events, batch_of
 from run.lines import read_metrics
-from run.runtime import run_command
 from tests.run.test_continuing import CONFIG
 
 RAMP = "0:256,1e3:512,1e6:1024"  # the second stage begins after 4 steps and 1,024 tokens; the run ends before the third

@@ -1,4 +1,4 @@
-"""A run's checkpoints, each read whole and verified: python -m run.inspect RUN."""
+"""A run's checkpoints, each read whole and verified: python -m tools.inspect RUN."""
 
 if __name__ == "__main__":
     from configs.interrupt import end_at_interrupt
@@ -18,9 +18,9 @@ from configs.command_line import parse_arguments
 from configs.exit_codes import Exit
 from configs.retry import first_line
 from configs.schema import AnyPath
+from hosts.runtime import run_command, start_jax
 from run.folder import open_for_reading
 from run.record import at_hand
-from run.runtime import run_command, start_jax
 
 
 @dataclass(frozen=True)

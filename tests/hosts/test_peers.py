@@ -17,9 +17,9 @@ import jax
 import pytest
 
 from configs.schema import HangConfig, UserError
-from run.cluster import Cluster
-from run.peers import PeerLost, exchange, missing, roll_call
-from run.watchdog import limited
+from hosts.cluster import Cluster
+from hosts.peers import PeerLost, exchange, missing, roll_call
+from hosts.watchdog import limited
 from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
@@ -111,14 +111,14 @@ def test_the_missing_are_named_by_host_where_it_is_known():
 PROCESS = """
 import sys, time, signal, os
 import jax
-import run.peers
-import run.runtime as runtime
-from run.runtime import run_command, start_jax, Stop
+import hosts.peers
+import hosts.runtime as runtime
+from hosts.runtime import run_command, start_jax, Stop
 from configs.schema import HangConfig, UserError
 def main():
     if sys.argv[1] == "complete":
-        run.peers.LOOK_EVERY = 0
-    run.peers.JOIN_TIMEOUT = 5
+        hosts.peers.LOOK_EVERY = 0
+    hosts.peers.JOIN_TIMEOUT = 5
     if sys.argv[1] == "die":
         jax.distributed.initialize = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
     start_jax()
@@ -237,8 +237,8 @@ def test_who_agrees_during_a_restore_waits_as_long_as_a_restore_may_take(monkeyp
     client = Mock(blocking_key_value_get=Mock(side_effect=answers))
     client.key_value_dir_get.side_effect = lambda folder: [(f"{folder}0", "host-a")]
     service = SimpleNamespace(client=client, process_id=1, num_processes=2)
-    monkeypatch.setattr("run.peers.distributed.global_state", service)
-    monkeypatch.setattr("run.peers.time.monotonic", itertools.count(0, 800).__next__)
+    monkeypatch.setattr("hosts.peers.distributed.global_state", service)
+    monkeypatch.setattr("hosts.peers.time.monotonic", itertools.count(0, 800).__next__)
     lost = nullcontext() if waits else pytest.raises(PeerLost, match=r"waiting for checkpoint 2 of process 1 \(")
     with limited(HangConfig(other_seconds=7200 if waits else 1000), "restoring"), lost:
         assert exchange("checkpoint 2", "") == ["", ""]

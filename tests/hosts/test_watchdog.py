@@ -8,7 +8,7 @@ from pathlib import Path
 
 from configs.schema import HangConfig
 from data.outage import OUTAGE
-from run.watchdog import Watchdog
+from hosts.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,7 +105,7 @@ def test_a_restore_that_hangs_ends_with_42_and_says_where_every_thread_is():
     script = (
         "import time\n"
         "from configs.schema import HangConfig\n"
-        "from run.watchdog import limited\n"
+        "from hosts.watchdog import limited\n"
         "def a_store_that_never_answers(): time.sleep(60)\n"
         "with limited(HangConfig(other_seconds=0.5), 'restoring'):\n"
         "    a_store_that_never_answers()\n"
@@ -119,7 +119,7 @@ def test_it_says_where_every_thread_is_and_ends_the_process_with_42():
     script = (
         "import threading, time\n"
         "from configs.schema import HangConfig\n"
-        "from run.watchdog import Watchdog\n"
+        "from hosts.watchdog import Watchdog\n"
         "def a_loader_that_is_stuck(): time.sleep(60)\n"
         "threading.Thread(target=a_loader_that_is_stuck, daemon=True).start()\n"
         "with Watchdog(HangConfig(seconds=1)) as dog:\n"

@@ -5,8 +5,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from run.report import Run, flat
-from run.sentences import Sentence, counted, percent, quantity
+from tools.report.runs import Run, flat
+from tools.report.sentences import Sentence, counted, percent, quantity
 
 OWN = ("name", "run_dir", "checkpoint.folder")  # options that every run has for itself
 

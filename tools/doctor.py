@@ -1,4 +1,4 @@
-"""The checks that a run makes before it compiles anything, alone: python -m run.doctor --config=FILE [OPTIONS].
+"""The checks that a run makes before it compiles anything, alone: python -m tools.doctor --config=FILE [OPTIONS].
 
 Start it as the run is to be started: the same command on every host, with the run's options. Exit code 0 where all
 hosts can train together, 2 where not, with a line for each thing that is wrong and the host that it is wrong on.
@@ -18,8 +18,8 @@ import jax
 
 from configs.command_line import parse
 from data.dataset import open_text
-from run.preflight import preflight
-from run.runtime import cache_dir, check_hosts_agree, describe_processes, run_command, start_jax
+from hosts.preflight import preflight
+from hosts.runtime import cache_dir, check_hosts_agree, describe_processes, run_command, start_jax
 from training.build import build_stages
 
 

@@ -27,14 +27,15 @@ from tenacity import Retrying, retry_if_result, stop_after_delay, wait_random
 from configs.files import shown_bytes
 from configs.retry import StorageLost, first_line, patiently, role
 from configs.schema import Config, UserError
+from hosts.peers import exchange
+from hosts.runtime import versions
+from hosts.watchdog import end_as_hung
 from model.flops import parameter_counts
 from model.kernels import attention_kernel
 from model.parallel import compute_capability
-from run.peers import exchange
-from run.runtime import versions
-from run.watchdog import end_as_hung
 
 ROOT = Path(__file__).parents[1]
+ROOMS = ("configs", "data", "evaluation", "hosts", "interchange", "model", "run", "training")
 CLOCKS = 60  # seconds by which hosts' clocks may differ: stores refuse requests signed at another time
 SUM_TIMEOUT = 180  # seconds for the sum, the connection of all devices included
 MIN_CUDNN = 91801  # 9.18.1; pyproject.toml asks for it
@@ -54,9 +55,10 @@ class Host(NamedTuple):
 
 
 def code_digest(root: Path = ROOT) -> str:
-    """Of the Python files of the repository that a run may import: their names and bytes."""
+    """Return a digest of the Python files that a run may import: their names and bytes."""
     digest = hashlib.sha256()
-    for path in sorted([*root.glob("*.py"), *root.glob("[a-z]*/*.py")]):
+    files = [*root.glob("*.py"), *(path for room in ROOMS for path in root.glob(f"{room}/**/*.py"))]
+    for path in sorted(files):
         digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from run.comparison import compared, differences
-from run.figures import axes, figures
-from run.report import AXES, Run
-from run.sentences import Sentence, sentences
+from tools.report.comparison import compared, differences
+from tools.report.figures import axes, figures
+from tools.report.runs import AXES, Run
+from tools.report.sentences import Sentence, sentences
 
 HERE = Path(__file__).parent
 SHOWN_SPIKES = 20  # the newest; each has texts

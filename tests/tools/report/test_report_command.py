@@ -1,5 +1,6 @@
-"""report.py as a user starts it, and its page in a browser: every plot has its lines, hover and zoom work, and nothing
-is fetched."""
+"""tools.report as a user starts it, and its page in a browser: every plot has its lines, hover and zoom work.
+
+Nothing is fetched."""
 
 import json
 import signal
@@ -12,14 +13,14 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
-import report
+import tools.report.__main__ as report
 from configs.command_line import exit_code_of
-from run.figures import figures
-from run.report import read_runs
 from tests.chromium import PROGRAM, Chromium
 from tests.run_folders import write_run
+from tools.report.figures import figures
+from tools.report.runs import read_runs
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 in_browser = pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
 PLOTS = (
     *("loss", "bits", "gradients", "rates", "epochs", "core", "tasks", "noise", "coherence", "ratios", "updates"),
@@ -40,7 +41,7 @@ def runs(tmp_path_factory) -> list[str]:
 
 def run(monkeypatch, *arguments: str) -> int:
     """The exit code of the command, run in this process."""
-    monkeypatch.setattr(sys, "argv", ["report.py", *arguments])
+    monkeypatch.setattr(sys, "argv", ["tools.report", *arguments])
     return exit_code_of(report.main, "")
 
 
@@ -177,7 +178,7 @@ def test_nothing_is_fetched_and_no_script_fails(page):
 def followed(tmp_path):
     """A run that goes on, and the address where it is shown."""
     folder = write_run(tmp_path / "run", complete=False, logged=100)
-    command = [sys.executable, "report.py", str(folder), "--follow", "--port=0", "--every_seconds=1"]
+    command = [sys.executable, "-m", "tools.report", str(folder), "--follow", "--port=0", "--every_seconds=1"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         yield folder, process.stdout.readline().split()[0], process
@@ -211,7 +212,7 @@ def test_a_page_that_is_followed_grows_and_keeps_its_zoom(followed, browser):
     assert range_of(browser, "loss") == pytest.approx(zoomed)
     assert "step 110 of 400" in browser.value("document.body.innerText")
     process.send_signal(signal.SIGINT)
-    browser.wait_for("document.body.innerText.includes('report.py has ended')")
+    browser.wait_for("document.body.innerText.includes('tools.report has ended')")
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from configs.schema import DataConfig, UserError
-from run.comparison import compared, differences
-from run.figures import figures
-from run.report import read_run, read_runs
-from run.sentences import duration, percent, quantity, sentences
 from tests.run_folders import BEGAN, write_run
+from tools.report.comparison import compared, differences
+from tools.report.figures import figures
+from tools.report.runs import read_run, read_runs
+from tools.report.sentences import duration, percent, quantity, sentences
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LATER = BEGAN + 100_000
 
 
@@ -244,7 +244,7 @@ def test_what_is_no_run_is_refused_by_name(tmp_path, text, problem):
 
 
 def test_it_reads_without_jax_and_without_what_writes_a_run():
-    code = "import sys, report; sys.exit(bool({'jax', 'tensorboardX', 'torch', 'numpy'} & sys.modules.keys()))"
+    code = "import sys, tools.report.__main__; sys.exit(bool({'jax', 'tensorboardX', 'torch', 'numpy'} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from run.cluster import HIGH_PORTS
-from tests.run.test_peers import port  # noqa: F401
+from hosts.cluster import HIGH_PORTS
+from tests.hosts.test_peers import port  # noqa: F401
 from tests.test_train import environment_of
 
 ROOT = Path(__file__).parents[2]
 PROCESS = """
 import os, sys
-import run.runtime as runtime
+import hosts.runtime as runtime
 if "tpu" in sys.argv:  # this machine passes for a TPU's; JAX, imported there, does not set this
     os.environ.pop("TPU_SKIP_MDS_QUERY", None)
     runtime.find_spec = lambda name: True
     runtime.glob = lambda pattern: ["/dev/accel0"] if "accel" in pattern else []
-from run.peers import exchange
+from hosts.peers import exchange
 def main():
     cluster = runtime.start_jax()
     import jax

@@ -30,9 +30,9 @@ from configs.files import cache_dir
 from configs.interrupt import raise_at_interrupt
 from configs.retry import StorageLost, first_line
 from configs.schema import UserError
+from hosts.cluster import Cluster, detect
+from hosts.peers import PeerLost, end_all, exchange, from_first, join, leave
 from program.machines import GPU_FRACTION
-from run.cluster import Cluster, detect
-from run.peers import PeerLost, end_all, exchange, from_first, join, leave
 from training.mesh import axes_between, islands, sizes_of
 
 OPEN_FILES = 65_536
@@ -126,7 +126,7 @@ def report_unless_loop_is_closed(unraisable: Any) -> None:
 def start_jax() -> Cluster:
     """Joins the other processes of the run, if there are any, and keeps compiled programs on disk between runs.
 
-    Every process is started with the same command; run/cluster.py finds the others. UserError where what is known of
+    Every process is started with the same command; hosts/cluster.py finds the others. UserError where what is known of
     them cannot be meant, PeerLost where one does not come.
     """
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))

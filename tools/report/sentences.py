@@ -6,7 +6,7 @@ from statistics import mean, median, stdev
 from typing import NamedTuple
 
 from configs.exit_codes import Exit
-from run.report import Course, Run, number
+from tools.report.runs import Course, Run, number
 
 ALIVE = 300  # seconds without a line after which a run that has not stopped is reported, or three times the usual
 WAITING = 0.05  # share of the time that waiting for data, or steps done again, may take before it is worth a thought

@@ -18,8 +18,8 @@ from typing import Any
 from configs.exit_codes import Exit
 from configs.schema import HangConfig
 from data.outage import OUTAGE
-from run import peers
-from run.peers import end_all
+from hosts import peers
+from hosts.peers import end_all
 
 AWAY = 10  # seconds without an answer from a store: longer than what single errors cost
 FIRST = 6  # so many times `hang.seconds` are allowed to the first step, which connects the devices

@@ -8,8 +8,8 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 from run.goodput import PARTS
-from run.report import AXES, Course, Run, number
-from run.sentences import ratio
+from tools.report.runs import AXES, Course, Run, number
+from tools.report.sentences import ratio
 
 COLORS = ("#4269d0", "#ff725c", "#3ca951", "#e5a50a", "#a463f2", "#6cc5b0", "#ff8ab7", "#9c6b4e", "#97bbf5", "#9498a0")
 DASHES = ("solid", "dash", "dot", "dashdot")

@@ -28,7 +28,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, stop_aft
 
 from configs.exit_codes import Exit
 from configs.schema import UserError
-from run.cluster import Cluster, split_address
+from hosts.cluster import Cluster, split_address
 
 START_TIMEOUT = 30 * 60  # seconds to wait for the last host: as long as a cluster takes to start it
 TELL_FIRST = 10  # seconds until a line says which process, of those that have joined, does not answer
@@ -255,7 +255,7 @@ def _greet(cluster: Cluster, address: tuple[str, int], tell_every: float, say: C
 
 
 patience: float = START_TIMEOUT
-"""Seconds that `exchange` waits for a process. `run.watchdog.limited` sets what its own limit allows."""
+"""Seconds that `exchange` waits for a process. `hosts.watchdog.limited` sets what its own limit allows."""
 
 
 class _Channel:

@@ -13,7 +13,7 @@ import pytest
 from etils import epath
 
 from configs.schema import CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, UserError
-from run.preflight import (
+from hosts.preflight import (
     Host,
     checked_sum,
     code_digest,
@@ -23,7 +23,7 @@ from run.preflight import (
     preflight,
 )
 from tests.helpers import tiny_config
-from tests.run.test_peers import port  # noqa: F401
+from tests.hosts.test_peers import port  # noqa: F401
 from tests.test_train import environment_of, folder  # noqa: F401
 from training.mesh import make_mesh
 
@@ -66,6 +66,10 @@ def test_the_code_is_what_a_run_may_import(tmp_path):
     (tmp_path / "runs" / "x" / "metrics.jsonl").write_text("c")
     assert code_digest(tmp_path) == before
     (tmp_path / "model" / "gpt.py").write_text("c")
+    assert code_digest(tmp_path) != before
+    (tmp_path / "run" / "hooks").mkdir(parents=True)
+    before = code_digest(tmp_path)
+    (tmp_path / "run" / "hooks" / "log.py").write_text("d")
     assert code_digest(tmp_path) != before
     assert code_digest() == code_digest(ROOT)
 
@@ -110,15 +114,15 @@ def test_a_folder_that_nfs_shows_late_is_shared(tmp_path, monkeypatch):
 
 DOCTOR = """
 import os, signal, sys
-import run.preflight as preflight
+import hosts.preflight as preflight
 preflight.SEEN = 5
 if "package" in sys.argv:
     preflight.versions = lambda: {"jax": "0.1"}
 if "stopped" in sys.argv:
     preflight.code_digest = lambda: os.kill(os.getpid(), signal.SIGSTOP)
 sys.argv = [word for word in sys.argv if word not in ("package", "stopped")]
-from run.doctor import main
-from run.runtime import run_command
+from tools.doctor import main
+from hosts.runtime import run_command
 run_command(main)
 """
 
@@ -169,7 +173,7 @@ def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, port, sa
 TRAIN = """
 import jax
 import train
-from run.runtime import run_command
+from hosts.runtime import run_command
 
 compiled = []
 jax.monitoring.register_event_duration_secs_listener(

@@ -1,4 +1,4 @@
-"""The facts of datasets as one HTML page that needs nothing else, in the manner of report.py's."""
+"""The facts of datasets as one HTML page that needs nothing else, in the manner of tools.report's."""
 
 import json
 import time
@@ -12,9 +12,9 @@ from plotly.offline import get_plotlyjs
 from data.facts import Facts, names_of, text_of
 from data.mixture import Mixture
 from data.record import read_record
-from run.figures import COLORS, DASHES, Figure, plot_layout
-from run.page import HERE, place, table
-from run.sentences import percent
+from tools.report.figures import COLORS, DASHES, Figure, plot_layout
+from tools.report.page import HERE, place, table
+from tools.report.sentences import percent
 
 EXAMPLES = 8  # documents of each kind whose beginnings are shown
 POINTS = 200  # of a curve

@@ -14,7 +14,7 @@ import pytest
 from configs.exit_codes import Exit
 from configs.files import append_whole, write_whole
 from configs.schema import UserError
-from run.runtime import NoCheckpoint, Stop, run_command
+from hosts.runtime import NoCheckpoint, Stop, run_command
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +37,7 @@ def test_what_started_a_command_starts_it_again_after_two_codes():
 
 
 def test_a_peer_that_does_not_come_is_code_42():
-    script = "from run.runtime import *\ndef main(): raise PeerLost('process 3 has not come')\nrun_command(main)"
+    script = "from hosts.runtime import *\ndef main(): raise PeerLost('process 3 has not come')\nrun_command(main)"
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 42 and ended.stderr == "error: process 3 has not come; start all again\n"
 
@@ -92,7 +92,7 @@ def test_writes_that_a_failed_save_had_begun_leave_no_traceback(said, shown):
     """tensorstore prints what its callback meets, as this does, in a thread of its own."""
     program = f"""
 import asyncio, time, tensorstore
-from run.runtime import start_jax
+from hosts.runtime import start_jax
 start_jax()
 loop = asyncio.new_event_loop()
 facts = dict(driver="zarr", kvstore="memory://", metadata=dict(dtype="<f4", shape=[3]), create=True)
@@ -152,7 +152,7 @@ def test_a_signal_before_training_ends_it_at_once_even_where_a_callback_swallows
 def test_a_second_ctrl_c_ends_the_process_and_says_what_is_lost():
     script = (
         "import os, signal, time\n"
-        "from run.runtime import Stop\n"
+        "from hosts.runtime import Stop\n"
         "with Stop() as stop, stop.heeded():\n"
         "    for _ in range(2):\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"

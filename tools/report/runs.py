@@ -1,5 +1,5 @@
-"""What runs tell of themselves, read from their folders: facts for sentences (run/sentences.py) and for plots
-(run/page.py).
+"""What runs tell of themselves, read from their folders: facts for sentences (tools/report/sentences.py) and for plots
+(tools/report/page.py).
 
 It needs neither JAX nor the text, the checkpoints or the devices of a run, only config.json, metrics.jsonl,
 events.jsonl and summary.json, so that a laptop can look at what a pod trained. Runs of other versions are read as far

@@ -3,7 +3,7 @@
 import pytest
 
 from configs.schema import UserError
-from run.cluster import Cluster, detect
+from hosts.cluster import Cluster, detect
 
 SLURM = {
     "SLURM_JOB_ID": "4100",

@@ -1,4 +1,4 @@
-"""One page on one or more runs: python report.py RUN [RUN...].
+"""One page on one or more runs: python -m tools.report RUN [RUN...].
 
 It needs no accelerator and does not start JAX. --follow serves the page on this machine alone, and keeps it up to date.
 """
@@ -22,8 +22,8 @@ from configs.command_line import exit_code_of, parse_arguments
 from configs.exit_codes import Exit
 from configs.files import write_whole
 from configs.schema import AnyPaths, FilePath, NotNegative, Positive, UserError
-from run.page import contents, page
-from run.report import read_runs
+from tools.report.page import contents, page
+from tools.report.runs import read_runs
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def serve(folders: list[str], port: int, every_seconds: int) -> None:
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     if not arguments.runs:
-        raise UserError("name at least one run's folder: python report.py runs/small")
+        raise UserError("name at least one run's folder: python -m tools.report runs/small")
     runs = read_runs(list(arguments.runs))
     if arguments.follow:
         serve(list(arguments.runs), arguments.port, arguments.every_seconds)

@@ -1,4 +1,4 @@
-// Draws a report: `report` is what run/page.py found, `follow` the seconds between two looks at a run that goes on, or 0.
+// Draws a report: `report` is what tools/report/page.py found, `follow` the seconds between two looks at a run that goes on, or 0.
 const quiet = { displayModeBar: false, responsive: true };
 let drawn = [];
 
@@ -28,7 +28,7 @@ async function look() {
     const answer = await fetch("report.json");
     report = await answer.json();
   } catch {
-    document.getElementById("made").textContent = "report.py has ended: this is what it saw last.";
+    document.getElementById("made").textContent = "tools.report has ended: this is what it saw last.";
     return;
   }
   if (report.figures.map((figure) => figure.id).join() !== drawn.join()) return location.reload();

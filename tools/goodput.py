@@ -1,0 +1,45 @@
+"""Print where a run's time went, over all its starts: python -m tools.goodput RUN. See run/goodput.py for the parts."""
+
+if __name__ == "__main__":
+    from configs.interrupt import end_at_interrupt
+
+    end_at_interrupt()
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from configs.command_line import parse_arguments
+from configs.exit_codes import Exit
+from configs.schema import AnyPath, UserError
+from run.events import Events
+from run.goodput import goodput
+from run.record import at_hand
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Seconds of a run over all its starts, by what they went to."""
+
+    run_dir: Annotated[AnyPath, tyro.conf.Positional]
+    """Folder of the run, here or at gs://."""
+
+
+def main() -> int:
+    arguments = parse_arguments(__doc__, Arguments)
+    folder = at_hand(arguments.run_dir)
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} holds no run (no config.json)")
+    spent = goodput(Events(folder).read())
+    wall = sum(spent.values())
+    for part, seconds in spent.items():
+        print(f"{part:12} {seconds:12.1f} s {seconds / (wall or 1):8.1%}")
+    print(f"{'wall time':12} {wall:12.1f} s")
+    return Exit.COMPLETE
+
+
+if __name__ == "__main__":
+    from hosts.runtime import run_command
+
+    run_command(main)
