@@ -1,10 +1,5 @@
 """What a network is worth: python evaluate.py --run_dir=RUN (or --from=FOLDER), with --source or --tasks."""
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 import sys
 from collections.abc import Callable

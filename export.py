@@ -1,10 +1,5 @@
 """A run's network for other programs: python export.py --run_dir=runs/small --format=hf --out=DIR."""
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import os
 import shutil
 from dataclasses import dataclass

@@ -6,11 +6,6 @@ without JAX; --compile=N compiles the best N and takes the memory that the progr
 is printed as a command line of train.py. Exit code 1 where nothing fits. docs/planning.md says how wrong it has been.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import contextlib
 import json
 import shlex

@@ -1,10 +1,5 @@
 """Continue a text with a trained network: python sample.py --run_dir=runs/small --prompt="def "."""
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 from dataclasses import dataclass
 
 import jax

@@ -1,10 +1,5 @@
 """One run, from top to bottom: python train.py --config=configs/small.py. The same command again continues it."""
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import dataclasses
 import gc
 import json

@@ -6,11 +6,6 @@ trains on from one checkpoint with other batches. The same command goes on where
 config that train.py takes, tune.json and pictures. docs/tuning.md shows one from end to end.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import math
 import shlex
 import sys

@@ -5,11 +5,6 @@ with its last lines. The same command again goes on with what is missing. It lea
 command, seconds and result), index.html (a page with pictures, that needs nothing else) and every part's output.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 import os
 import shlex

@@ -8,11 +8,6 @@ their batches, as in metrics.jsonl, and `cores` what reading takes of this proce
 answers nothing but errors for a while.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import hashlib
 import json
 import multiprocessing

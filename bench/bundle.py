@@ -6,11 +6,6 @@ Four small tasks that ask how well a network knows Python, which configs/small.p
 and their mean can be compared with that of another network on this bundle alone.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 import random
 from dataclasses import dataclass

@@ -8,11 +8,6 @@ that ask for it. At the end parameters, metrics and TensorBoard's series must be
 checkpoint may have been put aside, and nothing half made may be left.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 import os
 import random

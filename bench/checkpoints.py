@@ -5,11 +5,6 @@ to it, the bare copy of the state off the device. With `steps_between`, the time
 them, over that of as many without.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 import statistics
 import tempfile

@@ -13,11 +13,6 @@ estimate of its own scheduled work: not of collectives, attention kernels or asy
 the bytes that their instructions read and write in memory stand there.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import time
 from collections import defaultdict
 from dataclasses import dataclass

@@ -10,11 +10,6 @@ neighbouring rounds, and the last line that of all tasks together, and how many 
 network, here) take as long as an item. Compiling, before the first round, is counted apart.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 import os
 import random

@@ -8,11 +8,6 @@ is installed). `cores`: two workers beside one, and beside what the machine give
 `--kills`. `memory`: of a worker, at its peak. `scale`: of each phase of a preparation of 1 TB, simulated by sizes.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 import os
 import tempfile

@@ -6,11 +6,6 @@ the plain one's, and the ratios of the programs' memory. With --topology they ar
 of the time stand the compiler's estimate of a TPU's cycles, or the bytes that a GPU's kernels read and write.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 import statistics
 import time

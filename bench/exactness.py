@@ -10,11 +10,6 @@ With --noise, in place of that: the norm of each group's gradient, and of what r
 picture of the differences, step by step, next to those with the `eps` of 1e-10 that every group once had.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 import os
 import socket

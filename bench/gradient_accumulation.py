@@ -7,11 +7,6 @@
 A network of 1.8 M parameters (depth 4, width 128, vocabulary 4096) on rows of 128 tokens of the standard library.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import argparse
 import json
 from collections.abc import Callable, Hashable

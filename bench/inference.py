@@ -3,11 +3,6 @@
 python -m bench.inference --config=configs/d12.py --batch.rows_per_device=32
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 import statistics
 import time

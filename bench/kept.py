@@ -7,11 +7,6 @@ of --topology (or for one here), with two numbers of blocks and two of rows. The
 of these what more rows take, are a block's activations: parameters and their gradients do not grow with the rows.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -7,11 +7,6 @@ The step stays the config's, or is one micro-batch where that is more; fewer row
 in bench.collectives) stands for the time.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

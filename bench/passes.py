@@ -10,11 +10,6 @@ a kernel (`custom-call`) and asynchronous copies have none. Bytes are what an in
 The programs of two depths differ by the blocks between them.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass

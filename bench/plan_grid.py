@@ -9,11 +9,6 @@ run. bench/plan_points.txt lists the points, and which of them were in view when
 planning/step_time.py were chosen: the errors that count are those of the others.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import contextlib
 import json
 import shlex

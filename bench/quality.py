@@ -5,11 +5,6 @@ seeds each, the same data. Each run is train.py's, so the same command goes on w
 measured apart, one network after the other, when all runs are done.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 import os
 import statistics

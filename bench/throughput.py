@@ -3,11 +3,6 @@
 python -m bench.throughput --config=configs/d12.py --depth=20 --rows=16 --micro_batches=4 --profile
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 from dataclasses import dataclass
 

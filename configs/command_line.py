@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, is_dataclass, make_dataclass
@@ -11,7 +12,6 @@ from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 import tyro
 
 from configs.exit_codes import Exit
-from configs.interrupt import raise_at_interrupt
 from configs.ramp import with_ramp_spelled_out
 from configs.schema import Config, UserError, check_types, resolved, validate, with_homes
 
@@ -55,7 +55,7 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
         meant = next((word for word in argv if not word.startswith("-")), "configs/small.py")
         raise UserError(f"--config is missing; try --config={meant}")
     default, derive = load_config(path) if path else (Config(name="NAME"), lambda config, given: config)
-    both = tyro.cli(
+    both = _read(
         make_dataclass(
             "Arguments",
             [
@@ -63,10 +63,8 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
                 ("extra", Annotated[extra, tyro.conf.arg(name="")], field(default=extra())),
             ],
         ),
-        description=f"{description}\n\n--config FILE (required) gives every option below its default.",
-        args=_in_tyro_s_spelling(argv, Config, extra),
-        prog=_program(),
-        use_underscores=True,
+        _in_tyro_s_spelling(argv, Config, extra),
+        f"{description}\n\n--config FILE (required) gives every option below its default.",
     )
     # tyro takes hyphens for underscores.
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
@@ -80,22 +78,23 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
 def parse_arguments(description: str | None, arguments: type[T]) -> T:
     """Parses the fields of the dataclass `arguments` alone, for a command that has no config. UserError for a value
     that its field's type does not allow."""
-    args = _in_tyro_s_spelling(sys.argv[1:], arguments)
-    parsed = tyro.cli(arguments, prog=_program(), description=description, args=args, use_underscores=True)
+    parsed = _read(arguments, _in_tyro_s_spelling(sys.argv[1:], arguments), description)
     check_types(parsed)
     return with_homes(parsed)
 
 
-def _program() -> str:
-    """Return what a user types for this command, as tyro's messages name it."""
+def _read(kind: type[T], words: list[str], description: str | None) -> T:
+    """Return the words as a `kind`. tyro's messages name the command as a user types it."""
+    if {"-h", "--help"} & set(words):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
     spec = sys.modules["__main__"].__spec__
-    return f"python -m {spec.name}" if spec else f"python {Path(sys.argv[0]).name}"
+    program = f"python -m {spec.name}" if spec else f"python {Path(sys.argv[0]).name}"
+    return tyro.cli(kind, prog=program, description=description, args=words, use_underscores=True)
 
 
 def exit_code_of(main: Callable[[], int], interrupted: str) -> int:
     """Runs a command that does not start JAX (hosts/runtime.py runs those that do); a UserError becomes its message and
     code 2. `interrupted`: what is said after Ctrl-C."""
-    raise_at_interrupt()
     try:
         return main()
     except UserError as error:

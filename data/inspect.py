@@ -1,10 +1,5 @@
 """What is in a dataset, as text and as a page with pictures, or what a step sees: python -m data.inspect DIR_OR_RUN."""
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -12,11 +12,6 @@ DIR/dataset.json              what it was made from, counts, a SHA-256 of each f
 It runs in the repository's root, like every command, and works on folders anywhere.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import fcntl
 import json
 import math

@@ -27,7 +27,6 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 
 from configs.exit_codes import Exit
 from configs.files import cache_dir
-from configs.interrupt import raise_at_interrupt
 from configs.retry import StorageLost, first_line
 from configs.schema import UserError
 from hosts.cluster import Cluster, detect
@@ -54,7 +53,6 @@ T = TypeVar("T")
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Runs a command and exits with its code; a UserError becomes its message and code 2, a full disk one and 1. Of
     several processes one that ends by an exception ends all, with its code."""
-    raise_at_interrupt()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # 1024 at most at first: few for shards and connections
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

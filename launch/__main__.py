@@ -3,11 +3,6 @@
 `python -m launch tpu up --help` shows one command's options; docs/pods.md goes through each.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import importlib
 import sys
 

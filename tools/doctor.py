@@ -4,11 +4,6 @@ Start it as the run is to be started: the same command on every host, with the r
 hosts can train together, 2 where not, with a line for each thing that is wrong and the host that it is wrong on.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import dataclasses
 import json
 from contextlib import suppress

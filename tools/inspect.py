@@ -1,10 +1,5 @@
 """A run's checkpoints, each read whole and verified: python -m tools.inspect RUN."""
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import math
 import time
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import re
+import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -205,6 +206,17 @@ def test_help_exits_with_0_and_explains_every_option(words, capsys, monkeypatch)
     for text in ("What it does.", "--config FILE", "--accept_changes", "Continue all the same."):
         assert text in output
     assert "Rows of a micro-batch on one device: what fits its memory; it never changes the result." in output
+
+
+def test_help_that_nobody_reads_to_its_end_leaves_no_traceback():
+    read = f"{sys.executable} tune.py --help | head -n 1"
+    done = subprocess.run(["bash", "-c", read], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "usage: python tune.py [-h] [OPTIONS]\n" and done.stderr == ""
+
+
+def test_help_names_a_module_as_it_is_started():
+    words = [sys.executable, "-m", "run.goodput"]
+    assert "python -m run.goodput --help" in subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stderr
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,6 @@
 It needs no accelerator and does not start JAX. --follow serves the page on this machine alone, and keeps it up to date.
 """
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 import json
 import sys
 import time
