@@ -28,7 +28,7 @@ from data.dataset import open_dataset
 from data.loader import StepBatches, local_rows, train_batches
 from data.mixture import Mixture, Stage
 from data.packing import plan_rows
-from data.prepare import Preparation, prepare
+from data.prepare.preparation import Preparation, prepare
 from hosts.runtime import run_command
 from training.mesh import batch_shape, batch_sharding, make_mesh
 

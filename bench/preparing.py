@@ -26,14 +26,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from configs.schema import UserError
-from data.corpus import Corpus, find_corpus
 from data.dataset import PLANNED
-from data.encoding import tiktoken_of
-from data.layout import layouts_of
 from data.packing import Plan, join_plans, load_plan, plan_rows, save_plan
-from data.parts import Recipe, Task, make_tasks, write_part
-from data.prepare import Preparation, Where, prepare
-from data.records import SourceFile
+from data.prepare.corpus import Corpus, find_corpus
+from data.prepare.encoding import tiktoken_of
+from data.prepare.parts import Recipe, Task, make_tasks, write_part
+from data.prepare.preparation import Preparation, Where, prepare
+from data.prepare.shard_layout import layouts_of
+from data.prepare.source_files import SourceFile
 from data.tokenizer import load_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -41,9 +41,9 @@ LARGE = 200_000_000  # bytes of a document
 DRIVER = """
 import sys
 from pathlib import Path
-import data.parts
-from data.prepare import Preparation, Where, prepare
-data.parts.TASK_BYTES = eval(sys.argv[1])
+import data.prepare.parts
+from data.prepare.preparation import Preparation, Where, prepare
+data.prepare.parts.TASK_BYTES = eval(sys.argv[1])
 prepare(Preparation(**eval(sys.argv[2])), Path(sys.argv[3]), where=Where(workers=2))
 """
 
@@ -300,8 +300,8 @@ def large_files(folder: Path) -> Iterator[tuple[str, Path]]:
 READER = r"""
 import sys
 from pathlib import Path
-from data.corpus import find_corpus
-from data.encoding import Encoder
+from data.prepare.corpus import find_corpus
+from data.prepare.encoding import Encoder
 from data.tokenizer import load_tokenizer
 encoder, corpus = Encoder(load_tokenizer(sys.argv[1])), find_corpus(sys.argv[2])
 read = 0

@@ -22,10 +22,10 @@ from jaxtyping import Integer
 
 from configs.schema import DataConfig, UserError
 from data.blocks import NO_INDEX, MappedShard
-from data.corpus import HELD_OUT, find_corpus, name_words
 from data.mixture import Mixture, join_source, mean_shares, read_source, split_source
 from data.packing import BestFitRows, Plan, Rows, StreamRows, join_plans, load_plan, plan_rows, save_plan
-from data.prepare import Preparation, prepare
+from data.prepare.corpus import HELD_OUT, find_corpus, name_words
+from data.prepare.preparation import Preparation, prepare
 from data.record import read_record
 from data.shards import TokenStream
 from data.store import BlockCache, Shard, Store, StoredShard, mirrored, readers

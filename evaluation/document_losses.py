@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from configs.progress import progress
 from configs.schema import BatchConfig, ModelConfig
-from data.corpus import Document
+from data.prepare.corpus import Document
 from data.tokenizer import TextTokenizer
 from evaluation.documents import Source
 from evaluation.scorer import ROWS, coarse_size, on_rows

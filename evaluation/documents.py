@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from configs.schema import DataConfig, UserError
-from data.corpus import Document, find_corpus, hash_share
 from data.dataset import open_dataset
 from data.mixture import mean_shares, read_source
+from data.prepare.corpus import Document, find_corpus, hash_share
 
 
 class Source(NamedTuple):

@@ -1,10 +1,5 @@
 """Print where a run's time went, over all its starts: python -m tools.goodput RUN. See run/goodput.py for the parts."""
 
-if __name__ == "__main__":
-    from configs.interrupt import end_at_interrupt
-
-    end_at_interrupt()
-
 from dataclasses import dataclass
 from typing import Annotated
 

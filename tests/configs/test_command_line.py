@@ -215,8 +215,8 @@ def test_help_that_nobody_reads_to_its_end_leaves_no_traceback():
 
 
 def test_help_names_a_module_as_it_is_started():
-    words = [sys.executable, "-m", "run.goodput"]
-    assert "python -m run.goodput --help" in subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stderr
+    words = [sys.executable, "-m", "tools.goodput"]
+    assert "python -m tools.goodput --help" in subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stderr
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,9 @@ from data.blocks import BLOCK_BYTES
 from data.dataset import Text, open_text
 from data.loader import StepBatches, train_batches
 from data.outage import OUTAGE
-from data.prepare import Preparation, prepare
+from data.prepare.preparation import Preparation, prepare
 from data.store import Store
-from tests.data.test_hub import Hub, ask, serving
+from tests.data.prepare.test_hub import Hub, ask, serving
 from tests.fake_gcs import FakeGCS
 from training.mesh import batch_sharding, make_mesh
 

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from configs.schema import BatchConfig, MeshConfig, UserError
-from data.corpus import Document
-from data.prepare import Preparation, prepare
+from data.prepare.corpus import Document
+from data.prepare.preparation import Preparation, prepare
 from evaluation.bits_of_texts import compared, figures, in_words, plot, ratio
 from evaluation.document_losses import DocumentLosses
 from evaluation.documents import Source, digest, read_sources

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from plotly.offline import get_plotlyjs
 
-from data.facts import Facts, names_of, text_of
 from data.mixture import Mixture
+from data.prepare.facts import Facts, names_of, text_of
 from data.record import read_record
 from tools.report.figures import COLORS, DASHES, Figure, plot_layout
 from tools.report.page import HERE, place, table

@@ -112,7 +112,9 @@ def test_it_says_what_to_know_and_text_of_a_run_stays_text(page):
     assert "The 400th sample <b>is</b> text." in text
     page.value("document.querySelectorAll('details').forEach((details) => { details.open = true })")
     text = page.value("document.body.innerText")
-    assert "</script><script>alert(1)</script>" in text and "optimizer.clip_norm" in text and "data.inspect" in text
+    assert (
+        "</script><script>alert(1)</script>" in text and "optimizer.clip_norm" in text and "data.prepare.show" in text
+    )
     assert page.value("document.querySelectorAll('li.heed').length") > 2
 
 

@@ -34,10 +34,10 @@ import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
 from configs.files import write_whole
-from data.corpus import Corpus
-from data.encoding import Encoder
-from data.exclusion import load_exclusion
-from data.records import SourceFile
+from data.prepare.corpus import Corpus
+from data.prepare.encoding import Encoder
+from data.prepare.exclusion import load_exclusion
+from data.prepare.source_files import SourceFile
 from data.shards import token_type
 from data.tokenizer import load_tokenizer
 
@@ -68,7 +68,7 @@ class Recipe:
     threshold: float
     """Documents with a text whose hash falls below are held out, and so are those of files that are."""
     excluded: Path | None
-    """Says what is left out (data/exclusion.py)."""
+    """Says what is left out (data/prepare/exclusion.py)."""
     deduplicate: bool
     seed: int | None
     """Of the documents' order; None: the source's."""

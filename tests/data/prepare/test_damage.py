@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data.packing
-import data.prepare
+import data.prepare.preparation
 import data.shards
 from configs.schema import DataConfig, UserError
-from data.corpus import find_corpus
 from data.dataset import Text, open_text
-from data.prepare import Preparation, prepare
+from data.prepare.corpus import find_corpus
+from data.prepare.preparation import Preparation, prepare
 from data.record import read_record
 from data.shards import read_shard, write_shard
 
@@ -404,7 +404,7 @@ def test_a_preparation_whose_files_may_not_grow_says_so(prepared, tmp_path):
 
 
 def test_a_complete_dataset_in_a_folder_that_may_only_be_read_serves(folder, monkeypatch):
-    monkeypatch.setattr(data.prepare, "_only_one", no_room)
+    monkeypatch.setattr(data.prepare.preparation, "_only_one", no_room)
     prepare(preparation(folder), folder / "made")
 
 

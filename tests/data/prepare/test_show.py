@@ -8,12 +8,12 @@ import fsspec
 import numpy as np
 import pytest
 
-import data.inspect
+import data.prepare.show
 from configs.schema import DataConfig, UserError
 from data.dataset import open_dataset
-from data.facts import Facts, read_facts
 from data.mixture import Mixture, read_source
-from data.prepare import Preparation, prepare
+from data.prepare.facts import Facts, read_facts
+from data.prepare.preparation import Preparation, prepare
 from data.shards import write_shard
 from data.tokenizer import train_tokenizer
 from hosts.runtime import cache_dir
@@ -31,7 +31,7 @@ def made(tmp_path_factory) -> Path:
 
 def inspect(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     monkeypatch.setattr(sys, "argv", ["inspect", *map(str, words)])
-    return data.inspect.main()
+    return data.prepare.show.main()
 
 
 SIZES = ("--sequence_length=16", "--tokens_per_step=64")
@@ -77,7 +77,7 @@ def test_documents_their_bytes_and_what_repeats(facts, monkeypatch):
     assert facts.train.bytes.tolist() == [3, 1, 3, 8, 1, 1, 1]
     assert facts.repeats.tolist() == [False, False, True, False, True, True, False]
     assert facts.leaked.tolist() == [True, False]
-    monkeypatch.setattr("data.facts.AT_ONCE", 3)  # documents are read in many pieces
+    monkeypatch.setattr("data.prepare.facts.AT_ONCE", 3)  # documents are read in many pieces
     again = read_facts(facts.dataset, 6)
     assert all(np.array_equal(a, b) for a, b in zip(facts.train, again.train))
 
@@ -173,13 +173,13 @@ def test_without_a_home_the_cache_must_be_named(monkeypatch):
 def test_out_in_the_home_of_nobody_is_named(made, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["prepare", f"--source={made.parent}/one.txt", "--out=~nobody-of-this-name/x"])
     with pytest.raises(UserError, match="--out=~nobody-of-this-name/x"):
-        data.prepare.main()
+        data.prepare.__main__.main()
 
 
 def test_prepare_writes_one_line_of_json_to_its_output(made, tmp_path, monkeypatch, capfd):
     source = f"--source={made.parent}/one.txt"
     monkeypatch.setattr(sys, "argv", ["prepare", source, f"--out={tmp_path / 'x'}", "--vocab_size=262"])
-    assert data.prepare.main() == 0
+    assert data.prepare.__main__.main() == 0
     (line,) = capfd.readouterr().out.splitlines()
     assert json.loads(line)["train"]["documents"] > 1
     assert os.listdir(tmp_path) == ["x"]

@@ -1,4 +1,4 @@
-"""Where the jobs of a preparation run: in processes of this machine (here), or in jobs of SLURM (data/slurm.py).
+"""Where the jobs of a preparation run: in processes of this machine (here), or in jobs of SLURM (slurm_engine.py).
 
 Each engine takes jobs and gives them back, in any order, as they end. A worker that dies takes no other job with it:
 what it was at is tried again, alone, and named when that kills a worker three times on one document.

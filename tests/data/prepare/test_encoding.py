@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.encoding import WINDOW, Encoder, tiktoken_of
+from data.prepare.encoding import WINDOW, Encoder, tiktoken_of
 from data.tokenizer import TextTokenizer, train_tokenizer
 
 WORDS = ["alpha", "naïve", "日本語", "12345", "it's", "IT'S", "\n", "  ", "foo_bar();", "\t", "the", "😀", "\r\n\r\n"]
@@ -55,7 +55,7 @@ def test_blanks_that_tiktoken_cannot_take_are_encoded():
 
 @pytest.mark.parametrize("words", [["alpha", "naïve", "日本語", "😀 the"], ["日本語\n"], ["12345"], ["x"]])
 def test_parts_side_by_side_are_the_text_and_its_utf_8_has_the_same(words, monkeypatch):
-    monkeypatch.setattr("data.encoding.WINDOW", 5000)
+    monkeypatch.setattr("data.prepare.encoding.WINDOW", 5000)
     encoder, generator = Encoder(trained()), random.Random(1)
     text = (" " if len(words) > 1 else "").join(generator.choices(words, k=6000))
     parts = list(encoder.windows(text))

@@ -1,19 +1,6 @@
-"""Raw text to a dataset folder: python -m data.prepare --source=PATH --out=DIR. Killed, and started again, it goes on.
-
-DIR/dataset.json              what it was made from, counts, a SHA-256 of each file: all that is whole, at any moment
-    tokenizer/                tokenizer.json, and the BOS and each token's bytes
-    train_000000.bin ...      tokens, a BOS before each document (data/shards.py)
-    train_000000.starts.npy   where in the shard its documents start
-    train_000000.blocks       a hash and the largest token of each 64 KiB of the shard (data/blocks.py)
-    val_000000.bin ...        the held-out documents among those that the training shard of the number was cut from
-    parts/                    while it is made: what was encoded already (data/parts.py)
-    lock                      held by the process that prepares
-
-It runs in the repository's root, like every command, and works on folders anywhere.
-"""
+"""Text to a dataset folder: what it is made of, checked, continued, and recorded in dataset.json."""
 
 import fcntl
-import json
 import math
 import os
 import shutil
@@ -27,14 +14,13 @@ from typing import Literal
 
 import numpy as np
 
-from configs.command_line import parse_arguments
-from configs.schema import MIN_VOCAB_SIZE, DataConfig, FilePath, UserError
-from data.corpus import Corpus, find_corpus, hash_share, hold_out
-from data.engines import Engine, Local
-from data.exclusion import load_exclusion, save_exclusion
-from data.making import Making, write_record
+from configs.schema import MIN_VOCAB_SIZE, DataConfig, UserError
+from data.prepare.assembly import Making, write_record
+from data.prepare.corpus import Corpus, find_corpus, hash_share, hold_out
+from data.prepare.engines import Engine, Local
+from data.prepare.exclusion import load_exclusion, save_exclusion
+from data.prepare.source_files import SourceFile
 from data.record import read_record
-from data.records import SourceFile
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
 SAMPLED = 32  # files, at least, that a tokenizer is trained on
@@ -101,7 +87,7 @@ class Where:
     def open(self, folder: Path, tasks: int) -> Engine:
         """The engine, for so many tasks of a dataset in the folder."""
         if self.engine == "slurm":
-            from data.slurm import Slurm
+            from data.prepare.slurm_engine import Slurm
 
             return Slurm(folder, self.workers, self.jobs, self.sbatch)
         return Local(min(self.workers or len(os.sched_getaffinity(0)), max(tasks, 1)))
@@ -131,7 +117,7 @@ def _validate(settings: Preparation, max_files: int | None, where: Where) -> Non
     require(where.workers >= 0, "workers", "it must be positive, or 0 for one a core")
     require(0 < where.jobs <= 1000, "jobs", "it must be positive, and 1000 at most")
     if where.engine == "slurm":
-        from data.slurm import read_options
+        from data.prepare.slurm_engine import read_options
 
         read_options(where.sbatch)
     require(settings.sample_bytes > 0, "sample_bytes", "it must be positive")
@@ -348,38 +334,3 @@ def _only_one(out: Path) -> Iterator[None]:
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arguments(Where, Preparation):
-    """Raw text to a dataset folder."""
-
-    out: FilePath
-    """The dataset's folder."""
-    max_files: int | None = None
-    """Only so many of the source's files for now; the same command with more goes on from there, with the tokenizer
-    that the first was given or trained."""
-
-
-def main() -> int:
-    arguments = parse_arguments(__doc__, Arguments)
-    out = Path(arguments.out)
-    if arguments.tokenizer and arguments.vocab_size != Preparation.vocab_size:
-        size = load_tokenizer(arguments.tokenizer).vocab_size
-        if size != arguments.vocab_size:
-            has = f"--tokenizer={arguments.tokenizer} has {size:,} tokens"
-            raise UserError(
-                f"--vocab_size={arguments.vocab_size} is of a tokenizer that is trained here; {has}: leave one out"
-            )
-    settings = Preparation(**{name: getattr(arguments, name) for name in Preparation.__dataclass_fields__})
-    where = Where(**{name: getattr(arguments, name) for name in Where.__dataclass_fields__})
-    prepare(settings, out, arguments.max_files, where)
-    facts = read_record(out)
-    print(json.dumps({"out": str(out), **{name: facts[name] for name in ("train", "val", "skipped")}}))
-    return 0
-
-
-if __name__ == "__main__":
-    from hosts.runtime import run_command
-
-    run_command(main)

@@ -13,7 +13,7 @@ import numpy as np
 
 from configs.files import write_whole
 from data.blocks import write_blocks
-from data.parts import Part, Recipe, Task
+from data.prepare.parts import Part, Recipe, Task
 from data.shards import write_shard
 
 COMPARED = 2**22  # documents whose hashes are in memory at a time

@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-import data.prepare
+import data.prepare.__main__
 from configs.schema import DataConfig
 from data.dataset import open_dataset
-from tests.data.test_hub import Hub, ask, serving
+from tests.data.prepare.test_hub import Hub, ask, serving
 
-PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 RECIPES = re.findall(r"^python -m data\.prepare (--source=hf:.*)$", PAGE.partition("## Recipes")[2], re.MULTILINE)
 
 
@@ -93,7 +93,7 @@ def test_a_recipe_works_as_it_is_typed(recipe, endpoint, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     words = re.sub("--out=[^ ]+", f"--out={tmp_path}/out", recipe)
     monkeypatch.setattr(sys, "argv", ["prepare", *shlex.split(words), "--vocab_size=280", "--val_fraction=0.2"])
-    assert data.prepare.main() == 0
+    assert data.prepare.__main__.main() == 0
     dataset = open_dataset(f"{tmp_path}/out", DataConfig(), 280, tmp_path / "cache")
     found = []
     for part in ("train", "val"):

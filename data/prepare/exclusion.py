@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import UInt64
 
 from configs.files import write_whole
-from data.corpus import Corpus, hash_share
+from data.prepare.corpus import Corpus, hash_share
 
 WORDS = 13
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import UserError
-from data.engines import DEATHS, Ended, Engine, Job, Local
+from data.prepare.engines import DEATHS, Ended, Engine, Job, Local
 
 PROCESSES = 8  # of a job, where `workers` is 0
 TASKS = 4  # for each process of a job: a minute or two of encoding, so that SLURM has few jobs to start

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from data.corpus import Corpus
+from data.prepare.corpus import Corpus
 
 
 class DeadlyCorpus(Corpus):

@@ -14,17 +14,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data.parts
-import data.prepare as module
+import data.prepare.parts
+import data.prepare.preparation as module
 from configs.schema import DataConfig, UserError
-from data.corpus import find_corpus
 from data.dataset import open_dataset
-from data.prepare import Preparation, Where, prepare
+from data.prepare.__main__ import main
+from data.prepare.corpus import find_corpus
+from data.prepare.preparation import Preparation, Where, prepare
 from data.shards import read_shard
 from data.tokenizer import load_tokenizer, train_tokenizer
 from hosts.runtime import run_command
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SIZE = 300
 
 
@@ -388,7 +389,7 @@ def test_the_command_ends_with_code_2_and_names_file_and_line(settings, tmp_path
     for out, chosen in (("stopping", settings), ("skipping", replace(settings, on_error="skip"))):
         monkeypatch.setattr(sys, "argv", command(chosen, tmp_path / out)[2:])
         with pytest.raises(SystemExit) as ended:
-            run_command(module.main)
+            run_command(main)
         codes.append(ended.value.code)
     said = capfd.readouterr().err
     assert codes == [2, 0]
@@ -403,7 +404,7 @@ def test_a_start_that_failed_does_not_claim_the_folder(settings, tmp_path):
 
 
 def test_after_a_bad_document_the_rest_can_be_made_without_it(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr(data.parts, "TASK_BYTES", (200, 200))
+    monkeypatch.setattr(data.prepare.parts, "TASK_BYTES", (200, 200))
     lines = [json.dumps({"text": f"line {i} " * (i % 9 + 1)}) for i in range(40)]
     Path(settings.source, "table.jsonl").write_text("\n".join([*lines, "no json", *lines[:5]]))
     with pytest.raises(UserError, match=r"table\.jsonl line 41: not JSON"):

@@ -21,10 +21,10 @@ import pytest
 from huggingface_hub import HfApi
 
 from configs.retry import StorageLost
-from data.corpus import find_corpus
+from data.prepare.corpus import find_corpus
 from data.shards import read_shard
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PIECE = 10 * 2**20  # bytes that the client holds before it writes them
 SHA = "1234567890abcdef1234567890abcdef12345678"
 

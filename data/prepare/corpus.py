@@ -25,7 +25,8 @@ from fsspec.utils import glob_translate
 
 from configs.retry import StorageLost, patiently
 from configs.schema import UserError
-from data.records import (
+from data.prepare.remote import open_remote
+from data.prepare.source_files import (
     COMPRESSIONS,
     LINE_SUFFIXES,
     TABLE_SUFFIXES,
@@ -38,7 +39,6 @@ from data.records import (
     separated,
     values,
 )
-from data.remote import open_remote
 
 CUT_BYTES = 2**20  # of a text, above which it is cut into documents
 HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # words in names of files that publishers hold out

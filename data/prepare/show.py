@@ -1,4 +1,4 @@
-"""What is in a dataset, as text and as a page with pictures, or what a step sees: python -m data.inspect DIR_OR_RUN."""
+"""What is in a dataset, as text and as a page, or what a step sees: python -m data.prepare.show DIR_OR_RUN."""
 
 import json
 from dataclasses import dataclass, replace
@@ -13,10 +13,10 @@ from configs.files import write_whole
 from configs.ramp import Ramp
 from configs.schema import BatchConfig, Config, DataConfig, FilePath, Packing, UserError
 from data.dataset import open_dataset, open_text, shortest
-from data.facts import Facts, read_facts
 from data.loader import RowSequence
 from data.mixture import Mixture, read_source
 from data.packing import Row
+from data.prepare.facts import Facts, read_facts
 from data.tokenizer import TextTokenizer
 
 

@@ -12,20 +12,20 @@ import pyarrow.parquet as pq
 import pytest
 import submitit  # noqa: F401  (it closes what others log to, which must not be a test's captured output)
 
-import data.parts
+import data.prepare.parts
 from bench.preparing import digests, prepare_under_fire
 from configs.schema import UserError
-from data.corpus import find_corpus
-from data.engines import Ended, Engine, Local
-from data.parts import Recipe, Task, make_tasks
-from data.prepare import Preparation, Where, prepare
+from data.prepare.corpus import find_corpus
+from data.prepare.engines import Ended, Engine, Local
+from data.prepare.parts import Recipe, Task, make_tasks
+from data.prepare.preparation import Preparation, Where, prepare
+from data.prepare.slurm_engine import Slurm
 from data.shards import read_shard
-from data.slurm import Slurm
 from data.tokenizer import load_tokenizer, train_tokenizer
-from tests.data.deadly import DeadlyCorpus
+from tests.data.prepare.deadly import DeadlyCorpus
 from tests.launch.real_slurm import real
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WORDS = ["alpha", "naïve", "日本語", "12345", "it's", "\n", "  ", "foo_bar();", "\t", "the"]
 
 
@@ -57,7 +57,7 @@ def source(tmp_path_factory) -> Preparation:
 @pytest.fixture(scope="module", autouse=True)
 def many_tasks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data.parts, "TASK_BYTES", (9_000, 9_000))
+        patch.setattr(data.prepare.parts, "TASK_BYTES", (9_000, 9_000))
         yield
 
 

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import data.prepare.corpus as corpus_module
 from bench.preparing import large_files, peak_bytes
 from configs.schema import UserError
-from data import corpus as corpus_module
-from data.corpus import Corpus, find_corpus, hash_share
-from data.records import CHUNK_BYTES
+from data.prepare.corpus import Corpus, find_corpus, hash_share
+from data.prepare.source_files import CHUNK_BYTES
 from data.tokenizer import train_tokenizer
 
 

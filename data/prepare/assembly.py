@@ -11,11 +11,11 @@ from pathlib import Path
 from configs.files import write_whole
 from configs.progress import progress
 from configs.schema import UserError
-from data.corpus import Corpus
-from data.engines import Engine
-from data.layout import Layout, layouts_of
-from data.parts import Recipe, Task, make_tasks
-from data.records import SourceFile
+from data.prepare.corpus import Corpus
+from data.prepare.engines import Engine
+from data.prepare.parts import Recipe, Task, make_tasks
+from data.prepare.shard_layout import Layout, layouts_of
+from data.prepare.source_files import SourceFile
 from data.tokenizer import TextTokenizer
 
 

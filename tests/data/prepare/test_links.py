@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from configs.schema import UserError
-from data.corpus import find_corpus, hash_share
+from data.prepare.corpus import find_corpus, hash_share
 
 
 def write(folder: Path, *names: str) -> Path:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import data.layout
-import data.parts
+import data.prepare.parts
+import data.prepare.shard_layout
 from bench.preparing import digests, simulate_part, simulated_tasks
 from configs.schema import UserError
-from data.engines import Ended, Engine
-from data.layout import layouts_of
-from data.prepare import Preparation, Where, prepare
+from data.prepare.engines import Ended, Engine
+from data.prepare.preparation import Preparation, Where, prepare
+from data.prepare.shard_layout import layouts_of
 from data.tokenizer import train_tokenizer
 
 
@@ -42,7 +42,7 @@ class AnyOrder(Engine):
 
 @pytest.fixture
 def source(tmp_path, monkeypatch) -> Preparation:
-    monkeypatch.setattr(data.parts, "TASK_BYTES", (2_000, 2_000))
+    monkeypatch.setattr(data.prepare.parts, "TASK_BYTES", (2_000, 2_000))
     (tmp_path / "text").mkdir()
     for name in "abc":
         lines = [json.dumps({"text": f"{name} {i} word" * (i % 7 + 1)}) for i in range(60)]
@@ -79,8 +79,8 @@ def test_the_first_failure_of_the_source_is_told_whichever_comes_first(source, t
 
 
 def test_a_simulated_terabyte_takes_two_bytes_a_document_and_a_task_is_sent_its_own_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(data.layout, "COMPARED", 2**13)
-    monkeypatch.setattr(data.parts, "TASK_BYTES", (10**10, 10**10))
+    monkeypatch.setattr(data.prepare.shard_layout, "COMPARED", 2**13)
+    monkeypatch.setattr(data.prepare.parts, "TASK_BYTES", (10**10, 10**10))
     peaks = []
     for documents in (100_000, 300_000):
         folder = tmp_path / str(documents)

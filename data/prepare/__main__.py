@@ -1,0 +1,58 @@
+"""Raw text to a dataset folder: python -m data.prepare --source=PATH --out=DIR. Killed, and started again, it goes on.
+
+DIR/dataset.json              what it was made from, counts, a SHA-256 of each file: all that is whole, at any moment
+    tokenizer/                tokenizer.json, and the BOS and each token's bytes
+    train_000000.bin ...      tokens, a BOS before each document (data/shards.py)
+    train_000000.starts.npy   where in the shard its documents start
+    train_000000.blocks       a hash and the largest token of each 64 KiB of the shard (data/blocks.py)
+    val_000000.bin ...        the held-out documents among those that the training shard of the number was cut from
+    parts/                    while it is made: what was encoded already (data/prepare/parts.py)
+    lock                      held by the process that prepares
+
+It runs in the repository's root, like every command, and works on folders anywhere.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.command_line import parse_arguments
+from configs.schema import FilePath, UserError
+from data.prepare.preparation import Preparation, Where, prepare
+from data.record import read_record
+from data.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Where, Preparation):
+    """Raw text to a dataset folder."""
+
+    out: FilePath
+    """The dataset's folder."""
+    max_files: int | None = None
+    """Only so many of the source's files for now; the same command with more goes on from there, with the tokenizer
+    that the first was given or trained."""
+
+
+def main() -> int:
+    arguments = parse_arguments(__doc__, Arguments)
+    out = Path(arguments.out)
+    if arguments.tokenizer and arguments.vocab_size != Preparation.vocab_size:
+        size = load_tokenizer(arguments.tokenizer).vocab_size
+        if size != arguments.vocab_size:
+            has = f"--tokenizer={arguments.tokenizer} has {size:,} tokens"
+            raise UserError(
+                f"--vocab_size={arguments.vocab_size} is of a tokenizer that is trained here; {has}: leave one out"
+            )
+    settings = Preparation(**{name: getattr(arguments, name) for name in Preparation.__dataclass_fields__})
+    where = Where(**{name: getattr(arguments, name) for name in Where.__dataclass_fields__})
+    prepare(settings, out, arguments.max_files, where)
+    facts = read_record(out)
+    print(json.dumps({"out": str(out), **{name: facts[name] for name in ("train", "val", "skipped")}}))
+    return 0
+
+
+if __name__ == "__main__":
+    from hosts.runtime import run_command
+
+    run_command(main)
