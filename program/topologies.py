@@ -111,7 +111,7 @@ def shapes_of(topology: Topology, dimensions: int) -> str:
 def devices_of(topology: str) -> Any:
     """The chips of TPU slices, or the GPUs of machines, that need not be there; or the devices here (empty). UserError
     for a topology that there is not."""
-    import jax  # here: `python -m launch` reads topologies on machines without JAX
+    import jax  # here: `python -m tools.launch` reads topologies on machines without JAX
     from jax._src.cudnn import fused_attention_stablehlo
     from jax.experimental import topologies
 

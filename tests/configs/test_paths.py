@@ -9,9 +9,9 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-import launch.__main__
 from configs.schema import Config, Role, UserError, misfit, roles
-from launch import k8s, sky, slurm, tpu
+from tools.launch.__main__ import SCHEDULERS
+from tools.launch.__main__ import main as launch
 
 ROOT = Path(__file__).parents[2]
 CONFIG = f"--config={ROOT}/configs/small.py"
@@ -78,10 +78,8 @@ OTHERS = {
 
 def sections() -> list[tuple[str, type]]:
     """Every command with the class of its options."""
-    of_launch = [
-        (f"launch {room.__name__}", kind) for room in (k8s, sky, slurm, tpu) for _, kind in room.COMMANDS.values()
-    ]
-    modules = [(name, command_module(name)) for name in COMMANDS if name != "tools.doctor"]
+    of_launch = [(f"launch {name}", kind) for name, room in SCHEDULERS.items() for _, kind in room.COMMANDS.values()]
+    modules = [(name, import_module(name)) for name in COMMANDS if name != "tools.doctor"]
     return [("config", Config), *((name, module.Arguments) for name, module in modules), *of_launch]
 
 
@@ -138,7 +136,7 @@ def test_a_url_where_it_cannot_go_is_refused_by_name(command, words, option, tmp
 def test_a_url_is_refused_by_launch_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="--folder=gs://b/x cannot work"):
-        launch.__main__.main(["slurm", "up", "--folder=gs://b/x", "--hardware=cpu:1", "--", CONFIG])
+        launch(["slurm", "up", "--folder=gs://b/x", "--hardware=cpu:1", "--", CONFIG])
     with pytest.raises(UserError, match="--run_dir=gs://b/x cannot work"):
-        launch.__main__.main(["k8s", "up", "--hardware=cpu:1", "--", CONFIG, "--run_dir=gs://b/x"])
+        launch(["k8s", "up", "--hardware=cpu:1", "--", CONFIG, "--run_dir=gs://b/x"])
     assert not list(tmp_path.iterdir())

@@ -23,7 +23,7 @@ from data.prepare.slurm_engine import Slurm
 from data.shards import read_shard
 from data.tokenizer import load_tokenizer, train_tokenizer
 from tests.data.prepare.deadly import DeadlyCorpus
-from tests.launch.real_slurm import real
+from tests.tools.launch.real_slurm import real
 
 ROOT = Path(__file__).parents[3]
 WORDS = ["alpha", "naïve", "日本語", "12345", "it's", "\n", "  ", "foo_bar();", "\t", "the"]

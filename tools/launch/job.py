@@ -14,8 +14,8 @@ from configs.exit_codes import Exit
 from configs.ramp import Ramp
 from configs.schema import Config, DataConfig, NotNegative, UserError, options
 from data.mixture import read_source
-from launch.code import Code, pack
-from launch.hardware import Hardware, parse_hardware
+from tools.launch.code import Code, pack
+from tools.launch.hardware import Hardware, parse_hardware
 from training.layout import AXES, mesh_shape, step_shape
 
 DONE, AGAIN = (Exit.COMPLETE,), tuple(code for code in Exit if code.start_again)
@@ -26,10 +26,10 @@ abort, 137 killed, 139 a segmentation fault) is a crash, after which all start a
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Options of every `python -m launch`. Arguments of train.py follow after `--`."""
+    """Options of every `python -m tools.launch`. Arguments of train.py follow after `--`."""
 
     hardware: str = ""
-    """`v5e:4x4`, `"2x v5e:4x4"` (slices), `"64x h200:8"` (nodes); kinds are in launch/machines.toml."""
+    """`v5e:4x4`, `"2x v5e:4x4"` (slices), `"64x h200:8"` (nodes); kinds are in tools/launch/catalog.toml."""
     name: str = ""
     """The job's name; empty: the name of the run's config."""
     max_crashes: NotNegative[int] = 10
@@ -117,11 +117,11 @@ def exports(job: Job) -> str:
 
 def cost(job: Job, price: float, hours: float, bought: str = "on_demand") -> str:
     """What the job costs an hour, and until its deadline, in `hours`; 0: it has none. `price` is in US dollars a device
-    and hour; 0: what launch/machines.toml says, if it does."""
+    and hour; 0: what tools/launch/catalog.toml says, if it does."""
     price = price or job.hardware.facts.get("price", {}).get(bought, 0)
     devices = f"{job.hardware.devices} {'chips' if job.hardware.is_tpu else 'devices'} ({bought})"
     if not price:
-        return f"# {devices}: no price is known; --price, or launch/machines.toml, gives dollars per device and hour"
+        return f"# {devices}: no price is known; give --price, in dollars per device and hour"
     hourly = price * job.hardware.devices
     end = f", ${hourly * hours:,.2f} in {hours:g} h" if hours else "; it has no deadline, which --hours gives it"
     return f"# {devices} x ${price:g} = ${hourly:,.2f} an hour{end}"

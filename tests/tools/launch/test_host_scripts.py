@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from launch import hosts
-from launch.job import JobOptions, make_job
-from tests.launch.stand_in import StandIn
+from tests.tools.launch.stand_in import StandIn
+from tools.launch import host_scripts
+from tools.launch.job import JobOptions, make_job
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def host(tmp_path, monkeypatch):
     setup = f"echo set up >> {tmp_path}/set-up && {repository.setup}"
 
     def prepare(typed: int, until: int = round(time.time()) + 10**6) -> str:
-        return ssh(hosts.prepare(job, setup, typed, until, "gs://none", ["touch", f"{tmp_path}/deleted"]))
+        return ssh(host_scripts.prepare(job, setup, typed, until, "gs://none", ["touch", f"{tmp_path}/deleted"]))
 
     prepare(1)
     assert (tmp_path / "set-up").read_text() == "set up\n"
@@ -66,14 +66,14 @@ def wait_for(happened) -> None:
 def test_a_start_after_the_end_starts_nothing_until_the_end_is_forgotten(host):
     ssh, repository, prepare = host
     repository.plan([0])
-    ssh(hosts.start("tiny"))
-    wait_for(lambda: " ended 0" in ssh(hosts.state("tiny")))
+    ssh(host_scripts.start("tiny"))
+    wait_for(lambda: " ended 0" in ssh(host_scripts.state("tiny")))
     prepare(1)
-    ssh(hosts.start("tiny"))
-    assert " ended 0" in ssh(hosts.state("tiny"))
+    ssh(host_scripts.start("tiny"))
+    assert " ended 0" in ssh(host_scripts.state("tiny"))
     prepare(2)
-    ssh(hosts.start("tiny"))
-    wait_for(lambda: " ended 0" in ssh(hosts.state("tiny")))
+    ssh(host_scripts.start("tiny"))
+    wait_for(lambda: " ended 0" in ssh(host_scripts.state("tiny")))
     assert len(repository.starts()) == 2
     assert repository.starts()[0]["arguments"][1] == "--checkpoint.folder=gs://bucket/it's"
 
@@ -81,35 +81,35 @@ def test_a_start_after_the_end_starts_nothing_until_the_end_is_forgotten(host):
 def test_a_stop_saves_and_lasts(host):
     ssh, repository, prepare = host
     repository.plan(["wait"])
-    assert ssh(hosts.state("tiny")).split()[1] == "idle"
-    ssh(hosts.start("tiny"))
+    assert ssh(host_scripts.state("tiny")).split()[1] == "idle"
+    ssh(host_scripts.start("tiny"))
     wait_for(lambda: len(repository.starts()) == 1)
-    assert ssh(hosts.state("tiny")).split()[1] == "running"
-    ssh(hosts.stop("tiny"))
-    wait_for(lambda: " ended 143" in ssh(hosts.state("tiny")))
+    assert ssh(host_scripts.state("tiny")).split()[1] == "running"
+    ssh(host_scripts.stop("tiny"))
+    wait_for(lambda: " ended 143" in ssh(host_scripts.state("tiny")))
     prepare(1)  # as where another host was made anew at the same time
-    ssh(hosts.start("tiny"))
-    assert " ended 143" in ssh(hosts.state("tiny")) and len(repository.starts()) == 1
+    ssh(host_scripts.start("tiny"))
+    assert " ended 143" in ssh(host_scripts.state("tiny")) and len(repository.starts()) == 1
 
 
 def test_where_nothing_was_prepared_nothing_is_known_started_or_stopped(host):
     """Or where the disk was lost since: that is no error, and `state` tells of it."""
     ssh, _, _ = host
-    assert ssh(hosts.start("other")) == ssh(hosts.stop("other")) == ""
-    assert ssh(hosts.state("other")).split()[1] == "none"
+    assert ssh(host_scripts.start("other")) == ssh(host_scripts.stop("other")) == ""
+    assert ssh(host_scripts.state("other")).split()[1] == "none"
 
 
 def test_crashes_are_counted_over_a_reboot_and_forgotten_by_a_person(host, tmp_path):
     ssh, repository, prepare = host
     repository.plan(["kill"], ["wait"], ["kill"])
-    ssh(hosts.start("tiny"))
+    ssh(host_scripts.start("tiny"))
     wait_for(lambda: len(repository.starts()) == 2)
     kill(tmp_path / "var")
-    ssh(hosts.start("tiny"))
-    wait_for(lambda: " ended 137" in ssh(hosts.state("tiny")))  # the second crash, of one that may be repeated
+    ssh(host_scripts.start("tiny"))
+    wait_for(lambda: " ended 137" in ssh(host_scripts.state("tiny")))  # the second crash, of one that may be repeated
     assert len(repository.starts()) == 3
     prepare(2)
-    ssh(hosts.start("tiny"))
+    ssh(host_scripts.start("tiny"))
     wait_for(lambda: len(repository.starts()) == 5)
 
 
@@ -120,13 +120,13 @@ def test_who_starts_the_run_again_while_it_saves_at_its_limit_keeps_the_slices(h
     (tmp_path / "var/tiny/lock").touch()
     with (tmp_path / "var/tiny/lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as a run that saves for long
-        ssh(hosts.start("tiny"))
+        ssh(host_scripts.start("tiny"))
         wait_for((tmp_path / "var/tiny/stop").exists)
         soon = round(time.time()) + 15  # longer than preparing takes on a busy machine
         prepare(3, until=soon)
-    ssh(hosts.start("tiny"))
+    ssh(host_scripts.start("tiny"))
     wait_for(lambda: len(repository.starts()) == 1)
     while time.time() < soon - 1:
-        assert not (tmp_path / "deleted").exists() and ssh(hosts.state("tiny")).split()[1] == "running"
+        assert not (tmp_path / "deleted").exists() and ssh(host_scripts.state("tiny")).split()[1] == "running"
     wait_for((tmp_path / "deleted").exists)
-    assert " ended 143" in ssh(hosts.state("tiny"))
+    assert " ended 143" in ssh(host_scripts.state("tiny"))

@@ -1,5 +1,5 @@
-"""`python -m launch slurm`: what it prints, and jobs of two tasks that end in every way, on a stand-in for SLURM and,
-where slurmctld and slurmd are installed, on SLURM itself, of one machine that passes for three."""
+"""`python -m tools.launch slurm`: what it prints, and jobs of two tasks that end in every way, on a stand-in for SLURM
+and, where slurmctld and slurmd are installed, on SLURM itself, of one machine that passes for three."""
 
 import os
 import subprocess
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from configs.schema import UserError
-from launch.__main__ import main
-from tests.launch.real_slurm import real
-from tests.launch.stand_in import StandIn
+from tests.tools.launch.real_slurm import real
+from tests.tools.launch.stand_in import StandIn
+from tools.launch.__main__ import main
 
 STAND_IN = Path(__file__).with_name("fake_slurm.py")
 
@@ -89,7 +89,7 @@ def test_it_starts_again_after_143_and_42_and_ends_when_complete(cluster, reposi
     assert first["JAX_NUM_PROCESSES"] == "2" and first["JAX_COORDINATOR_ADDRESS"] == other["JAX_COORDINATOR_ADDRESS"]
     assert first["arguments"] == ["--config=tiny.py", f"--run_dir={job_folder(repository)}/run"]
     assert first["cwd"].startswith(str(job_folder(repository) / "code"))
-    assert "python -m launch slurm logs" in capsys.readouterr().out
+    assert "python -m tools.launch slurm logs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("codes", [[1, 42], [2, 2], [3, 3], [130, 130], [143, 1]])

@@ -3,21 +3,21 @@
 from dataclasses import dataclass
 
 from configs.schema import NotNegative, Positive, UserError
-from launch import hosts
-from launch.hardware import Hardware
-from launch.job import Job, JobOptions, make_job, require_bucket
-from launch.queued import ANSWER, Capacity, Network, Slices
-from launch.shell import Shell
+from tools.launch import host_scripts
+from tools.launch.hardware import Hardware
+from tools.launch.job import Job, JobOptions, make_job, require_bucket
+from tools.launch.queued import ANSWER, Capacity, Network, Slices
+from tools.launch.shell import Shell
 
 
 @dataclass(frozen=True)
 class TpuOptions(JobOptions):
-    """Options of `python -m launch tpu`."""
+    """Options of `python -m tools.launch tpu`."""
 
     project: str = ""
     """The Google Cloud project."""
     zones: tuple[str, ...] = ()
-    """Zones in order of preference: --zones us-east5-a us-east5-b. None: all that launch/machines.toml has."""
+    """Zones in order of preference: --zones us-east5-a us-east5-b. None: all that tools/launch/catalog.toml has."""
     capacity: Capacity = "on_demand"
     """How the slices are bought. A `spot` slice may be taken away at any time. `flex_start` waits in a queue, and
     Google itself deletes the slices after `hours`, 168 at most."""
@@ -40,8 +40,8 @@ class TpuOptions(JobOptions):
     save_minutes: Positive[float] = 60.0
     """How long a run that is told to end may take to save, before its slices are deleted all the same."""
     price: NotNegative[float] = 0.0
-    """US dollars per chip and hour; 0: what launch/machines.toml says, if it does."""
-    setup: str = hosts.SETUP
+    """US dollars per chip and hour; 0: what tools/launch/catalog.toml says, if it does."""
+    setup: str = host_scripts.SETUP
     """The command that makes .venv in the code's folder on each host."""
 
 
@@ -50,12 +50,12 @@ def checked(options: TpuOptions, train: list[str]) -> tuple[Job, list[Slices], s
     before anything is made."""
     job = make_job(options, train)
     if not job.hardware.is_tpu:
-        raise UserError(f"--hardware={job.hardware} is no TPU; `python -m launch slurm` or `k8s` take it")
+        raise UserError(f"--hardware={job.hardware} is no TPU; `python -m tools.launch slurm` or `k8s` take it")
     require_project(options.project)
     zones = zones_of(options.zones, job.hardware)
     bucket = require_bucket(job, "the hosts' disks go with them")
     if any(word.split("=")[0] in ("--run_dir", "--run-dir") for word in train):
-        raise UserError(f"--run_dir cannot be given: on the hosts the run is in {hosts.ROOT}/NAME/runs/NAME")
+        raise UserError(f"--run_dir cannot be given: on the hosts the run is in {host_scripts.ROOT}/NAME/runs/NAME")
     if not options.setup.strip():
         raise UserError("--setup is empty; give a command that makes .venv, or --setup=true where there is one")
     if options.reservation and options.capacity != "reserved":
@@ -86,7 +86,7 @@ def zones_of(given: tuple[str, ...], hardware: Hardware) -> tuple[str, ...]:
     for zone in given:
         if zone not in known:
             raise UserError(
-                f"--zones {zone} has no {hardware.kind}, as far as launch/machines.toml knows: {', '.join(known)}; add "
-                "it there where it is wrong"
+                f"--zones {zone} has no {hardware.kind}: tools/launch/catalog.toml has {', '.join(known)}; add it "
+                "there if that is wrong"
             )
     return given or tuple(known)

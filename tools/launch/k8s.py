@@ -1,4 +1,5 @@
-"""Kubernetes: python -m launch k8s up|status|logs|down. A JobSet (jobset.sigs.k8s.io, 0.10 or later) of one pod a host.
+"""Kubernetes: python -m tools.launch k8s up|status|logs|down. A JobSet (jobset.sigs.k8s.io, 0.10 or later).
+Each host is a pod.
 
 A run's exit code decides what follows. Kubernetes itself counts, restarts and stops:
 - a pod's code becomes its Job's failure by podFailurePolicy, with the number of the rule that matched in its message
@@ -14,8 +15,8 @@ from shlex import join
 from typing import Any
 
 from configs.schema import NotNegative, Positive, UserError
-from launch.job import AGAIN, NEVER, Job, JobOptions, cost, job_name, make_job
-from launch.shell import Shell, say
+from tools.launch.job import AGAIN, NEVER, Job, JobOptions, cost, job_name, make_job
+from tools.launch.shell import Shell, say
 
 WORKERS, PORT, RUNS, DATA = "workers", 8476, "/runs", "/data"
 LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -31,7 +32,7 @@ exec timeout --kill-after="$GRACE" "$left" python train.py "$@"
 
 @dataclass(frozen=True)
 class K8sOptions(JobOptions):
-    """Options of `python -m launch k8s`."""
+    """Options of `python -m tools.launch k8s`."""
 
     image: str = ""
     """REGISTRY/NAME: an image of the code as it lies here is built, tagged by its hash, and pushed. With a tag or a
@@ -54,7 +55,7 @@ class K8sOptions(JobOptions):
     hours: NotNegative[float] = 0.0
     """The run saves and fails so many hours after `up`, waiting in a queue included; 0: whenever it is complete."""
     price: NotNegative[float] = 0.0
-    """US dollars per device and hour; 0: what launch/machines.toml says, if it does."""
+    """US dollars per device and hour; 0: what tools/launch/catalog.toml says, if it does."""
 
 
 def up(options: K8sOptions, train: list[str]) -> int:
@@ -71,7 +72,7 @@ def up(options: K8sOptions, train: list[str]) -> int:
         if "jobsets.jobset.x-k8s.io" not in served:
             raise UserError("this cluster has no JobSet: install it first (jobset.sigs.k8s.io/docs/installation)")
         if shell.ask([*kubectl, "get", "jobset", job.name, "--ignore-not-found", "--output=name"]).stdout.strip():
-            raise UserError(f"there is a JobSet {job.name} already: python -m launch k8s down --name={job.name}")
+            raise UserError(f"there is a JobSet {job.name} already: python -m tools.launch k8s down --name={job.name}")
     if not given:
         extra = {"cpu": "gcs"}.get(job.hardware.kind, "tpu,gcs" if job.hardware.is_tpu else "cuda,gcs")
         # GKE's nodes are amd64, whatever this machine is.
@@ -81,7 +82,7 @@ def up(options: K8sOptions, train: list[str]) -> int:
             "--platform=linux/amd64",
             f"--build-arg=EXTRA={extra}",
             f"--tag={image}",
-            "--file=launch/Dockerfile",
+            "--file=tools/launch/Dockerfile",
             "-",
         ]
         shell.change(build, stdin=job.code.archive, shown=f"{join(build)} < code-{job.code.name}.tar")
@@ -93,7 +94,8 @@ def up(options: K8sOptions, train: list[str]) -> int:
     text = json.dumps(objects, indent=2) + "\n"
     shell.change([*kubectl, "create", "--filename=-"], stdin=text.encode())
     if not shell.dry_run:
-        say(f"created; python -m launch k8s logs --namespace={options.namespace} --name={job.name}   # or status, down")
+        rest = f"--namespace={options.namespace} --name={job.name}"
+        say(f"created; python -m tools.launch k8s logs {rest}   # or status, down")
     return 0
 
 

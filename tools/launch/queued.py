@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from launch.hardware import Hardware
-from launch.hosts import USER
-from launch.shell import Denied, Shell, Trouble, patient, pause, say, warn
+from tools.launch.hardware import Hardware
+from tools.launch.host_scripts import USER
+from tools.launch.shell import Denied, Shell, Trouble, patient, pause, say, warn
 
 Capacity = Literal["on_demand", "spot", "reserved", "flex_start"]
 GONE = "GONE"
@@ -181,7 +181,7 @@ def delete_all(
                     left.remove(slices)
                 except Trouble as trouble:
                     said.append(
-                        f"{trouble}. Until it is gone it MAY COST MONEY: python -m launch tpu down "
+                        f"{trouble}. Until it is gone it MAY COST MONEY: python -m tools.launch tpu down "
                         f"--project={slices.project} --zones {slices.zone} --name={slices.name}"
                     )
             if said:

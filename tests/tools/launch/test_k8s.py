@@ -1,5 +1,5 @@
-"""`python -m launch k8s`: JobSets that the definition of JobSet allows, and that end as the exit codes say, run by an
-interpreter of JobSets (fake_kubernetes.py); no cluster is asked."""
+"""`python -m tools.launch k8s`: JobSets that the definition of JobSet allows, and that end as the exit codes say, run
+by an interpreter of JobSets (fake_kubernetes.py); no cluster is asked."""
 
 import copy
 import gzip
@@ -15,12 +15,12 @@ import pytest
 import yaml
 
 from configs.schema import UserError
-from launch.__main__ import main
-from launch.k8s import image_of
-from tests.launch.fake_kubernetes import Cluster, environment_with
-from tests.launch.stand_in import StandIn
+from tests.tools.launch.fake_kubernetes import Cluster, environment_with
+from tests.tools.launch.stand_in import StandIn
+from tools.launch.__main__ import main
+from tools.launch.k8s import image_of
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BUCKET = "--checkpoint.folder=gs://bucket/tiny"
 
 
@@ -322,6 +322,6 @@ def test_an_image_with_a_tag_is_taken_as_it_is():
 
 
 def test_the_dockerfile_installs_what_pyproject_asks_for_alone():
-    lines = (ROOT / "launch" / "Dockerfile").read_text().splitlines()
+    lines = (ROOT / "tools" / "launch" / "Dockerfile").read_text().splitlines()
     before_code = lines[: lines.index("COPY . .")]  # a changed file of code leaves what is installed in the cache
     assert any(line.startswith("RUN pip install") and ".[${EXTRA}]" in line for line in before_code)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Literal
 
 from configs.hook import start_hook
-from launch import hosts, queued
-from launch.job import Job, exports
-from launch.queued import STATES, Slices, delete_all
-from launch.shell import Trouble, patient, pause, say, warn
-from launch.tpu_request import TpuOptions
+from tools.launch import host_scripts, queued
+from tools.launch.job import Job, exports
+from tools.launch.queued import STATES, Slices, delete_all
+from tools.launch.shell import Trouble, patient, pause, say, warn
+from tools.launch.tpu_request import TpuOptions
 
 FIRST = 3  # tries of a start before any has worked, after which the set-up is taken for wrong
 TAKEN, DEADLINE = "the slices were taken away", "the deadline"
@@ -114,7 +114,7 @@ def start(launch: Launch, slices: Slices) -> None:
     stopped, only if that was before the command was typed. Trouble where a host fails."""
     job, typed = launch.job, int(1000 * launch.typed)
     delete = slices.words("delete", slices.name, "--force", "--async")
-    prepare = hosts.prepare(job, launch.options.setup, typed, launch.limit, launch.bucket, delete)
+    prepare = host_scripts.prepare(job, launch.options.setup, typed, launch.limit, launch.bucket, delete)
     with tempfile.TemporaryDirectory() as folder:
         # Secrets go in a file, since a command's words are in every list of processes.
         for name, content, names in (
@@ -127,7 +127,7 @@ def start(launch: Launch, slices: Slices) -> None:
                 slices.copy(f"{folder}/{name}", f":{name}")
     if failed := slices.ssh(f'bash "$HOME/launch-{typed}.sh"', queued.SET_UP)[0]:
         raise Trouble(f"the set-up on the hosts of {slices.name} ended with {failed}")
-    failed, _ = slices.ssh(hosts.start(job.name))
+    failed, _ = slices.ssh(host_scripts.start(job.name))
     # "none": a host lost its disk since it was prepared, and `watch` prepares it anew.
     if not slices.shell.dry_run and (failed or "idle" in {state for state, _ in states_of(slices).values()}):
         raise Trouble(f"the run does not start on every host of {slices.name}: {states_of(slices)}")
@@ -135,7 +135,7 @@ def start(launch: Launch, slices: Slices) -> None:
 
 def states_of(slices: Slices) -> dict[str, tuple[str, str]]:
     """Of each host that answers: none, idle, running, or ended, with its exit code."""
-    _, said = slices.ssh(hosts.state(slices.name))
+    _, said = slices.ssh(host_scripts.state(slices.name))
     lines = [line.split() for line in said.splitlines()]
     found = {line[0]: (line[1], line[2] if len(line) > 2 else "") for line in lines if len(line) in (2, 3)}
     return {host: state for host, state in found.items() if state[0] in ("none", "idle", "running", "ended")}
@@ -159,7 +159,7 @@ def watch(launch: Launch, slices: Slices) -> str:
             elif "none" in now:  # a host was made anew, with an empty disk
                 start(launch, slices)
             elif "idle" in now:  # a host was started anew
-                slices.ssh(hosts.start(slices.name))
+                slices.ssh(host_scripts.start(slices.name))
         except Trouble as trouble:
             warn(str(trouble))
         time.sleep(pause())
@@ -171,7 +171,7 @@ def give_back(places: Sequence[Slices], options: TpuOptions) -> None:
 
     def close(slices: Slices) -> None:
         save(slices, options)
-        if slices.ssh(hosts.keep(slices.name), queued.COPY)[0]:
+        if slices.ssh(host_scripts.keep(slices.name), queued.COPY)[0]:
             warn("not all logs of the hosts could be copied to the bucket")
 
     delete_all(places, close)
@@ -180,7 +180,7 @@ def give_back(places: Sequence[Slices], options: TpuOptions) -> None:
 def save(slices: Slices, options: TpuOptions) -> None:
     """Has every host save and end, and waits for it: as long as `save_minutes`, ten minutes where none answers."""
     heard = began = time.time()
-    slices.ssh(hosts.stop(slices.name))
+    slices.ssh(host_scripts.stop(slices.name))
     while not slices.shell.dry_run:
         known, now = states_of(slices), time.time()
         if known and "running" not in {state for state, _ in known.values()}:
@@ -189,7 +189,7 @@ def save(slices: Slices, options: TpuOptions) -> None:
         if now - began >= 60 * options.save_minutes or now - heard >= 600:
             return warn(f"not all hosts of {slices.name} have saved in {options.save_minutes:g} min: {known}")
         time.sleep(pause() / 2)
-        slices.ssh(hosts.stop(slices.name))  # which may not have reached all
+        slices.ssh(host_scripts.stop(slices.name))  # which may not have reached all
 
 
 def fetch(slices: Slices) -> None:
@@ -199,7 +199,7 @@ def fetch(slices: Slices) -> None:
         target = target.with_name(f"{slices.name}.{int(time.time())}")
     target.parent.mkdir(exist_ok=True)
     try:
-        slices.copy(f":{hosts.ROOT}/{slices.name}/runs/{slices.name}", str(target), everywhere=False)
+        slices.copy(f":{host_scripts.ROOT}/{slices.name}/runs/{slices.name}", str(target), everywhere=False)
         say(f"the run's record is in {target}")
     except Trouble as trouble:
         warn(f"{trouble}; checkpoints, metrics and config are in the bucket")

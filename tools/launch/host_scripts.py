@@ -17,9 +17,9 @@ gcloud repeats a command whose connection breaks, so each of these is harmless w
 
 from shlex import join, quote
 
-from launch.code import unpack
-from launch.job import AGAIN, DONE, NEVER, Job
-from launch.restart import pattern
+from tools.launch.code import unpack
+from tools.launch.job import AGAIN, DONE, NEVER, Job
+from tools.launch.restart import pattern
 
 USER = "tokensum"
 """Who logs in, whoever types the command. OS Login has its own names: hence a folder that every user may write to."""
@@ -44,7 +44,7 @@ def loop(job: Job, home: str) -> str:
     train = join([*job.train, f"--run_dir=runs/{job.name}"])
     return f"""\
 #!/bin/bash
-# Written by python -m launch tpu.
+# Written by python -m tools.launch tpu.
 umask 000
 here="{folder(job.name)}"
 [ ! -e "$here/ended" ] || exit 0
@@ -82,7 +82,7 @@ def limit(name: str, delete: list[str]) -> str:
     prepares the host meanwhile sets another limit, and keeps the slices."""
     return f"""\
 #!/bin/bash
-# Written by python -m launch tpu.
+# Written by python -m tools.launch tpu.
 cd "{folder(name)}" && exec 8> preparing || exit
 left() {{ echo $(($(cat limit) - EPOCHSECONDS)); }}
 reached() {{ flock 8 && [ "$(left)" -le 0 ]; }}
@@ -107,7 +107,7 @@ def prepare(job: Job, setup: str, typed: int, until: int, bucket: str, delete: l
     home = f"{folder(job.name)}/code/{job.code.name}"
     return f"""\
 #!/bin/bash
-# Written by python -m launch tpu.
+# Written by python -m tools.launch tpu.
 set -e
 umask 000
 here="{folder(job.name)}"

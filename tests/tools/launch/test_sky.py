@@ -1,4 +1,4 @@
-"""`python -m launch sky yaml`: what it prints, and what a node runs of it. (SkyPilot 0.14.1 has read such tasks.)"""
+"""`python -m tools.launch sky yaml`: what it prints, and what a node runs of it. (SkyPilot 0.14.1 has read such.)"""
 
 import os
 import subprocess
@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from configs.schema import UserError
-from launch.__main__ import main
-from tests.launch.stand_in import StandIn
+from tests.tools.launch.stand_in import StandIn
+from tools.launch.__main__ import main
 
 BUCKET = "--checkpoint.folder=gs://bucket/tiny"
 

@@ -10,7 +10,7 @@ from typing import Any
 from configs.schema import UserError
 from program.topologies import parse_topology, shapes_of
 
-MACHINES = Path(__file__).with_name("machines.toml")
+MACHINES = Path(__file__).with_name("catalog.toml")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Hardware:
     """Slices of a TPU, or nodes with GPUs or CPUs."""
 
     kind: str
-    """A name of launch/machines.toml."""
+    """A name of tools/launch/catalog.toml."""
     groups: int
     """TPU slices, or nodes."""
     topology: str
@@ -53,7 +53,7 @@ class Hardware:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What launch/machines.toml says of this kind."""
+        """What tools/launch/catalog.toml says of this kind."""
         return machines()[self.kind]
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Hardware:
 
 @cache
 def machines() -> dict[str, dict[str, Any]]:
-    """launch/machines.toml, which users edit. UserError where it cannot be read."""
+    """tools/launch/catalog.toml, which users edit. UserError where it cannot be read."""
     try:
         return tomllib.loads(MACHINES.read_text())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -1,6 +1,6 @@
 """What follows an exit code of train.py, as shell for the scripts that run where nothing of ours is installed."""
 
-from launch.job import AGAIN, DONE, NEVER
+from tools.launch.job import AGAIN, DONE, NEVER
 
 
 def pattern(codes: tuple[int, ...]) -> str:

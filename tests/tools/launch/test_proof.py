@@ -11,13 +11,13 @@ from shlex import quote
 
 import pytest
 
-from launch.__main__ import main
-from launch.code import Code, pack
 from run.lines import read_metrics
 from tests.fake_gcs import FakeGCS
-from tests.launch.fake_kubernetes import Cluster, environment_with
-from tests.launch.test_tpu import Cloud, cloud, repository, wait_for  # noqa: F401
 from tests.test_train import ROOT, environment_of, folder  # noqa: F401
+from tests.tools.launch.fake_kubernetes import Cluster, environment_with
+from tests.tools.launch.test_tpu import Cloud, cloud, repository, wait_for  # noqa: F401
+from tools.launch.__main__ import main
+from tools.launch.code import Code, pack
 
 SECONDS = 500
 
@@ -34,7 +34,7 @@ def result(run_dir: Path) -> str:
 @pytest.mark.slow
 def test_pods_that_are_drained_and_killed_end_as_pods_that_were_left_alone(folder, tmp_path, capsys, monkeypatch):  # noqa: F811
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("launch.job.pack", lambda root: Code(b"", "hash", frozenset()))
+    monkeypatch.setattr("tools.launch.job.pack", lambda root: Code(b"", "hash", frozenset()))
     shutil.copytree(folder / "text", tmp_path / "disk" / "text")
     options = ["--hardware=2x cpu:2", "--image=I", "--claim=disk", "--max_crashes=1", "--dry_run"]
     arguments = [f"--config={folder}/tiny.py", "--data.source=/runs/text", "--log.every_steps=1", "--steps=80"]
@@ -62,9 +62,9 @@ def test_pods_that_are_drained_and_killed_end_as_pods_that_were_left_alone(folde
 @pytest.mark.slow
 def test_a_slice_that_is_taken_from_a_run_leaves_no_trace_in_it(folder, cloud, tmp_path, monkeypatch):  # noqa: F811
     cloud.set("workers", 1)
-    monkeypatch.setattr("launch.hardware.Hardware.hosts_per_group", 1)
+    monkeypatch.setattr("tools.launch.hardware.Hardware.hosts_per_group", 1)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("launch.job.pack", lambda here: pack(ROOT))
+    monkeypatch.setattr("tools.launch.job.pack", lambda here: pack(ROOT))
     server = FakeGCS()
     for name, value in (server.environment() | environment_of(8)).items():
         monkeypatch.setenv(name, value)

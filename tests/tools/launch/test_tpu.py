@@ -1,4 +1,4 @@
-"""`python -m launch tpu` on a stand-in for gcloud (fake_gcloud.py): runs on two hosts that meet stockouts, broken
+"""`python -m tools.launch tpu` on a stand-in for gcloud (fake_gcloud.py): runs on two hosts that meet stockouts, broken
 connections, slices that are taken, and deletions that are refused. Nothing may be left of any."""
 
 import importlib.util
@@ -20,10 +20,10 @@ from unittest.mock import Mock
 import pytest
 
 from configs.schema import UserError
-from launch import queued, tpu_run
-from launch.__main__ import main
-from launch.shell import Trouble
-from tests.launch.stand_in import StandIn
+from tests.tools.launch.stand_in import StandIn
+from tools.launch import queued, tpu_run
+from tools.launch.__main__ import main
+from tools.launch.shell import Trouble
 
 STAND_IN = Path(__file__).with_name("fake_gcloud.py")
 ZONES = ("us-central1-a", "us-west4-a")
@@ -100,7 +100,7 @@ def cloud(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     for name, value in {"FAKE_GCLOUD": made.folder, "LAUNCH_PAUSE": "0.05", "TOKENSUM_CACHE": tmp_path / "c"}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("launch.hardware.Hardware.hosts_per_group", 2)
+    monkeypatch.setattr("tools.launch.hardware.Hardware.hosts_per_group", 2)
     made.plan(us_central1_a=["active"], us_west4_a=["active"])
     yield made
     made.take()
@@ -245,7 +245,7 @@ def test_a_deletion_that_is_refused_is_tried_again_until_all_is_gone(repository,
     cloud.set("refuses", 3)
     cloud.set("slow", 2)
     assert launch(repository, "run") == 0 and not cloud.left()
-    told = "MAY COST MONEY: python -m launch tpu down --project=project --zones us-central1-a --name=tiny"
+    told = "MAY COST MONEY: python -m tools.launch tpu down --project=project --zones us-central1-a --name=tiny"
     assert capsys.readouterr().err.count(told) >= 3
 
 
@@ -449,8 +449,8 @@ def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, caps
     assert launch(repository, "status") == 0
     assert "host-0-0: running" in capsys.readouterr().out
     following = subprocess.Popen(
-        [sys.executable, "-m", "launch", "tpu", "logs", "--project=project", "--name=tiny", "--zones", ZONES[0]],
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "tools.launch", "tpu", "logs", "--project=project", "--name=tiny", "--zones", ZONES[0]],
+        cwd=Path(__file__).parents[3],
         stdout=subprocess.PIPE,
     )
     assert following.stdout.readline().decode().startswith("host-0-0: ---")
@@ -491,8 +491,8 @@ def every_command(repository, monkeypatch, tmp_path, capsys) -> list[list[str]]:
     (tmp_path / "tools" / "git").symlink_to(shutil.which("git"))
     monkeypatch.setenv("PATH", str(tmp_path / "tools"))
     shown = []
-    monkeypatch.setattr("launch.shell.join", lambda words: shown.append(list(words)) or "")
-    monkeypatch.setattr("launch.tpu.join", lambda words: shown.append(list(words)) or "")
+    monkeypatch.setattr("tools.launch.shell.join", lambda words: shown.append(list(words)) or "")
+    monkeypatch.setattr("tools.launch.tpu.join", lambda words: shown.append(list(words)) or "")
     for hardware, zone in (("v5e:4x4", "us-west4-a"), ("2x v5e:4x4", "us-west4-a"), ("2x v5p:2x2x2", "us-east5-a")):
         for capacity in ("on_demand", "spot", "reserved", "flex_start"):
             words = ["--project=p", "--zones", zone, f"--capacity={capacity}", "--service_account=a@p", "--dry_run"]

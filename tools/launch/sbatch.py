@@ -1,4 +1,4 @@
-"""SLURM: python -m launch slurm up|status|logs|down. One task a node; the job puts itself back into the queue.
+"""SLURM: python -m tools.launch slurm up|status|logs|down. One task a node; the job puts itself back into the queue.
 
 `--requeue` alone does not cover a job that ends by itself, so the batch script asks for it (`scontrol requeue`) when
 the run's exit code says that it is to go on. Options of sbatch are from its manual, of SLURM 22.05 and later.
@@ -13,15 +13,15 @@ from shlex import join, quote
 
 from configs.exit_codes import Exit
 from configs.schema import FilePath, NotNegative, Positive, UserError
-from launch.code import environment, unpack
-from launch.job import Job, JobOptions, cost, exports, given_folder, job_name, make_job
-from launch.restart import VERDICT
-from launch.shell import Shell, say
+from tools.launch.code import environment, unpack
+from tools.launch.job import Job, JobOptions, cost, exports, given_folder, job_name, make_job
+from tools.launch.restart import VERDICT
+from tools.launch.shell import Shell, say
 
 
 @dataclass(frozen=True)
 class SlurmOptions(JobOptions):
-    """Options of `python -m launch slurm`."""
+    """Options of `python -m tools.launch slurm`."""
 
     folder: FilePath = ""
     """A folder on a disk that all nodes share: FOLDER/NAME holds the job's code, log and run."""
@@ -32,7 +32,7 @@ class SlurmOptions(JobOptions):
     hours: NotNegative[float] = 0.0
     """The run saves and ends so many hours after `up`, over all its stretches; 0: whenever it is complete."""
     price: NotNegative[float] = 0.0
-    """US dollars per device and hour; 0: what launch/machines.toml says, if it does."""
+    """US dollars per device and hour; 0: what tools/launch/catalog.toml says, if it does."""
     sbatch: str = ""
     """More options of sbatch: --sbatch="--partition=gpu --account=mine"."""
     setup: str = ""
@@ -44,7 +44,7 @@ def up(options: SlurmOptions, train: list[str]) -> int:
     """Puts a run into SLURM's queue. The same command again changes nothing while the job is there."""
     job = make_job(options, train, "/")
     if job.hardware.is_tpu:
-        raise UserError(f"--hardware={job.hardware}: TPUs are launched by `python -m launch tpu` or `k8s`")
+        raise UserError(f"--hardware={job.hardware}: TPUs are launched by `python -m tools.launch tpu` or `k8s`")
     if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED", options.time):
         raise UserError(f"--time={options.time}: sbatch takes minutes, HH:MM:SS, or DAYS-HH:MM:SS, such as 24:00:00")
     folder, shell = given_folder(options.folder, "folder") / job.name, Shell(options.dry_run)
@@ -67,7 +67,8 @@ def up(options: SlurmOptions, train: list[str]) -> int:
     shell.write(folder / "job.sh", script(job, options, folder, home))
     said = shell.change(["sbatch", str(folder / "job.sh")]).stdout.strip()
     if not shell.dry_run:
-        say(f"{said}\npython -m launch slurm logs --folder={options.folder} --name={job.name}   # or status, down")
+        rest = f"--folder={options.folder} --name={job.name}"
+        say(f"{said}\npython -m tools.launch slurm logs {rest}   # or status, down")
     return 0
 
 
@@ -96,7 +97,7 @@ def script(job: Job, options: SlurmOptions, folder: Path, home: Path) -> str:
     return f"""\
 #!/bin/bash
 {header}
-# Written by python -m launch slurm up.
+# Written by python -m tools.launch slurm up.
 folder={quote(str(folder))}
 cd {quote(str(home))} || exit 2
 if [ -e "$folder/environment" ]; then . "$folder/environment" || exit 2; fi

@@ -2,7 +2,7 @@
 podFailurePolicy and the JobSet's failurePolicy.
 
 It does what kubernetes/kubernetes (pkg/controller/job) and kubernetes-sigs/jobset (pkg/controllers/failure_policy.go)
-do with the fields that launch/k8s.py writes.
+do with the fields that tools/launch/k8s.py writes.
 """
 
 import copy

@@ -11,12 +11,12 @@ import pytest
 
 from configs.exit_codes import Exit
 from configs.schema import UserError
-from launch.code import LARGEST, pack, unpack
-from launch.hardware import machines, parse_hardware
-from launch.job import AGAIN, DONE, NEVER, JobOptions, job_name, make_job
-from launch.restart import VERDICT
+from tools.launch.code import LARGEST, pack, unpack
+from tools.launch.hardware import machines, parse_hardware
+from tools.launch.job import AGAIN, DONE, NEVER, JobOptions, job_name, make_job
+from tools.launch.restart import VERDICT
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -199,15 +199,13 @@ def test_names_are_what_every_scheduler_takes():
 
 
 def test_launch_starts_without_jax():
-    code = (
-        "import sys, launch.__main__, launch.k8s, launch.sky, launch.slurm, launch.tpu; sys.exit('jax' in sys.modules)"
-    )
+    code = "import sys, tools.launch.__main__; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("words", [[], ["cloud"], ["slurm"], ["slurm", "start"], ["slurm", "up", "--hardware=v5e:3x3"]])
 def test_a_mistake_is_one_message_and_code_2(words):
     done = subprocess.run(
-        [sys.executable, "-m", "launch", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tools.launch", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and done.stderr.startswith("error: ")

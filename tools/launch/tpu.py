@@ -1,4 +1,4 @@
-"""TPU VMs of Google Cloud: python -m launch tpu up|run|status|logs|stop|down, through queued resources and gcloud.
+"""TPU VMs of Google Cloud, as queued resources: python -m tools.launch tpu up|run|status|logs|stop|down.
 
 `up` gets slices and starts the run on their hosts, where a loop keeps it going without this machine. `run` does that
 too, and stays: it makes a slice anew that was taken away, brings the record back when the run is complete, and deletes
@@ -12,13 +12,13 @@ from shlex import join
 
 from configs.exit_codes import Exit
 from configs.schema import UserError
-from launch import hosts
-from launch.hardware import machines
-from launch.job import cost, job_name
-from launch.queued import GONE, Slices, delete_all
-from launch.shell import Denied, Shell, Trouble, patient, say, warn
-from launch.tpu_request import TpuOptions, checked, in_zones, require_project
-from launch.tpu_run import (
+from tools.launch import host_scripts
+from tools.launch.hardware import machines
+from tools.launch.job import cost, job_name
+from tools.launch.queued import GONE, Slices, delete_all
+from tools.launch.shell import Denied, Shell, Trouble, patient, say, warn
+from tools.launch.tpu_request import TpuOptions, checked, in_zones, require_project
+from tools.launch.tpu_run import (
     DEADLINE,
     FIRST,
     TAKEN,
@@ -53,8 +53,8 @@ def up(options: TpuOptions, train: list[str]) -> int:
     rest = f"--project={options.project} --zones {slices.zone} --name={launch.job.name}"
     hours = (launch.limit - launch.typed) / 3600
     say(f"started; it saves and ends after {hours:.1f} h at the latest. Nothing watches its cost until then:")
-    say(f"python -m launch tpu down {rest}   # deletes it")
-    say(f"python -m launch tpu logs {rest}   # or status, stop")
+    say(f"python -m tools.launch tpu down {rest}   # deletes it")
+    say(f"python -m tools.launch tpu logs {rest}   # or status, stop")
     return Exit.COMPLETE
 
 
@@ -132,7 +132,7 @@ def seen(places: Sequence[Slices]) -> dict[Slices, str]:
 
 def in_each_zone(options: TpuOptions, act: Callable[[Slices, str], None]) -> int:
     """Does `act` with the job's resource, and its state, in each zone that is named, or in every one of
-    launch/machines.toml, where it is there. Then Trouble for the zones that do not answer."""
+    tools/launch/catalog.toml, where it is there. Then Trouble for the zones that do not answer."""
     require_project(options.project)
     if not options.name:
         raise UserError("--name is missing: the job's name, as `tpu up` printed it")
@@ -163,8 +163,8 @@ def logs(options: TpuOptions, train: list[str]) -> int:
     """Follows the log lines of all hosts, each with its host's name, until Ctrl-C."""
 
     def act(slices: Slices, state: str) -> None:
-        words = ["ssh", f"{hosts.USER}@{slices.name}", "--node=all", "--worker=all", *slices.network.of_ssh]
-        slices.shell.become(slices.words(*words, f"--command={hosts.logs(slices.name, 100)}"))
+        words = ["ssh", f"{host_scripts.USER}@{slices.name}", "--node=all", "--worker=all", *slices.network.of_ssh]
+        slices.shell.become(slices.words(*words, f"--command={host_scripts.logs(slices.name, 100)}"))
 
     in_each_zone(options, act)
     if options.dry_run:

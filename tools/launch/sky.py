@@ -1,5 +1,5 @@
-"""SkyPilot: python -m launch sky yaml. Prints a task, for those who have SkyPilot: `sky jobs launch FILE` runs it on
-whatever cloud has the machines, and starts it again after 42, 143 and lost machines.
+"""SkyPilot: python -m tools.launch sky yaml. Prints a task, for those who have SkyPilot: `sky jobs launch FILE` runs it
+on whatever cloud has the machines, and starts it again after 42, 143 and lost machines.
 
 SkyPilot sends the folder's files but those that git ignores. It starts all nodes again by their exit codes, without a
 bound (`recover_on_exit_codes`). Of several nodes one that crashes ends the others with 42, so all start again; the
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shlex import join
 
 from configs.schema import UserError
-from launch.job import AGAIN, Job, JobOptions, make_job, require_bucket
+from tools.launch.job import AGAIN, Job, JobOptions, make_job, require_bucket
 
 # Where SkyPilot names the nodes; on a TPU the machines' metadata do.
 PROCESSES = """\
@@ -22,7 +22,7 @@ export JAX_NUM_PROCESSES="$SKYPILOT_NUM_NODES" JAX_PROCESS_ID="$SKYPILOT_NODE_RA
 
 @dataclass(frozen=True)
 class SkyOptions(JobOptions):
-    """Options of `python -m launch sky`."""
+    """Options of `python -m tools.launch sky`."""
 
     spot: bool = False
     """Machines that may be taken away at any time."""
@@ -40,9 +40,9 @@ def task(job: Job, options: SkyOptions) -> str:
     """The task as YAML, of which JSON's strings are a part. UserError where SkyPilot cannot run the job."""
     hardware = job.hardware
     if hardware.is_tpu and hardware.groups > 1:
-        raise UserError(f"--hardware={hardware}: SkyPilot has no job of several slices; `launch tpu` and `k8s` do")
+        raise UserError(f"--hardware={hardware}: SkyPilot has no job of several slices; `tpu` and `k8s` do")
     if "sky" not in hardware.facts:
-        raise UserError(f"--hardware={hardware}: launch/machines.toml has no SkyPilot name for {hardware.kind}")
+        raise UserError(f"--hardware={hardware}: tools/launch/catalog.toml has no SkyPilot name for {hardware.kind}")
     require_bucket(job, "a node's disk goes with it")
     facts, size, run = hardware.facts, hardware.devices_per_group, join([".venv/bin/python", "train.py", *job.train])
     if hardware.is_tpu:
@@ -54,7 +54,7 @@ def task(job: Job, options: SkyOptions) -> str:
     launch += [f"--secret={name}" for name in job.secrets]
     return "\n".join(
         [
-            f"# Written by python -m launch sky yaml; {join(launch)} runs it.",
+            f"# Written by python -m tools.launch sky yaml; {join(launch)} runs it.",
             f"name: {job.name}",
             "workdir: .",
             f"num_nodes: {hardware.groups}",
