@@ -24,10 +24,11 @@ from configs.command_line import parse
 from configs.schema import Positive
 from hosts.runtime import run_command
 from model.flops import parameter_counts
-from program.collectives import Collective, collectives
-from program.compile import compile_step
-from program.hlo import estimated_cycles, traffic
-from program.topologies import devices_of
+from hosts.runtime import run_command
+from tools.programs.compile import compile_step
+from tools.programs.hlo import estimated_cycles, traffic
+from tools.programs.hlo_collectives import Collective, collectives
+from tools.programs.topologies import devices_of
 from training.build import build
 from training.mesh import sizes_of
 

@@ -19,10 +19,10 @@ from bench.measure import WARMUP_STEPS, Sizes, random_batch, sized
 from configs.command_line import parse
 from configs.schema import DiagnosticsConfig, Positive
 from hosts.runtime import run_command
-from program.compile import compile_step
-from program.hlo import estimated_cycles, traffic
-from program.memory import GIB, program_bytes
-from program.topologies import devices_of
+from tools.programs.compile import compile_step
+from tools.programs.device_memory import GIB, program_bytes
+from tools.programs.hlo import estimated_cycles, traffic
+from tools.programs.topologies import devices_of
 from training.build import build
 
 MEASURED = {

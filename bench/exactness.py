@@ -34,7 +34,7 @@ from configs.schema import Config, DataConfig, FilePath, MeshConfig, UserError, 
 from data.dataset import Text, open_text
 from data.loader import StepBatches
 from hosts.runtime import run_command, start_jax
-from program.compile import compile_step
+from tools.programs.compile import compile_step
 from training.build import Build, build
 from training.mesh import resized
 from training.optimizer import parameter_groups

@@ -13,8 +13,8 @@ from typing import Any
 from configs.command_line import parse
 from configs.schema import Config, Positive
 from hosts.runtime import run_command
-from program.compile import compile_step
-from program.topologies import devices_of
+from tools.programs.compile import compile_step
+from tools.programs.topologies import devices_of
 from training.build import build
 
 REMATS = "none", "products", "block"

@@ -9,9 +9,9 @@ import numpy as np
 
 from configs.schema import Config, Positive, validate
 from model.flops import flops_per_token, parameter_counts
-from program.machines import peak_flops
-from program.memory import peak_memory_bytes
-from program.operations import top_operations
+from hosts.machines import peak_flops
+from tools.programs.device_memory import peak_memory_bytes
+from tools.programs.operations import top_operations
 from training.build import Build, build
 from training.step import Batch
 

@@ -18,10 +18,10 @@ from bench.measure import Sizes, measure, sized
 from configs.command_line import parse
 from configs.schema import FilePath, Positive, UserError
 from hosts.runtime import run_command
-from program.compile import compile_step
-from program.hlo import estimated_cycles
-from program.memory import peak_memory_bytes
-from program.topologies import devices_of
+from tools.programs.compile import compile_step
+from tools.programs.device_memory import peak_memory_bytes
+from tools.programs.hlo import estimated_cycles
+from tools.programs.topologies import devices_of
 from training.build import build
 
 

@@ -20,9 +20,9 @@ from bench.measure import Sizes, sized
 from configs.command_line import parse
 from configs.schema import Positive
 from hosts.runtime import run_command
-from program.compile import compile_step
-from program.hlo import Instruction, Program, instruction_cycles, kernels, origins, read_program, type_bytes
-from program.topologies import devices_of
+from tools.programs.compile import compile_step
+from tools.programs.hlo import Instruction, Program, instruction_cycles, kernels, origins, read_program, type_bytes
+from tools.programs.topologies import devices_of
 from training.build import build
 
 PROJECT = str(Path(__file__).parent.parent)

@@ -5,8 +5,8 @@ python -m bench.plan_grid --no_compile           # the table of predictions, err
 python -m bench.plan_grid --only=h200            # the points whose words have this in them
 
 The record goes on where it was interrupted. Programs are compiled ahead of time (EXTRA=tpu,gpu-programs); nothing is
-run. bench/plan_points.txt lists the points, and which of them were in view when the rules of planning/memory.py and
-planning/step_time.py were chosen: the errors that count are those of the others.
+run. bench/plan_points.txt lists the points, and which of them were in view when the rules of tools/plan/memory.py and
+tools/plan/step_time.py were chosen: the errors that count are those of the others.
 """
 
 import contextlib
@@ -26,10 +26,10 @@ from bench.measure import Sizes, sized
 from configs.command_line import parse, parse_arguments
 from configs.schema import Config, FilePath
 from hosts.runtime import run_command
-from planning.candidate import Candidate, known_topology
-from planning.memory import memory
-from planning.step_time import step_time
-from program.memory import GIB
+from tools.plan.candidate import Candidate, known_topology
+from tools.plan.memory import memory
+from tools.plan.step_time import step_time
+from tools.programs.device_memory import GIB
 
 POINTS = Path(__file__).with_name("plan_points.txt")
 RECORD = Path(__file__).with_name("plan_grid.jsonl")
@@ -65,10 +65,10 @@ def compile_point(words: str) -> dict[str, Any]:
     """What the compiled program of a point says of itself."""
     import jax
 
-    from program.collectives import collectives
-    from program.compile import compile_step
-    from program.hlo import estimated_cycles, traffic
-    from program.topologies import devices_of
+    from tools.programs.compile import compile_step
+    from tools.programs.hlo import estimated_cycles, traffic
+    from tools.programs.hlo_collectives import collectives
+    from tools.programs.topologies import devices_of
     from training.build import build
     from training.mesh import sizes_of
 

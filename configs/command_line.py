@@ -88,7 +88,7 @@ def _read(kind: type[T], words: list[str], description: str | None) -> T:
     if {"-h", "--help"} & set(words):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
     spec = sys.modules["__main__"].__spec__
-    program = f"python -m {spec.name}" if spec else f"python {Path(sys.argv[0]).name}"
+    program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {Path(sys.argv[0]).name}"
     return tyro.cli(kind, prog=program, description=description, args=words, use_underscores=True)
 
 

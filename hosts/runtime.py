@@ -30,8 +30,8 @@ from configs.files import cache_dir
 from configs.retry import StorageLost, first_line
 from configs.schema import UserError
 from hosts.cluster import Cluster, detect
+from hosts.machines import GPU_FRACTION
 from hosts.peers import PeerLost, end_all, exchange, from_first, join, leave
-from program.machines import GPU_FRACTION
 from training.mesh import axes_between, islands, sizes_of
 
 OPEN_FILES = 65_536

@@ -33,7 +33,7 @@ def platform() -> str:
 
 def compute_capability() -> float:
     """Of the GPUs here; without one, of those that programs are compiled for elsewhere, which are Hopper's
-    (program/topologies.py)."""
+    (tools/programs/topologies.py)."""
     return float(jax.local_devices()[0].compute_capability) if jax.default_backend() == "gpu" else 9.0
 
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import jax
 
 from configs.schema import Config, UserError
-from planning.measured import does_not_fit
-from program.machines import VECTOR_MEMORY, exceeds_vector_memory
+from hosts.machines import VECTOR_MEMORY, exceeds_vector_memory
+from tools.plan.measured import does_not_fit
 from training.mesh import islands
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from bench.kept import kept_widths
-from program.topologies import devices_of
 from tests.helpers import tiny_config
+from tools.programs.topologies import devices_of
 
 
 @pytest.mark.slow

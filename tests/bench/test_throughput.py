@@ -11,9 +11,9 @@ from bench import checkpoints, collectives, micro_batches, throughput
 from bench.measure import Sizes, sized
 from configs.plain import get_config
 from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, UserError
-from program.collectives import collectives as collectives_of
-from program.compile import compile_step
 from tests.helpers import TINY
+from tools.programs.compile import compile_step
+from tools.programs.hlo_collectives import collectives as collectives_of
 from training.build import build
 from training.mesh import sizes_of
 

@@ -1,5 +1,5 @@
 """The TPU's kernel gives what XLA's attention gives: values and gradients, interpreted here. (That it compiles for real
-TPUs: tests/program/test_collectives.py.)"""
+TPUs: tests/tools/programs/test_hlo_collectives.py.)"""
 
 import jax
 import jax.numpy as jnp

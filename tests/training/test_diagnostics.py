@@ -13,8 +13,8 @@ from flax import nnx
 
 from configs.schema import Config, DiagnosticsConfig, GroupConfig, MeshConfig, MuonConfig
 from model.loss import loss_sums
-from program.collectives import collectives
 from tests.helpers import ALL_FEATURES, initial_state, perturbed, random_rows, tiny_config
+from tools.programs.hlo_collectives import collectives
 from training.build import Build, build
 from training.diagnostics import MIN_V, Layout, signal_and_noise, sum_units, unit
 from training.layout import Place

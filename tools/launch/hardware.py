@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import UserError
-from program.topologies import parse_topology, shapes_of
+from tools.programs.topologies import parse_topology, shapes_of
 
 MACHINES = Path(__file__).with_name("catalog.toml")
 

@@ -50,7 +50,7 @@ def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
                         slices = get(launch, states)
                     except Trouble as trouble:
                         if tries > FIRST and attempt.retry_state.attempt_number == 1:
-                            notify(launch.job, "unavailable", str(trouble))
+                            notify(tools.launch.job, "unavailable", str(trouble))
                         raise
             if "running" in {state for state, _ in states_of(slices).values()}:
                 tries = math.inf  # a process before this one has started it
@@ -60,7 +60,7 @@ def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
             if outcome != TAKEN:
                 return outcome
             warn(f"{TAKEN} in {slices.zone}; new ones are asked for")
-            notify(launch.job, "preempted", f"{TAKEN} in {slices.zone}")
+            notify(tools.launch.job, "preempted", f"{TAKEN} in {slices.zone}")
             delete_all([slices], until=launch.deadline)
             states[slices] = queued.GONE
         except Trouble:
@@ -95,7 +95,7 @@ def create(launch: Launch, slices: Slices) -> None:
     options = launch.options
     left = launch.deadline - time.time()
     wait = min(60 * options.wait_minutes, left)
-    slices.create(launch.job.hardware, options.capacity, wait, left, options.service_account, options.reservation)
+    slices.create(tools.launch.job.hardware, options.capacity, wait, left, options.service_account, options.reservation)
 
 
 def begin(launch: Launch, slices: Slices, tries: float) -> bool:
@@ -112,7 +112,7 @@ def begin(launch: Launch, slices: Slices, tries: float) -> bool:
 def start(launch: Launch, slices: Slices) -> None:
     """Sends the code, sets it up, and starts the loop on every host that has none; where the run has ended or was
     stopped, only if that was before the command was typed. Trouble where a host fails."""
-    job, typed = launch.job, int(1000 * launch.typed)
+    job, typed = tools.launch.job, int(1000 * launch.typed)
     delete = slices.words("delete", slices.name, "--force", "--async")
     prepare = host_scripts.prepare(job, launch.options.setup, typed, launch.limit, launch.bucket, delete)
     with tempfile.TemporaryDirectory() as folder:
@@ -153,7 +153,7 @@ def watch(launch: Launch, slices: Slices) -> str:
                 say(f"ended by itself: {known}")
                 return f"ended {codes[0]}"
             if "ended" in now:  # with 0, as all others are about to: one made anew meanwhile would wait for them
-                if "running" not in now and len(known) == launch.job.hardware.hosts:
+                if "running" not in now and len(known) == tools.launch.job.hardware.hosts:
                     fetch(slices)
                     return "ended 0"
             elif "none" in now:  # a host was made anew, with an empty disk

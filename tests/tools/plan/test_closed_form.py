@@ -1,0 +1,370 @@
+"""The closed form against the shapes that training has, and against the programs that it compiles to."""
+
+import json
+from dataclasses import asdict, replace
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import plan_grid
+from configs.schema import Config, EvalConfig, MeshConfig, UserError, resolved, with_options
+from data.loader import held_out_batches
+from data.packing import StreamRows
+from data.shards import TokenStream
+from model.gpt import GPT
+from model.shapes import parameters
+from hosts.machines import HEADROOM, machines
+from tools.report.runs import read_run
+from tests.helpers import ALL_FEATURES, tiny_config
+from tests.tools.programs.test_hlo_collectives import MESHES, lowered
+from tools.plan import compiled, output
+from tools.plan.candidate import Candidate, known_topology
+from tools.plan.communication import START, communication
+from tools.plan.evaluation_memory import device_bytes, evaluation_memory
+from tools.plan.measured import does_not_fit, measured, of_machines
+from tools.plan.memory import memory
+from tools.plan.search import Given, nearest_change, row_of, search
+from tools.plan.step_time import step_time
+from tools.plan.whole_run import PROCESSORS, whole_run
+from tools.programs.hlo_collectives import collectives
+from training.build import build
+
+GIB = 2**30
+
+
+def candidate(topology: str, config: Config | None = None, **mesh: int) -> Candidate:
+    """The config, or d12's, on a topology."""
+    config = config or Config(name="d12", steps=2520)
+    return Candidate(resolved(replace(config, mesh=MeshConfig(**mesh))), known_topology(topology))
+
+
+def small(mesh: MeshConfig) -> Candidate:
+    """The candidate whose step `lowered` gives."""
+    config = replace(tiny_config(depth=1), mesh=mesh)
+    batch = replace(config.batch, tokens_per_step=16 * 4 * 8 // mesh.tensor, rows_per_device=1)
+    return Candidate(resolved(replace(config, batch=batch)), known_topology("h200:8"))
+
+
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tensor": 2}, {"fsdp": 4}], ids=str)
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_parameters_and_moments_are_those_of_the_state(mesh, kind):
+    config = tiny_config(**ALL_FEATURES, width=64)
+    config = replace(
+        config, optimizer=replace(config.optimizer, matrices=replace(config.optimizer.matrices, kind=kind))
+    )
+    of = candidate("h200:8", config, **mesh)
+    built = build(of.config, jax.devices()[:8])
+    held = lambda tree: sum(4 * prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
+    parts = memory(of)
+    assert parts["parameters"] == held(built.abstract_state.params)
+    # The optimizer counts its steps in some 32-bit numbers.
+    assert 0 <= held(built.abstract_state.opt_state) - parts["moments"] <= 64
+    assert parts["batch"] == held(built.abstract_batch())
+
+
+@MESHES
+def test_the_program_asks_for_the_arguments_and_sends_what_is_planned(mesh):
+    step, shape, _ = lowered(mesh)
+    of = small(mesh)
+    assert of.sizes == shape
+    parts = memory(of)
+    program = step.compile()
+    arguments = program.memory_analysis().argument_size_in_bytes
+    assert arguments == pytest.approx(parts["parameters"] + parts["moments"] + parts["batch"], rel=0.01)
+    found = collectives(step.as_text("hlo"), shape)
+    sent = lambda kind, axis: sum(c.times * c.bytes_each for c in found if c.kind == kind and c.axes == (axis,))
+    planned = {(t.kind, t.axis): t for t in communication(of)}
+    assert {axis for _, axis in planned} == {axis for axis, size in shape.items() if size > 1}
+    for (kind, axis), traffic in planned.items():
+        if (kind, axis) == ("all-gather", "fsdp"):  # written forward and backward; once where XLA keeps it
+            assert traffic.bytes < sent(kind, axis) <= 2 * traffic.bytes
+        else:
+            assert sent(kind, axis) == pytest.approx(traffic.bytes, rel=0.01), (kind, axis)
+        assert {c.in_loop for c in found if c.kind == kind and c.axes == (axis,) and c.bytes_each > 64} == {
+            traffic.in_scan
+        }
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "between"),
+    [
+        ("v5e:16x16", {}, set()),
+        ("2x v5e:4x4", {"fsdp": 4}, {"data"}),
+        ("4x h200:8", {"fsdp": 8}, {"data"}),
+        ("4x h200:8", {"fsdp": 16}, {"data", "fsdp"}),
+    ],
+)
+def test_what_goes_between_slices_and_nodes(topology, mesh, between):
+    traffic = communication(candidate(topology, **mesh))
+    assert {t.axis for t in traffic if t.link == "between"} == between
+    assert all(t.fast <= t.slow for t in traffic)
+
+
+def test_d12_s_gradients_are_gathered_and_reduced_once_with_the_bytes_that_its_program_has():
+    """docs/mesh.md: read from the program for v5e:4x4."""
+    traffic = {t.kind: t for t in communication(candidate("v5e:4x4"))}
+    assert traffic["reduce-scatter"].bytes == 4 * 135_266_304
+    assert traffic["all-gather"].bytes == 2 * 135_266_304
+    halves = {(t.kind, t.axis): t.bytes for t in communication(candidate("v5e:4x4", fsdp=4)) if t.axis == "fsdp"}
+    micro_batches = candidate("v5e:4x4", fsdp=4).step[0]
+    assert halves == {
+        ("all-gather", "fsdp"): micro_batches * 2 * 135_266_304,
+        ("reduce-scatter", "fsdp"): micro_batches * 4 * 135_266_304,
+    }
+
+
+@pytest.mark.parametrize(
+    ("topology", "fsdp", "doubled"),
+    [
+        ("v5p:4x4x4", 64, {"all-gather", "reduce-scatter"}),
+        ("v5e:4x4", 16, {"reduce-scatter"}),
+        ("v5e:4x4", 8, set()),
+        ("v5e:2x2", 4, set()),
+        ("2x v5e:4x4", 16, set()),
+        ("h200:8", 8, set()),
+    ],
+)
+def test_fsdp_over_all_of_a_tpu_slice_sends_twice_as_much(topology, fsdp, doubled):
+    """As in programs (JAX 0.10.2), whose collectives are all-reduces there."""
+    of = candidate(topology, fsdp=fsdp)
+    found = {t.kind: t for t in communication(of) if t.axis == "fsdp" and t.in_scan}
+    sent = {kind: (t.fast - t.times * START) * of.machine.links for kind, t in found.items()}
+    rounds = {kind: sent[kind] / (t.bytes * (fsdp - 1) / fsdp) for kind, t in found.items()}
+    assert rounds == pytest.approx({kind: 2 if kind in doubled else 1 for kind in ("all-gather", "reduce-scatter")})
+
+
+def test_memory_where_fsdp_is_all_of_a_large_tpu_slice():
+    """With the zeros that XLA sums there: 3.739 GiB in the program, 1.900 where blocks are computed again."""
+    words = "v5p:4x4x4 --config=configs/d12.py --model.depth=8 --rows=2 --micro_batches=2 --mesh.fsdp=64"
+    words += " --model.width=2048 --model.heads=16 --model.kv_heads=16"
+    for more, gib in (("", 3.739), (" --model.remat=block", 1.900)):
+        of = plan_grid.candidate_of(words + more)
+        assert sum(memory(of).values()) == pytest.approx(gib * GIB, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "gib"),
+    [
+        ("--model.depth=4 --model.width=256 --model.heads=2 --model.kv_heads=2", 6.496),
+        ("--model.depth=4", 11.797),
+        ("", 17.776),
+    ],
+)
+def test_on_a_gpu_products_of_weight_gradients_wait_where_what_they_read_is_less_than_the_logits(words, gib):
+    """Bytes of programs for h200:1 (JAX 0.10.2); at depth 12 and width 768 they do not wait."""
+    of = plan_grid.candidate_of(f"h200:1 --config=configs/d12.py --rows=32 --micro_batches=2 {words}")
+    assert sum(memory(of).values()) == pytest.approx(gib * GIB, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("words", "gib"),
+    [
+        ("d12.py --rows=32 --mesh.fsdp=8", 16.132),
+        ("d12.py --model.depth=10 --rows=16 --mesh.fsdp=4 --mesh.tensor=2", 4.359),
+        (
+            "d12.py --model.depth=24 --rows=8 --model.width=1536 --model.heads=12 --model.kv_heads=12 --mesh.fsdp=8 "
+            "--model.remat=block",
+            5.080,
+        ),
+        ("nanochat.py --model.depth=10 --rows=16 --mesh.fsdp=4 --model.remat=block", 3.857),
+    ],
+)
+def test_with_fsdp_on_gpus_no_product_waits(words, gib):
+    """Bytes of programs for h200:8 (JAX 0.10.2). With recomputation the most is at the end, where whole gradients wait
+    (depth 24), or at the beginning."""
+    of = plan_grid.candidate_of(f"h200:8 --config=configs/{words} --micro_batches=2")
+    assert sum(memory(of).values()) == pytest.approx(gib * GIB, rel=0.05)
+
+
+def test_passes_take_what_the_vector_units_need_where_memory_is_faster():
+    """v5p's memory is 3.4 times as fast as v5e's, its vector units 2.3 times."""
+    takes = [step_time(candidate(topology)).passes for topology in ("v5e:2x2", "v5p:2x2x1")]
+    assert 2.2 < takes[0] / takes[1] < 2.6
+
+
+def test_held_out_rows_and_a_cache_take_the_bytes_that_they_have_on_a_device():
+    config = tiny_config(rows_per_device=1)
+    rows = StreamRows(TokenStream([np.ones(16 * 99 + 1, np.int64)]), 16)
+    of = candidate("h200:8", replace(config, eval=EvalConfig(tokens=16 * 17, sample_tokens=8)))
+    built = build(of.config, jax.devices()[:8])
+    size, shape = np.ones(config.model.vocab_size, np.int32), (built.batch_shape, built.batch_sharding)
+    batches, _ = held_out_batches([rows], [1.0], of.config.eval.tokens, size, *shape)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(batches))
+    found = evaluation_memory(of, memory(of))
+    assert len(batches) == 2 and found["held-out rows"] == held
+    model = GPT(of.config.model, jnp.dtype(of.config.model.dtype), rngs=None)
+    cache = sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.empty_cache(3, 9).layers))
+    )
+    longer = replace(of, config=with_options(of.config, {"eval.sample_tokens": 9}))
+    longer = evaluation_memory(longer, memory(longer))
+    assert longer["sampling"] - found["sampling"] == cache / 9
+
+
+def test_a_device_must_hold_the_most_of_step_evaluation_and_sampling():
+    of = candidate("v5e:4x4")
+    row, step = row_of(of, Given()), sum(memory(of).values())
+    assert row.bytes == step + row.evaluation["held-out rows"] == device_bytes(of)
+    many = replace(of, config=with_options(of.config, {"eval.prompts": ("",) * 9999}))
+    assert device_bytes(many) == evaluation_memory(many, memory(many))["sampling"] > step
+
+
+def test_less_memory_costs_more_time():
+    of = candidate("v5e:4x4")
+    takes = {}
+    for remat in ("none", "products", "block"):
+        for chunks in (1, 8):
+            other = of.having(1, 1, 16, remat, chunks)
+            takes[remat, chunks] = sum(memory(other).values()), step_time(other).expected
+    for remat in ("none", "products", "block"):
+        assert takes[remat, 8][0] < takes[remat, 1][0] and takes[remat, 8][1] > takes[remat, 1][1]
+    for chunks in (1, 8):
+        sizes, times = zip(*(takes[remat, chunks] for remat in ("none", "products", "block")))
+        assert list(sizes) == sorted(sizes, reverse=True) and list(times) == sorted(times)
+
+
+def test_a_search_puts_what_fits_and_is_fastest_first():
+    rows = search(candidate("v5e:4x4"), Given())
+    fitting = [row for row in rows if row.fits]
+    assert rows[: len(fitting)] == fitting
+    assert [row.time.expected for row in fitting[1:]] == sorted(row.time.expected for row in fitting[1:])
+    assert len({tuple(row.candidate.options().items()) for row in rows}) == len(rows) > 100
+
+
+def test_the_nearest_change_is_the_fewest_options_and_fits(monkeypatch):
+    tight = replace(machines()["v5e"], memory=3 * GIB)
+    monkeypatch.setitem(machines(), "v5e", tight)
+    row = row_of(candidate("v5e:4x4"), Given())
+    assert not row.fits
+    found = nearest_change(row)
+    assert found and found[0].count("--") == 1 and found[1].bytes <= HEADROOM * tight.for_programs
+
+
+def test_preemptions_take_half_an_interval_and_a_restart_each():
+    of = candidate("v5e:4x4")
+    time = step_time(of)
+    none, some = whole_run(of, time, 2.0, 0.0), whole_run(of, time, 2.0, 4.0)
+    lost = 4 * (250 * time.expected / 2 + 600) / 86_400
+    assert some.days == pytest.approx(none.days / (1 - lost))
+    assert some.cost == pytest.approx(some.days * 24 * 16 * 2) and none.checkpoint_bytes == 12 * 135_266_304
+    config = of.config
+    matrices = replace(config.optimizer.matrices, kind="muon")
+    muon = candidate("v5e:4x4", replace(config, optimizer=replace(config.optimizer, matrices=matrices)))
+    state = build(muon.config, jax.devices()[:1]).abstract_state
+    saved = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.params, state.opt_state)))
+    assert whole_run(muon, time, None, 0.0).checkpoint_bytes == pytest.approx(saved, rel=1e-4)
+    assert (
+        none.goodput < 1 and none.days * 86_400 > muon.config.steps * time.expected + none.compile_seconds / PROCESSORS
+    )
+    with pytest.raises(UserError, match="the run never ends"):
+        whole_run(of, time, None, 1000.0)
+
+
+def test_what_a_program_asks_for_counts_and_the_next_is_compiled_where_one_does_not_fit(monkeypatch):
+    rows = search(candidate("v5e:4x4"), Given())
+    asked = []
+
+    def pretend(row):
+        asked.append(row)
+        return int((100 if len(asked) == 1 else 8) * GIB)
+
+    monkeypatch.setattr(compiled, "_compiled_bytes", pretend)
+    found = compiled.corrected(rows, 1)
+    assert asked == rows[:2]
+    assert found[0].candidate is rows[1].candidate and found[0].compiled == 8 * GIB and found[0].fits
+    assert not found[-1].fits and found[-1].compiled
+    monkeypatch.setattr(compiled, "_compiled_bytes", lambda row: 100 * GIB)
+    found = compiled.corrected(rows, 1)
+    assert found[0].candidate is rows[2].candidate and found[0].fits  # as far as the closed form knows
+
+
+def finished_run(folder, of, seconds, peak):
+    """What tools.plan reads of a run that took so long a step and held so much."""
+    per_second = of.config.batch.tokens_per_step / seconds
+    line = {"time": 0.0, "loss": 3.0, "peak_memory_bytes": peak}
+    # The first logged step has the start in it, and the last had something beside it.
+    rates = [per_second / 10, per_second, per_second, per_second / 2]
+    lines = [line | {"step": 10 * i, "tokens_per_second": rate} for i, rate in enumerate(rates, 1)]
+    folder.mkdir()
+    devices = {"kind": "TPU v5 lite", "count": 16, "processes": 4, "slices": 1}
+    record = {"config": asdict(of.config), "dataset": "", "versions": {}, "devices": devices, "changes": []}
+    (folder / "config.json").write_text(json.dumps(record))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return read_run(folder)
+
+
+def test_what_a_run_measured_takes_the_place_of_what_is_assumed(tmp_path):
+    of = candidate("v5e:4x4")
+    seconds, peak = 2 * step_time(of).expected, int(1.25 * device_bytes(of))
+    found = measured(finished_run(tmp_path / "run", of, seconds, peak))
+    assert found.machine == "v5e" and "-50.0%" in found.words and "-20.0%" in found.words
+    known = of_machines([found, found._replace(machine="v6e")])["v5e"]
+    row = row_of(of, Given(seconds=known.seconds, bytes=known.bytes))
+    assert row.time.expected == pytest.approx(seconds) and row.bytes == pytest.approx(peak)
+    assert row.run.tokens_per_second == pytest.approx(of.config.batch.tokens_per_step / seconds)
+    size = of.config.batch.tokens_per_step  # of the last stage of a batch that grows
+    grown = with_options(of.config, {"batch.ramp": f"0:{size // 2},1e6:{size}", "batch.tokens_per_step": 2 * size})
+    at_last = measured(finished_run(tmp_path / "grown", replace(of, config=grown), 2 * seconds, peak))
+    assert (at_last.seconds, at_last.bytes) == pytest.approx((found.seconds, found.bytes))
+    with pytest.raises(UserError, match="has not logged two steps"):
+        (tmp_path / "run" / "metrics.jsonl").write_text("")
+        measured(read_run(tmp_path / "run"))
+
+
+def test_a_step_that_asked_for_too_much_is_told_what_it_holds_and_what_would_fit(monkeypatch):
+    """Also where the closed form had thought that it fits."""
+    of = candidate("v5e:4x4")
+    for memory_of_chip in (device_bytes(of) * share for share in (0.6, 1.2)):
+        monkeypatch.setitem(machines(), "v5e", replace(machines()["v5e"], memory=int(memory_of_chip)))
+        said = does_not_fit(of.config, "TPU v5 lite", 16, 1)
+        assert "activations" in said and "would fit" in said
+    assert "not known of this device" in does_not_fit(of.config, "cpu", 16, 1)
+
+
+def test_parameters_are_kept_for_who_has_no_jax(tmp_path, monkeypatch):
+    from model import shapes
+
+    model = resolved(tiny_config(**ALL_FEATURES)).model
+    monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path))
+    shapes._parameters.cache_clear()
+    first = parameters(model)
+    shapes._parameters.cache_clear()
+    monkeypatch.setattr(shapes, "_declared", lambda config: pytest.fail("made again"))
+    assert parameters(replace(model, remat="block", loss_chunks=2)) == first
+    (file,) = (tmp_path / "shapes").iterdir()
+    file.write_text("damaged")
+    shapes._parameters.cache_clear()
+    monkeypatch.undo()
+    monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path))
+    assert parameters(model) == first
+    assert file.read_text().startswith("[[")
+
+
+def test_parameters_are_made_again_where_the_schema_changed(tmp_path, monkeypatch):
+    """It has sizes that are no options, as the gates' channels."""
+    from model import shapes
+
+    changed = tmp_path / "schema.py"
+    changed.write_text("SMEAR_CHANNELS = 48")
+    monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path))
+    made = []
+    monkeypatch.setattr(shapes, "_declared", lambda config: made.append(config) or [])
+    for kept in ("first", "again", "changed"):
+        shapes._parameters.cache_clear()
+        if kept == "changed":
+            monkeypatch.setattr(shapes.schema, "__file__", str(changed))
+        parameters(resolved(tiny_config()).model)
+    shapes._parameters.cache_clear()
+    assert len(made) == 2
+
+
+@pytest.mark.slow  # some 160 command lines are parsed; no version of JAX changes what they give
+def test_what_is_said_of_its_errors_is_what_the_grid_says():
+    known = plan_grid.record(plan_grid.RECORD)
+    points = [(fitted, words) for fitted, words in plan_grid.points("") if words in known]
+    found = [(fitted, plan_grid.compared(words, known[words])) for fitted, words in points]
+    assert plan_grid.held(found) == output.HELD

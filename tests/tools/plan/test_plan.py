@@ -1,0 +1,133 @@
+"""tools.plan as a user runs it."""
+
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from configs import d12
+from configs.command_line import exit_code_of, parse
+from configs.exit_codes import Exit
+from hosts.machines import HEADROOM, machines
+from tools.plan import __main__ as plan
+from tools.plan import output
+from tools.plan.candidate import Candidate
+from tools.plan.search import ERROR, WORTH, Given, row_of, search
+from tools.programs.topologies import parse_topology
+
+D12 = "--config=configs/d12.py"
+
+
+def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
+    """The exit code, and what was printed."""
+    monkeypatch.setattr(sys, "argv", ["plan", *words])
+    code = exit_code_of(plan.main, "")
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--topology=v9:4x4"], "v9 is no machine that hosts/machines.toml describes; it has v4, v5e"),
+        (["--topology=v5e:4x4x4"], "a slice of v5e is 1x1, 2x2, 2x4"),
+        (["--topology=v5e:15x15"], "a slice of v5e is 1x1, 2x2, 2x4"),
+        (["--topology=v6e:32x32"], "a slice of v6e is 1x1, 2x2, 2x4"),
+        (["--topology=v5p:5x5x5"], "or rising multiples of 4"),
+        (["--topology=v5p:16x24x32"], "a pod of v5p has 8,960 chips; take several slices"),
+        (["--topology=v5e"], "give a TPU slice"),
+        ([], "--topology is missing"),
+        (
+            ["--topology=v5e:4x4", "--mesh.fsdp=3"],
+            "--mesh.data=-1 x fsdp=3 x tensor=1 does not fit the 16 devices of v5e:4x4",
+        ),
+        (["--topology=v5e:4x4", "--batch.rows_per_device=3"], "rows_per_device that would work: [1, 2, 4, 8, 16]"),
+        (
+            ["--topology=v5e:16x16", "--batch.tokens_per_step=2048", "--search"],
+            "1 rows of 2048 tokens, which 256 devices",
+        ),
+        (["--topology=v5e:4x4", "v6e:4x4", "h200:8", "--price", "1", "2"], "--price has 2 numbers for 3 topologies"),
+        (["--topology=v5e:4x4", "--batch.ramp=0:65536,2e8:131072"], "a constant batch is what is planned for"),
+        (["--topology=v5e:4x4", "--picture=no/folder/plan.png"], "--picture=no/folder/plan.png cannot be written"),
+    ],
+)
+def test_a_mistake_is_one_message_and_code_2(monkeypatch, capsys, words, said):
+    code, _, problem = run(monkeypatch, capsys, D12, *words)
+    assert code == Exit.MISTAKE and said in problem and problem.count("\n") == 1
+
+
+def test_where_nothing_fits_it_ends_with_1_and_names_what_would(monkeypatch, capsys):
+    network = lambda heads: [f"--model.width={128 * heads}", f"--model.heads={heads}", f"--model.kv_heads={heads}"]
+    words = [D12, "--model.depth=32", "--batch.rows_per_device=16", "--topology"]
+    code, _, problem = run(monkeypatch, capsys, *words, "v5e:4x4", *network(64))
+    assert code == Exit.FAILED and "nothing on it would" in problem and "x v5e:4x4 would" in problem
+    code, _, problem = run(monkeypatch, capsys, *words, "v5p:2x2x4", *network(32))
+    assert code == Exit.FAILED and "nearest that would: --" in problem
+
+
+def test_the_chosen_one_is_a_command_of_train(monkeypatch, capsys, tmp_path):
+    picture = tmp_path / "plan.png"
+    words = [D12, "--steps=5000", "--topology", "v5e:4x4", "2x h200:8", "--price", "1.2", "4", "--search", "--json"]
+    code, out, _ = run(monkeypatch, capsys, *words, f"--picture={picture}")
+    found = json.loads(out)
+    assert code == Exit.COMPLETE and picture.stat().st_size > 10_000
+    assert [each["topology"] for each in found["plans"]] == ["v5e:4x4", "2x h200:8"]
+    cheapest = min((each["candidates"][0]["run"]["cost"], each["topology"]) for each in found["plans"])
+    assert found["chosen"]["run"]["cost"] == cheapest[0] and found["chosen"]["topology"] == cheapest[1]
+    python, train, *rest = shlex.split(found["command"])
+    config, _ = parse(None, argv=rest)
+    assert (python, train, config.steps) == ("python", "train.py", 5000)
+    options = found["chosen"]["options"]
+    assert (config.mesh.fsdp, config.batch.rows_per_device) == (options["mesh.fsdp"], options["batch.rows_per_device"])
+    assert (config.model.remat, config.model.loss_chunks) == (options["model.remat"], options["model.loss_chunks"])
+
+
+def test_a_table_says_what_it_stands_on(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, D12, "--topology=v5e:4x4", "v6e:4x4", "--price=1.5")
+    assert code == Exit.COMPLETE
+    parts = ("gathered copies", "reduce-scatter", "limited by", "device-hours", "assumed of a")
+    for said in (*parts, output.held()):
+        assert said in out
+    assert out.rstrip().splitlines()[-1] == "python train.py --config=configs/d12.py"
+
+
+def test_a_plan_names_the_jax_it_was_held_against_and_promises_nothing_of_another(monkeypatch):
+    monkeypatch.setattr(output, "version", lambda package: output.HELD_WITH)
+    assert output.HELD_WITH in output.held() and output.HELD in output.held()
+    monkeypatch.setattr(output, "version", lambda package: "99.0")
+    assert "of JAX 99.0 is not known" in output.held() and "%" not in output.held()
+
+
+def test_advice_of_a_batch_that_is_too_small_and_of_memory_near_the_limit(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, D12, "--topology=v5e:4x4", "--batch.tokens_per_step=16384", "--search")
+    assert code == Exit.COMPLETE and "a step has 8 rows for 16 devices: take 8 devices, or a larger" in out
+    row = row_of(Candidate(d12.get_config(), parse_topology("v5e:4x4")), Given())
+    for times, expected in ((1 + ERROR / 2, True), (1 + 2 * ERROR, False)):
+        memory = int(times * row.bytes / HEADROOM)
+        monkeypatch.setitem(machines(), "v5e", replace(machines()["v5e"], memory=memory))
+        assert row.fits and any("--compile=1" in line for line in output.advice(row)) == expected
+
+
+def test_a_search_prefers_what_is_clear_of_the_limit_where_that_costs_little(monkeypatch):
+    of = Candidate(d12.get_config(), parse_topology("v5e:4x4"))
+    found = search(of, Given())
+    fastest = min(found, key=lambda row: row.time.expected)
+    memory = int(fastest.bytes * (1 + ERROR / 2) / HEADROOM)
+    monkeypatch.setitem(machines(), "v5e", replace(machines()["v5e"], memory=memory))
+    first, *rest = search(of, Given())
+    near = [row for row in rest if row.fits and row.time.expected < first.time.expected]
+    assert first.safe and near and not any(row.safe for row in near)
+    assert first.time.expected <= WORTH * fastest.time.expected
+
+
+def test_the_closed_form_takes_no_jax():
+    """Once the network's shapes are kept: nor, then, any program compiled."""
+    script = "import sys; from tools.plan.__main__ import main; code = main(); assert 'jax' not in sys.modules"
+    words = [sys.executable, "-c", f"{script}; sys.exit(code)", D12, "--topology=v5e:16x16", "--search"]
+    for _ in range(2):
+        ended = subprocess.run(words, capture_output=True, text=True)
+        if ended.returncode == 0:
+            break
+    assert ended.returncode == 0, ended.stderr

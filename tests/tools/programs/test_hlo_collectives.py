@@ -1,0 +1,311 @@
+"""What crosses the mesh, read from the programs: on paper, on eight CPU devices, and for real TPU slices."""
+
+import re
+import sys
+from dataclasses import replace
+from math import prod
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bench import collectives as command
+from configs.schema import MeshConfig
+from model.flops import parameter_counts
+from model.shapes import DATA
+from tests.helpers import step_of, tiny_config
+from tools.programs.hlo import estimated_cycles, traffic, type_bytes
+from tools.programs.hlo_collectives import Collective, axes_crossed, collectives, device_groups
+from training.mesh import batch_shape, batch_sharding, sizes_of
+
+MESH = {"data": 2, "fsdp": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("notation", "axes"),
+    [
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ("tensor",)),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("data",)),
+        ("replica_groups={{0,2},{1},{3},{4},{5},{6},{7}}", ("fsdp",)),
+        ("replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}", ()),
+        ("replica_groups={{0,7},{1,6},{2,5},{3,4}}", ("data", "fsdp", "tensor")),
+        ("replica_groups={}", ("data", "fsdp", "tensor")),
+        ("replica_groups=[4,2]<=[8]", ("tensor",)),
+        ("replica_groups=[2,4]<=[8]", ("fsdp", "tensor")),
+        ("replica_groups=[8,1]<=[8]", ()),
+        ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", ("data",)),
+        ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", ("data", "tensor")),
+        ("replica_groups=mesh['data'=2,'fsdp'=2,'tensor'=2] {'data','fsdp'}", ("data", "fsdp")),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", ("data", "fsdp")),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0':(1)2}", ("data",)),
+        ("replica_groups=mesh['axis_0'=4,'axis_1'=2] {'axis_0':(2)2}", ("fsdp",)),
+        ("replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'a'}", ("tensor",)),
+        ("replica_groups=mesh['a'=4,'b'=2], device_ids=(0,4,1,5,2,6,3,7) {'b'}", ("data",)),
+        ("source_target_pairs={{0,2},{2,0},{1,3},{3,1}}", ("fsdp",)),
+        ("source_target_pairs={{0,0},{1,1}}", ()),
+    ],
+)
+def test_groups_in_every_notation_cross_the_axes_that_they_do(notation, axes):
+    attributes = f", channel_id=1, {notation}, use_global_device_ids=true, to_apply=%add"
+    assert axes_crossed(device_groups(attributes, 8), MESH) == axes
+
+
+def test_the_notations_list_the_same_groups():
+    groups = [[0, 2], [1, 3], [4, 6], [5, 7]]
+    for notation in (
+        "{{0,2},{1,3},{4,6},{5,7}}",
+        "[4,2]<=[2,2,2]T(0,2,1)",
+        "mesh['data'=2,'fsdp'=2,'tensor'=2] {'fsdp'}",
+        "mesh['x'=8] {'x':(2)2}",
+    ):
+        assert device_groups(f", replica_groups={notation}, dimensions={{0}}", 8) == groups
+
+
+def test_bytes_of_types():
+    assert type_bytes("f32[]") == 4 and type_bytes("bf16[3,5]{1,0:T(8,128)(2,1)S(1)}") == 30
+    assert type_bytes("(f32[2,2]{1,0}, /*index=1*/pred[3], s4[6], f8e4m3fn[2], token[])") == 16 + 3 + 3 + 2
+
+
+HLO = """HloModule hand_written, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%scattered (p: f32[64]) -> f32[32] {
+  %p = f32[64]{0} parameter(0)
+  ROOT %rs = f32[32]{0} reduce-scatter(%p), channel_id=1, replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%add
+}
+
+%link.1 (q: bf16[8]) -> bf16[16] {
+  %q = bf16[8]{0} parameter(0)
+  ROOT %ag.1 = bf16[16]{0} all-gather(%q), channel_id=1, replica_groups=[4,2]<=[8], frontend_attributes={chain_id="7"}
+}
+
+%link.2 (q2: bf16[8]) -> bf16[16] {
+  %q2 = bf16[8]{0} parameter(0)
+  ROOT %ag.2 = bf16[16]{0} all-gather(%q2), channel_id=1, replica_groups=[4,2]<=[8], frontend_attributes={chain_id="7"}
+}
+
+%inner_condition (s: (s32[], f32[16])) -> pred[] {
+  %s = (s32[], f32[16]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%i, %three), direction=LT
+}
+
+%inner_body (t: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %t = (s32[], f32[16]{0}) parameter(0)
+  %j = s32[] get-tuple-element(%t), index=0
+  %x = f32[16]{0} get-tuple-element(%t), index=1
+  %ar = f32[16]{0} all-reduce(%x), channel_id=1, replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add, \
+metadata={op_name="jit(f)/while/body/psum"}
+  %work = f32[16]{0} multiply(%ar, %ar), backend_config={"estimated_cycles":"10"}
+  ROOT %u = (s32[], f32[16]{0}) tuple(%j, %work)
+}
+
+%outer_body (v: (s32[], f32[16])) -> (s32[], f32[16]) {
+  %v = (s32[], f32[16]{0}) parameter(0)
+  %w = (s32[], f32[16]{0}) while(%v), condition=%inner_condition, body=%inner_body
+  %y = f32[16]{0} get-tuple-element(%w), index=1
+  %b8 = bf16[8]{0} constant({...})
+  %f1 = bf16[16]{0} fusion(%b8), kind=kCustom, calls=%link.1, backend_config={"estimated_cycles":"100"}
+  %f2 = bf16[16]{0} fusion(%b8), kind=kCustom, calls=%link.2
+  %k = s32[] get-tuple-element(%w), index=0
+  ROOT %z = (s32[], f32[16]{0}) tuple(%k, %y)
+}
+
+ENTRY %main (in: (s32[], f32[16])) -> f32[16] {
+  %in = (s32[], f32[16]{0}) parameter(0)
+  %loop = (s32[], f32[16]{0}) while(%in), condition=%inner_condition, body=%outer_body, \
+backend_config={"known_trip_count":{"n":"5"}}
+  %r = f32[16]{0} get-tuple-element(%loop), index=1
+  %n = s32[] get-tuple-element(%loop), index=0
+  %ars = (f32[16]{0}, s32[]) all-reduce-start(%r, /*index=1*/%n), channel_id=1, replica_groups={}, to_apply=%add
+  %ard = (f32[16]{0}, s32[]) all-reduce-done(%ars)
+  %ags = (f32[16]{0}, f32[32]{0}) all-gather-start(%r), channel_id=1, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
+  %agd = f32[32]{0} all-gather-done(%ags)
+  %big = f32[64]{0} broadcast(%r), dimensions={0}, backend_config={"estimated_cycles":"1"}
+  %rss = ((f32[64]{0}), f32[32]{0}, u32[]) async-start(%big), calls=%scattered
+  %rsu = ((f32[64]{0}), f32[32]{0}, u32[]) async-update(%rss), calls=%scattered
+  %rsd = f32[32]{0} async-done(%rsu), calls=%scattered
+  %cps = (f32[16]{0}, f32[16]{0}, u32[], u32[]) collective-permute-start(%r), source_target_pairs={{0,2},{2,0}}
+  %cpd = f32[16]{0} collective-permute-done(%cps)
+  %alone = f32[16]{0} all-reduce(%r), channel_id=1, replica_groups=[8,1]<=[8], to_apply=%add
+  ROOT %out = f32[16]{0} add(%cpd, %alone)
+}
+"""
+
+
+def test_every_kind_counts_once_with_its_bytes_and_its_loops():
+    everywhere = ("data", "fsdp", "tensor")
+    expected = [
+        Collective("all-reduce", "f32+s32", everywhere, False, 1, 68, "ars"),
+        Collective("all-gather", "f32", ("data",), False, 1, 128, "ags"),
+        Collective("collective-permute", "f32", ("fsdp",), False, 1, 64, "cps"),
+        Collective("all-reduce", "f32", ("data",), True, 15, 64, "body/psum"),
+        Collective("all-gather", "bf16", ("tensor",), True, 5, 32, "ag"),
+        Collective("reduce-scatter", "f32", ("tensor",), False, 1, 256, "rs"),
+    ]
+    assert collectives(HLO, MESH) == expected
+    assert estimated_cycles(HLO) == 15 * 10 + 5 * 100 + 1
+
+
+def test_traffic_is_each_operand_and_each_result_once_times_the_trips():
+    assert traffic(HLO, lambda i: i.opcode in ("multiply", "fusion")) == 15 * (64 + 64) + 5 * 2 * (16 + 32)
+    assert traffic(HLO, lambda i: i.opcode == "parameter") == 0
+
+
+def test_a_loop_without_a_trip_count_is_refused():
+    with pytest.raises(ValueError, match=r"trip count of w is not in the program"):
+        collectives(HLO.replace("%three = s32[] constant(3)", "%three = s32[] parameter(1)"), MESH)
+
+
+def lowered(mesh: MeshConfig) -> tuple[jax.stages.Lowered, dict[str, int], int]:
+    """A tiny step of 4 micro-batches on eight devices, the mesh's shape, and how many parameters a device works on."""
+    config = replace(tiny_config(depth=1), mesh=mesh)
+    rows = 4 * 8 // mesh.tensor
+    config = replace(config, batch=replace(config.batch, tokens_per_step=16 * rows, rows_per_device=1))
+    train_step, devices, state, _ = step_of(config, 8)
+    shape, sharding = batch_shape(config.batch, devices), batch_sharding(devices)
+    assert shape[0] == 4
+    types = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in types.items()}
+    parameters = sum(parameter_counts(config.model).values()) // (mesh.fsdp * mesh.tensor)
+    return train_step.lower(state, batch), sizes_of(devices), parameters
+
+
+MESHES = pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(fsdp=2, tensor=2)], ids=["data", "all axes"])
+
+
+@MESHES
+def test_gradients_cross_data_once_after_the_scan(mesh):
+    step, shape, parameters = lowered(mesh)
+    found = [c for c in collectives(step.compile().as_text(), shape) if "data" in c.axes]
+    assert not [c for c in found if c.in_loop]
+    payload = lambda kind: sum(c.times * c.bytes_each for c in found if c.kind == kind)
+    assert payload("all-gather") == 4 * parameters
+    assert payload("reduce-scatter") == 4 * parameters
+    assert payload("all-reduce") < 1024  # sums of losses, tokens and squares
+
+
+@MESHES
+def test_before_any_pass_of_the_compiler_nothing_in_the_scan_reduces_over_data(mesh):
+    """So while-loop-all-reduce-code-motion, which miscompiled sums of scattered gradients (openxla/xla#49143), has
+    nothing over `data` to move."""
+    step, shape, _ = lowered(mesh)
+    found = collectives(step.as_text("hlo"), shape)
+    assert {c.kind for c in found if "data" in c.axes} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert not [c for c in found if c.in_loop and "data" in c.axes]
+    inner = prod(shape.values()) > shape["data"]
+    assert inner == bool([c for c in found if c.in_loop])  # the scan is found, and what it holds is over other axes
+
+
+def sums(output: str) -> tuple[int, int]:
+    """Bytes reduced over data, and bytes of a chip's gradients, as the program printed them."""
+    both = re.search(r"over data: ([\d,]+) bytes; gradients: ([\d,]+)", output)
+    return int(both[1].replace(",", "")), int(both[2].replace(",", ""))
+
+
+ARGUMENTS = "--config=configs/plain.py --rows=1 --model.depth=1 --model.width=64 --model.heads=2 --model.kv_heads=2"
+
+
+def run_main(monkeypatch, *more: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["collectives", *ARGUMENTS.split(), "--batch.sequence_length=32", *more])
+    return command.main()
+
+
+def test_the_program_passes_the_step(monkeypatch, capsys):
+    assert run_main(monkeypatch) == 0
+    output = capsys.readouterr().out
+    reduced, gradients = sums(output)
+    assert gradients <= reduced < gradients + 1024
+    assert re.search(r"reduce-scatter +f32 +data +once", output) and "temporaries" in output and "FAIL" not in output
+
+
+def test_the_program_fails_a_step_that_reduces_every_micro_batch(monkeypatch, capsys):
+    value_and_grad = jax.value_and_grad
+
+    def reduced_each_time(function, **options):
+        def graded(params):
+            value, gradients = value_and_grad(function, **options)(params)
+            return value, jax.lax.pcast(jax.lax.pmean(gradients, DATA), DATA, to="varying")
+
+        return graded
+
+    monkeypatch.setattr(jax, "value_and_grad", reduced_each_time)
+    assert run_main(monkeypatch, "--micro_batches=3") == 1
+    assert re.search(r"FAIL: all-reduce over data in the loop: 3 times a step", capsys.readouterr().out)
+
+
+@pytest.fixture
+def on_tpu(monkeypatch, capsys):
+    """What the program says of a config on a TPU slice."""
+    pytest.importorskip("libtpu")
+
+    def say(topology: str, *arguments: str, config: str = "d12") -> str:
+        command_line = [f"--config=configs/{config}.py", f"--topology={topology}", *arguments]
+        monkeypatch.setattr(sys, "argv", ["collectives", *command_line])
+        assert command.main() == 0
+        return capsys.readouterr().out
+
+    return say
+
+
+# Compiling for a TPU takes longer the larger the arrays are, and as long again for each layer.
+SMALL = ("--model.vocab_size=2048", "--batch.sequence_length=256")
+SMALL += ("--model.depth=1", "--model.width=256", "--model.heads=2", "--model.kv_heads=2")
+
+
+@pytest.mark.slow
+def test_on_a_tpu_slice_gradients_are_scattered_over_fsdp_in_the_scan(on_tpu):
+    """Where they were written: XLA:TPU would move the sum out and keep whole gradients in the loop, by the pass of
+    openxla/xla#49143. With it, the memory of a block that is recomputed."""
+    output = on_tpu("v5e:4x4", *SMALL, "--mesh.fsdp=4", "--rows=64", "--model.remat=block")
+    rows = [line.split()[:4] for line in output.splitlines()]
+    assert ["reduce-scatter", "f32", "fsdp", "loop"] in rows and ["all-gather", "bf16", "fsdp", "loop"] in rows
+    assert not [row for row in rows if row[:1] == ["reduce-scatter"] and row[2:] == ["fsdp", "once"]]
+    reduced, gradients = sums(output)
+    assert gradients == (2 * 2048 * 256 + 12 * 256**2)  # 4 bytes of each, over fsdp=4
+    assert gradients <= reduced < gradients + 1024
+    # 0.07 GiB; 0.09 where every activation is kept
+    assert float(re.search(r"temporaries ([\d.]+) GiB", output)[1]) < 0.08
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v6e:4x4", "v5p:4x4x4", "v5e:16x16"])
+def test_on_tpu_slices(on_tpu, topology):
+    reduced, gradients = sums(on_tpu(topology, *SMALL))
+    assert gradients == 4 * (2 * 2048 * 256 + 12 * 256**2)
+    assert gradients <= reduced < gradients + 1024
+
+
+@pytest.mark.slow
+def test_memory_and_cycles_of_d12_s_head_and_a_block_on_a_tpu_slice(on_tpu):
+    """They take 66 M cycles, 1.24 GiB (docs/performance.md has all twelve blocks)."""
+    output = on_tpu("v5e:4x4", "--model.depth=1")
+    reduced, gradients = sums(output)
+    assert gradients == 4 * (2 * 32768 * 768 + 12 * 768**2)
+    assert gradients <= reduced < gradients + 1024
+    assert 4e7 < int(re.search(r"estimated cycles: ([\d,]+)", output)[1].replace(",", "")) < 6.9e7
+    assert float(re.search(r"temporaries ([\d.]+) GiB", output)[1]) < 1.35
+
+
+@pytest.mark.slow
+def test_on_a_tpu_slice_with_all_features_and_muon(on_tpu):
+    """Nothing more crosses `data` in the scan; matrices to be orthogonalised change hands once, and not as a whole."""
+    sizes = ("--model.depth=2", "--model.vocab_size=2048", "--batch.sequence_length=256")
+    reduced, gradients = sums(output := on_tpu("v5e:4x4", *sizes, config="nanochat"))
+    width = 64 * 2  # and one head, and one block with value embeddings
+    gates = 12 + 24 + 1 + 1 + 2 * 2
+    assert gradients == 4 * ((2 + 1) * 2048 * width + 2 * 12 * width**2 + gates)
+    assert gradients <= reduced < gradients + 1e6  # and the norms of Muon
+    rows = [line.split() for line in output.splitlines() if " data " in line]
+    assert {row[3] for row in rows} == {"once"}
+    dealt = sum(int(row[5].replace(",", "")) for row in rows if row[0] == "all-to-all")
+    # To each of the 16 chips one of the 8 matrices of attention, one of the 4 of the MLP and one gate [12, 1], padded
+    # to 16, or zeros; out and back.
+    assert dealt == 2 * 4 * (width**2 + 4 * width**2 + 16)

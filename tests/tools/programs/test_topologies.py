@@ -1,0 +1,85 @@
+"""Topologies as commands name them, and the step compiled for several slices and nodes that are not there."""
+
+from collections import Counter
+from functools import cache
+
+import pytest
+
+from bench.measure import Sizes, sized
+from configs import d12
+from configs.schema import MeshConfig, UserError, with_options
+from model.flops import parameter_counts
+from model.shapes import DATA
+from tools.programs.compile import compile_step
+from tools.programs.hlo_collectives import Collective, collectives
+from tools.programs.topologies import Topology, devices_of, parse_topology
+from training.build import Build, build
+from training.mesh import axes_between
+
+
+@pytest.mark.parametrize(
+    ("text", "topology", "devices"),
+    [
+        ("v5e:4x4", Topology(1, "v5e", (4, 4)), 16),
+        ("2x v5e:4x4", Topology(2, "v5e", (4, 4)), 32),
+        ("2xv5p:4x4x4", Topology(2, "v5p", (4, 4, 4)), 128),
+        (" 1x V6E:2x2 ", Topology(1, "v6e", (2, 2)), 4),
+        ("h200:8", Topology(1, "h200", (8,)), 8),
+        ("64x h200:8", Topology(64, "h200", (8,)), 512),
+        ("v5p-128", Topology(1, "v5p", (4, 4, 4)), 64),
+        ("v4-8", Topology(1, "v4", (2, 2, 1)), 4),
+        ("2x v6e-8", Topology(2, "v6e", (2, 4)), 16),
+        ("v5litepod-16", Topology(1, "v5e", (4, 4)), 16),
+        ("tpu7x:2x2x1", Topology(1, "tpu7x", (2, 2, 1)), 8),  # two devices a chip
+    ],
+)
+def test_topologies_are_read(text, topology, devices):
+    assert parse_topology(text) == topology and topology.devices == devices
+
+
+@pytest.mark.parametrize(
+    "text", ["v5e", "v5e:", "v5e:4x", "0x v5e:4x4", "2 v5e:4x4", "v5e:0x4", "4x4", "h200:2x4", "x", "v5p-96"]
+)
+def test_another_text_is_a_mistake_that_shows_what_works(text):
+    with pytest.raises(UserError, match=r"--topology=.*h200:8"):
+        parse_topology(text)
+
+
+@cache
+def compiled(topology: str, *mesh: int) -> tuple[Build, list[Collective]]:
+    """A d12 of two blocks, with two micro-batches, and what its step sends."""
+    pytest.importorskip("jax_cuda13_plugin" if "h200" in topology else "libtpu")
+    devices = devices_of(topology)
+    config = with_options(
+        d12.get_config(), {"mesh": MeshConfig(*mesh), "batch.sequence_length": 512, "model.vocab_size": 4096}
+    )
+    config = sized(config, Sizes(depth=2, rows=1, micro_batches=2), len(devices))
+    built = build(config, devices)
+    return built, collectives(compile_step(built).as_text(), dict(built.mesh.shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("topology", "mesh"),
+    [("2x v5e:4x4", (-1, 1, 1)), ("2x v5e:4x4", (-1, 4, 1)), ("2x h200:8", (-1, 1, 1)), ("2x h200:8", (-1, 4, 1))],
+)
+def test_only_data_crosses_slices_and_nodes_once_a_step(topology, mesh):
+    built, found = compiled(topology, *mesh)
+    assert axes_between(built.mesh) == ["data"]
+    # Devices of one fsdp x tensor block, which share a replica, are of one slice or node.
+    island = lambda device: device.slice_index if device.platform == "tpu" else device.process_index
+    replicas = built.mesh.devices.reshape(-1, *built.mesh.devices.shape[len(DATA) :])
+    assert all(len({island(device) for device in replica.flat}) == 1 for replica in replicas)
+    over_data = [c for c in found if set(c.axes) & set(DATA)]
+    assert over_data and not [c for c in over_data if c.in_loop]
+    payload, across = Counter(), Counter()
+    for c in over_data:
+        (across if c.axes == DATA[:1] else payload)[c.kind, c.dtype] += c.times * c.bytes_each
+    parameters = sum(parameter_counts(built.config.model).values()) // (mesh[1] * mesh[2])
+    summed = payload["reduce-scatter", "f32"] + payload["all-reduce", "f32"]
+    assert 4 * parameters <= summed < 4 * parameters + 4096
+    gathered = payload.total() - summed  # in the compute type, as all-gathers, or all-reduces of what is zero elsewhere
+    assert 2 * parameters <= gathered < 2 * parameters + 4096
+    # Between slices or nodes only each device's share, of gradients and of parameters.
+    inside = len(replicas) // 2
+    assert across.total() < 6 * parameters / inside + 4096

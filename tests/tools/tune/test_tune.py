@@ -1,0 +1,247 @@
+"""tools.tune from end to end: all stages on a tiny run, interrupted, continued, and mistaken."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+import report
+from configs.command_line import load_config
+from configs.schema import options, validate
+from hosts.runtime import run_command
+from tests.chromium import PROGRAM, Chromium
+from tests.test_train import CONFIG
+from tools.tune import __main__ as tune
+from tools.tune import branch, fit, noise, rate, timing
+from tools.tune.trial import Context
+
+ROOT = Path(__file__).parents[3]
+TUNE = ("--config=tiny.py", "--steps=400", "--model.depth=1", "--eval.tokens=2000", "--batch.rows_per_device=8")
+MEASURED = ("--diagnostics.successive", "--diagnostics.adam_metric")
+
+
+def run(monkeypatch, *arguments) -> int:
+    """The exit code of the command, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["tune", *arguments])
+    with pytest.raises(SystemExit) as end:
+        run_command(tune.main)
+    return end.value.code or 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a config and text to train on."""
+    folder = tmp_path_factory.mktemp("user")
+    (folder / "tiny.py").write_text(CONFIG)
+    (folder / "text").mkdir()
+    words = (ROOT / "tests" / "words.txt").read_text().split()
+    for i in range(30):
+        (folder / "text" / f"{i}.txt").write_text(" ".join(words[i:] + words[:i]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tuned(folder):
+    """The folder of all stages on a tiny run, interrupted between two trials; the trials: the start that each is of,
+    its name, and how many steps its schedule has left at its end."""
+    trials, starts = [], []
+    train = Context.train
+
+    def counted(self, name, config, until, *rest):
+        if starts[-1] == "first" and name == "rate/10/x2":
+            raise KeyboardInterrupt
+        trials.append((starts[-1], name, config.steps - until))
+        return train(self, name, config, until, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        # A device alone: its programs compile in half of the time.
+        alone = jax.devices()[:1]
+        patch.setattr(jax, "devices", lambda *_: alone)
+        patch.setattr(timing, "MAX_ROUNDS", 5)
+        patch.setattr(rate, "GRID", (1.0, 2.0))
+        patch.setattr(rate, "WIDEST", 2.0)
+        patch.setattr(rate, "RUNGS", 1)
+        patch.setattr(rate, "MIN_STEPS", 8)
+        patch.setattr(branch, "BRANCHES", [(1.0, "root"), (2.0, "linear")])
+        patch.setattr(Context, "train", counted)
+        starts.append("first")
+        assert run(patch, *TUNE, *MEASURED, "--budget=0", "--out=tuned") == 130
+        starts.append("second")
+        assert run(patch, *TUNE, *MEASURED, "--budget=0", "--out=tuned") == 0
+    return folder / "tuned", trials
+
+
+@pytest.mark.medium
+def test_it_goes_on_where_it_was_interrupted(tuned):
+    _, trials = tuned
+    names = [name for _, name, _ in trials]
+    assert sorted(set(names)) == sorted(names), "a trial was done again"
+    assert names[0] == "trunk" and {start for start, _, _ in trials} == {"first", "second"}
+
+
+@pytest.mark.medium
+def test_trials_that_are_compared_train_their_schedules_to_the_end(tuned):
+    """Without the warmdown high rates look worse than they are at a run's end."""
+    left = {name: steps for _, name, steps in tuned[1] if not name.startswith("trunk")}
+    assert {name.partition("/")[0] for name in left} == {"rate", "branch"} and not any(left.values()), left
+
+
+@pytest.mark.medium
+def test_tune_json_holds_every_piece_with_its_cost_and_every_decision(tuned):
+    record = json.loads((tuned[0] / "tune.json").read_text())
+    assert [decision["stage"] for decision in record["decisions"]] == ["fit", "time", "noise", "rate", "branch"]
+    assert {decision["kind"] for decision in record["decisions"]} <= {"measured", "extrapolated"}
+    tokens = sum(piece.get("tokens", 0) for piece in record["pieces"].values())
+    assert record["spent"] == pytest.approx(tokens / (400 * 512)) and tokens > 0
+    noise = {int(name.partition("/")[2]): piece for name, piece in record["pieces"].items() if "noise/" in name}
+    assert list(noise) == [8, 20, 40] and all(float(piece["low"]) <= float(piece["value"]) for piece in noise.values())
+    losses = {name: piece["losses"] for name, piece in record["pieces"].items() if "losses" in piece}
+    assert {"rate/10/x1", "rate/10/x2", "branch/x1-root", "branch/x2-linear"} <= losses.keys()
+    assert len({len(of) for of in losses.values()}) == 1 and all(math.isfinite(x) for of in losses.values() for x in of)
+    assert losses["branch/x2-linear"] != losses["branch/x1-root"]
+
+
+@pytest.mark.medium
+def test_tuned_py_is_a_config_that_holds_the_decisions(tuned):
+    config, _ = load_config(str(tuned[0] / "tuned.py"))
+    validate(config)
+    record = json.loads((tuned[0] / "tune.json").read_text())
+    before, after = record["config"], options(config)
+    decided = {}
+    for decision in record["decisions"]:
+        decided |= decision["options"]
+    batch = decided.pop("batch", 1)
+    assert after["batch.tokens_per_step"] == batch * 512 and after["steps"] == 400 / batch
+    factor = decided.pop("rate", 1) * (batch if decided.pop("rule", "root") == "linear" else batch**0.5)
+    assert after["optimizer.embed.peak_rate"] == pytest.approx(factor * before["optimizer.embed.peak_rate"])
+    assert after["optimizer.embed.beta2"] == pytest.approx(before["optimizer.embed.beta2"] ** batch)
+    assert {name: after[name] for name in decided} == decided
+    assert after["data.source"] == before["data.source"] and after["name"] == "tiny-tuned"
+
+
+@pytest.mark.medium
+def test_each_stage_has_its_picture_and_trials_leave_no_checkpoints(tuned):
+    for name in ("memory", "noise", "rate", "branch"):
+        assert (tuned[0] / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    left = {str(path.parent.parent.relative_to(tuned[0])) for path in tuned[0].glob("**/checkpoints/*")}
+    assert all(name.startswith("trunk") for name in left)
+
+
+@pytest.mark.medium
+def test_the_report_draws_what_the_run_s_beginning_measured_of_itself(tuned, tmp_path, monkeypatch):
+    """A real run, up to the lines that Chromium draws."""
+    drawn = figures.figures(read_runs([str(tuned[0] / "trunk")]))
+    measured = {figure.id: len(figure.traces) for figure in drawn if figure.missing == figures.MEASURED}
+    assert len(measured) == 8 and all(measured.values()), measured
+    names = {trace["name"] for figure in drawn if figure.id in ("noise", "coherence") for trace in figure.traces}
+    assert {"noise scale", "in AdamW's metric", "successive", "with the sum"} <= names
+    if PROGRAM is None:
+        pytest.skip("chromium is not installed: the page was not opened")
+    monkeypatch.setattr(sys, "argv", ["tools.report", str(tuned[0] / "trunk"), f"--out={tmp_path}/report.html"])
+    assert report.main() == 0
+    with Chromium(tmp_path) as browser:
+        browser.open(f"file://{tmp_path}/report.html")
+        for plot, traces in measured.items():
+            lines = f"[...document.querySelectorAll('#{plot} .scatterlayer .trace path')]"
+            lengths = browser.value(f"{lines}.map((line) => line.getAttribute('d').length)")
+            assert len(lengths) >= traces and all(lengths), plot
+
+
+@pytest.mark.medium
+def test_another_config_in_the_same_folder_is_refused(tuned, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    assert run(monkeypatch, *TUNE, *MEASURED, "--budget=0", "--out=tuned", "--seed=1") == 2
+    assert "seed: 0, now 1" in capsys.readouterr().err
+
+
+@pytest.mark.medium
+def test_a_folder_of_another_version_is_refused_by_name(tuned, folder, monkeypatch, capsys):
+    """Of the first one, which said no format, and named its candidates without a mesh."""
+    record = json.loads((tuned[0] / "tune.json").read_text())
+    del record["format"]
+    record["pieces"]["fit/8-none-1"] = record["pieces"].pop("fit/8-none-1-1")
+    (folder / "older").mkdir()
+    (folder / "older" / "tune.json").write_text(json.dumps(record))
+    monkeypatch.chdir(folder)
+    assert run(monkeypatch, *TUNE, *MEASURED, "--budget=0", "--out=older") == 2
+    said = capsys.readouterr().err
+    assert "older/tune.json is of another config, machine or version; give another --out" in said
+    assert "format: None, now 2" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--stages=fit,speed",), "--stages=fit,speed: 'speed' is none of fit, time, noise, rate, branch"),
+        (("--budget=much",), "--budget=much is no share of the run's FLOPs; as 3%, or 0 for no limit"),
+        (("--budget=-1%",), "--budget=-1% is no share"),
+        (("--batch.ramp=0:256,1e3:512",), "a constant batch is what is tuned; leave the ramp out"),
+        (("--stages=time",), "time takes what fit found to fit, and there is nothing of it yet; give fit, too"),
+        (("--stages=fit,time", "--topology=v5e:2x2"), "is compiled for, not run on: give --stages=fit"),
+        (
+            ("--stages=noise,rate", "--budget=1%"),
+            "noise needs at least 2% of the run's FLOPs, and 1% of it are left; rate",
+        ),
+        (
+            ("--stages=fit",),
+            "no micro-batch of this run fits 1 GiB a device (the least asks for 2, and 90% may be taken)",
+        ),
+        (("--stages=fit", "--batch.tokens_per_step=500"), "--batch.tokens_per_step=500 cannot work"),
+    ],
+)
+def test_a_mistake_is_one_message_and_code_2(folder, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2 * 2**30})
+    assert run(monkeypatch, *TUNE, "--out=mistaken", "--memory=1", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_where_nothing_fits_time_is_refused(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2 * 2**30})
+    for stages, message in [("fit", "no micro-batch of this run fits"), ("time", "give fit, too")]:
+        assert run(monkeypatch, *TUNE, "--out=too-large", "--memory=1", f"--stages={stages}") == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_stage_that_the_budget_is_too_small_for_is_left_out_and_told(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2**30})
+    assert run(monkeypatch, *TUNE, "--out=small", "--stages=fit,noise", "--budget=1%") == 0
+    assert "noise needs at least 2% of the run's FLOPs, and 1% of it are left: left out" in capsys.readouterr().out
+    assert json.loads((folder / "small" / "tune.json").read_text())["spent"] == 0
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("budget", [0.01, 0.03, 0.2, 0.6, 1.0, 1.5, 4.0])
+def test_no_budget_is_passed(folder, monkeypatch, budget):
+    """With trials that cost nothing here, and a loss that rates and batches change."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2**20})
+    monkeypatch.setattr(timing, "build", lambda config: SimpleNamespace(create_state=lambda: None))
+    monkeypatch.setattr(timing, "_prepared", lambda context, name, programs: (None, name, None))
+    monkeypatch.setattr(timing, "_seconds", lambda program, name, placed, state: (state, 1.0 + len(name) % 2))
+    taken = []  # tokens that trials were asked to train for
+
+    def train(self, name, config, until, origin=None):
+        taken.append((until - (origin.step if origin else 0)) * config.batch.tokens_per_step)
+        return {}
+
+    monkeypatch.setattr(Context, "train", train)
+    monkeypatch.setattr(Context, "held_out", (None, [None] * 4, None))
+    monkeypatch.setattr(Context, "evaluated", lambda self, params: [3.0, 3.1, 3.2, 3.3])
+    line = lambda step: {"step": step, "diagnostics": {"signal": {"all": 1.0}, "noise": {"all": 900.0 + step}}}
+    monkeypatch.setattr(noise, "read_metrics", lambda run_dir: [line(step) for step in range(1, 41)])
+    out = f"budget-{budget}"
+    assert run(monkeypatch, *TUNE, "--memory=1", f"--budget={budget}", f"--out={out}") == 0
+    record = json.loads((folder / out / "tune.json").read_text())
+    timed = sum(piece["tokens"] for name, piece in record["pieces"].items() if name.startswith("time/"))
+    assert sum(taken) + timed <= record["spent"] * record["run_tokens"] <= budget * record["run_tokens"]
+    done = {decision["stage"] for decision in record["decisions"] if decision["kind"] != "not done"}
+    assert {0.01: {"fit"}, 0.03: {"fit", "noise"}, 4.0: {"fit", "time", "noise", "rate", "branch"}}.get(
+        budget, done
+    ) == done

@@ -1,0 +1,134 @@
+"""Plan a run on machines that need not be there.
+
+python -m tools.plan --config=FILE --topology=v5e:4x4 'h200:8' --search
+
+For each topology: whether the step fits its memory, how fast it is at best and at worst and why, how long the run takes
+and what it costs; with --search, over meshes, rows_per_device, recomputation and loss_chunks. All of it in closed form,
+without JAX; --compile=N compiles the best N and takes the memory that the programs ask for. The chosen one
+is printed as a command line of train.py. Exit code 1 where nothing fits. docs/planning.md says how wrong it has been.
+"""
+
+import contextlib
+import json
+import shlex
+import sys
+from dataclasses import dataclass, fields, replace
+
+from configs.command_line import exit_code_of, parse
+from configs.exit_codes import Exit
+from configs.schema import AnyPaths, Config, FilePath, NotNegative, UserError
+from tools.report.runs import read_runs
+from tools.plan import compiled, output
+from tools.plan.candidate import Candidate, known_topology, name_of
+from tools.plan.measured import measured, of_machines
+from tools.plan.search import Given, Row, more_devices, nearest_change, row_of, search
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of this command, not of the run."""
+
+    topology: tuple[str, ...] = ()
+    """TPU slices (`v5e:16x16`), GPUs (`h200:8`), or several of them (`'2x v5e:16x16'`, `'64x h200:8'`), one or more."""
+    search: bool = False
+    """Look through meshes, rows, recomputation and chunks; else the config as it is."""
+    compile: NotNegative[int] = 0
+    """So many of the best of each topology are compiled, some minutes each, and their programs' memory counts."""
+    price: tuple[NotNegative[float], ...] = ()
+    """US dollars a device and hour: one for all, or one for each topology."""
+    preemptions: NotNegative[float] = 0.0
+    """Of the whole run, a day."""
+    calibrate: AnyPaths = ()
+    """Folders of runs: what they measured on a machine takes the place of what is assumed of it."""
+    json: bool = False
+    """Print JSON in place of tables."""
+    picture: FilePath = ""
+    """A file, as plan.png: memory against tokens/s of every candidate, each topology's best marked. Empty: none."""
+
+
+def plan(config: Config, arguments: Arguments, words: list[str]) -> int:
+    """Prints the plan. UserError for a topology or sizes that cannot be, and for a batch that grows."""
+    if not arguments.topology:
+        raise UserError("--topology is missing: the machines to plan for, as --topology=v5e:16x16 '64x h200:8'")
+    if config.batch.ramp:
+        raise UserError(
+            f"--batch.ramp={config.batch.ramp}: a constant batch is what is planned for; plan for each stage's size as "
+            "--batch.tokens_per_step, without the ramp"
+        )
+    asked = [Candidate(config, known_topology(text)) for text in arguments.topology]
+    prices = arguments.price or (None,)
+    prices = prices * len(asked) if len(prices) == 1 else prices
+    if len(prices) != len(asked):
+        raise UserError(f"--price has {len(prices)} numbers for {len(asked)} topologies; give one, or one each")
+    say = (lambda text: None) if arguments.json else print
+    found = [measured(run) for run in read_runs(list(arguments.calibrate))]
+    for of in found:
+        say(of.words)
+    known = of_machines(found)
+    plans: list[list[Row]] = []
+    for of, price in zip(asked, prices):
+        given = Given(price, arguments.preemptions)
+        if run := known.get(of.machine.kind):
+            given = replace(given, seconds=run.seconds, bytes=run.bytes)
+        rows = search(of, given) if arguments.search else [row_of(of, given)]
+        plans.append(rows)
+        say(output.candidates(rows))
+    if arguments.compile:
+        plans = [compiled.corrected(rows, arguments.compile) for rows in plans]
+        for rows in plans:
+            say(output.candidates(rows))
+    best = [rows[0] for rows in plans if rows[0].fits]
+    chosen = min(best, key=lambda row: (row.run.cost or 0, row.run.days), default=None)
+    if arguments.json:
+        print(json.dumps(output.as_json(plans, chosen, command(words, config, chosen)), indent=1))
+    elif chosen:
+        say(output.details(chosen))
+        if len(plans) > 1:
+            say(output.comparison(best))
+        say(f"\n{command(words, config, chosen)}")
+    for rows in plans:
+        if not rows[0].fits:
+            print(what_would_fit(rows[0], arguments.search), file=sys.stderr)
+    if arguments.picture:
+        output.picture(plans, arguments.picture)
+    return Exit.COMPLETE if chosen else Exit.FAILED
+
+
+def what_would_fit(row: Row, searched: bool) -> str:
+    """In a line, where a topology's best does not fit."""
+    name = name_of(row.candidate.topology)
+    line = f"{name}: does not fit: it asks for {output.gib(row.bytes)}, and {output.limit(row)} may be taken; "
+    change = None if searched else nearest_change(row)
+    if change:
+        return f"{line}nearest that would: {change[0]} ({output.gib(change[1].bytes)})"
+    larger = more_devices(row.candidate)
+    return line + (f"nothing on it would; {larger} would" if larger else "nothing on it would, nor on 64 times as many")
+
+
+def command(words: list[str], config: Config, chosen: Row | None) -> str:
+    """The command line of train.py: what was given, without this command's options, and what was chosen otherwise."""
+    if chosen is None:
+        return ""
+    before = Candidate(config, chosen.candidate.topology).options()
+    changed = {name: value for name, value in chosen.candidate.options().items() if value != before[name]}
+    own, kept, taken = {field.name for field in fields(Arguments)}, [], False
+    for word in words:
+        if word.startswith("--"):
+            taken = word[2:].partition("=")[0].replace("-", "_") in own | changed.keys()
+        kept += [] if taken else [word]
+    return shlex.join(["python", "train.py", *kept, *(f"--{name}={value}" for name, value in changed.items())])
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    # `--topology=A B` is `--topology A B`
+    lists = ("--topology=", "--price=", "--calibrate=")
+    spread = [part for word in words for part in (word.split("=", 1) if word.startswith(lists) else [word])]
+    # What follows from a depth is printed, which is no JSON.
+    with contextlib.redirect_stdout(sys.stderr if "--json" in words else sys.stdout):
+        config, arguments = parse(__doc__, Arguments, spread)
+    return plan(config, arguments, words)
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main, "interrupted; what is printed above is in closed form"))

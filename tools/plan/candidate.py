@@ -1,0 +1,128 @@
+"""A config on machines: what a plan is made of."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from configs.schema import Config, UserError
+from model.shapes import DATA, Parameter, kinds
+from hosts.machines import Machine, machines
+from tools.programs.topologies import Topology, parse_topology, shapes_of
+from training.layout import AXES, data_parts, inside, mesh_shape, place, step_shape
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A config with its mesh, rows, recomputation and chunks, on a topology. UserErrors of its properties say what does
+    not divide."""
+
+    config: Config
+    topology: Topology
+
+    @property
+    def machine(self) -> Machine:
+        return machines()[self.topology.kind]
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """The mesh's axes. UserError where they do not fit the devices."""
+        devices = self.topology.devices
+        return dict(zip(AXES, mesh_shape(self.config.mesh, devices, f"{devices} devices of {name_of(self.topology)}")))
+
+    @cached_property
+    def across(self) -> dict[str, int]:
+        """How many slices or nodes each axis spans."""
+        shape = self.sizes["data"], self.sizes["fsdp"], self.sizes["tensor"]
+        within = inside(shape, self.topology.inside) if self.topology.slices > 1 else shape
+        return {axis: whole // part for axis, whole, part in zip(AXES, shape, within)}
+
+    def share(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> int:
+        """Return how many numbers of a parameter or moment a device has between steps, padding included."""
+        parts = zip(DATA, data_parts(self.sizes["data"], self.across["data"]))
+        sizes = {**self.sizes, **dict(parts)}
+        found = place(shape, axes, sizes)
+        return prod(found.stored) // prod(sizes[name] for names in found.spec for name in names)
+
+    @property
+    def scatters_by_sums(self) -> bool:
+        """Whether XLA:TPU makes all-reduces of what is scattered over `fsdp`, which send twice as much: where `fsdp` is
+        all of the only slice. Seen in programs for 8 to 128 chips, but not for v5e:4x8; nor for 4 chips, nor on two
+        slices (docs/planning.md)."""
+        return not self.machine.gpu and self.topology.slices == 1 and 4 < self.sizes["fsdp"] == self.topology.devices
+
+    @property
+    def gathers_by_sums(self) -> bool:
+        """Whether it makes all-reduces of what is gathered, too. Seen for 64 and 128 chips, not for 8, 16 and 32."""
+        return self.scatters_by_sums and self.sizes["fsdp"] >= 64
+
+    @cached_property
+    def step(self) -> tuple[int, int, int]:
+        """(K, b, T): micro-batches, rows of one on one device, tokens of a row."""
+        micro_batches, rows, length = step_shape(self.config.batch, self.sizes)
+        return micro_batches, rows // (self.sizes["data"] * self.sizes["fsdp"]), length
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch on a device."""
+        return self.step[1] * self.step[2]
+
+    @property
+    def bytes_of_type(self) -> int:
+        """Of a number in the compute type."""
+        return 4 if self.config.model.dtype == "float32" else 2
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Parameter, int], ...]:
+        """The parameters, those alike once, with their number."""
+        return kinds(self.config.model)
+
+    def options(self) -> dict[str, int | str]:
+        """What a search chooses, by the options' names."""
+        mesh, model = self.config.mesh, self.config.model
+        return {
+            "mesh.data": mesh.data,
+            "mesh.fsdp": mesh.fsdp,
+            "mesh.tensor": mesh.tensor,
+            "batch.rows_per_device": self.config.batch.rows_per_device,
+            "model.remat": model.remat,
+            "model.loss_chunks": model.loss_chunks,
+        }
+
+    def having(self, fsdp: int, tensor: int, rows: int, remat: str, chunks: int) -> "Candidate":
+        """The same run otherwise."""
+        config = self.config
+        return Candidate(
+            replace(
+                config,
+                mesh=replace(config.mesh, data=-1, fsdp=fsdp, tensor=tensor),
+                batch=replace(config.batch, rows_per_device=rows),
+                model=replace(config.model, remat=remat, loss_chunks=chunks),  # pyright: ignore[reportArgumentType]
+            ),
+            self.topology,
+        )
+
+
+def known_topology(text: str) -> Topology:
+    """UserError for others than those of hosts/machines.toml."""
+    topology = parse_topology(text)
+    if topology.kind not in machines():
+        known = ", ".join(machines())
+        raise UserError(
+            f"--topology={text}: {topology.kind} is no machine that hosts/machines.toml describes; it has {known}; "
+            "add yours to it"
+        )
+    machine = machines()[topology.kind]
+    if not machine.gpu and (right := shapes_of(topology, machine.directions // 2)):
+        raise UserError(f"--topology={text}: a slice of {topology.kind} is {right}")
+    if machine.pod and prod(topology.chips) > machine.pod:
+        raise UserError(
+            f"--topology={text}: a pod of {topology.kind} has {machine.pod:,} chips; take several slices: "
+            f"'2x {topology.kind}:...'"
+        )
+    return topology
+
+
+def name_of(topology: Topology) -> str:
+    """As a user types it."""
+    slices = f"{topology.slices}x " if topology.slices > 1 else ""
+    return f"{slices}{topology.kind}:{'x'.join(map(str, topology.chips))}"

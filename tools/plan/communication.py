@@ -1,0 +1,87 @@
+"""What a step sends, in closed form: the collectives that training/step.py and model/parallel.py are written with.
+
+Bytes are a device's payload, as bench.collectives reads them: the result of an all-gather, the operand of all else.
+"""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from tools.plan.candidate import Candidate
+
+START, HOP = 10e-6, 1e-6
+"""Seconds that a collective takes to start, and a hop from one device to the next. Assumed."""
+
+
+class Traffic(NamedTuple):
+    """Collectives alike."""
+
+    kind: str
+    """`all-gather`, `reduce-scatter`, `all-reduce`"""
+    axis: str
+    in_scan: bool
+    """Over the micro-batches."""
+    times: int
+    """A step."""
+    bytes: float
+    """A step."""
+    link: str
+    """`inside` of a slice or node, or `between` them."""
+    fast: float
+    """Seconds, with all of a device's links at once, and hierarchically between slices or nodes."""
+    slow: float
+    """Seconds, in one ring of two directions, each device sending the whole between slices or nodes."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether work that does not need it stands beside it: beside what is gathered and scattered over `fsdp`; not
+        beside what the residual stream waits for, nor what all of a step waits for."""
+        return self.axis == "fsdp" and self.in_scan
+
+
+def communication(of: Candidate) -> list[Traffic]:
+    """What crosses each axis of the mesh in a step."""
+    sizes, width = of.sizes, of.bytes_of_type
+    micro_batches, model = of.step[0], of.config.model
+    sums: dict[tuple[str, str, bool], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+
+    def add(kind: str, axis: str, in_scan: bool, times: int, size: float) -> None:
+        before = sums[kind, axis, in_scan]
+        sums[kind, axis, in_scan] = before[0] + times, before[1] + times * size
+
+    for p, count in of.kinds:
+        whole = p.size / (sizes["tensor"] if "tensor" in p.axes else 1)
+        replica = whole / (sizes["fsdp"] if "fsdp" in p.axes else 1)
+        padded = of.share(p.shape, p.axes) * sizes["data"]
+        add("all-gather", "data", False, count, (4 if len(p.shape) == 1 else width) * padded)
+        add("reduce-scatter", "data", False, count, 4 * padded)
+        if "fsdp" in p.axes:
+            # XLA keeps what was gathered for the backward pass, where that is not computed again (docs/mesh.md).
+            times = 2 if model.remat != "none" and p.product and p.group != "lm_head" else 1
+            add("all-gather", "fsdp", True, times * micro_batches * count, width * whole)
+            add("reduce-scatter", "fsdp", True, micro_batches * count, 4 * whole)
+        else:
+            add("all-reduce", "fsdp", False, count, 4 * replica)
+    if sizes["tensor"] > 1:
+        # Forward: the embedding, and two sums a block; backward: two a block, and the head's. Two numbers a token in
+        # the loss. What is computed again is summed again: attention's, which the MLP's input needs.
+        again = 0 if model.remat == "none" else model.depth
+        of_width = micro_batches * (4 * model.depth + 2 + again)
+        add("all-reduce", "tensor", True, of_width, width * of.tokens * model.width)
+        add("all-reduce", "tensor", True, micro_batches * 2, 4 * of.tokens)
+    return [_timed(of, *key, *value) for key, value in sums.items() if sizes[key[1]] > 1]
+
+
+def _timed(of: Candidate, kind: str, axis: str, in_scan: bool, times: int, size: float) -> Traffic:
+    machine, whole, across = of.machine, of.sizes[axis], of.across[axis]
+    # XLA:TPU makes all-reduces of the reduce-scatters over `data` (docs/mesh.md); twice the bytes of a ring.
+    reduces = kind == "all-reduce" or (kind == "reduce-scatter" and axis == "data" and not machine.gpu)
+    reduces |= axis == "fsdp" and (of.scatters_by_sums if kind == "reduce-scatter" else of.gathers_by_sums)
+    rounds = 2 if reduces else 1
+    within = whole // across
+    sent = rounds * size * (within - 1) / within
+    fast = sent / machine.links + times * START
+    slow = sent / machine.links * max(1, machine.directions / 2) + times * (START + HOP * whole / 2)
+    if across > 1:
+        between = rounds * size * (across - 1) / across / machine.network
+        fast, slow = fast + between / within, slow + between
+    return Traffic(kind, axis, in_scan, times, size, "between" if across > 1 else "inside", fast, slow)

@@ -1,0 +1,80 @@
+"""Candidates compiled for real, each in a process of its own: Ctrl-C ends it at once, as XLA's compiler would not."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+
+from configs.schema import UserError
+from hosts.machines import HEADROOM, VECTOR_MEMORY, exceeds_vector_memory
+from tools.plan.candidate import name_of
+from tools.plan.search import Row
+
+GIB = 2**30
+
+
+def corrected(rows: list[Row], most: int) -> list[Row]:
+    """The rows, the best `most` that are expected to fit with their programs' memory; those that fit first again, and
+    of these the compiled ones. Where one does not fit, the next is compiled in its place, once."""
+    found, spare = list(rows), most
+    for i, row in enumerate(rows):
+        if not row.fits or most == 0:
+            break
+        found[i] = replace(row, compiled=_compiled_bytes(row))
+        most -= 1
+        if not found[i].fits and spare:
+            most, spare = most + 1, spare - 1
+    return sorted(found, key=lambda row: (not row.fits, row.compiled is None, row.time.expected))
+
+
+def _compiled_bytes(row: Row) -> int:
+    candidate = row.candidate
+    options = " ".join(f"{name}={value}" for name, value in candidate.options().items())
+    print(f"compiling {name_of(candidate.topology)}, {options} ...", end=" ", file=sys.stderr, flush=True)
+    request = json.dumps({"config": asdict(candidate.config), "topology": name_of(candidate.topology)})
+    start = time.monotonic()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tools.plan.compiled"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        answer, problems = child.communicate(request.encode())
+    except BaseException:
+        child.kill()
+        child.wait()
+        raise
+    seconds = time.monotonic() - start
+    if child.returncode == 0:
+        size = json.loads(answer.splitlines()[-1])
+        print(f"{size / GIB:.2f} GiB, {size / sum(row.parts.values()) - 1:+.1%} ({seconds:.0f} s)", file=sys.stderr)
+        return size
+    said = problems.decode(errors="replace")
+    if exceeds_vector_memory(next((line for line in said.splitlines() if "RESOURCE_EXHAUSTED" in line), "")):
+        raise UserError(f"--compile: {VECTOR_MEMORY}")
+    if "RESOURCE_EXHAUSTED" not in said:
+        problem = (re.findall(r"^[\w.]*(?:Error|Exception): .*", said, re.MULTILINE) or ["it ended without a word"])[-1]
+        raise UserError(f"--compile: {name_of(candidate.topology)} cannot be compiled for here: {problem}")
+    print(f"more than there is ({seconds:.0f} s)", file=sys.stderr)  # a TPU's compiler refuses it
+    return int(candidate.machine.for_programs / HEADROOM) + 1
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+    from configs.command_line import config_from_json
+    from tools.programs.compile import compile_step
+    from tools.programs.device_memory import program_bytes
+    from tools.programs.topologies import devices_of
+    from training.build import build
+
+    asked = json.loads(sys.stdin.read())
+    built = build(config_from_json(json.dumps(asked["config"])), devices_of(asked["topology"]))
+    print(program_bytes(compile_step(built)))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,246 @@
+"""A plan as tables, as JSON, and as a picture."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from configs.schema import UserError
+from hosts.machines import HEADROOM
+from tools.plan import step_time, whole_run
+from tools.plan.candidate import Candidate, name_of
+from tools.plan.search import ERROR, Row, max_rows_per_device
+
+GIB = 2**30
+SHOWN = 8  # candidates of a topology
+HELD_WITH = "0.10.2"
+"""The JAX whose programs these are."""
+HELD = (
+    "the closed form's memory was held against 148 compiled programs so far: 111 in view when its rules were chosen "
+    "(1.9% off at the median, -16.9% to +9.1%), 37 held out (3.1% off at the median, -7.8% to +13.6%); its seconds "
+    "against none that ran (docs/planning.md)"
+)
+"""As `python -m bench.plan_grid --no_compile` says it."""
+
+
+def gib(size: float) -> str:
+    return f"{size / GIB:.3g} GiB"
+
+
+def limit(row: Row) -> str:
+    """What a program may take of a device's memory."""
+    return gib(HEADROOM * row.candidate.machine.for_programs)
+
+
+def mesh(of: Candidate) -> str:
+    return " x ".join(map(str, of.sizes.values()))
+
+
+def candidates(rows: Sequence[Row]) -> str:
+    """The best rows of a topology."""
+    of = rows[0].candidate
+    fitting = sum(row.fits for row in rows)
+    lines = [
+        f"\n{name_of(of.topology)}: {fitting} of {len(rows)} candidate(s) fit {limit(rows[0])} a device",
+        f"{'data x fsdp x tensor':22}{'rows':>5}{'K':>5} {'remat':9}{'chunks':>6}{'GiB':>8}{'s a step':>18}"
+        f"{'tokens/s':>12}{'MFU':>6}  limiter",
+    ]
+    for row in rows[:SHOWN]:
+        of, time = row.candidate, row.time
+        bracket = f"{time.fast:.3g} to {time.slow:.3g}"
+        compiled = "" if row.compiled is None else "  compiled"
+        lines.append(
+            f"{mesh(of):22}{of.step[1]:5}{of.step[0]:5} {of.config.model.remat:9}{of.config.model.loss_chunks:6}"
+            f"{row.bytes / GIB:8.2f}{bracket:>18}{row.run.tokens_per_second:12,.0f}{row.run.mfu:6.0%}  {time.limiter}"
+            f"{compiled}{'' if row.fits else '  does not fit'}"
+        )
+    return "\n".join(lines)
+
+
+def details(row: Row) -> str:
+    """All that is known of the chosen one."""
+    of, run, time, machine = row.candidate, row.run, row.time, row.candidate.machine
+    lines = [
+        f"\nchosen: {name_of(of.topology)}, {mesh(of)}, {of.step[0]} micro-batch(es) of {of.step[1]} rows a device"
+    ]
+    lines += ["", "memory of a device, closed form"]
+    lines += [f"  {part:18}{size / GIB:9.3f} GiB" for part, size in row.parts.items()]
+    lines += [f"  {'the step':18}{sum(row.parts.values()) / GIB:9.3f} GiB"]
+    if row.compiled is not None:
+        lines += [f"  {'compiled':18}{row.compiled / GIB:9.3f} GiB"]
+    lines += [f"  {part:18}{size / GIB:9.3f} GiB" for part, size in row.evaluation.items()]
+    has = f"{machine.for_programs / GIB:.3g}, {limit(row)} may be taken"
+    lines += [
+        f"  {'at most':18}{row.bytes / GIB:9.3f} GiB of {has}",
+        f"  the most rows_per_device that fit with the rest as it is: {max_rows_per_device(row)}",
+        *advice(row),
+        "",
+        "what crosses the mesh in a step",
+    ]
+    for t in row.traffic:
+        place = "in the scan" if t.in_scan else "once"
+        lines.append(
+            f"  {t.axis:8}{t.kind:16}{place:13}{t.times:6}{t.bytes / 1e6:12,.1f} MB  {t.link:8}{t.fast * 1e3:9.2f} to "
+            f"{t.slow * 1e3:.2f} ms{'  overlaps' if t.overlaps else ''}"
+        )
+    lines += [] if row.traffic else ["  nothing"]
+    parts = ", ".join(
+        f"{name} {getattr(time, name) * 1e3:.3g}" for name in ("products", "attention", "passes", "links", "network")
+    )
+    lines += ["", f"a step: {time.fast:.3g} to {time.slow:.3g} s, limited by {time.limiter}; at best, ms: {parts}", ""]
+    lines.append(
+        f"the run: {run.tokens / 1e9:,.4g} G tokens in {duration(run.days)} at {run.tokens_per_second:,.0f} tokens/s "
+        f"(the middle of the bracket), {run.device_hours:,.0f} device-hours{money(run.cost)}; goodput {run.goodput:.1%}"
+    )
+    lines.append(
+        f"a checkpoint: {run.checkpoint_bytes / 1e9:.3g} GB, {run.checkpoint_seconds:.3g} s at "
+        f"{whole_run.WRITES / 1e9:g} GB/s a host (assumed), during training"
+    )
+    lines.append(
+        f"compiling the step: some {run.compile_seconds:.0f} s of processor time, to about a factor of two (read "
+        "from other steps, on two AMD EPYC cores)"
+    )
+    if run.dataset_tokens is not None:
+        times = run.tokens / run.dataset_tokens
+        lines.append(f"the dataset has {run.dataset_tokens:,} tokens; the run takes {times:.3g} times as many")
+    lines += ["", *assumed(machine)]
+    return "\n".join(lines)
+
+
+def advice(row: Row) -> list[str]:
+    """Return what to do about a memory that the closed form's error could pass, and about too few rows."""
+    of, said = row.candidate, []
+    rows, devices = of.config.batch.tokens_per_step // of.config.batch.sequence_length, of.topology.devices
+    if row.compiled is None and row.fits and not row.safe:
+        said.append(
+            f"  this is within the closed form's error ({ERROR:.1%}) of the limit: --compile=1 asks the compiler"
+        )
+    if rows < devices:
+        said.append(
+            f"  a step has {rows:,} rows for {devices:,} devices: take {rows:,} devices, or a larger "
+            "--batch.tokens_per_step"
+        )
+    return said
+
+
+def held() -> str:
+    """Return how wrong the closed form has been, with the JAX that compiled what it was held against."""
+    here = version("jax")
+    if here == HELD_WITH:
+        return f"with JAX {HELD_WITH} {HELD}"
+    return (
+        f"the closed form was held against programs that JAX {HELD_WITH} compiled; how wrong it is of those of JAX "
+        f"{here} is not known: --compile=N takes the memory that they ask for (docs/planning.md)"
+    )
+
+
+def assumed(machine: Any) -> list[str]:
+    """What figures the plan stands on."""
+    share = lambda both: f"{both[0]:.0%} to {both[1]:.0%}"
+    return [
+        f"assumed of a {machine.kind}: {machine.flops / 1e12:g} TFLOP/s, {machine.for_programs / GIB:.3g} GiB for "
+        f"programs at {machine.bandwidth / 1e9:g} GB/s, links {machine.links / 1e9:g} GB/s, network "
+        f"{machine.network / 1e9:g} GB/s (hosts/machines.toml: {machine.source})",
+        "of these, matrix products reach {}, attention {}, memory {} (tools/plan/step_time.py); ".format(
+            *map(share, step_time.reaches(machine.gpu))
+        )
+        + ("from nanochat's public d20 on eight H100" if machine.gpu else "none of it was measured on a TPU"),
+        held(),
+    ]
+
+
+def duration(days: float) -> str:
+    """In days, or in hours where it is less than two, or in minutes where it is less than one of these."""
+    hours = days * 24
+    return f"{days:.3g} days" if days >= 2 else f"{hours:.3g} hours" if hours >= 1 else f"{hours * 60:.3g} minutes"
+
+
+def money(cost: float | None) -> str:
+    return "" if cost is None else f", ${cost:,.0f}"
+
+
+def comparison(rows: Sequence[Row]) -> str:
+    """The best of several topologies, the cheapest first, then the soonest."""
+    lines = [f"\n{'topology':18}{'mesh':16}{'tokens/s':>12}{'days':>8}{'device-hours':>14}{'$':>12}"]
+    for row in sorted(rows, key=lambda row: (row.run.cost or 0, row.run.days)):
+        run, cost = row.run, "" if row.run.cost is None else f"{row.run.cost:,.0f}"
+        lines.append(
+            f"{name_of(row.candidate.topology):18}{mesh(row.candidate):16}{run.tokens_per_second:12,.0f}{run.days:8.3g}"
+            f"{run.device_hours:14,.0f}{cost:>12}"
+        )
+    return "\n".join(lines)
+
+
+def as_json(plans: Sequence[Sequence[Row]], chosen: Row | None, command: str) -> dict[str, Any]:
+    """All candidates, as numbers: bytes, seconds, dollars."""
+    return {
+        "held_against": held(),
+        "plans": [
+            {
+                "topology": name_of(rows[0].candidate.topology),
+                "machine": asdict(rows[0].candidate.machine),
+                "may_be_taken": HEADROOM * rows[0].candidate.machine.for_programs,
+                "candidates": [_row(row) for row in rows],
+            }
+            for rows in plans
+        ],
+        "chosen": chosen and {"topology": name_of(chosen.candidate.topology), **_row(chosen)},
+        "command": command,
+    }
+
+
+def _row(row: Row) -> dict[str, Any]:
+    time = row.time
+    return {
+        "options": row.candidate.options(),
+        "mesh": row.candidate.sizes,
+        "micro_batches": row.candidate.step[0],
+        "fits": row.fits,
+        "bytes": row.bytes,
+        "parts": row.parts,
+        "evaluation": row.evaluation,
+        "compiled_bytes": row.compiled,
+        "communication": [t._asdict() | {"overlaps": t.overlaps} for t in row.traffic],
+        "step_seconds": time._asdict() | {"expected": time.expected, "limiter": time.limiter},
+        "run": row.run._asdict(),
+    }
+
+
+def picture(plans: Sequence[Sequence[Row]], path: str) -> None:
+    """Draw memory of a device against tokens/s: a colour a topology, its limit, and its best candidate with the bracket
+    of its speed. Raise UserError if `path` cannot be written, or is of no format that matplotlib has."""
+    from matplotlib.figure import Figure  # takes a second to import
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for i, rows in enumerate(plans):
+        name, limited = name_of(rows[0].candidate.topology), HEADROOM * rows[0].candidate.machine.for_programs
+        for fits, marker in ((True, "o"), (False, "x")):
+            shown = [row for row in rows if row.fits == fits]
+            axes.scatter(
+                [row.bytes / GIB for row in shown],
+                [row.run.tokens_per_second for row in shown],
+                s=14,
+                color=f"C{i}",
+                marker=marker,
+                alpha=0.6,
+                label=f"{name}: {'fits' if fits else 'does not fit'}" if shown else None,
+            )
+        axes.axvline(limited / GIB, color=f"C{i}", linestyle="--", linewidth=1)
+        if rows[0].fits:
+            best, time = rows[0].run.tokens_per_second, rows[0].time
+            below, above = best - best * time.expected / time.slow, best * time.expected / time.fast - best
+            looks = {"fmt": "o", "mfc": "none", "mec": "black", "ecolor": f"C{i}", "ms": 12, "capsize": 4}
+            axes.errorbar(rows[0].bytes / GIB, best, yerr=[[below], [above]], label=f"{name}: best, bracket", **looks)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    axes.set_xlabel("GiB of a device (dashed: what may be taken)")
+    axes.set_ylabel("tokens/s, expected")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.legend(fontsize=8)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--picture={path} cannot be written: {error}") from error

@@ -1,0 +1,152 @@
+"""Which meshes, rows, recomputation and chunks there are, which fit, and which is best: closed form alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from configs.schema import UserError
+from hosts.machines import HEADROOM
+from tools.plan.candidate import Candidate, name_of
+from tools.plan.communication import Traffic, communication
+from tools.plan.evaluation_memory import device_bytes, evaluation_memory, most
+from tools.plan.memory import memory
+from tools.plan.step_time import StepTime, step_time
+from tools.plan.whole_run import WholeRun, whole_run
+
+ERROR = 0.136
+"""The largest error of the closed form's memory on programs held out (docs/planning.md)."""
+WORTH = 1.05
+"""How many times as long a step may take for memory that is clear of the limit by that."""
+REMAT = ("none", "products", "block")
+CHUNKS = 8  # tried beside 1
+MAX_TENSOR = 8
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is known beside a config and a topology."""
+
+    price: float | None = None
+    """Dollars a device and hour."""
+    preemptions: float = 0.0
+    """Of the whole run, a day."""
+    seconds: float = 1.0
+    """Of a step, measured over planned: what the closed form's are multiplied by."""
+    bytes: float = 1.0
+    """Of a device, likewise."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A candidate with what is known of it."""
+
+    candidate: Candidate
+    given: Given
+    parts: dict[str, float]
+    """Bytes on a device, of a step."""
+    evaluation: dict[str, float]
+    """Bytes on a device: `held-out rows`, all of an `evaluation`, and of `sampling`."""
+    traffic: list[Traffic]
+    time: StepTime
+    run: WholeRun
+    compiled: int | None = None
+    """Bytes that its compiled program asks for, where it was compiled."""
+
+    @property
+    def bytes(self) -> float:
+        """That count: the step's, by its compiled program or the closed form, beside the held-out rows; or those of an
+        evaluation or of sampling, where they are more."""
+        step = sum(self.parts.values()) if self.compiled is None else self.compiled
+        return most(step, self.evaluation)
+
+    @property
+    def fits(self) -> bool:
+        return self.bytes <= HEADROOM * self.candidate.machine.for_programs
+
+    @property
+    def safe(self) -> bool:
+        """Whether it fits even if the closed form's memory is wrong by ERROR."""
+        return self.bytes * (1 + ERROR) <= HEADROOM * self.candidate.machine.for_programs
+
+
+def row_of(candidate: Candidate, given: Given) -> Row:
+    """UserError where the sizes do not divide."""
+    traffic = communication(candidate)
+    time = step_time(candidate, traffic).times(given.seconds)
+    parts = memory(candidate)
+    evaluation = evaluation_memory(candidate, parts)
+    parts, evaluation = ({name: size * given.bytes for name, size in each.items()} for each in (parts, evaluation))
+    run = whole_run(candidate, time, given.price, given.preemptions)
+    return Row(candidate, given, parts, evaluation, traffic, time, run)
+
+
+def candidates(of: Candidate) -> Iterator[Candidate]:
+    """Every mesh whose `fsdp` and `tensor` are powers of two that divide what they must, every number of rows that is
+    the step's by halving, all recomputation and one or more chunks."""
+    model, batch, devices = of.config.model, of.config.batch, of.topology.devices
+    rows = batch.tokens_per_step // batch.sequence_length
+    more = model.loss_chunks if model.loss_chunks > 1 else CHUNKS
+    chunks = sorted({1, more} if batch.sequence_length % more == 0 else {model.loss_chunks})
+    heads = lambda tensor: 0 in (model.kv_heads % tensor, tensor % model.kv_heads)
+    divides = model.heads, model.kv_heads * model.head_dim, model.vocab_size
+    for tensor in (t for t in _powers(min(MAX_TENSOR, devices)) if heads(t) and all(n % t == 0 for n in divides)):
+        for fsdp in _powers(devices // tensor):
+            whole = devices % (fsdp * tensor) == 0 and model.width % fsdp == 0
+            replicas = devices // tensor
+            vocabulary = not model.value_embeddings or model.vocab_size % fsdp == 0
+            if not (whole and vocabulary) or rows % replicas:
+                continue
+            share = rows // replicas
+            while True:
+                yield from (of.having(fsdp, tensor, share, remat, n) for remat in REMAT for n in chunks)
+                if share % 2:
+                    break
+                share //= 2
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+
+
+def search(of: Candidate, given: Given) -> list[Row]:
+    """Return all candidates, the fastest that fit first; of those as fast, the one that holds least. Before them comes
+    the fastest safe one, if it costs little. UserError where the devices cannot share the step's rows."""
+    rows = [row_of(candidate, given) for candidate in candidates(of)]
+    if not rows:
+        of.step  # says what does not divide  # noqa: B018
+        raise UserError(f"no mesh of {name_of(of.topology)} divides this network and its step")
+    rows.sort(key=lambda row: (not row.fits, row.time.expected, row.bytes))
+    safe = (row for row in rows if row.safe and row.time.expected <= WORTH * rows[0].time.expected)
+    first = next(safe, rows[0])
+    return [first, *(row for row in rows if row is not first)]
+
+
+def max_rows_per_device(row: Row) -> int:
+    """The most rows_per_device that fit, of those that divide the step's; 0 where none does."""
+    of = row.candidate
+    share = of.step[0] * of.step[1]
+    having = lambda rows: replace(of.config, batch=replace(of.config.batch, rows_per_device=rows))
+    bytes_of = lambda rows: row.given.bytes * device_bytes(Candidate(having(rows), of.topology))
+    fitting = [n for n in range(1, share + 1) if share % n == 0 and bytes_of(n) <= HEADROOM * of.machine.for_programs]
+    return max(fitting, default=0)
+
+
+def nearest_change(row: Row) -> tuple[str, Row] | None:
+    """The options that differ in the candidate that fits with the fewest changes, the fastest of these; None where none
+    fits."""
+    asked = row.candidate.options() | {"mesh.data": -1}
+    fitting = [found for of in candidates(row.candidate) if (found := row_of(of, row.given)).fits]
+    differs = lambda found: {k: v for k, v in found.candidate.options().items() if v != asked[k]}
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda found: (len(differs(found)), found.time.expected))
+    return " ".join(f"--{name}={value}" for name, value in differs(best).items()), best
+
+
+def more_devices(of: Candidate) -> str:
+    """The same slices or nodes, so many more of them that something fits; empty where 64 times are not enough."""
+    for times in (2, 4, 8, 16, 32, 64):
+        larger = of.topology._replace(slices=of.topology.slices * times)
+        for candidate in candidates(Candidate(of.config, larger)):
+            if device_bytes(candidate) <= HEADROOM * of.machine.for_programs:
+                return name_of(larger)
+    return ""

@@ -1,0 +1,170 @@
+"""How long a step takes, as a bracket: sums of what it multiplies, passes over memory, attends and sends.
+
+None of this was measured on a TPU. PASSES was read off XLA's estimated cycles (docs/planning.md). One H200 ran a sketch
+of the same network: matrix products reached 790 of 989 TFLOP/s, attention 330. GPU_REACHES is chosen so that the middle
+of the bracket is what nanochat's d20 reaches in public on eight H100: an MFU of some 47%.
+"""
+
+from typing import NamedTuple
+
+from model.kernels import attention_kernel, products
+from model.shapes import window_of
+from tools.plan.candidate import Candidate
+from tools.plan.communication import Traffic, communication
+
+PRODUCTS = (1.0, 0.75)
+"""Share of the peak that matrix products reach: at best, and at worst."""
+ATTENTION = (0.5, 0.2)
+"""The same of attention's kernels, counting the products that they run (`model.kernels.products`)."""
+MEMORY = (1.0, 0.75)
+"""Share of the memory's bandwidth that passes over it reach."""
+GPU_REACHES = (0.85, 0.65), (0.45, 0.22), (1.0, 0.75)
+"""PRODUCTS, ATTENTION and MEMORY of a GPU."""
+PASSES = 72
+"""Times that element-wise passes read or write one width of a block's tokens, forward and backward."""
+AGAIN = {"none": 0, "products": 4, "block": 16}
+"""And how many more where a block is computed again."""
+LOGIT_PASSES = 3
+"""Times that the logits are read or written."""
+VECTOR, LOGIT_VECTOR = 3.8, 19.0
+"""Cycles of a TPU core's vector unit for 1,024 numbers: in one of PASSES, and in all that is done to logits. With these
+two XLA's estimates for v5e, v5p and v6e agree, whose cores have the same vector unit beside memory of unlike speeds."""
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step."""
+
+    fast: float
+    """Everything at its best, and all that can overlap overlapping."""
+    slow: float
+    """Everything at its worst, one after the other."""
+    products: float
+    """Matrix units, at their best; as are the following."""
+    attention: float
+    passes: float
+    """Element-wise passes over memory, the optimizer's included."""
+    links: float
+    """Inside of a slice or node."""
+    network: float
+    """Between them."""
+
+    @property
+    def expected(self) -> float:
+        """The middle of the bracket, by which candidates are put in order."""
+        return (self.fast * self.slow) ** 0.5
+
+    def times(self, factor: float) -> "StepTime":
+        """Each so many times as long."""
+        return StepTime(*(factor * seconds for seconds in self))
+
+    @property
+    def limiter(self) -> str:
+        """What takes most."""
+        takes = {name: getattr(self, name) for name in ("products", "attention", "passes", "links", "network")}
+        said = {"products": "matrix units", "passes": "memory"}
+        most = max(takes, key=lambda name: takes[name])
+        return said.get(most, most)
+
+
+def reaches(gpu: bool) -> tuple[tuple[float, float], ...]:
+    """Return the shares of a machine's figures that products, attention and passes over memory reach."""
+    return GPU_REACHES if gpu else (PRODUCTS, ATTENTION, MEMORY)
+
+
+def step_time(of: Candidate, traffic: list[Traffic] | None = None) -> StepTime:
+    """Of a step, by closed form."""
+    machine = of.machine
+    traffic = communication(of) if traffic is None else traffic
+    products = product_flops(of) / machine.flops
+    attention = attention_flops(of) / machine.flops
+    passes = pass_seconds(of)
+    shares = reaches(machine.gpu)
+    best, worst = ([at / share[i] for at, share in zip((products, attention, passes), shares)] for i in (0, 1))
+    hidden = sum(t.fast for t in traffic if t.overlaps)
+    shown = sum(t.fast for t in traffic if not t.overlaps)
+    sent = {link: sum(t.fast for t in traffic if t.link == link) for link in ("inside", "between")}
+    return StepTime(
+        max(sum(best), hidden) + shown,
+        sum(worst) + sum(t.slow for t in traffic),
+        best[0],
+        best[1],
+        best[2],
+        sent["inside"],
+        sent["between"],
+    )
+
+
+def product_flops(of: Candidate) -> float:
+    """Matrix products of a step on a device, those computed again included; without attention."""
+    model, sizes = of.config.model, of.sizes
+    tokens = of.step[0] * of.tokens
+    hidden = model.width, 4 * model.width  # of the MLP's first matrix
+    again = lambda p: model.remat == "block" or (model.remat == "products" and p.shape == hidden)
+    flops = 0.0
+    for p, count in of.kinds:
+        if p.product:
+            flops += (
+                count
+                * p.size
+                / (sizes["tensor"] if "tensor" in p.axes else 1)
+                * tokens
+                * (6 + 2 * (p.group == "matrices" and again(p)))
+            )
+    return flops + muon_flops(of)
+
+
+def muon_flops(of: Candidate) -> float:
+    """Of five iterations for each matrix, in float32; each device has its share of the matrices (training/muon.py).
+    Float32 takes six passes of a TPU's matrix units. On a GPU it does not use the tensor cores: H200's data sheet has
+    67 TFLOP/s, a fifteenth of bfloat16's 989."""
+    if of.config.optimizer.matrices.kind != "muon":
+        return 0.0
+    each = lambda short, long: 5 * (4 * short**2 * long + 2 * short**3)
+    flops = sum(count * each(*sorted(p.shape)) for p, count in of.kinds if p.group == "matrices")
+    return (15 if of.machine.gpu else 6) * flops / of.topology.devices
+
+
+def attention_flops(of: Candidate) -> float:
+    """Of a step on a device: the products that its kernel runs, those with masked scores of partly masked blocks and
+    those that it runs again included; forward a second time where blocks are computed again."""
+    model, length, machine = of.config.model, of.step[2], of.machine
+    dtype = "float32" if model.dtype == "float32" else "bfloat16"
+    kernel = attention_kernel(
+        "gpu" if machine.gpu else "tpu",
+        machine.capability,
+        dtype,
+        length,
+        model.head_dim,
+        of.config.data.mask_documents,
+    )
+    forwards, scores = 2 if model.remat == "block" else 1, 0.0
+    for layer in range(model.depth):
+        run = products(kernel, length, window_of(model, layer))
+        scores += forwards * run.forward + run.backward
+    heads = model.heads * model.head_dim / of.sizes["tensor"]
+    return of.step[0] * of.step[1] * 2 * scores * heads
+
+
+def pass_seconds(of: Candidate) -> float:
+    """Of a step outside of products and attention, on a device: reading and writing memory, or the vector unit's work
+    where that takes longer."""
+    model, sizes, width, machine = of.config.model, of.sizes, of.bytes_of_type, of.machine
+    micro_batches = of.step[0]
+
+    def seconds(numbers: float, passes: float, cycles: float) -> float:
+        in_memory = numbers * passes * width / machine.bandwidth
+        return max(in_memory, numbers * cycles / machine.vector) if machine.vector else in_memory
+
+    # Half of a block's passes are of what `tensor` divides.
+    shared = 0.5 + 0.5 / sizes["tensor"]
+    extra = 8 * bool(model.resid_lambdas or model.x0_lambdas) + 2 * model.value_embeddings
+    times = (PASSES + AGAIN[model.remat] + extra) * shared
+    blocks = seconds(of.tokens * model.width * model.depth, times, times * VECTOR)
+    logits = seconds(of.tokens * model.vocab_size / sizes["tensor"], LOGIT_PASSES, LOGIT_VECTOR)
+    whole = sum(count * p.size / (sizes["tensor"] if "tensor" in p.axes else 1) for p, count in of.kinds)
+    replica = whole / sizes["fsdp"]
+    # Sums of gradients are read and written in every micro-batch, the head's with every chunk; the update reads and
+    # writes float32 state.
+    sums = 8 * (replica + (model.loss_chunks - 1) * model.width * model.vocab_size / sizes["tensor"])
+    update = 2 * 4 * replica + 4 * 8 * replica / sizes["data"]
+    return micro_batches * (blocks + logits + sums / machine.bandwidth) + update / machine.bandwidth

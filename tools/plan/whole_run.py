@@ -1,0 +1,107 @@
+"""The run that a step is one of: days, chip-hours, money, what preemptions cost, checkpoints, and its text."""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from configs.schema import Config, UserError
+from data.record import read_record
+from model.flops import flops_per_token
+from tools.plan.candidate import Candidate
+from tools.plan.step_time import StepTime
+
+DAY = 86_400
+RESTART = 600.0
+"""Seconds from a preemption to the next step: getting the machine, starting, compiling or reading the program,
+restoring. Assumed; `python -m tools.goodput RUN` measures it."""
+WRITES = 1e9
+"""Bytes/s that a host writes of a checkpoint, assumed. Training goes on meanwhile."""
+DEVICES_OF_A_HOST = {False: 4, True: 8}
+"""TPU chips, and GPUs."""
+COMPILING = {False: (75.0, 8.0, 1.5), True: (5.0, 1.0, 2.5)}
+"""Processor seconds of compiling a step for TPUs, and for GPUs: once, and for each block; and how many times as long
+with Muon and the network's options. Read off the grid's record (bench/plan_grid.jsonl, two AMD EPYC cores), which it is
+right for to a factor of two."""
+
+
+PROCESSORS = 4.0
+"""Of a host, that compiling keeps busy, assumed: it costs the run so many times less than its processor time."""
+
+
+class WholeRun(NamedTuple):
+    """Of an expected step."""
+
+    tokens: int
+    tokens_per_second: float
+    mfu: float
+    days: float
+    """With compiling once, evaluations and preemptions."""
+    device_hours: float
+    cost: float | None
+    """Where a price is known."""
+    goodput: float
+    """Share of the time that makes steps which are kept."""
+    checkpoint_bytes: int
+    checkpoint_seconds: float
+    compile_seconds: float
+    """Of processor time."""
+    dataset_tokens: int | None
+    """Of a dataset folder."""
+
+
+def whole_run(of: Candidate, step: StepTime, price: float | None, preemptions: float) -> WholeRun:
+    """`price`: dollars a device and hour. `preemptions`: a day, of the whole run."""
+    config, devices = of.config, of.topology.devices
+    tokens = config.steps * config.batch.tokens_per_step
+    per_second = config.batch.tokens_per_step / step.expected
+    flops = flops_per_token(config.model, config.batch.sequence_length)
+    # An evaluation is the forward third of a step's work.
+    evaluations = math.ceil(config.steps / config.eval.every_steps) * config.eval.tokens / per_second / 3
+    training = config.steps * step.expected
+    interval = config.checkpoint.every_steps * step.expected
+    if config.checkpoint.every_minutes:
+        interval = min(interval, 60 * config.checkpoint.every_minutes)
+    lost = preemptions * (min(interval, training) / 2 + RESTART) / DAY  # of a day: half an interval is done again
+    if lost >= 1:
+        raise UserError(
+            f"--preemptions={preemptions:g} a day: each costs {interval / 2 + RESTART:.0f} s, and the run never ends; "
+            f"save more often (--checkpoint.every_minutes)"
+        )
+    around = training + evaluations + compile_seconds(of) / PROCESSORS
+    goodput = (1 - lost) * training / around
+    days = around / (1 - lost) / DAY
+    hours = days * 24 * devices
+    muon = config.optimizer.matrices.kind == "muon"
+    # AdamW's two moments; Muon's momentum, and a number for each row or column of a matrix.
+    second = lambda p: max(p.shape) if muon and p.group == "matrices" else p.size
+    saved = 4 * sum(count * (2 * p.size + second(p)) for p, count in of.kinds)
+    hosts = math.ceil(devices / DEVICES_OF_A_HOST[of.machine.gpu])
+    return WholeRun(
+        tokens,
+        per_second,
+        per_second * flops / (of.machine.flops * devices),
+        days,
+        hours,
+        None if price is None else hours * price,
+        goodput,
+        saved,
+        saved / hosts / WRITES,
+        compile_seconds(of),
+        dataset_tokens(config),
+    )
+
+
+def compile_seconds(of: Candidate) -> float:
+    """Of the step's program, in processor time."""
+    once, block, with_muon = COMPILING[of.machine.gpu]
+    times = with_muon if of.config.optimizer.matrices.kind == "muon" else 1.0
+    return times * (once + block * of.config.model.depth)
+
+
+def dataset_tokens(config: Config) -> int | None:
+    """The training part's of a dataset folder; None for raw text, shares of several, and other programs' shards."""
+    folder = Path(config.data.source)
+    if not (folder / "dataset.json").is_file():
+        return None
+    record = read_record(folder)
+    return record["train"]["tokens"] if record["complete"] else None

@@ -1,0 +1,184 @@
+"""Chooses a run's micro-batch, rates and batch: python -m tools.tune --config=FILE --budget=3%.
+
+Five stages, each of which stops by its own rule: fit compiles what may fit the memory; time takes steps of it in turn;
+noise measures the gradient noise scale along the run's beginning; rate trains short runs with other rates; branch
+trains on from one checkpoint with other batches. The same command goes on where it was stopped. It writes tuned.py, a
+config that train.py takes, tune.json and pictures. docs/tuning.md shows one from end to end.
+"""
+
+import math
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+from configs.command_line import parse
+from configs.exit_codes import Exit
+from configs.schema import Config, FilePath, NotNegative, UserError
+from data.dataset import open_text
+from run.diagnosis import BLOCKS
+from run.folder import RunLock
+from hosts.machines import machines
+from hosts.runtime import Stop, cache_dir, run_command, start_jax
+from tools.programs.device_memory import GIB, device_bytes
+from tools.programs.topologies import devices_of, parse_topology
+from tools.tune import branch, fit, noise, panels, rate, timing, tuned
+from tools.tune.trial import Context, evaluation_cost
+from tools.tune.tune_json import STAGES, Record
+from training.build import build
+
+OF_RATE = 0.5  # the share of the remaining budget that `rate` may spend where `branch` comes after it
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of this command, not of the run."""
+
+    stages: str = ",".join(STAGES)
+    """Which of them, in their order. `time` takes what `fit` found."""
+    budget: str = "3%"
+    """The share of the run's FLOPs that the stages may spend together; 0 is without limit. Compiling is not in it."""
+    memory: NotNegative[float] = 0.0
+    """GiB of a device, in place of what it says; for a `topology` that is not known, or to leave room for others."""
+    topology: str = ""
+    """Only with `--stages=fit`: a TPU slice (`v5e:4x4`) or GPUs (`h200:8`) that need not be here."""
+    out: FilePath = ""
+    """The folder of all that it writes; `runs/NAME-tune` unless given."""
+
+
+def stages_of(text: str) -> list[str]:
+    """The stages that were asked for. UserError for others."""
+    asked = text.split(",")
+    if unknown := [stage for stage in asked if stage not in STAGES]:
+        raise UserError(f"--stages={text}: {', '.join(map(repr, unknown))} is none of {', '.join(STAGES)}")
+    return [stage for stage in STAGES if stage in asked]
+
+
+def budget_of(text: str) -> float:
+    """`3%` or `0.03` as a share; 0 for no limit. UserError for others."""
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share < math.inf:
+        raise UserError(f"--budget={text} is no share of the run's FLOPs; as 3%, or 0 for no limit")
+    return share
+
+
+def needs(config: Config, record: Record, candidates: int = 2) -> dict[str, float]:
+    """The least tokens that each stage can do anything with, beyond what is on record of it."""
+    size, evaluation = config.batch.tokens_per_step, evaluation_cost(config)
+    begun = bool(record.of("noise")) and record.decided("rate", "rate", 1.0) == 1  # else `branch` begins anew
+    least = {
+        "time": candidates * (timing.MIN_ROUNDS + 1) * size if candidates > 1 else 0,
+        "noise": noise.needed(config.steps, size),
+        "rate": rate.needed(size, evaluation),
+        "branch": branch.needed(config.steps, size, evaluation, begun),
+    }
+    return {stage: 0 if record.of(stage) else tokens for stage, tokens in least.items()}
+
+
+def too_little(record: Record, stage: str, tokens: float) -> str:
+    """What a stage that the budget is not enough for would need."""
+    left = "" if math.isinf(record.left) else f", and {record.share(record.left)} of it are left"
+    return f"{stage} needs at least {record.share(tokens)} of the run's FLOPs{left}"
+
+
+def require_enough(config: Config, record: Record, stages: list[str]) -> None:
+    """UserError where the budget is too small for every stage that was asked for. (`fit` runs nothing.)"""
+    least = needs(config, record)
+    if all(stage in least and least[stage] > record.left for stage in stages):
+        said = "; ".join(too_little(record, stage, least[stage]) for stage in stages)
+        raise UserError(f"{said}. Give a larger --budget, or 0 for no limit")
+
+
+def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit:
+    """The stages, one after the other; each says what it decides as soon as it does."""
+    stages, say = stages_of(arguments.stages), tqdm.write
+    if config.batch.ramp:
+        raise UserError(f"--batch.ramp={config.batch.ramp}: a constant batch is what is tuned; leave the ramp out")
+    if arguments.topology and stages != ["fit"]:
+        raise UserError(f"--topology={arguments.topology} is compiled for, not run on: give --stages=fit")
+    devices = devices_of(arguments.topology)
+    limit = device_memory(arguments, devices)
+    built = build(config, devices)  # which refuses sizes that do not divide
+    record = Record(folder, config, budget_of(arguments.budget), devices[0], len(devices))
+    if {"noise", "branch"} & {*stages} and not noise.points(config.steps):
+        raise UserError(f"--steps={config.steps}: noise and branch need a run of {BLOCKS} steps at least")
+    require_enough(config, record, stages)
+    if "time" in stages and "fit" not in stages and not fit.that_fit(record, limit):
+        raise UserError("--stages: time takes what fit found to fit, and there is nothing of it yet; give fit, too")
+    programs = fit.fit(config, record, limit, say, devices) if "fit" in stages else {}
+    if "fit" in stages:
+        say_decision(record, "fit", say)
+    if stages != ["fit"]:
+        micro_batches, rows, length = built.batch_shape
+        text = open_text(config.data, config.model.vocab_size, length, 4 * micro_batches * rows, cache_dir())
+        context = Context(config, folder, record, text, stop, say)
+        fitting = timing.chosen(fit.that_fit(record, limit))
+        for stage in stages:
+            least = needs(config, record, len(fitting)).get(stage, 0)
+            if stage == "fit" or least > record.left:
+                _ = stage == "fit" or say(f"{too_little(record, stage, least)}: left out")
+                continue
+            if stage == "time":
+                timing.time_steps(context, fitting, programs)
+                programs.clear()  # their memory is needed
+            elif stage == "noise":
+                noise.noise(context)
+            elif stage == "rate":
+                rate.rate(context, record.left * (OF_RATE if "branch" in stages else 1))
+            else:
+                branch.branch(context, record.decided("rate", "rate", 1.0))
+            say_decision(record, stage, say)
+    names = panels.draw(config, record, limit)
+    command = "python -m tools.tune " + shlex.join(sys.argv[1:])
+    tuned.write(config, record, command, devices)
+    written = ", ".join(["tuned.py", "tune.json", *(f"{name}.png" for name in names)])
+    say(f"{record.share(record.spent)} of the run's FLOPs were spent. In {folder}: {written}")
+    say(f"train: python train.py --config={folder}/tuned.py")
+    return Exit.COMPLETE
+
+
+def say_decision(record: Record, stage: str, say: Callable[[str], Any]) -> None:
+    """Says in a line what a stage decided."""
+    decision = record.decisions[stage]
+    say(f"{stage}: {decision.says} ({decision.kind}; cost {record.share(record.cost(stage))} of the run)")
+
+
+def device_memory(arguments: Arguments, devices: list) -> int:
+    """Bytes of a device. UserError for a topology that is not known to have so much."""
+    if arguments.memory:
+        return int(arguments.memory * GIB)
+    if not arguments.topology:
+        return device_bytes(devices[0], len(devices))
+    kind = parse_topology(arguments.topology).kind
+    if kind not in machines():
+        raise UserError(
+            f"--topology={arguments.topology}: how much memory a {kind} has is not known; give --memory=GIB"
+        )
+    return machines()[kind].for_programs
+
+
+def main() -> int:
+    config, arguments = parse(__doc__, Arguments)
+    folder = Path(arguments.out or f"runs/{config.name}-tune")
+    with RunLock(folder) as lock, Stop() as stop:
+        if not arguments.topology:
+            start_jax()
+        if jax.process_count() > 1:
+            raise UserError("python -m tools.tune runs in one process, whose times all decisions come from")
+        try:
+            lock.take()
+        except OSError as error:
+            raise UserError(f"--out={folder} cannot be written: {error}") from error
+        return tune(config, arguments, folder, stop)
+
+
+if __name__ == "__main__":
+    run_command(main)

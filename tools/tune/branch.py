@@ -1,0 +1,125 @@
+"""branch: the batch times 1/2, 1, 2 and 4, from one checkpoint, over the same tokens: the critical batch, measured."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.schema import Config, UserError, validate, with_options
+from tools.tune.noise import DIVISOR, TRUNK, points
+from tools.tune.statistics import better_half, critical_batch
+from tools.tune.trial import Context, Origin, evaluation_cost
+from tools.tune.tune_json import Decision
+from training.build import build
+from training.scaling import Rule, with_batch, with_rates
+
+FACTORS = (0.5, 1.0, 2.0, 4.0)
+RULES: tuple[Rule, ...] = ("root", "linear")
+BRANCHES: list[tuple[float, Rule]] = [
+    (1.0, RULES[0]),
+    *((factor, rule) for rule in RULES for factor in FACTORS if factor != 1),
+]
+TOLERANCE = 0.01  # nats that a batch may lose on the best, and still be called no waste
+MIN_STEPS = 16  # of the run's own batch, in a branch
+
+
+def needed(steps: int, tokens_per_step: int, evaluation: int, trunk: bool) -> int:
+    """Tokens of the shortest branches from the first point on, which is trained before where there is no `trunk`."""
+    before = 0 if trunk else next(iter(points(steps)), 0) * tokens_per_step
+    return before + len(BRANCHES) * (MIN_STEPS * tokens_per_step + evaluation)
+
+
+def length(start: int, tokens_per_step: int, allowed: float, evaluation: int) -> int:
+    """Steps of the run's own batch that a branch takes: as many as led to the checkpoint, or what the budget allows."""
+    affordable = int(min(allowed / len(BRANCHES) - evaluation, 2.0**62) // tokens_per_step)
+    return max(MIN_STEPS, min(start, affordable) // DIVISOR * DIVISOR)
+
+
+def branch(context: Context, rate: float) -> None:
+    """Trains from the beginning that `noise` left (with the rate that `rate` chose, if it chose another: from a
+    beginning of its own), with each batch and rule, and decides for the largest batch that loses next to nothing."""
+    record, say = context.record, context.say
+    rate = record.pieces.get("branch/plan", {}).get("rate", rate)
+    config = with_rates(with_options(context.config, record.speed), rate)
+    size, evaluation = config.batch.tokens_per_step, evaluation_cost(context.config)
+    start, trunk = _trunk(context, config, rate)
+    if "branch/plan" not in record.pieces:
+        steps = length(start, size, record.left, evaluation)
+        record.put("branch/plan", {"start": start, "steps": steps, "rate": rate, "tokens": 0})
+    plan = record.pieces["branch/plan"]
+    losses: dict[tuple[float, Rule], list[float]] = {}
+    for factor, rule in BRANCHES:
+        branched, first, last = with_batch(config, factor, rule), plan["start"] / factor, plan["steps"] / factor
+        branched = fitting(branched)
+        if branched is None:
+            say(f"branch: the rows of a step cannot be divided for a batch x{factor:g}")
+            continue
+        name = f"branch/x{factor:g}-{rule}"
+        if name not in record.pieces and plan["steps"] * size + evaluation > record.left:
+            say(f"branch: {name} would pass the budget")
+            break
+        origin, until = Origin(trunk, plan["start"], int(first)), int(first + last)
+        branched = with_options(branched, {"steps": until})  # so that schedules end with it, as the run's will
+        work = lambda name=name, branched=branched, until=until, origin=origin: context.losses(
+            name, branched, until, origin
+        )
+        found = [float(loss) for loss in record.piece(name, work)["losses"]]
+        context.forget(name)
+        losses[factor, rule] = found
+        say(f"{name}: held-out loss {sum(found) / len(found):.4f}")
+    noise = record.of("noise").get(str(plan["start"]), {})
+    record.decide(decision(losses, size, plan["start"] / config.steps, noise))
+
+
+def _trunk(context: Context, config: Config, rate: float) -> tuple[int, Path]:
+    """The steps of the checkpoint to branch from, and its folder; trained, where `noise` did not."""
+    record, size = context.record, config.batch.tokens_per_step
+    if rate == 1 and record.of("noise"):
+        return max(map(int, record.of("noise"))), context.folder / TRUNK
+    name = f"{TRUNK}-x{rate:g}"
+    reach = lambda point: point * size + needed(config.steps, size, evaluation_cost(context.config), True)
+    start = max(
+        (point for point in points(config.steps) if reach(point) <= record.left), default=points(config.steps)[0]
+    )
+    if f"branch/{name}" not in record.pieces:
+        if context.train(name, config, start) is None:
+            raise UserError(f"the run gives up before step {start} with its rates x{rate:g}")
+        record.put(f"branch/{name}", {"step": start, "tokens": start * size})
+    return record.pieces[f"branch/{name}"]["step"], context.folder / name
+
+
+def fitting(config: Config, devices: Sequence[Any] | None = None) -> Config | None:
+    """The config with rows of a micro-batch that its batch can be divided into, on all devices here or those given;
+    None where there are none."""
+    rows = config.batch.rows_per_device
+    while rows:
+        of_rows = with_options(config, {"batch.rows_per_device": rows})
+        try:
+            validate(of_rows)
+            build(of_rows, devices)
+            return of_rows
+        except UserError:
+            rows //= 2
+    return None
+
+
+def decision(losses: dict[tuple[float, Rule], list[float]], batch: int, share: float, noise: dict) -> Decision:
+    """From the losses of each branch; `noise`: the noise scale after as many steps as the checkpoint's, as
+    a piece."""
+    if len(losses) < 2 or not better_half(losses):
+        return Decision("branch", "no two batches were compared", "not done", {})
+    (factor, rule), behind = critical_batch(losses, TOLERANCE)
+    shown = ", ".join(
+        f"x{of:g} {by} {more.value:+.4f} [{more.low:+.4f}, {more.high:+.4f}]"
+        for (of, by), more in sorted(behind.items())
+    )
+    at_least = "at least " if factor == max(FACTORS) else ""
+    proxy = f" (the noise scale after as many steps was {float(noise['value']):,.0f})" if noise.get("value") else ""
+    scaled = f", with rates scaled by the {rule} rule," if factor != 1 else ""
+    says = (
+        f"a batch of {at_least}{factor * batch:,.0f} tokens (x{factor:g}){scaled} loses at most {TOLERANCE} nats on "
+        f"the best: the critical batch at {share:.1%} of the run{proxy}. Nats above the best, with intervals of 95% "
+        f"over held-out text, not over seeds: {shown}"
+    )
+    if factor < 1:  # the critical batch grows along the run
+        says += "; the batch stays: a smaller one would be too small later, and a ramp (--batch.ramp) can start small"
+    return Decision("branch", says, "extrapolated", {"batch": factor, "rule": rule} if factor > 1 else {})

@@ -1,0 +1,190 @@
+"""fit: which rows a device, recomputation, chunks of the loss and mesh fit its memory. Programs are compiled, none is
+run."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from configs.schema import Config, UserError, validate, with_options
+from hosts.machines import HEADROOM, VECTOR_MEMORY, exceeds_vector_memory
+from tools.programs.compile import compile_step
+from tools.programs.device_memory import GIB, program_bytes
+from tools.tune.tune_json import Decision, Record
+from training.build import build
+from training.mesh import batch_devices, islands, make_mesh
+
+REMAT = ("none", "products", "block")  # each with more work than the one before
+MORE_CHUNKS = 8  # tried beside 1 where the config has 1
+
+
+class Candidate(NamedTuple):
+    """What changes speed and memory, and no result."""
+
+    rows: int
+    """Of a micro-batch on one device."""
+    remat: str
+    loss_chunks: int
+    fsdp: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.rows}-{self.remat}-{self.loss_chunks}-{self.fsdp}"
+
+    def options(self) -> dict[str, Any]:
+        """By the options' names."""
+        return {
+            "batch.rows_per_device": self.rows,
+            "model.remat": self.remat,
+            "model.loss_chunks": self.loss_chunks,
+            "mesh.fsdp": self.fsdp,
+        }
+
+    def of(self, config: Config) -> Config:
+        """The config with it."""
+        return with_options(config, self.options())
+
+
+def named(name: str) -> Candidate:
+    """The candidate of this name."""
+    rows, remat, chunks, fsdp = name.split("-")
+    return Candidate(int(rows), remat, int(chunks), int(fsdp))
+
+
+def meshes(config: Config, devices: Sequence[Any] | None = None) -> list[int]:
+    """The sizes of `fsdp` that there are for the config's `tensor`, from the one that sends least: the powers of two
+    that divide the devices and the network, inside a slice or node. The config's alone, where it sets `mesh.data`."""
+    mesh = make_mesh(config.mesh, devices)
+    if config.mesh.data != -1:
+        return [config.mesh.fsdp]
+    inside = len(islands(list(mesh.devices.flat))[0])
+    sizes = {config.mesh.fsdp, *(2**n for n in range(inside.bit_length()) if inside % (2**n * config.mesh.tensor) == 0)}
+    return [size for size in sorted(sizes) if _divides(with_options(config, {"mesh.fsdp": size}), devices)]
+
+
+def _divides(config: Config, devices: Sequence[Any] | None) -> bool:
+    try:
+        validate(config)
+        build(config, devices)
+    except UserError:
+        return False
+    return True
+
+
+def kinds(config: Config) -> list[list[tuple[str, int]]]:
+    """(remat, loss_chunks), by levels of recomputation from the config's on, its own chunks first: what is chosen is
+    timed beside the config as it is."""
+    length, chunks = config.batch.sequence_length, config.model.loss_chunks
+    other = 1 if chunks > 1 else MORE_CHUNKS
+    tried = [chunks] if length % other else [chunks, other]
+    return [[(remat, n) for n in tried] for remat in REMAT[REMAT.index(config.model.remat) :]]
+
+
+def frontier(
+    levels: Sequence[Sequence[tuple[str, int]]],
+    sizes_of_fsdp: Sequence[int],
+    rows: int,
+    share: int,
+    fits: Callable[[Candidate], bool],
+) -> None:
+    """Asks of candidates whether they fit: from `rows` up by doubling to the `share` of rows that a device has of a
+    step, or down by halving, until what fits and what does not are neighbours. Each kind starts where the one before
+    ended. Once a level takes the whole share, the next ones are left out: they recompute more, and there is no memory
+    that they would have to save. So it goes for each size of `fsdp`, until one takes the whole share without more
+    recomputation than the config's: the next ones would send more."""
+    for fsdp in sizes_of_fsdp:
+        if _frontier(levels, rows, share, lambda candidate: fits(candidate._replace(fsdp=fsdp))):  # noqa: B023
+            return
+
+
+def _frontier(
+    levels: Sequence[Sequence[tuple[str, int]]], rows: int, share: int, fits: Callable[[Candidate], bool]
+) -> bool:
+    """Whether the first level takes the whole share."""
+    sizes = sorted({*halvings(share), *(n for n in halvings(rows) if share % n == 0)})
+    at = sizes.index(max((n for n in sizes if n <= rows), default=sizes[0]))
+    for level in levels:
+        whole = False
+        for remat, chunks in level:
+            of = [Candidate(size, remat, chunks) for size in sizes]
+            if fits(of[at]):
+                if (remat, chunks) == levels[0][0] and at > 0:
+                    fits(of[at - 1])  # smaller ones may be faster, in caches
+                while at + 1 < len(of) and fits(of[at + 1]):
+                    at += 1
+                whole |= of[at].rows == share
+            else:
+                at = next((i for i in reversed(range(at)) if fits(of[i])), 0)
+        if whole:
+            return level == levels[0]
+    return False
+
+
+def halvings(n: int) -> list[int]:
+    """n, n / 2, ... as long as they are whole."""
+    return [n] + (halvings(n // 2) if n % 2 == 0 else [])
+
+
+def fit(
+    config: Config, record: Record, limit: int, say: Callable[[str], Any], devices: Sequence[Any] | None = None
+) -> dict[str, Any]:
+    """Compiles the candidates for all devices here or those given, until the frontier is known, and decides for the
+    most rows with the least recomputation. Returns the programs that were compiled now. UserError where none fits."""
+    mesh = make_mesh(config.mesh, devices)
+    replicas = batch_devices(mesh)
+    share = config.batch.tokens_per_step // config.batch.sequence_length // replicas
+    programs: dict[str, Any] = {}
+
+    def fits(wanted: Candidate) -> bool:
+        found = record.piece(f"fit/{wanted.name}", lambda: _compile(wanted, config, devices, programs))
+        size = found["bytes"]
+        verdict = size is not None and size <= HEADROOM * limit
+        asks = f"{size / GIB:.3g} GiB" if size else f"more than there is ({found['problem']})"
+        say(f"fit: {describe(wanted)}: {asks}; " + ("it fits" if verdict else "it does not fit, and is not run"))
+        return verdict
+
+    frontier(kinds(config), meshes(config, devices), min(config.batch.rows_per_device, share), share, fits)
+    fitting = that_fit(record, limit)
+    if not fitting:
+        least = min((p["bytes"] for p in record.of("fit").values() if p["bytes"]), default=0)
+        raise UserError(
+            f"no micro-batch of this run fits {limit / GIB:.3g} GiB a device (the least asks for {least / GIB:.3g}, "
+            f"and {HEADROOM:.0%} may be taken): give it more devices, or a smaller network"
+        )
+    best = max(fitting, key=lambda c: (c.rows, -REMAT.index(c.remat), -c.fsdp, -c.loss_chunks))
+    size = record.of("fit")[best.name]["bytes"]
+    record.decide(
+        Decision(
+            "fit",
+            f"{describe(best)} is the largest that fits with the least recomputation: {size / GIB:.3g} of "
+            f"{limit / GIB:.3g} GiB a device, of which {HEADROOM:.0%} may be taken; {len(fitting)} of "
+            f"{len(record.of('fit'))} programs fit",
+            "measured",
+            best.options(),
+        )
+    )
+    return programs
+
+
+def that_fit(record: Record, limit: int) -> list[Candidate]:
+    """The candidates on record that fit."""
+    found = record.of("fit")
+    return [named(name) for name in found if found[name]["bytes"] and found[name]["bytes"] <= HEADROOM * limit]
+
+
+def describe(candidate: Candidate) -> str:
+    """As the options that make it."""
+    rows, remat, chunks, fsdp = candidate
+    return f"rows_per_device={rows} remat={remat} loss_chunks={chunks} fsdp={fsdp}"
+
+
+def _compile(wanted: Candidate, config: Config, devices: Sequence[Any] | None, programs: dict[str, Any]) -> dict:
+    try:
+        programs[wanted.name] = compile_step(build(wanted.of(config), devices))
+    except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what its memory cannot hold
+        if exceeds_vector_memory(str(error)):
+            raise UserError(f"{VECTOR_MEMORY}\n{str(error).splitlines()[0]}") from error
+        if not str(error).startswith("RESOURCE_EXHAUSTED"):
+            raise
+        return {"bytes": None, "problem": str(error).splitlines()[0][:200]}
+    return {"bytes": program_bytes(programs[wanted.name])}

@@ -1,0 +1,108 @@
+"""noise: the gradient noise scale along the run's first tenth, which is what batch to think of."""
+
+from configs.schema import UserError, with_options
+from run.diagnosis import BLOCKS, NoiseScale, noise_scale
+from run.lines import read_metrics
+from tools.tune.fit import halvings
+from tools.tune.trial import Context
+from tools.tune.tune_json import Decision
+from training.build import build
+from training.mesh import batch_devices, make_mesh
+
+POINTS = (0.01, 0.02, 0.05, 0.1)  # shares of the run's tokens
+UNITS = 8  # gradients of a step that are compared, at least: micro-batches x replicas
+TRUNK = "trunk"  # the folder of the run's beginning, which `branch` starts from too
+DIVISOR = 4  # steps at a point are a multiple of it, so that a batch four times as large can start there
+
+
+def points(steps: int) -> list[int]:
+    """Steps of the run at which the noise scale is read, at least so many as one needs."""
+    rounded = [-(-round(share * steps) // DIVISOR) * DIVISOR for share in POINTS]
+    return sorted({max(point, BLOCKS) for point in rounded if max(point, BLOCKS) <= steps})
+
+
+def every(steps: int) -> int:
+    """Steps between measured ones: sixteen at least up to the first point, or all."""
+    return max(1, points(steps)[0] // 16)
+
+
+def needed(steps: int, tokens_per_step: int) -> int:
+    """Tokens up to the first point."""
+    return next(iter(points(steps)), 0) * tokens_per_step
+
+
+def read(lines: list[dict], step: int) -> NoiseScale | None:
+    """The noise scale at `step`, of the later half of the measured steps up to there, and of 8 at least."""
+    measured = [line["diagnostics"] for line in lines if "diagnostics" in line and line["step"] <= step]
+    window = measured[-max(BLOCKS, len(measured) // 2) :]
+    pairs = [(of["signal"]["all"], of["noise"]["all"]) for of in window]
+    sound = [(signal, noise) for signal, noise in pairs if signal is not None and noise is not None]
+    return noise_scale(*zip(*sound)) if sound else None
+
+
+def units_of(share: int, rows: int, replicas: int) -> int:
+    """Rows of a micro-batch on a device that make a step 8 units or more, as far as a device's `share` can be halved:
+    how the noise is told apart, and no part of the result."""
+    sizes = [n for n in sorted(halvings(share), reverse=True) if n <= rows]
+    return next((n for n in sizes if share // n * replicas >= UNITS), sizes[-1])
+
+
+def noise(context: Context) -> None:
+    """Trains the run's beginning, measuring itself, from point to point as far as the budget reaches, and says what
+    the noise scale is there. It changes no batch: what it grows to later is not known; `branch` measures one."""
+    record, config = context.record, context.config
+    mesh = make_mesh(config.mesh)
+    replicas = batch_devices(mesh)
+    share = config.batch.tokens_per_step // config.batch.sequence_length // replicas
+    rows = units_of(share, min(config.batch.rows_per_device, share), replicas)
+    measured = with_options(config, {"batch.rows_per_device": rows, "diagnostics.every_steps": every(config.steps)})
+    micro_batches = build(measured).batch_shape[0]
+    if micro_batches * replicas == 1:
+        says = "a step of one row on one device has one gradient, which says nothing of its noise; give it two rows"
+        record.decide(Decision("noise", says, "not done", {}))
+        return
+    size, done = config.batch.tokens_per_step, max(map(int, record.of("noise")), default=0)
+    reached = [point for point in points(config.steps) if (point - done) * size <= record.left]
+    for point in points(config.steps)[len(reached) :][:1]:
+        context.say(f"noise: going on to {record.share(point * size)} of the tokens would pass the budget")
+    if reached and reached[-1] > done and context.train(TRUNK, measured, reached[-1]) is None:
+        raise UserError("the run itself gives up before its first tenth; find rates that it bears: --stages=rate")
+    lines = read_metrics(context.folder / TRUNK)
+    for before, point in zip([0, *reached], reached):
+        scale = read(lines, point)
+        piece = {name: getattr(scale, name) if scale else None for name in ("value", "low", "high")}
+        piece = record.piece(f"noise/{point}", lambda: {**piece, "tokens": (point - before) * size})  # noqa: B023
+        context.say(f"noise: after {point} steps B is {interval(piece)} tokens")
+    found = {int(step): piece for step, piece in record.of("noise").items() if piece["value"] is not None}
+    record.decide(decision(found, size, config.steps))
+
+
+def interval(of: dict) -> str:
+    """A noise scale in words."""
+    if of["value"] is None:
+        return "not known"
+    low, high = float(of["low"]), float(of["high"])
+    return f"at least {low:,.0f}" if high == float("inf") else f"{float(of['value']):,.0f} [{low:,.0f}, {high:,.0f}]"
+
+
+def decision(found: dict[int, dict], batch: int, steps: int) -> Decision:
+    """Return what noise scales at steps say of a batch of so many tokens. It stays as it is: these are of the run's
+    first tenth, and a constant batch is of all of it."""
+    if not found:
+        return Decision("noise", "no point was reached at which the noise scale is known", "not done", {})
+    last = max(found)
+    high, low = float(found[last]["high"]), float(found[last]["low"])
+    if high < batch:
+        what = (
+            f"the config's {batch:,} is above it there, and stays: a smaller one would be too small later; a ramp "
+            f"(--batch.ramp) can start small"
+        )
+    elif low > batch:
+        what = f"the config's {batch:,} is below it: a larger batch may cost few tokens, which branch measures"
+    else:
+        what = f"the config's {batch:,} lies within its interval, and stays"
+    says = (
+        f"B is {interval(found[last])} tokens at {last / steps:.1%} of the run; {what}. It mostly grows as the loss "
+        "falls (arXiv:1812.06162), and it is a proxy of the critical batch"
+    )
+    return Decision("noise", says, "extrapolated", {})

@@ -1,0 +1,157 @@
+"""time: steps of the candidates that fit, in turn, until it is clear which is the fastest."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from configs.schema import Config
+from data.loader import to_devices
+from tools.programs.compile import compile_step
+from tools.tune.fit import REMAT, Candidate, describe, named
+from tools.tune.statistics import slowdowns
+from tools.tune.trial import Context
+from tools.tune.tune_json import Decision
+from training.build import build
+from training.state import stored_as
+
+MAX_CANDIDATES = 6
+MIN_ROUNDS, MAX_ROUNDS = 4, 16
+TIE = 0.02  # a share of the time that is not worth a choice
+OF_STAKE = 0.25  # timing ends once it has cost this share of the most that its choice could still save
+
+
+def chosen(fitting: list[Candidate]) -> list[Candidate]:
+    """The best few, before any is timed: those with the least recomputation and the most rows."""
+    return sorted(fitting, key=lambda c: (REMAT.index(c.remat), -c.rows, c.fsdp, c.loss_chunks))[:MAX_CANDIDATES]
+
+
+def needed(config: Config, candidates: list[Candidate]) -> int:
+    """Tokens of the least that can tell candidates apart, and of their first steps, which do not count."""
+    return (MIN_ROUNDS + 1) * len(candidates) * config.batch.tokens_per_step
+
+
+def time_steps(context: Context, candidates: list[Candidate], programs: dict[str, Any]) -> None:
+    """Times whole steps on the run's first batch, one of each candidate in a round, drops those that are slower for
+    certain, and stops when one is left, or those that are left are alike within 2%, or when the steps timed have cost
+    a quarter of what a choice among them could still save of the run, or after 16 rounds, or before the budget is
+    passed. Decides for the one of those left that asks for the least memory."""
+    record, config = context.record, context.config
+    kept = {c.name: record.pieces.get(f"time/{c.name}", {}).get("seconds", []) for c in candidates}
+    left, alike = _left(kept)
+    state, steps = None, {}
+    while len(left) > 1 and not alike and len(kept[left[0]]) < MAX_ROUNDS:
+        if sum(map(len, kept.values())) >= OF_STAKE * at_stake({name: kept[name] for name in left}) * config.steps:
+            context.say("time: more rounds would cost too much of what the choice can save of this run")
+            break
+        first = [name for name in left if name not in steps]
+        if (len(left) + len(first)) * config.batch.tokens_per_step > record.left:
+            context.say("time: the next round would pass the budget")
+            break
+        if state is None:
+            state = build(config).create_state()
+        for name in first:
+            steps[name] = _prepared(context, name, programs)
+            state, _ = _seconds(*steps[name], state)
+        taken = {}
+        for name in left:
+            state, taken[name] = _seconds(*steps[name], state)
+        for name in left:
+            kept[name].append(taken[name])
+            before = record.pieces.get(f"time/{name}", {"tokens": 0})["tokens"]
+            tokens = before + (2 if name in first else 1) * config.batch.tokens_per_step
+            record.pieces[f"time/{name}"] = {"seconds": kept[name], "tokens": tokens}
+        record.write()
+        left, alike = _left(kept)
+    decide(context, {name: seconds for name, seconds in kept.items() if seconds}, left)
+
+
+def _left(kept: dict[str, list[float]]) -> tuple[list[str], bool]:
+    """The candidates that are not slower for certain, and whether they are alike."""
+    most = max(len(seconds) for seconds in kept.values())
+    running = [name for name in kept if len(kept[name]) == most]
+    if most < MIN_ROUNDS:
+        return running, False
+    behind = slowdowns({name: kept[name] for name in running})
+    left = [name for name in running if behind[name].low <= 0]
+    return left, all(behind[name].high < TIE for name in left)
+
+
+def at_stake(kept: dict[str, list[float]]) -> float:
+    """The share of its time that the run could still lose or win by a choice among candidates: the upper bound of how
+    much slower than the fastest so far any of them may be, or of how much faster. Without bound before the fourth
+    round."""
+    if len(next(iter(kept.values()))) < MIN_ROUNDS:
+        return math.inf
+    return max(max(of.high, -of.low) for of in slowdowns(kept).values())
+
+
+def _prepared(context: Context, name: str, programs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """A candidate's program, the run's first batch in its shape, and how its state is stored."""
+    made = build(named(name).of(context.config))
+    if name not in programs:
+        programs[name] = compile_step(made)
+    batch = to_devices(context.batches(made)[0], made.batch_shape, made.batch_sharding)
+    return programs[name], batch, made.abstract_state
+
+
+def _seconds(program: Callable, batch: Any, abstract: Any, state: Any) -> tuple[Any, float]:
+    """The state after a step, and what it took, once the state lies where the program expects it."""
+    state = jax.block_until_ready(stored_as(state, abstract))
+    start = time.perf_counter()
+    state, _ = jax.block_until_ready(program(state, batch))
+    return state, time.perf_counter() - start
+
+
+def decide(context: Context, kept: dict[str, list[float]], left: list[str]) -> None:
+    """Of the candidates that are left, the one that asks for the least memory."""
+    record = context.record
+    memory = {name: piece["bytes"] for name, piece in record.of("fit").items()}
+    best = min(left, key=lambda name: memory[name])
+    if not kept:
+        says = f"{describe(named(best))} is the only one that fits, so nothing was timed"
+        if len(left) > 1:
+            says = "no round was timed within the budget"
+        kind = "not done"
+    else:
+        behind = slowdowns(kept)
+        others = ", ".join(
+            f"{name} {of.value:+.1%} [{of.low:+.1%}, {of.high:+.1%}]"
+            for name, of in sorted(behind.items(), key=lambda item: item[1].value)
+            if of.value or of.high
+        )
+        per_step = sum(kept[best]) / len(kept[best])
+        tied = (
+            f"; {len(left)} could not be told apart, and it asks for the least memory of them" if len(left) > 1 else ""
+        )
+        says = (
+            f"{describe(named(best))}: {context.config.batch.tokens_per_step / per_step:,.0f} tokens/s{tied}. Time of "
+            f"the others over the fastest, with intervals of 95%: {others}"
+        )
+        kind = "measured"
+    if notes := padding(context.config, jax.devices()[0].platform):
+        says += f". Slow whatever the rows: {notes}"
+    record.decide(Decision("time", says, kind, named(best).options() if kind == "measured" else {}))
+
+
+def padding(config: Config, platform: str) -> str:
+    """What a TPU's tiles of 128 lanes, or a GPU's of 64, pad in the network's products, with its share; empty where
+    nothing is known to be padded (a CPU)."""
+    tile = {"tpu": 128, "gpu": 64, "cuda": 64}.get(platform)
+    if tile is None:
+        return ""
+    model, tensor = config.model, config.mesh.tensor
+    sizes = {
+        "model.width": model.width,
+        "model.head_dim": model.head_dim,
+        "model.vocab_size / mesh.tensor": model.vocab_size // tensor,
+        "4 model.width / mesh.tensor": 4 * model.width // tensor,
+    }
+    padded = {name: -(-size // tile) * tile for name, size in sizes.items()}
+    return ", ".join(
+        f"{name}={size} is padded to {padded[name]} ({1 - size / padded[name]:.0%} of the work is for nothing)"
+        for name, size in sizes.items()
+        if size < padded[name]
+    )

@@ -1,0 +1,186 @@
+"""A short run, in the loop of train.py: it saves checkpoints, is continued where it was stopped, and says how it does
+on held-out text."""
+
+import math
+import shutil
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from configs.schema import Config, UserError, with_options
+from data.dataset import Text
+from data.loader import StagedBatches, StepBatches, held_out_batches, local_rows, train_batches
+from hosts.runtime import Stop
+from run.checkpoint import Checkpoints
+from run.events import Events
+from run.folder import Past, RunLock, accept, open_run, require_checkpoints
+from run.goodput import Times
+from run.hooks.idle import Idle
+from run.hooks.judge import Judge
+from run.hooks.log import Log
+from run.hooks.save import Save
+from run.hooks.watch import Watch
+from run.progress import Progress, Start
+from run.stages import Programs
+from tools.tune.tune_json import Record
+from train import take_steps
+from training.build import Build, build
+from training.state import stored_as
+
+HELD_OUT = 32  # batches of held-out text at most, whose losses are compared pair by pair
+LOGGED = 4  # lines that a trial leaves in metrics.jsonl
+
+
+class Until(Stop):
+    """Asks a loop to stop after a step, or when the command is asked to."""
+
+    def __init__(self, asked: Stop, last: int):
+        super().__init__()
+        self.asked, self.last = asked, last
+        self.heeded, self.unheeded = asked.heeded, asked.unheeded
+
+    def after(self, step: int) -> bool:
+        return self.asked.after(step) or step >= self.last
+
+
+class Origin(NamedTuple):
+    """Where a trial starts that does not start at step 0: a checkpoint of another one."""
+
+    folder: Path
+    """The other's."""
+    saved: int
+    """The checkpoint's step."""
+    step: int
+    """How the trial numbers that checkpoint's step: its own steps may be of other sizes."""
+
+
+class Context:
+    """What all stages share."""
+
+    def __init__(self, config: Config, folder: Path, record: Record, text: Text, stop: Stop, say: Callable[[str], Any]):
+        self.config, self.folder, self.record, self.text, self.stop, self.say = config, folder, record, text, stop, say
+
+    def batches(self, built: Build, first_row: int = 0) -> StepBatches:
+        """The run's batches from a row of its sequence on, in a build's shape."""
+        rows = local_rows(built.batch_shape, built.batch_sharding)
+        text, seed = self.text, self.config.seed
+        return StepBatches(text.train, text.mixture, seed, built.batch_shape, rows, text.document_bos, first_row)
+
+    @cached_property
+    def held_out(self) -> tuple[Any, list[Any], Any]:
+        """The program that evaluates, held-out batches of a micro-batch's rows, and how its parameters are stored."""
+        built = build(self.config)
+        shape, token_bytes = (1, *built.batch_shape[1:]), self.text.tokenizer.token_bytes
+        tokens, text = held_out_tokens(self.config), self.text
+        batches, _ = held_out_batches(
+            text.val, text.weights, tokens, token_bytes, shape, built.batch_sharding, text.document_bos
+        )
+        return built.eval_step, batches, built.abstract_state.params
+
+    def evaluated(self, params: dict) -> list[float]:
+        """The mean loss of each held-out batch."""
+        eval_step, batches, abstract = self.held_out
+        params = stored_as(params, abstract)  # a trial's mesh may be another
+        sums = [eval_step(params, batch) for batch in batches]
+        return [float(loss.sum()) / max(int(tokens.sum()), 1) for loss, tokens in sums]
+
+    def train(self, name: str, config: Config, until: int, origin: Origin | None = None) -> dict | None:
+        """Trains in the folder `name` up to step `until` of `config.steps`: a run as train.py's, which tools.report
+        shows, and which is continued where it was stopped. Returns its parameters, or None where so many steps were
+        skipped that it makes no sense to go on. SystemExit where the command was asked to stop."""
+        run_dir = self.folder / name
+        built = build(trial_config(config, run_dir, until - (origin.step if origin else 0)))
+        with RunLock(run_dir) as lock:
+            past = Past(*open_run(built.config, self.text.fingerprint, False, lock))
+            require_checkpoints(built.config, past)
+            return self._train(name, built, until, origin)
+
+    def _train(self, name: str, built: Build, until: int, origin: Origin | None) -> dict | None:
+        config, run_dir = built.config, built.config.run_dir
+        saved = lambda step: Events(run_dir).add("saved", step)
+        checkpoints = Checkpoints(run_dir, config.checkpoint, on_saved=saved)
+        begins = self._start(built, checkpoints, origin)
+        if begins.step >= until:
+            checkpoints.close()
+            return begins.state.params
+        times, say = Times(), lambda said: self.say(f"{name}: {said}")
+        programs = Programs([built], times, say)
+        programs.compile(begins.step)
+        accept(config, self.text.fingerprint, [], begins.step, begins.position)
+        batches = StagedBatches({0: self.batches(built, begins.position // config.batch.sequence_length)})
+        progress = Progress(config, begins, batches)
+        start = lambda: (progress, train_batches(batches, built.batch_sharding, config.data.workers))
+        watch, idle = Watch(config, times), Idle(times)
+        log = Log(built, watch, lambda position: {}, None, say)
+        save = Save(config, checkpoints, self.text.fingerprint, watch, say)
+        hooks = [watch, idle, log, Judge(config, log, save, self.text.seen, say), save]
+        run, gave_up = take_steps(start, programs, idle, hooks, Until(self.stop, until), lambda run, jump: None)
+        checkpoints.close()
+        if gave_up:
+            say(gave_up)
+            return None
+        if run.step < until:
+            self.say(f"stopped in {name} after step {run.step}; the same command goes on from there")
+            raise SystemExit(self.stop.agreed_code())
+        return run.state.params
+
+    def _start(self, built: Build, checkpoints: Checkpoints, origin: Origin | None) -> Start:
+        found = checkpoints.restore_newest(built.abstract_state, self.say)
+        if found is not None:
+            state, facts = found
+            return Start(state, facts["step"], facts["tokens"], facts["position"], facts["seconds"])
+        if origin is None:
+            return Start(built.create_state())
+        theirs = Checkpoints(origin.folder)
+        if origin.saved not in theirs.steps:
+            raise UserError(f"{origin.folder} holds no checkpoint of step {origin.saved} any more; give another --out")
+        state, facts = theirs.restore(origin.saved, built.abstract_state)
+        theirs.close()
+        state = state._replace(step=np.int32(origin.step))
+        return Start(stored_as(state, built.abstract_state), origin.step, facts["tokens"], facts["position"])
+
+    def losses(self, name: str, config: Config, until: int, origin: Origin | None = None) -> dict:
+        """Trains, and evaluates: a piece, with the losses of the held-out batches, infinite where it gave up."""
+        params = self.train(name, config, until, origin)
+        batches = len(self.held_out[1])
+        losses = self.evaluated(params) if params is not None else [math.inf] * batches
+        steps = until - (origin.step if origin else 0)
+        return {"losses": losses, "tokens": steps * config.batch.tokens_per_step + evaluation_cost(self.config)}
+
+    def forget(self, name: str) -> None:
+        """Deletes the checkpoints of a trial whose piece is on record."""
+        shutil.rmtree(self.folder / name / "checkpoints", ignore_errors=True)
+
+
+def held_out_tokens(config: Config) -> int:
+    """Tokens of the held-out text that trials are compared on."""
+    _, rows, length = build(config).batch_shape
+    return min(config.eval.tokens, HELD_OUT * rows * length)
+
+
+def evaluation_cost(config: Config) -> int:
+    """What evaluating once costs, in tokens of training: a forward pass is a third of a step."""
+    return held_out_tokens(config) // 3
+
+
+def trial_config(config: Config, run_dir: Path, steps: int) -> Config:
+    """The config of a trial of so many steps: one checkpoint, no evaluation in between, nobody told of it, and no way
+    back from a jump, which would change its data."""
+    return with_options(
+        config,
+        {
+            "run_dir": str(run_dir),
+            "resume": "auto",
+            "checkpoint.folder": "",
+            "checkpoint.keep": 1,
+            "checkpoint.keep_every": 0,
+            "stability.rollback": False,
+            "log.every_steps": max(1, steps // LOGGED),
+            "log.on_event": "",
+            "log.wandb": "",
+            "profile.steps": "",
+        },
+    )

@@ -1,0 +1,135 @@
+"""What tools.tune has found out: tune.json, written whole after each finished piece of work."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from configs.files import write_whole
+from configs.schema import Config, UserError, options
+from model.flops import flops_per_token
+
+STAGES = ("fit", "time", "noise", "rate", "branch")
+FORMAT = 2  # of tune.json: another where pieces are named otherwise, or made so that older ones would not compare
+KNOWN_BY = ("format", "device", "devices", "jax")  # what measurements of one folder must share, besides the config
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a stage says."""
+
+    stage: str
+    says: str
+    """The choice, or that there is none, with its interval and its reason."""
+    kind: Literal["measured", "extrapolated", "not done"]
+    options: dict[str, Any]
+    """What it would have the config say, by the options' names; of a rate or batch, the factors."""
+
+
+class Record:
+    """Pieces of work by name (`rate/1/x2`), each with `tokens` that it cost, in a folder. A piece that is there is not
+    done again."""
+
+    def __init__(self, folder: Path, config: Config, budget: float, device: Any, devices: int):
+        """`budget`: a share of the run's FLOPs; 0 is without limit. UserError where the folder is of another config,
+        machine or version."""
+        self.path = folder / "tune.json"
+        self.run_tokens = config.steps * config.batch.tokens_per_step
+        self.allowed = budget * self.run_tokens if budget else math.inf
+        known = {"format": FORMAT, "device": device.device_kind, "devices": devices, "jax": jax.__version__}
+        self.facts = {
+            "config": options(config),
+            **known,
+            "budget": budget,
+            "run_tokens": self.run_tokens,
+            "flops_per_token": flops_per_token(config.model, config.batch.sequence_length),
+        }
+        self.pieces: dict[str, dict] = {}
+        self.decisions: dict[str, Decision] = {}
+        """By stage, in the order of the stages, those of earlier starts included."""
+        if self.path.exists():
+            before = json.loads(self.path.read_text())
+            self.pieces = self._continued(before)
+            self.decisions = {decision["stage"]: Decision(**decision) for decision in before["decisions"]}
+
+    def _continued(self, before: dict) -> dict[str, dict]:
+        now = json.loads(json.dumps(self.facts))  # which knows no tuples
+        old, new = before["config"] | before, now["config"] | now
+        names = [*KNOWN_BY, *sorted(before["config"].keys() | now["config"].keys())]
+        different = [
+            f"{name}: {old.get(name)}, now {new.get(name)}" for name in names if old.get(name) != new.get(name)
+        ]
+        if different:
+            raise UserError(
+                f"{self.path} is of another config, machine or version; give another --out. Different are:\n  "
+                + "\n  ".join(different)
+            )
+        return before["pieces"]
+
+    def of(self, stage: str) -> dict[str, dict]:
+        """The pieces of a stage, by the rest of their names."""
+        return {name[len(stage) + 1 :]: piece for name, piece in self.pieces.items() if name.startswith(f"{stage}/")}
+
+    def piece(self, name: str, work: Callable[[], dict]) -> dict:
+        """What `work` returns (JSON can hold it; `tokens`: its cost), once: from then on what is on record."""
+        if name not in self.pieces:
+            self.put(name, work())
+        return self.pieces[name]
+
+    def put(self, name: str, piece: dict) -> None:
+        """Puts a piece on record, or one that has grown."""
+        self.pieces[name] = piece
+        self.write()
+
+    def decide(self, decision: Decision) -> None:
+        """Puts what a stage decides on record, in place of what it decided before."""
+        made = {**self.decisions, decision.stage: decision}
+        self.decisions = {stage: made[stage] for stage in STAGES if stage in made}
+        self.write()
+
+    def decided(self, stage: str, option: str, default: Any) -> Any:
+        """What a stage decided for an option, in this start or an earlier one."""
+        return self.decisions[stage].options.get(option, default) if stage in self.decisions else default
+
+    @property
+    def speed(self) -> dict[str, Any]:
+        """The options of speed that were decided, as timed, else as what fits."""
+        made = [self.decisions[stage].options for stage in ("fit", "time") if stage in self.decisions]
+        return {name: value for options in made for name, value in options.items()}
+
+    def write(self) -> None:
+        """The whole file."""
+        decisions = [vars(decision) for decision in self.decisions.values()]
+        whole = {**self.facts, "spent": self.spent / self.run_tokens, "decisions": decisions, "pieces": self.pieces}
+        write_whole(self.path, json.dumps(_finite(whole), indent=1, allow_nan=False) + "\n")
+
+    @property
+    def spent(self) -> float:
+        """Tokens that the pieces cost."""
+        return sum(piece.get("tokens", 0) for piece in self.pieces.values())
+
+    @property
+    def left(self) -> float:
+        """Tokens that may still be spent."""
+        return max(0.0, self.allowed - self.spent)
+
+    def cost(self, stage: str) -> float:
+        """Tokens that a stage took."""
+        return sum(piece.get("tokens", 0) for piece in self.of(stage).values())
+
+    def share(self, tokens: float) -> str:
+        """Tokens as a share of the run, for messages: `1.25%`."""
+        return f"{100 * tokens / self.run_tokens:.3g}%"
+
+
+def _finite(value: Any) -> Any:
+    """The same, with "inf" in place of numbers that JSON does not have; `float` reads them back."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
