@@ -29,7 +29,7 @@ from evaluation.core import READS, TIES, read_bundle
 from evaluation.document_losses import DocumentLosses
 from evaluation.documents import Source, digest, read_sources
 from evaluation.generation import make_generate
-from evaluation.log import append_to_log, open_log, to_lines
+from evaluation.item_log import append_to_log, open_log, to_lines
 from evaluation.scorer import Scorer
 from evaluation.table import as_table
 from hosts.runtime import cache_dir, check_hosts_agree, on_first_process, run_command, start_jax

@@ -12,7 +12,7 @@ import numpy as np
 from configs.files import write_whole
 from data.tokenizer import TextTokenizer
 from evaluation.core import TIES, Task, encode, figures, judge
-from evaluation.log import recorded
+from evaluation.item_log import recorded
 from evaluation.scorer import Scorer
 
 

@@ -18,7 +18,7 @@ from configs.schema import UserError
 from data.tokenizer import TextTokenizer
 from evaluation.core import Question
 from evaluation.generation import Generate
-from evaluation.log import recorded
+from evaluation.item_log import recorded
 from evaluation.scorer import Scorer, coarse_size, size_down
 
 try:

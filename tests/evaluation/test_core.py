@@ -13,7 +13,7 @@ import pytest
 from configs.schema import BatchConfig, MeshConfig, UserError
 from evaluation.benchmarks import Benchmarks, plot_core
 from evaluation.core import KINDS, READS, Task, encode, figures, judge, read_bundle
-from evaluation.log import append_to_log, open_log
+from evaluation.item_log import append_to_log, open_log
 from evaluation.scorer import Scorer, Scores, by_shape, chunk_of, size_down, size_up, tokens_of
 from tests.evaluation import nanochat_core
 from tests.evaluation.core_bundle import CONFIG, LONGEST, TASKS, make_bundle, params, tokenizer

@@ -3,7 +3,7 @@
 import pytest
 
 from configs.schema import UserError
-from evaluation.log import open_log
+from evaluation.item_log import open_log
 
 
 def test_a_place_that_cannot_be_written_and_a_damaged_log_are_told_apart(tmp_path):
