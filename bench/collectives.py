@@ -24,7 +24,6 @@ from configs.command_line import parse
 from configs.schema import Positive
 from hosts.runtime import run_command
 from model.flops import parameter_counts
-from hosts.runtime import run_command
 from tools.programs.compile import compile_step
 from tools.programs.hlo import estimated_cycles, traffic
 from tools.programs.hlo_collectives import Collective, collectives

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from configs.schema import Config, Positive, validate
-from model.flops import flops_per_token, parameter_counts
 from hosts.machines import peak_flops
+from model.flops import flops_per_token, parameter_counts
 from tools.programs.device_memory import peak_memory_bytes
 from tools.programs.operations import top_operations
 from training.build import Build, build

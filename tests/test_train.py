@@ -39,12 +39,12 @@ import tools.report.__main__ as report
 import train
 from configs.exit_codes import Exit
 from configs.ramp import Ramp
+from hosts.machines import machines
+from hosts.runtime import run_command
 from run.checkpoint import Checkpoints
 from run.events import Events, batch_of
 from run.folder import RunLock
 from run.lines import read_metrics
-from hosts.machines import machines
-from hosts.runtime import run_command
 from tests.evaluation.core_bundle import make_bundle
 from tests.evaluation.harness_tasks import make_tasks
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from configs.ramp import Ramp
 from configs.schema import options
+from hosts.machines import peak_flops
 from hosts.peers import exchange
 from model.flops import flops_per_token
 from run.diagnosis import Diagnosis
@@ -20,7 +21,6 @@ from run.events import Events
 from run.hooks.hook import Hook
 from run.hooks.watch import Watch
 from run.lines import read_metrics
-from hosts.machines import peak_flops
 from run.metrics import MetricsWriter
 from run.progress import Due, Progress
 from run.record import Record

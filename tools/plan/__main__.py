@@ -17,11 +17,11 @@ from dataclasses import dataclass, fields, replace
 from configs.command_line import exit_code_of, parse
 from configs.exit_codes import Exit
 from configs.schema import AnyPaths, Config, FilePath, NotNegative, UserError
-from tools.report.runs import read_runs
 from tools.plan import compiled, output
 from tools.plan.candidate import Candidate, known_topology, name_of
 from tools.plan.measured import measured, of_machines
 from tools.plan.search import Given, Row, more_devices, nearest_change, row_of, search
+from tools.report.runs import read_runs
 
 
 @dataclass(frozen=True)

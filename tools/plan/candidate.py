@@ -5,8 +5,8 @@ from functools import cached_property
 from math import prod
 
 from configs.schema import Config, UserError
-from model.shapes import DATA, Parameter, kinds
 from hosts.machines import Machine, machines
+from model.shapes import DATA, Parameter, kinds
 from tools.programs.topologies import Topology, parse_topology, shapes_of
 from training.layout import AXES, data_parts, inside, mesh_shape, place, step_shape
 

@@ -8,12 +8,12 @@ from configs.command_line import config_from_json
 from configs.ramp import Ramp
 from configs.schema import Config, UserError, with_options
 from hosts.machines import machine_of
-from tools.report.runs import Run
 from tools.plan.candidate import Candidate, name_of
 from tools.plan.evaluation_memory import device_bytes
 from tools.plan.search import Given, nearest_change, row_of
 from tools.plan.step_time import step_time
 from tools.programs.topologies import Topology
+from tools.report.runs import Run
 
 GIB = 2**30
 

@@ -21,10 +21,10 @@ from configs.command_line import parse
 from configs.exit_codes import Exit
 from configs.schema import Config, FilePath, NotNegative, UserError
 from data.dataset import open_text
-from run.diagnosis import BLOCKS
-from run.folder import RunLock
 from hosts.machines import machines
 from hosts.runtime import Stop, cache_dir, run_command, start_jax
+from run.diagnosis import BLOCKS
+from run.folder import RunLock
 from tools.programs.device_memory import GIB, device_bytes
 from tools.programs.topologies import devices_of, parse_topology
 from tools.tune import branch, fit, noise, panels, rate, timing, tuned

@@ -14,10 +14,9 @@ from configs.schema import Config, EvalConfig, MeshConfig, UserError, resolved, 
 from data.loader import held_out_batches
 from data.packing import StreamRows
 from data.shards import TokenStream
+from hosts.machines import HEADROOM, machines
 from model.gpt import GPT
 from model.shapes import parameters
-from hosts.machines import HEADROOM, machines
-from tools.report.runs import read_run
 from tests.helpers import ALL_FEATURES, tiny_config
 from tests.tools.programs.test_hlo_collectives import MESHES, lowered
 from tools.plan import compiled, output
@@ -30,6 +29,7 @@ from tools.plan.search import Given, nearest_change, row_of, search
 from tools.plan.step_time import step_time
 from tools.plan.whole_run import PROCESSORS, whole_run
 from tools.programs.hlo_collectives import collectives
+from tools.report.runs import read_run
 from training.build import build
 
 GIB = 2**30

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 import report
+
 from configs.command_line import load_config
 from configs.schema import options, validate
 from hosts.runtime import run_command
