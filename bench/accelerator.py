@@ -1,8 +1,8 @@
-"""Everything that wants a device, in order of worth, within so many minutes: python -m bench.accelerator --minutes=9
+"""Measure what needs a device, in order of worth, within some minutes: python -m bench.accelerator --minutes=9
 
-Each part is a command of its own with a time limit, and is begun only where that still fits; what failed is recorded
-with its last lines. The same command again goes on with what is missing. It leaves accelerator.json (each part's
-command, seconds and result), index.html (a page with pictures, that needs nothing else) and every part's output.
+Each part is a command with a time limit, and starts only if that limit still fits. A part that fails is recorded with
+its last lines. The same command again continues with what is missing. It writes accelerator.json (each part's command,
+seconds and result), summary.md (what it prints at the end) and each part's output.
 """
 
 import json
@@ -10,19 +10,20 @@ import os
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.accelerator_page import page
 from configs.command_line import parse_arguments
 from configs.files import write_whole
 from configs.schema import FilePath, Positive, UserError
 from hosts.runtime import run_command
+from run.events import Events
 from run.lines import read_metrics
 
 LAST_LINES = 15
@@ -30,6 +31,7 @@ DEVICE = (
     "import jax, json; d = jax.devices(); "
     "print(json.dumps({'device': d[0].device_kind, 'devices': len(d), 'jax': jax.__version__}))"
 )
+COLUMNS = ("tokens_per_second", "mfu", "peak_gib", "step_seconds", "compile_seconds")
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class Arguments:
     """What is measured on the devices here, and for how long."""
 
     minutes: Positive[float] = 9.0
-    """No part is begun that might not end within them."""
+    """No part starts that might not end within them."""
     out: FilePath = "runs/accelerator"
-    """Folder of the results. What it holds already is not measured again."""
+    """Folder of the results. Parts whose results it holds are not measured again."""
     plain: FilePath = "configs/d12.py"
     """Config of the plain network."""
     full: FilePath = "configs/nanochat.py"
@@ -49,12 +51,12 @@ class Arguments:
     rows: tuple[Positive[int], ...] = (32, 16)
     """Rows of a micro-batch on a device at each depth."""
     micro_batches: Positive[int] = 8
-    """Of a step."""
+    """Micro-batches of a step."""
     options: str = ""
     """Further options of every config, as they are typed: `--options="--data.source=FOLDER --mesh.fsdp=2"`."""
     beside: str = ""
-    """A shell command that measures another program on the same network and prints a JSON line with tokens_per_second;
-    it is run between the throughputs. Empty: left out."""
+    """A shell command that measures another program on the same network and prints a JSON line with tokens_per_second.
+    It runs between the throughputs. Empty: left out."""
     parts: tuple[str, ...] = ()
     """Only these, by their names. Empty: all."""
 
@@ -65,101 +67,117 @@ class Part(NamedTuple):
     name: str
     command: list[str]
     limit: int
-    """Seconds after which it is ended; it is begun only where they are left."""
+    """Seconds after which it is ended. It starts only if they are left."""
     read: Callable[[str], dict[str, Any]]
     """Its result, from what the command printed."""
 
 
-def last_json(said: str) -> dict[str, Any]:
-    return json.loads(said.strip().splitlines()[-1])
+def last_json(output: str) -> dict[str, Any]:
+    return json.loads(output.strip().splitlines()[-1])
 
 
-def profiled(said: str) -> dict[str, Any]:
-    """The JSON line, and the table before it."""
-    return last_json(said) | {"profile": "\n".join(said.strip().splitlines()[:-1])}
-
-
-def swept(said: str) -> dict[str, Any]:
-    return {"points": [json.loads(line) for line in said.splitlines() if line.startswith("{")]}
+def profiled(output: str) -> dict[str, Any]:
+    """Return the JSON line, and the table before it."""
+    return last_json(output) | {"profile": "\n".join(output.strip().splitlines()[:-1])}
 
 
 def parts_of(arguments: Arguments) -> list[Part]:
-    """All parts, the most telling first."""
-    out, plain, full = Path(arguments.out), arguments.plain, arguments.full
-    depth, rows, options = arguments.depths[0], arguments.rows[0], shlex.split(arguments.options)
-    at, size = f"d{depth}", [f"--depth={depth}", f"--rows={rows}", f"--micro_batches={arguments.micro_batches}"]
+    """Return all parts, the most telling first."""
+    out, plain, full, options = Path(arguments.out), arguments.plain, arguments.full, shlex.split(arguments.options)
+    depth, rows, step = arguments.depths[0], arguments.rows[0], f"--micro_batches={arguments.micro_batches}"
 
-    def bench(program: str, config: str, *words: str) -> list[str]:
-        return [sys.executable, "-m", f"bench.{program}", f"--config={config}", *words, *options]
+    def throughput(name: str, config: str, *words: str, depth: int = depth, rows: int = rows) -> Part:
+        command = [sys.executable, "-m", "bench.throughput", f"--config={config}", f"--depth={depth}", f"--rows={rows}"]
+        return Part(name, [*command, *words, *options], 150, profiled)
 
-    def throughput(name: str, config: str, *words: str, i: int = 0) -> Part:
-        sizes = [f"--depth={arguments.depths[i]}", f"--rows={arguments.rows[i]}", size[2]]
-        return Part(name, bench("throughput", config, *sizes, *words), 150, profiled)
+    def both(depth: int, rows: int) -> list[Part]:
+        networks = (("plain", plain), ("full", full))
+        return [throughput(f"{n} d{depth}", c, step, "--profile", depth=depth, rows=rows) for n, c in networks]
 
-    def of_depth(i: int) -> list[Part]:
-        both, at = (("plain", plain), ("full", full)), arguments.depths[i]
-        return [throughput(f"{name} d{at}", config, "--profile", i=i) for name, config in both]
-
-    run_dir, some = out / "run", [str(max(1, rows * n // 4)) for n in (1, 2, 4, 8)]
-    training = (
-        f"--steps=40 --log.every_steps=5 --checkpoint.every_steps=1000 --eval.every_steps=1000 --run_dir={run_dir}"
-    )
-    train = f"{training} --eval.tokens=65536 --batch.rows_per_device={rows}".split()
+    run_dir = out / "run"
+    train = "--steps=40 --log.every_steps=5 --checkpoint.every_steps=20 --eval.every_steps=1000 --eval.tokens=65536"
+    train = [*train.split(), f"--run_dir={run_dir}", f"--batch.rows_per_device={rows}", *options]
+    train = [sys.executable, "train.py", f"--config={plain}", *train]
     short = "--steps=60 --model.depth=4 --checkpoint.every_steps=10 --checkpoint.keep_every=20 --eval.every_steps=30"
     short += f" --eval.tokens=65536 --log.every_steps=5 --batch.tokens_per_step=65536 {arguments.options}"
     chaos = ["--faults=3", f"--out={out / 'chaos'}", f"--config={full}", f"--options={short}"]
     return [
-        *of_depth(0),
-        throughput(f"full {at}, not deterministic", full, "--deterministic=False"),
+        *both(depth, rows),
+        throughput(f"full d{depth}, not deterministic", full, step, "--deterministic=False"),
         Part("beside", ["bash", "-c", arguments.beside], 180, last_json),
         Part("kill and resume", [sys.executable, "-m", "bench.chaos", *chaos], 300, last_json),
-        *(part for i in range(1, len(arguments.depths)) for part in of_depth(i)),
-        Part(
-            "train.py",
-            [sys.executable, "train.py", f"--config={plain}", *train, *options],
-            300,
-            lambda _: of_run(run_dir),
-        ),
-        Part("micro-batches", bench("micro_batches", plain, f"--out={out}/rows.png", "--rows", *some), 300, swept),
-        throughput(f"plain {at}, windows", plain, "--model.window_pattern=SSSL"),
-        Part("checkpoints", bench("checkpoints", plain, "--saves=3", "--steps_between=20"), 200, last_json),
-        Part("inference", bench("inference", plain, *size), 150, last_json),
-        Part("diagnostics", bench("diagnostics", plain, *size), 180, last_json),
+        *(part for sizes in list(zip(arguments.depths, arguments.rows))[1:] for part in both(*sizes)),
+        Part("train.py", train, 300, lambda _: of_run(run_dir)),
+        *(throughput(f"plain d{depth}, {n} rows", plain, rows=n) for n in (rows // 4, rows // 2, 2 * rows) if n),
+        throughput(f"plain d{depth}, windows", plain, step, "--model.window_pattern=SSSL"),
+        throughput(f"plain d{depth}, sampling", plain, step, "--program=sampling"),
+        throughput(f"plain d{depth}, evaluation", plain, step, "--program=evaluation"),
+        throughput(f"plain d{depth}, measuring itself", plain, step, "--program=measuring_step"),
     ]
 
 
 def of_run(run_dir: Path) -> dict[str, Any]:
-    """The rate of a run's logged steps, after the first."""
-    lines = [line for line in read_metrics(run_dir) if "tokens_per_second" in line][1:]
-    rates = sorted(line["tokens_per_second"] for line in lines)
+    """Return the rate of a run's logged steps, after the first, and the seconds that a save holds the run up for."""
+    rates = [line["tokens_per_second"] for line in read_metrics(run_dir) if "tokens_per_second" in line][1:]
     summary = json.loads((run_dir / "summary.json").read_text())
-    return {"tokens_per_second": rates[len(rates) // 2], "goodput": summary["goodput"], "loss": summary["loss"]}
+    saves = sum(event["event"] == "saved" for event in Events(run_dir).read())
+    result = {"tokens_per_second": statistics.median(rates), "seconds_of_a_save": summary["goodput"]["saving"] / saves}
+    return result | {"goodput": summary["goodput"], "loss": summary["loss"]}
 
 
 def carry_out(part: Part, log: Path, limit: float) -> dict[str, Any]:
-    """Runs it and whatever it starts, and ends them all at the limit. What it gave, or its last lines."""
+    """Run a part and whatever it starts, and end them all at the limit. Return its result, or its last lines."""
     begin = time.monotonic()
-    with log.open("w+") as output:
-        process = subprocess.Popen(
-            part.command, stdout=subprocess.PIPE, stderr=output, text=True, start_new_session=True
-        )
+    with log.open("w+") as file:
+        process = subprocess.Popen(part.command, stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True)
         try:
-            said, _ = process.communicate(timeout=limit)
+            output, _ = process.communicate(timeout=limit)
             reason = f"exit code {process.returncode}" if process.returncode else ""
         except subprocess.TimeoutExpired:
-            said, reason = "", f"not done in {limit:.0f} s"
+            output, reason = "", f"not done in {limit:.0f} s"
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                said = process.communicate()[0]
-        output.write(said)
+                output = process.communicate()[0]
+        file.write(output)
     facts = {"command": shlex.join(part.command), "seconds": round(time.monotonic() - begin, 1)}
     try:
         if not reason:
-            return facts | {"result": part.read(said)}
-    except (ValueError, LookupError, OSError, TypeError) as error:
+            return facts | {"result": part.read(output)}
+    except (ValueError, LookupError, OSError, TypeError, ZeroDivisionError) as error:
         reason = f"its output cannot be read: {error}"
     return facts | {"failed": reason, "last_lines": log.read_text().splitlines()[-LAST_LINES:]}
+
+
+def summary_of(record: dict[str, Any], names: list[str]) -> str:
+    """Return accelerator.json's contents in words and a table; `names`: the parts', in order."""
+    results = {name: record["parts"].get(name, {}).get("result", {}) for name in names}
+    lines = [f"# {record['device']['devices']} x {record['device']['device']}, JAX {record['device']['jax']}", ""]
+    lines += [f"- {text}" for text in comparisons(results)]
+    for name, part in record["parts"].items():
+        lines += [f"- {name} failed: {part['failed']}"] if "failed" in part else []
+    lines += [f"- no time yet for {name}" for name in record["no_time_for"]]
+    lines += ["", "| | " + " | ".join(COLUMNS).replace("_", " ") + " |", "| --- " * (1 + len(COLUMNS)) + "|"]
+    for name, result in results.items():
+        if "tokens_per_second" in result:
+            lines.append(f"| {name} | " + " | ".join(str(result.get(key, "")) for key in COLUMNS) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def comparisons(results: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield each part's tokens a second over those of the part that it is to be compared with, and other figures."""
+    rate = {name: result["tokens_per_second"] for name, result in results.items() if "tokens_per_second" in result}
+    plain = next((name for name in rate if name.startswith("plain ")), "")
+    pairs = [(name, name.replace("full", "plain")) for name in rate if name.startswith("full ") and "," not in name]
+    pairs += [(name, name.split(",")[0]) for name in rate if "," in name] + [("train.py", plain)]
+    pairs += [(name, "beside") for name in rate if "," not in name and name.startswith(("plain ", "full "))]
+    for name, other in pairs:
+        if name in rate and other in rate:
+            yield f"{name}: {rate[name] / rate[other]:.3f} of the tokens a second of {other}"
+    if "train.py" in rate:
+        yield f"a save holds train.py up for {results['train.py']['seconds_of_a_save']:.2f} s"
+    if killed := results["kill and resume"]:
+        yield f"runs killed {killed['faults']} times ended with the parameters of one that was not, to the bit"
 
 
 def main() -> int:
@@ -168,44 +186,42 @@ def main() -> int:
     if len(arguments.depths) != len(arguments.rows) or not arguments.rows:
         raise UserError(f"--rows={arguments.rows}: give as many as --depths={arguments.depths}")
     parts = parts_of(arguments)
-    if unknown := set(arguments.parts) - {part.name for part in parts}:
-        raise UserError(f"--parts: no part is named {sorted(unknown)}; there are {[part.name for part in parts]}")
+    names = [part.name for part in parts]
+    if unknown := set(arguments.parts) - set(names):
+        raise UserError(f"--parts: no part is named {sorted(unknown)}; there are {names}")
     out.mkdir(parents=True, exist_ok=True)
-    record = out / "accelerator.json"
-    found: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {"parts": {}}
-    where = carry_out(Part("device", [sys.executable, "-c", DEVICE], 120, last_json), out / "device.log", 120)
-    if "failed" in where:
-        raise UserError("JAX finds no device here:\n" + "\n".join(where["last_lines"]))
-    if found.get("where", where["result"]) != where["result"]:
-        raise UserError(f"{record} was measured on {found['where']}, and this is {where['result']}; give another --out")
-    found["where"] = where["result"]
+    path = out / "accelerator.json"
+    record: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"parts": {}}
+    here = carry_out(Part("device", [sys.executable, "-c", DEVICE], 120, last_json), out / "device.log", 120)
+    if "failed" in here:
+        raise UserError("JAX finds no device here:\n" + "\n".join(here["last_lines"]))
+    device = here["result"]
+    if record.setdefault("device", device) != device:
+        raise UserError(f"{path} was measured on {record['device']}, and this is {device}; give another --out")
 
     def wanted(part: Part) -> bool:
-        mine = found["parts"].get(part.name, {})
-        chosen = not arguments.parts or part.name in arguments.parts
-        return chosen and not ("result" in mine and mine["command"] == shlex.join(part.command))
+        if part.name not in (arguments.parts or names) or (part.name == "beside" and not arguments.beside):
+            return False
+        before = record["parts"].get(part.name, {})
+        return "result" not in before or before["command"] != shlex.join(part.command)
 
-    todo = [part for part in parts if wanted(part) and (part.name != "beside" or arguments.beside)]
-    todo.sort(key=lambda part: "failed" in found["parts"].get(part.name, {}))  # those that failed come last
-    waiting = [part.name for part in todo]
-    for part in [*todo, None]:
-        if part is not None:
-            if time.monotonic() + part.limit > deadline:
-                continue
-            for folder in ("run", "chaos") if part.name in ("train.py", "kill and resume") else ():
-                shutil.rmtree(out / folder, ignore_errors=True)  # of an attempt that failed
-            print(f"{part.name} ...", flush=True)
-            done = carry_out(part, out / f"{part.name}.log", part.limit)
-            found["parts"][part.name] = done
-            waiting.remove(part.name)
-            said = {name: value for name, value in done.get("result", {}).items() if name != "profile"}
-            print(f"  {done['seconds']} s: {done.get('failed') or json.dumps(said)}", flush=True)
-        found["no_time_for"], found["beside"] = waiting, arguments.beside
-        write_whole(record, json.dumps(found, indent=2))
-        write_whole(out / "index.html", page(found, [part.name for part in parts]))
-    print(f"{out}/index.html, {record}")
-    if waiting:
-        print(f"no time for {', '.join(waiting)}; the same command goes on there")
+    todo = [part for part in parts if wanted(part)]
+    todo.sort(key=lambda part: "failed" in record["parts"].get(part.name, {}))  # those that failed come last
+    record["no_time_for"] = [part.name for part in todo]
+    for part in todo:
+        if time.monotonic() + part.limit > deadline:
+            continue
+        for folder in ("run", "chaos") if part.name in ("train.py", "kill and resume") else ():
+            shutil.rmtree(out / folder, ignore_errors=True)  # of an attempt that failed
+        print(f"{part.name} ...", flush=True)
+        record["parts"][part.name] = carry_out(part, out / f"{part.name}.log", part.limit)
+        record["no_time_for"].remove(part.name)
+        write_whole(path, json.dumps(record, indent=2))
+    write_whole(path, json.dumps(record, indent=2))
+    write_whole(out / "summary.md", summary_of(record, names))
+    print(summary_of(record, names) + f"{path} has the rest")
+    if record["no_time_for"]:
+        print(f"no time for {', '.join(record['no_time_for'])}; the same command continues there")
     return 0
 
 

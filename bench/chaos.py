@@ -1,11 +1,11 @@
-"""Harms a run again and again until it completes: python -m bench.chaos --faults=100. Exits 1 where that changed it.
+"""Harm a run again and again until it completes: python -m bench.chaos --faults=100. Exit code 1 if that changed it.
 
-A small run is made once without trouble, then again, as often as it takes, under SIGKILL: at random moments, and at the
-most delicate ones: in compilation, while a checkpoint is written, while it is made whole, while an old one is deleted.
-With `--processes=4` the run has four hosts. Each fault is of one of them: it is killed, preempted (SIGTERM), stopped
-(SIGSTOP), cut off from process 0, or gets I/O errors from the checkpoints' disk. All are started again after exit codes
-that ask for it. At the end parameters, metrics and TensorBoard's series must be those of the untouched run, no
-checkpoint may have been put aside, and nothing half made may be left.
+A small run completes once without trouble, then again under SIGKILL: at random moments, and at the most delicate ones:
+in compilation, while a checkpoint is written, while it is completed, while an old one is deleted. With `--processes=4`
+the run has four hosts. Each fault is of one of them: it is killed, preempted (SIGTERM), stopped (SIGSTOP), cut off from
+process 0, or gets I/O errors from the checkpoints' disk. All are started again after exit codes that ask for it. At the
+end parameters, metrics and TensorBoard's series must be those of the untouched run, no checkpoint may have been put
+aside, and nothing incomplete may be left.
 """
 
 import json
@@ -65,8 +65,8 @@ class Wire:
     """Carries a host's connections to process 0. While it is cut, nothing passes, and no end learns of it."""
 
     def __init__(self, target: int):
-        self.target, self.whole = target, threading.Event()
-        self.whole.set()
+        self.target, self.connected = target, threading.Event()
+        self.connected.set()
         self.server = socket.create_server(("127.0.0.1", 0))
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -84,7 +84,7 @@ class Wire:
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
         with suppress(OSError):
             while content := source.recv(65536):
-                self.whole.wait()
+                self.connected.wait()
                 sink.sendall(content)
         for end in (source, sink):
             with suppress(OSError):
@@ -146,9 +146,8 @@ class Fault(NamedTuple):
     """With which processes may end."""
 
 
-KILL = Fault(lambda hosts, process, victim: process.kill(), codes=(0, Exit.PEER_LOST, -signal.SIGKILL))
-OF_SEVERAL = {
-    "killed": KILL,
+FAULTS = {
+    "killed": Fault(lambda hosts, process, victim: process.kill(), codes=(0, Exit.PEER_LOST, -signal.SIGKILL)),
     "preempted": Fault(lambda hosts, process, victim: process.terminate(), codes=(0, Exit.PREEMPTED, -signal.SIGTERM)),
     "stopped": Fault(
         lambda hosts, process, victim: process.send_signal(signal.SIGSTOP),
@@ -156,8 +155,8 @@ OF_SEVERAL = {
         (SHORT, LONG),
     ),
     "cut off": Fault(
-        lambda hosts, process, victim: hosts.wires[victim].whole.clear(),
-        lambda hosts, process, victim: hosts.wires[victim].whole.set(),
+        lambda hosts, process, victim: hosts.wires[victim].connected.clear(),
+        lambda hosts, process, victim: hosts.wires[victim].connected.set(),
         (SHORT, LONG),
     ),
     "given errors": Fault(
@@ -179,7 +178,7 @@ def moments(hosts: Hosts, generator: random.Random) -> dict[str, Callable[[float
         "before the first step": lambda seconds: (run_dir / "lock").exists() and seconds > delay / 2,
         "after a few checkpoints": lambda seconds: hosts.newest > several,
         "while a checkpoint is written": lambda seconds: later("*.orbax*/*"),
-        "while it is made whole": lambda seconds: later("*.orbax*/facts/metadata"),
+        "while it is completed": lambda seconds: later("*.orbax*/facts/metadata"),
         "while an old one is deleted": lambda seconds: seconds > 2 and any(checkpoints.glob("*.deleted")),
     }
 
@@ -189,17 +188,15 @@ def state_of(run_dir: Path, processes: int) -> dict:
     lines = [{key: value for key, value in line.items() if key not in TIMES} for line in read_metrics(run_dir)]
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     series = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in ("loss", "val_bpb")}
-    digest = json.loads((run_dir / "summary.json").read_text())["params_sha256"]
     left = sorted(path.name for path in (run_dir / "checkpoints").iterdir())
     if processes > 1:  # a save that fails, or a preemption, moves a checkpoint to another step
         left = [name for name in left if not name.isdigit()]
-    put_aside = len(list(run_dir.glob("bad-checkpoints/*")))
     return {
-        "params_sha256": digest,
+        "params_sha256": json.loads((run_dir / "summary.json").read_text())["params_sha256"],
         "metrics": lines,
         "tensorboard": series,
         "checkpoints": left,
-        "put aside": put_aside,
+        "put aside": len(list(run_dir.glob("bad-checkpoints/*"))),
     }
 
 
@@ -245,8 +242,8 @@ def harm_once(hosts: Hosts, generator: random.Random, record: Counter[str]) -> s
     """Wait for a moment, and harm one process, unless one ends before. Return the codes that processes may end with."""
     kinds, victim = moments(hosts, generator), generator.randrange(hosts.count)
     moment, begin = generator.choice(sorted(kinds)), time.monotonic()
-    name = sorted(OF_SEVERAL)[record.total() % len(OF_SEVERAL)] if hosts.count > 1 else "killed"
-    fault = OF_SEVERAL[name]
+    name = sorted(FAULTS)[record.total() % len(FAULTS)] if hosts.count > 1 else "killed"
+    fault = FAULTS[name]
     if name == "cut off" and victim == 0:
         victim = hosts.count - 1
     # If no such moment comes, it is harmed all the same.
@@ -276,8 +273,8 @@ def main() -> int:
     while not differ and record.total() < arguments.faults:
         if differ := harm(arguments, out / f"harmed-{runs}", generator, record, arguments.faults):
             break
-        found = state_of(out / f"harmed-{runs}", arguments.processes)
-        differ = [f"{name} of harmed-{runs}" for name in expected if expected[name] != found[name]]
+        state = state_of(out / f"harmed-{runs}", arguments.processes)
+        differ = [f"{name} of harmed-{runs}" for name in expected if expected[name] != state[name]]
         runs += 1
     result = {"faults": record.total(), **record, "runs": runs, "differ": differ}
     print(json.dumps({**result, "params_sha256": expected["params_sha256"]}))

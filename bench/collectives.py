@@ -1,13 +1,13 @@
-"""What the compiled training step sends between chips, read from XLA's program: one table, and nothing is run.
+"""Print what the compiled training step sends between chips, read from XLA's program. Nothing is run.
 
 python -m bench.collectives --config=configs/d12.py --topology=v5e:4x4 --mesh.data=-1
 
 With --topology the step is compiled ahead of time for that TPU slice or those GPUs, which need not be there (but what
-drives them must be installed: EXTRA=tpu or cuda), else for the devices here. Exit code 1 where anything crosses the
+drives them must be installed: EXTRA=tpu or cuda), else for the devices here. The exit code is 1 if anything crosses the
 mesh axis `data` inside the scan over micro-batches: gradients should cross it once a step.
 
 Bytes are a chip's payload, not what a ring sends for it: the result of an all-gather, the operand of everything else
-(of a reduce-scatter, the whole tensor before it is scattered). The TPU compiler may make all-reduces of reduce-scatters
+(of a reduce-scatter, the tensor before it is scattered). The TPU compiler may make all-reduces of reduce-scatters
 and, with zeros around each share, of all-gathers: the type and the bytes tell which. Cycles are the TPU compiler's
 estimate of its own scheduled work: not of collectives, attention kernels or asynchronous copies. For other programs,
 the bytes that their instructions read and write in memory stand there.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.measure import Sizes, sized
+from bench.sizes import Sizes, sized
 from configs.command_line import parse
 from configs.schema import Positive
 from hosts.runtime import run_command
@@ -33,25 +33,25 @@ from training.mesh import sizes_of
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(Sizes):
     """For which machine, and the sizes that differ from the config's."""
 
     topology: str = ""
     """A TPU slice, as `v5e:4x4`, `v5p:4x4x4`, `v6e:4x4`; GPUs of a machine, as `h200:8`; or several of them, as
     `2x v5e:4x4`, `64x h200:8`. Empty: the devices here."""
-    rows: Positive[int] = 4
+    rows: Positive[int] | None = 4
     """Rows of a micro-batch on one device."""
-    micro_batches: Positive[int] = 4
+    micro_batches: Positive[int] | None = 4
     """Micro-batches of a step; of a single one the compiler would leave no loop to look into."""
 
 
-def report(found: list[Collective]) -> None:
-    """Prints the table: like collectives in one row."""
+def report(crossed: list[Collective]) -> None:
+    """Print the table: like collectives in one row."""
     rows = defaultdict(lambda: np.zeros(2, int))
-    for c in found:
+    for c in crossed:
         place = "loop" if c.in_loop else "once"
         rows[c.kind, c.dtype, "+".join(c.axes), place, c.label] += (c.times, c.times * c.bytes_each)
-    print(f"{'collective':20}{'type':6}{'axes':18}{'where':7}{'times':>6}{'bytes a step':>16}  label")
+    print(f"{'collective':20}{'type':6}{'axes':18}{'place':7}{'times':>6}{'bytes a step':>16}  label")
     for (kind, dtype, axes, place, label), (times, size) in rows.items():
         print(f"{kind:20}{dtype:6}{axes:18}{place:7}{times:6}{size:16,}  {label}")
 
@@ -59,16 +59,16 @@ def report(found: list[Collective]) -> None:
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
     devices = devices_of(arguments.topology)
-    config = sized(config, Sizes(rows=arguments.rows, micro_batches=arguments.micro_batches), len(devices))
+    config = sized(config, arguments, len(devices))
     built = build(config, devices)
     mesh = built.mesh
     start = time.perf_counter()
     compiled = compile_step(built)
     seconds = time.perf_counter() - start
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    found = collectives(text, sizes_of(mesh))
-    report(found)
-    sums = [c for c in found if c.kind in ("all-reduce", "reduce-scatter") and c.dtype == "f32" and "data" in c.axes]
+    crossed = collectives(text, sizes_of(mesh))
+    report(crossed)
+    sums = [c for c in crossed if c.kind in ("all-reduce", "reduce-scatter") and c.dtype == "f32" and "data" in c.axes]
     reduced = sum(c.times * c.bytes_each for c in sums)
     gradients = 4 * sum(parameter_counts(config.model).values()) // (mesh.shape["fsdp"] * mesh.shape["tensor"])
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -78,7 +78,7 @@ def main() -> int:
     print("memory of a chip:", ", ".join(f"{name} {size / 2**30:.3f} GiB" for name, size in parts.items()))
     cycles = estimated_cycles(text)
     print(f"estimated cycles: {cycles:,}" if cycles else f"read and written in memory: {traffic(text):,} bytes")
-    wrong = [c for c in found if c.in_loop and "data" in c.axes]
+    wrong = [c for c in crossed if c.in_loop and "data" in c.axes]
     for c in wrong:
         print(f"FAIL: {c.kind} over data in the loop: {c.times} times a step, {c.bytes_each:,} bytes each, {c.label}")
     return 1 if wrong else 0

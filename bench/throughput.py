@@ -1,33 +1,125 @@
 """Tokens a second of the training step on random tokens, as one JSON line: what speed is quoted from.
 
 python -m bench.throughput --config=configs/d12.py --depth=20 --rows=16 --micro_batches=4 --profile
+
+--program takes another program in the step's place. Parameters are those of the start, and nothing is read or saved.
 """
 
 import json
+import statistics
+import time
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import jax
+import numpy as np
 
-from bench.measure import Sizes, measure, sized
+from bench.sizes import Sizes, sized
 from configs.command_line import parse
-from configs.schema import Positive
+from configs.schema import Config, Positive
+from evaluation.generation import make_generate
+from hosts.machines import peak_flops
 from hosts.runtime import run_command
+from model.flops import flops_per_token, parameter_counts
+from tools.programs.device_memory import peak_memory_bytes
+from tools.programs.operations import top_operations
+from training.build import Build, build
+from training.step import Batch
+
+WARMUP_STEPS = 3
+PROMPTS, SAMPLED = 16, 128  # prompts of one token that `sampling` continues together, and new tokens of each
 
 
 @dataclass(frozen=True)
 class Arguments(Sizes):
     """What is measured, where it differs from the config."""
 
+    program: Literal["step", "measuring_step", "evaluation", "sampling"] = "step"
+    """The training step; the step that measures itself; an evaluation of the step's batch; or sampling (16 prompts)."""
     timed_steps: Positive[int] = 9
-    """Steps whose median is taken, after 3 that are not."""
+    """Calls whose median is taken, after 3 that are not."""
     profile: bool = False
-    """Before the line, a table of the instructions that take the most time, from steps that are not timed."""
+    """Before the line, a table of the instructions that take the most time, from calls that are not timed."""
+
+
+def random_batch(built: Build) -> Batch:
+    """Return a step's batch of random tokens, on the devices; with `data.mask_documents`, a document a row."""
+    generator = np.random.default_rng(built.config.seed)
+    draw = lambda leaf: generator.integers(0, built.config.model.vocab_size, leaf.shape, np.int32)
+    fill = {"inputs": draw, "targets": draw, "weights": lambda leaf: np.ones(leaf.shape, np.float32)}
+    fill["segment_ids"] = lambda leaf: np.ones(leaf.shape, np.int32)
+    batch = {name: fill[name](leaf) for name, leaf in built.abstract_batch().items()}
+    return jax.device_put(batch, built.batch_sharding)
+
+
+def program_of(built: Build, name: str) -> tuple[Any, tuple, int]:
+    """Return a jitted function, the arrays that it is called with, and the tokens of one call."""
+    state, batch = built.create_state(), random_batch(built)
+    if name == "sampling":
+        tokens = min(SAMPLED, built.batch_shape[2] - 1)
+        prompts = np.zeros((PROMPTS, tokens + 1), np.int32)
+        arrays = state.params, prompts, np.ones(PROMPTS, np.int32), np.arange(PROMPTS, dtype=np.int32)
+        generate = make_generate(built.config.model, built.dtype, built.mesh)
+        return jax.jit(partial(generate, prefill=1, temperature=0.8, top_k=50)), arrays, PROMPTS * tokens
+    if name == "evaluation":
+        return built.eval_step, (state.params, batch), built.config.batch.tokens_per_step
+    step = built.train_step if name == "step" else built.measuring_step
+    return step, (state, batch), built.config.batch.tokens_per_step
+
+
+def measure(config: Config, arguments: Arguments) -> dict[str, Any]:
+    """Compile the program, without the cache of compiled programs (unless JAX_COMPILATION_CACHE_DIR names one), and
+    time it. The seconds of the first step are those of tracing, compiling or loading, and taking it."""
+    built = build(config)
+    mesh, device = built.mesh, built.mesh.devices.flat[0]
+    jitted, arrays, tokens = program_of(built, arguments.program)
+    trains = arguments.program in ("step", "measuring_step")
+    start = time.perf_counter()
+    compiled = jitted.lower(*arrays).compile()
+    compile_seconds = time.perf_counter() - start
+
+    def run() -> None:
+        nonlocal arrays
+        result = jax.block_until_ready(compiled(*arrays))
+        if trains:  # the state was donated
+            arrays = result[0], arrays[1]
+
+    seconds = []
+    for _ in range(WARMUP_STEPS + arguments.timed_steps):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    if arguments.profile:
+        print(top_operations(compiled, run, steps=3))
+    step_seconds = statistics.median(seconds[WARMUP_STEPS:])
+    tokens_per_second = tokens / step_seconds
+    flops, peak = flops_per_token(config.model, config.batch.sequence_length), peak_flops(device.device_kind)
+    return {
+        "config": config.name,
+        "program": arguments.program,
+        "device": device.device_kind,
+        "devices": mesh.size,
+        "jax": jax.__version__,
+        "dtype": built.dtype.name,
+        "depth": config.model.depth,
+        "width": config.model.width,
+        "rows": built.batch_shape[1] // (mesh.size // mesh.shape["tensor"]),
+        "micro_batches": built.batch_shape[0],
+        "parameters": sum(parameter_counts(config.model).values()),
+        "flops_per_token": flops,
+        "compile_seconds": round(compile_seconds, 1),
+        "first_step_seconds": round(compile_seconds + seconds[0], 2),
+        "step_seconds": round(step_seconds, 4),
+        "tokens_per_second": int(tokens_per_second),
+        "mfu": round(tokens_per_second * flops / (peak * mesh.size), 4) if peak and trains else None,
+        "peak_gib": round(peak_memory_bytes(compiled) / 2**30, 2),
+    }
 
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
-    config = sized(config, arguments, jax.device_count())
-    print(json.dumps(measure(config, arguments.timed_steps, arguments.profile)))
+    print(json.dumps(measure(sized(config, arguments, jax.device_count()), arguments)))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The program for a day with an accelerator, on a CPU: that it goes on, records failures and stops in time."""
+"""The program for a day with an accelerator, on a CPU: that it continues, records failures and stops in time."""
 
 import importlib
 import json
@@ -9,8 +9,7 @@ import pytest
 
 import bench.chaos
 import train
-from bench import accelerator, diagnostics
-from bench.accelerator_page import sentences
+from bench import accelerator
 from configs.command_line import parse, parse_arguments
 from configs.schema import UserError
 
@@ -25,12 +24,12 @@ def run(monkeypatch, out, *words):
 
 
 @pytest.mark.slow
-def test_it_goes_on_where_it_ended_and_says_what_is_missing(monkeypatch, tmp_path, capsys):
-    parts_of = accelerator.parts_of  # limits are for accelerators: here is none, and much beside
+def test_it_continues_where_it_ended_and_says_what_is_missing(monkeypatch, tmp_path, capsys):
+    parts_of = accelerator.parts_of  # limits are for accelerators
     monkeypatch.setattr(accelerator, "parts_of", lambda *a: [part._replace(limit=1800) for part in parts_of(*a)])
     none = run(monkeypatch, tmp_path, "--minutes=0.001")
     assert none["parts"] == {} and "plain d2" in none["no_time_for"]
-    beside = "--beside=echo told >&2; echo one; echo '{\"tokens_per_second\": 5}'"
+    beside = "--beside=echo noise >&2; echo one; echo '{\"tokens_per_second\": 5}'"
     first = run(monkeypatch, tmp_path, "--minutes=99", beside, "--parts", "beside", "plain d2")
     assert first["parts"]["beside"]["result"] == {"tokens_per_second": 5}
     measured = first["parts"]["plain d2"]["result"]
@@ -39,17 +38,25 @@ def test_it_goes_on_where_it_ended_and_says_what_is_missing(monkeypatch, tmp_pat
     again = run(
         monkeypatch, tmp_path, "--minutes=99", "--beside=echo broken >&2; exit 3", "--parts", "beside", "plain d2"
     )
-    assert "plain d2" not in capsys.readouterr().out.split("/index.html")[0]  # it is not measured again
+    assert "plain d2 ..." not in capsys.readouterr().out  # it is not measured again
     failed = again["parts"]["beside"]
     assert failed["failed"] == "exit code 3" and failed["last_lines"] == ["broken"]
-    shown = (tmp_path / "index.html").read_text()
-    assert "beside failed: exit code 3" in shown and "plain d2" in shown and "src=" not in shown.split("<body>")[1]
+    summary = (tmp_path / "summary.md").read_text()
+    assert "- beside failed: exit code 3" in summary and "| plain d2 | " in summary
 
 
-def test_the_page_says_what_measuring_costs():
-    cost = diagnostics.ratios({"plain": 2.0, **dict.fromkeys(diagnostics.MEASURED, 2.1)})
-    (said,) = sentences({"diagnostics": {"cost": cost}})
-    assert "takes 1.050 of the time" in said
+def test_each_part_is_compared_with_the_one_that_it_varies():
+    rates = {"plain d12": 100, "full d12": 90, "plain d12, windows": 110, "beside": 80, "train.py": 99}
+    results = {name: {"tokens_per_second": rate, "seconds_of_a_save": 0.5} for name, rate in rates.items()}
+    lines = "\n".join(accelerator.comparisons(results | {"kill and resume": {}}))
+    for text in (
+        "full d12: 0.900",
+        "plain d12, windows: 1.100",
+        "plain d12: 1.250",
+        "full d12: 1.125",
+        "train.py: 0.990",
+    ):
+        assert f"{text} of the tokens a second of " in lines
 
 
 def test_a_part_is_ended_with_all_that_it_started(tmp_path):
@@ -63,7 +70,13 @@ def test_a_part_is_ended_with_all_that_it_started(tmp_path):
 def test_every_part_is_a_command_that_parses(monkeypatch, tmp_path):
     parts = accelerator.parts_of(accelerator.Arguments(out=str(tmp_path), options="--mesh.fsdp=2"))
     assert [part.name for part in parts[:2]] == ["plain d12", "full d12"]
-    assert {part.name for part in parts} >= {"plain d20", "full d20", "kill and resume", "train.py", "inference"}
+    assert {part.name for part in parts} >= {
+        "plain d20",
+        "full d20",
+        "kill and resume",
+        "train.py",
+        "plain d12, 8 rows",
+    }
     for part in parts:
         if part.name in ("beside", "kill and resume"):
             continue

@@ -7,8 +7,8 @@ from dataclasses import replace
 import jax
 import pytest
 
-from bench import checkpoints, collectives, micro_batches, throughput
-from bench.measure import Sizes, sized
+from bench import collectives, throughput
+from bench.sizes import Sizes, sized
 from configs.plain import get_config
 from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, UserError
 from tests.helpers import TINY
@@ -28,15 +28,26 @@ def test_one_json_line(monkeypatch, capsys):
     assert line["parameters"] == 2 * 4096 * 64 + 12 * 64**2 and line["peak_gib"] > 0
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize(("program", "tokens"), [("measuring_step", 128), ("evaluation", 128), ("sampling", 16 * 63)])
+def test_other_programs_take_the_step_s_place(monkeypatch, capsys, program, tokens):
+    arguments = f"--config=configs/plain.py --depth=1 --rows=1 --micro_batches=2 --timed_steps=1 --program={program}"
+    monkeypatch.setattr(sys, "argv", ["throughput", *arguments.split(), "--batch.sequence_length=64", "--mesh.data=8"])
+    assert throughput.main() == 0
+    line = json.loads(capsys.readouterr().out)
+    tokens *= 1 if program == "sampling" else 8
+    assert line["tokens_per_second"] == pytest.approx(tokens / line["step_seconds"], rel=0.05)
+
+
 def test_sizes():
     config = sized(get_config(), Sizes(depth=20), devices=4)
     assert (config.model.depth, config.model.width, config.model.heads) == (20, 1280, 20)
 
 
-@pytest.mark.parametrize("program", [throughput, micro_batches, collectives, checkpoints])
-@pytest.mark.parametrize("word", ["--rows=0", "--rows", "--micro_batches=-1", "--timed_steps=0", "--saves=0"])
+@pytest.mark.parametrize("program", [throughput, collectives])
+@pytest.mark.parametrize("word", ["--rows=0", "--rows", "--micro_batches=-1", "--timed_steps=0"])
 def test_sizes_below_one_are_refused(monkeypatch, program, word):
-    """tyro ends with code 2 where the program has no such option, or the option no number."""
+    """tyro ends with code 2 if the program has no such option, or the option no number."""
     monkeypatch.setattr(sys, "argv", ["bench", "--config=configs/plain.py", word])
     with pytest.raises((UserError, SystemExit)) as refused:
         program.main()
@@ -47,7 +58,7 @@ def test_sizes_below_one_are_refused(monkeypatch, program, word):
 
 
 @pytest.mark.medium
-def test_along_tensor_the_sizes_are_those_that_are_printed(monkeypatch, capsys, tmp_path):
+def test_along_tensor_the_sizes_are_those_that_are_printed(monkeypatch, capsys):
     """Rows of a micro-batch are a replica's: the devices along `tensor` share them."""
     arguments = "--config=configs/plain.py --model.depth=1 --model.width=64 --batch.sequence_length=32 --timed_steps=1"
     mesh = "--mesh.tensor=2 --mesh.fsdp=2"
@@ -57,9 +68,9 @@ def test_along_tensor_the_sizes_are_those_that_are_printed(monkeypatch, capsys, 
     line = json.loads(capsys.readouterr().out)
     assert (line["rows"], line["micro_batches"], line["devices"]) == (3, 2, 8)
     assert line["tokens_per_second"] == pytest.approx(2 * 3 * 4 * 32 / line["step_seconds"], rel=0.05)
-    words = f"{arguments} {mesh} --batch.tokens_per_step=768 --rows=2 --out={tmp_path}/out.png"
-    monkeypatch.setattr(sys, "argv", ["micro_batches", *words.split()])
-    assert micro_batches.main() == 0
+    words = f"{arguments} {mesh} --batch.tokens_per_step=768 --rows=2"
+    monkeypatch.setattr(sys, "argv", ["throughput", *words.split()])
+    assert throughput.main() == 0
     line = json.loads(capsys.readouterr().out)
     assert (line["rows"], line["micro_batches"]) == (2, 3)
 

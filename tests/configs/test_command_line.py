@@ -209,9 +209,9 @@ def test_help_exits_with_0_and_explains_every_option(words, capsys, monkeypatch)
 
 
 def test_help_that_nobody_reads_to_its_end_leaves_no_traceback():
-    read = f"{sys.executable} tune.py --help | head -n 1"
+    read = f"{sys.executable} tools.tune --help | head -n 1"
     done = subprocess.run(["bash", "-c", read], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "usage: python tune.py [-h] [OPTIONS]\n" and done.stderr == ""
+    assert done.stdout == "usage: python -m tools.tune [-h] [OPTIONS]\n" and done.stderr == ""
 
 
 def test_help_names_a_module_as_it_is_started():

@@ -29,9 +29,7 @@ COMMANDS = {
     "tools.inspect": ["x"],
     "tools.goodput": ["x"],
     "tools.doctor": [CONFIG],
-    **{f"bench.{name}": [] for name in ("accelerator", "bucket", "chaos", "data", "exactness", "plan_grid", "quality")},
-    "bench.bundle": ["--out=y"],
-    **{f"bench.{name}": [CONFIG] for name in ("checkpoints", "micro_batches")},
+    **{f"bench.{name}": [] for name in ("accelerator", "chaos", "exactness", "quality")},
 }
 
 

@@ -20,7 +20,7 @@ HELD = (
     "(1.9% off at the median, -16.9% to +9.1%), 37 held out (3.1% off at the median, -7.8% to +13.6%); its seconds "
     "against none that ran (docs/planning.md)"
 )
-"""As `python -m bench.plan_grid --no_compile` says it."""
+"""A test computes it from bench/plan_grid.jsonl."""
 
 
 def gib(size: float) -> str:

@@ -40,30 +40,6 @@ def instruction_cycles(instruction: Instruction) -> int:
     return int(cycles[1]) if cycles else 0
 
 
-def origins(hlo_text: str, folder: str) -> dict[int, str]:
-    """`function:line` of each stack frame's innermost call in a file below `folder`, libraries in `.venv` left out;
-    instructions name a frame as `stack_frame_id`."""
-
-    def rows(title: str) -> dict[int, str]:
-        block = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", hlo_text, re.MULTILINE | re.DOTALL)
-        return {int(i): row for i, row in (line.split(" ", 1) for line in block[1].splitlines())} if block else {}
-
-    files, functions, places = rows("FileNames"), rows("FunctionNames"), {}
-    for i, row in rows("FileLocations").items():
-        place = {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", row)}
-        file, function = files[place["file_name_id"]].strip('"'), functions[place["function_name_id"]].strip('"')
-        if file.startswith(folder) and "/.venv/" not in file:
-            places[i] = f"{function.split('.')[-1]}:{place['line']}"
-    frames = {i: dict(re.findall(r"(\w+)=(\d+)", row)) for i, row in rows("StackFrames").items()}
-
-    def innermost(i: int) -> str:
-        found = places.get(int(frames[i]["file_location_id"]))
-        parent = int(frames[i]["parent_frame_id"]) - 1  # counted from 1, and 1 is none
-        return found or (innermost(parent) if parent else "")
-
-    return {i: innermost(i) for i in frames}
-
-
 def traffic(hlo_text: str, of: Callable[[Instruction], bool] = lambda instruction: True) -> int:
     """Bytes a step that instructions (those that are `of` interest) read and write in memory, loop bodies times their
     trip counts: each operand and each result once, as a fusion's kernel does. On a GPU that bounds the time from below.

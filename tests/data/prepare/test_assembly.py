@@ -10,12 +10,13 @@ import pytest
 
 import data.prepare.parts
 import data.prepare.shard_layout
-from bench.preparing import digests, simulate_part, simulated_tasks
+from bench.data import simulate_part, simulated_tasks
 from configs.schema import UserError
 from data.prepare.engines import Ended, Engine
 from data.prepare.preparation import Preparation, Where, prepare
 from data.prepare.shard_layout import layouts_of
 from data.tokenizer import train_tokenizer
+from tests.data.preparations import digests
 
 
 class AnyOrder(Engine):

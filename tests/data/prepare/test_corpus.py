@@ -12,11 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import data.prepare.corpus as corpus_module
-from bench.preparing import large_files, peak_bytes
 from configs.schema import UserError
 from data.prepare.corpus import Corpus, find_corpus, hash_share
 from data.prepare.source_files import CHUNK_BYTES
 from data.tokenizer import train_tokenizer
+from tests.data.preparations import large_files, peak_bytes
 
 
 def write_files(folder: Path, files: dict[str, str | bytes]) -> str:
@@ -312,5 +312,5 @@ def test_a_long_line_gives_what_a_short_one_does(tmp_path, monkeypatch, line):
 def test_a_worker_takes_less_than_1_5_gb_whatever_the_document_and_the_file(tmp_path):
     train_tokenizer(["some words"], 258).save(tmp_path / "tokenizer")
     for kind, path in large_files(tmp_path):
-        read, peak = peak_bytes(tmp_path / "tokenizer", path, "read")
+        read, peak = peak_bytes(tmp_path / "tokenizer", path)
         assert read >= 150e6 and peak < 1.5e9, (kind, peak)

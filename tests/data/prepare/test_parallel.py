@@ -13,7 +13,6 @@ import pytest
 import submitit  # noqa: F401  (it closes what others log to, which must not be a test's captured output)
 
 import data.prepare.parts
-from bench.preparing import digests, prepare_under_fire
 from configs.schema import UserError
 from data.prepare.corpus import find_corpus
 from data.prepare.engines import Ended, Engine, Local
@@ -22,6 +21,7 @@ from data.prepare.preparation import Preparation, Where, prepare
 from data.prepare.slurm_engine import Slurm
 from data.shards import read_shard
 from data.tokenizer import load_tokenizer, train_tokenizer
+from tests.data.preparations import digests, prepare_under_fire
 from tests.data.prepare.deadly import DeadlyCorpus
 from tests.tools.launch.real_slurm import real
 
