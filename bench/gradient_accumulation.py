@@ -85,8 +85,8 @@ class Experiment:
 
     def mean_loss(self, params: dict, rows: dict) -> Float[Array, ""]:
         """Return the nats a valid token over all rows [B, T], as every other trainer computes it."""
-        _, (loss_sum, tokens) = loss_sums(nnx.merge(self.graphdef, params), **rows)
-        return loss_sum / tokens
+        objective, (_, tokens) = loss_sums(nnx.merge(self.graphdef, params), **rows)
+        return objective / tokens
 
     def held_out_loss(self, params: dict) -> float:
         return float(jax.jit(self.mean_loss)(jax.tree.map(lambda p: p.astype(DTYPE), params), self.held_out))
