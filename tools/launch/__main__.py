@@ -1,4 +1,4 @@
-"""Starts train.py elsewhere: python -m tools.launch tpu|k8s|slurm|sky COMMAND [options] -- arguments of train.py.
+"""Starts train.py on other machines: python -m tools.launch tpu|k8s|slurm|sky COMMAND [options] -- TRAIN_ARGUMENTS
 
 `python -m tools.launch tpu up --help` shows one command's options; docs/pods.md goes through each.
 """
@@ -17,22 +17,20 @@ SCHEDULERS = {"k8s": k8s, "sky": sky, "slurm": sbatch, "tpu": tpu}
 
 
 def main(argv: list[str]) -> int:
-    """Runs `argv`, the words after `python -m tools.launch`. UserError for a mistake."""
-    given, train = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    if not given or given[0] not in SCHEDULERS:
-        if given and given[0] in ("-h", "--help"):
-            print(__doc__)
+    """Run `argv`, the words after `python -m tools.launch`, and return the exit code. UserError for a mistake."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    words, train = argv[:end], argv[end + 1 :]
+    scheduler = SCHEDULERS.get(words[0]) if words else None
+    names = list(scheduler.COMMANDS if scheduler else SCHEDULERS)
+    if scheduler is None or len(words) < 2 or words[1] not in names:
+        if {"-h", "--help"} & set(words):
+            print(scheduler.__doc__ if scheduler else __doc__)
             return Exit.COMPLETE
-        raise UserError(f"python -m tools.launch takes one of {', '.join(SCHEDULERS)}; --help shows more")
-    room = SCHEDULERS[given[0]]
-    if len(given) < 2 or given[1] not in room.COMMANDS:
-        if {"-h", "--help"} & set(given):
-            print(room.__doc__)
-            return Exit.COMPLETE
-        raise UserError(f"python -m tools.launch {given[0]} takes one of {', '.join(room.COMMANDS)}; --help shows more")
-    command, options = room.COMMANDS[given[1]]
-    program = f"python -m tools.launch {given[0]} {given[1]}"
-    parsed = tyro.cli(options, prog=program, description=command.__doc__, args=given[2:], use_underscores=True)
+        program = f"python -m tools.launch{f' {words[0]}' if scheduler else ''}"
+        raise UserError(f"{program} takes one of {', '.join(names)}; --help shows more")
+    command, options = scheduler.COMMANDS[words[1]]
+    program = f"python -m tools.launch {words[0]} {words[1]}"
+    parsed = tyro.cli(options, prog=program, description=command.__doc__, args=words[2:], use_underscores=True)
     check_types(parsed)
     try:
         return command(with_homes(parsed), train)
@@ -42,6 +40,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
+    given = sys.argv[1:]
     interrupted = "interrupted: what was launched stays and MAY COST MONEY; the same command goes on, `down` ends it"
-    sys.exit(exit_code_of(lambda: main(words), interrupted))
+    sys.exit(exit_code_of(lambda: main(given), interrupted))

@@ -10,7 +10,7 @@ from typing import Any
 from configs.schema import UserError
 from tools.programs.topologies import parse_topology, shapes_of
 
-MACHINES = Path(__file__).with_name("catalog.toml")
+CATALOG = Path(__file__).with_name("catalog.toml")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Hardware:
 
     @property
     def hosts_per_group(self) -> int:
-        """A TPU host has four chips, but for slices of one chip or of eight that are one host (v5e, v6e)."""
+        """A TPU host has four chips, except slices of one chip or of eight that are one host (v5e, v6e)."""
         if not self.is_tpu or self.devices_per_group <= 4 or self.topology == "2x4":
             return 1
         return self.devices_per_group // 4
@@ -53,35 +53,34 @@ class Hardware:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What tools/launch/catalog.toml says of this kind."""
-        return machines()[self.kind]
+        """This kind's entry in tools/launch/catalog.toml."""
+        return catalog()[self.kind]
 
     def __str__(self) -> str:
         return f"{self.groups}x {self.kind}:{self.topology}" if self.groups > 1 else f"{self.kind}:{self.topology}"
 
 
 @cache
-def machines() -> dict[str, dict[str, Any]]:
-    """tools/launch/catalog.toml, which users edit. UserError where it cannot be read."""
+def catalog() -> dict[str, dict[str, Any]]:
+    """Read tools/launch/catalog.toml, which users edit. UserError if it cannot be read."""
     try:
-        return tomllib.loads(MACHINES.read_text())
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{MACHINES}: {error}") from error
+        return tomllib.loads(CATALOG.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{CATALOG}: {error}") from error
 
 
 def parse_hardware(text: str) -> Hardware:
-    """UserError, with what would be right, for a kind or a size that there is not."""
+    """UserError, with what would be right, for a kind or a size that does not exist."""
     asked = parse_topology(text, "--hardware")
-    groups, kind, topology = asked.slices, asked.kind, "x".join(map(str, asked.chips))
-    if kind not in machines():
-        raise UserError(f'--hardware="{text}": {kind} is unknown; {MACHINES} has {", ".join(machines())}')
-    dimensions = machines()[kind].get("dimensions", 1)
-    if dimensions > 1:
-        right = shapes_of(asked, dimensions)
+    hardware = Hardware(asked.kind, asked.slices, "x".join(map(str, asked.chips)))
+    if asked.kind not in catalog():
+        raise UserError(f'--hardware="{text}": {asked.kind} is unknown; {CATALOG} has {", ".join(catalog())}')
+    most = hardware.facts.get("devices_per_host", 8)
+    if "dimensions" in hardware.facts:
+        right = shapes_of(asked, hardware.facts["dimensions"])
     else:
-        most = machines()[kind].get("devices_per_host", 8)
-        fits = "x" not in topology and int(topology) <= most
+        fits = len(asked.chips) == 1 and asked.chips[0] <= most
         right = "" if fits else f"a number of devices of one node, 1 to {most}"
     if right:
-        raise UserError(f'--hardware="{text}": a slice or node of {kind} is {right}')
-    return Hardware(kind, groups, topology)
+        raise UserError(f'--hardware="{text}": a slice or node of {asked.kind} is {right}')
+    return hardware

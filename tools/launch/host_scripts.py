@@ -18,8 +18,7 @@ gcloud repeats a command whose connection breaks, so each of these is harmless w
 from shlex import join, quote
 
 from tools.launch.code import unpack
-from tools.launch.job import AGAIN, DONE, NEVER, Job
-from tools.launch.restart import pattern
+from tools.launch.job import AGAIN, DONE, NEVER, Job, pattern
 
 USER = "tokensum"
 """Who logs in, whoever types the command. OS Login has its own names: hence a folder that every user may write to."""
@@ -41,7 +40,7 @@ def folder(name: str) -> str:
 
 def loop(job: Job, home: str) -> str:
     """The loop: starts train.py in `home` again and again, counts crashes over reboots, and keeps the log."""
-    train = join([*job.train, f"--run_dir=runs/{job.name}"])
+    train = join(job.train_in(f"runs/{job.name}"))
     return f"""\
 #!/bin/bash
 # Written by python -m tools.launch tpu.

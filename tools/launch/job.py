@@ -20,8 +20,8 @@ from training.layout import AXES, mesh_shape, step_shape
 
 DONE, AGAIN = (Exit.COMPLETE,), tuple(code for code in Exit if code.start_again)
 NEVER = (Exit.FAILED, Exit.MISTAKE, Exit.UNREADABLE, Exit.INTERRUPTED)
-"""How each exit code of train.py is answered: the run is over; start all of it again; leave it. Any other code (134 an
-abort, 137 killed, 139 a segmentation fault) is a crash, after which all start again `max_crashes` times."""
+"""What follows each exit code of train.py: the run is over; all of it starts again; it is left alone. Any other code
+(134 an abort, 137 killed, 139 a segmentation fault) is a crash, after which all start again `max_crashes` times."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class JobOptions:
     name: str = ""
     """The job's name; empty: the name of the run's config."""
     max_crashes: NotNegative[int] = 10
-    """So many crashes (exit codes 134, 137, 139 and the like) are followed by a new start, in the job's whole life. A
+    """How many crashes (exit codes 134, 137, 139 and the like) are followed by a new start, in the job's life. A
     preemption (143) or a lost peer (42) is no crash, and is not counted."""
     env: tuple[str, ...] = ()
-    """Names of variables of this environment that train.py is given, too: --env WANDB_PROJECT HF_HOME."""
+    """Names of variables of this environment that train.py gets, too: --env WANDB_PROJECT HF_HOME."""
     secret: tuple[str, ...] = ()
     """The same for keys: --secret WANDB_API_KEY HF_TOKEN. Their values are in no command line, log or config.json."""
     dry_run: bool = False
@@ -44,8 +44,18 @@ class JobOptions:
 
 
 @dataclass(frozen=True)
+class TimedOptions(JobOptions):
+    """Options of the launchers that count hours and dollars."""
+
+    hours: NotNegative[float] = 0.0
+    """The run saves and ends this many hours after `up`, waiting in a queue included; 0: when it is complete."""
+    price: NotNegative[float] = 0.0
+    """US dollars per device and hour; 0: the price in tools/launch/catalog.toml, if it has one."""
+
+
+@dataclass(frozen=True)
 class TrainOptions:
-    """train.py's own options, beside the config's."""
+    """train.py's own options, next to the config's."""
 
     accept_changes: bool = False
     """As in train.py."""
@@ -61,25 +71,40 @@ class Job:
     train: tuple[str, ...]
     """Arguments of train.py, as typed."""
     config: Config
-    """What they amount to."""
+    """The config that they give."""
     max_crashes: int = 10
     env: dict[str, str] = field(default_factory=dict)
     """Variables of train.py's environment."""
     secrets: dict[str, str] = field(default_factory=dict, repr=False)
     """The same; a launcher shows their names alone."""
 
+    def train_in(self, run_dir: str) -> list[str]:
+        """Return the arguments of train.py, with this `--run_dir` unless they have one."""
+        return [*self.train, *([] if is_given("run_dir", self.train) else [f"--run_dir={run_dir}"])]
+
+    @property
+    def exports(self) -> str:
+        """Lines of shell that set the job's variables and secrets."""
+        return "".join(f"export {name}={quote(value)}\n" for name, value in (self.env | self.secrets).items())
+
+
+def is_given(option: str, words: Sequence[str]) -> bool:
+    return any(word.split("=")[0].replace("-", "_") == f"__{option}" for word in words)
+
 
 def make_job(given: JobOptions, train: list[str], *mounts: str) -> Job:
-    """The job, checked as far as it can be without its machines, whose hosts see the folders `mounts`. UserError for
-    what cannot work; what tyro finds wrong with train.py's arguments ends the process with code 2, as in train.py."""
+    """Return the job, checked as far as it can be without its machines. `mounts` are folders that the hosts see.
+    UserError for what cannot work; what tyro refuses in train.py's arguments ends the process with code 2."""
     if not given.hardware:
         raise UserError('--hardware is missing; try --hardware=v5e:4x4 or --hardware="2x h200:8"')
     hardware = parse_hardware(given.hardware)
     if not train:
         raise UserError("train.py's arguments are missing; they follow after --: -- --config=configs/small.py")
     config, _ = parse("Arguments of train.py, after --.", TrainOptions, train)
-    require_fit(config, hardware)
-    env, secrets = taken(given.env, "env"), taken(given.secret, "secret")
+    shape = mesh_shape(config.mesh, hardware.devices, f"{hardware.devices} devices of {hardware}")
+    for stage in Ramp.of(config.batch).stages:
+        step_shape(replace(config.batch, tokens_per_step=stage.tokens_per_step), dict(zip(AXES, shape)))
+    env, secrets = variables(given.env, "env"), variables(given.secret, "secret")
     name, code = job_name(given.name, config.name), pack(Path.cwd())
     require_seen(config, train, code.names, mounts)
     return Job(name, code, hardware, tuple(train), config, given.max_crashes, env, secrets)
@@ -88,20 +113,21 @@ def make_job(given: JobOptions, train: list[str], *mounts: str) -> Job:
 def require_seen(config: Config, train: Sequence[str], code: Collection[str], mounts: Sequence[str]) -> None:
     """UserError for text, or another file of the run, that the hosts cannot see, and for text that nobody has named."""
     shared = ["the whole path of a shared folder" if mount == "/" else f"a path below {mount}" for mount in mounts]
-    where = ", or ".join(["gs://BUCKET/FOLDER", *shared, "a file of the code"])
-    if config.data.source == DataConfig.source and not any(word.split("=")[0] == "--data.source" for word in train):
-        raise UserError(f"--data.source is missing: give {where}, or stdlib to train on Python's own library")
+    places = ", or ".join(["gs://BUCKET/FOLDER", *shared, "a file of the code"])
+    if config.data.source == DataConfig.source and not is_given("data.source", train):
+        raise UserError(f"--data.source is missing: give {places}, or stdlib to train on Python's own library")
     others = {name: options(config)[name] for name in ("data.tokenizer", "init_from", "eval.bundle")}
     for option, path in [*(("data.source", name) for name in read_source(config.data.source)[0]), *others.items()]:
         travels = any(fnmatch(name, normpath(path)) or name.startswith(normpath(path) + "/") for name in code)
-        elsewhere = "://" in path and not path.startswith(("file://", "local://"))
-        seen = elsewhere or path.startswith(("hf:", "tiktoken:", *(mount.rstrip("/") + "/" for mount in mounts)))
+        remote = "://" in path and not path.startswith(("file://", "local://"))
+        seen = remote or path.startswith(("hf:", "tiktoken:", *(mount.rstrip("/") + "/" for mount in mounts)))
         if path not in ("", "stdlib") and not (travels or seen):
-            raise UserError(f"--{option}={path} is on this machine, where the hosts cannot see it; give {where}")
+            raise UserError(f"--{option}={path} is on this machine, where the hosts cannot see it; give {places}")
 
 
-def taken(names: Sequence[str], option: str) -> dict[str, str]:
-    """Variables of this environment. UserError for what is no name, which it does not repeat, or is not set."""
+def variables(names: Sequence[str], option: str) -> dict[str, str]:
+    """Return variables of this environment. UserError, which does not repeat the word, for one that is no name;
+    UserError for one that is not set."""
     for name in names:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UserError(f"--{option} takes names of variables alone; their values come from this environment")
@@ -110,16 +136,11 @@ def taken(names: Sequence[str], option: str) -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
-def exports(job: Job) -> str:
-    """Lines of shell that set the job's variables and secrets."""
-    return "".join(f"export {name}={quote(value)}\n" for name, value in (job.env | job.secrets).items())
-
-
-def cost(job: Job, price: float, hours: float, bought: str = "on_demand") -> str:
-    """What the job costs an hour, and until its deadline, in `hours`; 0: it has none. `price` is in US dollars a device
-    and hour; 0: what tools/launch/catalog.toml says, if it does."""
-    price = price or job.hardware.facts.get("price", {}).get(bought, 0)
-    devices = f"{job.hardware.devices} {'chips' if job.hardware.is_tpu else 'devices'} ({bought})"
+def cost(job: Job, price: float, hours: float, capacity: str = "on_demand") -> str:
+    """Return a line on what the job costs an hour, and until its deadline, in `hours` (0: it has none). `price` is in
+    US dollars a device and hour; 0: the price in tools/launch/catalog.toml, if it has one."""
+    price = price or job.hardware.facts.get("price", {}).get(capacity, 0)
+    devices = f"{job.hardware.devices} {'chips' if job.hardware.is_tpu else 'devices'} ({capacity})"
     if not price:
         return f"# {devices}: no price is known; give --price, in dollars per device and hour"
     hourly = price * job.hardware.devices
@@ -128,8 +149,10 @@ def cost(job: Job, price: float, hours: float, bought: str = "on_demand") -> str
 
 
 def job_name(given: str, otherwise: str = "") -> str:
-    """A name that every scheduler takes. UserError for a given one that none does."""
+    """Return a name that every scheduler takes. UserError for a given one that none takes, or if there is none."""
     name = given or re.sub(r"[^a-z0-9]+", "-", otherwise.lower()).strip("-")[:40].rstrip("-")
+    if not name:
+        raise UserError("--name is missing: the job's name, as `up` printed it")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
         raise UserError(
             f"--name={name}: up to 40 small letters, digits and '-', that begin with a letter and do not end with '-'"
@@ -137,26 +160,14 @@ def job_name(given: str, otherwise: str = "") -> str:
     return name
 
 
-def require_fit(config: Config, hardware: Hardware) -> None:
-    """UserError where the mesh is not as large as the hardware, or a step's rows do not divide."""
-    shape = mesh_shape(config.mesh, hardware.devices, f"{hardware.devices} devices of {hardware}")
-    for stage in Ramp.of(config.batch).stages:
-        step_shape(replace(config.batch, tokens_per_step=stage.tokens_per_step), dict(zip(AXES, shape)))
-
-
 def require_bucket(job: Job, why: str) -> str:
-    """The run's folder in a bucket. UserError where it has none."""
+    """Return the run's folder in a bucket. UserError if it has none."""
     folder = job.config.checkpoint.folder
     if not folder.startswith("gs://") or not folder.removeprefix("gs://").split("/")[0]:
         raise UserError(f"--checkpoint.folder=gs://BUCKET/FOLDER is missing: {why}")
     return folder
 
 
-def given_folder(text: str, option: str) -> Path:
-    """An absolute folder. UserError where it is not one."""
-    if not text:
-        raise UserError(f"--{option} is missing: a folder on a disk that all nodes share")
-    path = Path(text).expanduser()
-    if not path.is_absolute() or not re.fullmatch(r"[\w./+@=-]+", str(path)):
-        raise UserError(f"--{option}={text}: give the whole path, from /, without spaces, quotes or the like")
-    return path
+def pattern(codes: Sequence[Exit]) -> str:
+    """Return what the shell's `case` takes for any of these codes."""
+    return "|".join(str(int(code)) for code in codes)

@@ -4,7 +4,6 @@
 the run's exit code says that it is to go on. Options of sbatch are from its manual, of SLURM 22.05 and later.
 """
 
-import os
 import re
 import time
 from dataclasses import dataclass
@@ -12,15 +11,31 @@ from pathlib import Path
 from shlex import join, quote
 
 from configs.exit_codes import Exit
-from configs.schema import FilePath, NotNegative, Positive, UserError
-from tools.launch.code import environment, unpack
-from tools.launch.job import Job, JobOptions, cost, exports, given_folder, job_name, make_job
-from tools.launch.restart import VERDICT
-from tools.launch.shell import Shell, say
+from configs.schema import FilePath, Positive, UserError
+from tools.launch.code import unpack
+from tools.launch.job import AGAIN, DONE, NEVER, Job, TimedOptions, cost, job_name, make_job, pattern
+from tools.launch.shell import Shell, ask, say
+
+VERDICT = f"""\
+# Of lines "CODE HOST", one a process: what follows, and the line it follows from. A code that must not be repeated
+# counts before a crash, and a crash before the 42 of its peers.
+verdict() {{
+    local code host answer="done"
+    while read -r code host; do
+        case "$code" in
+            {pattern(DONE)}) ;;
+            {pattern(NEVER)}) echo "never $code on $host"; return ;;
+            {pattern(AGAIN)}) [ "${{answer%% *}}" = crash ] || answer="again $code on $host" ;;
+            *) [ "${{answer%% *}}" = crash ] || answer="crash $code on $host" ;;
+        esac
+    done
+    echo "$answer"
+}}
+"""
 
 
 @dataclass(frozen=True)
-class SlurmOptions(JobOptions):
+class SlurmOptions(TimedOptions):
     """Options of `python -m tools.launch slurm`."""
 
     folder: FilePath = ""
@@ -28,11 +43,7 @@ class SlurmOptions(JobOptions):
     time: str = "24:00:00"
     """The time limit of one stretch (sbatch --time); the run goes on in the next."""
     notice: Positive[int] = 300
-    """Seconds before the time limit at which the run is told to save and end."""
-    hours: NotNegative[float] = 0.0
-    """The run saves and ends so many hours after `up`, over all its stretches; 0: whenever it is complete."""
-    price: NotNegative[float] = 0.0
-    """US dollars per device and hour; 0: what tools/launch/catalog.toml says, if it does."""
+    """Seconds before the time limit at which the run gets SIGTERM, to save and end."""
     sbatch: str = ""
     """More options of sbatch: --sbatch="--partition=gpu --account=mine"."""
     setup: str = ""
@@ -47,25 +58,22 @@ def up(options: SlurmOptions, train: list[str]) -> int:
         raise UserError(f"--hardware={job.hardware}: TPUs are launched by `python -m tools.launch tpu` or `k8s`")
     if not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED", options.time):
         raise UserError(f"--time={options.time}: sbatch takes minutes, HH:MM:SS, or DAYS-HH:MM:SS, such as 24:00:00")
-    folder, shell = given_folder(options.folder, "folder") / job.name, Shell(options.dry_run)
+    folder, shell = folder_of(options, job.name), Shell(options.dry_run)
     say(cost(job, options.price, options.hours))
-    code = job.code
-    if not shell.dry_run:
-        if queued := shell.ask(["squeue", "--me", f"--name={job.name}", "--noheader", "--format=%i"]).stdout.split():
-            say(f"{job.name} is in the queue already, as {queued[0]}; `slurm down` takes it out")
-            return 0
-        require_writable(folder)
-    archive, home = folder / f"{code.name}.tar", folder / "code" / code.name
-    shell.write(archive, code.archive)
-    shell.change(["bash", "-c", unpack(code, str(archive), str(folder / "code"))])
+    question = ["squeue", "--me", f"--name={job.name}", "--noheader", "--format=%i"]
+    if not shell.dry_run and (queued := ask(question).stdout.split()):
+        say(f"{job.name} is in the queue already, as {queued[0]}; `slurm down` takes it out")
+        return 0
+    archive, home = folder / f"{job.code.name}.tar", folder / "code" / job.code.name
+    shell.write(archive, job.code.archive)
+    shell.run(["bash", "-c", unpack(job.code, str(archive), str(folder / "code"))])
     setup = options.setup or ("make setup" if job.hardware.kind == "cpu" else "make setup EXTRA=cuda")
-    shell.change(["bash", "-c", f"cd {quote(str(home))} && {environment(setup)}"])
-    old = [str(folder / name) for name in ("stop", "crashes", "environment")]
-    shell.change(["rm", "-f", *old, str(archive)])
+    shell.run(["bash", "-c", f"cd {quote(str(home))} && bash -c {quote(setup)}"])
+    shell.run(["rm", "-f", *(str(folder / name) for name in ("stop", "crashes", "environment")), str(archive)])
     if names := [*job.env, *job.secrets]:
-        shell.write(folder / "environment", exports(job), names)
+        shell.write(folder / "environment", job.exports, names)
     shell.write(folder / "job.sh", script(job, options, folder, home))
-    said = shell.change(["sbatch", str(folder / "job.sh")]).stdout.strip()
+    said = shell.run(["sbatch", str(folder / "job.sh")]).stdout.strip()
     if not shell.dry_run:
         rest = f"--folder={options.folder} --name={job.name}"
         say(f"{said}\npython -m tools.launch slurm logs {rest}   # or status, down")
@@ -92,8 +100,6 @@ def script(job: Job, options: SlurmOptions, folder: Path, home: Path) -> str:
         *options.sbatch.split(),
     ]
     header = "\n".join(f"#SBATCH {line}" for line in lines)
-    own = [word for word in job.train if word.split("=")[0] in ("--run_dir", "--run-dir")]
-    train = [*job.train, *([] if own else [f"--run_dir={folder}/run"])]
     return f"""\
 #!/bin/bash
 {header}
@@ -120,7 +126,7 @@ srun --label --kill-on-bad-exit=0 --wait=0 --cpu-bind=none bash -c '
     "$@"
     code=$?
     echo "$code $SLURMD_NODENAME" > "$codes/$SLURM_PROCID"
-    exit $code' task {join([".venv/bin/python", "train.py", *train])}
+    exit $code' task {join([".venv/bin/python", "train.py", *job.train_in(f"{folder}/run")])}
 for ((task = 0; task < SLURM_NTASKS; task++)); do  # one that left no note was killed with its node
     [ -s "$codes/$task" ] ||
         echo "137 $(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n "$((task + 1))p")" > "$codes/$task"
@@ -177,30 +183,21 @@ left=$(({int(time.time() + 3600 * hours)} - $(date +%s)))
 watching=$!"""
 
 
-def require_writable(folder: Path) -> None:
-    """UserError where the job's folder cannot be made and written to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "codes").mkdir(exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--folder={folder.parent}: {error}") from error
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--folder={folder.parent}: {folder} cannot be written to")
-
-
-def named(options: SlurmOptions) -> tuple[str, Path]:
-    """The job's name and folder, for a command that is given no train.py arguments."""
-    if not options.name:
-        raise UserError("--name is missing: the job's name, as `slurm up` printed it")
-    name = job_name(options.name)
-    return name, given_folder(options.folder, "folder") / name
+def folder_of(options: SlurmOptions, name: str) -> Path:
+    """Return the job's folder. UserError if `--folder` is no absolute path."""
+    if not options.folder:
+        raise UserError("--folder is missing: a folder on a disk that all nodes share")
+    path = Path(options.folder).expanduser()
+    if not path.is_absolute() or not re.fullmatch(r"[\w./+@=-]+", str(path)):
+        raise UserError(f"--folder={options.folder}: give the whole path, from /, without spaces, quotes or the like")
+    return path / name
 
 
 def status(options: SlurmOptions, train: list[str]) -> int:
     """Shows where the job stands in SLURM's queue, and its crashes."""
-    name, folder = named(options)
-    shell = Shell(options.dry_run)
-    say(shell.change(["squeue", "--me", f"--name={name}"]).stdout.rstrip())
+    name, shell = job_name(options.name), Shell(options.dry_run)
+    folder = folder_of(options, name)
+    say(shell.run(["squeue", "--me", f"--name={name}"]).stdout.rstrip())
     if not shell.dry_run and (folder / "crashes").exists():
         say(f"crashes (exit code, host):\n{(folder / 'crashes').read_text()}")
     return 0
@@ -208,28 +205,23 @@ def status(options: SlurmOptions, train: list[str]) -> int:
 
 def logs(options: SlurmOptions, train: list[str]) -> int:
     """Follows the job's log from its first line, over all its stretches, until Ctrl-C."""
-    words = ["tail", "-n", "+1", "-F", str(named(options)[1] / "log")]
+    words = ["tail", "-n", "+1", "-F", str(folder_of(options, job_name(options.name)) / "log")]
     Shell(options.dry_run).become(words)
     return 0
 
 
 def down(options: SlurmOptions, train: list[str]) -> int:
     """Ends the job: the run is told to save, and is not started again. What it saved stays."""
-    name, folder = named(options)
-    shell = Shell(options.dry_run)
+    name, shell = job_name(options.name), Shell(options.dry_run)
+    folder = folder_of(options, name)
     if not shell.dry_run and not folder.is_dir():
         raise UserError(f"{folder} does not exist: no job of that name was started from --folder={options.folder}")
-    shell.change(["touch", str(folder / "stop")])  # else the job would put itself back into the queue
+    shell.run(["touch", str(folder / "stop")])  # else the job would put itself back into the queue
     running = ["--me", f"--name={name}"]
-    shell.change(["scancel", *running, "--state=PENDING"])
-    shell.change(["scancel", *running, "--state=RUNNING", "--signal=TERM"])
+    shell.run(["scancel", *running, "--state=PENDING"])
+    shell.run(["scancel", *running, "--state=RUNNING", "--signal=TERM"])
     say(f"it saves and ends; at once, without saving: scancel {join(running)}")
     return 0
 
 
-COMMANDS = {
-    "up": (up, SlurmOptions),
-    "status": (status, SlurmOptions),
-    "logs": (logs, SlurmOptions),
-    "down": (down, SlurmOptions),
-}
+COMMANDS = {f.__name__: (f, SlurmOptions) for f in (up, status, logs, down)}

@@ -9,6 +9,7 @@ crash of a single node ends the job.
 import json
 from dataclasses import dataclass
 from shlex import join
+from typing import Any
 
 from configs.schema import UserError
 from tools.launch.job import AGAIN, Job, JobOptions, make_job, require_bucket
@@ -37,46 +38,38 @@ def yaml(options: SkyOptions, train: list[str]) -> int:
 
 
 def task(job: Job, options: SkyOptions) -> str:
-    """The task as YAML, of which JSON's strings are a part. UserError where SkyPilot cannot run the job."""
-    hardware = job.hardware
+    """Return the task as YAML, of which JSON is a part. UserError if SkyPilot cannot run the job."""
+    hardware, facts = job.hardware, job.hardware.facts
     if hardware.is_tpu and hardware.groups > 1:
         raise UserError(f"--hardware={hardware}: SkyPilot has no job of several slices; `tpu` and `k8s` do")
-    if "sky" not in hardware.facts:
+    if "sky" not in facts:
         raise UserError(f"--hardware={hardware}: tools/launch/catalog.toml has no SkyPilot name for {hardware.kind}")
     require_bucket(job, "a node's disk goes with it")
-    facts, size, run = hardware.facts, hardware.devices_per_group, join([".venv/bin/python", "train.py", *job.train])
+    size, run = hardware.devices_per_group, join([".venv/bin/python", "train.py", *job.train])
+    extra = "tpu,gcs" if hardware.is_tpu else "cuda,gcs"
     if hardware.is_tpu:
-        extra, resources = "tpu,gcs", [f"  accelerators: {facts['sky']}-{size * facts['units_per_chip']}"]
-        resources.append(f"  accelerator_args: {{runtime_version: {facts['runtime']}}}")
+        resources: dict[str, Any] = {"accelerators": f"{facts['sky']}-{size * facts['units_per_chip']}"}
+        resources["accelerator_args"] = {"runtime_version": facts["runtime"]}
     else:
-        extra, resources, run = "cuda,gcs", [f"  accelerators: {facts['sky']}:{size}"], PROCESSES + run
+        resources, run = {"accelerators": f"{facts['sky']}:{size}"}, PROCESSES + run
+    resources["use_spot"] = options.spot
+    resources["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": sorted(AGAIN)}
+    fields = {
+        "name": job.name,
+        "workdir": ".",
+        "num_nodes": hardware.groups,
+        "resources": resources,
+        # SkyPilot takes their values from the environment of `sky`.
+        "envs": dict.fromkeys(job.env),
+        "secrets": dict.fromkeys(job.secrets),
+        "setup": options.setup or f"make setup EXTRA={extra}",
+        "run": run + "\n",
+    }
     launch = ["sky", "jobs", "launch", f"{job.name}.yaml", *(f"--env={name}" for name in job.env)]
     launch += [f"--secret={name}" for name in job.secrets]
-    return "\n".join(
-        [
-            f"# Written by python -m tools.launch sky yaml; {join(launch)} runs it.",
-            f"name: {job.name}",
-            "workdir: .",
-            f"num_nodes: {hardware.groups}",
-            "resources:",
-            *resources,
-            f"  use_spot: {json.dumps(options.spot)}",
-            "  job_recovery:",
-            "    max_restarts_on_errors: 0",
-            f"    recover_on_exit_codes: {sorted(map(int, AGAIN))}",
-            *names("envs", job.env),
-            *names("secrets", job.secrets),
-            f"setup: {json.dumps(options.setup or f'make setup EXTRA={extra}')}",
-            "run: |",
-            *(f"  {line}" for line in run.splitlines()),
-            "",
-        ]
-    )
-
-
-def names(section: str, variables: dict[str, str]) -> list[str]:
-    """Lines that have SkyPilot ask for variables, whose values it takes from the environment of `sky`."""
-    return [f"{section}:", *(f"  {name}: null" for name in variables)] if variables else []
+    lines = [f"# Written by python -m tools.launch sky yaml; {join(launch)} runs it."]
+    lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items() if value != {}]
+    return "\n".join(lines) + "\n"
 
 
 COMMANDS = {"yaml": (yaml, SkyOptions)}

@@ -1,7 +1,7 @@
 """TPU VMs of Google Cloud, as queued resources: python -m tools.launch tpu up|run|status|logs|stop|down.
 
 `up` gets slices and starts the run on their hosts, where a loop keeps it going without this machine. `run` does that
-too, and stays: it makes a slice anew that was taken away, brings the record back when the run is complete, and deletes
+too, and stays: it replaces a slice that was taken away, brings the record back when the run is complete, and deletes
 all at the end or at the deadline. It must live somewhere that stays on (a small VM); what it leaves, `down` deletes.
 """
 
@@ -13,11 +13,10 @@ from shlex import join
 from configs.exit_codes import Exit
 from configs.schema import UserError
 from tools.launch import host_scripts
-from tools.launch.hardware import machines
-from tools.launch.job import cost, job_name
-from tools.launch.queued import GONE, Slices, delete_all
+from tools.launch.hardware import catalog
+from tools.launch.job import cost, is_given, job_name, make_job, require_bucket
+from tools.launch.queued import ANSWER, GONE, Slices, TpuOptions, delete_all
 from tools.launch.shell import Denied, Shell, Trouble, patient, say, warn
-from tools.launch.tpu_request import TpuOptions, checked, in_zones, require_project
 from tools.launch.tpu_run import (
     DEADLINE,
     FIRST,
@@ -40,7 +39,7 @@ def up(options: TpuOptions, train: list[str]) -> int:
     launch, places = prepared(options, train)
     if options.dry_run:
         return show(launch, places[0], ())
-    states = seen(places)
+    states = look(places)
     new = [slices for slices, state in states.items() if state == GONE]
     try:
         slices = get(launch, states)
@@ -64,7 +63,7 @@ def run(options: TpuOptions, train: list[str]) -> int:
     if options.dry_run:
         return show(launch, places[0], places)
     say(f"this process must live until the run is over: it watches the deadline, {options.hours:g} h from now")
-    states = seen(places)
+    states = look(places)
     try:
         outcome = run_to_the_end(launch, states)
     except Exception as error:  # whatever it is, what was asked for must not be left
@@ -78,22 +77,55 @@ def run(options: TpuOptions, train: list[str]) -> int:
 
 
 def prepared(options: TpuOptions, train: list[str]) -> tuple[Launch, list[Slices]]:
-    """What is to be launched, after its cost was said, and where it may be."""
-    job, places, bucket = checked(options, train)
+    """Return what is to be launched, and where it may be: a queued resource in each zone, which need not be there.
+    UserError before anything is made."""
+    job = make_job(options, train)
+    if not job.hardware.is_tpu:
+        raise UserError(f"--hardware={job.hardware} is no TPU; `python -m tools.launch slurm` or `k8s` take it")
+    require_project(options)
+    known = job.hardware.facts["zones"]
+    if others := set(options.zones) - set(known):
+        raise UserError(
+            f"--zones {others.pop()} has no {job.hardware.kind}: tools/launch/catalog.toml has {', '.join(known)}; add "
+            "it there if that is wrong"
+        )
+    bucket = require_bucket(job, "the hosts' disks go with them")
+    if is_given("run_dir", train):
+        raise UserError(f"--run_dir cannot be given: on the hosts the run is in {host_scripts.ROOT}/NAME/runs/NAME")
+    if options.reservation and options.capacity != "reserved":
+        raise UserError("--reservation is of --capacity=reserved")
+    if options.capacity == "flex_start" and options.hours > 168:
+        raise UserError(f"--hours={options.hours:g}: flex_start gives slices for 168 hours at most")
+    # Shows at once a bucket that is not there, or that this user may not write to.
+    shell = Shell(options.dry_run)
+    words = ["gcloud", "storage", "cp", "-", f"{bucket}/launched", f"--project={options.project}"]
+    shell.run(words, stdin=f"{job.name}\n".encode(), seconds=ANSWER)
     say(cost(job, options.price, options.hours, options.capacity))
+    places = [Slices(shell, job.name, zone, options) for zone in options.zones or known]
     return Launch(job, options, bucket, time.time()), places
 
 
+def require_project(options: TpuOptions) -> None:
+    if not options.project:
+        raise UserError("--project is missing: the Google Cloud project, `gcloud projects list` shows yours")
+
+
 def show(launch: Launch, first: Slices, deleted: Sequence[Slices]) -> int:
-    """The dry run: as if the first zone had the slices."""
+    """Print the dry run: as if the first zone had the slices."""
     create(launch, first)
     start(launch, first)
     give_back(deleted, launch.options)
     return Exit.COMPLETE
 
 
-def look(places: Sequence[Slices]) -> tuple[dict[Slices, str], dict[Slices, Trouble]]:
-    """The state in each zone that answers, and what hinders in the others."""
+def look(
+    places: Sequence[Slices], named: bool = False, act: Callable[[Slices, str], object] = lambda slices, state: None
+) -> dict[Slices, str]:
+    """Return the state in each zone that answers, after `act` with those that have the resource.
+
+    It names the zones that this project may not look at, if others answer and the user `named` none: not every project
+    has every zone. Trouble for one that does not answer, UserError if none may be looked at: what costs money may be
+    there."""
     states: dict[Slices, str] = {}
     hidden: dict[Slices, Trouble] = {}
     for slices in places:
@@ -106,43 +138,31 @@ def look(places: Sequence[Slices]) -> tuple[dict[Slices, str], dict[Slices, Trou
                         hidden[slices] = denied
         except Trouble as trouble:
             hidden[slices] = trouble
-    return states, hidden
-
-
-def require_answers(states: dict[Slices, str], hidden: dict[Slices, Trouble], named: bool) -> None:
-    """Names the zones that this project may not look at, where others answer and none was `named`, as those that not
-    every project has. Trouble for one that does not answer, UserError where none may be looked at: what costs money
-    may be there."""
-    if not hidden:
-        return
-    zones = ", ".join(slices.zone for slices in hidden)
-    silent = [trouble for trouble in hidden.values() if not isinstance(trouble, Denied)]
-    if silent or named or not states:
-        error = Trouble if silent else UserError
-        raise error(f"what is in {zones} cannot be seen, and MAY COST MONEY: {[*silent, *hidden.values()][0]}")
-    say(f"passed over, since this project may not look there: {zones}")
-
-
-def seen(places: Sequence[Slices]) -> dict[Slices, str]:
-    """The state in each zone that this project may use. Trouble where one does not answer: the job may be there."""
-    states, hidden = look(places)
-    require_answers(states, hidden, named=False)
-    return states
-
-
-def in_each_zone(options: TpuOptions, act: Callable[[Slices, str], None]) -> int:
-    """Does `act` with the job's resource, and its state, in each zone that is named, or in every one of
-    tools/launch/catalog.toml, where it is there. Then Trouble for the zones that do not answer."""
-    require_project(options.project)
-    if not options.name:
-        raise UserError("--name is missing: the job's name, as `tpu up` printed it")
-    every = tuple(sorted({zone for facts in machines().values() for zone in facts.get("zones", [])}))
-    places = in_zones(Shell(options.dry_run), job_name(options.name), options, options.zones or every)
-    states, hidden = (dict.fromkeys(places, "ACTIVE"), {}) if options.dry_run else look(places)
     for slices, state in states.items():
         if state != GONE:
             act(slices, state)
-    require_answers(states, hidden, named=bool(options.zones))
+    zones = ", ".join(slices.zone for slices in hidden)
+    silent = [trouble for trouble in hidden.values() if not isinstance(trouble, Denied)]
+    if silent or (hidden and (named or not states)):
+        error = Trouble if silent else UserError
+        raise error(f"what is in {zones} cannot be seen, and MAY COST MONEY: {[*silent, *hidden.values()][0]}")
+    if hidden:
+        say(f"passed over, since this project may not look there: {zones}")
+    return states
+
+
+def in_each_zone(options: TpuOptions, act: Callable[[Slices, str], object]) -> int:
+    """Do `act` with the job's resource, and its state, in each zone that is named, or in every one of
+    tools/launch/catalog.toml, if it is there. Raises as `look` does."""
+    require_project(options)
+    name, shell = job_name(options.name), Shell(options.dry_run)
+    every = sorted({zone for facts in catalog().values() for zone in facts.get("zones", [])})
+    places = [Slices(shell, name, zone, options) for zone in options.zones or every]
+    if options.dry_run:
+        for slices in places:
+            act(slices, "ACTIVE")
+    else:
+        look(places, bool(options.zones), act)
     return Exit.COMPLETE
 
 
@@ -163,8 +183,7 @@ def logs(options: TpuOptions, train: list[str]) -> int:
     """Follows the log lines of all hosts, each with its host's name, until Ctrl-C."""
 
     def act(slices: Slices, state: str) -> None:
-        words = ["ssh", f"{host_scripts.USER}@{slices.name}", "--node=all", "--worker=all", *slices.network.of_ssh]
-        slices.shell.become(slices.words(*words, f"--command={host_scripts.logs(slices.name, 100)}"))
+        slices.shell.become(slices.ssh_words(host_scripts.logs(slices.name, 100)))
 
     in_each_zone(options, act)
     if options.dry_run:
@@ -185,13 +204,12 @@ def stop(options: TpuOptions, train: list[str]) -> int:
 
 def down(options: TpuOptions, train: list[str]) -> int:
     """Saves and ends the run, and deletes whatever of the job is left in any zone. What is in the bucket stays."""
-
-    found: list[Slices] = []
+    places: list[Slices] = []
     try:
-        in_each_zone(options, lambda slices, state: found.append(slices))
+        in_each_zone(options, lambda slices, state: places.append(slices))
     finally:  # also if another zone does not answer
-        give_back(found, options)
-        for slices in () if options.dry_run else found:
+        give_back(places, options)
+        for slices in () if options.dry_run else places:
             say(f"{slices.name} in {slices.zone} is deleted")
     if not options.dry_run:
         say("nothing is left")

@@ -1,6 +1,7 @@
 """A run on TPU slices, until it is over: got, started, watched, replaced where they are taken away, and given back."""
 
 import math
+import re
 import tempfile
 import time
 from collections.abc import Sequence
@@ -10,10 +11,9 @@ from typing import Literal
 
 from configs.hook import start_hook
 from tools.launch import host_scripts, queued
-from tools.launch.job import Job, exports
-from tools.launch.queued import STATES, Slices, delete_all
+from tools.launch.job import Job
+from tools.launch.queued import STATES, Slices, TpuOptions, delete_all
 from tools.launch.shell import Trouble, patient, pause, say, warn
-from tools.launch.tpu_request import TpuOptions
 
 FIRST = 3  # tries of a start before any has worked, after which the set-up is taken for wrong
 TAKEN, DEADLINE = "the slices were taken away", "the deadline"
@@ -40,7 +40,7 @@ class Launch:
 
 
 def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
-    """`ended CODE` or DEADLINE, whatever slices are taken meanwhile. Trouble where the first start does not work."""
+    """Return `ended CODE` or DEADLINE, whatever slices are taken meanwhile. Trouble if no start works."""
     tries = FIRST
     while True:
         try:
@@ -70,8 +70,8 @@ def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
 
 
 def get(launch: Launch, states: dict[Slices, str]) -> Slices:
-    """Slices of the first zone that has them: where the job is already, then in the zones' order. Trouble where none
-    has; what was asked for in vain is deleted, and GONE in `states`."""
+    """Return slices of the first zone that has them: those that have the job come first, then the zones' order. Trouble
+    if none has; a request that got nothing is deleted, and GONE in `states`."""
     for slices in sorted(states, key=lambda slices: ["active", "waits", "over", "gone"].index(STATES[states[slices]])):
         if time.time() >= launch.deadline:
             break
@@ -91,15 +91,13 @@ def get(launch: Launch, states: dict[Slices, str]) -> Slices:
 
 
 def create(launch: Launch, slices: Slices) -> None:
-    """Asks for the slices in one zone, for no longer than they are waited for."""
-    options = launch.options
+    """Ask for the slices in one zone, for no longer than they are waited for."""
     left = launch.deadline - time.time()
-    wait = min(60 * options.wait_minutes, left)
-    slices.create(tools.launch.job.hardware, options.capacity, wait, left, options.service_account, options.reservation)
+    slices.create(tools.launch.job.hardware, min(60 * launch.options.wait_minutes, left), left)
 
 
 def begin(launch: Launch, slices: Slices, tries: float) -> bool:
-    """Starts the run on all hosts. False where the slices were taken meanwhile. Trouble where that fails `tries` times,
+    """Start the run on all hosts. Return False if the slices were taken meanwhile. Trouble if that fails `tries` times,
     or until the deadline."""
     for attempt in patient(launch.deadline, tries):
         with attempt:
@@ -110,16 +108,18 @@ def begin(launch: Launch, slices: Slices, tries: float) -> bool:
 
 
 def start(launch: Launch, slices: Slices) -> None:
-    """Sends the code, sets it up, and starts the loop on every host that has none; where the run has ended or was
-    stopped, only if that was before the command was typed. Trouble where a host fails."""
+    """Send the code, set it up, and start the loop on every host that has none; if the run has ended or was stopped,
+    only if that was before the command was typed. Trouble if a host fails."""
     job, typed = tools.launch.job, int(1000 * launch.typed)
     delete = slices.words("delete", slices.name, "--force", "--async")
-    prepare = host_scripts.prepare(job, launch.options.setup, typed, launch.limit, launch.bucket, delete)
+    prepare = host_scripts.prepare(
+        job, launch.options.setup or host_scripts.SETUP, typed, launch.limit, launch.bucket, delete
+    )
     with tempfile.TemporaryDirectory() as folder:
         # Secrets go in a file, since a command's words are in every list of processes.
         for name, content, names in (
             (f"launch-{job.code.name}.tar", job.code.archive, []),
-            (f"launch-{typed}", exports(job), [*job.env, *job.secrets]),
+            (f"launch-{typed}", job.exports, [*job.env, *job.secrets]),
             (f"launch-{typed}.sh", prepare, []),
         ):
             if content:
@@ -134,15 +134,14 @@ def start(launch: Launch, slices: Slices) -> None:
 
 
 def states_of(slices: Slices) -> dict[str, tuple[str, str]]:
-    """Of each host that answers: none, idle, running, or ended, with its exit code."""
-    _, said = slices.ssh(host_scripts.state(slices.name))
-    lines = [line.split() for line in said.splitlines()]
-    found = {line[0]: (line[1], line[2] if len(line) > 2 else "") for line in lines if len(line) in (2, 3)}
-    return {host: state for host, state in found.items() if state[0] in ("none", "idle", "running", "ended")}
+    """Return the state of each host that answers: none, idle, running, or ended, with its exit code."""
+    _, text = slices.ssh(host_scripts.state(slices.name))
+    lines = re.findall(r"^(\S+) (none|idle|running|ended)(?: (\d+))?$", text, re.MULTILINE)
+    return {host: (state, code) for host, state, code in lines}
 
 
 def watch(launch: Launch, slices: Slices) -> str:
-    """Until the run is over: `ended CODE`, TAKEN or DEADLINE. Whatever does not answer meanwhile is asked again."""
+    """Wait until the run is over. Return `ended CODE`, TAKEN or DEADLINE. What does not answer is asked again."""
     while time.time() < launch.deadline:
         try:
             if STATES[slices.state()] in ("over", "gone"):
@@ -167,7 +166,7 @@ def watch(launch: Launch, slices: Slices) -> str:
 
 
 def give_back(places: Sequence[Slices], options: TpuOptions) -> None:
-    """Has the run save and end, keeps the hosts' logs, and deletes all: again and again until all is gone."""
+    """Stop the run, which saves, keep the hosts' logs, and delete all: again and again until all is gone."""
 
     def close(slices: Slices) -> None:
         save(slices, options)
@@ -178,7 +177,7 @@ def give_back(places: Sequence[Slices], options: TpuOptions) -> None:
 
 
 def save(slices: Slices, options: TpuOptions) -> None:
-    """Has every host save and end, and waits for it: as long as `save_minutes`, ten minutes where none answers."""
+    """Stop the run on every host, and wait until it has saved: for `save_minutes`, or ten minutes if none answers."""
     heard = began = time.time()
     slices.ssh(host_scripts.stop(slices.name))
     while not slices.shell.dry_run:
@@ -193,7 +192,7 @@ def save(slices: Slices, options: TpuOptions) -> None:
 
 
 def fetch(slices: Slices) -> None:
-    """Brings the run's record from the first host to runs/NAME; its checkpoints are in the bucket."""
+    """Bring the run's record from the first host to runs/NAME; its checkpoints are in the bucket."""
     target = Path("runs") / slices.name
     if target.exists():
         target = target.with_name(f"{slices.name}.{int(time.time())}")
@@ -206,5 +205,5 @@ def fetch(slices: Slices) -> None:
 
 
 def notify(job: Job, event: Literal["preempted", "unavailable", "over"], message: str) -> None:
-    """Starts the user's command (--log.on_event) here, with what happened to the machines."""
+    """Start the user's command (--log.on_event) here, with what happened to the machines."""
     start_hook(job.config, event, message, name=job.name, wait=10)

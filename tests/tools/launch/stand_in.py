@@ -5,10 +5,14 @@
 """
 
 import json
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+BUCKET = "--checkpoint.folder=gs://bucket/tiny"
 TRAIN = """
 import json, os, pathlib, signal, sys, time
 
@@ -68,3 +72,23 @@ class StandIn:
         """What each start of a process was given."""
         path = self.folder / f"starts.{process}"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def both_have_started(self, times: int = 1) -> bool:
+        """Whether each of two processes has started so often."""
+        return [len(self.starts(process)) for process in range(2)] == [times, times]
+
+
+def wait_for(happened: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.time() + seconds
+    while not happened():
+        assert time.time() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def put_on_path(folder: Path, commands: dict[str, str], monkeypatch) -> None:
+    """Make shell scripts, by their names, and let them come before any other program."""
+    folder.mkdir(exist_ok=True)
+    for name, script in commands.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")

@@ -10,16 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.launch.stand_in import StandIn
+from tests.tools.launch.stand_in import wait_for
 from tools.launch import host_scripts
 from tools.launch.job import JobOptions, make_job
 
 
 @pytest.fixture
-def host(tmp_path, monkeypatch):
+def host(repository, tmp_path):
     """Runs a command as ssh does, twice, and returns what it said; and the repository that is sent there."""
-    repository = StandIn(tmp_path / "repository", tmp_path / "told")
-    monkeypatch.chdir(repository.root)
     home = tmp_path / "home"
     home.mkdir()
     environment = os.environ | {"HOME": str(home), "LAUNCH_PAUSE": "0.02", "LAUNCH_ROOT": str(tmp_path / "var")}
@@ -54,13 +52,6 @@ def kill(folder) -> None:
                 if (entry / "cwd").readlink().is_relative_to(folder):
                     alive = True
                     os.kill(int(entry.name), signal.SIGKILL)
-
-
-def wait_for(happened) -> None:
-    deadline = time.time() + 60
-    while not happened():
-        assert time.time() < deadline
-        time.sleep(0.02)
 
 
 def test_a_start_after_the_end_starts_nothing_until_the_end_is_forgotten(host):

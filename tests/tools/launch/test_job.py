@@ -12,9 +12,9 @@ import pytest
 from configs.exit_codes import Exit
 from configs.schema import UserError
 from tools.launch.code import LARGEST, pack, unpack
-from tools.launch.hardware import machines, parse_hardware
+from tools.launch.hardware import catalog, parse_hardware
 from tools.launch.job import AGAIN, DONE, NEVER, JobOptions, job_name, make_job
-from tools.launch.restart import VERDICT
+from tools.launch.sbatch import VERDICT
 
 ROOT = Path(__file__).parents[3]
 
@@ -47,7 +47,7 @@ def test_hardware_that_there_is_not_is_refused(text):
 
 
 def test_every_kind_is_read_with_what_its_launchers_ask_for():
-    for kind, facts in machines().items():
+    for kind, facts in catalog().items():
         if "dimensions" in facts:
             assert facts["zones"] and facts["runtime"] and facts["type"] and facts["units_per_chip"], kind
 
@@ -150,6 +150,12 @@ def test_a_job_is_checked_as_train_py_would(monkeypatch):
     ):
         with pytest.raises(UserError, match=message):
             make_job(JobOptions(hardware), train)
+    for options, message in (
+        (JobOptions("v5e:4x4", secret=("NOT_SET",)), "--secret NOT_SET: there is no"),
+        (JobOptions("v5e:4x4", env=("A=b",)), "--env takes names of variables alone"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_job(options, ["--config=configs/d12.py"])
     with pytest.raises(SystemExit) as ended:
         make_job(JobOptions("v5e:4x4"), ["--config=configs/d12.py", "--steps=many"])
     assert ended.value.code == 2
@@ -186,7 +192,8 @@ def test_what_the_hosts_cannot_see_is_refused_and_text_is_asked_for(tmp_path, mo
     monkeypatch.chdir(root)
     job = lambda: make_job(JobOptions("v5e:4x4"), [f"--config={ROOT}/configs/d12.py", *words], "/data")
     if not message:
-        return job()
+        job()
+        return
     with pytest.raises(UserError, match=re.escape(message)):
         job()
 

@@ -10,12 +10,14 @@ from pathlib import Path
 from shlex import quote
 
 import pytest
+import yaml
 
 from run.lines import read_metrics
 from tests.fake_gcs import FakeGCS
 from tests.test_train import ROOT, environment_of, folder  # noqa: F401
 from tests.tools.launch.fake_kubernetes import Cluster, environment_with
-from tests.tools.launch.test_tpu import Cloud, cloud, repository, wait_for  # noqa: F401
+from tests.tools.launch.stand_in import wait_for
+from tests.tools.launch.test_tpu import cloud  # noqa: F401
 from tools.launch.__main__ import main
 from tools.launch.code import Code, pack
 
@@ -34,14 +36,14 @@ def result(run_dir: Path) -> str:
 @pytest.mark.slow
 def test_pods_that_are_drained_and_killed_end_as_pods_that_were_left_alone(folder, tmp_path, capsys, monkeypatch):  # noqa: F811
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("tools.launch.job.pack", lambda root: Code(b"", "hash", frozenset()))
+    monkeypatch.setattr("tools.launch.job.pack", lambda root: Code(b"", frozenset()))
     shutil.copytree(folder / "text", tmp_path / "disk" / "text")
     options = ["--hardware=2x cpu:2", "--image=I", "--claim=disk", "--max_crashes=1", "--dry_run"]
     arguments = [f"--config={folder}/tiny.py", "--data.source=/runs/text", "--log.every_steps=1", "--steps=80"]
     shas = []
     for name in ("left-alone", "harmed"):
         assert main(["k8s", "up", *options, f"--name={name}", "--", *arguments]) == 0
-        jobset = json.loads(capsys.readouterr().out.partition(" <<'END'\n")[2].removesuffix("END\n"))
+        jobset = yaml.safe_load(capsys.readouterr().out.partition(" <<'END'\n")[2].removesuffix("END\n"))
         environment = environment_of(2) | {"PATH": environment_with(sys.executable, tmp_path / f"bin-{name}")["PATH"]}
         cluster = Cluster(jobset, ROOT, {"runs": tmp_path / "disk"}, environment)
         run_dir, done = tmp_path / "disk" / name, []

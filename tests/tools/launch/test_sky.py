@@ -7,17 +7,8 @@ import pytest
 import yaml
 
 from configs.schema import UserError
-from tests.tools.launch.stand_in import StandIn
+from tests.tools.launch.stand_in import BUCKET
 from tools.launch.__main__ import main
-
-BUCKET = "--checkpoint.folder=gs://bucket/tiny"
-
-
-@pytest.fixture
-def repository(tmp_path, monkeypatch):
-    made = StandIn(tmp_path / "repository", tmp_path / "told")
-    monkeypatch.chdir(made.root)
-    return made
 
 
 def printed(capsys, *options: str) -> dict:

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 
 from configs.schema import UserError
-from tests.tools.launch.stand_in import StandIn
+from tests.tools.launch.stand_in import BUCKET, StandIn, put_on_path, wait_for
 from tools.launch import queued, tpu_run
 from tools.launch.__main__ import main
 from tools.launch.shell import Trouble
@@ -28,7 +28,6 @@ from tools.launch.shell import Trouble
 STAND_IN = Path(__file__).with_name("fake_gcloud.py")
 ZONES = ("us-central1-a", "us-west4-a")
 NETWORK = ["--network=n", "--subnetwork=s", "--internal_ips", "--tunnel_through_iap"]
-BUCKET = "--checkpoint.folder=gs://bucket/tiny"
 HARDWARE = "v5e:2x4"
 """Of one host in truth. The stand-in's slices have two."""
 
@@ -84,20 +83,9 @@ def stand_in():
 
 
 @pytest.fixture
-def repository(tmp_path, monkeypatch):
-    made = StandIn(tmp_path / "repository", tmp_path / "told")
-    monkeypatch.chdir(made.root)
-    return made
-
-
-@pytest.fixture
 def cloud(tmp_path, monkeypatch):
     made = Cloud(tmp_path / "cloud")
-    (tmp_path / "bin").mkdir()
-    script = tmp_path / "bin" / "gcloud"
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {STAND_IN} "$@"\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    put_on_path(tmp_path / "bin", {"gcloud": f'exec {sys.executable} -IS {STAND_IN} "$@"'}, monkeypatch)
     for name, value in {"FAKE_GCLOUD": made.folder, "LAUNCH_PAUSE": "0.05", "TOKENSUM_CACHE": tmp_path / "c"}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("tools.launch.hardware.Hardware.hosts_per_group", 2)
@@ -113,11 +101,18 @@ def launch(repository: StandIn, command: str, *options: str, train: tuple[str, .
     return main(["tpu", command, *words, "--", "--config=tiny.py", *train])
 
 
-def wait_for(happened, seconds: float = 60) -> None:
-    deadline = time.time() + seconds
-    while not happened():
-        assert time.time() < deadline
-        time.sleep(0.02)
+@contextmanager
+def meanwhile(*steps):
+    """Does the steps, one after the other, in a thread."""
+    thread = threading.Thread(target=lambda: [step() for step in steps])
+    thread.start()
+    yield
+    thread.join()
+
+
+def started(repository: StandIn, times: int = 1):
+    """A step of `meanwhile`: waits until both hosts have started so often."""
+    return lambda: wait_for(lambda: repository.both_have_started(times))
 
 
 def starts(repository: StandIn) -> list[int]:
@@ -134,11 +129,12 @@ def test_run_takes_a_job_to_its_end_and_leaves_nothing(repository, cloud, capsys
     assert (repository.root / "runs" / "tiny").is_dir()  # the record, brought back
 
 
-@pytest.mark.parametrize(("codes", "code"), [([1, "wait"], 1), ([2, 2], 2), ([3, 3], 3), ([130, 130], 130)])
-def test_a_code_that_must_not_be_repeated_ends_it_and_the_others_save(repository, cloud, codes, code):
+@pytest.mark.parametrize(("codes", "code"), [([1, "wait"], 1), ([2, 2], 2), ([130, 130], 130)])
+def test_a_code_that_must_not_be_repeated_ends_it_and_its_log_outlives_the_slice(repository, cloud, codes, code):
     repository.plan(codes)
     assert launch(repository, "run") == code
     assert starts(repository) == [1, 1] and not cloud.left()
+    assert "start 0 of process 0" in cloud.logs()[0] and f"ended with {code}" in cloud.logs()[0]
 
 
 def test_crashes_are_repeated_a_bounded_number_of_times(repository, cloud):
@@ -173,7 +169,7 @@ def test_up_that_fails_deletes_what_it_asked_for_and_nothing_else(repository, cl
     (repository.root / "train.py").write_text((repository.root / "train.py").read_text() + "# another set-up\n")
     cloud.set("failing", 3)
     assert launch(repository, "up") == 1 and len(cloud.left()) == 1
-    wait_for(lambda: starts(repository) == [1, 1])
+    started(repository)()
 
 
 def test_slices_that_are_there_are_taken_before_any_that_are_waited_for():
@@ -184,37 +180,28 @@ def test_slices_that_are_there_are_taken_before_any_that_are_waited_for():
     assert tpu_run.get(job, {zone: state for state, zone in zones.items()}) is zones["ACTIVE"]
 
 
-def test_a_slice_that_is_taken_is_made_anew(repository, cloud):
+def test_a_slice_that_is_taken_is_replaced_and_the_watcher_s_events_start_the_user_s_command(
+    repository, cloud, tmp_path
+):
+    hook = f'echo "$TOKENSUM_RUN $TOKENSUM_EVENT" >> {tmp_path}/events'
     repository.plan(["wait", "wait"], ["wait", "wait"], [0, 0])
-    cloud.plan(us_central1_a=["active", "stockout"], us_west4_a=["active"])
-
-    def harm() -> None:
-        for times in (1, 2):
-            wait_for(lambda times=times: starts(repository) == [times, times])
-            cloud.take()
-
-    harming = threading.Thread(target=harm)
-    harming.start()
-    assert launch(repository, "run", "--capacity=spot") == 0
-    harming.join()
+    cloud.plan(us_central1_a=["active", "stockout", "stockout", "active"], us_west4_a=["refused", "active"])
+    with meanwhile(started(repository), cloud.take, started(repository, 2), cloud.take):
+        assert launch(repository, "run", "--capacity=spot", train=(BUCKET, f"--log.on_event={hook}")) == 0
     assert starts(repository) == [3, 3] and not cloud.left()
     assert all("--spot" in words for words in cloud.asked("create"))
+    events = (tmp_path / "events").read_text().splitlines()
+    assert events == ["tiny preempted", "tiny unavailable", "tiny preempted", "tiny over"]
 
 
-def test_a_host_that_lost_its_disk_is_prepared_anew(repository, cloud):
+def test_a_host_that_lost_its_disk_is_prepared_again(repository, cloud):
     """Its slice stays ACTIVE."""
     repository.plan(["wait", "wait"], [0, 0])
-
-    def harm() -> None:
-        wait_for(lambda: starts(repository) == [1, 1])
-        cloud.take_host("host-0-0")
-        wait_for(lambda: starts(repository) == [2, 1])
-        os.kill(repository.starts(1)[0]["pid"], 15)  # the other one has lost its peer
-
-    harming = threading.Thread(target=harm)
-    harming.start()
-    assert launch(repository, "run") == 0
-    harming.join()
+    lose = lambda: cloud.take_host("host-0-0")
+    prepared = lambda: wait_for(lambda: starts(repository) == [2, 1])
+    end = lambda: os.kill(repository.starts(1)[0]["pid"], 15)  # the other one has lost its peer
+    with meanwhile(started(repository), lose, prepared, end):
+        assert launch(repository, "run") == 0
     assert starts(repository) == [2, 2] and not cloud.left() and len(cloud.asked("create")) == 1
 
 
@@ -258,7 +245,7 @@ def test_a_zone_that_deletes_nothing_keeps_no_other_from_it(monkeypatch):
             if asked.count(zone) <= failures:
                 raise Trouble("no answer")
 
-        return SimpleNamespace(zone=zone, project="p", name="tiny", delete=delete)
+        return SimpleNamespace(zone=zone, options=queued.TpuOptions(), name="tiny", delete=delete)
 
     monkeypatch.setenv("LAUNCH_PAUSE", "0")
     queued.delete_all([place("a", 2), place("b", 1), place("c", 0)])  # pyright: ignore
@@ -302,29 +289,12 @@ def deadline(monkeypatch):
     return come
 
 
-@contextmanager
-def meanwhile(*steps):
-    """Does the steps, one after the other, in a thread."""
-    thread = threading.Thread(target=lambda: [step() for step in steps])
-    thread.start()
-    yield
-    thread.join()
-
-
-def test_everything_is_saved_and_deleted_at_the_deadline(repository, cloud, deadline):
-    repository.plan(["wait", "wait"])
-    with meanwhile(lambda: wait_for(lambda: starts(repository) == [1, 1]), deadline.set):
-        assert launch(repository, "run") == 143
-    assert not cloud.left() and starts(repository) == [1, 1]
-    assert len(cloud.logs()) == 2 and all("saved by process" in text for text in cloud.logs())
-
-
 def test_a_command_that_stalls_does_not_stop_the_watch(repository, cloud, deadline, monkeypatch, capsys):
     repository.plan(["wait", "wait"])
     monkeypatch.setattr(queued.Slices.ssh, "__defaults__", (5,))
     monkeypatch.setattr(queued, "COPY", 5)  # the code may still be on its way to a host
-    steps = [lambda: wait_for(lambda: starts(repository) == [1, 1]), lambda: cloud.set("stalls", 1)]
-    with meanwhile(*steps, lambda: wait_for(lambda: cloud.times("stalls") == 0), deadline.set):
+    stall = lambda: cloud.set("stalls", 1)
+    with meanwhile(started(repository), stall, lambda: wait_for(lambda: cloud.times("stalls") == 0), deadline.set):
         assert launch(repository, "run") == 143
     assert not cloud.left() and "no answer in 5 s" in capsys.readouterr().err
 
@@ -334,11 +304,11 @@ def test_credentials_or_a_network_lost_at_the_deadline_delay_the_end_and_nothing
     repository, cloud, deadline, capsys, fault
 ):
     repository.plan(["wait", "wait"])
-    steps = [lambda: wait_for(lambda: starts(repository) == [1, 1]), lambda: cloud.set(fault, 9)]
-    with meanwhile(*steps, lambda: wait_for(lambda: cloud.times(fault) < 8), deadline.set):
+    lose = lambda: cloud.set(fault, 9)
+    with meanwhile(started(repository), lose, lambda: wait_for(lambda: cloud.times(fault) < 8), deadline.set):
         assert launch(repository, "run") == 143
     told = capsys.readouterr()
-    assert not cloud.left() and cloud.times(fault) == 0
+    assert not cloud.left() and cloud.times(fault) == 0 and starts(repository) == [1, 1]
     assert "nothing is left in us-central1-a, us-west4-a" in told.out
     assert "MAY COST MONEY" in told.err and all("saved by process" in text for text in cloud.logs())
 
@@ -346,8 +316,7 @@ def test_credentials_or_a_network_lost_at_the_deadline_delay_the_end_and_nothing
 def test_a_set_up_that_fails_is_tried_again_and_once_it_has_worked_until_the_deadline(repository, cloud):
     repository.plan(["wait", "wait"], [0, 0])
     cloud.set("failing", 1)
-    steps = [lambda: wait_for(lambda: starts(repository) == [1, 1]), lambda: cloud.set("failing", 4), cloud.take]
-    with meanwhile(*steps):
+    with meanwhile(started(repository), lambda: cloud.set("failing", 4), cloud.take):
         assert launch(repository, "run") == 0
     assert starts(repository) == [2, 2] and not cloud.left() and cloud.times("failing") == 0
 
@@ -355,7 +324,7 @@ def test_a_set_up_that_fails_is_tried_again_and_once_it_has_worked_until_the_dea
 def test_what_another_process_has_started_is_not_given_up_for_a_set_up_that_fails(repository, cloud):
     repository.plan(["wait", "wait"], [0, 0])
     assert launch(repository, "up") == 0
-    wait_for(lambda: starts(repository) == [1, 1])
+    started(repository)()
     cloud.set("failing", 4)
     end = lambda: [os.kill(repository.starts(process)[0]["pid"], 15) for process in range(2)]
     with meanwhile(lambda: wait_for(lambda: cloud.times("failing") == 0), end):
@@ -369,19 +338,13 @@ def test_a_set_up_that_never_works_ends_it_and_leaves_nothing(repository, cloud,
     assert not cloud.left() and cloud.times("failing") == 97 and "pip: connection reset" in capsys.readouterr().err
 
 
-def test_a_failure_s_log_outlives_its_slice(repository, cloud):
-    repository.plan([1, "wait"])
-    assert launch(repository, "run") == 1 and not cloud.left()
-    assert "start 0 of process 0" in cloud.logs()[0] and "ended with 1" in cloud.logs()[0]
-
-
 def test_two_people_start_one_run_also_where_their_names_differ_on_the_hosts(repository, cloud, monkeypatch):
     repository.plan(["wait", "wait"])
     cloud.set("oslogin", 1)
     for person in ("ada", "bob"):
         monkeypatch.setenv("USER", person)
         assert launch(repository, "up") == 0
-        wait_for(lambda: starts(repository) == [1, 1])
+        started(repository)()
     assert launch(repository, "down") == 0
     assert starts(repository) == [1, 1] and not cloud.left()
 
@@ -426,25 +389,15 @@ def test_secrets_reach_train_py_and_nothing_else(repository, cloud, monkeypatch,
     assert "GIVEN_KEY" not in repository.starts()[-1]
 
 
-def test_the_watcher_s_events_start_the_user_s_command(repository, cloud, tmp_path, monkeypatch):
-    hook = f'echo "$TOKENSUM_RUN $TOKENSUM_EVENT" >> {tmp_path}/events'
-    repository.plan(["wait", "wait"], [0, 0])
-    cloud.plan(us_central1_a=["active", "stockout", "stockout", "active"], us_west4_a=["refused"])
-    with meanwhile(lambda: wait_for(lambda: starts(repository) == [1, 1]), cloud.take):
-        assert launch(repository, "run", train=(BUCKET, f"--log.on_event={hook}")) == 0
-    told = (tmp_path / "events").read_text().splitlines()
-    assert told == ["tiny preempted", "tiny unavailable", "tiny over"]
-
-
 def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, capsys, tmp_path):
     repository.plan(["wait", "wait"], ["wait", "wait"], [0, 0])
     assert launch(repository, "up") == 0
-    wait_for(lambda: starts(repository) == [1, 1])
+    started(repository)()
     assert launch(repository, "up") == 0  # again: nothing is asked for or started twice
     assert len(cloud.left()) == 1 and starts(repository) == [1, 1]
     os.kill(repository.starts()[0]["pid"], 15)
     os.kill(repository.starts(1)[0]["pid"], 15)
-    wait_for(lambda: starts(repository) == [2, 2])
+    started(repository, 2)()
     capsys.readouterr()
     assert launch(repository, "status") == 0
     assert "host-0-0: running" in capsys.readouterr().out
@@ -468,12 +421,8 @@ def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, caps
         (["--project=p", "--zones", "mars-a", "--", "--config=tiny.py", BUCKET], "mars-a has no v5e"),
         (["--project=p", "--", "--config=tiny.py"], "checkpoint.folder=gs://BUCKET/FOLDER is missing"),
         (["--project=project", "--", "--config=tiny.py", "--checkpoint.folder=gs://none/x"], "does not exist"),
-        (["--project=p", "--hardware=v5e:5x5", "--", "--config=tiny.py", BUCKET], "a slice or node of v5e is"),
         (["--project=p", "--hardware=h200:8", "--", "--config=tiny.py", BUCKET], "no TPU"),
         (["--project=p", "--", "--config=tiny.py", BUCKET, "--run_dir=x"], "--run_dir cannot be given"),
-        (["--project=p", "--", "--config=tiny.py", BUCKET, "--mesh.fsdp=3"], "does not fit"),
-        (["--project=p", "--secret", "NOT_SET", "--", "--config=tiny.py", BUCKET], "--secret NOT_SET: there is no"),
-        (["--project=p", "--env", "A=b", "--", "--config=tiny.py", BUCKET], "--env takes names of variables alone"),
         (["--project=p", "--reservation=r", "--", "--config=tiny.py", BUCKET], "of --capacity=reserved"),
         (["--project=p", "--capacity=flex_start", "--hours=200", "--", "--config=tiny.py", BUCKET], "168 hours"),
     ],
@@ -487,9 +436,9 @@ def test_a_mistake_is_told_before_anything_is_made(repository, cloud, words, mes
 @pytest.fixture
 def every_command(repository, monkeypatch, tmp_path, capsys) -> list[list[str]]:
     """The words of every command of gcloud's that dry runs show, for one slice and two; gcloud is not there."""
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "git").symlink_to(shutil.which("git"))
-    monkeypatch.setenv("PATH", str(tmp_path / "tools"))
+    (tmp_path / "programs").mkdir()
+    (tmp_path / "programs" / "git").symlink_to(shutil.which("git"))
+    monkeypatch.setenv("PATH", str(tmp_path / "programs"))
     shown = []
     monkeypatch.setattr("tools.launch.shell.join", lambda words: shown.append(list(words)) or "")
     monkeypatch.setattr("tools.launch.tpu.join", lambda words: shown.append(list(words)) or "")
