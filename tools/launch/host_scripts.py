@@ -21,25 +21,26 @@ from tools.launch.code import unpack
 from tools.launch.job import AGAIN, DONE, NEVER, Job, pattern
 
 USER = "tokensum"
-"""Who logs in, whoever types the command. OS Login has its own names: hence a folder that every user may write to."""
+"""The user who logs in, whoever types the command. OS Login has its own names: hence a folder that every user may
+write to."""
 ROOT = "/var/tmp/tokensum"
 SETUP = (
     f"export UV_PYTHON_INSTALL_DIR={ROOT}/python; "
     "python3 -m pip install --user --quiet uv && ~/.local/bin/uv python install --quiet 3.12 && "
     'make setup EXTRA=tpu,gcs PYTHON="$(~/.local/bin/uv python find 3.12)"'
 )
-"""The README's command, with a Python that the TPU's Ubuntu does not have, where every user can start it."""
+"""The README's command, with a Python that the TPU's Ubuntu does not have, in a folder that every user can read."""
 KEEP = 'timeout 60 gcloud storage cp --quiet "$here/log" "$(cat "$here/kept")"'
 """Shell that copies the host's log to the bucket."""
 
 
 def folder(name: str) -> str:
-    """The job's folder on a host, for a shell."""
+    """Return the job's folder on a host, for a shell."""
     return f"${{LAUNCH_ROOT:-{ROOT}}}/{name}"
 
 
 def loop(job: Job, home: str) -> str:
-    """The loop: starts train.py in `home` again and again, counts crashes over reboots, and keeps the log."""
+    """Return the loop: it starts train.py in `home` again and again, counts crashes over reboots, and keeps the log."""
     train = join(job.train_in(f"runs/{job.name}"))
     return f"""\
 #!/bin/bash
@@ -77,8 +78,8 @@ end "$code"
 
 
 def limit(name: str, delete: list[str]) -> str:
-    """A script that stops the run at its limit and asks for the slices' deletion, also where nobody watches. Whoever
-    prepares the host meanwhile sets another limit, and keeps the slices."""
+    """Return a script that stops the run at its limit and asks for the slices' deletion, whether or not anyone watches.
+    Whoever prepares the host meanwhile sets another limit, and keeps the slices."""
     return f"""\
 #!/bin/bash
 # Written by python -m tools.launch tpu.
@@ -91,7 +92,7 @@ while true; do
     echo "--- $(date -u +%FT%TZ) the limit is reached: the run stops, and the slices are deleted if this account may"
     touch stop
     flock --unlock 8
-    flock --timeout 3600 lock true  # not held while this sleeps: a start would take it for a run
+    flock --timeout 3600 lock true  # not kept while this sleeps: a start would take it for a run
     sleep "${{LAUNCH_PAUSE:-300}}"
     if reached; then exec {join(delete)}; fi
     flock --unlock 8
@@ -100,8 +101,8 @@ done
 
 
 def prepare(job: Job, setup: str, typed: int, until: int, bucket: str, delete: list[str]) -> str:
-    """A script that unpacks the code, which is in the home folder as launch-HASH.tar, and sets it up, one at a time.
-    A `typed` (milliseconds since 1970) that the host has not seen yet forgets whatever ended or stopped the run before.
+    """Return a script that unpacks the code, which is in the home folder as launch-HASH.tar, and sets it up, one at a
+    time. A `typed` (milliseconds since 1970) that the host has not seen yet forgets whatever ended or stopped the run before.
     The host stops the run at `until`, runs `delete` then, and keeps its log in `bucket`."""
     home = f"{folder(job.name)}/code/{job.code.name}"
     return f"""\
@@ -143,8 +144,8 @@ touch environment
 
 
 def start(name: str) -> str:
-    """Shell that starts the loop, detached, unless it runs, or has ended and nobody has forgotten it. On a host that
-    lost its disk since `prepare` it does nothing; `state` tells of it."""
+    """Return shell that starts the loop, detached, unless it runs, or has ended and nobody has forgotten it. On a host
+    that lost its disk since `prepare` it does nothing; `state` shows it."""
     detached = ">> log 2>&1 < /dev/null &"
     return (
         f'umask 000; cd "{folder(name)}" 2> /dev/null || exit 0; '
@@ -155,7 +156,7 @@ def start(name: str) -> str:
 
 
 def state(name: str) -> str:
-    """Shell that prints "HOST none", "HOST idle", "HOST running" or "HOST ended CODE"."""
+    """Return shell that prints "HOST none", "HOST idle", "HOST running" or "HOST ended CODE"."""
     return (
         f'umask 000; cd "{folder(name)}" 2> /dev/null || {{ echo "$(hostname) none"; exit 0; }}; '
         'if [ -s ended ]; then echo "$(hostname) ended $(cat ended)"; '
@@ -164,15 +165,15 @@ def state(name: str) -> str:
 
 
 def stop(name: str) -> str:
-    """Shell by which the loop ends train.py, which saves, and does not start it again."""
+    """Return shell by which the loop ends train.py, which saves, and does not start it again."""
     return f'umask 000; cd "{folder(name)}" 2> /dev/null || exit 0; touch stop'
 
 
 def keep(name: str) -> str:
-    """Shell that copies each host's log to the bucket; nothing where there is none."""
+    """Return shell that copies each host's log to the bucket, if it has one."""
     return f'here="{folder(name)}"; test ! -e "$here/log" || {KEEP}'
 
 
 def logs(name: str, lines: int) -> str:
-    """Shell that follows the log, each line with its host's name."""
+    """Return shell that follows the log, each line with its host's name."""
     return f'tail -n {lines} -F "{folder(name)}/log" | sed -u "s/^/$(hostname): /"'

@@ -28,23 +28,23 @@ class K8sOptions(TimedOptions):
     """Options of `python -m tools.launch k8s`."""
 
     image: str = ""
-    """REGISTRY/NAME: an image of the code as it lies here is built, tagged by its hash, and pushed. With a tag or a
+    """REGISTRY/NAME: an image of this code is built, tagged by its hash, and pushed. With a tag or a
     digest: that one is taken as it is."""
     namespace: str = "default"
     """Of all that is made."""
     service_account: str = ""
     """The account that pods run as, which may write to the bucket."""
     claim: str = ""
-    """A PersistentVolumeClaim that all pods can write to, at /runs: the run is in /runs/NAME. Not needed where
+    """A PersistentVolumeClaim that all pods can write to, at /runs: the run is in /runs/NAME. Not needed if
     --checkpoint.folder=gs://... names a bucket."""
     data_claim: str = ""
     """A PersistentVolumeClaim with text, which pods read at /data: -- --data.source=/data/FOLDER."""
     queue: str = ""
-    """The LocalQueue of Kueue, where a cluster has it."""
+    """The LocalQueue of Kueue, if a cluster has it."""
     node_selector: tuple[str, ...] = ()
     """More labels of the nodes to take: --node_selector key=value key=value"""
     grace: Positive[int] = 300
-    """Seconds in which a pod that is told to end may save."""
+    """Seconds in which a pod that gets SIGTERM may save."""
 
 
 def up(options: K8sOptions, train: list[str]) -> int:

@@ -76,11 +76,11 @@ class Slices:
         place = [f"--project={self.options.project}", f"--zone={self.zone}", "--quiet"]
         return ["gcloud", *["alpha"] * alpha, "compute", "tpus", "queued-resources", verb, *words, *place]
 
-    def create(self, hardware: Hardware, wait: float, run: float) -> None:
-        """Ask for the slices, which Google is not to give later than `wait` seconds from now; with flex_start, it
-        deletes them after `run` seconds. One of that name that is there already is as good. Trouble if the zone does
-        not take the request."""
-        facts, options = hardware.facts, self.options
+    def create(self, hardware: Hardware, deadline: float) -> None:
+        """Ask for the slices, which Google is not to give later than they are waited for; with flex_start, it deletes
+        them at the deadline. One of that name that is there already is as good. Trouble if the zone does not take the
+        request."""
+        facts, options, left = hardware.facts, self.options, deadline - time.time()
         flex, several, cube = options.capacity == "flex_start", hardware.groups > 1, facts["dimensions"] == 3
         chips = hardware.devices_per_group * facts["units_per_chip"]
         given = {
@@ -91,10 +91,10 @@ class Slices:
             "node-count": str(hardware.groups) if several else "",
             "node-prefix": self.name if several else "",
             "node-id": "" if several else self.name,
-            "valid-until-duration": f"{max(1, round(wait))}s",
+            "valid-until-duration": f"{max(1, round(min(60 * options.wait_minutes, left)))}s",
             # The only capacity for which the API takes a limit.
             "provisioning-model": "flex-start" if flex else "",
-            "max-run-duration": f"{max(1, round(run))}s" if flex else "",
+            "max-run-duration": f"{max(1, round(left))}s" if flex else "",
             "network": options.network,
             "subnetwork": options.subnetwork,
             "service-account": options.service_account,

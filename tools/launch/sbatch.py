@@ -39,7 +39,7 @@ class SlurmOptions(TimedOptions):
     """Options of `python -m tools.launch slurm`."""
 
     folder: FilePath = ""
-    """A folder on a disk that all nodes share: FOLDER/NAME holds the job's code, log and run."""
+    """A folder on a disk that all nodes share: FOLDER/NAME has the job's code, log and run."""
     time: str = "24:00:00"
     """The time limit of one stretch (sbatch --time); the run goes on in the next."""
     notice: Positive[int] = 300
@@ -47,7 +47,7 @@ class SlurmOptions(TimedOptions):
     sbatch: str = ""
     """More options of sbatch: --sbatch="--partition=gpu --account=mine"."""
     setup: str = ""
-    """The command that makes .venv in the code's folder, on the machine where this is typed; empty: `make setup`, with
+    """The command that makes .venv in the code's folder, on this machine; empty: `make setup`, with
     EXTRA=cuda for GPUs."""
 
 
@@ -73,16 +73,16 @@ def up(options: SlurmOptions, train: list[str]) -> int:
     if names := [*job.env, *job.secrets]:
         shell.write(folder / "environment", job.exports, names)
     shell.write(folder / "job.sh", script(job, options, folder, home))
-    said = shell.run(["sbatch", str(folder / "job.sh")]).stdout.strip()
+    submitted = shell.run(["sbatch", str(folder / "job.sh")]).stdout.strip()
     if not shell.dry_run:
         rest = f"--folder={options.folder} --name={job.name}"
-        say(f"{said}\npython -m tools.launch slurm logs {rest}   # or status, down")
+        say(f"{submitted}\npython -m tools.launch slurm logs {rest}   # or status, down")
     return 0
 
 
 def script(job: Job, options: SlurmOptions, folder: Path, home: Path) -> str:
-    """The batch script. SIGTERM reaches the tasks `notice` seconds before the time limit (sbatch --signal without B:
-    spares the script itself); each task notes its own exit code, since srun tells but the highest."""
+    """Return the batch script. SIGTERM reaches the tasks `notice` seconds before the time limit (sbatch --signal
+    without B: spares the script itself); each task notes its own exit code, since srun returns only the highest."""
     count = job.hardware.devices_per_host
     gpus = [] if job.hardware.kind == "cpu" else [f"--gpus-per-node={count}"]
     if count == job.hardware.facts.get("devices_per_host"):
@@ -118,7 +118,7 @@ rm -rf "$codes" && mkdir -p "$codes" || exit 2
 echo "--- $(date -u +%FT%TZ) job $SLURM_JOB_ID, start ${{SLURM_RESTART_COUNT:-0}}, on $SLURM_JOB_NODELIST"
 
 {until(options.hours)}
-# Each task waits for train.py when it is told to end, and notes how that ended. No task is killed for another's end:
+# Each task waits for train.py when it gets SIGTERM, and notes how that ended. No task is killed for another's end:
 # all save together. Lines begin with the task's number.
 srun --label --kill-on-bad-exit=0 --wait=0 --cpu-bind=none bash -c '
     trap : TERM
@@ -150,7 +150,7 @@ if [ -e "$folder/stop" ]; then
     echo "stopped by launch slurm down, or at its deadline"
     exit "$code"
 fi
-# Leaves out the nodes that have crashed twice, where the partition has others. SLURM takes that for a job in its queue.
+# Leaves out the nodes that have crashed twice, if the partition has others. SLURM takes that for a job in its queue.
 leave_out() {{
     local bad listed nodes
     bad=$(awk '{{ if (++times[$2] == 2) print $2 }}' "$folder/crashes" 2>/dev/null | paste -sd,)
@@ -173,7 +173,7 @@ exit "$code"
 
 
 def until(hours: float) -> str:
-    """Lines of the script that end the run at its deadline as `down` does."""
+    """Return lines of the script that end the run at its deadline as `down` does."""
     if not hours:
         return "watching="
     return f"""\
@@ -194,7 +194,7 @@ def folder_of(options: SlurmOptions, name: str) -> Path:
 
 
 def status(options: SlurmOptions, train: list[str]) -> int:
-    """Shows where the job stands in SLURM's queue, and its crashes."""
+    """Shows where the job is in SLURM's queue, and its crashes."""
     name, shell = job_name(options.name), Shell(options.dry_run)
     folder = folder_of(options, name)
     say(shell.run(["squeue", "--me", f"--name={name}"]).stdout.rstrip())
@@ -211,7 +211,7 @@ def logs(options: SlurmOptions, train: list[str]) -> int:
 
 
 def down(options: SlurmOptions, train: list[str]) -> int:
-    """Ends the job: the run is told to save, and is not started again. What it saved stays."""
+    """Ends the job: the run saves, and is not started again. What it saved stays."""
     name, shell = job_name(options.name), Shell(options.dry_run)
     folder = folder_of(options, name)
     if not shell.dry_run and not folder.is_dir():

@@ -23,7 +23,6 @@ from tools.launch.tpu_run import (
     TAKEN,
     Launch,
     begin,
-    create,
     get,
     give_back,
     notify,
@@ -112,7 +111,7 @@ def require_project(options: TpuOptions) -> None:
 
 def show(launch: Launch, first: Slices, deleted: Sequence[Slices]) -> int:
     """Print the dry run: as if the first zone had the slices."""
-    create(launch, first)
+    first.create(tools.launch.job.hardware, launch.deadline)
     start(launch, first)
     give_back(deleted, launch.options)
     return Exit.COMPLETE

@@ -1,4 +1,4 @@
-"""A run on TPU slices, until it is over: got, started, watched, replaced where they are taken away, and given back."""
+"""A run on TPU slices, until it is over: got, started, watched, replaced when they are taken away, and given back."""
 
 import math
 import re
@@ -79,21 +79,15 @@ def get(launch: Launch, states: dict[Slices, str]) -> Slices:
             if STATES[states[slices]] == "over":
                 delete_all([slices], until=launch.deadline)
             if STATES[states[slices]] != "active":
-                create(launch, slices)
+                slices.create(tools.launch.job.hardware, launch.deadline)
             if slices.wait(min(time.time() + 60 * launch.options.wait_minutes, launch.deadline)) == "ACTIVE":
                 return slices
             say(f"{slices.zone} has none: the request is deleted")
         except Trouble as trouble:
             warn(str(trouble))
-        delete_all([slices], until=launch.deadline)  # also where the answer was lost and the request was not
+        delete_all([slices], until=launch.deadline)  # also if the answer was lost and the request was not
         states[slices] = queued.GONE
     raise Trouble("no zone has the slices")
-
-
-def create(launch: Launch, slices: Slices) -> None:
-    """Ask for the slices in one zone, for no longer than they are waited for."""
-    left = launch.deadline - time.time()
-    slices.create(tools.launch.job.hardware, min(60 * launch.options.wait_minutes, left), left)
 
 
 def begin(launch: Launch, slices: Slices, tries: float) -> bool:
@@ -128,7 +122,7 @@ def start(launch: Launch, slices: Slices) -> None:
     if failed := slices.ssh(f'bash "$HOME/launch-{typed}.sh"', queued.SET_UP)[0]:
         raise Trouble(f"the set-up on the hosts of {slices.name} ended with {failed}")
     failed, _ = slices.ssh(host_scripts.start(job.name))
-    # "none": a host lost its disk since it was prepared, and `watch` prepares it anew.
+    # "none": a host lost its disk since it was prepared, and `watch` prepares it again.
     if not slices.shell.dry_run and (failed or "idle" in {state for state, _ in states_of(slices).values()}):
         raise Trouble(f"the run does not start on every host of {slices.name}: {states_of(slices)}")
 
@@ -151,13 +145,13 @@ def watch(launch: Launch, slices: Slices) -> str:
             if codes := sorted({int(code) for state, code in known.values() if state == "ended"} - {0}):
                 say(f"ended by itself: {known}")
                 return f"ended {codes[0]}"
-            if "ended" in now:  # with 0, as all others are about to: one made anew meanwhile would wait for them
+            if "ended" in now:  # with 0, as all others are about to: one replaced meanwhile would wait for them
                 if "running" not in now and len(known) == tools.launch.job.hardware.hosts:
                     fetch(slices)
                     return "ended 0"
-            elif "none" in now:  # a host was made anew, with an empty disk
+            elif "none" in now:  # a host was replaced, with an empty disk
                 start(launch, slices)
-            elif "idle" in now:  # a host was started anew
+            elif "idle" in now:  # a host was rebooted
                 slices.ssh(host_scripts.start(slices.name))
         except Trouble as trouble:
             warn(str(trouble))

@@ -1,13 +1,12 @@
 """A stand-in for gcloud's queued resources, whose hosts are folders and whose ssh runs local processes.
 
-What it knows lies in the folder FAKE_GCLOUD. `plan` tells, for each zone, how each request in turn ends: `active`,
+Its state is in the folder FAKE_GCLOUD. `plan` says, for each zone, how each request in turn ends: `active`,
 `stockout` (FAILED), `waits` (WAITING_FOR_RESOURCES for ever) or `refused`. A request goes on by a state whenever it is
 described. As gcloud does, ssh runs a command again whose connection broke, and ends with 255 where it keeps breaking.
 
     breaks    so many times a connection breaks after the command has run
     deaf      so many times ssh ends with 255 without having run anything
     refuses   so many times a deletion is refused
-    denied    so many times nothing is told of a resource
     stalls    so many times ssh and scp do not come back
     expired   so many times no command works, since the credentials have expired
     offline   so many times no command works, since there is no network
@@ -86,8 +85,6 @@ def describe(path: Path) -> int:
     closed = HOME / "closed"
     if closed.exists() and closed.read_text() == path.parent.name:
         return fail(f"PERMISSION_DENIED: Permission denied on 'locations/{path.parent.name}' (or it may not exist).")
-    if counted("denied"):
-        return fail("PERMISSION_DENIED: project not found, or no permission")
     if not path.exists():
         return fail(f"NOT_FOUND: Resource {path.name} was not found")
     facts = update(path)
@@ -104,13 +101,13 @@ def describe(path: Path) -> int:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Every process whose working folder lies there."""
-    found = []
+    """Every process whose working folder is there."""
+    result = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if (entry / "cwd").readlink().is_relative_to(folder):
-                found.append(int(entry.name))
-    return found
+                result.append(int(entry.name))
+    return result
 
 
 def take(path: Path, state: str = "SUSPENDED") -> None:
@@ -148,12 +145,12 @@ def hosts(path: Path, given: dict[str, str]) -> list[Path]:
     nodes = range(update(path)["nodes"]) if given["node"] == "all" else [int(given["node"])]
     many = int((HOME / "workers").read_text()) if (HOME / "workers").exists() else 2
     workers = range(many) if given["worker"] == "all" else [int(given["worker"])]
-    found = [path / f"host-{node}-{worker}" for node in nodes for worker in workers]
-    for host in found:
+    result = [path / f"host-{node}-{worker}" for node in nodes for worker in workers]
+    for host in result:
         (host / "bin").mkdir(parents=True, exist_ok=True)
         (host / "bin" / "hostname").write_text(f"#!/bin/sh\necho {host.name}\n")
         (host / "bin" / "hostname").chmod(0o755)
-    return found
+    return result
 
 
 def home(host: Path, words: list[str]) -> Path:

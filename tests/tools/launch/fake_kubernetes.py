@@ -23,7 +23,7 @@ class Cluster:
         self.jobset, self.code, self.mounts, self.environment = jobset, code, mounts, environment
         self.name, self.spec = jobset["metadata"]["name"], jobset["spec"]
         self.restarts = self.counted = 0
-        self.said: list[str] = []
+        self.lines: list[str] = []
         self.pods: dict[tuple[int, int], subprocess.Popen] = {}
         self.evicted: set[tuple[int, int]] = set()
         self.secrets: dict[str, dict[str, str]] = {}
@@ -43,7 +43,7 @@ class Cluster:
                 return "Completed"
             time.sleep(0.02)
         self.delete()
-        raise AssertionError(f"not over after {seconds} s: {self.said}")
+        raise AssertionError(f"not over after {seconds} s: {self.lines}")
 
     def jobs(self) -> range:
         (replicated,) = self.spec["replicatedJobs"]
@@ -141,14 +141,14 @@ class Cluster:
         return ""
 
     def delete(self) -> None:
-        """Pods are told to end, and may take their time."""
+        """End the pods, which may take their time."""
         for pod in self.pods.values():
             pod.terminate()
         self.read()
         self.pods, self.evicted = {}, set()
 
     def read(self) -> None:
-        self.said += [pod.communicate(timeout=60)[0].decode() for pod in self.pods.values()]
+        self.lines += [pod.communicate(timeout=60)[0].decode() for pod in self.pods.values()]
 
 
 def environment_with(python: str, folder: Path) -> dict[str, str]:

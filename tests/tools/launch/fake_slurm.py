@@ -1,6 +1,6 @@
 """A stand-in for SLURM: sbatch, srun, scontrol, squeue, scancel and sinfo, by its first word, on local processes.
 
-What it knows of its jobs lies in the folder FAKE_SLURM. As in SLURM, a job's script is not started again unless it
+Its jobs are in the folder FAKE_SLURM. As in SLURM, a job's script is not started again unless it
 asks; a signal goes to every process of the tasks and spares the script; srun ends with the highest code of its tasks.
 """
 

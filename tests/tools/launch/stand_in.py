@@ -1,4 +1,4 @@
-"""A repository with a train.py that ends as it is told to, for tests of how it is launched.
+"""A repository with a train.py that ends as planned, for tests of how it is launched.
 
 `plan` holds, for each start, the exit code of each process: a number, `wait` (until SIGTERM, then 143), or `kill`
 (itself). The last start is repeated. What happened is in one line a start and process.
@@ -16,8 +16,8 @@ BUCKET = "--checkpoint.folder=gs://bucket/tiny"
 TRAIN = """
 import json, os, pathlib, signal, sys, time
 
-told = []
-signal.signal(signal.SIGTERM, lambda *_: told.append(1))  # before anyone can see that it has started
+stops = []
+signal.signal(signal.SIGTERM, lambda *_: stops.append(1))  # before anyone can see that it has started
 folder = pathlib.Path(@FOLDER@)
 number = int(os.environ.get("STAND_IN_PROCESS") or os.environ.get("JAX_PROCESS_ID", "0"))
 mine = folder / f"starts.{number}"
@@ -34,7 +34,7 @@ plan = json.loads((folder / "plan").read_text())
 code = plan[min(int(os.environ.get("STAND_IN_START", past)), len(plan) - 1)][number]
 if code == "wait":
     until = time.time() + 600  # it does not outlive a test that was killed for long
-    while not told and time.time() < until:
+    while not stops and time.time() < until:
         time.sleep(0.01)
     print(f"saved by process {number}", flush=True)
     code = 143
@@ -52,7 +52,7 @@ def get_config():
 
 
 class StandIn:
-    """The repository at `root`; what its runs do is told and noted in `folder`."""
+    """The repository at `root`; `folder` has the plan of its runs and notes on them."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.folder = root, folder

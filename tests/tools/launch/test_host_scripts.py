@@ -17,7 +17,7 @@ from tools.launch.job import JobOptions, make_job
 
 @pytest.fixture
 def host(repository, tmp_path):
-    """Runs a command as ssh does, twice, and returns what it said; and the repository that is sent there."""
+    """Runs a command as ssh does, twice, and returns its output; and the repository that is sent there."""
     home = tmp_path / "home"
     home.mkdir()
     environment = os.environ | {"HOME": str(home), "LAUNCH_PAUSE": "0.02", "LAUNCH_ROOT": str(tmp_path / "var")}
@@ -78,7 +78,7 @@ def test_a_stop_saves_and_lasts(host):
     assert ssh(host_scripts.state("tiny")).split()[1] == "running"
     ssh(host_scripts.stop("tiny"))
     wait_for(lambda: " ended 143" in ssh(host_scripts.state("tiny")))
-    prepare(1)  # as where another host was made anew at the same time
+    prepare(1)  # as where another host was replaced at the same time
     ssh(host_scripts.start("tiny"))
     assert " ended 143" in ssh(host_scripts.state("tiny")) and len(repository.starts()) == 1
 

@@ -123,8 +123,8 @@ def test_unpacking_twice_or_at_once_leaves_it_whole_and_damage_is_refused(tmp_pa
     assert [path.name for path in (tmp_path / "there").iterdir()] == [code.name]
     assert (tmp_path / "there" / code.name / "train.py").read_text() == "one"
     archive.write_bytes(code.archive[:-1000])
-    elsewhere = unpack(code, str(archive), str(tmp_path / "elsewhere"))
-    assert subprocess.run(["bash", "-c", elsewhere], check=False, capture_output=True).returncode != 0
+    again = unpack(code, str(archive), str(tmp_path / "elsewhere"))
+    assert subprocess.run(["bash", "-c", again], check=False, capture_output=True).returncode != 0
     assert not (tmp_path / "elsewhere" / code.name).exists()
 
 

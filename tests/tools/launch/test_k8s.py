@@ -27,8 +27,8 @@ def schema():
     """JobSet's definition, made to refuse fields that it does not have, as kubectl does."""
     text = gzip.decompress((Path(__file__).parent / "jobset/jobset.x-k8s.io_jobsets.yaml.gz").read_bytes())
     (version,) = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))["spec"]["versions"]
-    found = version["schema"]["openAPIV3Schema"]
-    found["properties"]["metadata"] = {"type": "object"}  # the cluster's own
+    definition = version["schema"]["openAPIV3Schema"]
+    definition["properties"]["metadata"] = {"type": "object"}  # the cluster's own
 
     def strict(part):
         if isinstance(part, dict):
@@ -43,8 +43,8 @@ def schema():
             for each in part:
                 strict(each)
 
-    strict(found)
-    return jsonschema.Draft202012Validator(found)
+    strict(definition)
+    return jsonschema.Draft202012Validator(definition)
 
 
 def dry_run(capsys, hardware: str, *options: str, train: tuple[str, ...] = (BUCKET,)) -> tuple[list[str], dict]:
@@ -176,7 +176,7 @@ def test_a_drained_node_saves_restarts_all_and_counts_as_no_crash(repository, ca
     repository.plan(["wait", "wait"], [0, 0])
     cluster = cluster_of(repository, capsys, tmp_path, "--max_crashes=0", *options)
     assert cluster.run(when=harm(repository, lambda cluster: cluster.evict((0, 1)))) == "Completed"
-    assert (cluster.restarts, cluster.counted) == (1, 0) and "saved by process 1" in str(cluster.said)
+    assert (cluster.restarts, cluster.counted) == (1, 0) and "saved by process 1" in str(cluster.lines)
 
 
 def test_a_killed_pod_is_a_crash(repository, capsys, tmp_path):
@@ -190,7 +190,7 @@ def test_at_the_deadline_all_save_and_nothing_starts_again(repository, capsys, t
     repository.plan(["wait", "wait"])
     cluster = cluster_of(repository, capsys, tmp_path, f"--hours={8 / 3600}", "--price=2")
     assert cluster.run().startswith("Failed: FailJobSet") and cluster.restarts == 0
-    assert "saved by process" in str(cluster.said)
+    assert "saved by process" in str(cluster.lines)
     assert cluster_of(repository, capsys, tmp_path, "--hours=1e-9").run().startswith("Failed: FailJobSet")
     assert len(repository.starts(0)) == 1
 

@@ -120,8 +120,8 @@ def test_a_notice_is_waited_for_and_down_saves_and_ends_it_for_good(cluster, rep
     assert launch(repository, "status") == 0 and "tiny" not in capsys.readouterr().err
     assert launch(repository, "down") == 0
     wait_for(lambda: not queued(), cluster)
-    said = log.read_text()
-    assert len(repository.starts()) == 2 and said.count("saved by process") == 4 and "stopped by launch" in said
+    output = log.read_text()
+    assert len(repository.starts()) == 2 and output.count("saved by process") == 4 and "stopped by launch" in output
 
 
 def test_at_the_deadline_it_saves_and_is_not_started_again(repository, slurm, monkeypatch, capsys):
@@ -162,14 +162,14 @@ def test_a_job_that_is_queued_sees_no_changed_file_and_asks_a_controller_that_do
 def test_a_dry_run_shows_the_script_and_needs_no_slurm(repository, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     assert launch(repository, "up", "--dry_run", "--sbatch=--partition=gpu --account=mine", hardware="4x h200:8") == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     for line in ("--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8", "--signal=TERM@300", "--partition=gpu"):
-        assert f"#SBATCH {line}\n" in said
-    assert said.splitlines()[-1] == f"sbatch {job_folder(repository)}/job.sh"
+        assert f"#SBATCH {line}\n" in output
+    assert output.splitlines()[-1] == f"sbatch {job_folder(repository)}/job.sh"
     assert not job_folder(repository).exists()
     for command in ("status", "logs", "down"):
         assert launch(repository, command, "--dry_run") == 0
-    script = said.split("<<'END'\n")[1].split("\nEND\n")[0]
+    script = output.split("<<'END'\n")[1].split("\nEND\n")[0]
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 

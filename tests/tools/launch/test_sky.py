@@ -28,8 +28,8 @@ def test_every_node_starts_as_one_of_all_and_the_exit_codes_decide(repository, c
         subprocess.run(["bash", "-c", task["run"]], env=os.environ | node, check=True)
         (start,) = repository.starts(rank)
         assert start["arguments"] == ["--config=tiny.py", BUCKET]
-        found = {name: start[name] for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
-        assert list(found.values()) == ["10.0.0.1:8476", "2", str(rank)]
+        own = {name: start[name] for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
+        assert list(own.values()) == ["10.0.0.1:8476", "2", str(rank)]
 
 
 def test_a_slice_is_named_as_skypilot_does_and_its_hosts_find_each_other(repository, capsys):
