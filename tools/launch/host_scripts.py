@@ -102,8 +102,8 @@ done
 
 def prepare(job: Job, setup: str, typed: int, until: int, bucket: str, delete: list[str]) -> str:
     """Return a script that unpacks the code, which is in the home folder as launch-HASH.tar, and sets it up, one at a
-    time. A `typed` (milliseconds since 1970) that the host has not seen yet forgets whatever ended or stopped the run before.
-    The host stops the run at `until`, runs `delete` then, and keeps its log in `bucket`."""
+    time. A `typed` (milliseconds since 1970) that the host has not seen yet forgets whatever ended or stopped the run
+    before. The host stops the run at `until`, runs `delete` then, and keeps its log in `bucket`."""
     home = f"{folder(job.name)}/code/{job.code.name}"
     return f"""\
 #!/bin/bash

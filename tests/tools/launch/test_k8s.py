@@ -1,12 +1,9 @@
-"""`python -m tools.launch k8s`: JobSets that the definition of JobSet allows, and that end as the exit codes say, run
-by an interpreter of JobSets (fake_kubernetes.py); no cluster is asked."""
+"""`python -m tools.launch k8s`: JobSets that the definition of JobSet allows, and that end as the exit codes say, by
+what Kubernetes does with them (fake_kubernetes.py); no cluster is asked."""
 
-import copy
 import gzip
 import json
 import re
-import signal
-import sys
 from pathlib import Path
 
 import jsonschema
@@ -14,10 +11,10 @@ import pytest
 import yaml
 
 from configs.schema import UserError
-from tests.tools.launch.fake_kubernetes import Cluster, environment_with
-from tests.tools.launch.stand_in import BUCKET, put_on_path
+from tests.tools.launch.fake_kubernetes import action_after, start
+from tests.tools.launch.stand_in import BUCKET, put_on_path, wait_for
 from tools.launch.__main__ import main
-from tools.launch.k8s import image_of
+from tools.launch.k8s import LATE, image_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -89,17 +86,10 @@ def test_a_jobset_is_what_its_definition_allows(repository, capsys, schema, hard
 
 def test_the_definition_refuses_what_it_does_not_know(repository, capsys, schema):
     _, jobset = dry_run(capsys, "v5e:4x4")
-    for path, value in (
-        (("spec", "failurePolicy", "rules", 0, "onJobFailureMessage"), "x"),
-        (("spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "containers", 0, "enviroment"), []),
-        (("spec", "replicatedJobs", 0, "replicas"), "two"),
-    ):
-        wrong = part = copy.deepcopy(jobset)
-        for key in path[:-1]:
-            part = part[key]
-        part[path[-1]] = value
-        with pytest.raises(jsonschema.ValidationError):
-            schema.validate(wrong)
+    schema.validate(jobset)
+    job_of(jobset)[2]["containers"][0]["enviroment"] = []
+    with pytest.raises(jsonschema.ValidationError):
+        schema.validate(jobset)
 
 
 def test_slices_and_nodes_are_asked_for_as_gke_names_them(repository, capsys):
@@ -118,81 +108,59 @@ def test_slices_and_nodes_are_asked_for_as_gke_names_them(repository, capsys):
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
 
 
-def cluster_of(repository, capsys, tmp_path, *options: str, hardware="2x cpu:1", train=(BUCKET,)) -> Cluster:
-    _, jobset = dry_run(capsys, hardware, *options, train=train)
-    return Cluster(
-        jobset, repository.root, {"runs": tmp_path / "disk"}, environment_with(sys.executable, tmp_path / "bin")
-    )
-
-
-def test_143_and_42_restart_all_and_0_is_complete(repository, capsys, tmp_path):
-    repository.plan([143, 143], [42, 42], [143, 42], [0, 0])
-    cluster = cluster_of(repository, capsys, tmp_path, "--max_crashes=0", "--claim=disk")
-    assert cluster.run() == "Completed"
-    assert (cluster.restarts, cluster.counted) == (3, 0)
-    # The last starts: of the others, a pod may be ended before it has noted anything.
-    first, other = repository.starts(0)[-1], repository.starts(1)[-1]
-    assert first["JAX_NUM_PROCESSES"] == "2" and first["JAX_COORDINATOR_ADDRESS"] == other["JAX_COORDINATOR_ADDRESS"]
-    assert first["arguments"] == ["--config=tiny.py", BUCKET, f"--run_dir={tmp_path}/disk/tiny"]
+def pods_of(repository, jobset: dict, tmp_path, stop: bool = False, **secrets: dict) -> tuple[set[int], str]:
+    """The codes that the pods end with, and their output; with `stop` they get SIGTERM once two have started."""
+    pods = start(jobset, repository.root, tmp_path / "python", secrets)
+    if stop:
+        wait_for(repository.both_have_started)
+        for pod in pods.values():
+            pod.terminate()
+    output = "".join(pod.communicate(timeout=60)[0].decode() for pod in pods.values())
+    return {pod.returncode for pod in pods.values()}, output
 
 
 def test_processes_of_two_slices_are_numbered_one_after_the_other(repository, capsys, tmp_path):
-    repository.plan([0] * 4)
-    train = (BUCKET, "--batch.tokens_per_step=1024")
-    assert cluster_of(repository, capsys, tmp_path, hardware="2x v5e:2x2", train=train).run() == "Completed"
-    assert len(repository.starts(1)) == 1 and not repository.starts(2)
-    (repository.folder / "starts.1").unlink()
-    (tmp_path / "bin" / "python").unlink()
     repository.plan([0] * 8)
-    assert cluster_of(repository, capsys, tmp_path, hardware="2x v5e:4x4", train=train).run() == "Completed"
-    assert [len(repository.starts(process)) for process in range(1, 8)] == [1] * 7
+    train = (BUCKET, "--batch.tokens_per_step=1024")
+    assert pods_of(repository, dry_run(capsys, "2x v5e:4x4", train=train)[1], tmp_path)[0] == {0}
+    (starts,) = zip(*(repository.starts(process) for process in range(8)))
+    assert {start["JAX_NUM_PROCESSES"] for start in starts} == {"8"}
+    assert len({start["JAX_COORDINATOR_ADDRESS"] for start in starts}) == 1
+    assert starts[7]["arguments"] == ["--config=tiny.py", *train]
 
 
-@pytest.mark.parametrize("codes", [[1, "wait"], [2, 3], ["wait", 130]])
-def test_a_code_that_must_not_be_repeated_fails_it(repository, capsys, tmp_path, codes):
-    repository.plan(codes)
-    cluster = cluster_of(repository, capsys, tmp_path)
-    assert cluster.run().startswith("Failed: FailJobSet") and cluster.restarts == 0
-
-
-def test_crashes_restart_it_a_bounded_number_of_times(repository, capsys, tmp_path):
-    repository.plan(["kill", "wait"], ["wait", 134], [143, 143], [139, "wait"], [0, 0])
-    cluster = cluster_of(repository, capsys, tmp_path, "--max_crashes=2")
-    assert cluster.run().startswith("Failed: RestartJobSet") and (cluster.restarts, cluster.counted) == (3, 2)
-
-
-def harm(repository, act):
-    """What does `act` with the cluster once both pods have started."""
-
-    def when(cluster: Cluster) -> None:
-        if repository.both_have_started() and not cluster.evicted and not cluster.restarts:
-            act(cluster)
-
-    return when
+@pytest.mark.parametrize(
+    ("codes", "action"),
+    [
+        *(({(0, 0): code}, "FailJobSet") for code in (1, 2, 3, 130)),
+        ({(0, 0): 42, (1, 0): 1}, "FailJobSet"),  # of two slices: a code that must not be repeated counts first
+        *(({(0, 0): code}, "RestartJobSetAndIgnoreMaxRestarts") for code in (42, 143)),
+        ({(0, 0): 0, (1, 0): 42}, "RestartJobSetAndIgnoreMaxRestarts"),
+        *(({(0, 1): code}, "RestartJobSet") for code in (134, 137, 139)),
+        ({(0, 0): 0, (1, 0): 0}, ""),
+    ],
+)
+def test_exit_codes_decide_what_follows(repository, capsys, codes, action):
+    _, jobset = dry_run(capsys, "2x v5e:2x2", "--max_crashes=2", train=(BUCKET, "--batch.tokens_per_step=1024"))
+    assert action_after(jobset, codes) == action and jobset["spec"]["failurePolicy"]["maxRestarts"] == 2
+    if action == "RestartJobSet":  # the node was drained: that is no crash, however the pod ended
+        assert action_after(jobset, codes, evicted=next(iter(codes))) == "RestartJobSetAndIgnoreMaxRestarts"
 
 
 @pytest.mark.parametrize("options", [[], ["--hours=1"]])
-def test_a_drained_node_saves_restarts_all_and_counts_as_no_crash(repository, capsys, tmp_path, options):
-    repository.plan(["wait", "wait"], [0, 0])
-    cluster = cluster_of(repository, capsys, tmp_path, "--max_crashes=0", *options)
-    assert cluster.run(when=harm(repository, lambda cluster: cluster.evict((0, 1)))) == "Completed"
-    assert (cluster.restarts, cluster.counted) == (1, 0) and "saved by process 1" in str(cluster.lines)
-
-
-def test_a_killed_pod_is_a_crash(repository, capsys, tmp_path):
-    repository.plan(["wait", "wait"], [0, 0])
-    cluster = cluster_of(repository, capsys, tmp_path, "--max_crashes=1")
-    kill = lambda cluster: cluster.pods[0, 0].send_signal(signal.SIGKILL)
-    assert cluster.run(when=harm(repository, kill)) == "Completed" and cluster.counted == 1
+def test_a_pod_that_is_drained_saves(repository, capsys, tmp_path, options):
+    repository.plan(["wait", "wait"])
+    codes, output = pods_of(repository, dry_run(capsys, "2x cpu:1", *options)[1], tmp_path, stop=True)
+    assert codes == {143} and output.count("saved by process") == 2
 
 
 def test_at_the_deadline_all_save_and_nothing_starts_again(repository, capsys, tmp_path):
     repository.plan(["wait", "wait"])
-    cluster = cluster_of(repository, capsys, tmp_path, f"--hours={8 / 3600}", "--price=2")
-    assert cluster.run().startswith("Failed: FailJobSet") and cluster.restarts == 0
-    assert "saved by process" in str(cluster.lines)
-    assert cluster_of(repository, capsys, tmp_path, "--hours=1e-9").run().startswith("Failed: FailJobSet")
-    assert len(repository.starts(0)) == 1
+    _, jobset = dry_run(capsys, "2x cpu:1", f"--hours={8 / 3600}", "--price=2")
+    codes, output = pods_of(repository, jobset, tmp_path)
+    assert codes == {LATE} and output.count("saved by process") == 2
+    assert action_after(jobset, {(0, 0): LATE}) == "FailJobSet"
+    assert pods_of(repository, jobset, tmp_path)[0] == {LATE} and len(repository.starts(0)) == 1
 
 
 def test_secrets_are_in_a_secret_alone(repository, capsys, tmp_path, monkeypatch, schema):
@@ -211,9 +179,8 @@ def test_secrets_are_in_a_secret_alone(repository, capsys, tmp_path, monkeypatch
         main(["k8s", "down", "--name=tiny"]) == 0 and "delete --ignore-not-found secret tiny-secrets" in log.read_text()
     )
     repository.plan([0, 0])
-    cluster = Cluster(jobset, repository.root, {}, environment_with(sys.executable, tmp_path / "bin"))
-    cluster.secrets[secret["metadata"]["name"]] = secret["stringData"]
-    assert cluster.run() == "Completed"
+    secrets = {secret["metadata"]["name"]: secret["stringData"]}
+    assert pods_of(repository, jobset, tmp_path, **secrets)[0] == {0}
     start = repository.starts(1)[0]
     assert (start["GIVEN_KEY"], start["GIVEN_PROJECT"]) == ("s3cret", "mine")
 

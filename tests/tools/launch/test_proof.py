@@ -3,7 +3,6 @@ alone. (The other tests here launch a stand-in for it.)"""
 
 import json
 import sys
-import threading
 from shlex import quote
 
 import pytest
@@ -11,11 +10,9 @@ import pytest
 from tests.fake_gcs import FakeGCS
 from tests.test_train import ROOT, environment_of, folder  # noqa: F401
 from tests.tools.launch.stand_in import wait_for
-from tests.tools.launch.test_tpu import cloud  # noqa: F401
+from tests.tools.launch.test_tpu import cloud, meanwhile  # noqa: F401
 from tools.launch.__main__ import main
 from tools.launch.code import pack
-
-SECONDS = 500
 
 
 @pytest.mark.slow
@@ -38,17 +35,14 @@ def test_a_slice_that_is_taken_from_a_run_leaves_no_trace_in_it(folder, cloud, t
         assert main(["tpu", "run", *options, f"--name={name}", "--", *arguments, bucket]) == 0
         return json.loads((tmp_path / "runs" / name / "summary.json").read_text())["params_sha256"]
 
-    def take() -> None:
-        saved = lambda step: any(f"harmed/checkpoints/{step}/commit_success" in name for name in list(server.objects))
-        for step in (20, 40):
-            wait_for(lambda step=step: saved(step), SECONDS)
-            cloud.take()
+    def take_after(step: int) -> None:
+        marker = f"harmed/checkpoints/{step}/commit_success"
+        wait_for(lambda: any(marker in name for name in list(server.objects)), 500)
+        cloud.take()
 
     left_alone = launched("left-alone")
     cloud.plan(us_central1_a=["active", "stockout"], us_west4_a=["active"])
-    harming = threading.Thread(target=take)
-    harming.start()
-    assert launched("harmed") == left_alone
-    harming.join()
+    with meanwhile(lambda: take_after(20), lambda: take_after(40)):
+        assert launched("harmed") == left_alone
     assert len(cloud.asked("create")) >= 4 and not cloud.left()
     server.shutdown()

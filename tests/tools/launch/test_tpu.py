@@ -137,12 +137,6 @@ def test_a_code_that_must_not_be_repeated_ends_it_and_its_log_outlives_the_slice
     assert "start 0 of process 0" in cloud.logs()[0] and f"ended with {code}" in cloud.logs()[0]
 
 
-def test_crashes_are_repeated_a_bounded_number_of_times(repository, cloud):
-    repository.plan(["kill", "wait"])
-    assert launch(repository, "run", "--max_crashes=2") == 137
-    assert starts(repository) == [3, 1] and not cloud.left()
-
-
 def test_the_next_zone_is_tried_when_one_has_none(repository, cloud, capsys):
     repository.plan([0, 0])
     cloud.plan(us_central1_a=["stockout"], us_west4_a=["active"])
