@@ -66,7 +66,7 @@ from run.progress import GaveUp, Jumped, Progress, due_after
 from run.record import Record
 from run.resume import open_checkpoints, resume
 from run.rollback import roll_back
-from run.stages import Programs, batches_from
+from run.stages import Program, batches_from, compile_stages, step_after
 from training.build import build_stages
 from training.mesh import cost_of_slow_links, make_mesh
 
@@ -82,7 +82,7 @@ class Arguments:
 
 def take_steps(
     start: Callable[[], tuple[Progress, Iterator[Any]]],
-    programs: Programs,
+    programs: list[Program],
     idle: Idle,
     hooks: Sequence[Hook],
     stop: Stop,
@@ -99,7 +99,7 @@ def take_steps(
                     for hook in hooks:
                         hook.before_step(run)
                     batch = idle.next_of(batches, run)
-                    train_step = programs.after(run.step)
+                    train_step = step_after(programs, run.step, run.config.diagnostics.every_steps)
                     run.state, metrics = train_step(run.state, batch)
                     run.step += 1
                     run.stopping = stop.after(run.step)
@@ -186,9 +186,9 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         return Exit.FAILED
     say(describe(builds))
     say(describe_attention(built))
-    programs = Programs(builds, times, say)
+    programs: list[Program] = []
     with explain_out_of_memory(config, mistake=True):
-        programs.compile(checkpoints.newest)
+        compile_stages(programs, builds, checkpoints.newest, times, say)
     if slow := cost_of_slow_links(built.mesh, config.model, built.batch_shape):
         say(slow)
 
@@ -205,7 +205,9 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         restoring = "restore" if checkpoints.newest else "start"
         with times.during(restoring), limited(config.hang, "restoring"):
             begins = resume(built, checkpoints, on_first_process(Events(config.run_dir).read), say)
-        programs.compile(begins.step)  # nothing, unless the newest checkpoint could not be read
+        compile_stages(
+            programs, builds, begins.step, times, say
+        )  # nothing, unless the newest checkpoint could not be read
         facts = times.note() | made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
         place = changes, begins.step, begins.position
         on_first_process(partial(accept, config, text.fingerprint, *place, **facts))

@@ -354,11 +354,6 @@ class DiagnosticsConfig:
 
     every_steps: NotNegative[int] = 0
     """Steps between measured ones; 0: none is. A second program is compiled for them; the result stays the same."""
-    adam_metric: bool = False
-    """The noise scale once more, in the metric in which AdamW steps: squares over the root of its second moments from
-    before the step, of the groups that it updates. These roots are gathered over `data`, in the compute type."""
-    successive: bool = False
-    """The cosine between the gradients of successive micro-batches, too: one more gradient is kept, in float32."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from configs.schema import ModelConfig, UserError
 from data.tokenizer import TextTokenizer
 from model import generate as model_generate
 from training.mesh import parameter_places, spec_of
+from training.shares import all_gather_data, on_each_device
 from training.state import split_model
-from training.step import all_gather_data, on_each_device
 
 Generate = Callable[..., Int[Array, "batch length"]]
 

@@ -20,12 +20,13 @@ from jaxtyping import Array, Bool, Float, Int
 from configs.progress import progress
 from configs.schema import BatchConfig, ModelConfig
 from evaluation.core import Question, common_prefix
+from model.axes import BATCH_AXES
 from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap
-from model.parallel import BATCH_AXES, mark_varying, pmax_over_tensor, tensor_index
+from model.parallel import mark_varying, pmax_over_tensor, tensor_index
 from training.mesh import batch_devices, parameter_places, spec_of
+from training.shares import all_gather_data, on_each_device
 from training.state import split_model
-from training.step import all_gather_data, on_each_device
 
 MIN_SHARED = 16  # tokens
 WORTH = 2048  # tokens: a program that saves no more is not worth compiling

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
-from model.kernels import attention_kernel, query_spans
+from model.kernels import attention_kernel, query_spans, window_of
 from model.layers import Embedding, Linear, matmul, saved, symmetric_uniform
 from model.parallel import (
     all_gather_shared_head,
@@ -22,7 +22,6 @@ from model.parallel import (
     varying_as,
 )
 from model.rotary import Angles, rotate_and_norm
-from model.shapes import window_of
 from model.splash import splash_attention
 
 ROWS = 2  # of a batch, and
@@ -111,8 +110,9 @@ def plain_attention(
     v: Float[Array, "batch keys kv_heads head_dim"],
     seen: Bool[Array, "#batch 1 length keys"],
 ) -> Float[Array, "batch length heads head_dim"]:
-    """As `attend`, to the keys that are `seen`, at least one for each query. Written for few passes over the matrix of
-    scores: its rows are divided by their sums after the product with v, and it is kept once."""
+    """Return `softmax(q k) v` of the keys that are `seen`, at least one for each query. Written for few passes over the
+    matrix of scores: its rows are divided by their sums after the product with v, and it is kept once. As in
+    model/layers.py, `_plain_forward` is the plain expression."""
     return _plain_forward(q, k, v, seen)[0]
 
 
@@ -158,8 +158,9 @@ def attention_in_blocks(
     places: Places,
     window: int | None,
 ) -> Float[Array, "batch length heads head_dim"]:
-    """As `attend`, in memory that is linear in the length: the scores of QUERIES queries exist at a time, and the
-    backward pass computes them again. It sums gradients of keys and values in float32."""
+    """Return `plain_attention(q, k, v, places.see(places, window))`, in memory that is linear in the length: the scores
+    of QUERIES queries exist at a time, and the backward pass computes them again. It sums gradients of keys and values
+    in float32."""
     return _blocks_forward(q, k, v, places, window)[0]
 
 
@@ -200,7 +201,7 @@ def _blocks_backward(window: int | None, residuals: tuple, dy: Array) -> tuple[A
     for rows, keys in query_spans(q.shape[1], window):
         part, sums = of_span(rows, keys)
         dq.append(part)
-        dk, dv = (whole.at[:, keys].add(part) for whole, part in zip((dk, dv), sums))
+        dk, dv = (total.at[:, keys].add(part) for total, part in zip((dk, dv), sums))
     return jnp.concatenate(dq, axis=1), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 

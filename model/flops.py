@@ -3,7 +3,8 @@
 from collections import Counter
 
 from configs.schema import ModelConfig
-from model.shapes import kinds, window_of
+from model.kernels import window_of
+from model.shapes import kinds
 
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:

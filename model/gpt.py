@@ -57,7 +57,8 @@ class Block(nnx.Module):
 
 @jax.custom_vjp
 def widened(narrow: Float[Array, "..."], wide: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`narrow` cast to the type of `wide`, which has the same values and is not read; the gradient goes to `wide`."""
+    """Return `wide`, by casting `narrow`, which has the same values in another type: `wide` is not read, and the
+    gradient goes to it alone."""
     return narrow.astype(wide.dtype)
 
 

@@ -7,6 +7,8 @@ kernel that keeps no scores computes them a second time: five (arXiv:2205.14135)
 from functools import cache
 from typing import Literal, NamedTuple
 
+from configs.schema import ModelConfig
+
 Kernel = Literal["splash", "cudnn", "blocks", "plain"]
 """`splash` and `cudnn` are the libraries' of TPUs and GPUs. `blocks` and `plain` are in model/attention.py: products of
 some queries at a time, whose scores the backward pass computes again, or keeps."""
@@ -66,6 +68,14 @@ def products(kernel: Kernel, length: int, window: int | None) -> Products:
         return Products(2 * scores, 5 * scores)
     scores = sum((rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in query_spans(length, window))
     return Products(2 * scores, (4 if kernel == "plain" else 5) * scores)
+
+
+def window_of(config: ModelConfig, layer: int) -> int | None:
+    """Return how many positions back a block sees; None: all. The last block sees all."""
+    letter = "L" if layer == config.depth - 1 else config.window_pattern[layer % len(config.window_pattern)]
+    if letter == "S" and config.short_window == 0:
+        raise ValueError("model.short_window is 0: see configs.schema.resolved")
+    return config.short_window if letter == "S" else None
 
 
 def query_spans(length: int, window: int | None) -> list[tuple[slice, slice]]:

@@ -3,7 +3,10 @@
 Parameters are float32 `nnx.Param`s; a product casts its matrix to the activations' type. Its backward pass is written
 by hand so that, in bfloat16 compute, a matrix's gradient leaves the product in float32: automatic differentiation would
 give it the type of the cast matrix, and round every micro-batch's gradient to 8 bits before it is summed. A matrix is
-all-gathered where it is read, forward and backward, so that only one whole matrix exists at a time.
+all-gathered where it is read, forward and backward, so that only one gathered matrix exists at a time.
+
+The function under each `jax.custom_vjp` is the plain expression: its automatic derivative is what the backward pass
+below it computes (tests/model/test_gradients.py).
 """
 
 import math
@@ -17,7 +20,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from model.parallel import Axes, all_gather_fsdp, in_turn, platform, reduce_scatter_fsdp, tensor_index
+from model.parallel import Axes, all_gather_fsdp, order_gradients, platform, reduce_scatter_fsdp, tensor_index
 from model.segment_sum import segment_sum
 
 EPSILON = 1e-6  # added to the mean square by every norm
@@ -31,15 +34,15 @@ def saved(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 @jax.custom_vjp
 def rms_norm(x: Float[Array, "*shape channels"]) -> Float[Array, "*shape channels"]:
-    """Root-mean-square norm (arXiv:1910.07467) over channels, without parameters; in float32.
+    """Return the root-mean-square norm (arXiv:1910.07467) over channels, without parameters; in float32.
 
     The backward pass reads the result, which what follows keeps anyway, and a number a vector: x is not kept for it.
     """
-    return _rms_norm_forward(x)[0]
+    return (x.astype(jnp.float32) * inverse_rms(x)).astype(x.dtype)
 
 
 def inverse_rms(x: Float[Array, "*shape channels"]) -> Float[Array, "*shape 1"]:
-    """What rms_norm multiplies by."""
+    """Return what rms_norm multiplies by."""
     return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + EPSILON)
 
 
@@ -60,8 +63,8 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 @jax.custom_vjp
 def relu_squared(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """`max(x, 0)^2` (arXiv:2109.08668). The backward pass reads the root of the result, which the product that follows
-    keeps anyway: x is not kept for it."""
+    """Return `max(x, 0)^2` (arXiv:2109.08668). The backward pass reads the root of the result, which the product that
+    follows keeps anyway: x is not kept for it."""
     return jnp.square(jax.nn.relu(x))
 
 
@@ -92,14 +95,14 @@ they would be copied (bench/LOG.md)."""
 def matmul(
     x: Float[Array, "*shape_and_inputs"], share: Float[Array, "i_share o_share"], axes: Axes, cut: Cut = (None, None)
 ) -> Float[Array, "*shape_and_outputs"]:
-    """`x @ kernel` in x's type, `kernel` being the shares, all-gathered over `fsdp`. `cut` says which side is heads.
+    """Return `x @ kernel` in x's type; `kernel` is the shares, gathered over `fsdp`. `cut` says which side is heads.
 
     The gradient with respect to `share` (float32) is accumulated, reduce-scattered and returned in float32.
     """
-    return _matmul_forward(x, share, axes, cut)[0]
+    return jnp.tensordot(x, _gathered_kernel(share.astype(x.dtype), axes, cut), 1 if cut[0] is None else 2)
 
 
-def _whole_kernel(share: Array, axes: Axes, cut: Cut) -> Array:
+def _gathered_kernel(share: Array, axes: Axes, cut: Cut) -> Array:
     """The kernel [*inputs, *outputs]. A share that is less than a head is a part of one."""
     kernel = all_gather_fsdp(share, axes)
     sizes = lambda size, head: (size,) if head is None else (max(size // head, 1), min(size, head))
@@ -108,18 +111,18 @@ def _whole_kernel(share: Array, axes: Axes, cut: Cut) -> Array:
 
 def _matmul_forward(x: Array, share: Array, axes: Axes, cut: Cut) -> tuple[Array, tuple[Array, Array]]:
     share = share.astype(x.dtype)
-    return jnp.tensordot(x, _whole_kernel(share, axes, cut), 1 if cut[0] is None else 2), (x, share)
+    return matmul(x, share, axes, cut), (x, share)
 
 
 def _matmul_backward(axes: Axes, cut: Cut, residuals: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, share = residuals
-    kernel = _whole_kernel(share, axes, cut)
+    kernel = _gathered_kernel(share, axes, cut)
     outputs = 1 if cut[1] is None else 2
     rows = tuple(range(dy.ndim - outputs))
     dkernel = jax.lax.dot_general(x, dy, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
     of_outputs = tuple(range(dy.ndim - outputs, dy.ndim)), tuple(range(kernel.ndim - outputs, kernel.ndim))
     dx = jax.lax.dot_general(dy, kernel, (of_outputs, ((), ())))
-    dx, dkernel = in_turn(dx, dkernel.reshape(-1, math.prod(dy.shape[len(rows) :])))
+    dx, dkernel = order_gradients(dx, dkernel.reshape(-1, math.prod(dy.shape[len(rows) :])))
     return dx, reduce_scatter_fsdp(dkernel, axes)
 
 
@@ -130,7 +133,7 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 def embed(
     tokens: Int[Array, "*shape"], share: Float[Array, "v_share w_share"], axes: Axes, dtype: jnp.dtype
 ) -> Float[Array, "*shape width"]:
-    """The tokens' rows of the table, in `dtype`; zeros for those whose rows lie on another device along `tensor`.
+    """Return the tokens' rows of the table, in `dtype`; zeros for those whose rows another device along `tensor` has.
 
     The gradient with respect to `share` (float32) is summed over the tokens in float32.
     """

@@ -10,11 +10,19 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import ModelConfig
 from model.gpt import GPT
-from model.parallel import Axes, all_gather_fsdp, in_turn, platform, psum_over_tensor, reduce_scatter_fsdp, tensor_index
+from model.parallel import (
+    Axes,
+    all_gather_fsdp,
+    order_gradients,
+    platform,
+    psum_over_tensor,
+    reduce_scatter_fsdp,
+    tensor_index,
+)
 
 
 def softcap(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
@@ -25,52 +33,64 @@ def softcap(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"
 def log_sum_and_target(
     logits: Float[Array, "*tokens vocab"], targets: Int[Array, "*tokens"], cap: float
 ) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]:
-    """The log-sum-exp of the capped logits, and the target's: a token's loss is their difference. In float32.
+    """Return the log-sum-exp of the capped logits, and the target's: a token's loss is their difference. In float32.
 
     In the step `logits` are this device's share of the vocabulary; two sums over `tensor` of a number a token suffice.
     """
-    local, share = targets - tensor_index() * logits.shape[-1], logits.shape[-1]
-    log_sum = jnp.log(psum_over_tensor(jnp.sum(jnp.exp(softcap(logits, cap)), axis=-1)))
-    target_logit = jnp.take_along_axis(logits, local[..., None], axis=-1, mode="clip")[..., 0]
-    return log_sum, psum_over_tensor(jnp.where((local >= 0) & (local < share), softcap(target_logit, cap), 0))
+    capped = softcap(logits, cap)
+    log_sum = jnp.log(psum_over_tensor(jnp.sum(jnp.exp(capped), axis=-1)))
+    if platform() in ("gpu", "cuda"):  # XLA would write the capped logits, in float32, for a sum in place of the gather
+        local = targets - tensor_index() * logits.shape[-1]
+        target = softcap(jnp.take_along_axis(logits, local[..., None], axis=-1, mode="clip")[..., 0], cap)
+        return log_sum, psum_over_tensor(jnp.where((local >= 0) & (local < logits.shape[-1]), target, 0))
+    return log_sum, psum_over_tensor(jnp.sum(jnp.where(is_target(logits, targets), capped, 0), axis=-1))
+
+
+def is_target(logits: Float[Array, "*tokens vocab"], targets: Int[Array, "*tokens"]) -> Bool[Array, "*tokens vocab"]:
+    """Return which of this device's logits are the targets'."""
+    share = logits.shape[-1]
+    return jnp.arange(share) == (targets - tensor_index() * share)[..., None]
 
 
 def cross_entropy(
+    log_sum: Float[Array, "tokens"],
+    target_logit: Float[Array, "tokens"],
+    weights: Float[Array, "tokens"],
+    z_loss: float,
+) -> Float[Array, "2"]:
+    """Return the objective, the sum over tokens of `weights * (-log softmax(softcap(logits))[targets] + z_loss *
+    log_sum_exp^2)`, and its first term alone, the loss: both in nats and float32."""
+    loss = jnp.sum(weights * (log_sum - target_logit))
+    return jnp.stack([loss + z_loss * jnp.sum(weights * log_sum**2), loss])
+
+
+def cross_entropy_and_gradient(
     logits: Float[Array, "tokens vocab"],
     targets: Int[Array, "tokens"],
     weights: Float[Array, "tokens"],
     config: ModelConfig,
 ) -> tuple[Float[Array, "2"], Float[Array, "tokens vocab"]]:
-    """The objective, which is the sum over tokens of `weights * (-log softmax(softcap(logits))[targets] + z_loss *
-    log_sum_exp^2)`, and its first term alone, the loss: both in nats and float32. And the objective's gradient, in the
-    logits' type."""
-    cap, share = config.softcap, logits.shape[-1]
-    is_target = jnp.arange(share) == (targets - tensor_index() * share)[:, None]
+    """Return `cross_entropy`, and the objective's gradient with respect to the logits, in their type."""
+    cap = config.softcap
+    log_sum, target_logit = log_sum_and_target(logits, targets, cap)
 
-    def capped_exp_and_slope(logits: Array) -> tuple[Array, Array, Array]:
+    def slope_of(logits: Array) -> Array:
+        """Of the exponential of the capped logits: all that the gradient needs of them but a factor."""
         squashed = jnp.tanh(logits.astype(jnp.float32) / cap)
-        exp = jnp.exp(cap * squashed)
-        return cap * squashed, exp, exp * (1 - squashed * squashed)
+        return jnp.exp(cap * squashed) * (1 - squashed * squashed)
 
-    # The gradient needs the slope of the exponential: all but a factor that the sum gives. XLA on a GPU makes it again
-    # from the logits, which it writes; without the barrier, and with a sum in place of the gather of the targets'
-    # logits, it would write float32. Elsewhere the slope is what is kept of the logits: a TPU makes it where it makes
-    # them, at the end of their product.
+    # XLA on a GPU makes the slope again from the logits, which it writes; without the barrier it would write float32.
+    # On other platforms the slope is what is kept of the logits: a TPU makes it at the end of their product.
     if platform() in ("gpu", "cuda"):
-        log_sum, target_logit = log_sum_and_target(logits, targets, cap)
-        slope = capped_exp_and_slope(jax.lax.optimization_barrier(logits))[2]
+        slope = slope_of(jax.lax.optimization_barrier(logits))
     else:
-        capped, exp, slope = capped_exp_and_slope(logits)
-        log_sum = jnp.log(psum_over_tensor(jnp.sum(exp, axis=-1)))
-        target_logit = psum_over_tensor(jnp.sum(jnp.where(is_target, capped, 0), axis=-1))
-        slope = jax.lax.optimization_barrier(slope.astype(logits.dtype))
-    loss = jnp.sum(weights * (log_sum - target_logit))
-    objective = loss + config.z_loss * jnp.sum(weights * log_sum**2)
+        slope = jax.lax.optimization_barrier(slope_of(logits).astype(logits.dtype))
     factor = weights * (1 + 2 * config.z_loss * log_sum)
     probability = jnp.exp(target_logit - log_sum)
     at_target = (factor * probability - weights) * (1 - jnp.square(target_logit / cap))
-    dlogits = jnp.where(is_target, at_target[:, None], (factor * jnp.exp(-log_sum))[:, None] * slope)
-    return jnp.stack([objective, loss]), dlogits.astype(logits.dtype)
+    others = (factor * jnp.exp(-log_sum))[:, None] * slope
+    dlogits = jnp.where(is_target(logits, targets), at_target[:, None], others)
+    return cross_entropy(log_sum, target_logit, weights, config.z_loss), dlogits.astype(logits.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -82,9 +102,19 @@ def head_loss(
     axes: Axes,
     config: ModelConfig,
 ) -> Float[Array, "2"]:
-    """`cross_entropy` of the logits `x @ kernel`, `kernel` being the head's shares, all-gathered over `fsdp`. Only the
-    objective, the first of both sums, has a gradient."""
-    return _forward(x, share, targets, weights, axes, config)[0]  # without the gradients, which the compiler drops
+    """Return `cross_entropy` of the logits `x @ kernel`; `kernel` is the head's shares, gathered over `fsdp`. Only the
+    objective, the first of both sums, has a gradient. As in model/layers.py, this is the plain expression."""
+    kernel = all_gather_fsdp(share.astype(x.dtype), axes)
+
+    def chunk(rows: tuple[Array, Array, Array]) -> Array:
+        x, targets, weights = rows
+        return cross_entropy(*log_sum_and_target(x @ kernel, targets, config.softcap), weights, config.z_loss)
+
+    return jnp.sum(jax.lax.map(chunk, _chunks((x, targets, weights), config)), axis=0)
+
+
+def _chunks(arrays: tuple[Array, ...], config: ModelConfig) -> tuple[Array, ...]:
+    return jax.tree.map(lambda a: a.reshape(config.loss_chunks, -1, *a.shape[1:]), arrays)
 
 
 def _forward(
@@ -94,12 +124,12 @@ def _forward(
 
     def chunk(dkernel: Array, rows: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
         x, targets, weights = rows
-        sums, dlogits = cross_entropy(x @ kernel, targets, weights, config)
+        sums, dlogits = cross_entropy_and_gradient(x @ kernel, targets, weights, config)
         of_chunk = jax.lax.dot_general(x, dlogits, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        dx, of_chunk = in_turn(dlogits @ kernel.T, of_chunk)
+        dx, of_chunk = order_gradients(dlogits @ kernel.T, of_chunk)
         return dkernel + of_chunk, (sums, dx)
 
-    chunks = jax.tree.map(lambda a: a.reshape(config.loss_chunks, -1, *a.shape[1:]), (x, targets, weights))
+    chunks = _chunks((x, targets, weights), config)
     dkernel, (sums, dx) = jax.lax.scan(chunk, jnp.zeros_like(kernel, jnp.float32), chunks)
     return jnp.sum(sums, axis=0), (dx.reshape(x.shape), reduce_scatter_fsdp(dkernel, axes))
 

@@ -2,8 +2,8 @@
 
 In the step (`jax.shard_map`, manual over all axes of the mesh) each device holds a share of every matrix: the dimension
 that is the residual stream's width is divided over the mesh axis `fsdp`, the other (heads, MLP width, vocabulary) over
-`tensor`. Value embeddings have no such width: their vocabulary takes its place. What is too small to divide is whole on
-every device. On a mesh of one device there is no `jax.shard_map`, and every function here returns what it is given.
+`tensor`. Value embeddings have no such width: their vocabulary takes its place. Every device has all of what is too
+small to divide. On a mesh of one device there is no `jax.shard_map`, and every function here returns what it is given.
 """
 
 from typing import TypeVar
@@ -11,11 +11,9 @@ from typing import TypeVar
 import jax
 from jaxtyping import Array, Float, Int
 
-from model.shapes import DATA
+from model.axes import BATCH_AXES
 
 T = TypeVar("T")
-BATCH_AXES = (*DATA, "fsdp")
-"""The mesh axes that the rows of a batch are divided over."""
 Axes = tuple[str | None, ...]
 """For each dimension of a parameter, the mesh axis it is divided over."""
 
@@ -120,17 +118,17 @@ def psum_scatter(x: Float[Array, "..."], axis: str | tuple[str, ...], dimension:
 
 
 def all_gather_fsdp(share: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
-    """A parameter whose dimensions are divided over `axes`, whole along `fsdp`."""
+    """Return a parameter whose dimensions are divided over `axes`, gathered along `fsdp`."""
     if not in_shard_map() or "fsdp" not in axes:
         return share
     return jax.lax.all_gather(share, "fsdp", axis=axes.index("fsdp"), tiled=True)
 
 
-def in_turn(dx: Float[Array, "*shape"], dkernel: Float[Array, "i o"]) -> tuple[Array, Array]:
-    """The same gradients, of a product's input and of its whole matrix. With `fsdp` on GPUs the backward pass goes on
-    only when both are there.
+def order_gradients(dx: Float[Array, "*shape"], dkernel: Float[Array, "i o"]) -> tuple[Array, Array]:
+    """Return the same gradients, of a product's input and of its gathered matrix. With `fsdp` on GPUs the backward pass
+    continues only when both are there.
 
-    XLA's latency hiding scheduler would leave the gradients of most matrices for the end, to have work beside the
+    XLA's latency hiding scheduler would leave the gradients of most matrices for the end, to have work during the
     reduce-scatters, and all that they are computed from would be kept until then (docs/performance.md).
     """
     if platform() in ("gpu", "cuda") and in_shard_map() and jax.lax.axis_size("fsdp") > 1:
@@ -145,5 +143,5 @@ def reduce_scatter_fsdp(gradient: Float[Array, "..."], axes: Axes) -> Float[Arra
     if not in_shard_map() or "fsdp" not in axes or jax.lax.axis_size("fsdp") == 1:
         return gradient
     share = psum_scatter(gradient, "fsdp", axes.index("fsdp"))
-    # Without the barrier XLA moves the sum out of the scan and keeps whole gradients in it (openxla/xla#49143's pass).
+    # Without the barrier XLA moves the sum out of the scan, which then keeps all of it (openxla/xla#49143's pass).
     return jax.lax.optimization_barrier(share)

@@ -55,14 +55,18 @@ def _sums_over_heads(a: Array, b: Array) -> Float[Array, "batch length heads 1"]
 def rotate_and_norm(
     x: Float[Array, "batch length heads head_dim"], angles: Angles, scale: float
 ) -> Float[Array, "batch length heads head_dim"]:
-    """`scale * rms_norm(rotate(x))`, in float32 and rounded once to x's type. Its backward pass reads the result, which
-    attention's keeps anyway: x is not kept for it."""
-    return _forward(x, angles, scale)[0]
+    """Return `scale * rms_norm(rotate(x))`, in float32 and rounded once to x's type. As in model/layers.py, this is the
+    plain expression. The backward pass reads the result, which attention's keeps anyway: x is not kept for it."""
+    return (rotate(x, angles) * _factor(x, scale)).astype(x.dtype)
+
+
+def _factor(x: Array, scale: float) -> Float[Array, "batch length heads 1"]:
+    """Return the scale over the root mean square of x itself, since turning changes no length."""
+    return scale * jax.lax.rsqrt(_sums_over_heads(x, x) / x.shape[-1] + EPSILON)
 
 
 def _forward(x: Array, angles: Angles, scale: float) -> tuple[Array, tuple[Array, Array, Angles]]:
-    # Of x itself, since turning changes no length.
-    factor = saved(scale * jax.lax.rsqrt(_sums_over_heads(x, x) / x.shape[-1] + EPSILON))
+    factor = saved(_factor(x, scale))
     y = saved((rotate(x, angles) * factor).astype(x.dtype))
     return y, (y, factor, angles)
 

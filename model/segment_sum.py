@@ -23,20 +23,20 @@ def segment_sum(
     # A stable sort by key: equal numbers stay in the order of their rows.
     number, order = jax.lax.sort_key_val(number, jnp.arange(len(number)))
     blocks = rows.at[order].get(mode="fill", fill_value=0).reshape(-1, BLOCK, rows.shape[1])
-    of = number.reshape(-1, BLOCK)
-    same = (of[:, :, None] == of[:, None, :]).astype(rows.dtype)
+    numbers = number.reshape(-1, BLOCK)
+    same = (numbers[:, :, None] == numbers[:, None, :]).astype(rows.dtype)
     exact = jax.lax.Precision.HIGHEST
     sums = jnp.einsum("brs,bsw->brw", same, blocks, precision=exact, preferred_element_type=jnp.float32)
-    first, last = of[:, 0], of[:, -1]
+    first, last = numbers[:, 0], numbers[:, -1]
     before = jnp.tril(first[:, None] == last[None, :], k=-1).astype(jnp.float32)
     carried = jnp.einsum("bc,cw->bw", before, sums[:, -1], precision=exact)
-    # Where each number's last row lies, which holds its sum. None is written twice, so their order does not matter.
+    # The place of each number's last row, which has its sum. None is written twice, so their order does not matter.
     here = jnp.arange(len(number))
     ends = jnp.append(number[1:] != number[:-1], True)
     place = (
         jnp.full(segments, -1).at[jnp.where(ends, number, segments + here)].set(here, mode="drop", unique_indices=True)
     )
-    whole = sums.reshape(-1, rows.shape[1])[place] + jnp.where(
+    result = sums.reshape(-1, rows.shape[1])[place] + jnp.where(
         (first[place // BLOCK] == jnp.arange(segments))[:, None], carried[place // BLOCK], 0
     )
-    return jnp.where((place >= 0)[:, None], whole, 0)
+    return jnp.where((place >= 0)[:, None], result, 0)

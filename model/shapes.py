@@ -1,20 +1,17 @@
-"""The network's parameters as names and shapes, kept on disk: what counts or plans needs neither JAX nor Flax."""
+"""The network's parameters as names and shapes: what counts them or plans with them needs no array."""
 
-import hashlib
-import json
 import math
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
-from configs import schema
-from configs.files import cache_dir, write_whole
-from configs.schema import ModelConfig
+import jax
+from flax import nnx
 
-DATA = ("data_across", "data_major", "data_minor")
-"""The mesh axes that make up `data`: between slices or nodes, and two inside one (training/layout.py)."""
+from configs.schema import ModelConfig
+from model.gpt import abstract_model, map_parameters
+from model.layers import Linear
 
 
 class Parameter(NamedTuple):
@@ -36,8 +33,8 @@ class Parameter(NamedTuple):
 
 
 def parameters(config: ModelConfig) -> tuple[Parameter, ...]:
-    """All of a network's, in the order of its tree. The first time for a network takes JAX, and seconds."""
-    return _parameters(_declaring(config))
+    """Return all of a network's parameters, in the order of its tree."""
+    return _parameters(replace(config, remat="none", loss_chunks=1, dtype="auto", z_loss=0.0))  # which change none
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -46,55 +43,17 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def kinds(config: ModelConfig) -> tuple[tuple[Parameter, int], ...]:
-    """The parameters, those alike but for where they are in the tree once, with their number."""
-    return _kinds(_declaring(config))
-
-
-def _declaring(config: ModelConfig) -> ModelConfig:
-    """The config without what changes no parameter."""
-    return replace(config, remat="none", loss_chunks=1, dtype="auto", z_loss=0.0)
-
-
-@cache
-def _kinds(config: ModelConfig) -> tuple[tuple[Parameter, int], ...]:
-    return tuple(Counter(p._replace(name=p.name.rpartition(".")[2]) for p in _parameters(config)).items())
+    """Return the parameters and how many there are of each. Those that differ in their block alone count as one."""
+    return tuple(Counter(p._replace(name=p.name.rpartition(".")[2]) for p in parameters(config)).items())
 
 
 @cache
 def _parameters(config: ModelConfig) -> tuple[Parameter, ...]:
-    sources = [file.read_bytes() for file in (Path(schema.__file__), *sorted(Path(__file__).parent.glob("*.py")))]
-    key = hashlib.sha256(b"\0".join([repr(config).encode(), *sources])).hexdigest()
-    kept = cache_dir() / "shapes" / f"{key[:32]}.json"
-    try:
-        rows = json.loads(kept.read_text())
-    except (OSError, ValueError):
-        rows = _declared(config)
-        try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(kept, json.dumps(rows))
-        except OSError:
-            pass  # it is made again the next time
-    return tuple(Parameter(name, tuple(shape), tuple(axes), *rest) for name, shape, axes, *rest in rows)
-
-
-def _declared(config: ModelConfig) -> list[tuple]:
-    import jax
-    from flax import nnx
-
-    from model.gpt import abstract_model, map_parameters
-    from model.layers import Linear
-
     modules = nnx.iter_modules(abstract_model(config))
-    products = {".".join(map(str, (*path, "kernel"))) for path, module in modules if isinstance(module, Linear)}
+    products = {(*path, "kernel") for path, module in modules if isinstance(module, Linear)}
     declared = map_parameters(lambda p: (p.shape, p.get_metadata("axes"), p.get_metadata("group")), config)
-    leaves = jax.tree_util.tree_leaves_with_path(declared, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    named = [(".".join(str(key.key) for key in path), leaf) for path, leaf in leaves]
-    return [(name, *leaf, name in products) for name, leaf in named]
-
-
-def window_of(config: ModelConfig, layer: int) -> int | None:
-    """How many positions back a block sees; None: all. The last block sees all."""
-    letter = "L" if layer == config.depth - 1 else config.window_pattern[layer % len(config.window_pattern)]
-    if letter == "S" and config.short_window == 0:
-        raise ValueError("model.short_window is 0: see configs.schema.resolved")
-    return config.short_window if letter == "S" else None
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(declared, is_leaf=lambda leaf: isinstance(leaf, tuple)):
+        keys = tuple(key.key for key in path)
+        found.append(Parameter(".".join(map(str, keys)), *leaf, keys in products))
+    return tuple(found)

@@ -3,9 +3,8 @@
 from configs.ramp import Ramp
 from configs.schema import Config
 from model.flops import parameter_counts
-from model.kernels import attention_kernel, described
+from model.kernels import attention_kernel, described, window_of
 from model.parallel import compute_capability
-from model.shapes import window_of
 from training.build import Build
 
 

@@ -47,7 +47,7 @@ def noise_scale(signals: Sequence[float], noises: Sequence[float]) -> NoiseScale
     return NoiseScale(float(value), float(max(value - spread, 0.0)), float(value + spread))
 
 
-METRICS = {"noise_scale": "", "noise_scale_adam": "adam_", "noise_scale_moments": "moments_"}
+METRICS = {"noise_scale": "", "noise_scale_moments": "moments_"}
 """What precedes the names `signal` and `noise` (|G|^2 and tr Sigma) of the estimates that a noise scale is made of."""
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from configs.ramp import Ramp
 from data.dataset import Text
@@ -16,45 +16,49 @@ from training.build import Build
 from training.step import TrainStep
 
 
-class Programs:
-    """The compiled steps of a run, one for each stage of its ramp."""
+class Program(NamedTuple):
+    """A stage's compiled step."""
 
-    def __init__(self, builds: list[Build], times: Times, say: Callable[[str], Any]):
-        """Every process must make one, and compile together with the others."""
-        self.builds, self.times, self.say = builds, times, say
-        config, device = builds[-1].config, builds[-1].mesh.devices.flat[0]
-        self.keeps_kernels = config.deterministic and device.platform == "gpu"
-        if self.keeps_kernels:
-            use_choices(config.run_dir)
-        self.measured_every = config.diagnostics.every_steps
-        self.plain: dict[int, TrainStep] = {}
-        self.measuring: dict[int, TrainStep] = {}
+    first_step: int
+    """Steps of the run before the stage."""
+    train_step: TrainStep
+    measuring_step: TrainStep
+    """The same step, which measures itself."""
 
-    def compile(self, step: int) -> None:
-        """Compile all that the run needs after `step` and that is not compiled yet, so that whatever a later stage
-        cannot do, memory included, is known now. A compiled program refuses other shapes: no step can compile again."""
-        config, began = self.builds[-1].config, time.monotonic()
-        ramp = Ramp.of(config.batch)
-        needed = range(ramp.index(step), len(ramp.reached(config.steps)))
-        new = [stage for stage in needed if stage not in self.plain and stage not in self.measuring]
-        with self.times.during("compilation"):
-            for stage in new:
-                built = self.builds[stage]
-                state, batch = built.abstract_state, built.abstract_batch()
-                if self.measured_every != 1:
-                    self.plain[stage] = built.train_step.lower(state, batch).compile()
-                if self.measured_every:
-                    self.measuring[stage] = built.measuring_step.lower(state, batch).compile()
-        if new and self.keeps_kernels:
-            on_first_process(partial(keep_choices, config.run_dir))
-        if new and config.batch.ramp:
-            self.say(f"compiled the programs of {len(new)} stage(s) in {time.monotonic() - began:.1f} s")
 
-    def after(self, step: int) -> TrainStep:
-        """Return the program of the step that follows `step`."""
-        stage = Ramp.of(self.builds[-1].config.batch).index(step)
-        measures = self.measured_every and (step + 1) % self.measured_every == 0
-        return (self.measuring if measures else self.plain)[stage]
+def compile_stages(
+    programs: list[Program], builds: list[Build], step: int, times: Times, say: Callable[[str], Any]
+) -> None:
+    """Compile all that the run needs after `step` and that is not among `programs` yet, and add it to them, in order.
+    So whatever a later stage cannot do, memory included, is known now. A compiled program refuses other shapes: no step
+    can compile again. Every process must call it, together with the others."""
+    config, began = builds[-1].config, time.monotonic()
+    every, run_dir = config.diagnostics.every_steps, config.run_dir
+    keeps_kernels = config.deterministic and builds[-1].mesh.devices.flat[0].platform == "gpu"
+    if keeps_kernels:
+        use_choices(run_dir)
+    ramp, compiled = Ramp.of(config.batch), {program.first_step for program in programs}
+    needed = list(zip(ramp.reached(config.steps), builds))[ramp.index(step) :]
+    new = [(stage.step, built) for stage, built in needed if stage.step not in compiled]
+    with times.during("compilation"):
+        for first_step, built in new:
+            plain, measuring = (
+                step.lower(built.abstract_state, built.abstract_batch()).compile() if taken else None
+                for step, taken in ((built.train_step, every != 1), (built.measuring_step, every))
+            )
+            programs.append(Program(first_step, plain or measuring, measuring or plain))
+    programs.sort(key=lambda program: program.first_step)
+    if new and keeps_kernels:
+        on_first_process(partial(keep_choices, run_dir))
+    if new and config.batch.ramp:
+        say(f"compiled the programs of {len(new)} stage(s) in {time.monotonic() - began:.1f} s")
+
+
+def step_after(programs: list[Program], step: int, measured_every: int) -> TrainStep:
+    """Return the compiled `train_step` of training/step.py that follows `step`. 0 for `measured_every`: none measures
+    itself."""
+    program = [program for program in programs if program.first_step <= step][-1]
+    return program.measuring_step if measured_every and (step + 1) % measured_every == 0 else program.train_step
 
 
 def batches_from(start: Start, builds: list[Build], text: Text) -> StagedBatches:

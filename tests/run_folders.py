@@ -101,8 +101,6 @@ def _diagnostics(step: int, noise: float, chance: random.Random) -> dict:
         "noise_scale": None if unbounded else noise * (1 + chance.gauss(0, 0.05)),
         "noise_scale_low": 0.7 * noise,
         "noise_scale_high": None if unbounded else 1.5 * noise,
-        "noise_scale_adam": None if unbounded else 0.8 * noise,
-        "coherence_successive": 0.6 * math.exp(-step / 100) + 0.05 + chance.gauss(0, 0.01),
         "coherence_running": 0.7 * math.exp(-step / 100) + 0.2 + chance.gauss(0, 0.01),
         "clipped": 0.1,
         "groups": {

@@ -431,7 +431,7 @@ def test_a_step_that_does_not_fit_says_what_it_holds_and_what_would_fit(folder, 
     used = "RESOURCE_EXHAUSTED: Used 20.3G of 15.7G hbm."
     compiling = Mock(side_effect=jax.errors.JaxRuntimeError(f"{used}\nand a page more"))
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("train.Programs.compile", compiling)
+    monkeypatch.setattr("train.compile_stages", compiling)
     monkeypatch.setitem(
         machines(), "cpu", replace(machines()["v5e"], kind="cpu", device_kind=["cpu"], memory=1_000_000)
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from configs.ramp import Ramp
 from configs.schema import Config
+from training.diagnostics import make_measure
 from training.mesh import batch_shape, batch_sharding, make_mesh
 from training.optimizer import make_optimizer
 from training.scaling import of_stage
@@ -27,11 +27,8 @@ class Build(NamedTuple):
     config: Config
     """With `model.dtype` as it is here."""
     mesh: Mesh
-    dtype: jnp.dtype
-    """Type of the activations."""
     batch_shape: tuple[int, int, int]
     """(K, B, T): micro-batches of a step, rows of one over the whole mesh, tokens of a row."""
-    batch_sharding: NamedSharding
     optimizer: optax.GradientTransformationExtraArgs
     rates: Mapping[str, Schedule]
     """Each parameter group's learning rate as a function of the step."""
@@ -42,23 +39,31 @@ class Build(NamedTuple):
     """The same step, which measures itself: its metrics hold `diagnostics`."""
     eval_step: EvalStep
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Return the type of the activations."""
+        return jnp.dtype(self.config.model.dtype)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Return where a batch's arrays [K, B, T] belong."""
+        return batch_sharding(self.mesh)
+
     def create_state(self) -> TrainState:
-        """The state before step 0, already sharded."""
+        """Return the state before step 0, already sharded."""
         return create_state(self.config.model, self.optimizer, self.mesh, self.config.seed)
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes, types and shardings of a step's batch."""
+        """Return shapes, types and shardings of a step's batch."""
         types = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
         types |= {"segment_ids": jnp.int32} if self.config.data.mask_documents else {}
-        return {
-            name: jax.ShapeDtypeStruct(self.batch_shape, dtype, sharding=self.batch_sharding)
-            for name, dtype in types.items()
-        }
+        shape, sharding = self.batch_shape, self.batch_sharding
+        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in types.items()}
 
 
 def build(config: Config, devices: Sequence[Any] | None = None, stage: int = -1) -> Build:
-    """For all devices here, or those given, and one stage of `batch.ramp`, of which a constant batch has one: the last,
-    whose steps are the largest. UserError where the config does not fit them."""
+    """Return the build for all devices here, or those given, and one stage of `batch.ramp`, of which a constant batch
+    has one: the last, whose steps are the largest. UserError if the config does not fit them."""
     mesh = make_mesh(config.mesh, devices)
     dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
     config = replace(config, model=replace(config.model, dtype=dtype.name))
@@ -66,24 +71,15 @@ def build(config: Config, devices: Sequence[Any] | None = None, stage: int = -1)
     here = of_stage(config, of_ramp)
     offset = of_ramp.tokens / of_ramp.tokens_per_step - of_ramp.step  # of the steps before, had they been of this size
     optimizer, rates = make_optimizer(here.optimizer, config.model, here.steps, mesh, offset)
-    state = abstract_state(config.model, optimizer, mesh)
-    step = partial(make_train_step, config.model, dtype, mesh, state, optimizer, rates, config.optimizer.clip_norm)
-    step = partial(step, deterministic=config.deterministic)
-    return Build(
-        config,
-        mesh,
-        dtype,
-        batch_shape(here.batch, mesh),
-        batch_sharding(mesh),
-        optimizer,
-        rates,
-        state,
-        step(),
-        step(diagnose=config.diagnostics),
-        make_eval_step(config.model, dtype, mesh),
+    state, clip_norm = abstract_state(config.model, optimizer, mesh), config.optimizer.clip_norm
+    train_step, measuring_step = (
+        make_train_step(config.model, dtype, mesh, state, optimizer, rates, clip_norm, measure, config.deterministic)
+        for measure in (None, make_measure(config.model, mesh))
     )
+    shape, eval_step = batch_shape(here.batch, mesh), make_eval_step(config.model, dtype, mesh)
+    return Build(config, mesh, shape, optimizer, rates, state, train_step, measuring_step, eval_step)
 
 
 def build_stages(config: Config, devices: Sequence[Any] | None = None) -> list[Build]:
-    """For each stage of `batch.ramp`, in order. UserError where the rows of any do not divide."""
+    """Return the build of each stage of `batch.ramp`, in order. UserError if the rows of any do not divide."""
     return [build(config, devices, stage) for stage in range(len(Ramp.of(config.batch).stages))]

@@ -6,7 +6,7 @@ from itertools import product
 from math import gcd, isqrt, prod
 
 from configs.schema import BatchConfig, MeshConfig, UserError
-from model.shapes import DATA
+from model.axes import DATA
 
 AXES = ("data", "fsdp", "tensor")
 """The axes that a user names."""
@@ -100,18 +100,18 @@ def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[s
             ((axis,) if axis else ()) + tuple(name for name, at in zip((*DATA[1:], DATA[0]), dimensions) if at == i)
             for i, axis in enumerate(axes)
         ]
-        stored = tuple(padded(size, prod(sizes[name] for name in of)) for size, of in zip(shape, names))
+        stored = tuple(padded(size, prod(sizes[name] for name in divided)) for size, divided in zip(shape, names))
         return Place(shape, axes, stored, tuple(names))
 
-    def cost(found: Place) -> tuple[float, int, int, int, int]:
+    def cost(candidate: Place) -> tuple[float, int, int, int, int]:
         shares = [size // (sizes[axis] if axis else 1) for size, axis in zip(shape, axes)]
-        along = [found.dimension(axis) for axis in DATA if sizes[axis] > 1]
+        along = [candidate.dimension(axis) for axis in DATA if sizes[axis] > 1]
         # Padding moves the borders between devices along an axis that divides the dimension, too.
         moved = sum(
             stored > size and axis is not None and sizes[axis] > 1
-            for size, stored, axis in zip(shape, found.stored, axes)
+            for size, stored, axis in zip(shape, candidate.stored, axes)
         )
-        size = prod(found.stored)
+        size = prod(candidate.stored)
         return max(1.0 * size, 1.01 * prod(shape)), moved, len(set(along)), size, -sum(shares[i] for i in along)
 
     return min(map(way, product(range(len(shape)), repeat=len(DATA))), key=cost)

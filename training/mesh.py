@@ -1,7 +1,7 @@
 """Devices, and who holds what.
 
     data     replicas: rows are divided over them, and once a step gradients are summed over them
-             (three axes of the mesh, `model.shapes.DATA`: between slices or nodes, and two inside one)
+             (three axes of the mesh, `model.axes.DATA`: between slices or nodes, and two inside one)
     fsdp     rows are divided over it too, and the parameters' width
     tensor   heads, MLP width and vocabulary are divided over it
 
@@ -22,13 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
 
 from configs.schema import BatchConfig, MeshConfig, ModelConfig, UserError
+from model.axes import BATCH_AXES, DATA
 from model.flops import parameter_counts
 from model.gpt import map_parameters
-from model.parallel import BATCH_AXES
-from model.shapes import DATA
 from training.layout import AXES, Place, data_parts, inside, mesh_shape, place, step_shape
 
 ROWS = PartitionSpec(None, BATCH_AXES)
@@ -165,30 +163,3 @@ def resized(x: Any, shape: Sequence[int]) -> Any:
         return x
     x = x[tuple(map(slice, shape))]
     return jnp.pad(x, [(0, size - given) for size, given in zip(shape, x.shape)])
-
-
-def joined(parts: Float[Array, "..."], factors: Sequence[tuple[int, int]]) -> Float[Array, "..."]:
-    """Return an array from its parts [product of sizes, *share]. `factors`: into how many each axis of the mesh divides
-    it, and along which dimension, the major axis first."""
-    sizes = [size for size, _ in factors]
-    order, shape = _order(factors, parts.ndim - 1), list(parts.shape[1:])
-    for size, dimension in factors:
-        shape[dimension] *= size
-    return parts.reshape(*sizes, *parts.shape[1:]).transpose(order).reshape(shape)
-
-
-def parted(whole: Float[Array, "..."], factors: Sequence[tuple[int, int]]) -> Float[Array, "..."]:
-    """Return the parts [product of sizes, *share] of an array, so that `joined` gives the array again."""
-    share = list(whole.shape)
-    for size, dimension in factors:
-        share[dimension] //= size
-    order = _order(factors, whole.ndim)
-    split = [*(size for size, _ in factors), *share]
-    parts = whole.reshape([split[i] for i in order]).transpose(np.argsort(order))
-    return parts.reshape(prod(size for size, _ in factors), *share)
-
-
-def _order(factors: Sequence[tuple[int, int]], rank: int) -> list[int]:
-    """The factors and the dimensions of a share, which come after them, as they follow each other in the whole."""
-    of = lambda i: [j for j, (_, dimension) in enumerate(factors) if dimension == i]
-    return [place for i in range(rank) for place in (*of(i), len(factors) + i)]

@@ -8,7 +8,7 @@
 
 optax.contrib.muon has no second moment, no agreement of decay and update, and no schedule that is a function of the
 step; and it would orthogonalise every matrix on every device. Here matrices of one shape are stacked, and the stack is
-dealt out to all devices by an all-to-all: each matrix is whole on one of them, which orthogonalises it.
+dealt out to all devices by an all-to-all: one of them has all of a matrix, and orthogonalises it.
 """
 
 import math
@@ -24,10 +24,11 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num
 
 from configs.schema import MuonConfig
-from model.shapes import DATA
+from model.axes import DATA
 from training.layout import Place
-from training.mesh import joined, parted, resized, spec_of
+from training.mesh import resized, spec_of
 from training.schedule import Schedule
+from training.shares import joined, parted
 
 # For five iterations, a safety factor of 2e-2 and a cushion of 2; from the paper.
 POLAR_EXPRESS = (
@@ -65,22 +66,22 @@ def muon(
         mu = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state.mu, updates)
         ahead = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, mu, updates)
         leaves, structure = jax.tree.flatten(ahead)
-        of = structure.unflatten(places)
+        stored = structure.unflatten(places)
         directions = structure.unflatten(orthogonalise_all(leaves, places, mesh))
         nu = jax.tree.map(
-            lambda n, d, of: config.beta2 * n + (1 - config.beta2) * resized(_along_short_side(d, of.shape), n.shape),
-            *(state.nu, directions, of),
+            lambda n, d, p: config.beta2 * n + (1 - config.beta2) * resized(_along_short_side(d, p.shape), n.shape),
+            *(state.nu, directions, stored),
         )
         decay = config.weight_decay * 0.5 * (1 + jnp.cos(jnp.pi * step / steps))
         now = rate(step)
 
-        def move(direction: Array, second: Array, param: Array, of: Place) -> Array:
+        def move(direction: Array, second: Array, param: Array, place: Place) -> Array:
             direction = evened_out(direction, second)
             agree = direction * param >= 0
-            matrix_rate = now * max(1.0, of.shape[1] / of.shape[0]) ** 0.5
+            matrix_rate = now * max(1.0, place.shape[1] / place.shape[0]) ** 0.5
             return -matrix_rate * (direction + decay * jnp.where(agree, param, 0))
 
-        return jax.tree.map(move, directions, nu, params, of), MuonState(mu, nu)
+        return jax.tree.map(move, directions, nu, params, stored), MuonState(mu, nu)
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
 
@@ -126,29 +127,29 @@ def orthogonalise_all(
 def orthogonalise_dealt(
     x: Float[Array, "count short_share long_share"], place: Place, mesh: Mesh
 ) -> Float[Array, "count short_share long_share"]:
-    """For one device: its shares of all matrices to some whole ones, these orthogonalised without their padding, and
+    """For one device: its shares of all matrices to some complete ones, these orthogonalised without their padding, and
     back.
 
     One all-to-all over all axes that divide the matrices, of this device's share of the stack, there and back; what an
     axis does not divide is cut, and all-gathered: gates, which are small.
     """
-    in_turn = ("fsdp", "tensor", *DATA[1:], DATA[0])  # as they divide a dimension (`training.layout.place`)
+    order = ("fsdp", "tensor", *DATA[1:], DATA[0])  # as they divide a dimension (`training.layout.place`)
     named = {axis for names in place.spec for axis in names}
-    divided = tuple(axis for axis in in_turn if axis in named)
-    whole = [axis for axis in in_turn if axis not in named and mesh.shape[axis] > 1]
+    divided = tuple(axis for axis in order if axis in named)
+    undivided = [axis for axis in order if axis not in named and mesh.shape[axis] > 1]
     factors = [(mesh.shape[axis], place.dimension(axis) - 1) for axis in divided]
     if divided:
         parts = jax.lax.all_to_all(x, divided, 0, 0, tiled=True)
         parts = parts.reshape(jax.lax.axis_size(divided), -1, *x.shape[1:])
         x = jax.vmap(lambda parts: joined(parts, factors), 1)(parts)
-    for axis in whole:
+    for axis in undivided:
         size = x.shape[0] // jax.lax.axis_size(axis)
         x = jax.lax.dynamic_slice_in_dim(x, size * jax.lax.axis_index(axis), size)
     x = resized(orthogonalise(resized(x, (len(x), *place.shape[1:]))), (len(x), *place.stored[1:]))
-    for axis in reversed(whole):
+    for axis in reversed(undivided):
         x = jax.lax.all_gather(x, axis, tiled=True, to="invarying")
     if divided:
-        parts = jax.vmap(lambda whole: parted(whole, factors), out_axes=1)(x)
+        parts = jax.vmap(lambda matrix: parted(matrix, factors), out_axes=1)(x)
         x = jax.lax.all_to_all(parts.reshape(-1, *parts.shape[2:]), divided, 0, 0, tiled=True)
     return x
 
@@ -186,7 +187,7 @@ def _along_short_side(direction: Float[Array, "inputs outputs"], shape: tuple[in
 def evened_out(
     direction: Float[Array, "inputs outputs"], second: Float[Array, "..."]
 ) -> Float[Array, "inputs outputs"]:
-    """Each row or column over the root of its second moment; the norm of the whole stays."""
-    along = [1 if size == 1 else whole for size, whole in zip(second.shape, direction.shape)]
+    """Each row or column over the root of its second moment; the norm of the matrix stays."""
+    along = [1 if size == 1 else full for size, full in zip(second.shape, direction.shape)]
     scaled = direction * jax.lax.rsqrt(jnp.maximum(resized(second, along), 1e-10))
     return scaled * (jnp.linalg.norm(direction) / jnp.maximum(jnp.linalg.norm(scaled), 1e-10))

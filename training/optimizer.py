@@ -125,7 +125,7 @@ def make_optimizer(
         schedule = make_schedule(dataclasses.replace(options.schedule, warmup_steps=warmup), steps)
         rate = lambda step: peaks[name] * schedule(step)
         if isinstance(options, MuonConfig):
-            mine = [place for place, of in zip(places, jax.tree.leaves(groups)) if of == name]
+            mine = [place for place, group in zip(places, jax.tree.leaves(groups)) if group == name]
             return muon(options, rate, steps, mine, mesh), rate
         adam = scale_by_adam(options.beta1, options.beta2, options.eps)
         adamw = optax.chain(adam, optax.add_decayed_weights(options.weight_decay), scale_by_rate(rate))

@@ -54,5 +54,5 @@ def of_stage(config: Config, stage: Stage) -> Config:
 
 def _each(config: Config, field: str, change: Callable) -> Config:
     """With every option of the optimizer that has this name changed."""
-    found = options(config.optimizer, "optimizer.")
-    return with_options(config, {n: change(value) for n, value in found.items() if n.rpartition(".")[2] == field})
+    values = options(config.optimizer, "optimizer.")
+    return with_options(config, {n: change(value) for n, value in values.items() if n.rpartition(".")[2] == field})

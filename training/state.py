@@ -71,13 +71,13 @@ def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation,
     replicated.
     """
     places = jax.tree_util.tree_leaves_with_path(parameter_places(config, mesh))
-    axes = {_keys(path): of.axes for path, of in places}
+    axes = {_keys(path): place.axes for path, place in places}
 
     def stored(path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         keys = _keys(path)
         # A moment's path in the optimizer state ends with its parameter's.
-        of = next((axes[keys[i:]] for i in range(len(keys)) if keys[i:] in axes), ())
-        divided = tuple(axis if size > 1 else None for axis, size in zip(of, leaf.shape))
+        divided = next((axes[keys[i:]] for i in range(len(keys)) if keys[i:] in axes), ())
+        divided = tuple(axis if size > 1 else None for axis, size in zip(divided, leaf.shape))
         return _abstract(leaf.dtype, mesh, place(leaf.shape, divided, mesh.shape))
 
     params = map_parameters(lambda param: jax.ShapeDtypeStruct(param.shape, param.dtype), config)
@@ -119,7 +119,7 @@ def params_sha256(params: dict, config: ModelConfig) -> str:
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
     for name, shape in sorted(parameter_shapes(config).items()):
         leaf = leaves[name]
-        whole = leaf if leaf.is_fully_addressable else multihost_utils.process_allgather(leaf, tiled=True)
-        whole = np.asarray(whole)[tuple(map(slice, shape))]
-        digest.update(name.encode() + b"\0" + whole.tobytes())
+        array = leaf if leaf.is_fully_addressable else multihost_utils.process_allgather(leaf, tiled=True)
+        array = np.asarray(array)[tuple(map(slice, shape))]
+        digest.update(name.encode() + b"\0" + array.tobytes())
     return digest.hexdigest()

@@ -7,12 +7,12 @@
     update            one tick of the optimizer and of every schedule                 once a step
 
 Everything up to the reduction is written for one device (`jax.shard_map`), so what crosses the mesh, and when, is
-decided here and in model/parallel.py, and not by a compiler pass.
+decided here, in training/shares.py and in model/parallel.py, and not by a compiler pass.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial, wraps
-from typing import Any, NotRequired, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -21,18 +21,15 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from configs.schema import DiagnosticsConfig, ModelConfig
+from configs.schema import ModelConfig
+from model.axes import BATCH_AXES, DATA
 from model.loss import loss_sums
-from model.parallel import BATCH_AXES, in_shard_map, mark_varying, psum, psum_scatter
-from model.shapes import DATA
-from training.diagnostics import Layout, Metric, Units, UnitSums, adam_metric, measure, sum_units, unit
-from training.layout import Place
-from training.mesh import ROWS, joined, parameter_places, parted, spec_of, xla_options
+from model.parallel import mark_varying, psum, varying_as
+from training.mesh import ROWS, parameter_places, spec_of, xla_options
 from training.optimizer import parameter_groups
 from training.schedule import Schedule
+from training.shares import all_gather_data, on_each_device, reduce_scatter_data
 from training.state import TrainState, split_model
-
-ACROSS, WITHIN = DATA[0], DATA[1:]
 
 
 class Batch(TypedDict):
@@ -44,98 +41,114 @@ class Batch(TypedDict):
     segment_ids: NotRequired[Int[Array, "K B T"]]
 
 
+class Squares(NamedTuple):
+    """What a step that measures itself keeps of each micro-batch on each device: squares of its gradients, by leaf."""
+
+    tokens: Int[Array, "data fsdp tensor K"]
+    """Valid tokens of the micro-batch."""
+    own: Float[Array, "data fsdp tensor K leaves"]
+    """Sums of squares of the micro-batch's gradient."""
+    running: Float[Array, "data fsdp tensor K leaves"]
+    """Sums of squares of the sum of the gradients so far, this micro-batch included."""
+
+
+class StepSums(NamedTuple):
+    """Sums over all valid tokens of a step."""
+
+    objective: Float[Array, ""]
+    """The loss and the z-loss: what is differentiated."""
+    loss: Float[Array, ""]
+    """In nats."""
+    tokens: Int[Array, ""]
+    gradients: dict
+    """The objective's gradient in float32, divided over the mesh as the parameters are."""
+    squares: Squares | None
+
+
+class Update(NamedTuple):
+    """A step's update of the state."""
+
+    state: TrainState
+    """After the step."""
+    gradients: dict
+    """The mean over the step's valid tokens, before the clip."""
+    grad_norms: dict[str, Float[Array, ""]]
+    """Its norm in each parameter group."""
+    grad_norm: Float[Array, ""]
+    clip: Float[Array, ""]
+    """What the gradients were multiplied by."""
+    updates: dict
+    """What was added to the parameters, unless the step was skipped."""
+
+
 Metrics = dict[str, Any]
+Measure = Callable[[TrainState, StepSums, Update], Metrics]
+"""From the state before a step, to what the step measures of itself."""
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 EvalStep = Callable[[dict, Batch], tuple[Float[Array, "K"], Int[Array, "K"]]]
 
 
-def all_gather_data(params: dict, places: dict, dtype: jnp.dtype) -> dict:
-    """For one device: its shares of the parameters cast to the compute type and all-gathered over `data`, each as the
-    network divides it over `fsdp` and `tensor`, without padding."""
+def gradient_sums(
+    params: dict, batch: Batch, graphdef: nnx.GraphDef, places: dict, dtype: jnp.dtype, measured: bool
+) -> StepSums:
+    """For one device: return the sums over the step, with `squares` if the step is `measured`.
 
-    def whole(share: Array, place: Place) -> Array:
-        # Single numbers keep their type: they cost nothing, and what they multiply is large.
-        share = share if share.ndim == 1 else share.astype(dtype)
-        if not in_shard_map():
-            return share
-        # First between slices or nodes: their slow links carry each device's share alone.
-        if jax.lax.axis_size(ACROSS) > 1:
-            share = jax.lax.all_gather(share, ACROSS, axis=place.dimension(ACROSS), tiled=True)
-        if jax.lax.axis_size(WITHIN) > 1:
-            share = joined(jax.lax.all_gather(share, WITHIN), factors_within(place))
-        for axis, dimension, start, size in padded_dimensions(place):
-            if axis:
-                share = jax.lax.all_gather(share, axis, axis=dimension, tiled=True)
-            share = jax.lax.dynamic_slice_in_dim(share, start, size, dimension)
-        # Marked here, outside of the scan: otherwise every micro-batch would end in a psum of the gradient.
-        return mark_varying(share, replicated_axes(place))
+    `params` are its float32 shares, `batch` its rows [K, B / (data fsdp), T]. The gradients come in such shares.
+    """
+    compute_params = all_gather_data(params, places, dtype)
 
-    return jax.tree.map(whole, params, places)
+    def micro_batch(sums: tuple, rows: Batch) -> tuple[tuple, Squares | None]:
+        # Widened so that gradients are float32 (model/layers.py); the compiler drops the round trip of types.
+        wide = jax.tree.map(lambda p: p.astype(jnp.float32), compute_params)
+        loss = lambda params: loss_sums(nnx.merge(graphdef, params), **rows)
+        losses, gradients = jax.value_and_grad(loss, has_aux=True)(wide)
+        total = jax.tree.map(jnp.add, sums, (losses, gradients))
+        return total, squares_of(losses[1][1], gradients, sums[1], total[1]) if measured else None
 
-
-def reduce_scatter_data(gradients: dict, places: dict) -> dict:
-    """For one device: the gradients padded as their parameters are and reduce-scattered over `data`; summed over `fsdp`
-    too where that divides nothing."""
-
-    def share(gradient: Array, place: Place) -> Array:
-        if not in_shard_map():
-            return gradient
-        for axis, dimension, start, size in padded_dimensions(place):
-            widths = [(0, place.stored[dimension] - size if i == dimension else 0) for i in range(gradient.ndim)]
-            gradient = jnp.pad(gradient, widths)
-            if axis:
-                gradient = psum_scatter(jnp.roll(gradient, start, dimension), axis, dimension)
-        if jax.lax.axis_size(WITHIN) > 1:
-            gradient = psum_scatter(parted(gradient, factors_within(place)), WITHIN, 0)[0]
-        if jax.lax.axis_size(ACROSS) > 1:
-            gradient = psum_scatter(gradient, ACROSS, place.dimension(ACROSS))
-        return psum(gradient, replicated_axes(place))
-
-    return jax.tree.map(share, gradients, places)
+    no_losses = mark_varying((jnp.float32(0), (jnp.float32(0), jnp.int32(0))), BATCH_AXES)
+    no_gradients = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), compute_params)
+    (losses, gradients), squares = jax.lax.scan(micro_batch, (no_losses, no_gradients), batch)
+    gradients = reduce_scatter_data(gradients, places)
+    objective, (loss, tokens) = psum(losses, BATCH_AXES)
+    return StepSums(objective, loss, tokens, gradients, jax.tree.map(lambda kept: kept[None, None, None], squares))
 
 
-def factors_within(place: Place) -> list[tuple[int, int]]:
-    """For one device: the sizes of the axes of `data` inside a slice or node, and the dimension that each divides."""
-    return [(jax.lax.axis_size(axis), place.dimension(axis)) for axis in WITHIN]
+def squares_of(tokens: Int[Array, ""], gradients: dict, before: dict, total: dict) -> Squares:
+    """For one device: return what is kept of a micro-batch of so many valid `tokens`. Its `gradients` are the
+    difference between the sums `before` and `total`."""
+    tokens = mark_varying(tokens, ("tensor",))
+    square_sums = lambda tree: jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)])
+    # XLA scatters a table's gradient into the sum, unless something else reads it: then it rounds otherwise.
+    own = lambda path, gradient, old, new: new - old if path[-1].key == "table" else gradient
+    of_own = square_sums(jax.tree_util.tree_map_with_path(own, gradients, before, total))
+    return Squares(tokens, *varying_as(tokens, (of_own, square_sums(total))))
 
 
-def padded_dimensions(place: Place) -> Iterator[tuple[str | None, int, Array | int, int]]:
-    """For one device, of each dimension that is padded: the axis that the network divides it over, if it has more than
-    one device; the dimension; where this device's part of the parameter begins in it, and its size. Padding moves the
-    borders between the devices along that axis, so the whole dimension is gathered to find them."""
-    for dimension, (axis, size, stored) in enumerate(zip(place.axes, place.shape, place.stored)):
-        if size == stored:
-            continue
-        if axis is None or jax.lax.axis_size(axis) == 1:
-            yield None, dimension, 0, size
-        else:
-            part = size // jax.lax.axis_size(axis)
-            yield axis, dimension, part * jax.lax.axis_index(axis), part
-
-
-def replicated_axes(place: Place) -> tuple[str, ...]:
-    """The axes along which this parameter is replicated though the rows of a batch are divided."""
-    return () if "fsdp" in place.axes else ("fsdp",)
-
-
-def zero_sums() -> tuple[Float[Array, ""], tuple[Float[Array, ""], Int[Array, ""]]]:
-    """For one device: the sums of `loss_sums` that a scan starts from."""
-    return mark_varying((jnp.float32(0), (jnp.float32(0), jnp.int32(0))), BATCH_AXES)
-
-
-def on_each_device(function: Callable, mesh: Mesh, dtype: jnp.dtype, in_specs: Any, out_specs: Any) -> Callable:
-    """`function`, which is written for one device, as a function of whole arrays: in `jax.shard_map`, manual over all
-    axes of the mesh. `dtype`: the type of its activations."""
-
-    @wraps(function)
-    def with_precision(*arrays: Any) -> Any:
-        # By default a product of float32 arrays rounds them: to bfloat16 on a TPU, to TF32 on a GPU from Ampere on.
-        with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
-            return function(*arrays)
-
-    if mesh.size == 1:  # XLA on CPU copies whatever a collective among one device takes
-        return with_precision
-    return jax.shard_map(with_precision, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+def apply_update(
+    state: TrainState,
+    sums: StepSums,
+    optimizer: optax.GradientTransformationExtraArgs,
+    groups: Sequence[str],
+    clip_norm: float,
+) -> Update:
+    """Divide, clip and update. A step without a valid token, or whose gradient is not finite, changes nothing but the
+    counts. `groups`: each parameter's, in the tree's order."""
+    gradients = jax.tree.map(lambda g: g / jnp.maximum(sums.tokens, 1), sums.gradients)
+    by_group: dict[str, list[Array]] = {name: [] for name in sorted(set(groups))}
+    for name, leaf in zip(groups, jax.tree.leaves(gradients)):
+        by_group[name].append(leaf)
+    grad_norms = {name: optax.tree.norm(leaves) for name, leaves in by_group.items()}
+    grad_norm = optax.tree.norm(grad_norms)
+    sound = (sums.tokens > 0) & jnp.isfinite(grad_norm)
+    clip = jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-30))
+    clipped = jax.tree.map(lambda g: clip * g, gradients)
+    updates, opt_state = optimizer.update(clipped, state.opt_state, state.params, step=state.step)
+    params = optax.apply_updates(state.params, updates)
+    params, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(sound, new, old), (params, opt_state), (state.params, state.opt_state)
+    )
+    after = TrainState(state.step + 1, params, opt_state, state.skipped_steps + jnp.where(sound, 0, 1))
+    return Update(after, gradients, grad_norms, grad_norm, clip, updates)
 
 
 def make_train_step(
@@ -146,92 +159,43 @@ def make_train_step(
     optimizer: optax.GradientTransformationExtraArgs,
     rates: Mapping[str, Schedule],
     clip_norm: float,
-    diagnose: DiagnosticsConfig | None = None,
+    measure: Measure | None = None,
     deterministic: bool = True,
 ) -> TrainStep:
-    """`train_step(state, batch) -> (state, metrics)`, jitted. `state` lies as `abstract_state` says, and is donated.
+    """Return `train_step(state, batch) -> (state, metrics)`, jitted. `state` is divided as `abstract_state` says and is
+    donated.
 
     Metrics are scalars: `loss` (nats a valid token), `z_loss` (what it adds, if it is on), `grad_norm` (before the
     clip), `grad_norms` and `learning_rate` (of each group), `valid_tokens`, and `skipped_steps`: how many so far
-    changed nothing, for want of a valid token or of a finite gradient; and, if it is to `diagnose`, `diagnostics`
-    (training/diagnostics.py) with these options.
+    changed nothing, for want of a valid token or of a finite gradient; and, if there is `measure`, its `diagnostics`.
     `deterministic`: the same bits in every execution, on GPUs too.
     """
     graphdef, _ = split_model(config, dtype)
-    groups = jax.tree.leaves(parameter_groups(config))
-    placed = jax.tree.map(lambda leaf: leaf.sharding, abstract_state)
-    places = parameter_places(config, mesh)
-    specs = jax.tree.map(spec_of, places)
-    layout = Layout.of(places, groups)
-    tables = jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "table", places)
-
-    def gradient_sums(params: dict, batch: Batch, metric: Metric) -> tuple[tuple, dict, UnitSums | None]:
-        """For one device: the sums of `loss_sums` and the objective's gradient of the whole step, and sums over units.
-
-        `params` are its float32 shares, `batch` its rows [K, B / (data fsdp), T]; the gradient comes in like shares.
-        """
-        compute_params = all_gather_data(params, places, dtype)
-        metric = all_gather_data(metric, metric_places, dtype)
-
-        def micro_batch(sums: tuple, rows: Batch) -> tuple[tuple, Units | None]:
-            # Widened so that gradients are float32 (model/layers.py); the compiler drops the round trip of types.
-            wide = jax.tree.map(lambda p: p.astype(jnp.float32), compute_params)
-            losses, so_far, *before = sums
-            loss = lambda params: loss_sums(nnx.merge(graphdef, params), **rows)
-            of_rows, gradients = jax.value_and_grad(loss, has_aux=True)(wide)
-            summed = jax.tree.map(jnp.add, so_far, gradients)
-            sums = jax.tree.map(jnp.add, losses, of_rows), summed
-            if not diagnose:
-                return sums, None
-            _, (_, tokens) = of_rows
-            # XLA scatters a table's gradient into the sum, unless something else reads it: then it rounds otherwise.
-            own = jax.tree.map(lambda table, a, s, g: s - a if table else g, tables, so_far, summed, gradients)
-            return (*sums, *(own for _ in before)), unit(tokens, own, summed, layout, metric, *before)
-
-        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), compute_params)
-        kept = (zeros,) if diagnose and diagnose.successive else ()
-        (losses, gradients, *_), units = jax.lax.scan(micro_batch, (zero_sums(), zeros, *kept), batch)
-        whole = reduce_scatter_data(gradients, places)
-        return psum(losses, BATCH_AXES), whole, sum_units(units) if units else None
-
-    everywhere = PartitionSpec()
-    metric_of = lambda opt_state: adam_metric(opt_state, layout, dtype) if diagnose and diagnose.adam_metric else {}
-    metric_places = {i: layout.places[i] for i in jax.eval_shape(metric_of, abstract_state.opt_state)}
-    metric_specs = jax.tree.map(spec_of, metric_places)
-    summed = on_each_device(gradient_sums, mesh, dtype, (specs, ROWS, metric_specs), (everywhere, specs, everywhere))
-
+    places, groups = parameter_places(config, mesh), jax.tree.leaves(parameter_groups(config))
+    specs, replicated = jax.tree.map(spec_of, places), PartitionSpec()
+    on_device = partial(gradient_sums, graphdef=graphdef, places=places, dtype=dtype, measured=measure is not None)
+    out_specs = StepSums(replicated, replicated, replicated, specs, PartitionSpec(DATA, "fsdp", "tensor"))
+    sums_of = on_each_device(on_device, mesh, dtype, (specs, ROWS), out_specs)
     # With the shardings given: the compiler could choose others, which the next step would not take.
-    @partial(jax.jit, donate_argnums=0, out_shardings=(placed, None), compiler_options=xla_options(mesh, deterministic))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state), None
+
+    @partial(jax.jit, donate_argnums=0, out_shardings=shardings, compiler_options=xla_options(mesh, deterministic))
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        metric = metric_of(state.opt_state)
-        (objective, (loss_sum, tokens)), gradients, units = summed(state.params, batch, metric)
-        whole = gradients = jax.tree.map(lambda g: g / jnp.maximum(tokens, 1), gradients)
-        leaves = jax.tree.leaves(gradients)
-        grad_norms = {name: optax.tree.norm([g for g, of in zip(leaves, groups) if of == name]) for name in rates}
-        grad_norm = optax.tree.norm(grad_norms)
-        sound = (tokens > 0) & jnp.isfinite(grad_norm)
-        clip = jnp.minimum(1.0, clip_norm / jnp.maximum(grad_norm, 1e-30))
-        gradients = jax.tree.map(lambda g: clip * g, gradients)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params, step=state.step)
-        params = optax.apply_updates(state.params, updates)
-        params, opt_state = jax.tree.map(
-            lambda new, old: jnp.where(sound, new, old), (params, opt_state), (state.params, state.opt_state)
-        )
+        sums = sums_of(state.params, batch)
+        update = apply_update(state, sums, optimizer, groups, clip_norm)
         metrics = {
-            "loss": loss_sum / jnp.maximum(tokens, 1),
-            "grad_norm": grad_norm,
-            "grad_norms": grad_norms,
-            "valid_tokens": tokens,
+            "loss": sums.loss / jnp.maximum(sums.tokens, 1),
+            "grad_norm": update.grad_norm,
+            "grad_norms": update.grad_norms,
+            "valid_tokens": sums.tokens,
             "learning_rate": {group: rate(state.step) for group, rate in rates.items()},
-            "skipped_steps": state.skipped_steps + jnp.where(sound, 0, 1),
+            "skipped_steps": update.state.skipped_steps,
         }
         if config.z_loss:
-            metrics["z_loss"] = (objective - loss_sum) / jnp.maximum(tokens, 1)
-        if units is not None:
-            metrics["diagnostics"] = measure(
-                whole, tokens, units, clip, state.params, updates, opt_state, layout, metric
-            )
-        return TrainState(state.step + 1, params, opt_state, metrics["skipped_steps"]), metrics
+            metrics["z_loss"] = (sums.objective - sums.loss) / jnp.maximum(sums.tokens, 1)
+        if measure:
+            metrics["diagnostics"] = measure(state, sums, update)
+        return update.state, metrics
 
     return train_step
 

@@ -9,9 +9,10 @@ import pytest
 from flax import nnx
 
 from configs.schema import ModelConfig
-from model.attention import has_value_embedding, window_of
+from model.attention import has_value_embedding
 from model.flops import parameter_counts
 from model.gpt import GPT
+from model.kernels import window_of
 from model.loss import softcap
 from tests import reference
 from tests.helpers import ALL_FEATURES, FEATURES, TINY, perturbed

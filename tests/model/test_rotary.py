@@ -1,11 +1,10 @@
 """Rotary positions."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from model import rotary
-from model.rotary import rotary_angles, rotate, rotate_and_norm
+from model.rotary import rotary_angles, rotate
 
 
 def turned(x, position):
@@ -30,20 +29,6 @@ def test_nanochats_direction():
     x = np.zeros((1, 1, 1, 2), np.float32)
     x[..., 0] = 1
     np.testing.assert_allclose(turned(x, 1)[0, 0, 0], [np.cos(1), -np.sin(1)], rtol=1e-6)
-
-
-def test_rotate_and_norm_is_the_one_after_the_other_in_value_and_gradient():
-    x, dy = jnp.asarray(np.random.default_rng(2).standard_normal((2, 3, 5, 4, 16), np.float32))
-    angles = rotary_angles(jnp.arange(5), 16, 100_000.0)
-
-    def plain(x):
-        y = rotate(x, angles)
-        return 1.2 * y / jnp.sqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
-
-    y, backward = jax.vjp(lambda x: rotate_and_norm(x, angles, 1.2), x)
-    plain_y, plain_backward = jax.vjp(plain, x)
-    np.testing.assert_allclose(y, plain_y, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(backward(dy)[0], plain_backward(dy)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_product_with_a_permutation_swaps_as_exactly(monkeypatch):

@@ -10,12 +10,12 @@ from jax.sharding import PartitionSpec
 
 import model.layers
 from configs.schema import MeshConfig
+from model.axes import BATCH_AXES, DATA
 from model.layers import embed
-from model.parallel import BATCH_AXES, mark_varying, psum, psum_over_tensor
+from model.parallel import mark_varying, psum, psum_over_tensor
 from model.segment_sum import BLOCK, segment_sum
-from model.shapes import DATA
 from training.mesh import make_mesh
-from training.step import on_each_device
+from training.shares import on_each_device
 
 NUMBERS = {
     "one row": [3],

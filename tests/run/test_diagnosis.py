@@ -39,18 +39,13 @@ def test_few_steps_give_none():
 def measured(signal: float, noise: float) -> dict:
     quantities = {"gradient_norm": {"embed": 1.0, "matrices": 2.0}, "update_norm": {"embed": 0.1}}
     both = {"signal": {"embed": signal / 2, "all": signal}, "noise": {"embed": noise / 4, "all": noise}}
-    in_adam_s = {"adam_signal": {"embed": signal, "all": signal}, "adam_noise": {"embed": 2 * noise, "all": 2 * noise}}
-    return (
-        both
-        | in_adam_s
-        | {
-            "coherence_running": 0.5,
-            "clipped": 1.0,
-            "groups": quantities,
-            "blocks": {"gradient_norm": {"0": 2.0}},
-            "moments": {"first": {"embed": 2.0}, "second": {"embed": 3.0}},
-        }
-    )
+    return both | {
+        "coherence_running": 0.5,
+        "clipped": 1.0,
+        "groups": quantities,
+        "blocks": {"gradient_norm": {"0": 2.0}},
+        "moments": {"first": {"embed": 2.0}, "second": {"embed": 3.0}},
+    }
 
 
 def test_a_run_that_goes_on_has_the_window_that_it_had():
@@ -62,9 +57,6 @@ def test_a_run_that_goes_on_has_the_window_that_it_had():
     assert continued == lines[-1]["diagnostics"] and not any("moments" in name for name in continued)
     assert continued["noise_scale"] == pytest.approx(np.mean(noises[-WINDOW:]) / np.mean(signals[-WINDOW:]))
     assert continued["groups"]["embed"]["noise_scale"] == pytest.approx(continued["noise_scale"] / 2)
-    assert continued["noise_scale_adam"] == pytest.approx(2 * continued["noise_scale"])
-    assert continued["groups"]["embed"]["noise_scale_adam"] == continued["noise_scale_adam"]
-    assert "noise_scale_adam" not in continued["groups"]["matrices"]
     assert continued["groups"]["embed"]["update_norm"] == 0.1 and continued["blocks"] == {"0": {"gradient_norm": 2.0}}
 
 

@@ -14,7 +14,7 @@ from configs.schema import BatchConfig, Config, UserError
 from run.goodput import Times
 from run.kernels import CHOICES, keep_choices, use_choices
 from run.record import KERNELS, Record
-from run.stages import Programs
+from run.stages import compile_stages
 
 
 @pytest.fixture(autouse=True)
@@ -113,12 +113,13 @@ def test_what_a_later_compilation_chooses_is_kept_too(tmp_path):
         mesh=mesh,
         batch_shape=(rows, 1, 2),
         train_step=Step(name),
+        measuring_step=None,
         abstract_state=None,
         abstract_batch=lambda: None,
     )
-    programs = Programs([stage("first", 1), stage("second", 2)], Times(), lambda said: None)  # pyright: ignore
+    programs, builds = [], [stage("first", 1), stage("second", 2)]
     for newest, kept in ((6, ["second"]), (2, ["first", "second"])):
-        programs.compile(newest)
+        compile_stages(programs, builds, newest, Times(), lambda line: None)  # pyright: ignore
         assert sorted(ZipFile(run_dir / KERNELS).namelist()) == kept
 
 

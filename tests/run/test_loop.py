@@ -116,7 +116,7 @@ class Loop:
         seen = lambda numbers: {"rows": [(0, numbers)], "texts": [f"row {numbers}"]}
         evaluate = Evaluate(config, measure, lambda params: {}, saved, log, say)
         self.hooks = [watch, self.idle, Profile(config, say), log, Judge(config, log, save, seen, say), save, evaluate]
-        self.programs = SimpleNamespace(after=lambda step: train_step)
+        self.programs = [Program(0, train_step, train_step)]
         self.progress = Progress(config, start, SimpleNamespace(row_numbers=lambda i: i))  # pyright: ignore
 
     def run(self, batches):

@@ -16,12 +16,13 @@ from model.loss import loss_sums
 from tests.helpers import ALL_FEATURES, initial_state, perturbed, random_rows, tiny_config
 from tools.programs.hlo_collectives import collectives
 from training.build import Build, build
-from training.diagnostics import MIN_V, Layout, signal_and_noise, sum_units, unit
+from training.diagnostics import signal_and_noise
 from training.layout import Place
 from training.mesh import parameter_places, resized, sizes_of
 from training.muon import MuonState, momentum_at
 from training.optimizer import AdamState, group_config, parameter_groups
 from training.state import TrainState, split_model, stored_as
+from training.step import Squares
 
 MESHES = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if d * f <= 8 and 8 // d // f <= 2]
 QUICK = [(1, 1, 1), (2, 2, 2)]
@@ -36,7 +37,7 @@ def config_on(mesh: tuple[int, int, int]) -> Config:
         config,
         mesh=MeshConfig(*mesh),
         optimizer=replace(config.optimizer, matrices=matrices),
-        diagnostics=DiagnosticsConfig(every_steps=1, adam_metric=True, successive=True),
+        diagnostics=DiagnosticsConfig(every_steps=1),
     )
 
 
@@ -128,45 +129,33 @@ def test_every_quantity_equals_the_float64_reference(mesh):
     before, state = start(config).params, start(config)
     found, groups = metrics["diagnostics"], jax.tree.leaves(parameter_groups(config.model))
     steps = ROWS // (2 * data * fsdp)
-    in_adam_s = {group for group in groups if moments(state, group)}
     signal, noise = dict.fromkeys(groups, 0.0), dict.fromkeys(groups, 0.0)
-    adam_signal, adam_noise = dict.fromkeys(in_adam_s, 0.0), dict.fromkeys(in_adam_s, 0.0)
     by_devices, by_replicas = unit_gradients(config, steps * data * fsdp), unit_gradients(config, steps * data)
     whole = [sum(leaves) for leaves in zip(*(gradient for _, gradient in by_devices))]
     total = sum(tokens for tokens, _ in by_devices)
     for i, (group, of) in enumerate(zip(groups, places)):
         units = by_devices if "fsdp" not in of.axes else by_replicas
         pairs = total**2 - sum(tokens**2 for tokens, _ in units)
-        weights = {"": np.float64(1)}
-        if group in in_adam_s:
-            _, second = moments(state, group)
-            least = MIN_V * np.mean(np.concatenate([leaf.ravel() for leaf in second]))
-            weights["adam_"] = 1 / np.sqrt(np.maximum(second[groups[:i].count(group)], least))
-        for metric, weight in weights.items():
-            into = (adam_signal, adam_noise) if metric else (signal, noise)
-            square = np.sum(weight * whole[i] ** 2)
-            truth = (square - sum(np.sum(weight * gradient[i] ** 2) for _, gradient in units)) / pairs
-            into[0][group] += truth
-            into[1][group] += square / total - total * truth
-    for metric, truths, noises in (("", signal, noise), ("adam_", adam_signal, adam_noise)):
-        scale = sum(noises.values()) / total
-        assert found[f"{metric}signal"].keys() == {*truths, "all"}
-        for group in truths:
-            assert found[f"{metric}signal"][group] == pytest.approx(truths[group], rel=2e-4, abs=1e-6 * scale), group
-            assert found[f"{metric}noise"][group] == pytest.approx(noises[group], rel=2e-4, abs=1e-6 * scale * total)
-        assert found[f"{metric}noise"]["all"] == pytest.approx(sum(noises.values()), rel=2e-4)
+        square = np.sum(whole[i] ** 2)
+        truth = (square - sum(np.sum(gradient[i] ** 2) for _, gradient in units)) / pairs
+        signal[group] += truth
+        noise[group] += square / total - total * truth
+    scale = sum(noise.values()) / total
+    assert found["signal"].keys() == {*signal, "all"}
+    for group in signal:
+        assert found["signal"][group] == pytest.approx(signal[group], rel=2e-4, abs=1e-6 * scale), group
+        assert found["noise"][group] == pytest.approx(noise[group], rel=2e-4, abs=1e-6 * scale * total)
+    assert found["noise"]["all"] == pytest.approx(sum(noise.values()), rel=2e-4)
 
     divided = [i for i, of in enumerate(places) if "fsdp" in of.axes]
     flat = [np.concatenate([gradient[i].ravel() for i in divided]) for _, gradient in by_replicas]
-    cosines = {"running": [], "successive": []}
+    cosines = []
     for replica in range(data):
         ours = flat[replica::data]
-        for name, those_before in (("running", np.cumsum(ours, axis=0)), ("successive", ours)):
-            for before_it, mine in zip(those_before, ours[1:]):
-                lengths = np.linalg.norm(before_it) * np.linalg.norm(mine)
-                cosines[name].append(before_it @ mine / lengths if lengths else 0.0)
-    for name, values in cosines.items():
-        assert found[f"coherence_{name}"] == pytest.approx(np.mean(values), abs=1e-5), name
+        for before_it, mine in zip(np.cumsum(ours, axis=0), ours[1:]):
+            lengths = np.linalg.norm(before_it) * np.linalg.norm(mine)
+            cosines.append(before_it @ mine / lengths if lengths else 0.0)
+    assert found["coherence_running"] == pytest.approx(np.mean(cosines), abs=1e-5)
 
     clip = min(1.0, config.optimizer.clip_norm / float(metrics["grad_norm"]))
     for group in signal:
@@ -192,48 +181,35 @@ def test_the_estimates_are_right_on_average():
     within four standard errors of the truth."""
     generator = np.random.default_rng(0)
     truth, deviation = generator.standard_normal(20), generator.uniform(1, 3, 20)
-    places = {name: Place((size,), (None,), (size,), ((),)) for name, size in (("a", 12), ("b", 8))}
-    layout = Layout.of(places, ["embed", "scalars"])
 
     @jax.jit
     @jax.vmap
     def estimates(gradients, tokens):
-        def add(sums, this):
-            mine = {"a": this[0][:12], "b": this[0][12:]}
-            sums = jax.tree.map(jnp.add, sums, mine)
-            return sums, unit(this[1], mine, sums, layout)
-
-        sums, units = jax.lax.scan(add, {"a": jnp.zeros(12), "b": jnp.zeros(8)}, (gradients, tokens))
+        """Of two leaves, of 12 and 8 numbers."""
+        squares = lambda g: jnp.stack([jnp.sum(g[..., :12] ** 2, -1), jnp.sum(g[..., 12:] ** 2, -1)], -1)
+        kept = Squares(tokens[None, None], squares(gradients)[None, None], jnp.zeros(()))
         count = tokens.sum()
-        mean = jax.tree.map(lambda leaf: leaf / count, sums)
-        return signal_and_noise(mean, count, sum_units(units), layout)
+        return signal_and_noise(kept, count, squares(gradients.sum(0) / count), np.array([True, False]))
 
     tokens = generator.integers(1, 50, (4000, 6))
     draws = generator.standard_normal((4000, 6, 20)) * deviation * np.sqrt(tokens)[..., None]
     signal, noise = estimates((tokens[..., None] * truth + draws).astype(np.float32), tokens.astype(np.int32))
-    parts = {"embed": slice(0, 12), "scalars": slice(12, 20), "all": slice(0, 20)}
-    for name, part in parts.items():
+    for leaf, part in enumerate((slice(0, 12), slice(12, 20))):
         for found, known in ((signal, np.sum(truth[part] ** 2)), (noise, np.sum(deviation[part] ** 2))):
-            error = np.std(found[name]) / np.sqrt(len(found[name]))
-            assert abs(np.mean(found[name]) - known) < 4 * error, name
+            error = np.std(found[:, leaf]) / np.sqrt(len(found))
+            assert abs(np.mean(found[:, leaf]) - known) < 4 * error, leaf
             assert error < 0.05 * known  # so that a wrong estimate would be seen
 
 
 @pytest.mark.medium
-def test_scalars_alone_cross_the_mesh_once_after_the_scan_and_the_roots_of_v_before_it():
+def test_scalars_alone_cross_the_mesh_once_after_the_scan():
     built = built_for(config_on((2, 2, 2)))
     compiled = lambda step: step.lower(built.abstract_state, built.abstract_batch()).compile().as_text()
     shape = sizes_of(built.mesh)
     plain, measuring = (collectives(compiled(step), shape) for step in (built.train_step, built.measuring_step))
     size = lambda found, in_loop: sum(c.times * c.bytes_each for c in found if c.in_loop == in_loop)
     assert size(measuring, True) == size(plain, True)
-    placed, groups = jax.tree.leaves(built.abstract_state.params), jax.tree.leaves(parameter_groups(built.config.model))
-    roots = sum(
-        2 * 4 * prod(leaf.sharding.shard_shape(leaf.shape))  # of both replicas, float32 as activations are here
-        for leaf, group in zip(placed, groups)
-        if group != "matrices"
-    )
-    assert roots and 0 < size(measuring, False) - size(plain, False) - roots < 8192
+    assert 0 < size(measuring, False) - size(plain, False) < 8192
 
 
 def test_the_plain_program_knows_nothing_of_diagnostics():

@@ -14,14 +14,13 @@ from jax.sharding import PartitionSpec
 from configs import d12, nanochat
 from configs.nanochat import network_of_depth
 from configs.schema import Config, MeshConfig, resolved
-from model.parallel import BATCH_AXES
-from model.shapes import DATA
+from model.axes import BATCH_AXES, DATA
 from tools.plan.candidate import Candidate
 from tools.plan.memory import memory
 from tools.programs.topologies import Topology
 from training.layout import data_parts, padded, place
 from training.mesh import batch_devices, make_mesh, resized, spec_of
-from training.step import all_gather_data, reduce_scatter_data
+from training.shares import all_gather_data, reduce_scatter_data
 
 
 def held(config: Config, topology: Topology) -> float:

@@ -21,7 +21,7 @@ def test_every_program_of_depth_48_is_traced():
             model=model,
             batch=BatchConfig(sequence_length=128, tokens_per_step=1024, rows_per_device=1),
             mesh=MeshConfig(data=4, fsdp=2),
-            diagnostics=DiagnosticsConfig(every_steps=1, adam_metric=True, successive=True),
+            diagnostics=DiagnosticsConfig(every_steps=1),
         ),
         jax.devices()[:8],
     )

@@ -3,8 +3,8 @@
 python -m tools.plan --config=FILE --topology=v5e:4x4 'h200:8' --search
 
 For each topology: whether the step fits its memory, how fast it is at best and at worst and why, how long the run takes
-and what it costs; with --search, over meshes, rows_per_device, recomputation and loss_chunks. All of it in closed form,
-without JAX; --compile=N compiles the best N and takes the memory that the programs ask for. The chosen one
+and what it costs; with --search, over meshes, rows_per_device, recomputation and loss_chunks. All of it in closed form:
+nothing is compiled; --compile=N compiles the best N and takes the memory that the programs ask for. The chosen one
 is printed as a command line of train.py. Exit code 1 where nothing fits. docs/planning.md says how wrong it has been.
 """
 

@@ -6,7 +6,8 @@ from math import prod
 
 from configs.schema import Config, UserError
 from hosts.machines import Machine, machines
-from model.shapes import DATA, Parameter, kinds
+from model.axes import DATA
+from model.shapes import Parameter, kinds
 from tools.programs.topologies import Topology, parse_topology, shapes_of
 from training.layout import AXES, data_parts, inside, mesh_shape, place, step_shape
 

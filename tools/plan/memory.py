@@ -113,7 +113,7 @@ def waiting(of: Candidate, kept: float, again: float) -> float:
     XLA takes, as far as programs tell, the first of its orders that it thinks needs least. Counting the head's logits
     twice, beside their gradient, it lets all of these products wait, the head's among them, where what they read is
     not more than that; where blocks are computed again, none; nor with `tensor`, whose sums have products beside each
-    of them. With `fsdp` the step does not leave it to XLA (`model.parallel.in_turn`).
+    of them. With `fsdp` the step does not leave it to XLA (`model.parallel.order_gradients`).
     """
     model, unit = of.config.model, of.bytes_of_type * of.tokens
     if model.remat == "block" or of.sizes["tensor"] > 1:

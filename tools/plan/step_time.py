@@ -7,8 +7,7 @@ of the bracket is what nanochat's d20 reaches in public on eight H100: an MFU of
 
 from typing import NamedTuple
 
-from model.kernels import attention_kernel, products
-from model.shapes import window_of
+from model.kernels import attention_kernel, products, window_of
 from tools.plan.candidate import Candidate
 from tools.plan.communication import Traffic, communication
 

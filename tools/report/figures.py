@@ -113,20 +113,17 @@ def _of_diagnostics(runs: list[Run]) -> list[Figure]:
         edge = {"line": {"width": 0}, "hoverinfo": "skip", "hovertemplate": None, "legendgroup": run.name}
         band = edge | {"fill": "tonexty", "fillcolor": f"{color}22"}
         ends = {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 7, "color": color}}
-        dotted = {"line": {"width": 1.5, "color": color, "dash": "dot"}}
         dots = {"mode": "markers", "marker": {"size": 4, "color": color}}
         dashed = {"line": {"width": 1.5, "dash": "dash", "color": color if legend else GRAY}}
         noise += [
             Line(run, "low", _only(low, both), color, edge | {"showlegend": False}),
             Line(run, "high", _only(high, both), color, band | {"showlegend": False}),
             Line(run, "noise scale", scale, color, {}, legend),
-            Line(run, "in AdamW's metric", course("noise_scale_adam"), color, dotted, legend),
             Line(run, "from AdamW's moments", course("noise_scale_moments"), color, dots, legend),
             Line(run, "at least", _only(low, set(low.steps) - both), color, ends, legend),
             Line(run, "batch", batch, color, dashed, legend),
         ]
-        coherence.append(Line(run, "successive", course("coherence_successive"), color, {}, legend))
-        coherence.append(Line(run, "with the sum", course("coherence_running"), color, dotted, legend))
+        coherence.append(Line(run, "coherence", course("coherence_running"), color, {}, legend))
     groups = lambda name: _groups(runs, "diagnostics", "groups", inner=name)
     ratios = lambda place: [
         line._replace(course=ratio(line.run, place, line.name))
@@ -136,15 +133,13 @@ def _of_diagnostics(runs: list[Run]) -> list[Figure]:
     meaning = {
         "high": "band: its interval",
         "at least": "triangles: at least",
-        "in AdamW's metric": "dotted: in AdamW's metric",
         "from AdamW's moments": "dots: roughly, from AdamW's moments",
         "batch": "dashed: the batch",
-        "with the sum": "dotted: with the sum before",
     }
     drawn = lambda lines: "; ".join(
         text for name, text in meaning.items() if any(line.name == name and line.course.steps for line in lines)
     )
-    about_cosine = "; ".join(filter(None, ["of a micro-batch's gradient and the one before", drawn(coherence)]))
+    about_cosine = "of a micro-batch's gradient and the sum of those before it"
     by_group, by_block = _by(runs, "group"), _by(runs, "block")
     ratio_unit = "update over parameter"
     return [

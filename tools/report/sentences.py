@@ -242,16 +242,15 @@ def noise(run: Run) -> list[Sentence]:
 
 def coherence(run: Run) -> list[Sentence]:
     """How far the micro-batches of a step agree."""
-    successive = run.course("diagnostics", "coherence_successive").values
-    running = run.course("diagnostics", "coherence_running").values
-    if not (found := successive or running):
+    cosines = run.course("diagnostics", "coherence_running").values
+    if not cosines:
         return []
-    between = "those of successive micro-batches" if successive else "a micro-batch's and the sum of those before it"
-    cosine = median(found[-8:])
+    cosine = median(cosines[-8:])
     if cosine > 0.9:
         meaning = "they say nearly the same, and further micro-batches in a step add little"
     else:
         meaning = "each is mostly noise, which summing them reduces" if cosine < 0.3 else "they agree in part"
+    between = "a micro-batch's and the sum of those before it"
     return [Sentence(f"The cosine between gradients, {between}, is {cosine:.2f}: {meaning}.", cosine > 0.9)]
 
 

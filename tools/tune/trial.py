@@ -24,7 +24,7 @@ from run.hooks.log import Log
 from run.hooks.save import Save
 from run.hooks.watch import Watch
 from run.progress import Progress, Start
-from run.stages import Programs
+from run.stages import Program, compile_stages
 from tools.tune.tune_json import Record
 from train import take_steps
 from training.build import Build, build
@@ -107,8 +107,8 @@ class Context:
             checkpoints.close()
             return begins.state.params
         times, say = Times(), lambda said: self.say(f"{name}: {said}")
-        programs = Programs([built], times, say)
-        programs.compile(begins.step)
+        programs: list[Program] = []
+        compile_stages(programs, [built], begins.step, times, say)
         accept(config, self.text.fingerprint, [], begins.step, begins.position)
         batches = StagedBatches({0: self.batches(built, begins.position // config.batch.sequence_length)})
         progress = Progress(config, begins, batches)

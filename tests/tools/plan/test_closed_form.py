@@ -20,7 +20,6 @@ from data.packing import StreamRows
 from data.shards import TokenStream
 from hosts.machines import HEADROOM, machines
 from model.gpt import GPT
-from model.shapes import parameters
 from tests.helpers import ALL_FEATURES, tiny_config
 from tests.tools.programs.test_hlo_collectives import MESHES, lowered
 from tools.plan import compiled, output
@@ -336,43 +335,6 @@ def test_a_step_that_asked_for_too_much_is_told_what_it_holds_and_what_would_fit
         said = does_not_fit(of.config, "TPU v5 lite", 16, 1)
         assert "activations" in said and "would fit" in said
     assert "not known of this device" in does_not_fit(of.config, "cpu", 16, 1)
-
-
-def test_parameters_are_kept_for_who_has_no_jax(tmp_path, monkeypatch):
-    from model import shapes
-
-    model = resolved(tiny_config(**ALL_FEATURES)).model
-    monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path))
-    shapes._parameters.cache_clear()
-    first = parameters(model)
-    shapes._parameters.cache_clear()
-    monkeypatch.setattr(shapes, "_declared", lambda config: pytest.fail("made again"))
-    assert parameters(replace(model, remat="block", loss_chunks=2)) == first
-    (file,) = (tmp_path / "shapes").iterdir()
-    file.write_text("damaged")
-    shapes._parameters.cache_clear()
-    monkeypatch.undo()
-    monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path))
-    assert parameters(model) == first
-    assert file.read_text().startswith("[[")
-
-
-def test_parameters_are_made_again_where_the_schema_changed(tmp_path, monkeypatch):
-    """It has sizes that are no options, as the gates' channels."""
-    from model import shapes
-
-    changed = tmp_path / "schema.py"
-    changed.write_text("SMEAR_CHANNELS = 48")
-    monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path))
-    made = []
-    monkeypatch.setattr(shapes, "_declared", lambda config: made.append(config) or [])
-    for kept in ("first", "again", "changed"):
-        shapes._parameters.cache_clear()
-        if kept == "changed":
-            monkeypatch.setattr(shapes.schema, "__file__", str(changed))
-        parameters(resolved(tiny_config()).model)
-    shapes._parameters.cache_clear()
-    assert len(made) == 2
 
 
 @pytest.mark.slow  # some 160 command lines are parsed; no version of JAX changes what they give

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -120,14 +119,3 @@ def test_a_search_prefers_what_is_clear_of_the_limit_where_that_costs_little(mon
     near = [row for row in rest if row.fits and row.time.expected < first.time.expected]
     assert first.safe and near and not any(row.safe for row in near)
     assert first.time.expected <= WORTH * fastest.time.expected
-
-
-def test_the_closed_form_takes_no_jax():
-    """Once the network's shapes are kept: nor, then, any program compiled."""
-    script = "import sys; from tools.plan.__main__ import main; code = main(); assert 'jax' not in sys.modules"
-    words = [sys.executable, "-c", f"{script}; sys.exit(code)", D12, "--topology=v5e:16x16", "--search"]
-    for _ in range(2):
-        ended = subprocess.run(words, capture_output=True, text=True)
-        if ended.returncode == 0:
-            break
-    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,129 @@
+"""Between a device's shares of the parameters, as the mesh stores them, and the arrays that the network reads."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from model.axes import DATA
+from model.parallel import in_shard_map, mark_varying, psum, psum_scatter
+from training.layout import Place
+
+ACROSS, WITHIN = DATA[0], DATA[1:]
+
+
+def on_each_device(function: Callable, mesh: Mesh, dtype: jnp.dtype, in_specs: Any, out_specs: Any) -> Callable:
+    """Return `function`, which is written for one device, as a function of global arrays: in `jax.shard_map`, manual
+    over all axes of the mesh. `dtype`: the type of its activations."""
+
+    @wraps(function)
+    def with_precision(*arrays: Any) -> Any:
+        # By default a product of float32 arrays rounds them: to bfloat16 on a TPU, to TF32 on a GPU from Ampere on.
+        with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
+            return function(*arrays)
+
+    if mesh.size == 1:  # XLA on CPU copies whatever a collective among one device takes
+        return with_precision
+    return jax.shard_map(with_precision, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+
+def all_gather_data(params: dict, places: dict, dtype: jnp.dtype) -> dict:
+    """For one device: its shares of the parameters cast to the compute type and all-gathered over `data`, each as the
+    network divides it over `fsdp` and `tensor`, without padding."""
+
+    def gathered(share: Array, place: Place) -> Array:
+        # Single numbers keep their type: they cost nothing, and what they multiply is large.
+        share = share if share.ndim == 1 else share.astype(dtype)
+        if not in_shard_map():
+            return share
+        # First between slices or nodes: their slow links carry each device's share alone.
+        if jax.lax.axis_size(ACROSS) > 1:
+            share = jax.lax.all_gather(share, ACROSS, axis=place.dimension(ACROSS), tiled=True)
+        if jax.lax.axis_size(WITHIN) > 1:
+            share = joined(jax.lax.all_gather(share, WITHIN), factors_within(place))
+        for axis, dimension, start, size in padded_dimensions(place):
+            if axis:
+                share = jax.lax.all_gather(share, axis, axis=dimension, tiled=True)
+            share = jax.lax.dynamic_slice_in_dim(share, start, size, dimension)
+        # Marked here, outside of the scan: otherwise every micro-batch would end in a psum of the gradient.
+        return mark_varying(share, replicated_axes(place))
+
+    return jax.tree.map(gathered, params, places)
+
+
+def reduce_scatter_data(gradients: dict, places: dict) -> dict:
+    """For one device: the gradients padded as their parameters are and reduce-scattered over `data`; summed over `fsdp`
+    too where that divides nothing."""
+
+    def scattered(gradient: Array, place: Place) -> Array:
+        if not in_shard_map():
+            return gradient
+        for axis, dimension, start, size in padded_dimensions(place):
+            widths = [(0, place.stored[dimension] - size if i == dimension else 0) for i in range(gradient.ndim)]
+            gradient = jnp.pad(gradient, widths)
+            if axis:
+                gradient = psum_scatter(jnp.roll(gradient, start, dimension), axis, dimension)
+        if jax.lax.axis_size(WITHIN) > 1:
+            gradient = psum_scatter(parted(gradient, factors_within(place)), WITHIN, 0)[0]
+        if jax.lax.axis_size(ACROSS) > 1:
+            gradient = psum_scatter(gradient, ACROSS, place.dimension(ACROSS))
+        return psum(gradient, replicated_axes(place))
+
+    return jax.tree.map(scattered, gradients, places)
+
+
+def factors_within(place: Place) -> list[tuple[int, int]]:
+    """For one device: the sizes of the axes of `data` inside a slice or node, and the dimension that each divides."""
+    return [(jax.lax.axis_size(axis), place.dimension(axis)) for axis in WITHIN]
+
+
+def padded_dimensions(place: Place) -> Iterator[tuple[str | None, int, Array | int, int]]:
+    """For one device, of each dimension that is padded: the axis that the network divides it over, if it has more than
+    one device; the dimension; where this device's part of the parameter begins in it, and its size. Padding moves the
+    borders between the devices along that axis, so all of the dimension is gathered to find them."""
+    for dimension, (axis, size, stored) in enumerate(zip(place.axes, place.shape, place.stored)):
+        if size == stored:
+            continue
+        if axis is None or jax.lax.axis_size(axis) == 1:
+            yield None, dimension, 0, size
+        else:
+            part = size // jax.lax.axis_size(axis)
+            yield axis, dimension, part * jax.lax.axis_index(axis), part
+
+
+def replicated_axes(place: Place) -> tuple[str, ...]:
+    """The axes along which this parameter is replicated though the rows of a batch are divided."""
+    return () if "fsdp" in place.axes else ("fsdp",)
+
+
+def joined(parts: Float[Array, "..."], factors: Sequence[tuple[int, int]]) -> Float[Array, "..."]:
+    """Return an array from its parts [product of sizes, *share]. `factors`: into how many each axis of the mesh divides
+    it, and along which dimension, the major axis first."""
+    sizes = [size for size, _ in factors]
+    order, shape = _order(factors, parts.ndim - 1), list(parts.shape[1:])
+    for size, dimension in factors:
+        shape[dimension] *= size
+    return parts.reshape(*sizes, *parts.shape[1:]).transpose(order).reshape(shape)
+
+
+def parted(array: Float[Array, "..."], factors: Sequence[tuple[int, int]]) -> Float[Array, "..."]:
+    """Return the parts [product of sizes, *share] of an array, so that `joined` gives the array again."""
+    share = list(array.shape)
+    for size, dimension in factors:
+        share[dimension] //= size
+    order = _order(factors, array.ndim)
+    split = [*(size for size, _ in factors), *share]
+    parts = array.reshape([split[i] for i in order]).transpose(np.argsort(order))
+    return parts.reshape(prod(size for size, _ in factors), *share)
+
+
+def _order(factors: Sequence[tuple[int, int]], rank: int) -> list[int]:
+    """The factors and the dimensions of a share, which come after them, as they follow each other in the array."""
+    along = lambda i: [j for j, (_, dimension) in enumerate(factors) if dimension == i]
+    return [place for i in range(rank) for place in (*along(i), len(factors) + i)]
