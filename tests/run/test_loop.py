@@ -22,6 +22,7 @@ from run.hooks.save import Save
 from run.hooks.watch import Watch
 from run.lines import read_metrics
 from run.progress import Due, Jumped, Progress, Start, due_after
+from run.stages import Program
 from tests.helpers import tiny_config
 from train import take_steps
 from training.state import TrainState
