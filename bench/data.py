@@ -26,7 +26,7 @@ import numpy as np
 
 from configs.command_line import parse_arguments
 from configs.schema import BatchConfig, DataConfig, MeshConfig, Positive
-from data.dataset import PLANNED, open_dataset
+from data.dataset_folder import PLANNED, open_dataset
 from data.loader import StepBatches, local_rows, train_batches
 from data.mixture import Mixture, Stage
 from data.packing import Plan, join_plans, load_plan, plan_rows, save_plan

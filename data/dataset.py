@@ -1,118 +1,19 @@
-"""Dataset folders, opened: checked, and cut into the rows that a run trains on.
-
-They lie on this machine, where shards are mapped into memory, or at a URL, of which rows are read (data/store.py). A
-folder that data.prepare made has a dataset.json. One with nothing but .bin shards, as llm.c and modded-nanogpt write
-them, serves too: those with the word `val` in their names are held out, and `data.tokenizer` says what the tokens mean.
-"""
+"""What a run trains on: the rows of one dataset, or of a mixture of several."""
 
 import hashlib
-import io
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
-import numpy as np
-from jaxtyping import Integer
-
 from configs.schema import DataConfig, UserError
-from data.blocks import NO_INDEX, MappedShard
+from data.dataset_folder import open_dataset
 from data.mixture import Mixture, join_source, mean_shares, read_source, split_source
-from data.packing import BestFitRows, Plan, Rows, StreamRows, join_plans, load_plan, plan_rows, save_plan
-from data.prepare.corpus import HELD_OUT, find_corpus, name_words
-from data.prepare.preparation import Preparation, prepare
-from data.record import read_record
-from data.shards import TokenStream
-from data.store import BlockCache, Shard, Store, StoredShard, mirrored, readers
-from data.tokenizer import TextTokenizer, load_tokenizer
+from data.packing import Rows
+from data.tokenizer import TextTokenizer
 
-NAMED = "shards of which a word of the name is `val`"
-PLANNED = 2**22  # documents after which rows are planned anew: a plan takes some 145 bytes for each
 FEW = 30  # held-out documents
-SHOWN, BEGINNING = 8, 128  # rows, and tokens of each, that tell a person what a step saw
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """One dataset folder."""
-
-    folder: Path
-    shards: Mapping[str, Sequence[Shard]]
-    """Those of `train` and of `val`, in order."""
-    tokenizer: TextTokenizer
-    fingerprint: str
-    """Equal fingerprints mean equal tokens with equal meanings."""
-    held_out: str
-    """How the held-out part was chosen."""
-    val_documents: int | None = None
-    """Held-out documents, if the folder counts them."""
-
-    def stream(self, part: str) -> TokenStream:
-        """The tokens of `train` or `val`."""
-        shards = self.shards[part]
-        return TokenStream(shards, readers().map if isinstance(shards[0], StoredShard) else map)
-
-    def document_starts(self, part: str) -> Integer[np.ndarray, "documents"]:
-        """Where in the stream documents start: as the shards' indices say, or where a BOS is."""
-        befores = self.stream(part).starts
-        return np.unique(np.concatenate([[0], *(a + b for a, b in zip(befores, self._starts(part)))]).astype(np.int64))
-
-    def _starts(self, part: str) -> Iterator[Integer[np.ndarray, "documents"]]:
-        """Where in each shard documents start."""
-        for shard in self.shards[part]:
-            index, recorded = shard.path.with_suffix(".starts.npy"), shard.blocks.index_sha256
-            try:
-                if not index.exists():
-                    starts, fits = np.flatnonzero(shard[:] == self.tokenizer.bos), True
-                elif recorded != NO_INDEX:
-                    content = index.read_bytes()
-                    fits = hashlib.sha256(content).digest() == recorded
-                    starts = np.load(io.BytesIO(content))
-                else:
-                    starts = np.load(index)
-                    fits = starts.ndim == 1 and bool((shard[:][starts] == self.tokenizer.bos).all())
-            except UserError:  # of the shard
-                raise
-            except Exception:  # numpy raises several kinds, for a file that is cut off, is no array or not of places
-                fits, starts = False, np.zeros(0, np.int64)
-            if not fits:
-                raise UserError(f"{index} is not the index of {shard.path.name}; delete it: BOS tokens are looked for")
-            yield starts
-
-    def _plans(self, part: str, packing: str, length: int) -> Iterator[tuple[int, Plan]]:
-        """Plan some shards at a time, which bounds the memory: where each plan's shards begin, and the plan."""
-        stream, found, begin = self.stream(part), [], 0
-        for before, end, starts in zip(stream.starts, stream.starts[1:], self._starts(part)):
-            found.append(before - begin + starts)
-            if end > begin and (sum(map(len, found)) >= PLANNED or end == len(stream)):
-                every = np.unique(np.concatenate([np.zeros(1, np.int64), *found]))
-                headless = stream.read(begin, begin + 1).tolist() != [self.tokenizer.bos]
-                yield begin, plan_rows(packing, every, end - begin, length, headless)
-                found, begin = [], end
-
-    def rows(self, part: str, packing: str, length: int, cache: Path) -> Rows:
-        """The part's rows of `length` tokens. A plan that this needs is made once, and kept beside the shards, else in
-        `cache`; where neither can be written, each start makes it again, and says so."""
-        stream = self.stream(part)
-        if packing == "stream":
-            return StreamRows(stream, length)
-        homes = [home / "plans" / f"{part}-{packing}-{length}-{self.fingerprint}" for home in (self.folder, cache)]
-        for home in homes:
-            with suppress(PermissionError):  # of another user, who alone may read it
-                if os.path.exists(home):
-                    return BestFitRows(stream, load_plan(home), self.tokenizer.bos, length)
-        for home in homes:
-            with suppress(OSError):  # it cannot be written there
-                save_plan(join_plans(self._plans(part, packing, length)), home)
-                return BestFitRows(stream, load_plan(home), self.tokenizer.bos, length)
-        print(f"{homes[0]} and {homes[1]} cannot be written: each start makes this plan again", file=sys.stderr)
-        plan = Plan(*map(np.concatenate, zip(*join_plans(self._plans(part, packing, length)))))
-        return BestFitRows(stream, plan, self.tokenizer.bos, length)
+SHOWN, BEGINNING = 8, 128  # rows, and tokens of each, that show a person what a step saw
 
 
 @dataclass(frozen=True)
@@ -216,7 +117,7 @@ def open_text(
         print(f"a text may be held out of one dataset and trained on in another: {chosen}", file=sys.stderr)
     prints = [dataset.fingerprint for dataset in datasets]
     mixed = [list(stages[0].shares), *map(tuple, stages[1:])]
-    fingerprint = prints[0] if len(prints) == 1 else _digest(*mixed, prints)
+    fingerprint = prints[0] if len(prints) == 1 else hashlib.sha256(repr((*mixed, prints)).encode()).hexdigest()[:16]
     document_bos = tokenizer.bos if config.mask_documents else None
     counts = [dataset.val_documents for dataset in datasets]
     documents = None if None in counts else sum(filter(None, counts))
@@ -234,142 +135,3 @@ def absolute(config: DataConfig) -> DataConfig:
     stages = split_source(config.source)
     source = join_source([(begins, [(share, place(name)) for share, name in found]) for begins, found in stages])
     return replace(config, source=source, tokenizer=place(config.tokenizer))
-
-
-def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, no_training: str = "") -> Dataset:
-    """The dataset in the folder `source`, on this machine or at a URL; of raw text, the one that is made of it, once,
-    in `cache`. UserError where anything in it is not what it should be."""
-    folder = Path(os.path.expanduser(source))
-    if "://" in source and not os.path.exists(folder):
-        return _stored(source, config, cache)
-    if os.path.exists(folder / "dataset.json"):
-        return _prepared(folder, config, partial(MappedShard, remembered=cache / "examined"))
-    if source and os.path.isdir(folder) and any(folder.glob("*.bin")):
-        names = [path.name for path in folder.glob("*.bin")]
-        return _made_by_others(folder, names, config, partial(MappedShard, remembered=cache / "examined"))
-    if source.startswith("hf:"):
-        raise _not_a_dataset(source)
-    settings = Preparation(
-        source=source,
-        tokenizer=config.tokenizer,
-        vocab_size=vocab_size,
-        val_fraction=config.val_fraction,
-        on_error="skip",  # and say how many
-    )
-    tokenizer = config.tokenizer and load_tokenizer(config.tokenizer).sha256
-    made = cache / "datasets" / _digest(settings, find_corpus(source).version, tokenizer)
-    if no_training and not tokenizer and not (made / "dataset.json").exists():
-        raise UserError(no_training)
-    prepare(settings, made)
-    return _prepared(made, config, partial(MappedShard, remembered=cache / "examined"))
-
-
-def _not_a_dataset(source: str) -> UserError:
-    return UserError(
-        f"--data.source={source} is no dataset, and not text on this machine; prepare it, and train on the folder that "
-        f"this makes: python -m data.prepare --source={source} --out=DIR"
-    )
-
-
-def _stored(source: str, config: DataConfig, cache: Path) -> Dataset:
-    """The dataset at a URL: what is small is copied, and the shards if `config.copy` says so."""
-    store = Store(source)
-    shards = [name for name in store.names if re.fullmatch(r"[^/]+\.bin", name)]
-    if "dataset.json" not in store.names and not shards:
-        raise _not_a_dataset(source)
-    indices = r"|[\w-][\w.-]*\.starts\.npy" if config.packing != "stream" else ""
-    small = re.compile(r"dataset\.json|tokenizer/[\w-][\w.-]*|[\w-][\w.-]*\.blocks" + indices)
-    folder = mirrored(store, cache, lambda name: small.fullmatch(name) is not None)
-    if config.copy == "all":
-        store.copy(shards, folder)
-        opened: Callable[[Path], Shard] = partial(MappedShard, remembered=cache / "examined")
-    else:
-        kept = BlockCache(cache / "blocks", config.cache_gb)
-        opened = lambda path: StoredShard(store, path, kept, cache / "examined")
-    if "dataset.json" in store.names:
-        return _prepared(folder, config, opened)
-    return _made_by_others(folder, shards, config, opened)
-
-
-def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:
-    facts = read_record(folder)
-    whole = len(facts["shards"])
-    if whole < max(config.shards, 1) or not (facts["complete"] or config.shards):
-        raise UserError(
-            f"{folder} is not complete: {whole} shard(s) are whole so far; go on with its preparation, or train on "
-            f"the first of them: --data.shards={whole or 1}"
-        )
-    tokenizer = load_tokenizer(folder / "tokenizer")
-    if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
-        raise UserError(f"{folder}/tokenizer is not what the dataset was made with: its SHA-256 differs")
-    if config.tokenizer and load_tokenizer(config.tokenizer).sha256 != tokenizer.sha256:
-        raise UserError(f"--data.tokenizer={config.tokenizer} is not the tokenizer that {folder} was made with")
-    listed = {
-        part: [s[part] for s in facts["shards"][: config.shards or None] if part in s] for part in ("train", "val")
-    }
-    shards = {part: [folder / shard["file"] for shard in listed[part]] for part in listed}
-    sha256s = {folder / shard["file"]: shard["sha256"] for part in listed for shard in listed[part]}
-    below = f"a hash below {facts['val_threshold']:.4g} of a document's"
-    named = f"{below} name, so that equal texts may be on both sides"
-    chosen = {"text": f"{below} text", "file": "files of their own"}.get(facts.get("held_out_by", ""), named)
-    documents = sum(shard["documents"] for shard in listed["val"])
-    return replace(_checked(folder, shards, tokenizer, sha256s, opened, chosen), val_documents=documents)
-
-
-def _made_by_others(folder: Path, names: list[str], config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:
-    if not config.tokenizer and (folder / "tokenizer").exists():
-        raise UserError(f"{folder} has lost its dataset.json; copy it there again, or prepare the dataset again")
-    if not config.tokenizer:
-        raise UserError(
-            f"{folder} holds shards without a dataset.json; say what their tokens mean: --data.tokenizer=tiktoken:gpt2"
-        )
-    found = [folder / name for name in sorted(names)]
-    val = [path for path in found if HELD_OUT & name_words(path.name)]
-    train = [path for path in found if path not in val][: config.shards or None]
-    if tests := [path.name for path in train if "test" in name_words(path.name)]:
-        raise UserError(f"{folder}/{tests[0]}: a test split must not be trained on; move it elsewhere")
-    if not train or not val:
-        raise UserError(
-            f"{folder} has {len(train)} shard(s) to train on and {len(val)} held out; each needs one: those that are "
-            "held out have the word `val` or `validation` in their names"
-        )
-    return _checked(folder, {"train": train, "val": val}, load_tokenizer(config.tokenizer), {}, opened, NAMED)
-
-
-def _checked(
-    folder: Path,
-    paths: dict[str, list[Path]],
-    tokenizer: TextTokenizer,
-    sha256s: dict[Path, str],
-    opened: Callable[[Path], Shard],
-    held_out: str,
-) -> Dataset:
-    with ThreadPoolExecutor() as threads:  # hashing lets other threads run
-        shards = {part: list(threads.map(opened, paths[part])) for part in paths}
-    every = [shard for part in shards.values() for shard in part]
-    for part in shards:
-        if not any(map(len, shards[part])):
-            raise UserError(
-                f"{folder} has no token of `{part}` in the {len(shards[part])} shard(s) that were asked for"
-            )
-    for shard in every:
-        if sha256s and shard.blocks.sha256 != sha256s[shard.path]:
-            raise UserError(
-                f"{shard.path} is damaged: its SHA-256 differs from dataset.json's; delete it and prepare again"
-            )
-        if shard.blocks.largest >= tokenizer.vocab_size:
-            raise UserError(
-                f"{shard.path} holds the token {shard.blocks.largest}, but its tokenizer has {tokenizer.vocab_size} "
-                "tokens: it was made with another one"
-            )
-    fingerprint = _digest(tokenizer.sha256, shards.keys(), [shard.blocks.sha256 for shard in every])
-    before = int(fingerprint, 16)  # so that the datasets of a mixture have places of their own in the cache
-    for shard in every:
-        if isinstance(shard, StoredShard):
-            shard.before = before
-        before += len(shard.blocks.entries)
-    return Dataset(folder, shards, tokenizer, fingerprint, held_out)
-
-
-def _digest(*facts: object) -> str:
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]

@@ -12,9 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from configs.schema import DataConfig, UserError
-from data.dataset import open_dataset
+from data.dataset_folder import open_dataset
+from data.held_out import hash_share
 from data.mixture import mean_shares, read_source
-from data.prepare.corpus import Document, find_corpus, hash_share
+from data.prepare.corpus import Document
+from data.prepare.listing import find_corpus
 
 
 class Source(NamedTuple):

@@ -79,7 +79,7 @@ class Engine:
         """End what runs."""
         raise NotImplementedError
 
-    def _bury(self, job: Job, others: bool = False) -> list[Ended]:
+    def retry_or_fail(self, job: Job, others: bool = False) -> list[Ended]:
         """Decide what becomes of a job whose worker died; `others` may have killed it."""
         if (at := job.at()) is None:
             self.waiting.appendleft(job)
@@ -92,7 +92,7 @@ class Engine:
         return [Ended(job, UserError(message))]
 
 
-class Local(Engine):
+class LocalEngine(Engine):
     """Processes of this machine; with one worker, this process."""
 
     def __init__(self, workers: int):
@@ -117,7 +117,7 @@ class Local(Engine):
                 ended.append(Ended(job, worker.recv()))
             except (EOFError, OSError):
                 del self.processes[worker]
-                ended += self._bury(job)
+                ended += self.retry_or_fail(job)
         return ended
 
     def _start(self, job: Job) -> None:

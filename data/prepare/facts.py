@@ -10,9 +10,10 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from configs.progress import progress
 from configs.schema import UserError
-from data.dataset import Dataset
+from data.dataset_folder import Dataset
 from data.packing import FITS, plan_rows
-from data.prepare.corpus import Corpus, find_corpus
+from data.prepare.corpus import Corpus
+from data.prepare.listing import find_corpus
 from data.record import read_record
 
 AT_ONCE = 2**22  # tokens that are read at a time, or one document where that is longer

@@ -1,6 +1,7 @@
 """Text to a dataset folder: what it is made of, checked, continued, and recorded in dataset.json."""
 
 import fcntl
+import hashlib
 import math
 import os
 import shutil
@@ -8,21 +9,26 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from configs.schema import MIN_VOCAB_SIZE, DataConfig, UserError
-from data.prepare.assembly import Making, write_record
-from data.prepare.corpus import Corpus, find_corpus, hash_share, hold_out
-from data.prepare.engines import Engine, Local
+from data.dataset_folder import require_current
+from data.held_out import hash_share
+from data.prepare.assembly import make_shards, write_record
+from data.prepare.corpus import Corpus
+from data.prepare.engines import Engine, LocalEngine
 from data.prepare.exclusion import load_exclusion, save_exclusion
+from data.prepare.listing import find_corpus, hold_out
+from data.prepare.parts import Recipe
 from data.prepare.source_files import SourceFile
 from data.record import read_record
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 
+FORMAT = 2  # raise it when the same text becomes another dataset: what is in the cache is then made again
 SAMPLED = 32  # files, at least, that a tokenizer is trained on
 
 
@@ -66,10 +72,6 @@ class Preparation:
     """A seed: documents are laid out in an order drawn from it, in place of the source's."""
 
 
-# Options of the first datasets' records, whatever their values.
-_AT_FIRST = ("tokenizer", *(f.name for f in fields(Preparation) if f.default not in ("", False, None)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Where:
     """Where a dataset is made. Its bytes do not depend on any of these."""
@@ -87,10 +89,10 @@ class Where:
     def open(self, folder: Path, tasks: int) -> Engine:
         """The engine, for so many tasks of a dataset in the folder."""
         if self.engine == "slurm":
-            from data.prepare.slurm_engine import Slurm
+            from data.prepare.slurm_engine import SlurmEngine
 
-            return Slurm(folder, self.workers, self.jobs, self.sbatch)
-        return Local(min(self.workers or len(os.sched_getaffinity(0)), max(tasks, 1)))
+            return SlurmEngine(folder, self.workers, self.jobs, self.sbatch)
+        return LocalEngine(min(self.workers or len(os.sched_getaffinity(0)), max(tasks, 1)))
 
 
 def prepare(settings: Preparation, out: Path, max_files: int | None = None, where: Where = Where()) -> None:
@@ -104,6 +106,25 @@ def prepare(settings: Preparation, out: Path, max_files: int | None = None, wher
         _prepare(settings, out, max_files, where)
     except OSError as error:  # whatever fails in reading the text is a UserError already
         raise UserError(f"{out} cannot be written: {error}; once it can be, the same command goes on") from error
+
+
+def prepare_raw(source: str, config: DataConfig, vocab_size: int, cache: Path, no_training: str) -> Path:
+    """Return the dataset folder in `cache` that is made of raw text, once for each source, version of it and options.
+    UserError with the message `no_training`, if there is one, before a tokenizer is trained."""
+    settings = Preparation(
+        source=source,
+        tokenizer=config.tokenizer,
+        vocab_size=vocab_size,
+        val_fraction=config.val_fraction,
+        on_error="skip",  # and say how many
+    )
+    tokenizer = config.tokenizer and load_tokenizer(config.tokenizer).sha256
+    made_from = repr((FORMAT, settings, find_corpus(source).version, tokenizer))
+    out = cache / "datasets" / hashlib.sha256(made_from.encode()).hexdigest()[:16]
+    if no_training and not tokenizer and not (out / "dataset.json").exists():
+        raise UserError(no_training)
+    prepare(settings, out)
+    return out
 
 
 def _validate(settings: Preparation, max_files: int | None, where: Where) -> None:
@@ -133,6 +154,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
     if is_taken and not record.exists():
         raise UserError(f"--out={out} is not empty and holds no dataset (no dataset.json); choose another folder")
     before = read_record(out)["made_from"] if record.exists() else {}
+    made_from = asdict(settings)
 
     def find(option: str, version: str) -> Corpus | None:
         source = getattr(settings, option)
@@ -141,13 +163,10 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
         options = settings.text_column, settings.on_error, settings.separator, settings.text_extensions
         is_begun = source.startswith("hf:") and before.get(option) == source
         revision = before[version].partition("/")[0] if is_begun else ""  # of the first start
-        found = find_corpus(source, *options, revision)
-        made_from[version] = found.version
-        return found
+        corpus = find_corpus(source, *options, revision)
+        made_from[version] = corpus.version
+        return corpus
 
-    made_from = {name: value for name, value in asdict(settings).items() if value or name in _AT_FIRST}
-    if settings.shuffle is not None:
-        made_from["shuffle"] = settings.shuffle  # 0, too
     given, corpus = find("val_source", "val_version"), find("source", "version")
     evaluations = find("exclude_ngrams_of", "ngrams_version")
     assert corpus
@@ -178,7 +197,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
             file=sys.stderr,
         )
         if "tokenizer" not in facts:
-            write_record(record, facts | {"files": 0})  # which claims the folder
+            write_record(out, facts | {"files": 0})  # which claims the folder
         excluded = save_exclusion(corpus, evaluations, out / "parts")
         if "tokenizer" not in facts:
             threshold = 0.0 if held_out else _threshold(corpus, files, settings.val_fraction)
@@ -186,46 +205,39 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
             tokenizer.save(out / "tokenizer")
             about = {"sha256": tokenizer.sha256, "bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
             facts |= {"val_threshold": threshold, "held_out_by": "file" if held_out else "text", "tokenizer": about}
-            write_record(record, facts)
+            write_record(out, facts)
         elif facts["shards"] != read_record(out)["shards"]:
             print(f"{out}: made again from shard {len(facts['shards'])} on, which is missing", file=sys.stderr)
-        if "held_out_by" not in facts:
-            raise UserError(
-                f"{out} was prepared when documents' names chose what is held out: train on it as it is, and prepare "
-                f"more files into another folder, with --tokenizer={out}/tokenizer"
-            )
         tokenizer = load_tokenizer(out / "tokenizer")
         if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
             raise UserError(f"{out}/tokenizer is not what the dataset's first shards were made with; delete {out}")
-        _write_shards(corpus, files, tokenizer, facts, record, where, excluded)
+        recipe = Recipe(
+            folder=out,
+            sha256=tokenizer.sha256,
+            vocab_size=tokenizer.vocab_size,
+            threshold=facts["val_threshold"],
+            excluded=excluded,
+            deduplicate=settings.deduplicate,
+            seed=settings.shuffle,
+            shard_tokens=settings.shard_tokens,
+        )
+        make_shards(recipe, corpus, files, facts, lambda tasks: where.open(out, tasks))
+        _complete(corpus.source, out, facts)
 
 
-def _write_shards(
-    corpus: Corpus,
-    files: list[SourceFile],
-    tokenizer: TextTokenizer,
-    facts: dict,
-    record: Path,
-    where: Where,
-    excluded: Path | None,
-) -> None:
-    """Encodes what follows the last whole shard, and lays out the shards that it fills."""
-    making = Making(corpus, files, tokenizer, facts, record.parent, excluded)
-    engine = where.open(record.parent, len(making.tasks))
-    try:
-        making.run(engine)
-    finally:
-        engine.close()
+def _complete(source: str, out: Path, facts: dict) -> None:
+    """Write into the record what all shards have."""
     for name in ("train", "val"):
         made = [shard[name] for shard in facts["shards"] if name in shard]
         facts[name] = {key: sum(one[key] for one in made) for key in ("documents", "tokens", "bytes")}
         if not made:
-            raise UserError(f"{corpus.source}: no document is left for `{name}`; give more text")
-    total = sum((Counter(shard["skipped"]) for shard in facts["shards"]), Counter())
-    write_record(record, facts | {"skipped": dict(total), "complete": True})
-    shutil.rmtree(record.parent / "parts", ignore_errors=True)
-    if total:
-        print(f"{corpus.source}: {total.total():,} document(s) are left out{_counted(total)}", file=sys.stderr)
+            raise UserError(f"{source}: no document is left for `{name}`; give more text")
+    skipped = sum((Counter(shard["skipped"]) for shard in facts["shards"]), Counter())
+    write_record(out, facts | {"skipped": dict(skipped), "complete": True})
+    shutil.rmtree(out / "parts", ignore_errors=True)
+    if skipped:
+        problems = ", ".join(f"{count:,} {problem}" for problem, count in skipped.items())
+        print(f"{source}: {skipped.total():,} document(s) are left out; skipped: {problems}", file=sys.stderr)
 
 
 def _threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> float:
@@ -254,30 +266,22 @@ def _tokenizer(
 ) -> TextTokenizer:
     if settings.tokenizer:
         return load_tokenizer(settings.tokenizer)
-    skipped: Counter = Counter()
-    sample = _sample(corpus, files, settings.sample_bytes, threshold, excluded, skipped)
-    tokenizer = train_tokenizer(sample, settings.vocab_size)
-    if tokenizer.vocab_size < settings.vocab_size:
-        learned = tokenizer.vocab_size
+    tokenizer = train_tokenizer(sample(corpus, files, settings.sample_bytes, threshold, excluded), settings.vocab_size)
+    learned = tokenizer.vocab_size
+    if learned < settings.vocab_size:
         smaller = f"use vocab_size={learned} or less, or more text" if learned >= MIN_VOCAB_SIZE else "use more text"
         raise UserError(
             f"a vocab_size of {settings.vocab_size} is more than the text of {corpus.source} can fill: its tokenizer "
-            f"learned {learned} tokens; {smaller}{_counted(skipped)}{corpus.left_out}"
+            f"learned {learned} tokens; {smaller}{corpus.left_out}"
         )
     return tokenizer
 
 
-def _sample(
-    corpus: Corpus,
-    files: list[SourceFile],
-    sample_bytes: int,
-    threshold: float,
-    excluded: Path | None,
-    skipped: Counter,
+def sample(
+    corpus: Corpus, files: list[SourceFile], sample_bytes: int, threshold: float, excluded: Path | None
 ) -> Iterator[str]:
-    """Return training documents, of each sampled file its first, up to its share; what has no text is counted. So many
-    files are sampled, evenly over the source, that they have four times the bytes, and at least 32: of a source on the
-    hub each is downloaded."""
+    """Yield training documents, of each sampled file its first, up to its share. So many files are sampled, evenly over
+    the source, that they have four times the bytes, and at least 32: of a source on the hub each is downloaded."""
     exclusion, files = excluded and load_exclusion(excluded), [file for file in files if not file.held_out]
     total = max(sum(file.size for file in files), 1)
     count = min(max(math.ceil(4 * sample_bytes / total * len(files)), SAMPLED), len(files))
@@ -289,15 +293,9 @@ def _sample(
             if left <= 0:
                 break
             problem = document.problem or (exclusion.problem(document.text) if exclusion else "")
-            skipped[problem] += bool(problem)
             if not problem and hash_share(document.text) >= threshold:
                 left -= len(document.text)
                 yield document.text
-
-
-def _counted(skipped: Counter) -> str:
-    problems = ", ".join(f"{count:,} {problem}" for problem, count in skipped.items() if count)
-    return f"; skipped: {problems}" if problems else ""
 
 
 def _continued(out: Path, made_from: dict) -> dict:
@@ -305,8 +303,9 @@ def _continued(out: Path, made_from: dict) -> dict:
     facts = read_record(out) if (out / "dataset.json").exists() else {}
     if "tokenizer" not in facts:  # nothing was made yet
         return {"made_from": made_from, "files": 0, "shards": [], "complete": False}
-    facts["made_from"]["on_error"] = made_from["on_error"]  # what is whole holds no error
-    before = facts["made_from"]
+    require_current(out, facts)
+    before = facts["made_from"] | {"on_error": made_from["on_error"]}  # what is whole holds no error
+    facts["made_from"] = before
     if differ := [name for name in before | made_from if before.get(name) != made_from.get(name)]:
         changed = ", ".join(f"{name}: {before.get(name)} -> {made_from.get(name)}" for name in differ)
         raise UserError(

@@ -12,7 +12,8 @@ from configs.command_line import config_from_json, parse_arguments
 from configs.files import write_whole
 from configs.ramp import Ramp
 from configs.schema import BatchConfig, Config, DataConfig, FilePath, Packing, UserError
-from data.dataset import open_dataset, open_text, shortest
+from data.dataset import open_text, shortest
+from data.dataset_folder import open_dataset
 from data.loader import RowSequence
 from data.mixture import Mixture, read_source
 from data.packing import Row

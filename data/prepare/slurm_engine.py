@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import UserError
-from data.prepare.engines import DEATHS, Ended, Engine, Job, Local
+from data.prepare.engines import DEATHS, Ended, Engine, Job, LocalEngine
 
 PROCESSES = 8  # of a job, where `workers` is 0
 TASKS = 4  # for each process of a job: a minute or two of encoding, so that SLURM has few jobs to start
@@ -36,7 +36,7 @@ def read_options(text: str) -> dict[str, Any]:
     return given
 
 
-class Slurm(Engine):
+class SlurmEngine(Engine):
     """Up to `jobs` jobs in SLURM's queue, of `workers` processes each. `folder` is the dataset's, on a disk that all
     nodes share; `options` are more of sbatch's: `--partition=cpu --account=mine`."""
 
@@ -104,12 +104,12 @@ class Slurm(Engine):
             )
         lost = [one for one in group if not one.out.exists()]
         whole = [Ended(one) for one in group if one.out.exists()]
-        return whole + [ended for one in lost for ended in self._bury(one, others=len(lost) > 1)]
+        return whole + [ended for one in lost for ended in self.retry_or_fail(one, others=len(lost) > 1)]
 
 
 def _run(group: list[Job], workers: int) -> list[tuple[int, Exception | None]]:
     """In a job of SLURM: runs its tasks, and says how each, by its place in the group, has ended."""
-    engine, numbers, ended = Local(min(workers, len(group))), {id(job): i for i, job in enumerate(group)}, []
+    engine, numbers, ended = LocalEngine(min(workers, len(group))), {id(job): i for i, job in enumerate(group)}, []
     engine.submit(*group)
     try:
         while not engine.is_idle:

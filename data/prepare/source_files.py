@@ -10,6 +10,7 @@ import io
 import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from pathlib import PurePath
 from typing import Any
 
@@ -178,35 +179,18 @@ def _is_text(kind: pyarrow.DataType) -> bool:
 
 
 def chunks(opened: Any, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-    """A single text, cut at line ends into documents of some 16,000 bytes; a longer line, at a space or a character.
-
-    Where a document starts follows from those before it: they are leapt over, not read.
-    """
-    number, begin, text = 1, 0, b""  # `text` has been read, from `begin` on
-    while stop is None or begin < stop:
-        if begin < start and not text and (end := _leap(opened, begin)):
-            begin, number = end, number + 1
-            continue
-        opened.seek(begin + len(text))
-        line = opened.readline(CHUNK_BYTES)
-        text += line
-        end = len(text)
-        if not text:
+    """A single text, cut into documents every `CHUNK_BYTES` bytes: there, or as soon as `_cut` allows."""
+    for i in count(-(-start // CHUNK_BYTES)):
+        opened.seek(i * CHUNK_BYTES)
+        content = opened.read(2 * CHUNK_BYTES)
+        if not content or (stop is not None and i * CHUNK_BYTES >= stop):
             return
-        if line and end < CHUNK_BYTES:
-            continue
-        if line and not text.endswith(b"\n"):
-            starts = (i for i in range(end - 1, 0, -1) if text[i] & 0xC0 != 0x80)  # of characters in UTF-8
-            end = text.rfind(b" ") + 1 or next(starts, end)
-        if begin >= start:
-            yield number, text[:end]
-        begin, number, text = begin + end, number + 1, text[end:]
+        begin, end = _cut(content[:CHUNK_BYTES]) if i else 0, CHUNK_BYTES + _cut(content[CHUNK_BYTES:])
+        if text := content[begin:end]:
+            yield i + 1, text
 
 
-def _leap(opened: Any, begin: int) -> int | None:
-    """Where the document ends that begins at a line's start; None at the text's end, or where a line is too long."""
-    opened.seek(begin)
-    content = opened.read(2 * CHUNK_BYTES)
-    end = content.find(b"\n", CHUNK_BYTES - 1) + 1
-    line = content.rfind(b"\n", 0, CHUNK_BYTES - 1) + 1
-    return begin + end if end and end - line <= CHUNK_BYTES else None
+def _cut(content: bytes) -> int:
+    """Where a text may be cut: after the first line's end, else after the first space, else between two characters."""
+    characters = (i for i, byte in enumerate(content) if byte & 0xC0 != 0x80)  # in UTF-8
+    return content.find(b"\n") + 1 or content.find(b" ") + 1 or next(characters, 0)

@@ -95,7 +95,7 @@ def large_files(folder: Path) -> Iterator[tuple[str, Path]]:
 READER = r"""
 import sys
 from pathlib import Path
-from data.prepare.corpus import find_corpus
+from data.prepare.listing import find_corpus
 from data.prepare.encoding import Encoder
 from data.tokenizer import load_tokenizer
 encoder, corpus = Encoder(load_tokenizer(sys.argv[1])), find_corpus(sys.argv[2])

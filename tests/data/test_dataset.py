@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data.dataset as module
+import data.dataset_folder as module
 from configs.schema import DataConfig, UserError
-from data.dataset import absolute, open_dataset, open_text
+from data.dataset import absolute, open_text
+from data.dataset_folder import open_dataset
 from data.packing import read_rows
 from data.prepare.preparation import Preparation, prepare
 from data.shards import read_shard
@@ -101,7 +102,7 @@ def test_best_fit_counts_every_token_of_the_dataset_once(made, cache, monkeypatc
 def test_raw_text_is_prepared_in_the_cache_once_and_again_when_it_changes(raw, cache, monkeypatch):
     first = opened(raw, cache)
     with monkeypatch.context() as patch:
-        patch.setattr("data.prepare.preparation._write_shards", None)
+        patch.setattr("data.prepare.preparation.make_shards", None)
         assert opened(raw, cache, workers=7).fingerprint == first.fingerprint
     (raw / "3.txt").write_text("another text")
     prints = [first.fingerprint, opened(raw, cache).fingerprint]

@@ -13,7 +13,9 @@ import pytest
 
 import data.prepare.corpus as corpus_module
 from configs.schema import UserError
-from data.prepare.corpus import Corpus, find_corpus, hash_share
+from data.held_out import hash_share
+from data.prepare.corpus import Corpus
+from data.prepare.listing import find_corpus
 from data.prepare.source_files import CHUNK_BYTES
 from data.tokenizer import train_tokenizer
 from tests.data.preparations import large_files, peak_bytes
@@ -80,23 +82,23 @@ def test_glob_gives_what_it_matches_named_below_its_fixed_part(tmp_path, pattern
     assert names(find_corpus(f"{tmp_path}/{pattern}")) == found
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("last", ["", "a last line without an end"])
-def test_single_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path, end, last):
-    text = "".join(f"line {i} {'é' * (i % 90)}{end}" for i in range(2000)) + last
-    write_files(tmp_path, {"one.txt": text})
+@pytest.mark.parametrize(
+    ("text", "spread"),
+    [
+        *(("".join(f"line {i} {'é' * (i % 90)}{end}" for i in range(2000)), 200) for end in ("\n", "\r\n")),
+        ("".join(f"line {i}\n" for i in range(9000)) + "a last line without an end", 20),
+        ("word " * 10_000, 5),
+        ("é" * 50_000, 2),
+        ("a " + "x€" * 40_000 + "\nshort\n" + "y" * 40_000, CHUNK_BYTES),
+    ],
+)
+def test_a_single_file_is_cut_at_line_ends_else_spaces_else_characters_and_nothing_is_lost(tmp_path, text, spread):
+    (tmp_path / "one.txt").write_bytes(text.encode())
     pieces = list(texts(find_corpus(f"{tmp_path}/one.txt")).values())
-    assert "".join(pieces) == text
-    sizes = [len(piece.encode()) for piece in pieces[:-1]]
-    assert all(CHUNK_BYTES <= size < CHUNK_BYTES + 210 for size in sizes) and len(sizes) > 5
-
-
-@pytest.mark.parametrize("text", ["word " * 10_000, "é" * 50_000, "a " + "x€" * 40_000 + "\nshort\n" + "y" * 40_000])
-def test_a_single_file_without_line_ends_is_cut_at_spaces_or_characters(tmp_path, text):
-    write_files(tmp_path, {"one.txt": text})
-    pieces = list(texts(find_corpus(f"{tmp_path}/one.txt")).values())
-    assert "".join(pieces) == text
-    assert len(pieces) > 2 and all(len(piece.encode()) < 2 * CHUNK_BYTES for piece in pieces)
+    assert "".join(pieces) == text and len(pieces) > 2
+    if spread > 5 and spread < CHUNK_BYTES:
+        assert all(piece.endswith("\n") for piece in pieces[:-1])
+    assert all(abs(len(piece.encode()) - CHUNK_BYTES) < spread for piece in pieces[:-1])
 
 
 RECORDS = [{"text": "one"}, {"text": "two\nlines", "id": 7}, {"id": 3, "text": "naïve"}]

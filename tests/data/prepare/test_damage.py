@@ -23,7 +23,7 @@ import data.prepare.preparation
 import data.shards
 from configs.schema import DataConfig, UserError
 from data.dataset import Text, open_text
-from data.prepare.corpus import find_corpus
+from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
 from data.record import read_record
 from data.shards import read_shard, write_shard

@@ -21,7 +21,7 @@ import pytest
 from huggingface_hub import HfApi
 
 from configs.retry import StorageLost
-from data.prepare.corpus import find_corpus
+from data.prepare.listing import find_corpus
 from data.shards import read_shard
 
 ROOT = Path(__file__).parents[3]

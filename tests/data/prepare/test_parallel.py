@@ -14,11 +14,11 @@ import submitit  # noqa: F401  (it closes what others log to, which must not be 
 
 import data.prepare.parts
 from configs.schema import UserError
-from data.prepare.corpus import find_corpus
-from data.prepare.engines import Ended, Engine, Local
+from data.prepare.engines import Ended, Engine, LocalEngine
+from data.prepare.listing import find_corpus
 from data.prepare.parts import Recipe, Task, make_tasks
 from data.prepare.preparation import Preparation, Where, prepare
-from data.prepare.slurm_engine import Slurm
+from data.prepare.slurm_engine import SlurmEngine
 from data.shards import read_shard
 from data.tokenizer import load_tokenizer, train_tokenizer
 from tests.data.preparations import digests, prepare_under_fire
@@ -91,7 +91,7 @@ def test_jobs_of_slurm_write_the_bytes_of_one_worker_and_name_what_kills_them(sl
         out = tmp_path / str(workers)
         prepare(source, out, where=Where(engine="slurm", workers=workers, jobs=2, sbatch="--nice=1"))
         assert digests(out) == digests(serial)
-    (failed,), tasks = run_deadly(source, tmp_path, Slurm(tmp_path, 1, 3, ""))
+    (failed,), tasks = run_deadly(source, tmp_path, SlurmEngine(tmp_path, 1, 3, ""))
     assert "a.jsonl line 41: a worker died on it 3 times" in str(failed.error)
     assert not tasks[-1].out.exists() and all(task.out.exists() for task in tasks[:-1])
     with pytest.raises(UserError, match=r"sbatch failed.*nowhere"):
@@ -130,7 +130,7 @@ def run_deadly(source, tmp_path: Path, engine: Engine) -> tuple[list[Ended], lis
 
 
 def test_a_document_that_kills_every_worker_is_named(source, tmp_path):
-    (failed,), tasks = run_deadly(source, tmp_path, Local(2))
+    (failed,), tasks = run_deadly(source, tmp_path, LocalEngine(2))
     assert "a.jsonl line 41: a worker died on it 3 times" in str(failed.error)
     assert not tasks[-1].out.exists() and all(task.out.exists() for task in tasks[:-1])
 

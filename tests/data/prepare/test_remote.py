@@ -8,7 +8,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFile
 
 from configs.retry import StorageLost
-from data.prepare.corpus import find_corpus
+from data.prepare.listing import find_corpus
 
 TEXTS = [f"text {i} " * 50_000 for i in range(5)]
 

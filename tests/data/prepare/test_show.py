@@ -10,7 +10,7 @@ import pytest
 
 import data.prepare.show
 from configs.schema import DataConfig, UserError
-from data.dataset import open_dataset
+from data.dataset_folder import open_dataset
 from data.mixture import Mixture, read_source
 from data.prepare.facts import Facts, read_facts
 from data.prepare.preparation import Preparation, prepare

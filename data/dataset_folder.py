@@ -1,0 +1,235 @@
+"""A dataset folder, opened and checked.
+
+It is on this machine, where shards are mapped into memory, or at a URL, of which rows are read (data/store.py). A
+folder that data.prepare made has a dataset.json. One with nothing but .bin shards, as llm.c and modded-nanogpt write
+them, serves too: those with the word `val` in their names are held out, and `data.tokenizer` says what tokens mean.
+"""
+
+import hashlib
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Integer
+
+from configs.schema import DataConfig, UserError
+from data.blocks import NO_INDEX, MappedShard
+from data.held_out import HELD_OUT, name_words
+from data.packing import BestFitRows, Plan, Rows, StreamRows, join_plans, load_plan, plan_rows, save_plan
+from data.record import read_record
+from data.shards import TokenStream
+from data.store import BlockCache, Shard, Store, StoredShard, mirrored, readers
+from data.tokenizer import TextTokenizer, load_tokenizer
+
+PLANNED = 2**22  # documents after which rows are planned anew: a plan takes some 145 bytes for each
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """One dataset folder."""
+
+    folder: Path
+    shards: Mapping[str, Sequence[Shard]]
+    """Those of `train` and of `val`, in order."""
+    tokenizer: TextTokenizer
+    fingerprint: str
+    """Equal fingerprints mean equal tokens with equal meanings."""
+    held_out: str
+    """How the held-out part was chosen."""
+    val_documents: int | None = None
+    """Held-out documents, if the folder counts them."""
+
+    def stream(self, part: str) -> TokenStream:
+        """The tokens of `train` or `val`."""
+        shards = self.shards[part]
+        return TokenStream(shards, readers().map if isinstance(shards[0], StoredShard) else map)
+
+    def document_starts(self, part: str) -> Integer[np.ndarray, "documents"]:
+        """Where in the stream documents start: as the shards' indices say, or where a BOS is."""
+        befores = self.stream(part).starts
+        return np.unique(np.concatenate([[0], *(a + b for a, b in zip(befores, self._starts(part)))]).astype(np.int64))
+
+    def _starts(self, part: str) -> Iterator[Integer[np.ndarray, "documents"]]:
+        """Where in each shard documents start."""
+        for shard in self.shards[part]:
+            index = shard.path.with_suffix(".starts.npy")
+            if shard.blocks.index_sha256 == NO_INDEX or not index.exists():
+                yield np.flatnonzero(shard[:] == self.tokenizer.bos)
+                continue
+            content = index.read_bytes()
+            if hashlib.sha256(content).digest() != shard.blocks.index_sha256:
+                raise UserError(f"{index} is not the index of {shard.path.name}; delete it: BOS tokens are looked for")
+            yield np.load(io.BytesIO(content))
+
+    def _plans(self, part: str, packing: str, length: int) -> Iterator[tuple[int, Plan]]:
+        """Plan some shards at a time, which bounds the memory: where each plan's shards begin, and the plan."""
+        stream, found, begin = self.stream(part), [], 0
+        for before, end, starts in zip(stream.starts, stream.starts[1:], self._starts(part)):
+            found.append(before - begin + starts)
+            if end > begin and (sum(map(len, found)) >= PLANNED or end == len(stream)):
+                every = np.unique(np.concatenate([np.zeros(1, np.int64), *found]))
+                headless = stream.read(begin, begin + 1).tolist() != [self.tokenizer.bos]
+                yield begin, plan_rows(packing, every, end - begin, length, headless)
+                found, begin = [], end
+
+    def rows(self, part: str, packing: str, length: int, cache: Path) -> Rows:
+        """The part's rows of `length` tokens. A plan that this needs is made once, and kept beside the shards, else in
+        `cache`; where neither can be written, each start makes it again, and says so."""
+        stream = self.stream(part)
+        if packing == "stream":
+            return StreamRows(stream, length)
+        packed = lambda plan: BestFitRows(stream, plan, self.tokenizer.bos, length)
+        homes = [home / "plans" / f"{part}-{packing}-{length}-{self.fingerprint}" for home in (self.folder, cache)]
+        for home in homes:
+            with suppress(PermissionError):  # of another user, who alone may read it
+                if os.path.exists(home):
+                    return packed(load_plan(home))
+        for home in homes:
+            with suppress(OSError):  # it cannot be written there
+                save_plan(join_plans(self._plans(part, packing, length)), home)
+                return packed(load_plan(home))
+        print(f"{homes[0]} and {homes[1]} cannot be written: each start makes this plan again", file=sys.stderr)
+        return packed(Plan(*map(np.concatenate, zip(*join_plans(self._plans(part, packing, length))))))
+
+
+def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, no_training: str = "") -> Dataset:
+    """Return the dataset in the folder `source`, on this machine or at a URL; of raw text, the one that is made of it,
+    once, in `cache`. UserError if anything in it is not what it should be."""
+    folder, shards = Path(os.path.expanduser(source)), []
+    opened: Callable[[Path], Shard] = partial(MappedShard, remembered=cache / "examined")
+    if "://" in source and not os.path.exists(folder):
+        store = Store(source)
+        folder, shards = _copied(store, config, cache)
+        if config.copy != "all":
+            kept = BlockCache(cache / "blocks", config.cache_gb)
+            opened = lambda path: StoredShard(store, path, kept, cache / "examined")
+    elif source and os.path.isdir(folder):
+        shards = [path.name for path in folder.glob("*.bin")]
+    if os.path.exists(folder / "dataset.json"):
+        return _prepared(folder, config, opened)
+    if shards:
+        return _made_by_others(folder, shards, config, opened)
+    if source.startswith("hf:"):
+        raise _not_a_dataset(source)
+    from data.prepare.preparation import prepare_raw  # most runs read a dataset that is there
+
+    return _prepared(prepare_raw(source, config, vocab_size, cache, no_training), config, opened)
+
+
+def _not_a_dataset(source: str) -> UserError:
+    return UserError(
+        f"--data.source={source} is no dataset, and not text on this machine; prepare it, and train on the folder that "
+        f"this makes: python -m data.prepare --source={source} --out=DIR"
+    )
+
+
+def _copied(store: Store, config: DataConfig, cache: Path) -> tuple[Path, list[str]]:
+    """Copy what is small, and the shards if `config.copy` says so. Return the folder, and the names of the shards."""
+    shards = [name for name in store.names if re.fullmatch(r"[^/]+\.bin", name)]
+    if "dataset.json" not in store.names and not shards:
+        raise _not_a_dataset(store.url)
+    indices = r"|[\w-][\w.-]*\.starts\.npy" if config.packing != "stream" else ""
+    small = re.compile(r"dataset\.json|tokenizer/[\w-][\w.-]*|[\w-][\w.-]*\.blocks" + indices)
+    folder = mirrored(store, cache, lambda name: small.fullmatch(name) is not None)
+    if config.copy == "all":
+        store.copy(shards, folder)
+    return folder, shards
+
+
+def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:
+    facts = read_record(folder)
+    whole = len(facts["shards"])
+    if whole < max(config.shards, 1) or not (facts["complete"] or config.shards):
+        raise UserError(
+            f"{folder} is not complete: {whole} shard(s) are whole so far; go on with its preparation, or train on "
+            f"the first of them: --data.shards={whole or 1}"
+        )
+    require_current(folder, facts)
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
+        raise UserError(f"{folder}/tokenizer is not what the dataset was made with: its SHA-256 differs")
+    if config.tokenizer and load_tokenizer(config.tokenizer).sha256 != tokenizer.sha256:
+        raise UserError(f"--data.tokenizer={config.tokenizer} is not the tokenizer that {folder} was made with")
+    listed = {
+        part: [s[part] for s in facts["shards"][: config.shards or None] if part in s] for part in ("train", "val")
+    }
+    shards = {part: {folder / shard["file"]: shard["sha256"] for shard in listed[part]} for part in listed}
+    below = f"a hash below {facts['val_threshold']:.4g} of a document's text"
+    chosen = below if facts["held_out_by"] == "text" else "files of their own"
+    return _checked(folder, shards, tokenizer, opened, chosen, sum(shard["documents"] for shard in listed["val"]))
+
+
+def require_current(folder: Path, facts: dict) -> None:
+    """UserError if the dataset was prepared before it was recorded how its held-out part was chosen."""
+    if "held_out_by" not in facts:
+        raise UserError(
+            f"{folder} was prepared by an earlier version, which held documents out by their names; prepare it again, "
+            f"into another folder, with --tokenizer={folder}/tokenizer"
+        )
+
+
+def _made_by_others(folder: Path, names: list[str], config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:
+    if not config.tokenizer and (folder / "tokenizer").exists():
+        raise UserError(f"{folder} has lost its dataset.json; copy it there again, or prepare the dataset again")
+    if not config.tokenizer:
+        raise UserError(
+            f"{folder} holds shards without a dataset.json; say what their tokens mean: --data.tokenizer=tiktoken:gpt2"
+        )
+    paths = [folder / name for name in sorted(names)]
+    val = [path for path in paths if HELD_OUT & name_words(path.name)]
+    train = [path for path in paths if path not in val][: config.shards or None]
+    if tests := [path.name for path in train if "test" in name_words(path.name)]:
+        raise UserError(f"{folder}/{tests[0]}: a test split must not be trained on; move it elsewhere")
+    if not train or not val:
+        raise UserError(
+            f"{folder} has {len(train)} shard(s) to train on and {len(val)} held out; each needs one: those that are "
+            "held out have the word `val` or `validation` in their names"
+        )
+    shards = {"train": dict.fromkeys(train, ""), "val": dict.fromkeys(val, "")}
+    chosen = "shards of which a word of the name is `val`"
+    return _checked(folder, shards, load_tokenizer(config.tokenizer), opened, chosen)
+
+
+def _checked(
+    folder: Path,
+    paths: dict[str, dict[Path, str]],
+    tokenizer: TextTokenizer,
+    opened: Callable[[Path], Shard],
+    held_out: str,
+    val_documents: int | None = None,
+) -> Dataset:
+    """Return the dataset of these shards. `paths` gives each one's SHA-256, if it is recorded."""
+    with ThreadPoolExecutor() as threads:  # hashing lets other threads run
+        shards = {part: list(threads.map(opened, paths[part])) for part in paths}
+    every = [(shard, paths[part][shard.path]) for part in shards for shard in shards[part]]
+    for part in shards:
+        if not any(map(len, shards[part])):
+            raise UserError(
+                f"{folder} has no token of `{part}` in the {len(shards[part])} shard(s) that were asked for"
+            )
+    for shard, sha256 in every:
+        if sha256 and shard.blocks.sha256 != sha256:
+            raise UserError(
+                f"{shard.path} is damaged: its SHA-256 differs from dataset.json's; delete it and prepare again"
+            )
+        if shard.blocks.largest >= tokenizer.vocab_size:
+            raise UserError(
+                f"{shard.path} holds the token {shard.blocks.largest}, but its tokenizer has {tokenizer.vocab_size} "
+                "tokens: it was made with another one"
+            )
+    facts = tokenizer.sha256, shards.keys(), [shard.blocks.sha256 for shard, _ in every]
+    fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    before = int(fingerprint, 16)  # so that the datasets of a mixture have places of their own in the cache
+    for shard, _ in every:
+        if isinstance(shard, StoredShard):
+            shard.before = before
+        before += len(shard.blocks.entries)
+    return Dataset(folder, shards, tokenizer, fingerprint, held_out, val_documents)
