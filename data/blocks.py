@@ -13,7 +13,7 @@ is read.
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -119,40 +119,31 @@ def read_blocks(path: Path) -> Blocks | None:
         ) from error
 
 
-def remembered_blocks(memory: Path) -> Blocks | None:
-    """What an examination wrote there; None where there was none, or half of it is there."""
-    try:
+def remember(memory: Path, make: Callable[[], Blocks]) -> Blocks:
+    """Return the sidecar that was written to `memory`, else what `make` returns, which is written there if possible."""
+    with suppress(OSError, ValueError):  # there was none, or half of it is there
         return Blocks.from_bytes(memory.read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
-def remember_blocks(memory: Path, blocks: Blocks) -> None:
-    """Where nothing can be written, the shard is read again at the next start."""
+    blocks = make()
     partial = memory.with_name(f"{memory.name}.{os.getpid()}")  # several processes may examine one shard
     with suppress(OSError):
         memory.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(blocks.to_bytes())
         partial.replace(memory)
+    return blocks
 
 
 def examine(path: Path, remembered: Path) -> Blocks:
-    """The sidecar of a shard on this machine; where it has none, as others write them, what it would be: the shard is
-    read once on a machine, and that is remembered in the folder `remembered` for as long as the file's size and time of
-    change stay what they are."""
+    """Return the sidecar of a shard on this machine. If it has none, as others write them, the shard is read once on a
+    machine. That is remembered in the folder `remembered` until the file's size or time of change differs."""
     if (blocks := read_blocks(path)) is not None:
         return blocks
     require_shard(path)
     status = path.stat()
     key = hashlib.sha256(repr((str(path.resolve()), status.st_size, status.st_mtime_ns)).encode()).hexdigest()
-    blocks = remembered_blocks(remembered / key[:32])
-    if blocks is None:
-        try:
-            blocks = blocks_of(_file_blocks(path), str(path))
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from error
-        remember_blocks(remembered / key[:32], blocks)
-    return blocks
+    try:
+        return remember(remembered / key[:32], lambda: blocks_of(_file_blocks(path), str(path)))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 class MappedShard:

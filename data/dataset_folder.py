@@ -21,12 +21,13 @@ import numpy as np
 from jaxtyping import Integer
 
 from configs.schema import DataConfig, UserError
+from data.block_cache import BlockCache
 from data.blocks import NO_INDEX, MappedShard
 from data.held_out import HELD_OUT, name_words
 from data.packing import BestFitRows, Plan, Rows, StreamRows, join_plans, load_plan, plan_rows, save_plan
 from data.record import read_record
 from data.shards import TokenStream
-from data.store import BlockCache, Shard, Store, StoredShard, mirrored, readers
+from data.store import Shard, Store, StoredShard, mirrored, readers
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 PLANNED = 2**22  # documents after which rows are planned anew: a plan takes some 145 bytes for each

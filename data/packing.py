@@ -1,8 +1,9 @@
 """Rows: how a stream of tokens becomes inputs and targets of equal length."""
 
-import io
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 from uuid import uuid4
@@ -10,7 +11,6 @@ from uuid import uuid4
 import numpy as np
 from jaxtyping import Float, Int, Integer
 
-from configs.files import write_whole
 from configs.schema import UserError
 from data.shards import TokenStream
 
@@ -181,28 +181,25 @@ FITS = {"best_fit": _best_fit}
 """What puts pieces of so many tokens into rows of `length`, for each packing but `stream`, which needs no plan."""
 
 
+PLAN_TYPES = {"rows": "<i8", "starts": "<i8", "lengths": "<i4"}
+
+
 def save_plan(stretches: Iterable[Plan], folder: Path) -> None:
-    """Write a plan from its stretches, whole or not at all. OSError where it cannot be written; nothing is left of it
-    then."""
+    """Write a plan from its stretches, whole or not at all: a file of each of its arrays. OSError if it cannot be
+    written; nothing is left of it then."""
     if folder.exists():
         return
     partial = folder.with_name(f"{folder.name}.{uuid4().hex}")  # several processes may make one plan
     try:
         partial.mkdir(parents=True)
-        types: dict[str, np.dtype] = {}
-        for stretch in stretches:
-            for name, array in stretch._asdict().items():
-                types[name] = array.dtype
-                with (partial / name).open("ab") as file:
-                    file.write(array.data)
-        for name, dtype in types.items():
-            header, content = io.BytesIO(), np.fromfile(partial / name, dtype, 0)
-            size = (partial / name).stat().st_size // dtype.itemsize
-            facts = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (size,)}
-            np.lib.format.write_array_header_1_0(header, facts)
-            content = np.memmap(partial / name, dtype, "r") if size else content
-            write_whole(partial / f"{name}.npy", header.getvalue(), content.data)
-            (partial / name).unlink()
+        with ExitStack() as opened:
+            files = {name: opened.enter_context((partial / name).open("wb")) for name in PLAN_TYPES}
+            for stretch in stretches:
+                for name, dtype in PLAN_TYPES.items():
+                    files[name].write(getattr(stretch, name).astype(dtype).data)
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
         partial.rename(folder)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
@@ -211,10 +208,13 @@ def save_plan(stretches: Iterable[Plan], folder: Path) -> None:
 
 
 def load_plan(folder: Path) -> Plan:
-    """Maps a plan into memory. UserError where it is damaged; PermissionError where it is another user's alone."""
+    """Map a plan into memory. UserError if it is damaged; PermissionError if it is another user's alone."""
     try:
-        return Plan(*(np.load(folder / f"{name}.npy", mmap_mode="r") for name in Plan._fields))
+        plan = Plan(*(np.memmap(folder / name, dtype, "r") for name, dtype in PLAN_TYPES.items()))
+        if not plan.rows[-1] == len(plan.starts) == len(plan.lengths):
+            raise ValueError("its arrays do not fit each other")
+        return plan
     except PermissionError:
         raise
-    except Exception as error:  # numpy raises several kinds, for an array's file that is cut off or is none
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder} is damaged ({error}); delete it, and it is made again") from error

@@ -11,8 +11,6 @@ import json
 import logging
 import os
 import shutil
-import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +28,7 @@ from configs.files import shown_bytes
 from configs.progress import progress
 from configs.retry import CLIENTS, passes, status_of
 from configs.schema import UserError
+from data.block_cache import BlockCache
 from data.blocks import (
     BLOCK_BYTES,
     Blocks,
@@ -38,8 +37,7 @@ from data.blocks import (
     blocks_with,
     changed,
     read_blocks,
-    remember_blocks,
-    remembered_blocks,
+    remember,
 )
 from data.outage import OUTAGE
 from data.shards import HEADER_BYTES, require_whole
@@ -55,6 +53,16 @@ PAGES = (json.JSONDecodeError, UnicodeDecodeError, KeyError)  # what a client ma
 def readers() -> ThreadPoolExecutor:
     """The threads that wait for stores."""
     return ThreadPoolExecutor(READERS, "reader")
+
+
+def read_range(filesystem: Any, path: str, start: int, stop: int) -> bytes:
+    """Return bytes `start` to `stop` of a file of fsspec's, by one request."""
+    if filesystem.async_impl:
+        ask = filesystem._cat_file
+        return sync(filesystem.loop, ask, path, start=start, end=stop, timeout=SECONDS) or b""
+    with filesystem.open(path, "rb", cache_type="none") as file:
+        file.seek(start)
+        return file.read(stop - start)
 
 
 class Store:
@@ -88,19 +96,11 @@ class Store:
         if stop <= start:
             return b""
         for _ in range(READ_AGAIN):
-            content = self._persist(lambda: self._ask(f"{self.root}/{name}", start, stop), name)
+            content = self._persist(lambda: read_range(self.filesystem, f"{self.root}/{name}", start, stop), name)
             if len(content) == stop - start:
                 return content
             self._listed()  # which a proxy's page in place of the content is none of: what answers is the store again
         raise UserError(f"{self.url}/{name} was changed while it was read: it ends before its byte {stop:,}")
-
-    def _ask(self, path: str, start: int, stop: int) -> bytes:
-        if self.filesystem.async_impl:
-            part = self.filesystem._cat_file
-            return sync(self.filesystem.loop, part, path, start=start, end=stop, timeout=SECONDS) or b""
-        with self.filesystem.open(path, "rb", cache_type="none") as file:
-            file.seek(start)
-            return file.read(stop - start)
 
     def _persist(self, ask: Callable[[], Any], name: str) -> Any:
         """Return what `ask` returns, after any outage. UserError if the store refuses."""
@@ -208,20 +208,15 @@ class Store:
 class StoredShard:
     """A shard in a store, read in blocks. They are checked whenever they are read, from the store or from the cache."""
 
-    def __init__(self, store: Store, path: Path, kept: "BlockCache", remembered: Path):
+    def __init__(self, store: Store, path: Path, kept: BlockCache, remembered: Path):
         """`path`: where it would lie on this machine, beside its sidecar. Without one all of it is read, once, which is
         remembered in the folder `remembered`. UserError where it is no shard, or not whole."""
         self.store, self.path, self.name, self.kept = store, path, path.name, kept
         url = f"{store.url}/{self.name}"
         if self.name not in store.facts:
             raise UserError(f"{url} is not there, although dataset.json has it; bring it there")
-        blocks = read_blocks(path)
-        if blocks is None:
-            memory = remembered / hashlib.sha256(store.version(self.name).encode()).hexdigest()[:32]
-            blocks = remembered_blocks(memory)
-            if blocks is None:
-                blocks = store.examine(self.name)
-                remember_blocks(memory, blocks)
+        memory = remembered / hashlib.sha256(store.version(self.name).encode()).hexdigest()[:32]
+        blocks = read_blocks(path) or remember(memory, lambda: store.examine(self.name))
         self.blocks, kind = blocks, blocks.type_of(url)
         self.dtype, self.tokens = kind
         require_whole(url, kind, store.facts[self.name]["size"])
@@ -261,54 +256,6 @@ def _runs(numbers: list[int], most: int) -> Iterator[tuple[int, int]]:
             end += 1
         yield numbers[at], numbers[end - 1] + 1
         at = end
-
-
-class BlockCache:
-    """Blocks read before, in one file under a size limit. Block n has the place n modulo their number, and is there if
-    its hash is: so the file needs no index, whatever was killed or full meanwhile, and processes can share it."""
-
-    def __init__(self, path: Path, gigabytes: float):
-        self.path, self.places, self.lock, self.file = path, int(gigabytes * 1e9) // BLOCK_BYTES, threading.Lock(), -1
-        self.is_used = self.places > 0  # places and file stay: other threads may be about to use them
-        if not self.is_used:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = os.open(path, os.O_RDWR | os.O_CREAT)
-            if os.fstat(self.file).st_size > self.places * BLOCK_BYTES:
-                os.truncate(self.file, self.places * BLOCK_BYTES)
-        except OSError as error:
-            self._give_up(error, "written")
-
-    def read(self, place: int, block: int, blocks: Blocks) -> bytes | None:
-        """Block `block` of a shard with these `blocks`, if it is kept at this place."""
-        if not self.is_used:
-            return None
-        try:
-            content = os.pread(self.file, BLOCK_BYTES, place % self.places * BLOCK_BYTES)
-        except OSError as error:
-            return self._give_up(error, "read")
-        if block == len(blocks.entries) - 1:
-            content = content[: blocks.type_of("").file_bytes - block * BLOCK_BYTES]
-        return content if blocks.wrong(block, content) is None and content else None
-
-    def write(self, place: int, content: bytes) -> None:
-        if not self.is_used:
-            return
-        try:
-            os.pwrite(self.file, content, place % self.places * BLOCK_BYTES)
-        except OSError as error:
-            self._give_up(error, "written")
-
-    def _give_up(self, error: OSError, wanted: str) -> None:
-        with self.lock:
-            if self.is_used:
-                print(
-                    f"{self.path} cannot be {wanted} ({error.strerror}): rows are read from the store each time; "
-                    "make room, or give a smaller --data.cache_gb",
-                    file=sys.stderr,
-                )
-            self.is_used = False
 
 
 def mirrored(store: Store, cache_folder: Path, wanted: Callable[[str], bool]) -> Path:

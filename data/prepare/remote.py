@@ -6,45 +6,34 @@ from typing import Any
 from fsspec import AbstractFileSystem
 
 from configs.retry import patiently
+from data.store import read_range
 
-BUFFER_BYTES = 2**20
+BUFFER_BYTES = 2**22  # of one request
 
 
 class RemoteFile(io.RawIOBase):
-    """A file that is opened again, and read on from where it was, if a read of it fails. StorageLost if it fails for
-    long."""
+    """A file that is asked for in ranges, each until it is answered. StorageLost if its server fails for long."""
 
     def __init__(self, filesystem: AbstractFileSystem, url: str):
+        """Raise what the server says if the file is not there, and OSError if it does not say how long it is."""
         self.filesystem, self.url, self.at = filesystem, url, 0
-        self.opened: Any = None
+        size = patiently(url, lambda: filesystem.size(url))
+        if size is None:
+            raise OSError("its server does not say how long it is")
+        self.size: int = size
 
     def readinto(self, buffer: Any) -> int:
-        content = patiently(self.url, lambda: self._read(len(buffer)))
+        stop, path = min(self.at + len(buffer), self.size), str(self.filesystem._strip_protocol(self.url))
+        content = b""
+        if self.at < stop:
+            content = patiently(self.url, lambda: read_range(self.filesystem, path, self.at, stop))
         buffer[: len(content)] = content
         self.at += len(content)
         return len(content)
 
-    def _read(self, size: int) -> bytes:
-        try:
-            return self._at_position().read(size)
-        except Exception:
-            self.opened = None
-            raise
-
-    def _at_position(self) -> Any:
-        if self.opened is None:
-            self.opened = self.filesystem.open(self.url, "rb")
-        if self.opened.tell() != self.at:
-            self.opened.seek(self.at)
-        return self.opened
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self.at}
-        self.at = offset + (start[whence] if whence in start else patiently(self.url, self._size))
+        self.at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.size}[whence]
         return self.at
-
-    def _size(self) -> int:
-        return self.filesystem.size(self.url) or 0
 
     def tell(self) -> int:
         return self.at
@@ -57,5 +46,5 @@ class RemoteFile(io.RawIOBase):
 
 
 def open_remote(filesystem: AbstractFileSystem, url: str) -> io.BufferedReader:
-    """Open a file at a URL for reading bytes. Raise what its server says if it is not there."""
+    """Open a file at a URL for reading bytes. Raises as `RemoteFile` does."""
     return io.BufferedReader(RemoteFile(filesystem, url), BUFFER_BYTES)

@@ -230,18 +230,6 @@ def test_a_damaged_shard_is_named_even_where_it_was_sound_before(made, cache, pa
     assert str(path) in str(error.value)
 
 
-def test_a_lost_shard_is_named(made, cache):
-    (made / "train_000001.bin").unlink()
-    with pytest.raises(UserError, match=r"train_000001\.bin cannot be read"):
-        opened(made, cache)
-
-
-def test_an_index_of_something_else_is_named(made, cache):
-    np.save(made / "train_000000.starts.npy", np.array([0, 1, 2]))
-    with pytest.raises(UserError, match=r"train_000000\.starts\.npy is not the index"):
-        opened(made, cache, packing="best_fit")
-
-
 def test_a_token_outside_the_vocabulary_is_named(tmp_path, cache, tokenizer):
     foreign(tmp_path / "x", "train.bin", [0, 1, 2, 9999] * 100)
     foreign(tmp_path / "x", "val.bin", [0, 1, 2] * 100)

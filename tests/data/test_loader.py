@@ -107,15 +107,6 @@ def test_hosts_read_the_parts_of_one_batch(hosts, kind):
     assert equal(whole, {name: np.concatenate([part[name] for part in parts], axis=1) for name in whole})
 
 
-def test_other_shapes_go_on_with_the_same_sequence():
-    """Two steps on a mesh, then two on another with other micro-batches: the rows are those of four steps on one."""
-    for kind in KINDS:
-        one = [step_batches(5, **kind)[i] for i in range(4)]
-        others = [step_batches(5, shape=(6, 4, LENGTH), **kind)[i] for i in (2, 3)]
-        flat = lambda batch: {name: array.reshape(24, -1) for name, array in batch.items()}
-        assert all(equal(flat(a), flat(b)) for a, b in zip(one[2:], others))
-
-
 def test_a_mixture_takes_each_datasets_share_and_every_row_once_an_epoch():
     parts, weights = [ROWS, VAL], [0.25, 0.75]
     sequence = RowSequence(parts, mixture(weights), seed=1)
@@ -239,27 +230,3 @@ def test_held_out_targets_and_bytes_do_not_depend_on_the_batches_shape(shape, to
         for part in batch["targets"] * batch["weights"].astype(int)
     ]
     assert text_bytes.tolist() == of_each
-
-
-def test_the_rows_that_fill_the_last_batch_up_count_nothing():
-    every_token_is_text = SIZES + 1
-    batches, _ = held_out_batches([VAL], [1.0], 10 * LENGTH, every_token_is_text, (1, 16, LENGTH), sharding())
-    assert len(batches) == 1
-    assert batches[0]["weights"].sum(axis=2).tolist() == [[LENGTH] * 10 + [0] * 6]
-
-
-def test_targets_that_are_the_bos_count_nothing():
-    batches, _ = held_out_batches([VAL], [1.0], 10**9, SIZES, (1, 8, LENGTH), sharding())
-    targets, weights = (np.concatenate([batch[name] for batch in batches]) for name in ("targets", "weights"))
-    assert ((weights == 1) == (targets != 0)).all()
-
-
-@pytest.mark.parametrize("count", [1, 2, 10, 36, 37])
-def test_held_out_rows_are_spread_evenly(count):
-    batches, _ = held_out_batches([ROWS], [1.0], count * LENGTH, np.ones(999, np.int32), (1, 8, LENGTH), sharding())
-    weights = np.concatenate([batch["weights"] for batch in batches])[..., 0]
-    chosen = np.concatenate([row_numbers(batch) for batch in batches])[weights > 0]
-    assert len(chosen) == count
-    gaps = np.diff([*chosen, len(ROWS)])
-    assert chosen[0] == 0
-    assert gaps.max() - gaps.min() <= 1

@@ -127,12 +127,6 @@ def test_batches_depend_on_the_rows_before_them_alone():
     assert np.array_equal(batches(10, 120)[0]["inputs"], large[1]["inputs"][:, :10])
 
 
-def test_later_stages_change_no_row_before_them():
-    shorter = [Stage(0, STAGES[0].shares[:2])]
-    ours, theirs = Mixture(STAGES, LENGTH), Mixture(shorter, LENGTH)
-    assert [ours[n] for n in range(101)] == [theirs[n] for n in range(101)]
-
-
 def test_stages_between_two_rows_and_a_million_rows_on():
     mixture = Mixture([stage(0, "1", "0"), stage(5, "0.5", "0.5"), stage(6, "0", "1")], LENGTH)
     assert [mixture[n] for n in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]

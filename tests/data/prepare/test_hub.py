@@ -21,6 +21,7 @@ import pytest
 from huggingface_hub import HfApi
 
 from configs.retry import StorageLost
+from configs.schema import UserError
 from data.prepare.listing import find_corpus
 from data.shards import read_shard
 
@@ -169,9 +170,10 @@ def test_a_glob_and_a_revision_are_asked_for_and_the_first_is_asked_for_again(en
         ("hf:no name at all", "the hub does not give this dataset"),
     ],
 )
-def test_what_the_hub_does_not_have_is_one_message_and_code_2(endpoint, tmp_path, source, says):
-    code, output = prepare(endpoint, tmp_path, source)
-    assert code == 2 and says in output and "Traceback" not in output
+def test_what_the_hub_does_not_have_is_a_mistake(endpoint, monkeypatch, source, says):
+    ask(endpoint, monkeypatch)
+    with pytest.raises(UserError, match=says):
+        find_corpus(source)
 
 
 def test_a_network_that_is_away_is_waited_for_and_is_no_mistake(monkeypatch):

@@ -17,6 +17,7 @@ TEXTS = [f"text {i} " * 50_000 for i in range(5)]
 def bucket(monkeypatch):
     """Files in memory, whose every third read fails once `failures` is not empty."""
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
+    monkeypatch.setattr("data.prepare.remote.BUFFER_BYTES", 2**16)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
     files = fsspec.filesystem("memory")
     files.pipe({"/texts/a.jsonl": lines, "/texts/b.jsonl.gz": gzip.compress(lines, 0)})
