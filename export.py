@@ -1,7 +1,6 @@
 """A run's network for other programs: python export.py --run_dir=runs/small --format=hf --out=DIR."""
 
 import os
-import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,18 +8,20 @@ from typing import Literal
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from configs.command_line import parse_arguments
 from configs.ramp import Ramp
 from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
-from data.tokenizer import TextTokenizer, load_tokenizer
+from data.tokenizer import load_tokenizer
 from evaluation.documents import read_sources
+from evaluation.network import Network, open_network
 from hosts.runtime import cache_dir, run_command, start_jax
 from interchange.card import model_card
 from interchange.safetensors import write_safetensors
 from interchange.transformers import write_hf
-from interchange.verify import BOUND, largest_difference, require_transformers
-from run.folder import load_run, read_in_shards
+from interchange.verify import require_transformers, verify
+from run.folder import read_in_shards
 from run.lines import scores
 from run.record import at_hand
 from training.mesh import make_mesh
@@ -73,25 +74,17 @@ def main() -> int:
         write_hf(out, shards, config, tokenizer, arguments.dtype, card)
     print(f"step {step} of {arguments.run_dir} is in {out}; train on from it with --init_from={out}")
     if arguments.verify:
-        verify(arguments, folder, step, out, tokenizer)
+        network = open_network(folder, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step)
+        print(verify(out, network.params, config.model, arguments.dtype, rows_of_text(network)))
     return 0
 
 
-def verify(arguments: Arguments, folder: Path, step: int, out: Path, tokenizer: TextTokenizer) -> None:
-    """Prints the largest difference; where it is above the bound, removes what was written and fails."""
-    run = load_run(folder, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step)
-    dtype = np.dtype(arguments.dtype)
-    rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(np.float32), run.params)
-    (text,) = read_sources("stdlib", 100, "text", folder / "tokenizer", cache_dir())
-    length = min(run.config.batch.sequence_length, 1024)
-    rows = [[tokenizer.bos, *ids][:length] for ids in tokenizer.encode([one.text for one in text.documents])]
-    tokens = np.array([row for row in rows if len(row) == length][:2], np.int32)
-    difference, size = largest_difference(out, rounded, run.config.model, tokens)
-    said = f"logits of {tokens.size} tokens of Python's library differ by at most {difference:.2g} (spread {size:.2g})"
-    if not difference <= BOUND:  # nan included
-        shutil.rmtree(out)
-        raise RuntimeError(f"{said}: above {BOUND}, so {out} was removed: this is a defect of the export")
-    print(said)
+def rows_of_text(network: Network) -> Int[np.ndarray, "rows length"]:
+    """Return two rows of Python's library as the network's tokens."""
+    (text,) = read_sources("stdlib", 100, "text", Path(), cache_dir())
+    length = min(network.config.batch.sequence_length, 1024)
+    encoded = network.tokenizer.encode([document.text for document in text.documents])
+    return np.array([[network.tokenizer.bos, *ids][:length] for ids in encoded if len(ids) >= length][:2], np.int32)
 
 
 if __name__ == "__main__":

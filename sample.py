@@ -6,13 +6,11 @@ import jax
 
 from configs.command_line import parse_arguments
 from configs.schema import AnyPath, MeshConfig, NotNegative, Positive, UserError
-from data.tokenizer import load_tokenizer
-from evaluation.generation import continuations, encode_prompts, make_generate
+from evaluation.generation import continuations, encode_prompts
+from evaluation.network import open_network
 from hosts.runtime import run_command, start_jax
-from run.folder import load_run
 from run.record import at_hand
 from training.mesh import make_mesh
-from training.state import compute_dtype
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,10 @@ def main() -> int:
     start_jax()
     sizes = arguments.mesh
     mesh = make_mesh(sizes, jax.devices()[: sizes.fsdp * sizes.tensor * sizes.data] if sizes.data > 0 else None)
-    folder = at_hand(arguments.run_dir)
-    run = load_run(folder, mesh, arguments.step)
-    dtype = compute_dtype(run.config.model, jax.default_backend())
-    capacity = run.config.batch.sequence_length
-    tokenizer = load_tokenizer(folder / "tokenizer")
+    network = open_network(at_hand(arguments.run_dir), mesh, arguments.step)
+    capacity = network.config.batch.sequence_length
     prompts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
-    encoded = encode_prompts(tokenizer, prompts, capacity)
+    encoded = encode_prompts(network.tokenizer, prompts, capacity)
     room = capacity - max(map(len, encoded))
     if arguments.tokens and arguments.tokens > room:
         raise UserError(
@@ -62,9 +57,9 @@ def main() -> int:
             f"room for {room}"
         )
     texts = continuations(
-        make_generate(run.config.model, dtype, mesh),
-        run.params,
-        tokenizer,
+        network.generate(),
+        network.params,
+        network.tokenizer,
         encoded,
         tokens=arguments.tokens or min(128, room),
         capacity=capacity,
@@ -73,7 +68,7 @@ def main() -> int:
         seed=arguments.seed,
     )
     for i, text in enumerate(texts):
-        print(f"--- {i + 1} of {len(texts)}, step {run.step}\n{text}")
+        print(f"--- {i + 1} of {len(texts)}, {network.title}\n{text}")
     return 0
 
 

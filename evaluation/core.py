@@ -7,37 +7,41 @@ their items, a JSON object a line. Three kinds of task, after a few solved items
     schema              several contexts, one continuation: the context after which it is likeliest is the answer
     language_modeling   one context: right where the likeliest tokens, one after the other, are the continuation
 
-Nothing here touches a device; evaluation/scorer.py computes the losses.
+evaluation/scorer.py computes the losses.
 """
 
 import csv
+import hashlib
 import json
 import math
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import yaml
-from jaxtyping import Bool, Float, Int
 
 from configs.schema import UserError
 from data.tokenizer import TextTokenizer
+from evaluation.item_log import ItemLog, write_json
+from evaluation.network import Network
+from evaluation.pictures import plot_accuracies
+from evaluation.scorer import Question, Scorer, Scores, common_prefix
+from hosts.runtime import check_hosts_agree
 
-KINDS = {
-    "multiple_choice": ("query", "choices", "gold"),
-    "schema": ("context_options", "continuation", "gold"),
-    "language_modeling": ("context", "continuation"),
-}
-"""Each kind of task, and the fields of its items."""
-BASELINE = "Random baseline"  # the metadata's column: the percentage that guessing reaches
 TIES = {"float32": 1e-4, "bfloat16": 0.05}
 """Nats, by compute type: a margin below it may be rounding, and fall out the other way on another mesh."""
 READS = 10
 """Rows of training that a prompt may be long: as many as nanochat's network has rotary angles for."""
 COUNTS = {"ties": "tie", "cut": "cut", "unscored": "unscored"}
 """What is counted of a task's items, and the field of their lines."""
+
+
+KINDS = ("multiple_choice", "schema", "language_modeling")
 
 
 class Task(NamedTuple):
@@ -53,109 +57,79 @@ class Task(NamedTuple):
     items: list[dict[str, Any]]
 
 
-class Question(NamedTuple):
-    """An item as tokens, a row for each of its options (one for language modelling)."""
-
-    index: int
-    """Of the item in its task."""
-    rows: list[Int[np.ndarray, "_"]]
-    spans: list[tuple[int, int]]
-    """First token of each row that is scored, and the one after the last."""
-    cut: int
-    """Tokens that the longest row lost at its front."""
-
-
 def read_bundle(folder: str, items: int | None) -> list[Task]:
-    """The tasks of a bundle, each with all of its items or the first `items` of the shuffled ones, from which its shots
-    are drawn, too. UserError, naming the file, for whatever is missing or cannot be meant."""
+    """Return the tasks of a bundle, each with all of its items or the first `items` of the shuffled ones; its shots are
+    drawn from these, too. UserError, naming the file, for whatever is missing or cannot be meant."""
     root = Path(folder)
     try:
-        entries = yaml.safe_load(_text(root / "core.yaml"))["icl_tasks"]
+        entries = yaml.safe_load((root / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
         with (root / "eval_meta_data.csv").open(encoding="utf-8") as file:
-            percent = {row["Eval Task"]: float(row[BASELINE]) for row in csv.DictReader(file)}
+            percent = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
+        tasks = {entry["label"]: _read_task(root, entry, percent, items) for entry in entries}
     except OSError as error:
         raise UserError(
             f"bundle {folder}: {error.filename} cannot be read ({error.strerror}); a bundle, as DCLM's and "
             "nanochat's, is a folder with core.yaml, eval_meta_data.csv and eval_data/"
         ) from error
-    except (ValueError, LookupError, TypeError, yaml.YAMLError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise UserError(f"bundle {folder}: core.yaml or eval_meta_data.csv is damaged: {error!r}") from error
-    tasks = []
-    for entry in entries:
+    if len(tasks) < max(1, len(entries)):
+        raise UserError(f"{root / 'core.yaml'} names no task, or one twice: {[entry['label'] for entry in entries]}")
+    return list(tasks.values())
+
+
+def _read_task(root: Path, entry: dict[str, Any], percent: dict[str, float], most: int | None) -> Task:
+    label, kind, shots = entry["label"], entry["icl_task_type"], int(entry["num_fewshot"][0])
+    path, delimiter = root / "eval_data" / entry["dataset_uri"], entry.get("continuation_delimiter", " ")
+    if kind not in KINDS:
+        raise UserError(f"{root}: {label} is of kind {kind}; known: {', '.join(KINDS)}")
+    task = Task(label, kind, shots, delimiter, 0.01 * percent[label], [])
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         try:
-            label, kind = entry["label"], entry["icl_task_type"]
-            shots, path = int(entry["num_fewshot"][0]), root / "eval_data" / entry["dataset_uri"]
-            task = Task(label, kind, shots, entry.get("continuation_delimiter", " "), 0.01 * percent[label], [])
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{root}: a task is described in part only ({error!r} is missing): {entry}") from error
-        if kind not in KINDS:
-            raise UserError(f"{root}: {label} is of kind {kind}; known: {', '.join(KINDS)}")
-        tasks.append(task._replace(items=_read_items(task, path, items)))
-    labels = [task.label for task in tasks]
-    if not labels or len(set(labels)) < len(labels):
-        raise UserError(f"{root / 'core.yaml'} names no task, or one twice: {labels}")
-    return tasks
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def _read_items(task: Task, path: Path, most: int | None) -> list[dict[str, Any]]:
-    try:
-        lines = [line for line in _text(path).split("\n") if line.strip()]
-    except OSError as error:
-        raise UserError(f"{task.label}: {path} cannot be read ({error.strerror}); the bundle is not whole") from error
-    items = []
-    for number, line in enumerate(lines, 1):
-        try:
-            item = json.loads(line)
-            _ = [item[field] for field in KINDS[task.kind]]
-            if task.kind != "language_modeling" and not 0 <= item["gold"] < len(options(task, item)):
-                raise ValueError(f"gold={item['gold']} is none of its options")
-            items.append(item)
+            if line.strip():
+                item = json.loads(line)
+                texts, right = options(task, item)
+                if not 0 <= right < len(texts):
+                    raise ValueError(f"gold={right} is none of its options")
+                task.items.append(item)
         except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{path}, item {number}: not one of a {task.kind} task ({error!r})") from error
-    random.Random(1337).shuffle(items)
-    items = items[:most]
-    least = max(2, task.shots + 1)  # of one item there is no standard error
+            raise UserError(f"{path}, item {number}: not one of a {kind} task ({error!r})") from error
+    random.Random(1337).shuffle(task.items)
+    items = task.items[:most]
+    least = max(2, shots + 1)  # of one item there is no standard error
     if len(items) < least:
         of = f" ({most} are taken)" if most else ""
-        why = f"shows {task.shots} others before each item" if task.shots else "has a standard error"
-        raise UserError(f"{task.label} {why}, so it needs {least} items at least; {path} has {len(items)}{of}")
-    return items
+        why = f"shows {shots} others before each item" if shots else "has a standard error"
+        raise UserError(f"{label} {why}, so it needs {least} items at least; {path} has {len(items)}{of}")
+    return task._replace(items=items)
 
 
-def options(task: Task, item: dict[str, Any]) -> list[Any]:
-    """What a multiple choice or schema item chooses from."""
-    return item["choices" if task.kind == "multiple_choice" else "context_options"]
+def options(task: Task, item: dict[str, Any]) -> tuple[list[str], int]:
+    """Return the texts of an item's options, and which is right. Language modelling has two: without the continuation,
+    and with it."""
+    if task.kind == "multiple_choice":
+        return [f"{item['query']}{task.delimiter}{choice}" for choice in item["choices"]], item["gold"]
+    if task.kind == "schema":
+        return [f"{context}{task.delimiter}{item['continuation']}" for context in item["context_options"]], item["gold"]
+    context = f"{str(item['context']).strip()}{task.delimiter}"
+    return [context, f"{context}{item['continuation']}"], 1
 
 
 def prompts(task: Task, index: int) -> list[str]:
-    """The texts of an item after its shots: one for each option; for language modelling one without and one with the
-    continuation."""
+    """Return the texts of an item's options after its shots."""
     # Drawn from the places of all items but this one.
     places = random.Random(1234 + index).sample(range(len(task.items) - 1), task.shots)
-    shots = [task.items[place + (place >= index)] for place in places]
-    item, between = task.items[index], task.delimiter
-    if task.kind == "multiple_choice":
-        ask = lambda item, choice: f"{item['query']}{between}{choice}"
-    elif task.kind == "schema":
-        ask = lambda item, context: f"{context}{between}{item['continuation']}"
-    else:
-        ask = lambda item, continuation: f"{str(item['context']).strip()}{between}{continuation}"
-    answer = lambda item: (
-        item["continuation"] if task.kind == "language_modeling" else options(task, item)[item["gold"]]
-    )
-    before = "".join(ask(shot, answer(shot)) + "\n\n" for shot in shots)
-    if task.kind == "language_modeling":
-        # Without the blank at its end, which belongs to the first token of the continuation.
-        return [(before + ask(item, "")).strip(), before + ask(item, item["continuation"])]
-    return [before + ask(item, option) for option in options(task, item)]
+    before = ""
+    for place in places:
+        texts, right = options(task, task.items[place + (place >= index)])
+        before += texts[right] + "\n\n"
+    first, *others = [before + text for text in options(task, task.items[index])[0]]
+    # Without the blank at its end, which belongs to the first token of the continuation.
+    return [first.strip() if task.kind == "language_modeling" else first, *others]
 
 
 def encode(task: Task, indices: Sequence[int], tokenizer: TextTokenizer, longest: int) -> list[Question]:
-    """These items as tokens. Rows of more than `longest` tokens lose the first ones, the BOS among them.
+    """Return these items as tokens. Rows of more than `longest` tokens lose the first ones, the BOS among them.
 
     A row of which that leaves nothing before its answer has an empty span: its first token cannot be predicted.
     """
@@ -179,47 +153,76 @@ def encode(task: Task, indices: Sequence[int], tokenizer: TextTokenizer, longest
     return questions
 
 
-def common_prefix(rows: Sequence[Int[np.ndarray, "_"]]) -> int:
-    """How many first tokens all rows share."""
-    shortest = min(map(len, rows))
-    differ = np.any([row[:shortest] != rows[0][:shortest] for row in rows], axis=0)
-    return int(np.argmax(differ)) if differ.any() else shortest
-
-
-def judge(
-    task: Task,
-    question: Question,
-    loss_sums: Float[np.ndarray, "options"],
-    likeliest: Bool[np.ndarray, "options"],
-    margins: Float[np.ndarray, "options"],
-    tie: float,
-) -> dict[str, Any]:
-    """An item's line of the log, from `evaluation.scorer`'s figures of each of its rows.
+def judge(task: Task, question: Question, scores: Scores, tie: float) -> dict[str, Any]:
+    """Return an item's line of the log, from the scores of its rows.
 
     `margin` is what decided, in nats: by how much the second best option's mean loss lies above the best one's; or, of
     the continuation's tokens, the least by which one lies above the likeliest other (below 0: wrong).
     """
     lengths = [end - start for start, end in question.spans]
-    losses = [float(loss) / length if length else math.nan for loss, length in zip(loss_sums, lengths)]
+    means = [float(np.sum(nats)) / length if length else math.nan for nats, length in zip(scores.losses, lengths)]
     if task.kind == "language_modeling":
-        margin = float(margins[0]) if lengths[0] else math.nan
-        found = {"correct": bool(likeliest[0]) and lengths[0] > 0}
+        margin = float(scores.margins[0]) if lengths[0] else math.nan
+        answer = {"correct": bool(scores.likeliest[0]) and lengths[0] > 0}
     else:
         # The first of the lowest, as Python's min finds it: an option without a mean only where it is the first one.
-        choice = min(range(len(losses)), key=losses.__getitem__)
-        best = sorted(loss for loss in losses if not math.isnan(loss))[:2]
+        choice = min(range(len(means)), key=means.__getitem__)
+        best = sorted(loss for loss in means if not math.isnan(loss))[:2]
         margin = best[1] - best[0] if len(best) == 2 else math.nan
         gold = task.items[question.index]["gold"]
-        found = {"correct": choice == gold, "choice": choice, "gold": gold}
+        answer = {"correct": choice == gold, "choice": choice, "gold": gold}
     known = lambda number: None if math.isnan(number) else number  # JSON has no nan
     return {
-        **{"task": task.label, "item": question.index, **found, "losses": [known(loss) for loss in losses]},
+        **{"task": task.label, "item": question.index, **answer, "losses": [known(loss) for loss in means]},
         **{"margin": known(margin), "tie": abs(margin) < tie, "cut": question.cut, "unscored": lengths.count(0)},
     }
 
 
+class Core:
+    """Tasks, and what scores them on a mesh. Called with parameters, it returns `figures`."""
+
+    def __init__(self, tasks: Sequence[Task], tokenizer: TextTokenizer, scorer: Scorer):
+        self.tasks, self.tokenizer, self.scorer = tasks, tokenizer, scorer
+        bundle = hashlib.sha256(json.dumps([tuple(task) for task in tasks]).encode()).hexdigest()
+        self.facts = {"bundle": bundle, "tokenizer": tokenizer.sha256, **scorer.facts}
+        """What the figures depend on besides the parameters."""
+
+    def __call__(
+        self, params: dict, log: ItemLog | None = None, say: Callable[[str], Any] = lambda text: None
+    ) -> dict[str, Any]:
+        """`params`: float32, as a step leaves them. Items that `log` has are not scored. Every process must call it."""
+        log = log or ItemLog()
+        finished = {(line["task"], line["item"]) for line in log.lines}
+        tie = TIES[self.facts["dtype"]]
+        for task in self.tasks:
+            left = [index for index in range(len(task.items)) if (task.label, index) not in finished]
+            if left:
+                scored = self.scorer(params, encode(task, left, self.tokenizer, self.scorer.longest))
+                log.extend(judge(task, question, scores, tie) for question, scores in scored)
+            result = figures([task], log.lines)["tasks"][task.label]
+            say(f"{task.label}: {result['accuracy']:.4f} +- {result['stderr']:.4f} of {result['items']} items")
+        return figures(self.tasks, log.lines)
+
+
+def evaluate_core(network: Network, tasks: Sequence[Task], prompt_tokens: int | None, folder: Path) -> dict[str, Any]:
+    """Return `figures`; write to `folder` a line an item, the figures, and a picture of them. Items of an earlier start
+    are not scored again. Every process must call it."""
+    longest = prompt_tokens or READS * network.config.batch.sequence_length
+    core = Core(tasks, network.tokenizer, network.scorer(longest))
+    check_hosts_agree("their bundle", json.dumps(core.facts))
+    facts = core.facts | network.facts
+    say = partial(print, file=sys.stderr) if jax.process_index() == 0 else lambda text: None
+    results = core(network.params, ItemLog(folder / "items.jsonl", facts), say)
+    if jax.process_index() == 0:
+        write_json(folder / "core.json", facts | results)
+        points = {name: (task["accuracy"], task["stderr"], task["baseline"]) for name, task in results["tasks"].items()}
+        title = f"{network.config.name}, {network.title}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}"
+        plot_accuracies(points, title, folder / "core.png")
+    return results
+
+
 def figures(tasks: Sequence[Task], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """CORE and each task's accuracy, with their standard errors over items, from the lines of all items.
+    """Return CORE and each task's accuracy, with their standard errors over items, from the lines of all items.
 
     Centred, guessing is 0 and all right is 1; CORE is the mean of the tasks' centred accuracies.
     """

@@ -1,13 +1,18 @@
-"""Documents to measure networks on, as text, so that networks with other tokenizers read the same: of raw text, of the
-held-out part of a dataset, or of several with their shares."""
+"""Documents to measure networks on, and their bits. They are text, so that networks with other tokenizers read the
+same: of raw text, of the held-out part of a dataset, or of several with their shares.
+
+A document's tokens are cut into rows of its own, each after a BOS, and every token counts once: its figure depends on
+the document and the network only.
+"""
 
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +22,9 @@ from data.held_out import hash_share
 from data.mixture import mean_shares, read_source
 from data.prepare.corpus import Document
 from data.prepare.listing import find_corpus
+from evaluation.item_log import ItemLog
+from evaluation.network import Network
+from evaluation.scorer import Question, Scorer
 
 
 class Source(NamedTuple):
@@ -31,10 +39,10 @@ class Source(NamedTuple):
 
 
 def read_sources(source: str, most: int, text_column: str, tokenizer: Path, cache: Path) -> list[Source]:
-    """Up to `most` documents of each source, always the same ones: of raw text, files in the order of a hash of their
-    names; of a dataset, spread evenly over its held-out part. `tokenizer`: of shards that have no record of their own.
-    UserError where a source gives none."""
-    found = []
+    """Return up to `most` documents of each source, always the same ones: of raw text, files in the order of a hash of
+    their names; of a dataset, spread evenly over its held-out part. `tokenizer`: of shards that have no record of their
+    own. UserError if a source gives none."""
+    sources = []
     names, stages = read_source(source)
     for share, name in zip(mean_shares(stages), names):
         folder = Path(name).expanduser()
@@ -50,8 +58,8 @@ def read_sources(source: str, most: int, text_column: str, tokenizer: Path, cach
             kept += [] if document.problem else [document]
         if not kept:
             raise UserError(f"--source={name} gives no document with text ({skipped} were skipped)")
-        found.append(Source(name, share, kept, skipped))
-    return found
+        sources.append(Source(name, share, kept, skipped))
+    return sources
 
 
 def _of_text(source: str, text_column: str) -> Iterator[Document]:
@@ -76,3 +84,42 @@ def digest(sources: list[Source]) -> str:
     """Equal digests mean equal texts, with equal shares."""
     facts = [(source.share, [(document.name, document.text) for document in source.documents]) for source in sources]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def measure_documents(network: Network, scorer: Scorer, sources: Sequence[Source], log: ItemLog) -> list[dict]:
+    """Return a line for each document, of which `log` may have some. Every process must call it."""
+    finished = {(line["source"], line["document"]) for line in log.lines}
+    for source in sources:
+        left = [document for document in source.documents if (source.name, document.name) not in finished]
+        lines = _lines(network, scorer, left) if left else ()
+        log.extend({"source": source.name, **line} for line in lines)
+    return log.lines
+
+
+def _lines(network: Network, scorer: Scorer, documents: Sequence[Document]) -> Iterator[dict[str, Any]]:
+    length, tokenizer = scorer.longest, network.tokenizer
+    encoded = [np.array(ids, np.int32) for ids in tokenizer.encode([document.text for document in documents])]
+    pieces = [(number, start) for number, ids in enumerate(encoded) for start in range(0, len(ids), length)]
+    rows = [np.append(np.int32(tokenizer.bos), encoded[number][start : start + length]) for number, start in pieces]
+    questions = [Question(i, [row], [(1, len(row))], 0) for i, row in enumerate(rows)]
+    losses, missing = [np.zeros(len(ids)) for ids in encoded], [len(ids) for ids in encoded]
+    for question, scores in scorer(network.params, questions):
+        (number, start), count = pieces[question.index], len(question.rows[0]) - 1
+        losses[number][start : start + count] = scores.losses[0, :count]
+        missing[number] -= count
+        if not missing[number]:
+            yield _line(documents[number], losses[number] / math.log(2), tokenizer.token_bytes[encoded[number]], length)
+
+
+def _line(document: Document, bits: np.ndarray, sizes: np.ndarray, length: int) -> dict[str, Any]:
+    octaves = np.array([before.bit_length() for before in range(min(len(bits), length))], int)
+    return {
+        "document": document.name,
+        "bytes": len(document.text.encode()),
+        "tokens": len(bits),
+        "bits": float(bits.sum()),
+        "full": len(bits) >= length,
+        # Of its first row: by how many tokens come before one, in octaves: 0, 1, 2-3, 4-7, ...
+        "bits_by_octave": np.bincount(octaves, bits[: len(octaves)]).tolist(),
+        "bytes_by_octave": np.bincount(octaves, sizes[: len(octaves)]).tolist(),
+    }

@@ -4,9 +4,8 @@ from typing import Any
 
 from data.dataset import Text
 from data.loader import held_out_batches
-from evaluation.benchmarks import Benchmarks
 from evaluation.bits_per_byte import evaluate
-from evaluation.core import READS, read_bundle
+from evaluation.core import READS, Core, read_bundle
 from evaluation.generation import continuations, encode_prompts, make_generate
 from evaluation.scorer import Scorer
 from training.build import Build
@@ -34,7 +33,7 @@ class Evaluator:
         if config.eval.tasks:
             tasks = read_bundle(config.eval.bundle, config.eval.items)
             scorer = Scorer(config.model, config.batch, built.dtype, built.mesh, READS * config.batch.sequence_length)
-            self.benchmarks = Benchmarks(tasks, text.tokenizer, scorer)
+            self.benchmarks = Core(tasks, text.tokenizer, scorer)
 
     def __call__(self, params: dict) -> dict[str, Any]:
         """Of float32 parameters as a step leaves them. Every process must call it."""

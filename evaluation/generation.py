@@ -6,50 +6,33 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
 from configs.schema import ModelConfig, UserError
 from data.tokenizer import TextTokenizer
+from evaluation.on_mesh import on_mesh
 from model import generate as model_generate
-from training.mesh import parameter_places, spec_of
-from training.shares import all_gather_data, on_each_device
-from training.state import split_model
 
 Generate = Callable[..., Int[Array, "batch length"]]
 
 
 def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate:
-    """`generate(params, prompts, prompt_lengths, seeds, *, prefill, temperature, top_k) -> tokens`, jitted: compiled
-    once for prompts of one shape. See `model.generate.generate` for all but `params`: the float32 shares of the state.
-
-    They are gathered over `data` in the compute type, and stay divided over `fsdp` and `tensor`, as in a step.
-    """
-    graphdef, _ = split_model(config, dtype)
-    places = parameter_places(config, mesh)
+    """Return `generate(params, prompts, prompt_lengths, seeds, *, prefill, temperature, top_k) -> tokens`, jitted:
+    compiled once for prompts of one shape. See `model.generate.generate` for all but `params`: the float32 shares of
+    the state. Every device writes all texts; only `fsdp` and `tensor` share that work."""
+    everywhere = PartitionSpec()
 
     @partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"))
-    def generate(
-        params: dict,
-        prompts: Int[Array, "batch length"],
-        prompt_lengths: Int[Array, "batch"],
-        seeds: Int[Array, "batch"],
-        **options: float | int,
-    ) -> Int[Array, "batch length"]:
-        def for_one_device(params: dict, *arrays: Array) -> Array:
-            model = nnx.merge(graphdef, all_gather_data(params, places, dtype))
-            return model_generate.generate(model, *arrays, **options)  # pyright: ignore[reportArgumentType]
-
-        everywhere = PartitionSpec()
-        in_specs = (jax.tree.map(spec_of, places), everywhere, everywhere, everywhere)
-        return on_each_device(for_one_device, mesh, dtype, in_specs, everywhere)(params, prompts, prompt_lengths, seeds)
+    def generate(params: dict, *arrays: Int[Array, "..."], **options: float | int) -> Int[Array, "batch length"]:
+        write = partial(model_generate.generate, **options)  # pyright: ignore[reportArgumentType]
+        return on_mesh(write, config, dtype, mesh, [everywhere] * 3, everywhere)(params, *arrays)
 
     return generate
 
 
 def encode_prompts(tokenizer: TextTokenizer, prompts: Sequence[str], capacity: int) -> list[list[int]]:
-    """Each prompt's tokens after a BOS. UserError for one that leaves no room for a continuation in `capacity`."""
+    """Return each prompt's tokens after a BOS. UserError for one that leaves no room for more in `capacity`."""
     encoded = [[tokenizer.bos, *ids] for ids in tokenizer.encode(prompts)]
     for prompt, ids in zip(prompts, encoded):
         if len(ids) >= capacity:
@@ -58,6 +41,30 @@ def encode_prompts(tokenizer: TextTokenizer, prompts: Sequence[str], capacity: i
                 f"{capacity}, so at most {capacity - 1} leave room for a continuation"
             )
     return encoded
+
+
+def new_tokens(
+    generate: Generate,
+    params: dict,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    *,
+    shape: tuple[int, int],
+    tokens: int,
+    prefill: int,
+    temperature: float,
+    top_k: int,
+) -> list[list[int]]:
+    """Return up to `tokens` tokens after each prompt, which ends where the network starts another document. Every
+    prompt starts with a BOS. `shape`: rows and tokens of the arrays, which may be more than the prompts need."""
+    buffer, lengths = np.zeros(shape, np.int32), np.full(shape[0], prefill, np.int32)
+    for row, ids in enumerate(prompts):
+        buffer[row, : len(ids)], lengths[row] = ids, len(ids)
+    of_rows = np.resize(np.array(seeds, np.int32), shape[0])
+    options = {"prefill": prefill, "temperature": temperature, "top_k": top_k}
+    filled = np.asarray(generate(params, buffer, lengths, of_rows, **options))
+    new = [row[len(ids) : len(ids) + tokens].tolist() for row, ids in zip(filled, prompts)]
+    return [ids[: ids.index(prompt[0])] if prompt[0] in ids else ids for ids, prompt in zip(new, prompts)]
 
 
 def continuations(
@@ -72,28 +79,20 @@ def continuations(
     top_k: int = 50,
     seed: int = 0,
 ) -> list[str]:
-    """Each prompt (of `encode_prompts`) as text, with up to `tokens` sampled tokens after it, until its document ends.
-
-    `generate` is of `make_generate`, `params` the state's; every process must call it.
-    """
+    """Return each prompt (of `encode_prompts`) as text, with up to `tokens` sampled tokens after it, until its document
+    ends. `generate` is of `make_generate`, `params` the state's. Every process must call it."""
     if not prompts:
         return []
-    lengths = np.array([len(ids) for ids in prompts], np.int32)
-    buffer = np.zeros((len(prompts), min(int(lengths.max()) + tokens, capacity)), np.int32)
-    for row, ids in zip(buffer, prompts):
-        row[: len(ids)] = ids
-    filled = generate(
+    lengths = [len(ids) for ids in prompts]
+    new = new_tokens(
+        generate,
         params,
-        buffer,
-        lengths,
-        np.random.default_rng(seed).integers(1 << 31, size=len(prompts)).astype(np.int32),
-        prefill=int(lengths.min()),
+        prompts,
+        np.random.default_rng(seed).integers(1 << 31, size=len(prompts)).tolist(),
+        shape=(len(prompts), min(max(lengths) + tokens, capacity)),
+        tokens=tokens,
+        prefill=min(lengths),
         temperature=temperature,
         top_k=top_k,
     )
-    texts = []
-    for row, length in zip(np.asarray(filled), lengths):
-        new = row[length : length + tokens]
-        ends = np.flatnonzero(new == row[0])  # every row starts with the BOS
-        texts.append(tokenizer.decode(row[1 : length + (ends[0] if len(ends) else len(new))].tolist()))
-    return texts
+    return [tokenizer.decode([*ids[1:], *more]) for ids, more in zip(prompts, new)]

@@ -1,25 +1,32 @@
 # pyright: reportMissingImports=false
-"""Tasks of EleutherAI's lm-evaluation-harness: its prompts and metrics; what they give, and what is drawn of it."""
+"""Tasks of EleutherAI's lm-evaluation-harness: its prompts and metrics, and what they leave of a network in files."""
 
 import difflib
 import math
 import os
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from lm_eval.api.model import LM
 
+from configs.files import write_whole
 from configs.schema import UserError
-from evaluation.harness import digest
+from evaluation.core import TIES
+from evaluation.harness import HarnessNetwork, digest
+from evaluation.item_log import ItemLog, to_lines, write_json
+from evaluation.network import Network
+from evaluation.pictures import plot_accuracies
 
 BOOTSTRAP = 1000  # draws for the standard error of a metric that is no mean; the harness' 100,000 take minutes a task
 
 
 def load_tasks(names: Sequence[str], folder: str | None) -> Mapping[str, Any]:
-    """The harness' tasks of these names, of its own or of the task files in `folder`. UserError for an unknown name,
-    and for a task whose data cannot be had."""
+    """Return the harness' tasks of these names, of its own or of the task files in `folder`. UserError for an unknown
+    name, and for a task whose data cannot be loaded."""
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=folder or None, include_defaults=False)
@@ -38,21 +45,48 @@ def load_tasks(names: Sequence[str], folder: str | None) -> Mapping[str, Any]:
         raise UserError(f"--tasks={','.join(names)} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def others_network(folder: str) -> LM:
-    """A network of any architecture that transformers loads, as the harness itself runs it, in float32."""
+def evaluate_tasks(
+    network: Network | Path, loaded: Mapping[str, Any], items: int | None, prompt_tokens: int | None, out: Path
+) -> dict[str, dict]:
+    """Return the figures of loaded tasks, of one of our networks or of another's folder. Write to `out` a line a
+    request, a line an item, the figures, and a picture of them. Every process must call it."""
+    name = "+".join(sorted(loaded["tasks"]))[:100] + (f"_items_{items}" if items else "")
+    if isinstance(network, Path):
+        folder, facts, title = out / "network" / name, {}, f"{network.resolve().name}, network"
+        folder.mkdir(parents=True, exist_ok=True)
+        results, lines = measure(_others_network(network), loaded, items, TIES["float32"], str(out / "answers"))
+    else:
+        folder, title = out / network.label / name, f"{network.config.name}, {network.title}"
+        scorer = network.scorer(prompt_tokens)
+        facts = {"tokenizer": network.tokenizer.sha256} | scorer.facts | network.facts
+        log = ItemLog(folder.parent / "requests.jsonl", facts)
+        model = HarnessNetwork(network.params, network.tokenizer, scorer, network.generate(), log)
+        results, lines = measure(model, loaded, items, TIES[network.dtype.name])
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        for task, of_task in lines.items():
+            write_whole(folder / f"{task}.jsonl", to_lines(of_task))
+        write_json(folder / "tasks.json", facts | {"tasks": results})
+        if drawn := points(results):
+            plot_accuracies(drawn, title, folder / "tasks.png")
+    return results
+
+
+def _others_network(folder: Path) -> LM:
+    """Return a network of any architecture that transformers loads, as the harness itself runs it, in float32."""
     try:
         import torch
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
         raise UserError(f"{folder} is of another architecture: make setup EXTRA=harness,interop ({error})") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return HFLM(pretrained=folder, device=device, dtype="float32", batch_size=8)  # pyright: ignore[reportCallIssue]
+    return HFLM(pretrained=str(folder), device=device, dtype="float32", batch_size=8)  # pyright: ignore[reportCallIssue]
 
 
 def measure(
     network: LM, loaded: Mapping[str, Any], items: int | None, tie: float, cache: str | None = None
 ) -> tuple[dict[str, dict], dict[str, list[dict]]]:
-    """Each task's figures and standard errors, as the harness computes them, and a line for each of its items.
+    """Return each task's figures and standard errors, as the harness computes them, and a line for each of its items.
 
     `items`: take at most so many of each task, always the same. `tie`: nats, below which an item's two best options are
     too close to call. `cache`: a file of answers, for a network that keeps none."""
@@ -67,7 +101,7 @@ def measure(
     for name, task in tasks.items() if items else ():
         count = len(task.eval_docs)
         chosen[name] = sorted(random.Random(1337).sample(range(count), min(items or count, count)))
-    found: Any = simple_evaluate(
+    evaluated: Any = simple_evaluate(
         network,
         tasks=[one for one in top if getattr(one, "name", getattr(one, "task_name", None)) not in members],
         samples=chosen or None,
@@ -76,13 +110,13 @@ def measure(
         task_manager=TaskManager(include_defaults=False),  # else it reads its 14,000 files, which it needs for nothing
     )
     answers = getattr(network, "answers", {})
-    lines = {name: [line_of(sample, tie, answers) for sample in found["samples"][name]] for name in tasks}
-    results = {name: result_of(found["results"][name], lines.get(name)) for name in found["results"]}
+    lines = {name: [line_of(sample, tie, answers) for sample in evaluated["samples"][name]] for name in tasks}
+    results = {name: result_of(result, lines.get(name)) for name, result in evaluated["results"].items()}
     return results, lines
 
 
 def line_of(sample: dict[str, Any], tie: float, known: Mapping[str, dict]) -> dict[str, Any]:
-    """An item's line: its metrics, what the network answered, and of our own, whose lines are `known`, what was cut."""
+    """Return an item's line: its metrics, the network's answers, and of ours, whose lines are `known`, what was cut."""
     answers = [answer[0] if len(answer) == 1 else answer for answer in sample["resps"]]
     own = [known.get(key, known.get(f"{key}-0", {})) for key in map(digest, sample["arguments"])]
     likelihoods = sorted((a[0] for a in answers if isinstance(a, tuple)), reverse=True)
@@ -102,9 +136,9 @@ def line_of(sample: dict[str, Any], tie: float, known: Mapping[str, dict]) -> di
 
 
 def result_of(result: dict[str, Any], lines: list[dict] | None) -> dict[str, Any]:
-    """`acc,none` is `acc`; with a filter, `exact_match,strict-match` stays. Of a task (not of a group) also `items`,
-    how many of them are `ties` or were `cut`, and, where an item chooses from several options, what guessing would
-    reach: `baseline`."""
+    """Return figures by shorter names: `acc,none` is `acc`; with a filter, `exact_match,strict-match` stays. A task
+    (no group) also has `items`, how many of them are `ties` or were `cut`, and, if items choose from several options,
+    what guessing would reach: `baseline`."""
     short = lambda key: key.removesuffix(",none")
     figures = {short(key): number(value) for key, value in result.items() if "," in key}
     if lines is None:
@@ -118,19 +152,19 @@ def result_of(result: dict[str, Any], lines: list[dict] | None) -> dict[str, Any
 
 
 def number(value: Any) -> Any:
-    """JSON's: the harness writes N/A where there is no standard error."""
+    """Return a value of JSON; the harness writes N/A if there is no standard error."""
     if isinstance(value, str):
         return None if value == "N/A" else value
     return value.item() if isinstance(value, np.generic) else value
 
 
 def points(results: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float | None, float]]:
-    """What `evaluation.benchmarks.plot` draws: of each task its accuracy, its error, and what guessing gives."""
-    found = {}
+    """Return what `plot_accuracies` draws: of each task its accuracy, its error, and what guessing gives."""
+    drawn = {}
     for name, result in results.items():
         metric = next((key for key in result if key.startswith(("acc", "exact_match")) and "_stderr" not in key), None)
         if metric and "items" in result:
             base, _, kind = metric.partition(",")
             error = result.get(f"{base}_stderr{',' * bool(kind)}{kind}")
-            found[name] = (result[metric], error, result.get("baseline", 0.0))
-    return found
+            drawn[name] = (result[metric], error, result.get("baseline", 0.0))
+    return drawn

@@ -1,48 +1,58 @@
-"""A log of an evaluation, a JSON object a line, that goes on after a kill."""
+"""What an evaluation leaves in files: a log with a line an item, which continues after a kill, and its results."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from configs.files import append_whole, write_whole
 from configs.schema import UserError
+from hosts.runtime import on_first_process
 
-AT_A_TIME = 512  # lines that a kill may lose
+AT_A_TIME = 256  # lines that a kill may lose
 
 
-def open_log(path: Path, facts: dict[str, Any]) -> list[dict]:
-    """The lines of a log that an earlier start left for the same `facts`, its first line; else it is started anew. A
-    line of which a kill left half is dropped. UserError where it cannot be written."""
-    lines = []
+class ItemLog:
+    """Every process has the lines; the first one writes them to the file, if there is one."""
+
+    def __init__(self, path: Path | None = None, facts: dict[str, Any] | None = None):
+        """Open the log at `path`. Its first line is the `facts` that its items depend on. The lines of an earlier start
+        are kept if its facts are the same. UserError if the file cannot be read or written."""
+        self.path = path
+        self.lines: list[dict] = on_first_process(lambda: _open(path, facts or {})) if path else []
+
+    def extend(self, lines: Iterable[dict]) -> None:
+        """Add lines, as they come. A kill loses at most `AT_A_TIME` of them."""
+        iterator = iter(lines)
+        while some := list(islice(iterator, AT_A_TIME)):
+            if self.path and jax.process_index() == 0:
+                append_whole(self.path, to_lines(some))
+            self.lines += some
+
+
+def _open(path: Path, facts: dict[str, Any]) -> list[dict]:
+    """Return the lines after the facts, and drop the half line that a kill left."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for text in path.read_bytes().split(b"\n")[:-1] if path.exists() else []:  # whole lines end in one
-            lines.append(json.loads(text))
-        kept = lines if lines and lines[0] == facts else [facts]
-        write_whole(path, to_lines(kept))
+        complete = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a complete line ends in a newline
+        lines = [json.loads(line) for line in complete]
+        lines = lines if lines and lines[0] == facts else [facts]
+        write_whole(path, to_lines(lines))
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); give --out=FOLDER") from error
     except ValueError as error:
         raise UserError(f"{path} cannot be continued ({error}); remove it to start again") from error
-    return kept[1:]
+    return lines[1:]
 
 
-def append_to_log(path: Path, lines: list[dict]) -> None:
-    """Adds lines, on disk for certain."""
-    append_whole(path, to_lines(lines))
-
-
-def recorded(lines: Iterable[dict], record: Callable[[list[dict]], Any]) -> list[dict]:
-    """All of them; `record` is given `AT_A_TIME`, as they come."""
-    coming, kept = iter(lines), []
-    while some := list(islice(coming, AT_A_TIME)):
-        record(some)
-        kept += some
-    return kept
-
-
-def to_lines(values: Sequence[dict]) -> str:
-    """A JSON object a line."""
+def to_lines(values: Iterable[dict]) -> str:
+    """Return a JSON object a line."""
     return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write results for people and programs."""
+    write_whole(path, json.dumps(content, indent=2) + "\n")

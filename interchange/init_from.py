@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from configs.schema import BatchConfig, Config, ModelConfig, UserError, resolved, roles, validate
+from configs.schema import BatchConfig, Config, ModelConfig, UserError, resolved, validate
 from data.tokenizer import TextTokenizer, load_tokenizer
-from interchange.remote_code import TABLE, model_of_remote, remote_name
-from interchange.safetensors import stored_arrays
-from interchange.transformers import HF_TABLE, beyond_hf, hf_config, hf_name, turned
+from interchange.safetensors import function_options, stored_arrays
+from interchange.transformers import HF_TABLE, OWN_TABLE, hf_config, hf_name, model_of_hf, own_config, own_name, turned
 from model.attention import window_of
 from run.checkpoint import Checkpoints
 from run.folder import record_of
@@ -24,56 +23,54 @@ from run.record import at_hand
 from training.optimizer import path_name
 from training.state import split_model
 
+OURS = ("nanochat", "tokensum")
+"""Architectures that our network computes, as config.json names them."""
 TOKENS_AT_A_TIME = 16_384  # of a network that is measured, on a device
 
 
 def is_network(folder: str | Path) -> bool:
-    """Whether a folder holds a network's arrays, as no run's folder does."""
+    """Return whether a folder has a network's arrays, as no run's folder does."""
     return any(Path(folder).expanduser().glob("*.safetensors"))
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder's config.json is a run's, and not that of transformers."""
-    return (folder / "config.json").exists() and "config" in _read_json(folder / "config.json")
+    """Return whether a folder's config.json is a run's, and not transformers'."""
+    return (folder / "config.json").exists() and "config" in _read_json(folder)
 
 
 def architecture_of(folder: str | Path) -> str:
-    """As config.json names it; what export.py wrote as plain safetensors is `tokensum`, too."""
-    path = Path(folder) / "config.json"
-    return "tokensum" if not path.exists() else str(_read_json(path).get("model_type"))
+    """Return what config.json calls it."""
+    return str(_read_json(folder).get("model_type"))
 
 
 def config_of(folder: str | Path) -> Config:
-    """The Config whose `init_from` is this folder, to measure it with. UserError where it holds another architecture
-    than ours."""
-    path, kind = Path(folder), architecture_of(folder)
-    theirs = _read_json(path / "config.json") if (path / "config.json").exists() else {}
-    length = theirs.get("max_position_embeddings", BatchConfig().sequence_length)
-    rows = max(1, TOKENS_AT_A_TIME // length)
-    config = Config(name=path.resolve().name, init_from=str(path), batch=BatchConfig(length, rows * length, rows))
-    if kind == "tokensum":
-        return replace(config, model=_stored_model(path, config))
-    if kind != "nanochat":
+    """Return the Config whose `init_from` is this folder, to measure it with. UserError for another architecture than
+    ours."""
+    path, theirs, kind = Path(folder) / "config.json", _read_json(folder), architecture_of(folder)
+    if kind not in OURS:
         raise UserError(
-            f"{folder} holds a network of the architecture {kind}, not one of ours (nanochat, tokensum); it can be "
+            f"{folder} has a network of the architecture {kind}, not one of ours ({', '.join(OURS)}); it can be "
             "measured with lm-evaluation-harness alone: --tasks=hellaswag,..."
         )
     try:
-        heads, width = theirs["num_attention_heads"], theirs["hidden_size"]
-        rope = theirs.get("rope_parameters") or theirs
-        model = ModelConfig(
-            depth=theirs["num_hidden_layers"],
-            width=width,
-            heads=heads,
-            kv_heads=theirs.get("num_key_value_heads") or heads,
-            head_dim=theirs.get("head_dim") or width // heads,
-            vocab_size=theirs["vocab_size"],
-            softcap=theirs.get("final_logit_softcapping", 15.0),
-            rotary_base=rope.get("rope_theta", 10_000.0),
+        length = theirs["max_position_embeddings"]
+        rows = max(1, TOKENS_AT_A_TIME // length)
+        config = Config(
+            path.resolve().parent.name, init_from=str(folder), batch=BatchConfig(length, rows * length, rows)
         )
-    except LookupError as error:
-        raise UserError(f"{path / 'config.json'} does not say {error}") from error
-    return resolved(replace(config, model=model))
+        if kind == "nanochat":
+            model, describe = model_of_hf(theirs), hf_config
+        else:
+            options = theirs["options"]
+            model = ModelConfig(**options | {"vocab_size": theirs.get("vocab_size", options["vocab_size"])})
+            describe = own_config
+        validate(config := resolved(replace(config, model=model)))
+        for name, ours in describe(config).items():
+            if name not in ("architectures", "auto_map", "options") and theirs.get(name) not in (None, ours):
+                raise UserError(f"{name} is {theirs[name]}, and our network has {ours}")
+    except (UserError, LookupError, TypeError) as error:
+        raise UserError(f"{path} describes no network of ours: {error}") from error
+    return config
 
 
 def _tokenizer_folder(config: Config) -> Path | None:
@@ -102,27 +99,44 @@ def why_no_training(config: Config) -> str:
 
 
 def require_same_network(config: Config) -> None:
-    """Raise UserError if `config.init_from` holds a network that computes another function than the options ask for."""
-    config = resolved(config)
-    folder = at_hand(config.init_from)
-    run = record_of(folder)[1] if is_run(folder) else None
-    shapes = {} if run else {name: tuple(array.get_shape()) for name, array in stored_arrays(folder).items()}
-    problems = _differences(run.model, config.model) if run else _other_options(folder, config)
-    leaves = jax.tree_util.tree_leaves_with_path(split_model(config.model, jnp.dtype(jnp.float32))[1])
-    wanted = {path_name(path): leaf.shape for path, leaf in leaves}
-    name_of, transposed = _spelling(shapes)
-    turn = lambda name, shape: shape[::-1] if transposed and name.endswith(".kernel") else shape
-    wanted = {name_of(name): turn(name, shape) for name, shape in wanted.items()}
-    for name in () if run else sorted(wanted.keys() | shapes.keys()):
-        if wanted.get(name) != shapes.get(name):
-            problems.append(f"{name}: {shapes.get(name, 'missing')}, not {wanted.get(name, 'there')}")
+    """Raise UserError if `config.init_from` has a network that computes another function than the options ask for."""
+    config, folder = resolved(config), at_hand(config.init_from)
+    if is_run(folder):
+        problems = _differences(record_of(folder)[1].model, config.model)
+    else:
+        shapes = {name: tuple(array.get_shape()) for name, array in stored_arrays(folder).items()}
+        problems = _differences(config_of(folder).model, config.model) + _wrong_shapes(shapes, config.model)
     if problems:
         differences = "\n  ".join(problems)
         raise UserError(f"{config.init_from} is of another network than the options ask for:\n  {differences}")
 
 
+def _wrong_shapes(shapes: dict[str, tuple[int, ...]], model: ModelConfig) -> list[str]:
+    name_of, transposed = _spelling(shapes)
+    wanted = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(split_model(model, jnp.dtype(jnp.float32))[1]):
+        name = path_name(path)
+        wanted[name_of(name)] = leaf.shape[::-1] if transposed and name.endswith(".kernel") else leaf.shape
+    return [
+        f"{name}: {shapes.get(name, 'missing')}, not {wanted.get(name, 'there')}"
+        for name in sorted(wanted.keys() | shapes.keys())
+        if wanted.get(name) != shapes.get(name)
+    ]
+
+
+def _differences(theirs: ModelConfig, asked: ModelConfig) -> list[str]:
+    """Name the options of which the functions differ; for how far blocks see, compare the windows themselves, since
+    several options may come to the same."""
+    ours, others = function_options(asked), function_options(theirs)
+    for model, options in ((asked, ours), (theirs, others)):
+        windows = [window_of(model, layer) for layer in range(model.depth)]
+        del options["window_pattern"], options["short_window"]
+        options["positions that the blocks see back (window_pattern, short_window)"] = windows
+    return [f"{name}: {others[name]}, not {value}" for name, value in ours.items() if others[name] != value]
+
+
 def read_params(config: Config, abstract: dict) -> dict:
-    """The parameters in `config.init_from`, of a network that is the same, padded and sharded as `abstract` is."""
+    """Return the parameters in `config.init_from`, whose network is the same, padded and sharded as `abstract` is."""
     folder = at_hand(config.init_from)
     if is_run(folder):
         return Checkpoints(record_of(folder)[1].checkpoint.folder or folder).restore_params(abstract)[0]
@@ -140,76 +154,18 @@ def read_params(config: Config, abstract: dict) -> dict:
 
 
 def _spelling(stored: Collection[str]) -> tuple[Callable[[str], str], bool]:
-    """How a folder names our parameters, and whether its matrices are [outputs, inputs], as torch's are."""
+    """Return how a folder names our parameters, and whether its matrices are [outputs, inputs], as torch's are."""
     if HF_TABLE in stored:
         return hf_name, True
-    return (remote_name, True) if TABLE in stored else (str, False)
+    return (own_name, True) if OWN_TABLE in stored else (str, False)
 
 
-def _other_options(folder: Path, config: Config) -> list[str]:
-    """What the folder's config says that no shape does, where the options differ."""
-    if architecture_of(folder) == "tokensum" and any(map(Path.exists, _descriptions(folder))):
-        return _differences(_stored_model(folder, config), config.model)
-    if (folder / "config.json").exists():
-        theirs, asked = _read_json(folder / "config.json"), hf_config(config, 0)
-        asked |= {f"model.{name}": "in use" for name in beyond_hf(config.model)}
-        theirs |= {name: "not there" for name in asked if name.startswith("model.")}
-        for name in (
-            "architectures",
-            "max_position_embeddings",
-            "bos_token_id",
-            "eos_token_id",
-            "pad_token_id",
-        ):
-            del asked[name]
-    else:
-        return []
-    return _different(theirs, asked)
-
-
-def _differences(theirs: ModelConfig, asked: ModelConfig) -> list[str]:
-    return _different(_function(theirs), _function(asked))
-
-
-def _different(theirs: dict[str, Any], asked: dict[str, Any]) -> list[str]:
-    different = [name for name in asked if theirs.get(name) not in (None, asked[name])]
-    return [f"{name}: {theirs[name]}, not {asked[name]}" for name in different]
-
-
-def _function(model: ModelConfig) -> dict[str, Any]:
-    """The options that make the function that a network computes; for how far its blocks see, the windows themselves,
-    since several options may come to the same."""
-    names = [name.removeprefix("model.") for name, of in roles().items() if name.startswith("model.") and not of]
-    windows = [window_of(model, layer) for layer in range(model.depth)]
-    values = {name: getattr(model, name) for name in names if name not in ("window_pattern", "short_window")}
-    return values | {"positions that the blocks see back (window_pattern, short_window)": windows}
-
-
-def _descriptions(folder: Path) -> tuple[Path, Path]:
-    """Return where export.py describes a network: for transformers, which may have saved it again, and for others."""
-    return folder / "config.json", folder / "tokensum.json"
-
-
-def _stored_model(folder: Path, config: Config) -> ModelConfig:
-    """Return the network that export.py described; what it does not name is as it was before there was a choice."""
-    for_transformers, plain = _descriptions(folder)
-    known, path = roles(), for_transformers if for_transformers.exists() else plain
-    stored = _read_json(path)
-    try:
-        if path == plain:
-            stored = {name: value for name, value in stored.items() if known.get(f"model.{name}") == set()}
-        model = ModelConfig(**stored) if path == plain else model_of_remote(stored)
-        validate(Config(name="stored", model=model))
-        return resolved(Config(name="stored", model=model, batch=config.batch)).model
-    except (UserError, LookupError, TypeError) as error:
-        raise UserError(f"{path} describes no network: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(folder: str | Path) -> dict[str, Any]:
+    path = Path(folder).expanduser() / "config.json"
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} cannot be read: it holds no options by name")
+        raise UserError(f"{path} cannot be read: it has no options by name")
     return content

@@ -20,38 +20,30 @@ class TokensumConfig(PretrainedConfig):
     model_type = "tokensum"
     keys_to_ignore_at_inference = ("past_key_values",)
 
-    def __init__(
-        self,
-        vocab_size: int = 258,
-        hidden_size: int = 64,
-        num_hidden_layers: int = 1,
-        num_attention_heads: int = 1,
-        num_key_value_heads: int = 1,
-        head_dim: int = 64,
-        max_position_embeddings: int = 2048,
-        softcap: float = 15.0,
-        rotary_base: float = 100_000.0,
-        qk_scale: float = 1.0,
-        windows: list | None = None,
-        value_embeddings: list | None = None,
-        resid_lambdas: bool = False,
-        x0_lambdas: bool = False,
-        smear: bool = False,
-        backout: bool = False,
-        smear_channels: int = 24,
-        value_gate_channels: int = 12,
-        **kwargs,
-    ):
-        """`windows`: how many positions back each block sees, None: all. `value_embeddings`: which blocks have one."""
-        self.vocab_size, self.hidden_size, self.head_dim = vocab_size, hidden_size, head_dim
-        self.num_hidden_layers, self.num_attention_heads = num_hidden_layers, num_attention_heads
-        self.num_key_value_heads, self.max_position_embeddings = num_key_value_heads, max_position_embeddings
-        self.softcap, self.rotary_base, self.qk_scale = softcap, rotary_base, qk_scale
-        self.windows = windows or [None] * num_hidden_layers
-        self.value_embeddings = value_embeddings or []
-        self.resid_lambdas, self.x0_lambdas, self.smear, self.backout = resid_lambdas, x0_lambdas, smear, backout
-        self.smear_channels, self.value_gate_channels = smear_channels, value_gate_channels
-        super().__init__(**kwargs)
+    vocab_size: int = 258
+    hidden_size: int = 64
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 1
+    num_key_value_heads: int = 1
+    head_dim: int = 64
+    max_position_embeddings: int = 2048
+    softcap: float = 15.0
+    rotary_base: float = 100_000.0
+    qk_scale: float = 1.0
+    windows: list | tuple = ()
+    """How many positions back each block sees, None: all."""
+    value_embeddings: list | tuple = ()
+    """Which blocks have one."""
+    resid_lambdas: bool = False
+    x0_lambdas: bool = False
+    smear: bool = False
+    backout: bool = False
+    smear_channels: int = 24
+    value_gate_channels: int = 12
+
+    def __post_init__(self, **kwargs):
+        self.windows = self.windows or [None] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
 
 
 def inverse_rms(x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Networks as plain safetensors: the arrays as they are, under their dotted names; written a shard at a time."""
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Iterable
@@ -13,7 +12,7 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from configs.schema import Config, UserError
+from configs.schema import Config, ModelConfig, UserError, roles
 from data.tokenizer import TextTokenizer
 from training.optimizer import path_name
 
@@ -21,17 +20,19 @@ Arrays = dict[str, Float[np.ndarray, "..."]]
 
 
 def write_safetensors(out: Path, shards: Iterable[Arrays], config: Config, tokenizer: TextTokenizer) -> None:
-    """A folder with the arrays as they are, under their dotted names."""
-    files = {"tokensum.json": to_json(dataclasses.asdict(config.model)), "tokenizer.json": tokenizer.json}
-    write_folder(out, shards, files)
+    """Write a folder with the arrays as they are, under their dotted names."""
+    facts = {"model_type": "tokensum", "max_position_embeddings": config.batch.sequence_length}
+    content = json.dumps(facts | {"options": function_options(config.model)}, indent=2)
+    write_folder(out, shards, {"config.json": content, "tokenizer.json": tokenizer.json})
 
 
-def to_json(content: dict) -> str:
-    return json.dumps(content, indent=2)
+def function_options(model: ModelConfig) -> dict[str, Any]:
+    """Return the options that make the function that a network computes."""
+    return {name: getattr(model, name) for name, meanings in roles(ModelConfig).items() if not meanings}
 
 
 def write_folder(out: Path, shards: Iterable[Arrays], files: dict[str, str]) -> None:
-    """Writes the new folder `out`, whole or not at all, a file a shard. UserError where that cannot be."""
+    """Write the new folder `out`, completely or not at all, a file a shard. UserError if that fails."""
     partial = out.with_name(f"{out.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
@@ -47,36 +48,35 @@ def write_folder(out: Path, shards: Iterable[Arrays], files: dict[str, str]) -> 
 
 
 def _write_shards(folder: Path, shards: Iterable[Arrays]) -> None:
-    """model.safetensors, or several with their index, named as transformers does."""
-    held: list[list[str]] = []
+    """Write model.safetensors, or several with their index, named as transformers does."""
+    written: list[list[str]] = []
     size = 0
     for arrays in shards:
-        path = folder / f"{len(held)}.safetensors"
+        path = folder / f"{len(written)}.safetensors"
         save_file(arrays, path, metadata={"format": "pt"})
         shutil.copymode(folder / "tokenizer.json", path)  # which others may read, where this library lets nobody
-        held.append(list(arrays))
+        written.append(list(arrays))
         size += sum(array.nbytes for array in arrays.values())
         del arrays  # before the next one is read
-    count = len(held)
+    count = len(written)
     if count == 1:
         (folder / "0.safetensors").rename(folder / "model.safetensors")
         return
     names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     for i, name in enumerate(names):
         (folder / f"{i}.safetensors").rename(folder / name)
-    weights = {array: name for name, arrays in zip(names, held) for array in arrays}
-    (folder / "model.safetensors.index.json").write_text(
-        to_json({"metadata": {"total_size": size}, "weight_map": weights})
-    )
+    weights = {array: name for name, arrays in zip(names, written) for array in arrays}
+    index = {"metadata": {"total_size": size}, "weight_map": weights}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
 def arrays_of(params: dict) -> Arrays:
-    """The parameters by their dotted names."""
+    """Return the parameters by their dotted names."""
     return {path_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def stored_arrays(folder: Path) -> dict[str, Any]:
-    """The arrays in a folder's files, by name, not yet read."""
+    """Return the arrays in a folder's files, by name, not yet read. UserError if there are none, or not complete."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"{folder} holds no network: no *.safetensors there")

@@ -1,14 +1,16 @@
-"""Networks as transformers reads them: as NanoChatForCausalLM where that class has all that a network uses, else by a
-modeling file of our own (interchange/remote_code.py).
+"""Networks as transformers reads them: as its NanoChatForCausalLM if that class has all that a network uses, else with
+a modeling file of our own, interchange/modeling_tokensum.py (`trust_remote_code`).
 
-ours [inputs, outputs]                transformers' [outputs, inputs]
-embed.table                           model.embed_tokens.weight
-blocks.N.attention.query.kernel       model.layers.N.self_attn.q_proj.weight      and so key, value, out
-blocks.N.mlp.up.kernel, down          model.layers.N.mlp.fc1.weight, fc2
-lm_head.kernel                        lm_head.weight
+ours                               NanoChatForCausalLM                             the modeling file
+embed.table                        model.embed_tokens.weight                       embed.weight
+blocks.N.attention.query.kernel    model.layers.N.self_attn.q_proj.weight          blocks.N.attention.query.weight
+blocks.N.mlp.up.kernel             model.layers.N.mlp.fc1.weight                   blocks.N.mlp.up.weight
+resid_lambdas.values               -                                               resid_lambdas
+
+A kernel is [inputs, outputs] here, and [outputs, inputs] there.
 """
 
-import re
+import json
 from collections.abc import Callable, Iterable, Set
 from dataclasses import fields
 from pathlib import Path
@@ -17,75 +19,117 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from configs.schema import Config, ModelConfig, UserError, roles
+from configs.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, Config, ModelConfig, UserError, roles
 from data.tokenizer import TextTokenizer
-from interchange.remote_code import MODELING, REMOTE, remote_config, remote_name
-from interchange.safetensors import Arrays, to_json, write_folder
+from interchange.safetensors import Arrays, function_options, write_folder
+from model.attention import has_value_embedding, window_of
 
-HF_TABLE = "model.embed_tokens.weight"  # tells transformers' names from ours
-
+MODELING = Path(__file__).with_name("modeling_tokensum.py")
+HF_TABLE, OWN_TABLE = "model.embed_tokens.weight", "embed.weight"  # each tells its names from others
 HF_NAMES = {
-    r"embed\.table": HF_TABLE,
-    r"lm_head\.kernel": "lm_head.weight",
-    r"blocks\.(\d+)\.attention\.query\.kernel": r"model.layers.\1.self_attn.q_proj.weight",
-    r"blocks\.(\d+)\.attention\.key\.kernel": r"model.layers.\1.self_attn.k_proj.weight",
-    r"blocks\.(\d+)\.attention\.value\.kernel": r"model.layers.\1.self_attn.v_proj.weight",
-    r"blocks\.(\d+)\.attention\.out\.kernel": r"model.layers.\1.self_attn.o_proj.weight",
-    r"blocks\.(\d+)\.mlp\.up\.kernel": r"model.layers.\1.mlp.fc1.weight",
-    r"blocks\.(\d+)\.mlp\.down\.kernel": r"model.layers.\1.mlp.fc2.weight",
+    "embed.table": HF_TABLE,
+    "lm_head.kernel": "lm_head.weight",
+    "blocks.": "model.layers.",
+    "attention.query.kernel": "self_attn.q_proj.weight",
+    "attention.key.kernel": "self_attn.k_proj.weight",
+    "attention.value.kernel": "self_attn.v_proj.weight",
+    "attention.out.kernel": "self_attn.o_proj.weight",
+    "mlp.up.kernel": "mlp.fc1.weight",
+    "mlp.down.kernel": "mlp.fc2.weight",
 }
+"""Parts of our parameters' names, and of NanoChatForCausalLM's."""
+IN_HF = {"depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "softcap", "rotary_base", "short_window"}
+"""The options that `hf_config` expresses."""
+REMOTE = {"qk_scale", "window_pattern", "value_embeddings", "resid_lambdas", "x0_lambdas", "smear", "backout"}
+"""The options that the modeling file has, and transformers' class has not."""
 
 
 def hf_name(name: str) -> str:
-    """transformers' name of a parameter of ours; the parameter's own, if its class has none."""
-    found = [re.sub(ours, theirs, name) for ours, theirs in HF_NAMES.items() if re.fullmatch(ours, name)]
-    return found[0] if found else name
+    """Return transformers' name of a parameter of ours."""
+    for ours, theirs in HF_NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def own_name(name: str) -> str:
+    """Return the modeling file's name of a parameter of ours."""
+    stem, _, kind = name.rpartition(".")
+    return stem if kind == "values" else f"{stem}.weight"
 
 
 def turned(name: str, array: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-    """From ours to transformers', or back: a matrix is transposed, a table is not."""
+    """Turn an array from ours to transformers', or back: a matrix is transposed, a table is not."""
     return np.ascontiguousarray(array.T) if name.endswith(".kernel") else array
 
 
-def hf_config(config: Config, bos: int) -> dict[str, Any]:
-    """transformers' config.json of a network."""
+def _sizes(config: Config) -> dict[str, Any]:
+    """Return what both kinds of config.json have."""
     model = config.model
     return {
-        "architectures": ["NanoChatForCausalLM"],
-        "model_type": "nanochat",
         "vocab_size": model.vocab_size,
         "hidden_size": model.width,
-        "intermediate_size": 4 * model.width,
         "num_hidden_layers": model.depth,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.head_dim,
         "max_position_embeddings": config.batch.sequence_length,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rotary_base},
-        "final_logit_softcapping": model.softcap,
+        "tie_word_embeddings": False,
+    }
+
+
+def hf_config(config: Config) -> dict[str, Any]:
+    """Return NanoChatForCausalLM's config.json of a network, without its special tokens."""
+    return _sizes(config) | {
+        "architectures": ["NanoChatForCausalLM"],
+        "model_type": "nanochat",
+        "intermediate_size": 4 * config.model.width,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.model.rotary_base},
+        "final_logit_softcapping": config.model.softcap,
         "hidden_act": "relu2",
         "rms_norm_eps": 1e-6,
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "tie_word_embeddings": False,
-        "bos_token_id": bos,
-        "eos_token_id": bos,  # a document ends where the next one starts
-        "pad_token_id": None,  # else its row of the embedding would never learn
     }
 
 
-IN_HF = {"depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "softcap", "rotary_base", "short_window"}
-"""The options that `hf_config` expresses."""
+def model_of_hf(theirs: dict[str, Any]) -> ModelConfig:
+    """Return the network of NanoChatForCausalLM's config.json. LookupError if it lacks a name."""
+    heads, width = theirs["num_attention_heads"], theirs["hidden_size"]
+    return ModelConfig(
+        depth=theirs["num_hidden_layers"],
+        width=width,
+        heads=heads,
+        kv_heads=theirs.get("num_key_value_heads") or heads,
+        head_dim=theirs.get("head_dim") or width // heads,
+        vocab_size=theirs["vocab_size"],
+        softcap=theirs.get("final_logit_softcapping", 15.0),
+        rotary_base=(theirs.get("rope_parameters") or theirs).get("rope_theta", 10_000.0),
+    )
 
 
-def beyond_hf(model: ModelConfig) -> list[str]:
-    """The options in use that transformers' class has not."""
-    return _in_use(model, IN_HF)
+def own_config(config: Config) -> dict[str, Any]:
+    """Return the modeling file's config.json of a network with any options, without its special tokens."""
+    model, layers = config.model, range(config.model.depth)
+    same = ("softcap", "rotary_base", "qk_scale", "resid_lambdas", "x0_lambdas", "smear", "backout")
+    return _sizes(config) | {
+        "architectures": ["TokensumForCausalLM"],
+        "model_type": "tokensum",
+        "auto_map": {
+            "AutoConfig": f"{MODELING.stem}.TokensumConfig",
+            "AutoModelForCausalLM": f"{MODELING.stem}.TokensumForCausalLM",
+        },
+        **{name: getattr(model, name) for name in same},
+        "windows": [window_of(model, layer) for layer in layers],
+        "value_embeddings": [layer for layer in layers if has_value_embedding(model, layer)],
+        "smear_channels": SMEAR_CHANNELS,
+        "value_gate_channels": VALUE_GATE_CHANNELS,
+        "options": function_options(model),  # as interchange/init_from.py reads them
+    }
 
 
-def _in_use(model: ModelConfig, known: Set[str]) -> list[str]:
-    """The options that change the network, differ from the plain one's and are not `known`."""
-    change = {name for name, of in roles(ModelConfig).items() if not of} - known
+def beyond_hf(model: ModelConfig, known: Set[str] = frozenset(IN_HF)) -> list[str]:
+    """Return the options in use that change the network, and that transformers' class has not, or are not `known`."""
+    change = {name for name, meanings in roles(ModelConfig).items() if not meanings} - known
     if "S" not in model.window_pattern[: max(model.depth - 1, 0)]:  # the last block has no window
         change.discard("window_pattern")
     return [f.name for f in fields(model) if f.name in change and getattr(model, f.name) != f.default]
@@ -101,28 +145,31 @@ def write_hf(
 ) -> None:
     """Write a folder for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, of arrays by their
     dotted names, in `dtype`. A network that transformers' own class cannot express comes with the code that reads it,
-    and needs `trust_remote_code=True`; `card` takes whether it does, and returns README.md. UserError where that code
-    does not know an option, either."""
-    if unknown := _in_use(config.model, IN_HF | REMOTE):
+    and needs `trust_remote_code=True`; `card` takes whether it does, and returns README.md. UserError if that code
+    lacks an option, too."""
+    if unknown := beyond_hf(config.model, IN_HF | REMOTE):
         raise UserError(
             f"{MODELING.name} has no {', '.join(f'model.{name}' for name in unknown)}, which this network uses; "
             "--format=safetensors writes it"
         )
     own = bool(beyond_hf(config.model))
-    named, described = (remote_name, remote_config) if own else (hf_name, hf_config)
+    named, described = (own_name, own_config) if own else (hf_name, hf_config)
     bos = next(token for token, i in tokenizer.special_tokens.items() if i == tokenizer.bos)
-    ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.bos, "pad_token_id": tokenizer.bos}
-    tokens = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos, "pad_token": bos}
-    length = config.batch.sequence_length
-    files = {
-        "config.json": described(config, tokenizer.bos) | {"dtype": dtype},
-        "generation_config.json": ids,
-        "tokenizer_config.json": {**tokens, "model_max_length": length, "clean_up_tokenization_spaces": False},
+    # A document ends where the next one starts. With a pad token the network's row of it would never learn.
+    ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.bos}
+    contents = {
+        "config.json": described(config) | ids | {"pad_token_id": None, "dtype": dtype},
+        "generation_config.json": ids | {"pad_token_id": tokenizer.bos},
+        "tokenizer_config.json": {
+            **{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos, "pad_token": bos},
+            **{"model_max_length": config.batch.sequence_length, "clean_up_tokenization_spaces": False},
+        },
     }
-    texts = {name: to_json(content) for name, content in files.items()} | {"tokenizer.json": tokenizer.json_with_bos}
-    texts |= ({MODELING.name: MODELING.read_text()} if own else {}) | ({"README.md": card(own)} if card else {})
+    files = {name: json.dumps(content, indent=2) for name, content in contents.items()}
+    files |= {"tokenizer.json": tokenizer.json_with_bos} | ({MODELING.name: MODELING.read_text()} if own else {})
+    files |= {"README.md": card(own)} if card else {}
     written = (
         {named(name): turned(name, array).astype(dtype, copy=False) for name, array in arrays.items()}
         for arrays in shards
     )
-    write_folder(out, written, texts)
+    write_folder(out, written, files)

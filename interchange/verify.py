@@ -1,5 +1,6 @@
 """Whether a network that was written for transformers is the one that was trained: both read the same text."""
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -16,21 +17,22 @@ BOUND = 1e-3  # of logits in float32: ten times what the order of sums was seen 
 
 
 def require_transformers() -> None:
-    """UserError where what loads the network is not installed."""
+    """UserError if what loads the network is not installed."""
     try:
-        from transformers import AutoModelForCausalLM  # imports torch, too
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
     except ImportError as error:
         raise UserError(
             f"--verify loads the network in transformers: pip install torch transformers ({error})"
         ) from error
-    assert AutoModelForCausalLM
 
 
 def largest_difference(
     folder: Path, params: dict, model: ModelConfig, tokens: Int[np.ndarray, "rows length"]
 ) -> tuple[float, float]:
-    """Of the capped logits of the network in `folder`, as transformers loads it, and of ours, both in float32; and the
-    standard deviation of ours, beside which to see it. `params`: as the folder has them, rounded where it is."""
+    """Return the largest difference between the capped logits of the network in `folder`, as transformers loads it, and
+    of ours, both in float32; and the standard deviation of ours, to compare it with. `params`: as the folder has them,
+    rounded if it is."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -41,3 +43,17 @@ def largest_difference(
     with torch.no_grad():
         theirs = network(torch.tensor(tokens)).logits.numpy()
     return float(np.max(np.abs(ours - theirs))), float(np.std(ours))
+
+
+def verify(folder: Path, params: dict, model: ModelConfig, dtype: str, tokens: np.ndarray) -> str:
+    """Return how far the logits of the network in `folder` differ from ours on `tokens`. Above the bound, remove the
+    folder, and raise RuntimeError."""
+    rounded = jax.tree.map(lambda leaf: leaf.astype(np.dtype(dtype)).astype(np.float32), params)
+    difference, size = largest_difference(folder, rounded, model, tokens)
+    result = (
+        f"logits of {tokens.size} tokens of Python's library differ by at most {difference:.2g} (spread {size:.2g})"
+    )
+    if not difference <= BOUND:  # nan included
+        shutil.rmtree(folder)
+        raise RuntimeError(f"{result}: above {BOUND}, so {folder} was removed: this is a defect of the export")
+    return result

@@ -329,7 +329,7 @@ def test_benchmarks_leave_the_run_s_bits_untouched_and_evaluate_gives_the_same(f
     left = folder / "known" / "core" / "step_120_items_16"
     assert json.loads((left / "core.json").read_text())["core"] == found["core"]
     assert (left / "core.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setattr("evaluation.benchmarks.encode", None)  # all is in the log
+    monkeypatch.setattr("evaluation.core.encode", None)  # all is in the log
     assert run("evaluate", monkeypatch, *command) == 0
     assert json.loads(capsys.readouterr().out) == found
 
@@ -338,7 +338,7 @@ def test_benchmarks_leave_the_run_s_bits_untouched_and_evaluate_gives_the_same(f
 def test_a_network_in_a_folder_is_measured_as_the_run_that_it_is_of(folder, untouched, monkeypatch, capsys):
     """In transformers' format, as a nanochat is published."""
     # A folder does not say in what type it was computed; some versions of JAX would take bfloat16 here.
-    monkeypatch.setattr("evaluate.compute_dtype", lambda *of: jnp.dtype("float32"))
+    monkeypatch.setattr("evaluation.network.compute_dtype", lambda *of: jnp.dtype("float32"))
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["export", "--run_dir=untouched", "--out=published"])
     assert export.main() == 0
@@ -422,7 +422,7 @@ def test_two_runs_are_compared_on_other_text(folder, untouched, monkeypatch, cap
     (left,) = set((untouched / "texts").iterdir()) - others
     assert json.loads((left / "bits_per_byte.json").read_text())["against"] == against
     assert (left / "bits_per_byte.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setattr("evaluation.document_losses.DocumentLosses._losses", None)  # all is in the logs
+    monkeypatch.setattr("evaluation.scorer.by_shape", None)  # all is in the logs
     assert run("evaluate", monkeypatch, *command) == 0
     assert json.loads(capsys.readouterr().out) == found
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import yaml
 
-from configs.schema import ModelConfig
+from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig
 from data.tokenizer import TextTokenizer, train_tokenizer
+from evaluation.network import Network
 from tests.helpers import perturbed
-from training.state import split_model
+from training.mesh import make_mesh
+from training.state import abstract_params, split_model, stored_as
 
 LONGEST = 256  # tokens of a row
 SIZES = {"depth": 2, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab_size": 320, "dtype": "float32"}
@@ -60,6 +63,13 @@ def params() -> dict:
     table = params["embed"]["table"] = 8 * params["embed"]["table"]  # a usual size: the norms' eps is not nanochat's
     params["lm_head"]["kernel"] = 2 * table.T / np.linalg.norm(table, axis=1)
     return params
+
+
+def network(devices: int = 1, length: int = LONGEST, **model) -> Network:
+    """Return it on one device, or on a mesh of 2 x 2 x 2, for rows of `length` tokens."""
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2) if devices == 8 else MeshConfig(), jax.devices()[:devices])
+    config = Config("tiny", model=replace(CONFIG, **model), batch=BatchConfig(length, 4 * length, 4))
+    return Network(config, tokenizer(), stored_as(params(), abstract_params(config.model, mesh)), mesh)
 
 
 def make_bundle(folder: Path) -> Path:

@@ -9,22 +9,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from configs.schema import BatchConfig, MeshConfig, UserError
+from configs.schema import UserError
 from data.prepare.corpus import Document
 from data.prepare.preparation import Preparation, prepare
-from evaluation.bits_of_texts import compared, figures, in_words, plot, ratio
-from evaluation.document_losses import DocumentLosses
-from evaluation.documents import Source, digest, read_sources
+from evaluation.bits_per_byte import compared, figures, ratio
+from evaluation.documents import Source, digest, measure_documents, read_sources
+from evaluation.item_log import ItemLog
+from evaluation.pictures import plot_bits
+from evaluation.texts import in_words
 from model.gpt import GPT
 from model.loss import softcap
-from tests.evaluation.core_bundle import CONFIG, params, tokenizer, words
-from training.mesh import make_mesh
-from training.state import abstract_params, stored_as
+from tests.evaluation.core_bundle import CONFIG, network, params, tokenizer, words
 
-LENGTH = 80  # tokens of a row: not one of the sizes that rows are rounded up to
+LENGTH = 84  # tokens of a row: not one of the sizes that rows are rounded up to
 MODEL = replace(CONFIG, short_window=20)
-MESHES = {1: MeshConfig(), 8: MeshConfig(data=2, fsdp=2, tensor=2)}
-BATCH = BatchConfig(sequence_length=LENGTH, tokens_per_step=4 * LENGTH, rows_per_device=4)
 
 
 def document(name, count):
@@ -37,11 +35,9 @@ SOURCES = [
 ]
 
 
-def measured(devices=1, **call):
-    mesh = make_mesh(MESHES[devices], jax.devices()[:devices])
-    abstract = abstract_params(MODEL, mesh)
-    measure = DocumentLosses(tokenizer(), MODEL, BATCH, jnp.dtype("float32"), mesh)
-    return measure(stored_as(params(), abstract), SOURCES, **call)
+def measured(devices=1, log=None):
+    ours = network(devices, LENGTH, short_window=20)
+    return measure_documents(ours, ours.scorer(), SOURCES, log or ItemLog())
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +75,10 @@ def test_a_mesh_gives_the_bits_of_one_device(lines):
         assert one["bits"] == pytest.approx(other["bits"], rel=1e-5)
 
 
-def test_it_goes_on_where_a_kill_left_it(lines):
-    new = []
-    done = lines[:3]
-    assert sorted(map(str, measured(done=done, record=new.extend))) == sorted(map(str, lines))
-    assert len(new) == 2 and not [line for line in new if line in done]
+def test_documents_in_the_log_are_not_measured_again(lines):
+    log = ItemLog()
+    log.extend([line | {"bits": 0.0} for line in lines[:3]])
+    assert [line["bits"] for line in measured(log=log)] == [0.0] * 3 + [line["bits"] for line in lines[3:]]
 
 
 def test_figures_of_sources_sizes_and_positions(lines):
@@ -136,7 +131,7 @@ def test_a_small_difference_that_all_documents_share_is_none_of_noise():
 
 
 def test_the_picture_shows_two_runs(lines, tmp_path):
-    plot({"ours": figures(SOURCES, lines), "theirs": figures(SOURCES, lines)}, "a text", tmp_path / "bits.png")
+    plot_bits({"ours": figures(SOURCES, lines), "theirs": figures(SOURCES, lines)}, "a text", tmp_path / "bits.png")
     assert (tmp_path / "bits.png").read_bytes()[:4] == b"\x89PNG"
 
 

@@ -9,30 +9,22 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("lm_eval")
 
 import evaluate
-from configs.schema import BatchConfig, Config, MeshConfig, UserError
+from configs.schema import UserError
 from data.tokenizer import BOS
-from evaluation.generation import make_generate
 from evaluation.harness import HarnessNetwork
 from evaluation.harness_tasks import load_tasks, measure, points
-from evaluation.scorer import Scorer
+from evaluation.item_log import ItemLog
 from interchange.safetensors import arrays_of
 from interchange.transformers import write_hf
-from tests.evaluation.core_bundle import CONFIG, params, tokenizer
+from tests.evaluation.core_bundle import network, params, tokenizer
 from tests.evaluation.harness_tasks import make_tasks
-from training.mesh import make_mesh
-from training.state import abstract_params, stored_as
 
 LENGTH = 128
-BATCH = BatchConfig(sequence_length=LENGTH, tokens_per_step=4 * LENGTH, rows_per_device=4)
-MODEL = replace(CONFIG, short_window=64)
-MESHES = {1: MeshConfig(), 8: MeshConfig(data=2, fsdp=2, tensor=2)}
 NAMES = ["tiny_choices", "tiny_schema", "tiny_endings", "tiny_text", "tiny_writing"]
 
 
@@ -53,21 +45,16 @@ def requests(loaded):
     return found
 
 
-def network(devices=1, longest=None, **more):
-    mesh = make_mesh(MESHES[devices], jax.devices()[:devices])
-    abstract = abstract_params(MODEL, mesh)
-    placed = stored_as(params(), abstract)
-    dtype = jnp.dtype("float32")
-    scorer, generate = Scorer(MODEL, BATCH, dtype, mesh, longest), make_generate(MODEL, dtype, mesh)
-    return HarnessNetwork(placed, tokenizer(), scorer, generate, **more)
+def answering(devices=1, longest=None, log=None):
+    ours = network(devices, LENGTH, short_window=64)
+    return HarnessNetwork(ours.params, tokenizer(), ours.scorer(longest), ours.generate(), log or ItemLog())
 
 
 @pytest.fixture(scope="module")
 def answered(requests):
-    """Our answers to all requests, on one device, and the lines of the log."""
-    lines = []
-    ours = network(record=lines.extend)
-    return {kind: getattr(ours, kind)(of_kind) for kind, of_kind in requests.items()}, lines
+    """Our answers to all requests, on one device, and the log."""
+    ours = answering()
+    return {kind: getattr(ours, kind)(of_kind) for kind, of_kind in requests.items()}, ours.log
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +65,7 @@ def hf(tmp_path_factory):
     from lm_eval.models.huggingface import HFLM
 
     folder = tmp_path_factory.mktemp("hf") / "out"
-    write_hf(folder, [arrays_of(params())], Config(name="tiny", model=MODEL, batch=BATCH), tokenizer())
+    write_hf(folder, [arrays_of(params())], network(1, LENGTH, short_window=64).config, tokenizer())
     return partial(HFLM, pretrained=str(folder), trust_remote_code=True, device="cpu", batch_size=4)
 
 
@@ -89,7 +76,7 @@ def test_loglikelihoods_are_those_of_the_harness_own_model(requests, answered, h
         assert own[0] == pytest.approx(other[0], abs=1e-4), request.args
         assert own[1] == other[1]
     assert {greedy for _, greedy in ours} == {True, False}
-    assert sum(line.get("cut", 0) > 0 for line in answered[1]) >= 4
+    assert sum(line.get("cut", 0) > 0 for line in answered[1].lines) >= 4
 
 
 def test_whole_texts_are_those_of_the_harness_own_model(requests, answered, hf):
@@ -97,7 +84,7 @@ def test_whole_texts_are_those_of_the_harness_own_model(requests, answered, hf):
     kind = "loglikelihood_rolling"
     theirs = hf(add_bos_token=False).loglikelihood_rolling(requests[kind])
     assert answered[0][kind] == pytest.approx(theirs, rel=1e-6, abs=1e-4)
-    assert max(line["tokens"] for line in answered[1] if "tokens" in line) > 2 * LENGTH
+    assert max(line["tokens"] for line in answered[1].lines if "tokens" in line) > 2 * LENGTH
 
 
 def test_texts_are_those_that_the_harness_own_model_writes(requests, answered, hf):
@@ -107,7 +94,7 @@ def test_texts_are_those_that_the_harness_own_model_writes(requests, answered, h
 
 @pytest.mark.slow
 def test_a_mesh_gives_the_answers_of_one_device(requests, answered):
-    ours = network(8)
+    ours = answering(8)
     for kind, of_kind in requests.items():
         for one, other in zip(answered[0][kind], getattr(ours, kind)(of_kind), strict=True):
             assert one == other if kind == "generate_until" else one == pytest.approx(other, abs=1e-3)
@@ -115,7 +102,7 @@ def test_a_mesh_gives_the_answers_of_one_device(requests, answered):
 
 def test_figures_have_errors_ties_and_chance_and_go_on_from_the_log(loaded, answered, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")  # of a process that is not the machine's first
-    ours = network(done=answered[1])
+    ours = answering(log=answered[1])
     ours.scorer = ours.generate = None  # all is in the log
     results, lines = measure(ours, loaded, None, tie=1e-4)
     choices = results["tiny_choices"]
@@ -132,14 +119,14 @@ def test_figures_have_errors_ties_and_chance_and_go_on_from_the_log(loaded, answ
 def test_what_is_drawn_follows_from_the_request_and_each_of_several_draws_is_another(requests):
     drawn = {"until": ["~~"], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
     one, other = (replace(request, arguments=(request.args[0], drawn)) for request in requests["generate_until"][:2])
-    together = network().generate_until([one, one, one, other])
+    together = answering().generate_until([one, one, one, other])
     assert len(set(together)) == 4
-    assert network().generate_until([other, one, one]) == [together[3], *together[:2]]
+    assert answering().generate_until([other, one, one]) == [together[3], *together[:2]]
 
 
 def test_a_text_that_finds_no_room_and_options_that_do_not_exist_are_refused(requests):
     (request, *_) = requests["generate_until"]
-    ours = network(longest=12)
+    ours = answering(longest=12)
     with pytest.raises(UserError, match="asks for 12 new tokens, and a row of the network has 12"):
         ours.generate_until([request])
     request = replace(request, arguments=("a", {"do_sample": True, "temperature": 1.0, "top_p": 0.5}))

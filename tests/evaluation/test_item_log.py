@@ -1,14 +1,14 @@
-"""A log of an evaluation."""
+"""The log of an evaluation."""
 
 import pytest
 
 from configs.schema import UserError
-from evaluation.item_log import open_log
+from evaluation.item_log import ItemLog
 
 
 def test_a_place_that_cannot_be_written_and_a_damaged_log_are_told_apart(tmp_path):
     (tmp_path / "file").write_text("no JSON\n")
     with pytest.raises(UserError, match=r"file/log cannot be written .*; give --out=FOLDER"):
-        open_log(tmp_path / "file" / "log", {})
+        ItemLog(tmp_path / "file" / "log", {})
     with pytest.raises(UserError, match=r"file cannot be continued .*; remove it"):
-        open_log(tmp_path / "file", {})
+        ItemLog(tmp_path / "file", {})

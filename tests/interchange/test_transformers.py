@@ -1,4 +1,5 @@
-"""Our network and transformers' NanoChatForCausalLM are one: the same logits, greedy continuations and gradients.
+"""Networks leave for transformers and come back: its NanoChatForCausalLM, or the modeling file that export.py writes,
+gives our logits, greedy continuations and gradients.
 
 Needs `make setup EXTRA=interop`; .ci/run has it, the ordinary tests do without.
 """
@@ -20,21 +21,21 @@ from tokenizers import Tokenizer
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-
 import export
-from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig
+from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, UserError, resolved
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from evaluation.generation import make_generate
-from interchange.init_from import read_params, require_same_network
+from interchange.init_from import require_same_network
 from interchange.safetensors import arrays_of
-from interchange.transformers import hf_name, turned, write_hf
+from interchange.transformers import beyond_hf, hf_name, own_name, turned, write_hf
+from interchange.verify import largest_difference
 from model.gpt import GPT
-from model.loss import loss_sums, softcap
+from model.loss import loss_sums
 from run.lines import read_metrics
-from tests.helpers import perturbed
-from training.mesh import make_mesh, resized
+from tests.helpers import TINY, perturbed, together
+from tests.interchange.test_interchange import EXPORTED, require_params
+from training.mesh import make_mesh
 from training.optimizer import path_name
-from training.state import abstract_params
 
 SIZES = {
     "plain": ModelConfig(depth=2, width=64, heads=4, kv_heads=4, head_dim=16, vocab_size=300),
@@ -47,83 +48,143 @@ SIZES = {
 }
 TEXTS = ["to be or not to be, that is the question. " * 8, "whether it is nobler in the mind to suffer " * 8]
 TOKENIZER = train_tokenizer(TEXTS, 300)
-TOKENS = np.random.default_rng(0).integers(0, 300, (2, 40))
+TOKENS = np.random.default_rng(0).integers(0, 300, (2, 40), np.int32)
+ALL_EXPORTED = together(EXPORTED)
 
 
-@pytest.fixture(scope="module", params=SIZES.values(), ids=SIZES)
-def pair(request, tmp_path_factory):
-    """Our network, and transformers' as it loads what we write."""
-    config = Config(name="pair", model=request.param, batch=BatchConfig(sequence_length=64))
-    graphdef, state = nnx.split(GPT(config.model, jnp.dtype("float32"), rngs=nnx.Rngs(0)))
-    params = perturbed(nnx.to_pure_dict(state))
-    folder = tmp_path_factory.mktemp("hf") / "out"
-    write_hf(folder, [arrays_of(params)], config, TOKENIZER)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    assert type(theirs).__name__ == "NanoChatForCausalLM"
-    return config, graphdef, params, theirs, folder
+def written(folder: Path, model: ModelConfig):
+    """A config, parameters, and the folder that they are written to, in two shards."""
+    config = resolved(Config(name="one", model=model, batch=BatchConfig(sequence_length=64)))
+    params = perturbed(nnx.to_pure_dict(nnx.state(GPT(config.model, jnp.dtype("float32"), rngs=nnx.Rngs(0)))))
+    arrays = list(arrays_of(params).items())
+    write_hf(folder, [dict(arrays[:3]), dict(arrays[3:])], config, TOKENIZER)
+    return config, params, folder
+
+
+def loaded(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_of_their_own(tmp_path_factory):
+    """Where transformers keeps the modeling files that it has read."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = str(tmp_path_factory.mktemp("modules"))
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
+        patch.syspath_prepend(folder)
+        yield
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """All features, which take the modeling file."""
+    return written(tmp_path_factory.mktemp("own") / "out", replace(TINY, vocab_size=300, **ALL_EXPORTED))
+
+
+@pytest.fixture(scope="module", params=[*SIZES, "all features"])
+def pair(request, tmp_path_factory, everything):
+    if request.param == "all features":
+        return everything
+    return written(tmp_path_factory.mktemp("hf") / "out", SIZES[request.param])
 
 
 def test_logits_are_equal(pair):
-    config, graphdef, params, theirs, _ = pair
-    ours = softcap(nnx.merge(graphdef, params)(jnp.asarray(TOKENS))[0], config.model.softcap)
-    with torch.no_grad():
-        expected = theirs(torch.tensor(TOKENS)).logits.numpy()
-    np.testing.assert_allclose(ours, expected, atol=1e-4)
-    assert np.std(expected) > 0.1
+    config, params, folder = pair
+    difference, size = largest_difference(folder, params, config.model, TOKENS)
+    assert difference < 1e-4 and size > 0.1
+    own = bool(beyond_hf(config.model))
+    assert type(loaded(folder)).__name__ == ("TokensumForCausalLM" if own else "NanoChatForCausalLM")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == 2
+    assert index["metadata"]["total_size"] == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPORTED)
+def test_logits_with_each_feature_are_equal(tmp_path, name):
+    config, params, folder = written(tmp_path / "out", replace(TINY, vocab_size=300, **EXPORTED[name]))
+    assert largest_difference(folder, params, config.model, TOKENS)[0] < 1e-4
+
+
+def greedy(config, params, tokens):
+    """What we write after the first five tokens of each row."""
+    generate = make_generate(config.model, jnp.dtype("float32"), make_mesh(MeshConfig(), jax.devices()[:1]))
+    buffer = np.concatenate([TOKENS[:, :5], np.zeros((2, tokens), np.int32)], axis=1)
+    lengths, seeds = np.array([5, 5], np.int32), np.zeros(2, np.int32)
+    return np.asarray(generate(params, buffer, lengths, seeds, prefill=5, temperature=0.0, top_k=0))
+
+
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def test_greedy_continuations_are_equal(pair):
-    config, _, params, theirs, _ = pair
-    generate = make_generate(config.model, jnp.dtype("float32"), make_mesh(MeshConfig(), jax.devices()[:1]))
-    prompts = TOKENS[:, :5]
-    buffer = np.concatenate([prompts, np.zeros((2, 64), int)], axis=1).astype(np.int32)
-    lengths = np.array([5, 5], np.int32)
-    ours = generate(params, buffer, lengths, np.zeros(2, np.int32), prefill=5, temperature=0.0, top_k=0)
-    expected = theirs.generate(
-        torch.tensor(prompts), attention_mask=torch.ones(2, 5), max_new_tokens=64, do_sample=False, eos_token_id=None
-    )
-    np.testing.assert_array_equal(ours, expected.numpy())
+    config, params, folder = pair
+    ids, ones = torch.tensor(TOKENS[:, :5], dtype=torch.long), torch.ones(2, 5)
+    theirs = loaded(folder).generate(ids, attention_mask=ones, max_new_tokens=64, **GREEDY)
+    np.testing.assert_array_equal(greedy(config, params, 64), theirs.numpy())
+
+
+def test_continuations_are_the_same_without_a_cache_padded_and_with_beams(everything):
+    config, params, folder = everything
+    ours, theirs, options = greedy(config, params, 12), loaded(folder), GREEDY | {"max_new_tokens": 12}
+    ids, ones = torch.tensor(TOKENS[:, :5], dtype=torch.long), torch.ones(2, 5)
+    without = theirs.generate(ids, attention_mask=ones, use_cache=False, **options)
+    np.testing.assert_array_equal(ours, without.numpy())
+    # Padded on the left, beside a longer one.
+    longer = torch.tensor(np.stack([np.concatenate([[0, 0, 0], TOKENS[0, :5]]), TOKENS[1, :8]]), dtype=torch.long)
+    padding = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])
+    padded = theirs.generate(longer, attention_mask=padding, **options)
+    np.testing.assert_array_equal(ours[0, 5:17], padded[0, 8:].numpy())
+    beams = theirs.generate(ids, attention_mask=ones, num_beams=3, **options)
+    same = theirs.generate(ids, attention_mask=ones, num_beams=3, use_cache=False, **options)
+    np.testing.assert_array_equal(beams.numpy(), same.numpy())
 
 
 def test_gradients_of_the_mean_loss_are_equal_parameter_by_parameter(pair):
-    _, graphdef, params, theirs, _ = pair
-    inputs, targets = jnp.asarray(TOKENS[:, :-1], jnp.int32), jnp.asarray(TOKENS[:, 1:], jnp.int32)
-    weights = jnp.ones(inputs.shape)
+    config, params, folder = pair
+    inputs, targets = jnp.asarray(TOKENS[:, :-1]), jnp.asarray(TOKENS[:, 1:])
+    graphdef = nnx.graphdef(GPT(config.model, jnp.dtype("float32"), rngs=nnx.Rngs(0)))
 
     def mean(params):
-        objective, (_, count) = loss_sums(nnx.merge(graphdef, params), inputs, targets, weights)
+        objective, (_, count) = loss_sums(nnx.merge(graphdef, params), inputs, targets, jnp.ones(inputs.shape))
         return objective / count
 
     loss, gradients = jax.value_and_grad(mean)(params)
-    theirs.zero_grad()
-    expected = theirs(torch.tensor(TOKENS), labels=torch.tensor(TOKENS)).loss
+    theirs, tokens = loaded(folder), torch.tensor(TOKENS, dtype=torch.long)
+    expected = theirs(tokens, labels=tokens).loss
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-5)
-    by_name = dict(theirs.named_parameters())
-    compared = 0
+    by_name, name_of = dict(theirs.named_parameters()), own_name if beyond_hf(config.model) else hf_name
     for path, gradient in jax.tree_util.tree_leaves_with_path(gradients):
         name = path_name(path)
-        theirs_is = by_name[hf_name(name)].grad.numpy()
-        difference = np.linalg.norm(turned(name, np.asarray(gradient)) - theirs_is) / np.linalg.norm(theirs_is)
-        assert difference < 1e-4, name
-        compared += 1
-    assert compared == len(by_name)
+        other = by_name.pop(name_of(name)).grad.numpy()
+        assert np.linalg.norm(turned(name, np.asarray(gradient)) - other) / np.linalg.norm(other) < 1e-4, name
+    assert not by_name
 
 
-def test_a_round_trip_changes_no_bit(pair, tmp_path):
-    """To transformers, out of it again, and back."""
-    config, _, params, theirs, _ = pair
-    theirs.save_pretrained(tmp_path / "again", max_shard_size="40kB")
-    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 1
-    config = replace(config, init_from=str(tmp_path / "again"))
+def test_what_transformers_saved_again_comes_back_to_the_bit(pair, tmp_path):
+    config, params, folder = pair
+    loaded(folder).save_pretrained(tmp_path, max_shard_size="40kB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    config = replace(config, init_from=str(tmp_path))
     require_same_network(config)
-    back = read_params(config, abstract_params(config.model, make_mesh(MeshConfig())))
-    unpadded = lambda ours, theirs: np.testing.assert_array_equal(ours, resized(theirs, ours.shape))
-    jax.tree.map(unpadded, params, jax.device_get(back))
+    require_params(config, params)
+    with pytest.raises(UserError, match=r"softcap: \d+\.0, not 7\.0"):
+        require_same_network(replace(config, model=replace(config.model, softcap=7.0)))
 
 
-def test_the_tokenizer_is_the_same(pair):
-    *_, folder = pair
+def test_bfloat16_is_the_rounded_network_and_is_read(everything, tmp_path):
+    config, params, _ = everything
+    write_hf(tmp_path / "out", [arrays_of(params)], config, TOKENIZER, "bfloat16")
+    assert loaded(tmp_path / "out").dtype == torch.bfloat16
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(np.float32), params)
+    assert largest_difference(tmp_path / "out", rounded, config.model, TOKENS)[0] < 1e-4
+    assert largest_difference(tmp_path / "out", params, config.model, TOKENS)[0] > 1e-3
+    require_params(replace(config, init_from=str(tmp_path / "out")), rounded)
+
+
+def test_the_tokenizer_is_the_same(everything):
+    folder = everything[2]
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     for text in [*TEXTS, "naïve 你好\n\n  x"]:
         ids = TOKENIZER.encode([text])[0]
@@ -143,14 +204,45 @@ def test_a_tokenizer_that_has_a_post_processor_keeps_it_and_writes_the_bos():
     assert again.json_with_bos == again.json
 
 
-def test_bfloat16_of_others_is_read(pair, tmp_path):
-    config, _, params, _, _ = pair
-    transformers.AutoModelForCausalLM.from_pretrained(pair[4], dtype=torch.bfloat16).save_pretrained(tmp_path)
-    config = replace(config, init_from=str(tmp_path))
-    back = read_params(config, abstract_params(config.model, make_mesh(MeshConfig())))
-    rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), params)
-    unpadded = lambda ours, theirs: np.testing.assert_array_equal(ours, resized(theirs, ours.shape))
-    jax.tree.map(unpadded, rounded, jax.device_get(back))
+def test_a_cache_without_the_token_before_is_refused(everything):
+    theirs, ids = loaded(everything[2]), torch.tensor(TOKENS[:, :5], dtype=torch.long)
+    cache = theirs(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="needs previous_ids"):
+        theirs(ids[:, :1], past_key_values=cache)
+
+
+def test_more_tokens_find_room_in_every_table(everything):
+    theirs = loaded(everything[2])
+    before = theirs(torch.tensor(TOKENS)).logits
+    size = 305
+    theirs.resize_token_embeddings(size)
+    tables = [module for module in theirs.modules() if isinstance(module, torch.nn.Embedding)]
+    assert len(tables) > 1 and {table.num_embeddings for table in tables} == {size} == {theirs.config.vocab_size}
+    after = theirs(torch.tensor(TOKENS)).logits
+    torch.testing.assert_close(after[..., :300], before)
+    theirs(torch.full((1, 3), size - 1))
+
+
+def test_a_cache_of_a_fixed_size_gives_the_same_text(everything):
+    theirs, ids = loaded(everything[2]), torch.tensor(TOKENS[:, :5], dtype=torch.long)
+    options = GREEDY | {"max_new_tokens": 12}
+    for mask in (torch.ones(2, 5), torch.tensor([[0, 0, 1, 1, 1], [1] * 5])):
+        usual, fixed = (
+            theirs.generate(ids, attention_mask=mask, cache_implementation=kind, **options) for kind in (None, "static")
+        )
+        np.testing.assert_array_equal(usual.numpy(), fixed.numpy())
+
+
+def test_gradient_checkpointing_changes_no_gradient(everything):
+    gradients = []
+    for checkpointing in (False, True):
+        theirs = loaded(everything[2]).train()
+        if checkpointing:
+            theirs.gradient_checkpointing_enable()
+            assert theirs.is_gradient_checkpointing
+        theirs(torch.tensor(TOKENS), labels=torch.tensor(TOKENS, dtype=torch.long)).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in theirs.named_parameters()})
+    torch.testing.assert_close(*gradients)
 
 
 def umask() -> int:
@@ -158,29 +250,34 @@ def umask() -> int:
     return mask
 
 
-def test_a_run_is_exported_loaded_and_continued_as_another(tmp_path, monkeypatch, capsys):
-    """train.py, export.py, transformers, train.py --init_from: the commands."""
+def test_a_run_is_exported_verified_and_continued_as_another(tmp_path, monkeypatch, capsys):
+    """train.py, export.py --verify, transformers, train.py --init_from: the commands, with all features."""
     from tests.test_train import CONFIG, run
 
     monkeypatch.chdir(tmp_path)
     Path("tiny.py").write_text(CONFIG)
     Path("text").mkdir()
-    words = (Path(__file__).parents[2] / "train.py").read_text().split()
     for i in range(30):
-        Path(f"text/{i}.txt").write_text(" ".join(words[i:] + words[:i]))
-    short = ["--steps=40", "--batch.rows_per_device=2"]
-    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=first", *short) == 0
-    monkeypatch.setattr(sys, "argv", ["export", "--run_dir=first", "--out=hf", "--license=mit"])
-    assert export.main() == 0
+        Path(f"text/{i}.txt").write_text(f"{i} " + TEXTS[i % 2])
+    options = [f"--model.{name}" + f"={value}" * (value is not True) for name, value in ALL_EXPORTED.items()]
+    options = ["--config=tiny.py", "--steps=8", "--batch.rows_per_device=2", *options]
+    assert run("train", monkeypatch, *options, "--run_dir=first") == 0
+    exported = lambda *more: monkeypatch.setattr(sys, "argv", ["export", "--run_dir=first", *more]) or export.main()
+    assert exported("--out=hf", "--license=mit", "--shard_gigabytes=0.00005", "--verify") == 0
+    assert "logits of 64 tokens" in capsys.readouterr().out and len(list(Path("hf").glob("*.safetensors"))) > 3
     assert {stat.S_IMODE(path.stat().st_mode) for path in Path("hf").iterdir()} == {0o666 & ~umask()}
-    card = Path("hf/README.md").read_text()
-    bits = read_metrics("first")[-1]["val_bpb"]
-    for said in ("license: mit", "AutoModelForCausalLM", "20,480 tokens, 40 steps", "text |", f"{bits:.4f}"):
-        assert said in card, said
-    theirs = transformers.AutoModelForCausalLM.from_pretrained("hf")
+    card, bits = Path("hf/README.md").read_text(), read_metrics("first")[-1]["val_bpb"]
+    for fact in ("license: mit", "trust_remote_code=True", "4,096 tokens, 8 steps", "text |", f"{bits:.4f}"):
+        assert fact in card, fact
     tokens = torch.tensor([[load_tokenizer("hf").bos, 5, 6]])
-    assert theirs.generate(tokens, max_new_tokens=5, do_sample=False).shape == (1, 8)
-    assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=second", "--init_from=hf", *short) == 0
+    assert loaded("hf").generate(tokens, max_new_tokens=5, do_sample=False).shape == (1, 8)
+
+    assert run("train", monkeypatch, *options, "--run_dir=second", "--init_from=hf") == 0
     first, second = (read_metrics(name) for name in ("first", "second"))
     assert second[0]["val_loss"] == pytest.approx(first[-1]["val_loss"], rel=1e-6)
     assert second[-1]["val_loss"] < first[-1]["val_loss"]
+
+    monkeypatch.setattr("interchange.verify.BOUND", 0.0)
+    with pytest.raises(RuntimeError, match=r"above 0\.0, so other was removed"):
+        exported("--out=other", "--verify")
+    assert not Path("other").exists()
