@@ -1,26 +1,35 @@
 """What a network is worth: python evaluate.py --run_dir=RUN (or --from=FOLDER), with --source or --tasks."""
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import tyro
 from jax.sharding import Mesh
 
 from configs.command_line import parse_arguments
+from configs.progress import progress
 from configs.schema import AnyPath, FilePath, MeshConfig, Positive, Range, UserError
-from evaluation.bits_per_byte import evaluate_held_out
-from evaluation.core import evaluate_core, read_bundle
+from data.dataset import open_text
+from data.loader import held_out_batches
+from evaluation.bits_per_byte import evaluate
+from evaluation.core import READS, Core, Task, read_bundle
 from evaluation.documents import read_sources
+from evaluation.item_log import ItemLog, write_json
 from evaluation.network import Network, open_network, tokenizer_folder
+from evaluation.pictures import plot_accuracies
 from evaluation.table import as_table
 from evaluation.texts import measure_text, results_of
-from hosts.runtime import cache_dir, run_command, start_jax
+from hosts.runtime import cache_dir, check_hosts_agree, run_command, start_jax
 from interchange.init_from import OURS, architecture_of, is_network
 from run.record import at_hand
-from training.mesh import make_mesh
+from training.mesh import batch_devices, batch_sharding, make_mesh
+from training.step import make_eval_step
 
 
 @dataclass(frozen=True)
@@ -119,9 +128,23 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, A
 
 
 def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
-    """Return validation loss and bits per byte of the run's own text."""
+    """Return validation loss and bits per byte of the run's own text. UserError if the text here is another."""
     network = open_network(folder, mesh, arguments.step)
-    return network.step_line | evaluate_held_out(network, arguments.tokens)
+    config = network.config
+    shape = (1, config.batch.rows_per_device * batch_devices(mesh), config.batch.sequence_length)
+    text = open_text(config.data, config.model.vocab_size, shape[2], 1, cache_dir())
+    if text.fingerprint != network.dataset:
+        raise UserError(
+            f"{config.data.source} is not the text that {folder} was trained on: its fingerprint is "
+            f"{text.fingerprint}, the run's {network.dataset}; evaluate where that text is"
+        )
+    tokens, token_bytes = arguments.tokens or config.eval.tokens, text.tokenizer.token_bytes
+    batches, text_bytes = held_out_batches(
+        text.val, text.weights, tokens, token_bytes, shape, batch_sharding(mesh), text.document_bos
+    )
+    watched = partial(progress, desc="evaluating", unit="batches", disable=jax.process_index() > 0)
+    eval_step = make_eval_step(config.model, network.dtype, mesh)
+    return network.step_line | evaluate(eval_step, network.params, batches, text_bytes, watched)
 
 
 def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
@@ -145,6 +168,23 @@ def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     name = network.label + (f"_items_{arguments.items}" if arguments.items else "")
     out = Path(arguments.out or folder) / "core" / name
     return network.step_line | evaluate_core(network, tasks, arguments.prompt_tokens, out)
+
+
+def evaluate_core(network: Network, tasks: Sequence[Task], prompt_tokens: int | None, folder: Path) -> dict[str, Any]:
+    """Return `figures`; write to `folder` a line an item, the figures, and a picture of them. Items of an earlier start
+    are not scored again. Every process must call it."""
+    longest = prompt_tokens or READS * network.config.batch.sequence_length
+    core = Core(tasks, network.tokenizer, network.scorer(longest))
+    check_hosts_agree("their bundle", json.dumps(core.facts))
+    facts = core.facts | network.facts
+    say = partial(print, file=sys.stderr) if jax.process_index() == 0 else lambda text: None
+    results = core(network.params, ItemLog(folder / "items.jsonl", facts), say)
+    if jax.process_index() == 0:
+        write_json(folder / "core.json", facts | results)
+        points = {name: (task["accuracy"], task["stderr"], task["baseline"]) for name, task in results["tasks"].items()}
+        title = f"{network.config.name}, {network.title}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}"
+        plot_accuracies(points, title, folder / "core.png")
+    return results
 
 
 def harness(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:

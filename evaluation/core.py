@@ -15,23 +15,17 @@ import hashlib
 import json
 import math
 import random
-import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import yaml
 
 from configs.schema import UserError
 from data.tokenizer import TextTokenizer
-from evaluation.item_log import ItemLog, write_json
-from evaluation.network import Network
-from evaluation.pictures import plot_accuracies
+from evaluation.item_log import ItemLog
 from evaluation.scorer import Question, Scorer, Scores, common_prefix
-from hosts.runtime import check_hosts_agree
 
 TIES = {"float32": 1e-4, "bfloat16": 0.05}
 """Nats, by compute type: a margin below it may be rounding, and fall out the other way on another mesh."""
@@ -202,23 +196,6 @@ class Core:
             result = figures([task], log.lines)["tasks"][task.label]
             say(f"{task.label}: {result['accuracy']:.4f} +- {result['stderr']:.4f} of {result['items']} items")
         return figures(self.tasks, log.lines)
-
-
-def evaluate_core(network: Network, tasks: Sequence[Task], prompt_tokens: int | None, folder: Path) -> dict[str, Any]:
-    """Return `figures`; write to `folder` a line an item, the figures, and a picture of them. Items of an earlier start
-    are not scored again. Every process must call it."""
-    longest = prompt_tokens or READS * network.config.batch.sequence_length
-    core = Core(tasks, network.tokenizer, network.scorer(longest))
-    check_hosts_agree("their bundle", json.dumps(core.facts))
-    facts = core.facts | network.facts
-    say = partial(print, file=sys.stderr) if jax.process_index() == 0 else lambda text: None
-    results = core(network.params, ItemLog(folder / "items.jsonl", facts), say)
-    if jax.process_index() == 0:
-        write_json(folder / "core.json", facts | results)
-        points = {name: (task["accuracy"], task["stderr"], task["baseline"]) for name, task in results["tasks"].items()}
-        title = f"{network.config.name}, {network.title}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}"
-        plot_accuracies(points, title, folder / "core.png")
-    return results
 
 
 def figures(tasks: Sequence[Task], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -133,6 +133,7 @@ class Block(GradientCheckpointingLayer):
 
 class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = TokensumConfig
+    _input_embed_layer = "embed"
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
     supports_gradient_checkpointing = True
@@ -152,18 +153,6 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
         if config.backout:
             self.backout_lambda = numbers(1)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embed = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = new_embeddings
 
     def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True) -> nn.Embedding:
         """With the tables of value embeddings, which have a row for each token, too."""

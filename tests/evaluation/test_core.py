@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from configs.schema import UserError
+from evaluate import evaluate_core
 from evaluation import item_log
-from evaluation.core import KINDS, READS, Core, Task, encode, evaluate_core, figures, judge, read_bundle
+from evaluation.core import KINDS, READS, Core, Task, encode, figures, judge, read_bundle
 from evaluation.item_log import ItemLog
 from evaluation.scorer import Scores, by_shape, chunk_of, size_down, size_up, tokens_of
 from tests.evaluation import nanochat_core

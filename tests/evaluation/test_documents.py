@@ -12,11 +12,11 @@ from flax import nnx
 from configs.schema import UserError
 from data.prepare.corpus import Document
 from data.prepare.preparation import Preparation, prepare
-from evaluation.bits_per_byte import compared, figures, ratio
+from evaluation.bits_per_byte import ratio
 from evaluation.documents import Source, digest, measure_documents, read_sources
 from evaluation.item_log import ItemLog
 from evaluation.pictures import plot_bits
-from evaluation.texts import in_words
+from evaluation.texts import compared, figures, in_words
 from model.gpt import GPT
 from model.loss import softcap
 from tests.evaluation.core_bundle import CONFIG, network, params, tokenizer, words
