@@ -11,12 +11,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from lm_eval.api.model import LM
 
 from configs.files import write_whole
 from configs.schema import UserError
 from evaluation.core import TIES
-from evaluation.harness import HarnessNetwork, digest
+from evaluation.harness import LM, HarnessNetwork, digest
 from evaluation.item_log import ItemLog, to_lines, write_json
 from evaluation.network import Network
 from evaluation.pictures import plot_accuracies

@@ -397,7 +397,8 @@ def test_without_the_harness_its_tasks_say_what_installs_it(folder, untouched, m
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "lm_eval.api.model", raising=False)
-    monkeypatch.delitem(sys.modules, "evaluation.harness", raising=False)
+    for name in ("evaluation.harness", "evaluation.harness_tasks"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert run("evaluate", monkeypatch, "--run_dir=untouched", "--tasks=hellaswag") == 2
     assert "make setup EXTRA=harness" in capsys.readouterr().err
 
