@@ -11,10 +11,11 @@ from typing import Annotated, Any
 import jax
 import tyro
 from jax.sharding import Mesh
+from msgspec import Meta
 
 from configs.command_line import parse_arguments
 from configs.progress import progress
-from configs.schema import AnyPath, FilePath, MeshConfig, Positive, Range, UserError
+from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
 from data.dataset import open_text
 from data.loader import held_out_batches
 from evaluation.bits_per_byte import evaluate
@@ -68,7 +69,7 @@ class Arguments:
     """Folder of more task files (.yaml) for the harness."""
     items: Positive[int] | None = None
     """Take so many items of each task, always the same; default: all."""
-    prompt_tokens: Annotated[int, Range(lambda n: n > 1, "a prompt has at least 2 tokens")] | None = None
+    prompt_tokens: Annotated[int, Meta(ge=2)] | None = None
     """A longer prompt loses its first tokens. Default: as many as the run's rows have; for `core` ten times as many, as
     nanochat. A token sees as many tokens back as the rows have, at most."""
     mesh: MeshConfig = MeshConfig()

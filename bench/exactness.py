@@ -24,7 +24,8 @@ from jaxtyping import Float
 
 from configs.command_line import load_config, parse_arguments
 from configs.files import cache_dir
-from configs.schema import Config, DataConfig, MeshConfig, UserError, resolved, with_options
+from configs.schema import Config, DataConfig, MeshConfig, UserError, with_options
+from configs.validation import resolved
 from data.dataset import Text, open_text
 from data.loader import StepBatches
 from hosts.runtime import run_command, start_jax

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from configs.schema import Config, Positive, validate
+from configs.schema import Config, Positive
+from configs.validation import validate
 
 
 @dataclass(frozen=True)

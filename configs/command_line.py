@@ -1,19 +1,22 @@
 """From the words of a command to a validated Config."""
 
+import argparse
 import importlib.util
 import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, is_dataclass, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
+import msgspec
 import tyro
 
 from configs.exit_codes import Exit
 from configs.ramp import with_ramp_spelled_out
-from configs.schema import Config, UserError, check_types, resolved, validate, with_homes
+from configs.schema import Config, UserError, hints, options
+from configs.validation import check_types, resolved, validate, with_homes
 
 T = TypeVar("T")
 Derive = Callable[[Config, set[str]], Config]
@@ -50,7 +53,10 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
     tyro prints what is wrong with an option, or the help, and exits (codes 2 and 0). UserError for the rest.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    path, argv = _take_option(argv, "config")
+    known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    known.add_argument("--config", nargs="?")
+    taken, argv = known.parse_known_args(argv)
+    path = taken.config
     if not path and not {"-h", "--help"} & set(argv):
         meant = next((word for word in argv if not word.startswith("-")), "configs/small.py")
         raise UserError(f"--config is missing; try --config={meant}")
@@ -68,27 +74,27 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
     )
     # tyro takes hyphens for underscores.
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    check_types(both.config)  # which `derive` computes with
-    config = resolved(derive(with_ramp_spelled_out(both.config), given))
+    config = resolved(derive(with_ramp_spelled_out(check_types(both.config)), given))
     validate(config)
-    check_types(both.extra)
-    return config, with_homes(both.extra)
+    return config, with_homes(check_types(both.extra))
 
 
-def parse_arguments(description: str | None, arguments: type[T]) -> T:
+def parse_arguments(
+    description: str | None, arguments: type[T], argv: list[str] | None = None, program: str | None = None
+) -> T:
     """Parses the fields of the dataclass `arguments` alone, for a command that has no config. UserError for a value
     that its field's type does not allow."""
-    parsed = _read(arguments, _in_tyro_s_spelling(sys.argv[1:], arguments), description)
-    check_types(parsed)
-    return with_homes(parsed)
+    words = _in_tyro_s_spelling(sys.argv[1:] if argv is None else argv, arguments)
+    return with_homes(check_types(_read(arguments, words, description, program)))
 
 
-def _read(kind: type[T], words: list[str], description: str | None) -> T:
-    """Return the words as a `kind`. tyro's messages name the command as a user types it."""
+def _read(kind: type[T], words: list[str], description: str | None, program: str | None = None) -> T:
+    """Return the words as a `kind`. tyro's messages name `program`, or else the command as a user types it."""
     if {"-h", "--help"} & set(words):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
     spec = sys.modules["__main__"].__spec__
-    program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {Path(sys.argv[0]).name}"
+    name = spec.name.removesuffix(".__main__") if spec else ""
+    program = program or (f"python -m {name}" if name else f"python {Path(sys.argv[0]).name}")
     return tyro.cli(kind, prog=program, description=description, args=words, use_underscores=True)
 
 
@@ -105,42 +111,24 @@ def exit_code_of(main: Callable[[], int], interrupted: str) -> int:
         return Exit.INTERRUPTED
 
 
-def _take_option(argv: list[str], name: str) -> tuple[str | None, list[str]]:
-    """Takes `--name=value` or `--name value` out of `argv`."""
-    for i, word in enumerate(argv):
-        if word.startswith(f"--{name}="):
-            return word.split("=", 1)[1], argv[:i] + argv[i + 1 :]
-        if word == f"--{name}" and i + 1 < len(argv):
-            return argv[i + 1], argv[:i] + argv[i + 2 :]
-    return None, argv
-
-
 def _in_tyro_s_spelling(words: Sequence[str], *sections: type) -> list[str]:
     """Return `--deterministic=False` as `--no_deterministic`, `--deterministic=True` as `--deterministic`, and
     `--eval.prompts=["a","b"]` as `--eval.prompts a b`."""
-    kinds = {name: hint for section in sections for name, hint in _kinds(section).items()}
-    found = []
+    kinds = {name: hint for section in sections for name, hint in hints(section).items()}
+    spelled = []
     for word in words:
         option, _, value = word.partition("=")
         name = option.removeprefix("--").replace("-", "_")
         kind = kinds.get(name) if option.startswith("--") else None
+        kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
         section, dot, last = name.rpartition(".")
         if kind is bool:
-            found.append({"True": option, "False": f"--{section}{dot}no_{last}"}.get(value, word))
+            spelled.append({"True": option, "False": f"--{section}{dot}no_{last}"}.get(value, word))
         elif get_origin(kind) is tuple and value.startswith("[") and value.endswith("]"):
-            found += [option, *_listed(option, value)]
+            spelled += [option, *_listed(option, value)]
         else:
-            found.append(word)
-    return found
-
-
-def _kinds(section: type, prefix: str = "") -> dict[str, Any]:
-    """Return the types of the options, by their command-line names."""
-    found = {}
-    for name, hint in get_type_hints(section).items():
-        is_section = isinstance(hint, type) and is_dataclass(hint)
-        found |= _kinds(hint, f"{prefix}{name}.") if is_section else {prefix + name: hint}
-    return found
+            spelled.append(word)
+    return spelled
 
 
 def _listed(option: str, value: str) -> list[str]:
@@ -155,13 +143,16 @@ def _listed(option: str, value: str) -> list[str]:
 
 def config_from_json(text: str) -> Config:
     """The Config that `json.dumps(dataclasses.asdict(config))` wrote. UserError for another version's options."""
+    try:
+        config = msgspec.json.decode(text, type=Config)
+    except msgspec.ValidationError as error:
+        raise UserError(f"config.json is not of this version: {error}") from error
+    if unknown := _names(json.loads(text)) - options(config).keys():
+        raise UserError(f"config.json has options that this version does not know: {', '.join(sorted(unknown))}")
+    return config
 
-    def build(hint: type, value: Any) -> Any:
-        if isinstance(value, dict):
-            hints = get_type_hints(hint)
-            if unknown := sorted(value.keys() - hints.keys()):
-                raise UserError(f"config.json has options that this version does not know: {', '.join(unknown)}")
-            return hint(**{name: build(hints[name], field_value) for name, field_value in value.items()})
-        return tuple(value) if isinstance(value, list) else value  # JSON has no tuples
 
-    return build(Config, json.loads(text))
+def _names(values: dict[str, Any]) -> set[str]:
+    """Return the options' command-line names in nested dictionaries."""
+    nested = {name: _names(value) if isinstance(value, dict) else () for name, value in values.items()}
+    return {f"{name}.{inner}" if inner else name for name, names in nested.items() for inner in names or ("",)}

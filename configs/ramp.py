@@ -9,7 +9,8 @@ import math
 from bisect import bisect_right
 from typing import NamedTuple
 
-from configs.schema import BatchConfig, Config, UserError, nearest_multiples, with_options
+from configs.schema import BatchConfig, Config, UserError, with_options
+from configs.validation import nearest_multiples
 
 
 class Stage(NamedTuple):

@@ -1,33 +1,22 @@
 """Every option of a run, on one page.
 
 A config file (`configs/small.py`) defines `get_config() -> Config`; the command line overrides single fields of it
-(`--batch.rows_per_device=16`). A field's type says which values it takes, and what a change of it changes. Nothing here
-imports from the rest of the project, and nothing here computes.
+(`--batch.rows_per_device=16`). A field's type says which values it takes, and what a change of it changes;
+configs/validation.py checks them. Nothing here imports from the rest of the project, and nothing here computes.
 """
 
 import dataclasses
-import math
-import os
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from functools import cache, reduce
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from msgspec import Meta
 
 
 class UserError(Exception):
     """A mistake the user can mend: every command prints the message, without a traceback, and ends with code 2."""
-
-
-class Range(NamedTuple):
-    """The numbers that an option may be."""
-
-    holds: Callable[[float], bool]
-    """Whether a number is one of them."""
-    expectation: str
-    """What a message says of any other."""
 
 
 class Role(Enum):
@@ -39,12 +28,14 @@ class Role(Enum):
     STORE = "a path that may lead to a bucket, too: gs://BUCKET/FOLDER"
 
 
+SMEAR_CHANNELS, VALUE_GATE_CHANNELS = 24, 12  # of the residual stream, that gates read: nanochat's
+MIN_VOCAB_SIZE = 258  # the 256 bytes, the BOS, and a merge
+
 T = TypeVar("T")
-Positive = Annotated[T, Range(lambda n: n > 0, "it must be positive")]
-NotNegative = Annotated[T, Range(lambda n: n >= 0, "it must not be negative")]
-Share = Annotated[float, Range(lambda x: 0 <= x <= 1, "it is a share, from 0 to 1")]
-Decay = Annotated[float, Range(lambda x: 0 <= x < 1, "a moment's decay must be at least 0 and below 1")]
-Replicas = Annotated[int, Range(lambda n: n == -1 or n > 0, "give a number of replicas, or -1 for all")]
+Positive = Annotated[T, Meta(gt=0)]
+NotNegative = Annotated[T, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
 Free = Annotated[T, Role.FREE]
 OfTraining = Annotated[T, Role.TRAINING]
 FilePath = Annotated[str, Role.PATH]
@@ -66,9 +57,9 @@ class ModelConfig:
     kv_heads: Positive[int] = 6
     """Key and value heads; fewer than `heads` is grouped-query attention (arXiv:2305.13245). Must divide `heads`.
     `mesh.tensor` divides them, or is a multiple: then devices share a head."""
-    head_dim: Positive[int] = 128
+    head_dim: Annotated[int, Meta(gt=0, multiple_of=2)] = 128
     """Channels of one head; even, since rotary positions turn pairs of channels."""
-    vocab_size: Positive[int] = 32768
+    vocab_size: Annotated[int, Meta(ge=MIN_VOCAB_SIZE)] = 32768
     """Tokens of the tokenizer, the BOS included."""
     softcap: Positive[float] = 15.0
     """Logits are capped to `softcap * tanh(logits / softcap)`. The loss has no maximum pass because of this bound. At
@@ -125,7 +116,7 @@ class DataConfig:
     of `model.vocab_size` tokens is trained."""
     shards: NotNegative[int] = 0
     """Train on the first so many shards, held-out part included, of a dataset that is still being prepared; 0: all."""
-    val_fraction: Annotated[float, Range(lambda x: 0 < x < 1, "it must lie between 0 and 1")] = 0.05
+    val_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05
     """Of raw text: the share of the documents, chosen by a hash of their texts, that is never trained on."""
     max_epochs: Free[NotNegative[float]] = 0.0
     """Refuse to start a run that would go through the rows of a source more often than this; 0: it may."""
@@ -147,7 +138,7 @@ class DataConfig:
 class BatchConfig:
     """The sizes of a step. The number of micro-batches K follows from them and from the mesh."""
 
-    sequence_length: Positive[int] = 2048
+    sequence_length: Annotated[int, Meta(ge=2)] = 2048
     """Tokens of a row."""
     tokens_per_step: Positive[int] = 524_288
     """Tokens of one optimizer step, over all devices and micro-batches; with a `ramp`, those that the optimizer's
@@ -262,7 +253,7 @@ class OptimizerConfig:
 class MeshConfig:
     """The devices' arrangement."""
 
-    data: Replicas = -1
+    data: Annotated[int, Meta(ge=-1)] = -1
     """Replicas. Each computes its share of every micro-batch's rows and keeps its share of the optimizer state;
     gradients cross this axis once a step. -1: all devices that `fsdp` and `tensor` leave."""
     fsdp: Positive[int] = 1
@@ -320,7 +311,7 @@ class EvalConfig:
     """Texts that are continued after each evaluation; an empty one starts a document."""
     sample_tokens: Positive[int] = 64
     """Tokens of each continuation, or as many as the row has room for."""
-    tasks: str = ""
+    tasks: Literal["", "core"] = ""
     """Benchmarks, too: `core`, of the bundle that DCLM and nanochat use (docs/evaluation.md). Empty: none."""
     tasks_every_steps: Positive[int] = 2000
     """Steps between evaluations of `tasks`, always done once more at the end."""
@@ -364,7 +355,7 @@ class HangConfig:
     """Seconds that a step may take in any case, the wait for its batch included (the first of a process six times as
     long); 0: for ever. More than any step, any stall of a disk or of a network that passes by itself. While a store
     that the data are read from does not answer, no time counts."""
-    factor: Annotated[float, Range(lambda x: x >= 2, "it must be at least 2")] = 10.0
+    factor: Annotated[float, Meta(ge=2)] = 10.0
     """And so many times the median step."""
     other_seconds: NotNegative[float] = 7200.0
     """Seconds that a restore, a save or an evaluation may take; 0: for ever. More than the longest of them."""
@@ -416,10 +407,6 @@ class Config:
     profile: Free[ProfileConfig] = field(default_factory=ProfileConfig)
 
 
-SMEAR_CHANNELS, VALUE_GATE_CHANNELS = 24, 12  # of the residual stream, that gates read: nanochat's
-MIN_VOCAB_SIZE = 258  # the 256 bytes, the BOS, and a merge
-
-
 def options(config: object, prefix: str = "") -> dict[str, object]:
     """Every option by its command-line name: `{"steps": 1000, "model.depth": 12, ...}`."""
     flat: dict[str, object] = {}
@@ -431,147 +418,27 @@ def options(config: object, prefix: str = "") -> dict[str, object]:
 
 
 @cache
-def roles(section: type = Config, prefix: str = "") -> dict[str, set[Role]]:
-    """The roles of every option by its command-line name; a section's are those of all its options."""
-    found: dict[str, set[Role]] = {}
+def hints(section: type = Config, prefix: str = "") -> dict[str, Any]:
+    """The type of every option by its command-line name; a section's roles are those of all its options."""
+    flat: dict[str, Any] = {}
     for name, hint in get_type_hints(section, include_extras=True).items():
-        kind, *meaning = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        own = {role for role in meaning if isinstance(role, Role)}
-        inner = roles(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else {prefix + name: set()}
-        found |= {option: own | more for option, more in inner.items()}
-    return found
+        kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        inner = hints(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else {prefix + name: kind}
+        flat |= {
+            option: reduce(lambda kind, extra: Annotated[kind, extra], extras, kind) for option, kind in inner.items()
+        }
+    return flat
+
+
+def roles(section: type = Config) -> dict[str, set[Role]]:
+    """The roles of every option by its command-line name."""
+    roles_in = lambda hint: {extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Role)}
+    return {name: roles_in(hint) for name, hint in hints(section).items()}
 
 
 def free_to_change(name: str) -> bool:
     """Whether an option may differ when a run is continued; whatever is no option may not."""
     return Role.FREE in roles().get(name, ())
-
-
-def misfit(value: Any, hint: Any) -> str:
-    """Why `value` cannot be of the type `hint`; empty where it can."""
-    kinds, kind = get_args(hint), get_origin(hint) or hint
-    if kind is Annotated:
-        outside = (part.expectation for part in kinds[1:] if isinstance(part, Range) and not part.holds(value))
-        return misfit(value, kinds[0]) or next(outside, "")
-    if kind is Literal:
-        return "" if value in kinds else f"it is one of {', '.join(kinds)}"
-    if kind in (Union, UnionType):
-        return min((misfit(value, each) for each in kinds if value is None or each is not NoneType), key=len)
-    if kind is float:
-        finite = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2.0**127
-        return "" if finite else "it must be a finite number"
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        return f"it must be of type {kind.__name__}"
-    if kind is tuple:
-        return next((problem for each in value if (problem := misfit(each, kinds[0]))), "")
-    if kind is int and abs(value) >= 2**31:
-        return "it must be below 2^31"  # counts are 32-bit numbers on the devices
-    return "" if kind is not str or value == value.encode(errors="replace").decode() else "it must be text in UTF-8"
-
-
-def check_types(config: object, prefix: str = "") -> None:
-    """Raises UserError, naming the option, for the first value that its field's type does not allow."""
-    for name, hint in get_type_hints(type(config), include_extras=True).items():
-        value = getattr(config, name)
-        if problem := misfit(value, hint):
-            raise UserError(f"--{prefix}{name}={value} cannot work: {problem}")
-        if dataclasses.is_dataclass(value):
-            check_types(value, f"{prefix}{name}.")
-
-
-def with_homes(config: T) -> T:
-    """Return the config with ~ as the home folder in its paths. UserError if there is none, or for a path that leads
-    where its option cannot go: a URL would become a folder of that name."""
-    values, paths = options(config), {name: of for name, of in roles(type(config)).items() if Role.PATH in of}
-
-    def home(name: str, value: str) -> str:
-        at = os.path.expanduser(value)
-        if at.startswith("~"):
-            raise UserError(f"--{name}={value} cannot work: there is no such home folder")
-        if "://" in at and not (Role.STORE in paths[name] and re.fullmatch(r"gs://[^/]+/.*[^/]/*", at)):
-            right = "give a path on this machine" + ", or gs://BUCKET/FOLDER" * (Role.STORE in paths[name])
-            raise UserError(f"--{name.rstrip('_')}={value} cannot work: {right}")
-        return at
-
-    found: dict[str, object] = {}
-    for name, value in ((name, values[name]) for name in paths):
-        found[name] = tuple(home(name, one) for one in value) if isinstance(value, tuple) else home(name, str(value))
-    return with_options(config, found)
-
-
-def validate(config: Config) -> None:
-    """Raises UserError, naming the option, its value and what would work, for a config that cannot run anywhere.
-
-    What depends on the devices (whether the rows of a step divide among them) is checked by `training.mesh`.
-    """
-    check_types(config)
-    flat = options(config)
-
-    def require(condition: bool, name: str, expectation: str) -> None:
-        if not condition:
-            raise UserError(f"--{name}={flat[name]} cannot work: {expectation}")
-
-    names_folder = config.name not in ("", ".", "..") and not {"/", "\0"} & set(config.name)
-    require(names_folder, "name", "it names a folder: not empty, without '/'")
-    first, last = profiled_steps(config) or (1, 1)
-    require(1 <= first <= last, "profile.steps", "give FIRST:LAST, the first at least 1, such as 10:15")
-    require(last <= config.steps, "profile.steps", f"the run has {config.steps} steps")
-    require(config.eval.tasks in ("", "core"), "eval.tasks", "core is the only benchmark; leave it empty for none")
-    require(bool(config.eval.bundle) or not config.eval.tasks, "eval.bundle", "eval.tasks=core needs a bundle's folder")
-    model, batch = config.model, config.batch
-    require(batch.sequence_length > 1, "batch.sequence_length", "a row has at least 2 tokens")
-    divides = f"it must divide batch.sequence_length={batch.sequence_length}"
-    require(batch.sequence_length % model.loss_chunks == 0, "model.loss_chunks", divides)
-    require(model.head_dim % 2 == 0, "model.head_dim", f"it must be even; try {model.head_dim + 1}")
-    divisors = [n for n in range(1, min(model.heads, 64) + 1) if model.heads % n == 0]
-    expectation = f"it must divide model.heads={model.heads}: one of {divisors}"
-    require(model.heads % model.kv_heads == 0, "model.kv_heads", expectation)
-    letters = set(model.window_pattern) <= {"S", "L"} and model.window_pattern != ""
-    require(letters, "model.window_pattern", "letters S (short) and L (long), one for each block, such as SSSL")
-    if model.smear:
-        require(model.width >= SMEAR_CHANNELS, "model.width", f"model.smear reads {SMEAR_CHANNELS} channels of it")
-    most = math.floor(10 * (88.7 - math.log(model.vocab_size))) / 10
-    overflows = f"with model.vocab_size={model.vocab_size} the loss overflows float32; at most {most}"
-    require(model.softcap <= most, "model.softcap", overflows)
-    fsdp, tensor = config.mesh.fsdp, config.mesh.tensor
-    if model.value_embeddings:
-        expectation = (
-            f"it must divide model.vocab_size={model.vocab_size}, over which model.value_embeddings are shared"
-        )
-        require(model.vocab_size % fsdp == 0, "mesh.fsdp", expectation)
-        expectation = f"model.value_embeddings read {VALUE_GATE_CHANNELS} channels of it"
-        require(model.width >= VALUE_GATE_CHANNELS, "model.width", expectation)
-    require(model.width % fsdp == 0, "mesh.fsdp", f"it must divide model.width={model.width}")
-    for name in ("heads", "vocab_size"):
-        size = getattr(model, name)
-        fits = [n for n in range(1, min(size, 64) + 1) if size % n == 0]
-        require(size % tensor == 0, "mesh.tensor", f"it must divide model.{name}={size}: one of {fits}")
-    sharing = model.kv_heads % tensor == 0 or tensor % model.kv_heads == 0
-    shares = sharing and model.kv_heads * model.head_dim % tensor == 0
-    fits = [
-        n for n in range(1, model.heads + 1) if model.heads % n == 0 and 0 in (model.kv_heads % n, n % model.kv_heads)
-    ]
-    expectation = (
-        f"it must divide model.kv_heads={model.kv_heads}, or be a multiple that divides their channels: {fits}"
-    )
-    require(shares, "mesh.tensor", expectation)
-    require(4 * model.width % tensor == 0, "mesh.tensor", f"it must divide the MLP's width {4 * model.width}")
-    expectation = f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens"
-    require(model.vocab_size >= MIN_VOCAB_SIZE, "model.vocab_size", expectation)
-    require(
-        batch.tokens_per_step % batch.sequence_length == 0,
-        "batch.tokens_per_step",
-        f"it must be a multiple of batch.sequence_length={batch.sequence_length}; "
-        f"nearest: {nearest_multiples(batch.tokens_per_step, batch.sequence_length)}",
-    )
-
-
-def profiled_steps(config: Config) -> tuple[int, int] | None:
-    """The first and the last step of `profile.steps`; (0, 0) where they cannot be read; None where it is empty."""
-    first, _, last = config.profile.steps.partition(":")
-    if not config.profile.steps:
-        return None
-    return (int(first), int(last)) if first.isdecimal() and last.isdecimal() else (0, 0)
 
 
 def with_options(config: T, values: Mapping[str, object]) -> T:
@@ -581,16 +448,3 @@ def with_options(config: T, values: Mapping[str, object]) -> T:
         value = with_options(getattr(config, first), {rest: value}) if rest else value
         config = dataclasses.replace(config, **{first: value})  # pyright: ignore[reportArgumentType]
     return config
-
-
-def resolved(config: Config) -> Config:
-    """The config with what follows from its other options filled in, and ~ in its paths."""
-    config = with_homes(config)
-    window = config.model.short_window or -(-config.batch.sequence_length // 4 // 128) * 128
-    return with_options(config, {"run_dir": config.run_dir or f"runs/{config.name}", "model.short_window": window})
-
-
-def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` on both sides of `value`, for messages: `4096 or 6144`."""
-    below = value // unit * unit
-    return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple > 0)

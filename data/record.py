@@ -9,11 +9,14 @@ import msgspec
 from configs.schema import UserError
 
 
-class _Part(TypedDict):
-    file: str
+class _Counts(TypedDict):
     documents: int
     tokens: int
     bytes: int
+
+
+class _Part(_Counts):
+    file: str
     sha256: str
 
 
@@ -30,12 +33,6 @@ class _Shard(TypedDict):
 
 class _Tokenizer(TypedDict):
     sha256: str
-
-
-class _Counts(TypedDict):
-    documents: int
-    tokens: int
-    bytes: int
 
 
 class _Begun(TypedDict):

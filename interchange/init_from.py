@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from configs.schema import BatchConfig, Config, ModelConfig, UserError, resolved, validate
+from configs.schema import BatchConfig, Config, ModelConfig, UserError
+from configs.validation import resolved, validate
 from data.tokenizer import TextTokenizer, load_tokenizer
 from interchange.safetensors import function_options, stored_arrays
 from interchange.transformers import HF_TABLE, OWN_TABLE, hf_config, hf_name, model_of_hf, own_config, own_name, turned

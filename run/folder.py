@@ -23,7 +23,8 @@ from configs.command_line import config_from_json
 from configs.exit_codes import Exit
 from configs.files import write_whole
 from configs.retry import patiently
-from configs.schema import Config, MeshConfig, UserError, free_to_change, options, validate
+from configs.schema import Config, MeshConfig, UserError, free_to_change, options
+from configs.validation import validate
 from data.dataset import absolute
 from hosts.preflight import ROOT, code_digest
 from hosts.runtime import versions

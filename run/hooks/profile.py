@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from configs.schema import Config, profiled_steps
+from configs.schema import Config
+from configs.validation import profiled_steps
 from run.hooks.hook import Hook
 from run.progress import Due, Progress
 from training.step import Metrics

@@ -10,7 +10,8 @@ import pytest
 
 import sample
 from configs.command_line import config_from_json, load_config, parse, parse_arguments
-from configs.schema import Config, EvalConfig, UserError, options, validate
+from configs.schema import Config, EvalConfig, UserError, options
+from configs.validation import validate
 
 ROOT = Path(__file__).parents[2]
 SMALL = str(ROOT / "configs/small.py")
@@ -93,10 +94,10 @@ def test_run_dir_is_runs_name_unless_given(words, run_dir):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--run_dir=x", "--temperature=nan"], "--temperature=nan cannot work: it must be a finite number"),
-        (["--run_dir=x", "--samples=0"], "--samples=0 cannot work: it must be positive"),
-        (["--run_dir=x", "--mesh.fsdp=0"], "--mesh.fsdp=0 cannot work: it must be positive"),
-        (["--run_dir=x", "--tokens=-1"], "--tokens=-1 cannot work: it must be positive"),
+        (["--run_dir=x", "--temperature=nan"], "--temperature=nan cannot work: expected `float` >= 0"),
+        (["--run_dir=x", "--samples=0"], "--samples=0 cannot work: expected `int` >= 1"),
+        (["--run_dir=x", "--mesh.fsdp=0"], "--mesh.fsdp=0 cannot work: expected `int` >= 1"),
+        (["--run_dir=x", "--tokens=-1"], "--tokens=-1 cannot work: expected `int` >= 1"),
         (["--run_dir=x", "--prompt", "\udcff"], "it must be text in UTF-8"),
         (["--run_dir=~nobody-here/x"], "there is no such home folder"),
     ],

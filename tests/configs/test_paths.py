@@ -1,15 +1,14 @@
 """Every path option of every command: a URL is written to, or refused before anything happens."""
 
 import re
-from dataclasses import is_dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import get_args, get_type_hints
+from typing import Annotated, get_args, get_origin
 
 import pytest
 
-from configs.schema import Config, Role, UserError, misfit, roles
+from configs.schema import Config, Role, UserError, hints, roles
 from tools.launch.__main__ import SCHEDULERS
 from tools.launch.__main__ import main as launch
 
@@ -83,14 +82,8 @@ def sections() -> list[tuple[str, type]]:
 
 def text_options(kind: type) -> list[str]:
     """The options of a section that take any text."""
-    found = []
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        inner = hint if is_dataclass(hint) else (get_args(hint) or [None])[0]
-        if is_dataclass(inner):
-            found += [f"{name}.{option}" for option in text_options(inner)]  # pyright: ignore[reportArgumentType]
-        elif not misfit("x", hint) or not misfit(("x",), hint):
-            found.append(name)
-    return found
+    plain = {name: get_args(hint)[0] if get_origin(hint) is Annotated else hint for name, hint in hints(kind).items()}
+    return [name for name, hint in plain.items() if {str, tuple[str, ...]} & {hint, *get_args(hint)}]
 
 
 def test_every_option_of_text_is_known_to_be_a_path_or_none():

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.schema import CheckpointConfig, Config, ModelConfig, resolved
+from configs.schema import CheckpointConfig, Config, ModelConfig
+from configs.validation import resolved
 from data.tokenizer import train_tokenizer
 from model.shapes import parameter_shapes
 from run.checkpoint import Checkpoints

@@ -22,7 +22,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import export
-from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, UserError, resolved
+from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, UserError
+from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from evaluation.generation import make_generate
 from interchange.init_from import require_same_network

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 
 from configs import d12, nanochat
 from configs.nanochat import network_of_depth
-from configs.schema import Config, MeshConfig, resolved
+from configs.schema import Config, MeshConfig
+from configs.validation import resolved
 from model.axes import BATCH_AXES, DATA
 from tools.plan.candidate import Candidate
 from tools.plan.memory import memory

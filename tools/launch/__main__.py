@@ -5,11 +5,9 @@
 
 import sys
 
-import tyro
-
-from configs.command_line import exit_code_of
+from configs.command_line import exit_code_of, parse_arguments
 from configs.exit_codes import Exit
-from configs.schema import UserError, check_types, with_homes
+from configs.schema import UserError
 from tools.launch import k8s, sbatch, sky, tpu
 from tools.launch.shell import Trouble, warn
 
@@ -30,10 +28,9 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{program} takes one of {', '.join(names)}; --help shows more")
     command, options = scheduler.COMMANDS[words[1]]
     program = f"python -m tools.launch {words[0]} {words[1]}"
-    parsed = tyro.cli(options, prog=program, description=command.__doc__, args=words[2:], use_underscores=True)
-    check_types(parsed)
+    parsed = parse_arguments(command.__doc__, options, words[2:], program)
     try:
-        return command(with_homes(parsed), train)
+        return command(parsed, train)
     except Trouble as trouble:
         warn(f"error: {trouble}")
         return Exit.PEER_LOST

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.schema import Config, UserError, validate, with_options
+from configs.schema import Config, UserError, with_options
+from configs.validation import validate
 from tools.tune.noise import DIVISOR, TRUNK, points
 from tools.tune.statistics import better_half, critical_batch
 from tools.tune.trial import Context, Origin, evaluation_cost

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from configs.schema import Config, UserError, validate, with_options
+from configs.schema import Config, UserError, with_options
+from configs.validation import validate
 from hosts.machines import HEADROOM, VECTOR_MEMORY, exceeds_vector_memory
 from tools.programs.compile import compile_step
 from tools.programs.device_memory import GIB, program_bytes

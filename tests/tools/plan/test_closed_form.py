@@ -14,7 +14,8 @@ import pytest
 
 from bench.sizes import Sizes, sized
 from configs.command_line import parse
-from configs.schema import Config, EvalConfig, MeshConfig, UserError, resolved, with_options
+from configs.schema import Config, EvalConfig, MeshConfig, UserError, with_options
+from configs.validation import resolved
 from data.loader import held_out_batches
 from data.packing import StreamRows
 from data.shards import TokenStream

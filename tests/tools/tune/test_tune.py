@@ -11,7 +11,8 @@ import pytest
 import report
 
 from configs.command_line import load_config
-from configs.schema import options, validate
+from configs.schema import options
+from configs.validation import validate
 from hosts.runtime import run_command
 from tests.chromium import PROGRAM, Chromium
 from tests.test_train import CONFIG
