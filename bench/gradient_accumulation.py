@@ -43,7 +43,7 @@ from training.schedule import make_schedule
 from training.state import split_model
 
 SCHEDULE = ScheduleConfig("warmup_cosine", warmup_steps=20, final=0.1)
-GROUP = partial(GroupConfig, beta1=0.9, beta2=0.95, eps=1e-8, schedule=SCHEDULE)
+GROUP = partial(GroupConfig, beta1=0.9, beta2=0.95, eps=1e-8)
 CONFIG = Config(
     name="gradient-accumulation",
     steps=200,
@@ -53,7 +53,8 @@ CONFIG = Config(
     optimizer=OptimizerConfig(
         embed=GROUP(peak_rate=3e-3),
         lm_head=GROUP(peak_rate=3e-4),
-        matrices=MatricesConfig(3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, schedule=SCHEDULE),
+        matrices=MatricesConfig(3e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1),
+        schedule=SCHEDULE,
     ),
 )
 DTYPE = jnp.dtype("float32")
@@ -133,7 +134,7 @@ def plain_adamw(config: Config, moments: str = "float32") -> optax.GradientTrans
     def group(name: str) -> optax.GradientTransformation:
         options: GroupConfig = getattr(config.optimizer, name)
         peak = peak_rates(config.optimizer, config.model.width)[name]
-        schedule = make_schedule(options.schedule, config.steps)
+        schedule = make_schedule(config.optimizer.schedule, config.steps)
         adam = optax.scale_by_adam(options.beta1, options.beta2, options.eps)
         in_type = optax.GradientTransformation(  # both moments take their type from what they are given
             lambda params: adam.init(optax.tree.cast(params, moments)),
@@ -219,12 +220,13 @@ def notebook(schedule: str) -> float:
     """Return the relative difference, after 2 updates, of 9 rows through our step with K = 3, and of 3 x 3 rows under
     MultiSteps(3) over their means; `schedule` is a ScheduleConfig kind, counted in updates by both."""
     # An eps above the gradients' rounding, which Adam would otherwise blow up to whole updates.
-    group = GroupConfig(peak_rate=0.01, eps=1e-4, schedule=ScheduleConfig(schedule, warmup_steps=0, warmdown=1.0))  # pyright: ignore
+    group = GroupConfig(peak_rate=0.01, eps=1e-4)
+    shape = ScheduleConfig(schedule, warmup_steps=0, warmdown=1.0)  # pyright: ignore
     config = replace(
         CONFIG,
         steps=4,
         batch=BatchConfig(sequence_length=16, tokens_per_step=144, rows_per_device=3),
-        optimizer=OptimizerConfig(group, MatricesConfig(**vars(group)), group, clip_norm=1e9),
+        optimizer=OptimizerConfig(group, MatricesConfig(**vars(group)), group, schedule=shape, clip_norm=1e9),
     )
     built = build(config, jax.devices()[:1])
     graphdef, _ = split_model(config.model, DTYPE)

@@ -17,10 +17,8 @@ from configs.schema import (
     BatchConfig,
     Config,
     DataConfig,
-    GroupConfig,
     MatricesConfig,
     ModelConfig,
-    MuonConfig,
     OptimizerConfig,
     ScheduleConfig,
     with_options,
@@ -28,12 +26,8 @@ from configs.schema import (
 from model.flops import parameter_counts
 
 TOKENS_PER_PARAMETER = 12
+DEFAULT = OptimizerConfig()
 REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2**19  # where nanochat tuned its rates
-SCHEDULE = ScheduleConfig(warmup_steps=40, warmdown=0.65, final=0.05)
-
-
-def group(peak_rate: float, **options: float) -> GroupConfig:
-    return GroupConfig(peak_rate, schedule=SCHEDULE, **options)  # pyright: ignore[reportArgumentType]
 
 
 def get_config() -> Config:
@@ -52,15 +46,12 @@ def get_config() -> Config:
         data=DataConfig(packing="best_fit"),
         batch=BatchConfig(sequence_length=2048, rows_per_device=32),
         optimizer=OptimizerConfig(
-            embed=group(0.3, beta2=0.995, weight_decay=0.001),
-            lm_head=group(0.008, beta2=0.96, weight_decay=0.01),
+            embed=replace(DEFAULT.embed, peak_rate=0.3, weight_decay=0.001),
+            lm_head=replace(DEFAULT.lm_head, peak_rate=0.008, weight_decay=0.01),
             matrices=MatricesConfig(0.002, kind="muon"),
-            muon=MuonConfig(schedule=SCHEDULE),
-            value_embeds=group(0.15, beta2=0.995, weight_decay=0.01),
-            # nanochat has eps=1e-10 for these, too: see OptimizerConfig
-            resid_lambdas=group(0.005, eps=1e-4, weight_decay=0.05),
-            x0_lambdas=group(0.5, eps=1e-4, beta1=0.96),
-            scalars=group(0.2, eps=1e-4),
+            value_embeds=replace(DEFAULT.value_embeds, peak_rate=0.15),
+            # nanochat has eps=1e-10 for resid_lambdas, x0_lambdas and scalars, too: see OptimizerConfig
+            schedule=ScheduleConfig(warmup_steps=40),
             clip_norm=1e9,  # nanochat clips nothing
         ),
     )

@@ -2,7 +2,8 @@
 
 A config file (`configs/small.py`) defines `get_config() -> Config`; the command line overrides single fields of it
 (`--batch.rows_per_device=16`). A field's type says which values it takes, and what a change of it changes;
-configs/validation.py checks them. Nothing here imports from the rest of the project, and nothing here computes.
+configs/validation.py checks them. Those of type `InFile` are a config file's alone. Nothing here imports from the rest
+of the project, and nothing here computes.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from enum import Enum
 from functools import cache, reduce
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+import tyro
 from msgspec import Meta
 
 
@@ -26,6 +28,7 @@ class Role(Enum):
     TRAINING = "how the network is trained: whatever it is, the network computes the same function"
     PATH = "a file or folder: ~ is the home folder; a URL is refused"
     STORE = "a path that may lead to a bucket, too: gs://BUCKET/FOLDER"
+    FILE = "a config file alone sets it: it is no option of the command line"
 
 
 SMEAR_CHANNELS, VALUE_GATE_CHANNELS = 24, 12  # of the residual stream, that gates read: nanochat's
@@ -38,6 +41,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 Free = Annotated[T, Role.FREE]
 OfTraining = Annotated[T, Role.TRAINING]
+InFile = tyro.conf.Fixed[tyro.conf.Suppress[Annotated[T, Role.FILE]]]
 FilePath = Annotated[str, Role.PATH]
 AnyPath = Annotated[str, Role.PATH, Role.STORE]
 AnyPaths = Annotated[tuple[str, ...], Role.PATH, Role.STORE]
@@ -156,7 +160,7 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """A learning rate's course, as a factor of the group's peak rate."""
+    """The course of every group's learning rate, as a factor of its peak rate."""
 
     kind: Literal["constant", "warmup_cosine", "warmup_constant_warmdown"] = "warmup_constant_warmdown"
     """After the warmup: stay; fall by a half cosine; or stay, and fall linearly over the last `warmdown` of the run."""
@@ -175,16 +179,22 @@ class GroupConfig:
     peak_rate: Positive[float]
     """Learning rate that the schedule multiplies. `embed`, `value_embeds` and `lm_head` also scale it by
     (width / 768)^-0.5."""
-    beta1: Decay = 0.8
+    beta1: InFile[Decay] = 0.8
     """Decay of the first moment."""
-    beta2: Decay = 0.95
+    beta2: InFile[Decay] = 0.95
     """Decay of the second moment."""
-    eps: Positive[float] = 1e-10
+    eps: InFile[Positive[float]] = 1e-10
     """Added to the root of the second moment."""
     weight_decay: NotNegative[float] = 0.0
     """Decoupled: a step takes `rate * weight_decay * parameter` away."""
-    schedule: ScheduleConfig = ScheduleConfig()
-    """Course of this group's rate."""
+
+
+@dataclass(frozen=True)
+class X0LambdasConfig(GroupConfig):
+    """`model.x0_lambdas`, whose rate is high."""
+
+    warmup_steps: NotNegative[int] = 0
+    """Steps of linear rise of this group's rate, if they are more than `optimizer.schedule.warmup_steps`."""
 
 
 @dataclass(frozen=True)
@@ -204,18 +214,16 @@ class MuonConfig:
     ratio."""
     momentum: Decay = 0.97
     """Decay of the first moment (Nesterov), after its own warmup and until the rate's warmdown."""
-    momentum_start: Decay = 0.85
+    momentum_start: InFile[Decay] = 0.85
     """At step 0."""
-    momentum_warmup_steps: NotNegative[int] = 400
+    momentum_warmup_steps: InFile[NotNegative[int]] = 400
     """Steps of its linear rise. If the warmdown begins earlier, it falls from where it has risen to."""
-    momentum_final: Decay = 0.9
+    momentum_final: InFile[Decay] = 0.9
     """At the end of the warmdown."""
-    beta2: Decay = 0.9
+    beta2: InFile[Decay] = 0.9
     """Decay of the second moment of a matrix's rows or columns, which evens out the update (arXiv:2510.05491)."""
     weight_decay: NotNegative[float] = 0.28
     """Decoupled, only where it and the update agree (arXiv:2411.16085), and falling to 0 by a half cosine."""
-    schedule: ScheduleConfig = ScheduleConfig()
-    """Course of the rate."""
 
 
 @dataclass(frozen=True)
@@ -237,14 +245,14 @@ class OptimizerConfig:
     """Tables of `model.value_embeddings`."""
     resid_lambdas: GroupConfig = GroupConfig(peak_rate=0.005, eps=1e-4, weight_decay=0.05)
     """`model.resid_lambdas`."""
-    x0_lambdas: GroupConfig = GroupConfig(peak_rate=0.5, beta1=0.96, eps=1e-4)
+    x0_lambdas: X0LambdasConfig = X0LambdasConfig(peak_rate=0.5, beta1=0.96, eps=1e-4)
     """`model.x0_lambdas`."""
     muon: MuonConfig = MuonConfig()
     """The matrices', with `optimizer.matrices.kind=muon`."""
     rate_factor: Positive[float] = 1.0
     """Factor of every group's rate. With `init_from` on new text 0.1 is a start (docs/recipe.md)."""
-    warmup_steps: NotNegative[int] = 0
-    """Every group's rate rises over at least this many steps; a group's own `schedule.warmup_steps` may be more."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Course of every group's rate."""
     clip_norm: Positive[float] = 1.0
     """Bound on the global norm of the gradient, after its division by the step's valid tokens."""
 

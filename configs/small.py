@@ -16,7 +16,6 @@ from configs.schema import (
     EvalConfig,
     ModelConfig,
     OptimizerConfig,
-    ScheduleConfig,
 )
 
 
@@ -44,7 +43,7 @@ def get_config() -> Config:
         optimizer=OptimizerConfig(
             matrices=replace(OptimizerConfig().matrices, kind="muon"),
             # At the full rate from the first step, the loss jumps at step 5, and rounding grows tenfold (docs/mesh.md).
-            x0_lambdas=replace(OptimizerConfig().x0_lambdas, schedule=ScheduleConfig(warmup_steps=20)),
+            x0_lambdas=replace(OptimizerConfig().x0_lambdas, warmup_steps=20),
         ),
         checkpoint=CheckpointConfig(every_steps=100),
         eval=EvalConfig(every_steps=150, tokens=65_536, prompts=("def", "class", "import")),

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import re
+from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import msgspec
@@ -35,11 +36,11 @@ def check_types(config: T) -> T:
         problem, _, path = str(error).partition(" - at `$.")
         problem = problem[0].lower() + problem[1:]
         name = path.rstrip("`").partition("[")[0]
-        kind = hints(type(config))[name]
+        kind = hints(type(config)).get(name)
         kind = get_args(kind)[0] if get_origin(kind) is Annotated else kind
         if get_origin(kind) is Literal:
             problem = f"it is one of {', '.join(map(repr, get_args(kind)))}"
-        raise UserError(f"--{name}={options(config)[name]} cannot work: {problem}") from error
+        raise UserError(f"--{name}={attrgetter(name)(config)} cannot work: {problem}") from error
     for name, value in options(checked).items():
         if problem := _problem(value):
             raise UserError(f"--{name}={value} cannot work: {problem}")

@@ -38,7 +38,7 @@ def describe_attention(built: Build) -> str:
 def describe_start(config: Config) -> str:
     """Return where a run with `init_from` starts and, at full rates without a warmup, what to try on new text."""
     said, optimizer = f"starting from the network in {config.init_from}", config.optimizer
-    if optimizer.rate_factor < 1 or optimizer.warmup_steps:
+    if optimizer.rate_factor < 1 or optimizer.schedule.warmup_steps:
         return said
-    gentle = f"--optimizer.rate_factor=0.1 --optimizer.warmup_steps={-(-config.steps // 20)}"
+    gentle = f"--optimizer.rate_factor=0.1 --optimizer.schedule.warmup_steps={-(-config.steps // 20)}"
     return f"{said}, at the full rates: it forgets much of its old text; to keep it, train on with {gentle}"

@@ -14,6 +14,7 @@ from configs.schema import (
     ModelConfig,
     OptimizerConfig,
     ScheduleConfig,
+    X0LambdasConfig,
 )
 from training.build import build
 from training.mesh import batch_shape, batch_sharding, resized
@@ -40,15 +41,16 @@ def together(features: dict[str, dict]) -> dict:
 ALL_FEATURES = together(FEATURES)
 # eps well above the noise of a gradient that is nearly zero, whose Adam direction would otherwise be noise.
 SCHEDULE = ScheduleConfig(warmup_steps=2, warmdown=0.5)
-GROUP = GroupConfig(peak_rate=0.01, eps=1e-4, schedule=SCHEDULE)
+GROUP = GroupConfig(peak_rate=0.01, eps=1e-4)
 OPTIMIZER = OptimizerConfig(
     embed=GROUP,
-    matrices=MatricesConfig(0.01, eps=1e-4, weight_decay=0.1, schedule=replace(SCHEDULE, kind="warmup_cosine")),
+    matrices=MatricesConfig(0.01, eps=1e-4, weight_decay=0.1),
     value_embeds=GROUP,
     resid_lambdas=GROUP,
-    x0_lambdas=GROUP,
+    x0_lambdas=X0LambdasConfig(**vars(GROUP)),
     scalars=GROUP,
-    lm_head=replace(GROUP, peak_rate=0.002, schedule=ScheduleConfig(kind="constant")),
+    lm_head=replace(GROUP, peak_rate=0.002),
+    schedule=SCHEDULE,
     clip_norm=0.2,
 )
 

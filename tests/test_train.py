@@ -580,7 +580,7 @@ def test_many_skipped_steps_in_a_row_end_the_run(folder, monkeypatch, capfd):
         "--checkpoint.every_steps=1",
         "--eval.every_steps=900",
     )
-    rates = ("--optimizer.lm_head.peak_rate=1e38", "--optimizer.lm_head.schedule.kind=constant")
+    rates = ("--optimizer.lm_head.peak_rate=1e38", "--optimizer.schedule.kind=constant")
     command = ("--config=tiny.py", "--run_dir=broken", *options, *rates, "--max_skipped_steps=7")
     assert run("train", monkeypatch, *command) == 1
     output = "".join(capfd.readouterr())
@@ -749,7 +749,7 @@ def test_a_network_that_is_trained_on_says_how_to_keep_what_it_knows(folder, unt
         assert run("train", monkeypatch, *command, f"--run_dir={run_dir}", *options) == 0
         said = capfd.readouterr().out
         assert "starting from the network in start" in said
-        assert ("--optimizer.rate_factor=0.1 --optimizer.warmup_steps=2" in said) == full
+        assert ("--optimizer.rate_factor=0.1 --optimizer.schedule.warmup_steps=2" in said) == full
 
 
 def test_a_tokenizer_that_is_missing_is_noticed_before_text_is_read(folder, untouched, monkeypatch, capfd):

@@ -23,7 +23,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num
 
-from configs.schema import MuonConfig
+from configs.schema import MuonConfig, ScheduleConfig
 from model.axes import DATA
 from training.layout import Place
 from training.mesh import resized, spec_of
@@ -50,9 +50,10 @@ class MuonState(NamedTuple):
 
 
 def muon(
-    config: MuonConfig, rate: Schedule, steps: int | float, places: Sequence[Place], mesh: Mesh
+    config: MuonConfig, course: ScheduleConfig, rate: Schedule, steps: int | float, places: Sequence[Place], mesh: Mesh
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the updates of a tree of matrices, rate and decay included. `places`: how `mesh`, whose devices share the
+    """Return the updates of a tree of matrices, rate and decay included. `course`: that of `rate`, which the momentum
+    follows. `places`: how `mesh`, whose devices share the
     work, stores its leaves, padding included. `init` takes matrices without padding."""
 
     def init(params: optax.Params) -> MuonState:
@@ -62,7 +63,7 @@ def muon(
     def update(
         updates: optax.Updates, state: MuonState, params: optax.Params | None = None, *, step: Num[Array, ""]
     ) -> tuple[optax.Updates, MuonState]:
-        momentum = momentum_at(config, step, steps)
+        momentum = momentum_at(config, course, step, steps)
         mu = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, state.mu, updates)
         ahead = jax.tree.map(lambda m, g: momentum * m + (1 - momentum) * g, mu, updates)
         leaves, structure = jax.tree.flatten(ahead)
@@ -86,11 +87,13 @@ def muon(
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore
 
 
-def momentum_at(config: MuonConfig, step: Num[Array, ""] | int, steps: int | float) -> Float[Array, ""]:
+def momentum_at(
+    config: MuonConfig, course: ScheduleConfig, step: Num[Array, ""] | int, steps: int | float
+) -> Float[Array, ""]:
     """Rises, stays, and falls while the rate does. In a run too short for both, it falls from where it has risen to."""
     t = jnp.asarray(step, jnp.float32)
     rise = jnp.minimum(1.0, t / max(config.momentum_warmup_steps, 1))
-    falls = config.schedule.warmdown * steps if config.schedule.kind == "warmup_constant_warmdown" else 0
+    falls = course.warmdown * steps if course.kind == "warmup_constant_warmdown" else 0
     fall = jnp.clip((t - (steps - falls)) / max(falls, 1), 0, 1)
     risen = config.momentum_start + rise * (config.momentum - config.momentum_start)
     return risen + fall * (config.momentum_final - risen)

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num
 
-from configs.schema import GroupConfig, MeshConfig, ModelConfig, MuonConfig, OptimizerConfig, UserError
+from configs.schema import GroupConfig, MeshConfig, ModelConfig, MuonConfig, OptimizerConfig, UserError, X0LambdasConfig
 from model.gpt import map_parameters
 from training.mesh import make_mesh, parameter_places
 from training.muon import muon
@@ -121,12 +121,14 @@ def make_optimizer(
 
     def group(name: str) -> tuple[optax.GradientTransformation, Schedule]:
         options = group_config(config, name)
-        warmup = max(options.schedule.warmup_steps, config.warmup_steps)
-        schedule = make_schedule(dataclasses.replace(options.schedule, warmup_steps=warmup), steps)
+        course = config.schedule
+        if isinstance(options, X0LambdasConfig):
+            course = dataclasses.replace(course, warmup_steps=max(options.warmup_steps, course.warmup_steps))
+        schedule = make_schedule(course, steps)
         rate = lambda step: peaks[name] * schedule(step)
         if isinstance(options, MuonConfig):
             mine = [place for place, group in zip(places, jax.tree.leaves(groups)) if group == name]
-            return muon(options, rate, steps, mine, mesh), rate
+            return muon(options, course, rate, steps, mine, mesh), rate
         adam = scale_by_adam(options.beta1, options.beta2, options.eps)
         adamw = optax.chain(adam, optax.add_decayed_weights(options.weight_decay), scale_by_rate(rate))
         return adamw, rate

@@ -49,7 +49,7 @@ def test_config_file_gives_every_option_that_is_not_overridden():
 @pytest.mark.parametrize("flag", [[f"--config={SMALL}"], ["--config", SMALL]])
 @pytest.mark.parametrize("first", [True, False])
 def test_overrides_change_single_options(flag, first):
-    words = ["--steps=7", "--batch.rows_per_device", "16", "--optimizer.matrices.schedule.kind=constant"]
+    words = ["--steps=7", "--batch.rows_per_device", "16", "--optimizer.schedule.kind=constant"]
     words += ["--eval.prompts", "one", "two words", "--model.softcap=20", "--resume=must"]
     config, _ = parse("", argv=[*flag, *words] if first else [*words, *flag])
     before = options(load_config(SMALL)[0])
@@ -57,7 +57,7 @@ def test_overrides_change_single_options(flag, first):
     assert changes == {
         "steps": 7,
         "batch.rows_per_device": 16,
-        "optimizer.matrices.schedule.kind": "constant",
+        "optimizer.schedule.kind": "constant",
         "eval.prompts": ("one", "two words"),
         "model.softcap": 20.0,
         "resume": "must",

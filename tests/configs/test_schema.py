@@ -83,9 +83,9 @@ def test_defaults_are_valid():
         ("optimizer.lm_head.beta2", -0.1, "expected `float` >= 0"),
         ("optimizer.scalars.eps", 0.0, "expected `float` (>= 1|> 0)"),
         ("optimizer.matrices.weight_decay", -0.1, "expected `(int|float)` >= 0"),
-        ("optimizer.embed.schedule.warmup_steps", -1, "expected `(int|float)` >= 0"),
-        ("optimizer.embed.schedule.warmdown", 1.5, "expected `float` <= 1"),
-        ("optimizer.embed.schedule.final", -0.5, "expected `float` >= 0"),
+        ("optimizer.schedule.warmup_steps", -1, "expected `(int|float)` >= 0"),
+        ("optimizer.schedule.warmdown", 1.5, "expected `float` <= 1"),
+        ("optimizer.schedule.final", -0.5, "expected `float` >= 0"),
         ("optimizer.clip_norm", 0.0, "expected `float` (>= 1|> 0)"),
         ("mesh.data", 0, "-1 for all"),
         ("mesh.data", -2, "expected `int` >= -1"),
@@ -114,15 +114,15 @@ def test_benchmarks_need_their_bundle():
     ("name", "value"),
     [
         ("seed", 2**31 - 1),
-        ("optimizer.matrices.schedule.warmdown", 1),
+        ("optimizer.schedule.warmdown", 1),
         ("model.kv_heads", 1),
         ("model.softcap", 78.3),
         ("model.vocab_size", 258),
         ("data.workers", 0),
         ("batch.tokens_per_step", 4096),
         ("optimizer.matrices.beta1", 0.0),
-        ("optimizer.matrices.schedule.warmdown", 1.0),
-        ("optimizer.matrices.schedule.final", 0.0),
+        ("optimizer.schedule.warmdown", 1.0),
+        ("optimizer.schedule.final", 0.0),
         ("mesh.data", 8),
         ("mesh.fsdp", 256),
         ("mesh.tensor", 2),
@@ -135,7 +135,7 @@ def test_values_at_the_edge_are_valid(name, value):
 def test_options_are_the_command_lines_names():
     flat = options(BASE)
     assert flat["steps"] == 1000
-    assert flat["optimizer.matrices.schedule.kind"] == "warmup_constant_warmdown"
+    assert flat["optimizer.schedule.kind"] == "warmup_constant_warmdown"
     assert flat["eval.prompts"] == ("", "", "")
     assert not any(dataclasses.is_dataclass(value) for value in flat.values())
     # The other way around: setting every option to its own value gives the config back.

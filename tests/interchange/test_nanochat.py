@@ -83,10 +83,10 @@ def test_logits_and_gradients_are_equal(nanochat, without):
 def test_muon_s_updates_are_equal(nanochat, shape):
     """Three steps on two matrices, rate, momentum, decay and second moment included."""
     steps, generator = 10, np.random.default_rng(0)
-    config = MuonConfig(schedule=ScheduleConfig("constant"), weight_decay=0.3)
+    config = MuonConfig(weight_decay=0.3)
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
     places = [place(shape, (None, None), mesh.shape)] * 2
-    transform = muon(config, lambda step: jnp.float32(0.02), steps, places, mesh)
+    transform = muon(config, ScheduleConfig("constant"), lambda step: jnp.float32(0.02), steps, places, mesh)
     random = lambda: {i: jnp.asarray(generator.standard_normal(shape), jnp.float32) for i in range(2)}
     params = random()
     theirs = [torch.nn.Parameter(torch.tensor(np.array(p.T))) for p in params.values()]

@@ -33,7 +33,7 @@ def get_config():
         data=DataConfig(source="text", val_fraction=0.2),
         batch=BatchConfig(sequence_length=32, tokens_per_step=128, rows_per_device=4),
         optimizer=OptimizerConfig(
-            GroupConfig(0.2, schedule=STAYS), MatricesConfig(0.002, schedule=STAYS), GroupConfig(0.004, schedule=STAYS)
+            GroupConfig(0.2), MatricesConfig(0.002), GroupConfig(0.004), schedule=STAYS
         ),
         checkpoint=CheckpointConfig(every_steps=2),
         eval=EvalConfig(every_steps=100, tokens=500, prompts=(), sample_tokens=8),

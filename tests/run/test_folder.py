@@ -4,7 +4,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_args, get_origin
 from unittest.mock import Mock
 
 import jax
@@ -20,7 +20,9 @@ from configs.schema import (
     MeshConfig,
     ModelConfig,
     UserError,
+    hints,
     options,
+    with_options,
 )
 from hosts.runtime import versions
 from run import folder as run_folder
@@ -82,11 +84,11 @@ OTHERS = sorted(options(Config(name="x")).keys() - FREE - {"run_dir", "resume"})
 
 def other(config: Any, name: str) -> Any:
     """`config` with another value of the option `name`."""
-    head, _, rest = name.partition(".")
-    value = getattr(config, head)
-    if rest:
-        return replace(config, **{head: other(value, rest)})
-    return replace(config, **{head: value + ("x" if isinstance(value, str) else ("x",) if value == () else 1)})
+    value, hint = options(config)[name], hints()[name]
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    choices = get_args(kind) if get_origin(kind) is Literal else (True, False) if kind is bool else ()
+    added = "x" if isinstance(value, str) else ("x",) if value == () else 1
+    return with_options(config, {name: ([choice for choice in choices if choice != value] or [value + added])[0]})
 
 
 @pytest.fixture

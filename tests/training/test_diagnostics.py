@@ -110,7 +110,7 @@ def snr(config: Config, state: TrainState, group: str, gradients: list[np.ndarra
     options = group_config(config.optimizer, group)
     if muon := moments(state, group, MuonState):
         assert isinstance(options, MuonConfig)
-        beta = float(momentum_at(options, 0, config.steps))
+        beta = float(momentum_at(options, config.optimizer.schedule, 0, config.steps))
         return norm([beta * m + (1 - beta) * g for m, g in zip(muon[0], gradients)]) / norm(gradients)
     assert isinstance(options, GroupConfig)
     adam = list(zip(*moments(state, group), gradients))

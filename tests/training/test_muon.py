@@ -14,7 +14,7 @@ from training.layout import place
 from training.mesh import make_mesh, resized, sizes_of, spec_of
 from training.muon import momentum_at, muon, orthogonalise_all
 
-CONFIG = MuonConfig(schedule=ScheduleConfig("constant"))
+CONFIG, CONSTANT = MuonConfig(), ScheduleConfig("constant")
 
 
 ONE = make_mesh(MeshConfig(data=1), jax.devices()[:1])
@@ -28,7 +28,9 @@ def on_one(*matrices):
 
 def muon_on_one(config, count=1, shape=(8, 8)):
     """Muon for so many matrices on one device."""
-    return muon(config, lambda step: jnp.float32(0.1), 10, [place(shape, (None, None), ONE.shape)] * count, ONE)
+    return muon(
+        config, CONSTANT, lambda step: jnp.float32(0.1), 10, [place(shape, (None, None), ONE.shape)] * count, ONE
+    )
 
 
 def random(shape, seed=0):
@@ -70,23 +72,23 @@ def test_matrices_of_one_shape_are_stacked_turned_or_not_and_come_back_in_their_
 
 
 def test_momentum_rises_stays_and_falls():
-    config = MuonConfig(schedule=ScheduleConfig(warmdown=0.5))
-    momentum = lambda step: float(momentum_at(config, step, 2000))
+    falls = ScheduleConfig(warmdown=0.5)
+    momentum = lambda step: float(momentum_at(CONFIG, falls, step, 2000))
     assert [momentum(step) for step in (0, 200, 400, 1000)] == pytest.approx([0.85, 0.91, 0.97, 0.97])
     assert [momentum(step) for step in (1500, 2000)] == pytest.approx([0.935, 0.9])
-    assert float(momentum_at(CONFIG, 2000, 2000)) == pytest.approx(0.97)
+    assert float(momentum_at(CONFIG, CONSTANT, 2000, 2000)) == pytest.approx(0.97)
 
 
 @pytest.mark.parametrize("steps", [300, 500, 1000])
 def test_momentum_never_jumps_and_falls_in_a_short_run_too(steps):
     """With 500 steps it once jumped from 0.97 to 0.92 at step 400; with 300 it never fell."""
-    course = np.array([float(momentum_at(MuonConfig(), step, steps)) for step in range(0, steps + 1, 5)])
+    course = np.array([float(momentum_at(CONFIG, ScheduleConfig(), step, steps)) for step in range(0, steps + 1, 5)])
     assert np.abs(np.diff(course)).max() < 0.003 and course[-1] == pytest.approx(0.9)
 
 
 def test_decay_falls_on_what_the_update_shrinks_and_fades():
     transform = muon_on_one(CONFIG)
-    without = muon_on_one(MuonConfig(weight_decay=0.0, schedule=CONFIG.schedule))
+    without = muon_on_one(MuonConfig(weight_decay=0.0))
     params, gradient = {"w": random((8, 8), 1)}, {"w": random((8, 8), 2)}
     for step, factor in ((0, 1.0), (5, 0.5), (10, 0.0)):
         moved, plain = (
@@ -104,7 +106,7 @@ def test_no_matrix_is_worked_on_twice_nor_sent_whole(sizes):
     of them goes there and back once, and nothing else but norms is sent."""
     mesh = make_mesh(MeshConfig(*sizes))
     of = place((64, 64), ("fsdp", "tensor"), mesh.shape)
-    on_mesh = muon(CONFIG, lambda step: jnp.float32(0.1), 10, [of] * 16, mesh)
+    on_mesh = muon(CONFIG, CONSTANT, lambda step: jnp.float32(0.1), 10, [of] * 16, mesh)
     flops = []
     one, divided = (muon_on_one(CONFIG, 16, (64, 64)), None), (on_mesh, jax.NamedSharding(mesh, spec_of(of)))
     for transform, placed in (one, divided):

@@ -52,11 +52,11 @@ def test_rates_of_tables_scale_with_the_width():
 
 def test_each_group_is_optax_adamw_with_its_own_options():
     groups = {
-        "embed": GroupConfig(0.1, beta1=0.7, beta2=0.9, eps=1e-6, schedule=CONSTANT),
-        "matrices": MatricesConfig(0.02, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.3, schedule=CONSTANT),
-        "lm_head": GroupConfig(0.003, beta1=0.5, beta2=0.8, eps=1e-4, schedule=CONSTANT),
+        "embed": GroupConfig(0.1, beta1=0.7, beta2=0.9, eps=1e-6),
+        "matrices": MatricesConfig(0.02, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.3),
+        "lm_head": GroupConfig(0.003, beta1=0.5, beta2=0.8, eps=1e-4),
     }
-    config = replace(OptimizerConfig(), **groups)
+    config = replace(OptimizerConfig(), **groups, schedule=CONSTANT)
     optimizer, _ = make_optimizer(config, replace(TINY, width=768), 100)
     params, state = random_tree(0), optimizer.init(random_tree(0))
     for step in range(3):
@@ -82,23 +82,22 @@ def test_decay_falls_on_matrices_alone_by_default():
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_factor_and_a_warmup_hold_for_every_group(kind):
     plain = replace(OptimizerConfig(), matrices=replace(OptimizerConfig().matrices, kind=kind))
-    gentle = replace(plain, rate_factor=0.1, warmup_steps=4)
+    gentle = replace(plain, rate_factor=0.1, schedule=ScheduleConfig(warmup_steps=4))
     (_, full), (_, rates) = (
         make_optimizer(config, replace(TINY, smear=True, width=32), 100) for config in (plain, gentle)
     )
     for group, rate in rates.items():
         for step, share in [(0, 0.25), (3, 1), (50, 1)]:
             assert float(rate(step)) == pytest.approx(0.1 * share * float(full[group](step)))
-    longer = replace(plain.lm_head, schedule=ScheduleConfig(warmup_steps=8))
-    assert float(make_optimizer(replace(gentle, lm_head=longer), TINY, 100)[1]["lm_head"](3)) == pytest.approx(
-        0.5 * float(rates["lm_head"](3))
-    )
+    longer = replace(gentle, x0_lambdas=replace(gentle.x0_lambdas, warmup_steps=8))
+    _, later = make_optimizer(longer, replace(TINY, x0_lambdas=True), 100)
+    assert float(later["x0_lambdas"](3)) == pytest.approx(0.05 * longer.x0_lambdas.peak_rate)
+    assert float(later["lm_head"](3)) == float(rates["lm_head"](3))
 
 
 def test_rates_follow_the_step_that_is_given_not_the_calls():
     schedule = ScheduleConfig("constant", warmup_steps=10)
-    group = GroupConfig(1.0, schedule=schedule)
-    config = OptimizerConfig(group, MatricesConfig(1.0, schedule=schedule), group)
+    config = OptimizerConfig(GroupConfig(1.0), MatricesConfig(1.0), GroupConfig(1.0), schedule=schedule)
     optimizer, rates = make_optimizer(config, replace(TINY, width=768), 100)
     params = random_tree(0)
     for step in (7, 2):

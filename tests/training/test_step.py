@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import MatricesConfig, MeshConfig, MuonConfig
+from configs.schema import MatricesConfig, MeshConfig
 from model.shapes import parameter_shapes
 from tests import reference
 from tests.helpers import (
     ALL_FEATURES,
     OPTIMIZER,
-    SCHEDULE,
     distance,
     random_rows,
     run_steps,
@@ -206,7 +205,7 @@ def test_a_mesh_that_divides_few_sizes_gives_the_update_of_one():
     """Width 32 and three blocks over `data` = 3: most of the state is padded, Muon's and AdamW's."""
     config = tiny_config(rows=12, heads=4, kv_heads=4, **ALL_FEATURES | {"depth": 3})
     matrices = MatricesConfig(0.01, kind="muon")
-    config = replace(config, optimizer=replace(OPTIMIZER, matrices=matrices, muon=MuonConfig(schedule=SCHEDULE)))
+    config = replace(config, optimizer=replace(OPTIMIZER, matrices=matrices))
     divided, devices = on_mesh(config, 1, (3, 2, 1))
     abstract = build(divided, jax.devices()[:devices]).abstract_state
     shapes = parameter_shapes(config.model)
@@ -219,7 +218,7 @@ def test_a_mesh_that_divides_few_sizes_gives_the_update_of_one():
 def test_muon_s_update_is_the_same_whatever_the_split_and_mesh():
     matrices = MatricesConfig(0.01, kind="muon")
     config = tiny_config(heads=4, kv_heads=4)
-    config = replace(config, optimizer=replace(OPTIMIZER, matrices=matrices, muon=MuonConfig(schedule=SCHEDULE)))
+    config = replace(config, optimizer=replace(OPTIMIZER, matrices=matrices))
     rows = [random_rows(tiny_config(), step, weights("lengths", 16, 16, step)) for step in range(3)]
     whole, _ = run_steps(config, rows)
     for size in ((4, ONE), (1, (8, 1, 1)), (2, (2, 2, 2))):
