@@ -187,7 +187,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     say(describe(builds))
     say(describe_attention(built))
     programs: list[Program] = []
-    with explain_out_of_memory(config, mistake=True):
+    with explain_out_of_memory(mistake=True):
         compile_stages(programs, builds, checkpoints.newest, times, say)
     if slow := cost_of_slow_links(built.mesh, config.model, built.batch_shape):
         say(slow)
@@ -216,7 +216,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         batches = batches_from(begins, builds, text)
         return Progress(config, begins, batches), train_batches(batches, built.batch_sharding, config.data.workers)
 
-    with explain_out_of_memory(config), times.during("steps"):
+    with explain_out_of_memory(), times.during("steps"):
         run, gave_up = take_steps(start, programs, idle, hooks, stop, partial(roll_back, save, times, say))
     if gave_up:
         gave_up += f"; {save.described()}"

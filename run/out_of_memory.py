@@ -1,29 +1,51 @@
-"""What to say if the devices' memory does not hold a run."""
+"""What a run says if the devices' memory does not hold its step."""
 
-from collections.abc import Iterator
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 
-from configs.schema import Config, UserError
-from hosts.machines import VECTOR_MEMORY, exceeds_vector_memory
-from tools.plan.measured import does_not_fit
+from configs.schema import UserError
+from hosts.machines import VECTOR_MEMORY, exceeds_vector_memory, machine_of
 from training.mesh import islands
 
 
 @contextmanager
-def explain_out_of_memory(config: Config, mistake: bool = False) -> Iterator[None]:
-    """Where the devices' memory does not hold what is done inside, says what it is, and what would fit: a UserError
-    before anything was computed (`mistake`), later a note on the error, which ends the run with code 1."""
+def explain_out_of_memory(mistake: bool = False) -> Iterator[None]:
+    """If the devices' memory does not hold what is done inside, name the command that plans what would fit: as a
+    UserError before anything was computed (`mistake`), later as a note on the error, which ends the run with code 1."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if exceeds_vector_memory(str(error)):
             raise UserError(f"{VECTOR_MEMORY}\n{str(error).splitlines()[0]}") from error
         if "RESOURCE_EXHAUSTED" in str(error):
-            devices = jax.devices()
-            why = does_not_fit(config, devices[0].device_kind, len(devices), len(islands(devices)))
             if mistake:
-                raise UserError(f"{why}\n{str(error).splitlines()[0]}") from error
-            error.add_note(why)
+                raise UserError(f"{too_large(jax.devices())}\n{str(error).splitlines()[0]}") from error
+            error.add_note(too_large(jax.devices()))
         raise
+
+
+def too_large(devices: Sequence[Any]) -> str:
+    """Return that a step does not fit the devices, and the command that says what it would hold and what would fit."""
+    kind = devices[0].device_kind
+    too_much = f"the step needs more memory than a {kind} has"
+    if not (topology := topology_of(devices)):
+        return f"{too_much}; run/machines.toml describes no such device, so what would fit cannot be planned"
+    words = [word for word in sys.argv[1:] if not word.startswith("--accept")]
+    plan = shlex.join(["python", "-m", "tools.plan", *words, f"--topology={topology}"])
+    return f"{too_much}. What it would hold, by part, and the nearest change that would fit: {plan}"
+
+
+def topology_of(devices: Sequence[Any]) -> str:
+    """Return devices as `--topology` names them (`v5e:4x4`, `2x h200:8`); empty if none is described of their kind."""
+    machine, groups = machine_of(devices[0].device_kind), islands(devices)
+    if machine is None:
+        return ""
+    shape = [len(groups[0])]
+    if not machine.gpu:
+        shape = [len({*along}) for along in zip(*(device.coords for device in groups[0]))][: machine.directions // 2]
+    return f"{len(groups)}x " * (len(groups) > 1) + f"{machine.kind}:{'x'.join(map(str, shape))}"

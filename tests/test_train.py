@@ -428,26 +428,25 @@ def test_two_runs_are_compared_on_other_text(folder, untouched, monkeypatch, cap
     assert json.loads(capsys.readouterr().out) == found
 
 
-def test_a_step_that_does_not_fit_says_what_it_holds_and_what_would_fit(folder, monkeypatch, capfd):
+def test_a_step_that_does_not_fit_names_the_command_that_says_what_would(folder, monkeypatch, capfd):
     used = "RESOURCE_EXHAUSTED: Used 20.3G of 15.7G hbm."
     compiling = Mock(side_effect=jax.errors.JaxRuntimeError(f"{used}\nand a page more"))
     monkeypatch.chdir(folder)
     monkeypatch.setattr("train.compile_stages", compiling)
-    monkeypatch.setitem(
-        machines(), "cpu", replace(machines()["v5e"], kind="cpu", device_kind=["cpu"], memory=1_000_000)
-    )
+    monkeypatch.setitem(machines(), "h200", replace(machines()["h200"], device_kind=["cpu"]))
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large", devices=8) == 2
     said = capfd.readouterr().err
-    assert "gradient sums" in said and "would fit" in said and said.strip().endswith(used)
+    assert "python -m tools.plan --config=tiny.py --run_dir=large --topology=h200:8" in said
+    assert said.strip().endswith(used)
     monkeypatch.setattr("train.take_steps", Mock(side_effect=compiling.side_effect))  # found by a device, in a step
     compiling.side_effect = None
     with pytest.raises(jax.errors.JaxRuntimeError) as end:
         run("train", monkeypatch, "--config=tiny.py", "--run_dir=large")
-    assert "would fit" in end.value.__notes__[0]
+    assert "tools.plan" in end.value.__notes__[0]
     compiling.side_effect = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nand more")
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large") == 2
     said = capfd.readouterr().err
-    assert "vector memory" in said and "model.head_dim" in said and "would fit" not in said
+    assert "vector memory" in said and "model.head_dim" in said and "tools.plan" not in said
     compiling.side_effect = jax.errors.JaxRuntimeError("INTERNAL: another")
     with pytest.raises(jax.errors.JaxRuntimeError, match="another"):
         run("train", monkeypatch, "--config=tiny.py", "--run_dir=large", devices=8)

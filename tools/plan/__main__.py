@@ -12,14 +12,14 @@ import contextlib
 import json
 import shlex
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from configs.command_line import exit_code_of, parse
 from configs.exit_codes import Exit
 from configs.schema import AnyPaths, Config, FilePath, NotNegative, UserError
 from tools.plan import compiled, output
 from tools.plan.candidate import Candidate, known_topology, name_of
-from tools.plan.measured import measured, of_machines
+from tools.plan.measured import factors, measured
 from tools.plan.search import Given, Row, more_devices, nearest_change, row_of, search
 from tools.report.runs import read_runs
 
@@ -61,16 +61,13 @@ def plan(config: Config, arguments: Arguments, words: list[str]) -> int:
     if len(prices) != len(asked):
         raise UserError(f"--price has {len(prices)} numbers for {len(asked)} topologies; give one, or one each")
     say = (lambda text: None) if arguments.json else print
-    found = [measured(run) for run in read_runs(list(arguments.calibrate))]
-    for of in found:
-        say(of.words)
-    known = of_machines(found)
+    runs = [measured(run) for run in read_runs(list(arguments.calibrate))]
+    for run in runs:
+        say(run.words)
     plans: list[list[Row]] = []
-    for of, price in zip(asked, prices):
-        given = Given(price, arguments.preemptions)
-        if run := known.get(of.machine.kind):
-            given = replace(given, seconds=run.seconds, bytes=run.bytes)
-        rows = search(of, given) if arguments.search else [row_of(of, given)]
+    for candidate, price in zip(asked, prices):
+        given = Given(price, arguments.preemptions, *factors(runs, candidate.machine.kind))
+        rows = search(candidate, given) if arguments.search else [row_of(candidate, given)]
         plans.append(rows)
         say(output.candidates(rows))
     if arguments.compile:

@@ -1,7 +1,7 @@
 """A config on machines: what a plan is made of."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 
 from configs.schema import Config, UserError
@@ -10,6 +10,8 @@ from model.axes import DATA
 from model.shapes import Parameter, kinds
 from tools.programs.topologies import Topology, parse_topology, shapes_of
 from training.layout import AXES, data_parts, inside, mesh_shape, place, step_shape
+
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,7 @@ class Candidate:
     def share(self, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> int:
         """Return how many numbers of a parameter or moment a device has between steps, padding included."""
         parts = zip(DATA, data_parts(self.sizes["data"], self.across["data"]))
-        sizes = {**self.sizes, **dict(parts)}
-        found = place(shape, axes, sizes)
-        return prod(found.stored) // prod(sizes[name] for names in found.spec for name in names)
+        return share_of(shape, axes, tuple({**self.sizes, **dict(parts)}.items()))
 
     @property
     def scatters_by_sums(self) -> bool:
@@ -89,8 +89,8 @@ class Candidate:
             "model.loss_chunks": model.loss_chunks,
         }
 
-    def having(self, fsdp: int, tensor: int, rows: int, remat: str, chunks: int) -> "Candidate":
-        """The same run otherwise."""
+    def changed(self, fsdp: int, tensor: int, rows: int, remat: str, chunks: int) -> "Candidate":
+        """Return the same run with other choices."""
         config = self.config
         return Candidate(
             replace(
@@ -103,8 +103,16 @@ class Candidate:
         )
 
 
+@cache  # a search asks of each mesh with many rows
+def share_of(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: tuple[tuple[str, int], ...]) -> int:
+    """Return how many numbers of an array a device has on a mesh of these `sizes`, padding included."""
+    mesh = dict(sizes)
+    layout = place(shape, axes, mesh)
+    return prod(layout.stored) // prod(mesh[name] for names in layout.spec for name in names)
+
+
 def known_topology(text: str) -> Topology:
-    """UserError for others than those of hosts/machines.toml."""
+    """Read a topology. UserError for kinds that hosts/machines.toml does not describe, and for impossible shapes."""
     topology = parse_topology(text)
     if topology.kind not in machines():
         known = ", ".join(machines())

@@ -38,20 +38,20 @@ class Traffic(NamedTuple):
         return self.axis == "fsdp" and self.in_scan
 
 
-def communication(of: Candidate) -> list[Traffic]:
+def communication(candidate: Candidate) -> list[Traffic]:
     """What crosses each axis of the mesh in a step."""
-    sizes, width = of.sizes, of.bytes_of_type
-    micro_batches, model = of.step[0], of.config.model
+    sizes, width = candidate.sizes, candidate.bytes_of_type
+    micro_batches, model = candidate.step[0], candidate.config.model
     sums: dict[tuple[str, str, bool], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
 
     def add(kind: str, axis: str, in_scan: bool, times: int, size: float) -> None:
         before = sums[kind, axis, in_scan]
         sums[kind, axis, in_scan] = before[0] + times, before[1] + times * size
 
-    for p, count in of.kinds:
+    for p, count in candidate.kinds:
         whole = p.size / (sizes["tensor"] if "tensor" in p.axes else 1)
         replica = whole / (sizes["fsdp"] if "fsdp" in p.axes else 1)
-        padded = of.share(p.shape, p.axes) * sizes["data"]
+        padded = candidate.share(p.shape, p.axes) * sizes["data"]
         add("all-gather", "data", False, count, (4 if len(p.shape) == 1 else width) * padded)
         add("reduce-scatter", "data", False, count, 4 * padded)
         if "fsdp" in p.axes:
@@ -66,16 +66,17 @@ def communication(of: Candidate) -> list[Traffic]:
         # the loss. What is computed again is summed again: attention's, which the MLP's input needs.
         again = 0 if model.remat == "none" else model.depth
         of_width = micro_batches * (4 * model.depth + 2 + again)
-        add("all-reduce", "tensor", True, of_width, width * of.tokens * model.width)
-        add("all-reduce", "tensor", True, micro_batches * 2, 4 * of.tokens)
-    return [_timed(of, *key, *value) for key, value in sums.items() if sizes[key[1]] > 1]
+        add("all-reduce", "tensor", True, of_width, width * candidate.tokens * model.width)
+        add("all-reduce", "tensor", True, micro_batches * 2, 4 * candidate.tokens)
+    return [_timed(candidate, *key, *value) for key, value in sums.items() if sizes[key[1]] > 1]
 
 
-def _timed(of: Candidate, kind: str, axis: str, in_scan: bool, times: int, size: float) -> Traffic:
-    machine, whole, across = of.machine, of.sizes[axis], of.across[axis]
+def _timed(candidate: Candidate, kind: str, axis: str, in_scan: bool, times: int, size: float) -> Traffic:
+    machine, whole, across = candidate.machine, candidate.sizes[axis], candidate.across[axis]
     # XLA:TPU makes all-reduces of the reduce-scatters over `data` (docs/mesh.md); twice the bytes of a ring.
     reduces = kind == "all-reduce" or (kind == "reduce-scatter" and axis == "data" and not machine.gpu)
-    reduces |= axis == "fsdp" and (of.scatters_by_sums if kind == "reduce-scatter" else of.gathers_by_sums)
+    by_sums = candidate.scatters_by_sums if kind == "reduce-scatter" else candidate.gathers_by_sums
+    reduces |= axis == "fsdp" and by_sums
     rounds = 2 if reduces else 1
     within = whole // across
     sent = rounds * size * (within - 1) / within

@@ -10,10 +10,8 @@ from dataclasses import asdict, replace
 
 from configs.schema import UserError
 from hosts.machines import HEADROOM, VECTOR_MEMORY, exceeds_vector_memory
-from tools.plan.candidate import name_of
+from tools.plan.candidate import GIB, name_of
 from tools.plan.search import Row
-
-GIB = 2**30
 
 
 def corrected(rows: list[Row], most: int) -> list[Row]:
@@ -36,24 +34,14 @@ def _compiled_bytes(row: Row) -> int:
     print(f"compiling {name_of(candidate.topology)}, {options} ...", end=" ", file=sys.stderr, flush=True)
     request = json.dumps({"config": asdict(candidate.config), "topology": name_of(candidate.topology)})
     start = time.monotonic()
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tools.plan.compiled"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        answer, problems = child.communicate(request.encode())
-    except BaseException:
-        child.kill()
-        child.wait()
-        raise
+    # Which ends the child where it is interrupted.
+    child = subprocess.run([sys.executable, "-m", "tools.plan.compiled"], input=request.encode(), capture_output=True)
     seconds = time.monotonic() - start
     if child.returncode == 0:
-        size = json.loads(answer.splitlines()[-1])
+        size = json.loads(child.stdout.splitlines()[-1])
         print(f"{size / GIB:.2f} GiB, {size / sum(row.parts.values()) - 1:+.1%} ({seconds:.0f} s)", file=sys.stderr)
         return size
-    said = problems.decode(errors="replace")
+    said = child.stderr.decode(errors="replace")
     if exceeds_vector_memory(next((line for line in said.splitlines() if "RESOURCE_EXHAUSTED" in line), "")):
         raise UserError(f"--compile: {VECTOR_MEMORY}")
     if "RESOURCE_EXHAUSTED" not in said:
@@ -66,8 +54,7 @@ def _compiled_bytes(row: Row) -> int:
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
     from configs.command_line import config_from_json
-    from tools.programs.compile import compile_step
-    from tools.programs.device_memory import program_bytes
+    from tools.programs.compile import compile_step, program_bytes
     from tools.programs.topologies import devices_of
     from training.build import build
 

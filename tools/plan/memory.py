@@ -1,30 +1,32 @@
-"""What a step holds on a device, by part, in closed form. docs/planning.md says how wrong it has been.
+"""What a step, evaluation and sampling hold on a device, in closed form. docs/planning.md says how wrong it has been.
 
 What follows from the code is counted from the shapes: parameters, moments, the batch, what is gathered, summed, kept.
 What a compiler adds (`temporaries`) is a rule for each platform, chosen with a few compiled programs in view.
 """
 
-from math import prod
+from math import ceil, prod
 
 from tools.plan.candidate import Candidate
 
 PARTS = "parameters", "moments", "batch", "gathered copies", "gradient sums", "activations", "logits", "temporaries"
+DRAWING = 4
+"""Arrays [rows, vocabulary] in float32 that drawing a token takes: logits, those cut off, noise, and their sum."""
 
 
-def memory(of: Candidate) -> dict[str, float]:
+def memory(candidate: Candidate) -> dict[str, float]:
     """Bytes on a device, by part."""
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-    muon, sizes, width = of.config.optimizer.matrices.kind == "muon", of.sizes, of.bytes_of_type
+    muon, sizes, width = candidate.config.optimizer.matrices.kind == "muon", candidate.sizes, candidate.bytes_of_type
     gathered = scattered = 0.0
-    for p, count in of.kinds:
+    for p, count in candidate.kinds:
         named = {axis for axis in p.axes if axis}
         replica = count * p.size / prod(sizes[axis] for axis in named)  # whole over `data`
-        share = count * of.share(p.shape, p.axes)
+        share = count * candidate.share(p.shape, p.axes)
         second = share
         if muon and p.group == "matrices":
             inputs, outputs = p.shape
             rows = outputs < inputs
-            second = count * of.share(
+            second = count * candidate.share(
                 (inputs, 1) if rows else (1, outputs), (p.axes[0], None) if rows else (None, p.axes[1])
             )
         parts["parameters"] += 4 * share
@@ -35,31 +37,31 @@ def memory(of: Candidate) -> dict[str, float]:
             gathered += width * replica * sizes["fsdp"]
         if p.group != "embed":
             scattered += 4 * replica * (sizes["fsdp"] if "fsdp" in named else 1)
-    micro_batches, rows, length = of.step
-    model, tokens = of.config.model, of.tokens
-    of_batch = 4 if of.config.data.mask_documents else 3
+    micro_batches, rows, length = candidate.step
+    model, tokens = candidate.config.model, candidate.tokens
+    of_batch = 4 if candidate.config.data.mask_documents else 3
     parts["batch"] = 4.0 * of_batch * micro_batches * rows * length
     parts["logits"] = width * tokens / model.loss_chunks * model.vocab_size / sizes["tensor"]
-    kept, block = kept_widths(of)
+    kept, block = kept_widths(candidate)
     depth, unit = model.depth, width * tokens
     parts["activations"] = unit * (depth * kept + model.width)
     again = unit * (block - kept) if model.remat != "none" else 0.0
     head = 4 * model.width * model.vocab_size / sizes["tensor"]  # its gradient in float32
     stream = 2 * unit * model.width  # the residual stream's gradient, as a block reads and makes it
-    if of.machine.gpu:
+    if candidate.machine.gpu:
         if model.remat == "block":
             again += unit * 4 * model.width / sizes["tensor"]  # the gradient of its MLP
         # A block's activations, as they are computed again, are not there at the same time as the head's logits.
         parts["temporaries"] = max(head, again - parts["logits"]) + stream
         if sizes["fsdp"] == 1:
-            parts["temporaries"] += max(0.0, waiting(of, kept, again) - parts["activations"] - parts["logits"])
+            parts["temporaries"] += max(0.0, waiting(candidate, kept, again) - parts["activations"] - parts["logits"])
         elif model.remat == "none":
             parts["temporaries"] += gathered
         else:
             # In the last block of the backward pass gradients that wait to be scattered, whole, are there in place of
             # activations: all but that of the embedding.
             end = again + scattered + stream - parts["activations"] - parts["logits"]
-            largest = width * max(p.size for p, _ in of.kinds if p.product) / sizes["tensor"]
+            largest = width * max(p.size for p, _ in candidate.kinds if p.product) / sizes["tensor"]
             parts["temporaries"] = max(parts["temporaries"], end) + 2 * largest
     else:
         # What attention keeps of its softmaxes in float32, a number a head and token over 128 lanes.
@@ -67,7 +69,7 @@ def memory(of: Candidate) -> dict[str, float]:
         # The logits' gradient lies beside them where it is not made within the products that read it: where memory is
         # fast beside the vector units (v5p, v6e), and they are small enough, and at most halved.
         small = sizes["tensor"] <= 2 and parts["logits"] * sizes["tensor"] ** 2 < 2**31
-        apart = small and of.machine.bandwidth > 0.65 * of.machine.vector
+        apart = small and candidate.machine.bandwidth > 0.65 * candidate.machine.vector
         beside = parts["logits"] if apart else 0.0
         sums = parts["gradient sums"] if micro_batches > 1 else 0.0  # as the scan had them before, and has them now
         if model.remat == "block":  # the head's backward pass, or that of a block, without logits
@@ -79,34 +81,35 @@ def memory(of: Candidate) -> dict[str, float]:
             parts["temporaries"] = gathered + stream + beside + sums
             if model.remat == "products":
                 parts["temporaries"] += head + again
-            elif sizes["fsdp"] > 1 and of.machine.cores == 1:  # v5e, v6e: more than lives at once
+            elif sizes["fsdp"] > 1 and candidate.machine.cores == 1:  # v5e, v6e: more than lives at once
                 parts["temporaries"] += gathered + head
-        if of.gathers_by_sums:  # what is summed, zeros but for a share, beside what is gathered: seen in three programs
+        if candidate.gathers_by_sums:  # the sums' zeros, but for a share, beside what is gathered (three programs)
             parts["temporaries"] += 0.75 * gathered
     return parts
 
 
-def kept_widths(of: Candidate) -> tuple[float, float]:
+def kept_widths(candidate: Candidate) -> tuple[float, float]:
     """Channels a token and block that are kept for the backward pass, and those of a block as it is computed again."""
-    model, tensor = of.config.model, of.sizes["tensor"]
+    model, tensor = candidate.config.model, candidate.sizes["tensor"]
     queries, keys = model.heads * model.head_dim / tensor, max(1, model.kv_heads / tensor) * model.head_dim
     values = keys / 2 if model.value_embeddings else 0  # every other block
     mixed = model.width if model.resid_lambdas or model.x0_lambdas else 0
     # The two norms' results, queries, keys, values, what attention gives, and the MLP's.
     whole = 2 * model.width + 2 * queries + 2 * keys + values + 4 * model.width / tensor
-    if not of.machine.gpu:  # splash attention reads queries and keys heads first, the norms' backward pass rows first
+    gpu = candidate.machine.gpu
+    if not gpu:  # splash attention reads queries and keys heads first, the norms' backward pass rows first
         whole += queries + keys
     if model.remat == "none":
         return whole + mixed, whole
     if model.remat == "products":  # all but the MLP's hidden layer; and rows first alone
         return 2 * model.width + 2 * queries + 2 * keys + values + mixed, whole + 4 * model.width / tensor
-    if not of.machine.gpu:  # seen in a program: beside the block the gradient of its MLP, and both products in float32
+    if not gpu:  # seen in a program: beside the block the gradient of its MLP, and both products in float32
         whole += 4 * model.width / tensor + 2 * (queries + keys) + mixed
     # Read in programs for GPUs: what attention and MLP add is kept, both, in place of their sum with the block's input.
-    return model.width + (2 if of.machine.gpu else 1) * mixed, whole
+    return model.width + (2 if gpu else 1) * mixed, whole
 
 
-def waiting(of: Candidate, kept: float, again: float) -> float:
+def waiting(candidate: Candidate, kept: float, again: float) -> float:
     """Bytes of activations and logits on a GPU, without `fsdp`, where products of weight gradients wait while the
     backward pass goes on; 0 where none does.
 
@@ -115,20 +118,54 @@ def waiting(of: Candidate, kept: float, again: float) -> float:
     not more than that; where blocks are computed again, none; nor with `tensor`, whose sums have products beside each
     of them. With `fsdp` the step does not leave it to XLA (`model.parallel.order_gradients`).
     """
-    model, unit = of.config.model, of.bytes_of_type * of.tokens
-    if model.remat == "block" or of.sizes["tensor"] > 1:
+    model, unit = candidate.config.model, candidate.bytes_of_type * candidate.tokens
+    if model.remat == "block" or candidate.sizes["tensor"] > 1:
         return 0.0
     logits = unit * model.vocab_size / model.loss_chunks
-    held = unit * (model.depth * read_by_weight_gradients(of) + model.width)
+    held = unit * (model.depth * read_by_weight_gradients(candidate) + model.width)
     held += logits if model.loss_chunks == 1 else 0.0
     return held if held <= unit * (model.depth * kept + model.width) + 2 * logits + again else 0.0
 
 
-def read_by_weight_gradients(of: Candidate) -> float:
+def read_by_weight_gradients(candidate: Candidate) -> float:
     """Channels a token and block that the products of weight gradients read: inputs, and gradients of outputs."""
-    model, tensor = of.config.model, of.sizes["tensor"]
+    model, tensor = candidate.config.model, candidate.sizes["tensor"]
     queries, keys = model.heads * model.head_dim / tensor, max(1, model.kv_heads / tensor) * model.head_dim
     values = keys / 2 if model.value_embeddings else 0  # every other block
     mixed = model.width if model.resid_lambdas or model.x0_lambdas else 0
     inputs = 2 * model.width + queries + 4 * model.width / tensor + values + mixed
     return inputs + queries + 2 * keys + 2 * model.width + 4 * model.width / tensor
+
+
+def evaluation_memory(candidate: Candidate, step: dict[str, float]) -> dict[str, float]:
+    """Bytes on a device: `held-out rows`, which lie there all the time; and all that is there in an `evaluation`, and
+    as prompts are continued (`sampling`). `step`: `memory(candidate)`."""
+    config, (micro_batches, rows, length), sizes = candidate.config, candidate.step, candidate.sizes
+    model, width = config.model, candidate.bytes_of_type
+    of_batch = step["batch"]
+    whole = micro_batches * rows * length * sizes["data"] * sizes["fsdp"]
+    held_out = ceil(config.eval.tokens / whole) * of_batch
+    state = step["parameters"] + step["moments"] + held_out + step["gathered copies"]
+    # A block at a time, and the stream beside it; then the logits. Nothing is kept, so nothing is computed again.
+    block = kept_widths(candidate)[1]
+    logits = model.vocab_size / model.loss_chunks / sizes["tensor"]
+    forward = width * candidate.tokens * (max(block, logits) + model.width)
+    prompts, positions = len(config.eval.prompts), min(length, config.eval.sample_tokens + 1)
+    cache = 2 * model.depth * prompts * positions * max(1, model.kv_heads / sizes["tensor"]) * model.head_dim * width
+    return {
+        "held-out rows": held_out,
+        "evaluation": state + forward,
+        "sampling": state + cache + DRAWING * 4 * prompts * model.vocab_size,
+    }
+
+
+def most(step: float, evaluation: dict[str, float]) -> float:
+    """What a device must have, of the bytes of a step and of `evaluation_memory`."""
+    held_out, *others = evaluation.values()
+    return max(step + held_out, *others)
+
+
+def device_bytes(candidate: Candidate) -> float:
+    """What a device must have, by closed form."""
+    step = memory(candidate)
+    return most(sum(step.values()), evaluation_memory(candidate, step))

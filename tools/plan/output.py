@@ -8,10 +8,9 @@ from typing import Any
 from configs.schema import UserError
 from hosts.machines import HEADROOM
 from tools.plan import step_time, whole_run
-from tools.plan.candidate import Candidate, name_of
+from tools.plan.candidate import GIB, Candidate, name_of
 from tools.plan.search import ERROR, Row, max_rows_per_device
 
-GIB = 2**30
 SHOWN = 8  # candidates of a topology
 HELD_WITH = "0.10.2"
 """The JAX whose programs these are."""
@@ -32,25 +31,25 @@ def limit(row: Row) -> str:
     return gib(HEADROOM * row.candidate.machine.for_programs)
 
 
-def mesh(of: Candidate) -> str:
-    return " x ".join(map(str, of.sizes.values()))
+def mesh(candidate: Candidate) -> str:
+    return " x ".join(map(str, candidate.sizes.values()))
 
 
 def candidates(rows: Sequence[Row]) -> str:
     """The best rows of a topology."""
-    of = rows[0].candidate
+    candidate = rows[0].candidate
     fitting = sum(row.fits for row in rows)
     lines = [
-        f"\n{name_of(of.topology)}: {fitting} of {len(rows)} candidate(s) fit {limit(rows[0])} a device",
+        f"\n{name_of(candidate.topology)}: {fitting} of {len(rows)} candidate(s) fit {limit(rows[0])} a device",
         f"{'data x fsdp x tensor':22}{'rows':>5}{'K':>5} {'remat':9}{'chunks':>6}{'GiB':>8}{'s a step':>18}"
         f"{'tokens/s':>12}{'MFU':>6}  limiter",
     ]
     for row in rows[:SHOWN]:
-        of, time = row.candidate, row.time
+        candidate, model, time = row.candidate, row.candidate.config.model, row.time
         bracket = f"{time.fast:.3g} to {time.slow:.3g}"
         compiled = "" if row.compiled is None else "  compiled"
         lines.append(
-            f"{mesh(of):22}{of.step[1]:5}{of.step[0]:5} {of.config.model.remat:9}{of.config.model.loss_chunks:6}"
+            f"{mesh(candidate):22}{candidate.step[1]:5}{candidate.step[0]:5} {model.remat:9}{model.loss_chunks:6}"
             f"{row.bytes / GIB:8.2f}{bracket:>18}{row.run.tokens_per_second:12,.0f}{row.run.mfu:6.0%}  {time.limiter}"
             f"{compiled}{'' if row.fits else '  does not fit'}"
         )
@@ -59,11 +58,14 @@ def candidates(rows: Sequence[Row]) -> str:
 
 def details(row: Row) -> str:
     """All that is known of the chosen one."""
-    of, run, time, machine = row.candidate, row.run, row.time, row.candidate.machine
+    candidate, run, time, machine = row.candidate, row.run, row.time, row.candidate.machine
+    micro_batches, rows, _ = candidate.step
     lines = [
-        f"\nchosen: {name_of(of.topology)}, {mesh(of)}, {of.step[0]} micro-batch(es) of {of.step[1]} rows a device"
+        f"\nchosen: {name_of(candidate.topology)}, {mesh(candidate)}, {micro_batches} micro-batch(es) of {rows} rows a "
+        "device",
+        "",
+        "memory of a device, closed form",
     ]
-    lines += ["", "memory of a device, closed form"]
     lines += [f"  {part:18}{size / GIB:9.3f} GiB" for part, size in row.parts.items()]
     lines += [f"  {'the step':18}{sum(row.parts.values()) / GIB:9.3f} GiB"]
     if row.compiled is not None:
@@ -109,18 +111,18 @@ def details(row: Row) -> str:
 
 def advice(row: Row) -> list[str]:
     """Return what to do about a memory that the closed form's error could pass, and about too few rows."""
-    of, said = row.candidate, []
-    rows, devices = of.config.batch.tokens_per_step // of.config.batch.sequence_length, of.topology.devices
+    batch, devices, lines = row.candidate.config.batch, row.candidate.topology.devices, []
+    rows = batch.tokens_per_step // batch.sequence_length
     if row.compiled is None and row.fits and not row.safe:
-        said.append(
+        lines.append(
             f"  this is within the closed form's error ({ERROR:.1%}) of the limit: --compile=1 asks the compiler"
         )
     if rows < devices:
-        said.append(
+        lines.append(
             f"  a step has {rows:,} rows for {devices:,} devices: take {rows:,} devices, or a larger "
             "--batch.tokens_per_step"
         )
-    return said
+    return lines
 
 
 def held() -> str:

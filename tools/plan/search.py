@@ -7,8 +7,7 @@ from configs.schema import UserError
 from hosts.machines import HEADROOM
 from tools.plan.candidate import Candidate, name_of
 from tools.plan.communication import Traffic, communication
-from tools.plan.evaluation_memory import device_bytes, evaluation_memory, most
-from tools.plan.memory import memory
+from tools.plan.memory import device_bytes, evaluation_memory, memory, most
 from tools.plan.step_time import StepTime, step_time
 from tools.plan.whole_run import WholeRun, whole_run
 
@@ -79,10 +78,10 @@ def row_of(candidate: Candidate, given: Given) -> Row:
     return Row(candidate, given, parts, evaluation, traffic, time, run)
 
 
-def candidates(of: Candidate) -> Iterator[Candidate]:
+def candidates(base: Candidate) -> Iterator[Candidate]:
     """Every mesh whose `fsdp` and `tensor` are powers of two that divide what they must, every number of rows that is
     the step's by halving, all recomputation and one or more chunks."""
-    model, batch, devices = of.config.model, of.config.batch, of.topology.devices
+    model, batch, devices = base.config.model, base.config.batch, base.topology.devices
     rows = batch.tokens_per_step // batch.sequence_length
     more = model.loss_chunks if model.loss_chunks > 1 else CHUNKS
     chunks = sorted({1, more} if batch.sequence_length % more == 0 else {model.loss_chunks})
@@ -97,7 +96,7 @@ def candidates(of: Candidate) -> Iterator[Candidate]:
                 continue
             share = rows // replicas
             while True:
-                yield from (of.having(fsdp, tensor, share, remat, n) for remat in REMAT for n in chunks)
+                yield from (base.changed(fsdp, tensor, share, remat, n) for remat in REMAT for n in chunks)
                 if share % 2:
                     break
                 share //= 2
@@ -107,13 +106,13 @@ def _powers(most: int) -> list[int]:
     return [2**i for i in range(most.bit_length()) if 2**i <= most]
 
 
-def search(of: Candidate, given: Given) -> list[Row]:
+def search(base: Candidate, given: Given) -> list[Row]:
     """Return all candidates, the fastest that fit first; of those as fast, the one that holds least. Before them comes
     the fastest safe one, if it costs little. UserError where the devices cannot share the step's rows."""
-    rows = [row_of(candidate, given) for candidate in candidates(of)]
+    rows = [row_of(candidate, given) for candidate in candidates(base)]
     if not rows:
-        of.step  # says what does not divide  # noqa: B018
-        raise UserError(f"no mesh of {name_of(of.topology)} divides this network and its step")
+        base.step  # says what does not divide  # noqa: B018
+        raise UserError(f"no mesh of {name_of(base.topology)} divides this network and its step")
     rows.sort(key=lambda row: (not row.fits, row.time.expected, row.bytes))
     safe = (row for row in rows if row.safe and row.time.expected <= WORTH * rows[0].time.expected)
     first = next(safe, rows[0])
@@ -122,11 +121,11 @@ def search(of: Candidate, given: Given) -> list[Row]:
 
 def max_rows_per_device(row: Row) -> int:
     """The most rows_per_device that fit, of those that divide the step's; 0 where none does."""
-    of = row.candidate
-    share = of.step[0] * of.step[1]
-    having = lambda rows: replace(of.config, batch=replace(of.config.batch, rows_per_device=rows))
-    bytes_of = lambda rows: row.given.bytes * device_bytes(Candidate(having(rows), of.topology))
-    fitting = [n for n in range(1, share + 1) if share % n == 0 and bytes_of(n) <= HEADROOM * of.machine.for_programs]
+    base = row.candidate
+    share = base.step[0] * base.step[1]
+    config_with = lambda rows: replace(base.config, batch=replace(base.config.batch, rows_per_device=rows))
+    bytes_of = lambda rows: row.given.bytes * device_bytes(Candidate(config_with(rows), base.topology))
+    fitting = [n for n in range(1, share + 1) if share % n == 0 and bytes_of(n) <= HEADROOM * base.machine.for_programs]
     return max(fitting, default=0)
 
 
@@ -134,7 +133,7 @@ def nearest_change(row: Row) -> tuple[str, Row] | None:
     """The options that differ in the candidate that fits with the fewest changes, the fastest of these; None where none
     fits."""
     asked = row.candidate.options() | {"mesh.data": -1}
-    fitting = [found for of in candidates(row.candidate) if (found := row_of(of, row.given)).fits]
+    fitting = [found for other in candidates(row.candidate) if (found := row_of(other, row.given)).fits]
     differs = lambda found: {k: v for k, v in found.candidate.options().items() if v != asked[k]}
     if not fitting:
         return None
@@ -142,11 +141,11 @@ def nearest_change(row: Row) -> tuple[str, Row] | None:
     return " ".join(f"--{name}={value}" for name, value in differs(best).items()), best
 
 
-def more_devices(of: Candidate) -> str:
+def more_devices(base: Candidate) -> str:
     """The same slices or nodes, so many more of them that something fits; empty where 64 times are not enough."""
     for times in (2, 4, 8, 16, 32, 64):
-        larger = of.topology._replace(slices=of.topology.slices * times)
-        for candidate in candidates(Candidate(of.config, larger)):
-            if device_bytes(candidate) <= HEADROOM * of.machine.for_programs:
+        larger = base.topology._replace(slices=base.topology.slices * times)
+        for candidate in candidates(Candidate(base.config, larger)):
+            if device_bytes(candidate) <= HEADROOM * base.machine.for_programs:
                 return name_of(larger)
     return ""

@@ -60,9 +60,9 @@ class StepTime(NamedTuple):
     def limiter(self) -> str:
         """What takes most."""
         takes = {name: getattr(self, name) for name in ("products", "attention", "passes", "links", "network")}
-        said = {"products": "matrix units", "passes": "memory"}
+        names = {"products": "matrix units", "passes": "memory"}
         most = max(takes, key=lambda name: takes[name])
-        return said.get(most, most)
+        return names.get(most, most)
 
 
 def reaches(gpu: bool) -> tuple[tuple[float, float], ...]:
@@ -70,13 +70,13 @@ def reaches(gpu: bool) -> tuple[tuple[float, float], ...]:
     return GPU_REACHES if gpu else (PRODUCTS, ATTENTION, MEMORY)
 
 
-def step_time(of: Candidate, traffic: list[Traffic] | None = None) -> StepTime:
+def step_time(candidate: Candidate, traffic: list[Traffic] | None = None) -> StepTime:
     """Of a step, by closed form."""
-    machine = of.machine
-    traffic = communication(of) if traffic is None else traffic
-    products = product_flops(of) / machine.flops
-    attention = attention_flops(of) / machine.flops
-    passes = pass_seconds(of)
+    machine = candidate.machine
+    traffic = communication(candidate) if traffic is None else traffic
+    products = product_flops(candidate) / machine.flops
+    attention = attention_flops(candidate) / machine.flops
+    passes = pass_seconds(candidate)
     shares = reaches(machine.gpu)
     best, worst = ([at / share[i] for at, share in zip((products, attention, passes), shares)] for i in (0, 1))
     hidden = sum(t.fast for t in traffic if t.overlaps)
@@ -93,14 +93,14 @@ def step_time(of: Candidate, traffic: list[Traffic] | None = None) -> StepTime:
     )
 
 
-def product_flops(of: Candidate) -> float:
+def product_flops(candidate: Candidate) -> float:
     """Matrix products of a step on a device, those computed again included; without attention."""
-    model, sizes = of.config.model, of.sizes
-    tokens = of.step[0] * of.tokens
+    model, sizes = candidate.config.model, candidate.sizes
+    tokens = candidate.step[0] * candidate.tokens
     hidden = model.width, 4 * model.width  # of the MLP's first matrix
     again = lambda p: model.remat == "block" or (model.remat == "products" and p.shape == hidden)
     flops = 0.0
-    for p, count in of.kinds:
+    for p, count in candidate.kinds:
         if p.product:
             flops += (
                 count
@@ -109,24 +109,24 @@ def product_flops(of: Candidate) -> float:
                 * tokens
                 * (6 + 2 * (p.group == "matrices" and again(p)))
             )
-    return flops + muon_flops(of)
+    return flops + muon_flops(candidate)
 
 
-def muon_flops(of: Candidate) -> float:
+def muon_flops(candidate: Candidate) -> float:
     """Of five iterations for each matrix, in float32; each device has its share of the matrices (training/muon.py).
     Float32 takes six passes of a TPU's matrix units. On a GPU it does not use the tensor cores: H200's data sheet has
     67 TFLOP/s, a fifteenth of bfloat16's 989."""
-    if of.config.optimizer.matrices.kind != "muon":
+    if candidate.config.optimizer.matrices.kind != "muon":
         return 0.0
     each = lambda short, long: 5 * (4 * short**2 * long + 2 * short**3)
-    flops = sum(count * each(*sorted(p.shape)) for p, count in of.kinds if p.group == "matrices")
-    return (15 if of.machine.gpu else 6) * flops / of.topology.devices
+    flops = sum(count * each(*sorted(p.shape)) for p, count in candidate.kinds if p.group == "matrices")
+    return (15 if candidate.machine.gpu else 6) * flops / candidate.topology.devices
 
 
-def attention_flops(of: Candidate) -> float:
+def attention_flops(candidate: Candidate) -> float:
     """Of a step on a device: the products that its kernel runs, those with masked scores of partly masked blocks and
     those that it runs again included; forward a second time where blocks are computed again."""
-    model, length, machine = of.config.model, of.step[2], of.machine
+    model, length, machine = candidate.config.model, candidate.step[2], candidate.machine
     dtype = "float32" if model.dtype == "float32" else "bfloat16"
     kernel = attention_kernel(
         "gpu" if machine.gpu else "tpu",
@@ -134,21 +134,21 @@ def attention_flops(of: Candidate) -> float:
         dtype,
         length,
         model.head_dim,
-        of.config.data.mask_documents,
+        candidate.config.data.mask_documents,
     )
     forwards, scores = 2 if model.remat == "block" else 1, 0.0
     for layer in range(model.depth):
         run = products(kernel, length, window_of(model, layer))
         scores += forwards * run.forward + run.backward
-    heads = model.heads * model.head_dim / of.sizes["tensor"]
-    return of.step[0] * of.step[1] * 2 * scores * heads
+    heads = model.heads * model.head_dim / candidate.sizes["tensor"]
+    return candidate.step[0] * candidate.step[1] * 2 * scores * heads
 
 
-def pass_seconds(of: Candidate) -> float:
+def pass_seconds(candidate: Candidate) -> float:
     """Of a step outside of products and attention, on a device: reading and writing memory, or the vector unit's work
     where that takes longer."""
-    model, sizes, width, machine = of.config.model, of.sizes, of.bytes_of_type, of.machine
-    micro_batches = of.step[0]
+    model, sizes, width, machine = candidate.config.model, candidate.sizes, candidate.bytes_of_type, candidate.machine
+    micro_batches = candidate.step[0]
 
     def seconds(numbers: float, passes: float, cycles: float) -> float:
         in_memory = numbers * passes * width / machine.bandwidth
@@ -158,9 +158,9 @@ def pass_seconds(of: Candidate) -> float:
     shared = 0.5 + 0.5 / sizes["tensor"]
     extra = 8 * bool(model.resid_lambdas or model.x0_lambdas) + 2 * model.value_embeddings
     times = (PASSES + AGAIN[model.remat] + extra) * shared
-    blocks = seconds(of.tokens * model.width * model.depth, times, times * VECTOR)
-    logits = seconds(of.tokens * model.vocab_size / sizes["tensor"], LOGIT_PASSES, LOGIT_VECTOR)
-    whole = sum(count * p.size / (sizes["tensor"] if "tensor" in p.axes else 1) for p, count in of.kinds)
+    blocks = seconds(candidate.tokens * model.width * model.depth, times, times * VECTOR)
+    logits = seconds(candidate.tokens * model.vocab_size / sizes["tensor"], LOGIT_PASSES, LOGIT_VECTOR)
+    whole = sum(count * p.size / (sizes["tensor"] if "tensor" in p.axes else 1) for p, count in candidate.kinds)
     replica = whole / sizes["fsdp"]
     # Sums of gradients are read and written in every micro-batch, the head's with every chunk; the update reads and
     # writes float32 state.

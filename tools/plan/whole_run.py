@@ -49,9 +49,9 @@ class WholeRun(NamedTuple):
     """Of a dataset folder."""
 
 
-def whole_run(of: Candidate, step: StepTime, price: float | None, preemptions: float) -> WholeRun:
+def whole_run(candidate: Candidate, step: StepTime, price: float | None, preemptions: float) -> WholeRun:
     """`price`: dollars a device and hour. `preemptions`: a day, of the whole run."""
-    config, devices = of.config, of.topology.devices
+    config, devices = candidate.config, candidate.topology.devices
     tokens = config.steps * config.batch.tokens_per_step
     per_second = config.batch.tokens_per_step / step.expected
     flops = flops_per_token(config.model, config.batch.sequence_length)
@@ -67,35 +67,35 @@ def whole_run(of: Candidate, step: StepTime, price: float | None, preemptions: f
             f"--preemptions={preemptions:g} a day: each costs {interval / 2 + RESTART:.0f} s, and the run never ends; "
             f"save more often (--checkpoint.every_minutes)"
         )
-    around = training + evaluations + compile_seconds(of) / PROCESSORS
+    around = training + evaluations + compile_seconds(candidate) / PROCESSORS
     goodput = (1 - lost) * training / around
     days = around / (1 - lost) / DAY
     hours = days * 24 * devices
     muon = config.optimizer.matrices.kind == "muon"
     # AdamW's two moments; Muon's momentum, and a number for each row or column of a matrix.
     second = lambda p: max(p.shape) if muon and p.group == "matrices" else p.size
-    saved = 4 * sum(count * (2 * p.size + second(p)) for p, count in of.kinds)
-    hosts = math.ceil(devices / DEVICES_OF_A_HOST[of.machine.gpu])
+    saved = 4 * sum(count * (2 * p.size + second(p)) for p, count in candidate.kinds)
+    hosts = math.ceil(devices / DEVICES_OF_A_HOST[candidate.machine.gpu])
     return WholeRun(
         tokens,
         per_second,
-        per_second * flops / (of.machine.flops * devices),
+        per_second * flops / (candidate.machine.flops * devices),
         days,
         hours,
         None if price is None else hours * price,
         goodput,
         saved,
         saved / hosts / WRITES,
-        compile_seconds(of),
+        compile_seconds(candidate),
         dataset_tokens(config),
     )
 
 
-def compile_seconds(of: Candidate) -> float:
+def compile_seconds(candidate: Candidate) -> float:
     """Of the step's program, in processor time."""
-    once, block, with_muon = COMPILING[of.machine.gpu]
-    times = with_muon if of.config.optimizer.matrices.kind == "muon" else 1.0
-    return times * (once + block * of.config.model.depth)
+    once, block, with_muon = COMPILING[candidate.machine.gpu]
+    times = with_muon if candidate.config.optimizer.matrices.kind == "muon" else 1.0
+    return times * (once + block * candidate.config.model.depth)
 
 
 def dataset_tokens(config: Config) -> int | None:

@@ -25,7 +25,7 @@ from hosts.machines import machines
 from hosts.runtime import Stop, cache_dir, run_command, start_jax
 from run.diagnosis import BLOCKS
 from run.folder import RunLock
-from tools.programs.device_memory import GIB, device_bytes
+from tools.programs.compile import GIB, device_bytes
 from tools.programs.topologies import devices_of, parse_topology
 from tools.tune import branch, fit, noise, panels, rate, timing, tuned
 from tools.tune.trial import Context, evaluation_cost
@@ -73,14 +73,14 @@ def budget_of(text: str) -> float:
 def needs(config: Config, record: Record, candidates: int = 2) -> dict[str, float]:
     """The least tokens that each stage can do anything with, beyond what is on record of it."""
     size, evaluation = config.batch.tokens_per_step, evaluation_cost(config)
-    begun = bool(record.of("noise")) and record.decided("rate", "rate", 1.0) == 1  # else `branch` begins anew
+    begun = bool(record.pieces_of("noise")) and record.decided("rate", "rate", 1.0) == 1  # else `branch` begins anew
     least = {
         "time": candidates * (timing.MIN_ROUNDS + 1) * size if candidates > 1 else 0,
         "noise": noise.needed(config.steps, size),
         "rate": rate.needed(size, evaluation),
         "branch": branch.needed(config.steps, size, evaluation, begun),
     }
-    return {stage: 0 if record.of(stage) else tokens for stage, tokens in least.items()}
+    return {stage: 0 if record.pieces_of(stage) else tokens for stage, tokens in least.items()}
 
 
 def too_little(record: Record, stage: str, tokens: float) -> str:
@@ -121,10 +121,10 @@ def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit
         text = open_text(config.data, config.model.vocab_size, length, 4 * micro_batches * rows, cache_dir())
         context = Context(config, folder, record, text, stop, say)
         fitting = timing.chosen(fit.that_fit(record, limit))
-        for stage in stages:
-            least = needs(config, record, len(fitting)).get(stage, 0)
-            if stage == "fit" or least > record.left:
-                _ = stage == "fit" or say(f"{too_little(record, stage, least)}: left out")
+        for stage in [stage for stage in stages if stage != "fit"]:
+            least = needs(config, record, len(fitting))[stage]
+            if least > record.left:
+                say(f"{too_little(record, stage, least)}: left out")
                 continue
             if stage == "time":
                 timing.time_steps(context, fitting, programs)

@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config, UserError, with_options
-from configs.validation import validate
+from tools.tune.fit import divides
 from tools.tune.noise import DIVISOR, TRUNK, points
 from tools.tune.statistics import better_half, critical_batch
 from tools.tune.trial import Context, Origin, evaluation_cost
 from tools.tune.tune_json import Decision
-from training.build import build
 from training.scaling import Rule, with_batch, with_rates
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)
@@ -63,19 +62,19 @@ def branch(context: Context, rate: float) -> None:
         work = lambda name=name, branched=branched, until=until, origin=origin: context.losses(
             name, branched, until, origin
         )
-        found = [float(loss) for loss in record.piece(name, work)["losses"]]
+        piece = [float(loss) for loss in record.piece(name, work)["losses"]]
         context.forget(name)
-        losses[factor, rule] = found
-        say(f"{name}: held-out loss {sum(found) / len(found):.4f}")
-    noise = record.of("noise").get(str(plan["start"]), {})
+        losses[factor, rule] = piece
+        say(f"{name}: held-out loss {sum(piece) / len(piece):.4f}")
+    noise = record.pieces_of("noise").get(str(plan["start"]), {})
     record.decide(decision(losses, size, plan["start"] / config.steps, noise))
 
 
 def _trunk(context: Context, config: Config, rate: float) -> tuple[int, Path]:
     """The steps of the checkpoint to branch from, and its folder; trained, where `noise` did not."""
     record, size = context.record, config.batch.tokens_per_step
-    if rate == 1 and record.of("noise"):
-        return max(map(int, record.of("noise"))), context.folder / TRUNK
+    if rate == 1 and record.pieces_of("noise"):
+        return max(map(int, record.pieces_of("noise"))), context.folder / TRUNK
     name = f"{TRUNK}-x{rate:g}"
     reach = lambda point: point * size + needed(config.steps, size, evaluation_cost(context.config), True)
     start = max(
@@ -91,15 +90,9 @@ def _trunk(context: Context, config: Config, rate: float) -> tuple[int, Path]:
 def fitting(config: Config, devices: Sequence[Any] | None = None) -> Config | None:
     """The config with rows of a micro-batch that its batch can be divided into, on all devices here or those given;
     None where there are none."""
-    rows = config.batch.rows_per_device
-    while rows:
-        of_rows = with_options(config, {"batch.rows_per_device": rows})
-        try:
-            validate(of_rows)
-            build(of_rows, devices)
+    for rows in (config.batch.rows_per_device >> n for n in range(config.batch.rows_per_device.bit_length())):
+        if divides(of_rows := with_options(config, {"batch.rows_per_device": rows}), devices):
             return of_rows
-        except UserError:
-            rows //= 2
     return None
 
 
@@ -109,10 +102,7 @@ def decision(losses: dict[tuple[float, Rule], list[float]], batch: int, share: f
     if len(losses) < 2 or not better_half(losses):
         return Decision("branch", "no two batches were compared", "not done", {})
     (factor, rule), behind = critical_batch(losses, TOLERANCE)
-    shown = ", ".join(
-        f"x{of:g} {by} {more.value:+.4f} [{more.low:+.4f}, {more.high:+.4f}]"
-        for (of, by), more in sorted(behind.items())
-    )
+    shown = ", ".join(f"x{factor:g} {by} {more.shown('+.4f')}" for (factor, by), more in sorted(behind.items()))
     at_least = "at least " if factor == max(FACTORS) else ""
     proxy = f" (the noise scale after as many steps was {float(noise['value']):,.0f})" if noise.get("value") else ""
     scaled = f", with rates scaled by the {rule} rule," if factor != 1 else ""

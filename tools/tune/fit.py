@@ -9,8 +9,7 @@ import jax
 from configs.schema import Config, UserError, with_options
 from configs.validation import validate
 from hosts.machines import HEADROOM, VECTOR_MEMORY, exceeds_vector_memory
-from tools.programs.compile import compile_step
-from tools.programs.device_memory import GIB, program_bytes
+from tools.programs.compile import GIB, compile_step, program_bytes
 from tools.tune.tune_json import Decision, Record
 from training.build import build
 from training.mesh import batch_devices, islands, make_mesh
@@ -41,7 +40,7 @@ class Candidate(NamedTuple):
             "mesh.fsdp": self.fsdp,
         }
 
-    def of(self, config: Config) -> Config:
+    def applied_to(self, config: Config) -> Config:
         """The config with it."""
         return with_options(config, self.options())
 
@@ -60,10 +59,11 @@ def meshes(config: Config, devices: Sequence[Any] | None = None) -> list[int]:
         return [config.mesh.fsdp]
     inside = len(islands(list(mesh.devices.flat))[0])
     sizes = {config.mesh.fsdp, *(2**n for n in range(inside.bit_length()) if inside % (2**n * config.mesh.tensor) == 0)}
-    return [size for size in sorted(sizes) if _divides(with_options(config, {"mesh.fsdp": size}), devices)]
+    return [size for size in sorted(sizes) if divides(with_options(config, {"mesh.fsdp": size}), devices)]
 
 
-def _divides(config: Config, devices: Sequence[Any] | None) -> bool:
+def divides(config: Config, devices: Sequence[Any] | None = None) -> bool:
+    """Return whether a config's sizes divide on all devices here, or those given."""
     try:
         validate(config)
         build(config, devices)
@@ -107,22 +107,22 @@ def _frontier(
     for level in levels:
         whole = False
         for remat, chunks in level:
-            of = [Candidate(size, remat, chunks) for size in sizes]
-            if fits(of[at]):
+            sized = [Candidate(size, remat, chunks) for size in sizes]
+            if fits(sized[at]):
                 if (remat, chunks) == levels[0][0] and at > 0:
-                    fits(of[at - 1])  # smaller ones may be faster, in caches
-                while at + 1 < len(of) and fits(of[at + 1]):
+                    fits(sized[at - 1])  # smaller ones may be faster, in caches
+                while at + 1 < len(sized) and fits(sized[at + 1]):
                     at += 1
-                whole |= of[at].rows == share
+                whole |= sized[at].rows == share
             else:
-                at = next((i for i in reversed(range(at)) if fits(of[i])), 0)
+                at = next((i for i in reversed(range(at)) if fits(sized[i])), 0)
         if whole:
             return level == levels[0]
     return False
 
 
 def halvings(n: int) -> list[int]:
-    """n, n / 2, ... as long as they are whole."""
+    """Return n, n / 2, ... up to the first odd number."""
     return [n] + (halvings(n // 2) if n % 2 == 0 else [])
 
 
@@ -137,29 +137,29 @@ def fit(
     programs: dict[str, Any] = {}
 
     def fits(wanted: Candidate) -> bool:
-        found = record.piece(f"fit/{wanted.name}", lambda: _compile(wanted, config, devices, programs))
-        size = found["bytes"]
+        piece = record.piece(f"fit/{wanted.name}", lambda: _compile(wanted, config, devices, programs))
+        size = piece["bytes"]
         verdict = size is not None and size <= HEADROOM * limit
-        asks = f"{size / GIB:.3g} GiB" if size else f"more than there is ({found['problem']})"
+        asks = f"{size / GIB:.3g} GiB" if size else f"more than there is ({piece['problem']})"
         say(f"fit: {describe(wanted)}: {asks}; " + ("it fits" if verdict else "it does not fit, and is not run"))
         return verdict
 
     frontier(kinds(config), meshes(config, devices), min(config.batch.rows_per_device, share), share, fits)
     fitting = that_fit(record, limit)
     if not fitting:
-        least = min((p["bytes"] for p in record.of("fit").values() if p["bytes"]), default=0)
+        least = min((p["bytes"] for p in record.pieces_of("fit").values() if p["bytes"]), default=0)
         raise UserError(
             f"no micro-batch of this run fits {limit / GIB:.3g} GiB a device (the least asks for {least / GIB:.3g}, "
             f"and {HEADROOM:.0%} may be taken): give it more devices, or a smaller network"
         )
     best = max(fitting, key=lambda c: (c.rows, -REMAT.index(c.remat), -c.fsdp, -c.loss_chunks))
-    size = record.of("fit")[best.name]["bytes"]
+    size = record.pieces_of("fit")[best.name]["bytes"]
     record.decide(
         Decision(
             "fit",
             f"{describe(best)} is the largest that fits with the least recomputation: {size / GIB:.3g} of "
             f"{limit / GIB:.3g} GiB a device, of which {HEADROOM:.0%} may be taken; {len(fitting)} of "
-            f"{len(record.of('fit'))} programs fit",
+            f"{len(record.pieces_of('fit'))} programs fit",
             "measured",
             best.options(),
         )
@@ -169,8 +169,8 @@ def fit(
 
 def that_fit(record: Record, limit: int) -> list[Candidate]:
     """The candidates on record that fit."""
-    found = record.of("fit")
-    return [named(name) for name in found if found[name]["bytes"] and found[name]["bytes"] <= HEADROOM * limit]
+    sizes = {name: piece["bytes"] for name, piece in record.pieces_of("fit").items()}
+    return [named(name) for name, size in sizes.items() if size and size <= HEADROOM * limit]
 
 
 def describe(candidate: Candidate) -> str:
@@ -181,7 +181,7 @@ def describe(candidate: Candidate) -> str:
 
 def _compile(wanted: Candidate, config: Config, devices: Sequence[Any] | None, programs: dict[str, Any]) -> dict:
     try:
-        programs[wanted.name] = compile_step(build(wanted.of(config), devices))
+        programs[wanted.name] = compile_step(build(wanted.applied_to(config), devices))
     except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what its memory cannot hold
         if exceeds_vector_memory(str(error)):
             raise UserError(f"{VECTOR_MEMORY}\n{str(error).splitlines()[0]}") from error

@@ -35,7 +35,7 @@ def read(lines: list[dict], step: int) -> NoiseScale | None:
     """The noise scale at `step`, of the later half of the measured steps up to there, and of 8 at least."""
     measured = [line["diagnostics"] for line in lines if "diagnostics" in line and line["step"] <= step]
     window = measured[-max(BLOCKS, len(measured) // 2) :]
-    pairs = [(of["signal"]["all"], of["noise"]["all"]) for of in window]
+    pairs = [(piece["signal"]["all"], piece["noise"]["all"]) for piece in window]
     sound = [(signal, noise) for signal, noise in pairs if signal is not None and noise is not None]
     return noise_scale(*zip(*sound)) if sound else None
 
@@ -61,7 +61,7 @@ def noise(context: Context) -> None:
         says = "a step of one row on one device has one gradient, which says nothing of its noise; give it two rows"
         record.decide(Decision("noise", says, "not done", {}))
         return
-    size, done = config.batch.tokens_per_step, max(map(int, record.of("noise")), default=0)
+    size, done = config.batch.tokens_per_step, max(map(int, record.pieces_of("noise")), default=0)
     reached = [point for point in points(config.steps) if (point - done) * size <= record.left]
     for point in points(config.steps)[len(reached) :][:1]:
         context.say(f"noise: going on to {record.share(point * size)} of the tokens would pass the budget")
@@ -73,16 +73,16 @@ def noise(context: Context) -> None:
         piece = {name: getattr(scale, name) if scale else None for name in ("value", "low", "high")}
         piece = record.piece(f"noise/{point}", lambda: {**piece, "tokens": (point - before) * size})  # noqa: B023
         context.say(f"noise: after {point} steps B is {interval(piece)} tokens")
-    found = {int(step): piece for step, piece in record.of("noise").items() if piece["value"] is not None}
+    found = {int(step): piece for step, piece in record.pieces_of("noise").items() if piece["value"] is not None}
     record.decide(decision(found, size, config.steps))
 
 
-def interval(of: dict) -> str:
+def interval(piece: dict) -> str:
     """A noise scale in words."""
-    if of["value"] is None:
+    if piece["value"] is None:
         return "not known"
-    low, high = float(of["low"]), float(of["high"])
-    return f"at least {low:,.0f}" if high == float("inf") else f"{float(of['value']):,.0f} [{low:,.0f}, {high:,.0f}]"
+    low, high = float(piece["low"]), float(piece["high"])
+    return f"at least {low:,.0f}" if high == float("inf") else f"{float(piece['value']):,.0f} [{low:,.0f}, {high:,.0f}]"
 
 
 def decision(found: dict[int, dict], batch: int, steps: int) -> Decision:

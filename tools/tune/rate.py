@@ -79,12 +79,8 @@ def decision(rungs: list[tuple[int, dict[float, list[float]]]], steps: int) -> D
         return Decision("rate", "no rung was finished, or no rate of it gave a finite loss", "not done", {})
     at, losses = sound[-1]
     factor, behind = lowest_of_the_best(losses)
-    others = ", ".join(
-        f"x{other:g} {more.value:+.4f} [{more.low:+.4f}, {more.high:+.4f}]"
-        for other, more in sorted(behind.items())
-        if more.value
-    )
-    course = ", ".join(f"x{better_half(of)[0]:g} at {n} steps" for n, of in sound)
+    others = ", ".join(f"x{other:g} {more.shown('+.4f')}" for other, more in sorted(behind.items()) if more.value)
+    course = ", ".join(f"x{better_half(losses)[0]:g} at {n} steps" for n, losses in sound)
     share = at / steps
     warning = "" if share >= 1 else "; a short horizon favours high rates (arXiv:2409.19913): take half where in doubt"
     says = (

@@ -18,6 +18,10 @@ class Estimate(NamedTuple):
     low: float
     high: float
 
+    def shown(self, form: str) -> str:
+        """Return the mean and its interval, each number in a format."""
+        return f"{self.value:{form}} [{self.low:{form}}, {self.high:{form}}]"
+
 
 def mean(values: Sequence[float]) -> Estimate:
     """Of independent values. Of a single one the interval has no bounds; where one is not finite, all are infinite: the

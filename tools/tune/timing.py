@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 
-from configs.schema import Config
 from data.loader import to_devices
 from tools.programs.compile import compile_step
 from tools.tune.fit import REMAT, Candidate, describe, named
-from tools.tune.statistics import slowdowns
+from tools.tune.statistics import mean, slowdowns
 from tools.tune.trial import Context
 from tools.tune.tune_json import Decision
 from training.build import build
@@ -26,11 +25,6 @@ OF_STAKE = 0.25  # timing ends once it has cost this share of the most that its 
 def chosen(fitting: list[Candidate]) -> list[Candidate]:
     """The best few, before any is timed: those with the least recomputation and the most rows."""
     return sorted(fitting, key=lambda c: (REMAT.index(c.remat), -c.rows, c.fsdp, c.loss_chunks))[:MAX_CANDIDATES]
-
-
-def needed(config: Config, candidates: list[Candidate]) -> int:
-    """Tokens of the least that can tell candidates apart, and of their first steps, which do not count."""
-    return (MIN_ROUNDS + 1) * len(candidates) * config.batch.tokens_per_step
 
 
 def time_steps(context: Context, candidates: list[Candidate], programs: dict[str, Any]) -> None:
@@ -85,12 +79,12 @@ def at_stake(kept: dict[str, list[float]]) -> float:
     round."""
     if len(next(iter(kept.values()))) < MIN_ROUNDS:
         return math.inf
-    return max(max(of.high, -of.low) for of in slowdowns(kept).values())
+    return max(max(slower.high, -slower.low) for slower in slowdowns(kept).values())
 
 
 def _prepared(context: Context, name: str, programs: dict[str, Any]) -> tuple[Any, Any, Any]:
     """A candidate's program, the run's first batch in its shape, and how its state is stored."""
-    made = build(named(name).of(context.config))
+    made = build(named(name).applied_to(context.config))
     if name not in programs:
         programs[name] = compile_step(made)
     batch = to_devices(context.batches(made)[0], made.batch_shape, made.batch_sharding)
@@ -106,52 +100,24 @@ def _seconds(program: Callable, batch: Any, abstract: Any, state: Any) -> tuple[
 
 
 def decide(context: Context, kept: dict[str, list[float]], left: list[str]) -> None:
-    """Of the candidates that are left, the one that asks for the least memory."""
+    """Decide for the candidate that asks for the least memory, of those that are left."""
     record = context.record
-    memory = {name: piece["bytes"] for name, piece in record.of("fit").items()}
+    memory = {name: piece["bytes"] for name, piece in record.pieces_of("fit").items()}
     best = min(left, key=lambda name: memory[name])
     if not kept:
-        says = f"{describe(named(best))} is the only one that fits, so nothing was timed"
-        if len(left) > 1:
-            says = "no round was timed within the budget"
-        kind = "not done"
-    else:
-        behind = slowdowns(kept)
-        others = ", ".join(
-            f"{name} {of.value:+.1%} [{of.low:+.1%}, {of.high:+.1%}]"
-            for name, of in sorted(behind.items(), key=lambda item: item[1].value)
-            if of.value or of.high
-        )
-        per_step = sum(kept[best]) / len(kept[best])
-        tied = (
-            f"; {len(left)} could not be told apart, and it asks for the least memory of them" if len(left) > 1 else ""
-        )
-        says = (
-            f"{describe(named(best))}: {context.config.batch.tokens_per_step / per_step:,.0f} tokens/s{tied}. Time of "
-            f"the others over the fastest, with intervals of 95%: {others}"
-        )
-        kind = "measured"
-    if notes := padding(context.config, jax.devices()[0].platform):
-        says += f". Slow whatever the rows: {notes}"
-    record.decide(Decision("time", says, kind, named(best).options() if kind == "measured" else {}))
-
-
-def padding(config: Config, platform: str) -> str:
-    """What a TPU's tiles of 128 lanes, or a GPU's of 64, pad in the network's products, with its share; empty where
-    nothing is known to be padded (a CPU)."""
-    tile = {"tpu": 128, "gpu": 64, "cuda": 64}.get(platform)
-    if tile is None:
-        return ""
-    model, tensor = config.model, config.mesh.tensor
-    sizes = {
-        "model.width": model.width,
-        "model.head_dim": model.head_dim,
-        "model.vocab_size / mesh.tensor": model.vocab_size // tensor,
-        "4 model.width / mesh.tensor": 4 * model.width // tensor,
-    }
-    padded = {name: -(-size // tile) * tile for name, size in sizes.items()}
-    return ", ".join(
-        f"{name}={size} is padded to {padded[name]} ({1 - size / padded[name]:.0%} of the work is for nothing)"
-        for name, size in sizes.items()
-        if size < padded[name]
+        only = f"{describe(named(best))} is the only one that fits, so nothing was timed"
+        says = only if len(left) == 1 else "no round was timed within the budget"
+        record.decide(Decision("time", says, "not done", {}))
+        return
+    others = ", ".join(
+        f"{name} {more.shown('+.1%')}"
+        for name, more in sorted(slowdowns(kept).items(), key=lambda item: item[1].value)
+        if more.value or more.high
     )
+    per_second = context.config.batch.tokens_per_step / mean(kept[best]).value
+    tied = f"; {len(left)} could not be told apart, and it asks for the least memory of them" if len(left) > 1 else ""
+    says = (
+        f"{describe(named(best))}: {per_second:,.0f} tokens/s{tied}. Time of the others over the fastest, with "
+        f"intervals of 95%: {others}"
+    )
+    record.decide(Decision("time", says, "measured", named(best).options()))

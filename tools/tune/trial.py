@@ -28,6 +28,7 @@ from run.stages import Program, compile_stages
 from tools.tune.tune_json import Record
 from train import take_steps
 from training.build import Build, build
+from training.mesh import batch_shape, make_mesh
 from training.state import stored_as
 
 HELD_OUT = 32  # batches of held-out text at most, whose losses are compared pair by pair
@@ -157,7 +158,7 @@ class Context:
 
 def held_out_tokens(config: Config) -> int:
     """Tokens of the held-out text that trials are compared on."""
-    _, rows, length = build(config).batch_shape
+    _, rows, length = batch_shape(config.batch, make_mesh(config.mesh))
     return min(config.eval.tokens, HELD_OUT * rows * length)
 
 

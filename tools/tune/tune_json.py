@@ -14,8 +14,6 @@ from configs.schema import Config, UserError, options
 from model.flops import flops_per_token
 
 STAGES = ("fit", "time", "noise", "rate", "branch")
-FORMAT = 2  # of tune.json: another where pieces are named otherwise, or made so that older ones would not compare
-KNOWN_BY = ("format", "device", "devices", "jax")  # what measurements of one folder must share, besides the config
 
 
 @dataclass(frozen=True)
@@ -40,10 +38,10 @@ class Record:
         self.path = folder / "tune.json"
         self.run_tokens = config.steps * config.batch.tokens_per_step
         self.allowed = budget * self.run_tokens if budget else math.inf
-        known = {"format": FORMAT, "device": device.device_kind, "devices": devices, "jax": jax.__version__}
+        machine = {"device": device.device_kind, "devices": devices, "jax": jax.__version__}
         self.facts = {
             "config": options(config),
-            **known,
+            "machine": machine,
             "budget": budget,
             "run_tokens": self.run_tokens,
             "flops_per_token": flops_per_token(config.model, config.batch.sequence_length),
@@ -53,24 +51,22 @@ class Record:
         """By stage, in the order of the stages, those of earlier starts included."""
         if self.path.exists():
             before = json.loads(self.path.read_text())
-            self.pieces = self._continued(before)
+            self._require_same(before)
+            self.pieces = before["pieces"]
             self.decisions = {decision["stage"]: Decision(**decision) for decision in before["decisions"]}
 
-    def _continued(self, before: dict) -> dict[str, dict]:
+    def _require_same(self, before: dict) -> None:
         now = json.loads(json.dumps(self.facts))  # which knows no tuples
-        old, new = before["config"] | before, now["config"] | now
-        names = [*KNOWN_BY, *sorted(before["config"].keys() | now["config"].keys())]
-        different = [
-            f"{name}: {old.get(name)}, now {new.get(name)}" for name in names if old.get(name) != new.get(name)
-        ]
-        if different:
+        old, new = ({**facts["machine"], **facts["config"]} for facts in (before, now))
+        names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        if names:
+            different = "\n  ".join(f"{name}: {old.get(name)}, now {new.get(name)}" for name in names)
             raise UserError(
                 f"{self.path} is of another config, machine or version; give another --out. Different are:\n  "
-                + "\n  ".join(different)
+                f"{different}"
             )
-        return before["pieces"]
 
-    def of(self, stage: str) -> dict[str, dict]:
+    def pieces_of(self, stage: str) -> dict[str, dict]:
         """The pieces of a stage, by the rest of their names."""
         return {name[len(stage) + 1 :]: piece for name, piece in self.pieces.items() if name.startswith(f"{stage}/")}
 
@@ -119,7 +115,7 @@ class Record:
 
     def cost(self, stage: str) -> float:
         """Tokens that a stage took."""
-        return sum(piece.get("tokens", 0) for piece in self.of(stage).values())
+        return sum(piece.get("tokens", 0) for piece in self.pieces_of(stage).values())
 
     def share(self, tokens: float) -> str:
         """Tokens as a share of the run, for messages: `1.25%`."""

@@ -29,14 +29,14 @@ def source(config: Config, result: Config, record: Record, command: str) -> str:
     hidden = ("name", "run_dir", "resume")
     same = {key: value for key, value in after.items() if value == before[key] and value != default[key]}
     new = {key: value for key, value in after.items() if value != before[key]}
-    made = record.decisions.values()
-    said = "\n".join(f"{of.stage} ({of.kind}): {of.says}" for of in made).replace("\\", "/")
+    decisions = [f"{made.stage} ({made.kind}): {made.says}" for made in record.decisions.values()]
+    says = "\n".join(decisions).replace("\\", "/").replace('"""', "'''")
     lines = [
         f'"""{config.name}, as tools.tune would have it ({time.strftime("%Y-%m-%d")}).',
         "",
         f"{command}",
         "",
-        *said.replace('"""', "'''").splitlines(),
+        *says.splitlines(),
         '"""',
         "",
         "# ruff: noqa: E501",

@@ -51,17 +51,6 @@ def test_groups_in_every_notation_cross_the_axes_that_they_do(notation, axes):
     assert axes_crossed(device_groups(attributes, 8), MESH) == axes
 
 
-def test_the_notations_list_the_same_groups():
-    groups = [[0, 2], [1, 3], [4, 6], [5, 7]]
-    for notation in (
-        "{{0,2},{1,3},{4,6},{5,7}}",
-        "[4,2]<=[2,2,2]T(0,2,1)",
-        "mesh['data'=2,'fsdp'=2,'tensor'=2] {'fsdp'}",
-        "mesh['x'=8] {'x':(2)2}",
-    ):
-        assert device_groups(f", replica_groups={notation}, dimensions={{0}}", 8) == groups
-
-
 def test_bytes_of_types():
     assert type_bytes("f32[]") == 4 and type_bytes("bf16[3,5]{1,0:T(8,128)(2,1)S(1)}") == 30
     assert type_bytes("(f32[2,2]{1,0}, /*index=1*/pred[3], s4[6], f8e4m3fn[2], token[])") == 16 + 3 + 3 + 2
@@ -276,22 +265,10 @@ def test_on_a_tpu_slice_gradients_are_scattered_over_fsdp_in_the_scan(on_tpu):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v6e:4x4", "v5p:4x4x4", "v5e:16x16"])
-def test_on_tpu_slices(on_tpu, topology):
-    reduced, gradients = sums(on_tpu(topology, *SMALL))
+def test_on_a_tpu_slice_gradients_are_summed_once(on_tpu):
+    reduced, gradients = sums(on_tpu("v5p:4x4x4", *SMALL))
     assert gradients == 4 * (2 * 2048 * 256 + 12 * 256**2)
     assert gradients <= reduced < gradients + 1024
-
-
-@pytest.mark.slow
-def test_memory_and_cycles_of_d12_s_head_and_a_block_on_a_tpu_slice(on_tpu):
-    """They take 66 M cycles, 1.24 GiB (docs/performance.md has all twelve blocks)."""
-    output = on_tpu("v5e:4x4", "--model.depth=1")
-    reduced, gradients = sums(output)
-    assert gradients == 4 * (2 * 32768 * 768 + 12 * 768**2)
-    assert gradients <= reduced < gradients + 1024
-    assert 4e7 < int(re.search(r"estimated cycles: ([\d,]+)", output)[1].replace(",", "")) < 6.9e7
-    assert float(re.search(r"temporaries ([\d.]+) GiB", output)[1]) < 1.35
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from configs import d12
 from configs.schema import MeshConfig, UserError, with_options
 from model.axes import DATA
 from model.flops import parameter_counts
+from run.out_of_memory import topology_of
 from tools.programs.compile import compile_step
 from tools.programs.hlo_collectives import Collective, collectives
 from tools.programs.topologies import Topology, devices_of, parse_topology
@@ -43,6 +44,14 @@ def test_topologies_are_read(text, topology, devices):
 def test_another_text_is_a_mistake_that_shows_what_works(text):
     with pytest.raises(UserError, match=r"--topology=.*h200:8"):
         parse_topology(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5e:4x4", "2x v5e:2x4", "v5p:2x2x4", "2x h200:8"])
+def test_devices_are_named_as_a_topology_that_gives_them(topology):
+    """A step that does not fit names the command that plans for the devices that it had."""
+    pytest.importorskip("jax_cuda13_plugin" if "h200" in topology else "libtpu")
+    assert topology_of(devices_of(topology)) == topology
 
 
 @cache

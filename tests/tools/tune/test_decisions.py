@@ -11,7 +11,7 @@ from tests.helpers import tiny_config
 from tools.tune import branch, fit, noise, rate, timing
 from tools.tune.fit import Candidate, frontier, kinds, meshes, named
 from tools.tune.statistics import slowdowns
-from tools.tune.timing import MIN_ROUNDS, _left, chosen, padding
+from tools.tune.timing import MIN_ROUNDS, _left, chosen
 from training.scaling import with_batch, with_rates, with_steps
 
 
@@ -95,12 +95,6 @@ def test_timing_goes_on_until_intervals_separate(seconds, left, alike):
     assert _left(seconds) == (left, alike)
 
 
-def test_padding_is_told_where_tiles_are_known():
-    config = tiny_config(rows=4)
-    assert "model.width=32 is padded to 128 (75% of the work is for nothing)" in padding(config, "tpu")
-    assert padding(config, "cpu") == ""
-
-
 @pytest.mark.parametrize(
     ("steps", "expected"), [(300, [8, 16, 32]), (100_000, [1000, 2000, 5000, 10_000]), (50, [8]), (4, [])]
 )
@@ -136,9 +130,6 @@ def test_noise_of_the_run_s_beginning_changes_no_batch(low, high, expected, says
         {8: {"value": 1, "low": 1, "high": 2}, 32: {"value": low, "low": low, "high": high}}, 4096, 300
     )
     assert decision.options == expected and says in decision.says and decision.kind == "extrapolated"
-
-
-def test_without_a_point_noise_decides_nothing():
     assert noise.decision({}, 4096, 300).kind == "not done"
 
 

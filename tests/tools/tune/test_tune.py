@@ -8,13 +8,11 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-import report
 
 from configs.command_line import load_config
 from configs.schema import options
 from configs.validation import validate
 from hosts.runtime import run_command
-from tests.chromium import PROGRAM, Chromium
 from tests.test_train import CONFIG
 from tools.tune import __main__ as tune
 from tools.tune import branch, fit, noise, rate, timing
@@ -133,45 +131,10 @@ def test_each_stage_has_its_picture_and_trials_leave_no_checkpoints(tuned):
 
 
 @pytest.mark.medium
-def test_the_report_draws_what_the_run_s_beginning_measured_of_itself(tuned, tmp_path, monkeypatch):
-    """A real run, up to the lines that Chromium draws."""
-    drawn = figures.figures(read_runs([str(tuned[0] / "trunk")]))
-    measured = {figure.id: len(figure.traces) for figure in drawn if figure.missing == figures.MEASURED}
-    assert len(measured) == 8 and all(measured.values()), measured
-    names = {trace["name"] for figure in drawn if figure.id in ("noise", "coherence") for trace in figure.traces}
-    assert {"noise scale", "coherence"} <= names
-    if PROGRAM is None:
-        pytest.skip("chromium is not installed: the page was not opened")
-    monkeypatch.setattr(sys, "argv", ["tools.report", str(tuned[0] / "trunk"), f"--out={tmp_path}/report.html"])
-    assert report.main() == 0
-    with Chromium(tmp_path) as browser:
-        browser.open(f"file://{tmp_path}/report.html")
-        for plot, traces in measured.items():
-            lines = f"[...document.querySelectorAll('#{plot} .scatterlayer .trace path')]"
-            lengths = browser.value(f"{lines}.map((line) => line.getAttribute('d').length)")
-            assert len(lengths) >= traces and all(lengths), plot
-
-
-@pytest.mark.medium
 def test_another_config_in_the_same_folder_is_refused(tuned, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     assert run(monkeypatch, *TUNE, "--budget=0", "--out=tuned", "--seed=1") == 2
     assert "seed: 0, now 1" in capsys.readouterr().err
-
-
-@pytest.mark.medium
-def test_a_folder_of_another_version_is_refused_by_name(tuned, folder, monkeypatch, capsys):
-    """Of the first one, which said no format, and named its candidates without a mesh."""
-    record = json.loads((tuned[0] / "tune.json").read_text())
-    del record["format"]
-    record["pieces"]["fit/8-none-1"] = record["pieces"].pop("fit/8-none-1-1")
-    (folder / "older").mkdir()
-    (folder / "older" / "tune.json").write_text(json.dumps(record))
-    monkeypatch.chdir(folder)
-    assert run(monkeypatch, *TUNE, "--budget=0", "--out=older") == 2
-    said = capsys.readouterr().err
-    assert "older/tune.json is of another config, machine or version; give another --out" in said
-    assert "format: None, now 2" in said
 
 
 @pytest.mark.parametrize(
@@ -218,7 +181,7 @@ def test_a_stage_that_the_budget_is_too_small_for_is_left_out_and_told(folder, m
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("budget", [0.01, 0.03, 0.2, 0.6, 1.0, 1.5, 4.0])
+@pytest.mark.parametrize("budget", [0.01, 0.03, 0.6, 1.5, 4.0])
 def test_no_budget_is_passed(folder, monkeypatch, budget):
     """With trials that cost nothing here, and a loss that rates and batches change."""
     monkeypatch.chdir(folder)
