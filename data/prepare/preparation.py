@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import math
 import os
 import shutil
 import sys
@@ -13,23 +12,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from configs.schema import MIN_VOCAB_SIZE, DataConfig, UserError
 from data.dataset_folder import require_current
-from data.held_out import hash_share
 from data.prepare.assembly import make_shards, write_record
 from data.prepare.corpus import Corpus
 from data.prepare.engines import Engine, LocalEngine
-from data.prepare.exclusion import load_exclusion, save_exclusion
+from data.prepare.exclusion import save_exclusion
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.parts import Recipe
+from data.prepare.sampling import held_out_threshold, sampled_tokenizer
 from data.prepare.source_files import SourceFile
 from data.record import read_record
-from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import load_tokenizer
 
 FORMAT = 2  # raise it when the same text becomes another dataset: what is in the cache is then made again
-SAMPLED = 32  # files, at least, that a tokenizer is trained on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +163,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
         made_from[version] = corpus.version
         return corpus
 
-    given, corpus = find("val_source", "val_version"), find("source", "version")
+    val_corpus, corpus = find("val_source", "val_version"), find("source", "version")
     evaluations = find("exclude_ngrams_of", "ngrams_version")
     assert corpus
     if corpus.is_minor:
@@ -175,7 +171,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
             f"{settings.source}: most of its text would be left out{corpus.left_out}; take what you mean to train on, "
             "or give a glob of it: --source='FOLDER/**/*.txt'"
         )
-    corpus = hold_out(corpus, given)
+    corpus = hold_out(corpus, val_corpus)
     held_out = sum(file.held_out for file in corpus.files)
     files = corpus.files[: held_out + max_files if max_files else None]
     if record.exists() and _is_complete(_continued(out, made_from), files):
@@ -200,8 +196,10 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
             write_record(out, facts | {"files": 0})  # which claims the folder
         excluded = save_exclusion(corpus, evaluations, out / "parts")
         if "tokenizer" not in facts:
-            threshold = 0.0 if held_out else _threshold(corpus, files, settings.val_fraction)
-            tokenizer = _tokenizer(corpus, files, settings, threshold, excluded)
+            threshold = 0.0 if held_out else held_out_threshold(corpus, files, settings.val_fraction)
+            options = settings.vocab_size, settings.sample_bytes, threshold, excluded
+            given = settings.tokenizer and load_tokenizer(settings.tokenizer)
+            tokenizer = given or sampled_tokenizer(corpus, files, *options)
             tokenizer.save(out / "tokenizer")
             about = {"sha256": tokenizer.sha256, "bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
             facts |= {"val_threshold": threshold, "held_out_by": "file" if held_out else "text", "tokenizer": about}
@@ -238,64 +236,6 @@ def _complete(source: str, out: Path, facts: dict) -> None:
     if skipped:
         problems = ", ".join(f"{count:,} {problem}" for problem, count in skipped.items())
         print(f"{source}: {skipped.total():,} document(s) are left out; skipped: {problems}", file=sys.stderr)
-
-
-def _threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> float:
-    """Documents whose hash falls below it are held out: `val_fraction`, but for a corpus so small that one side would
-    be empty: then the document of the lowest hash is held out, or that of the highest is not."""
-    lowest, highest, count = 1.0, 0.0, 0
-    for file in files:
-        for document in corpus.documents(file):
-            if not document.problem:
-                share, count = hash_share(document.text), count + 1
-                lowest, highest = min(lowest, share), max(highest, share)
-                if lowest < val_fraction <= highest:
-                    return val_fraction
-    if lowest >= highest:
-        raise UserError(
-            f"{corpus.source}: {count} document(s) with text found there"
-            + ", all with the same" * (count > 1)
-            + "; at least 2 different ones are needed, one to train on and one to hold out (a single file is cut every "
-            "16,000 bytes)"
-        )
-    return highest if highest < val_fraction else float(np.nextafter(lowest, 1))
-
-
-def _tokenizer(
-    corpus: Corpus, files: list[SourceFile], settings: Preparation, threshold: float, excluded: Path | None
-) -> TextTokenizer:
-    if settings.tokenizer:
-        return load_tokenizer(settings.tokenizer)
-    tokenizer = train_tokenizer(sample(corpus, files, settings.sample_bytes, threshold, excluded), settings.vocab_size)
-    learned = tokenizer.vocab_size
-    if learned < settings.vocab_size:
-        smaller = f"use vocab_size={learned} or less, or more text" if learned >= MIN_VOCAB_SIZE else "use more text"
-        raise UserError(
-            f"a vocab_size of {settings.vocab_size} is more than the text of {corpus.source} can fill: its tokenizer "
-            f"learned {learned} tokens; {smaller}{corpus.left_out}"
-        )
-    return tokenizer
-
-
-def sample(
-    corpus: Corpus, files: list[SourceFile], sample_bytes: int, threshold: float, excluded: Path | None
-) -> Iterator[str]:
-    """Yield training documents, of each sampled file its first, up to its share. So many files are sampled, evenly over
-    the source, that they have four times the bytes, and at least 32: of a source on the hub each is downloaded."""
-    exclusion, files = excluded and load_exclusion(excluded), [file for file in files if not file.held_out]
-    total = max(sum(file.size for file in files), 1)
-    count = min(max(math.ceil(4 * sample_bytes / total * len(files)), SAMPLED), len(files))
-    files = [files[i * len(files) // count] for i in range(count)]
-    share = sample_bytes / max(sum(file.size for file in files), 1)
-    for file in files:
-        left = file.size * share
-        for document in corpus.documents(file):
-            if left <= 0:
-                break
-            problem = document.problem or (exclusion.problem(document.text) if exclusion else "")
-            if not problem and hash_share(document.text) >= threshold:
-                left -= len(document.text)
-                yield document.text
 
 
 def _continued(out: Path, made_from: dict) -> dict:

@@ -107,16 +107,6 @@ def test_hosts_read_the_parts_of_one_batch(hosts, kind):
     assert equal(whole, {name: np.concatenate([part[name] for part in parts], axis=1) for name in whole})
 
 
-def test_a_mixture_takes_each_datasets_share_and_every_row_once_an_epoch():
-    parts, weights = [ROWS, VAL], [0.25, 0.75]
-    sequence = RowSequence(parts, mixture(weights), seed=1)
-    found = [sequence[i] for i in range(4 * 37)]
-    assert sorted(row for part, row in found if part == 0) == list(range(37))
-    assert all(abs(sum(part == 0 for part, _ in found[:n]) - n / 4) <= 1 for n in range(len(found)))
-    first_epoch = [row for part, row in (sequence[i] for i in range(200)) if part == 1][:97]
-    assert sorted(first_epoch) == list(range(97))
-
-
 def test_segments_begin_with_documents():
     batch = step_batches(**KINDS[3])[0]
     assert (np.diff(batch["segment_ids"], axis=-1) == (batch["inputs"][..., 1:] == 0)).all()

@@ -268,18 +268,6 @@ def test_shards_of_others_are_read_whole_once(bucket, made, tmp_path):
     assert opened(URL, tmp_path / "cache", **options).fingerprint != first.fingerprint
 
 
-def test_other_filesystems_are_read_in_ranges_too(made, tmp_path):
-    import fsspec
-
-    memory = fsspec.filesystem("memory")
-    memory.put(str(made), "/made", recursive=True)
-    expected = digest(opened(made, tmp_path / "cache"))
-    try:
-        assert digest(opened("memory://made", tmp_path / "cache", cache_gb=0.0)) == expected
-    finally:
-        memory.rm("/made", recursive=True)
-
-
 def test_shards_on_the_hub_are_read_in_ranges_and_copied(made, tmp_path, monkeypatch):
     files = {f"mine/{path.relative_to(made)}": path.read_bytes() for path in made.rglob("*") if path.is_file()}
     tokens = type("Tokens", (Hub,), {"repositories": {"owner/tokens": files}, "asked": []})

@@ -6,7 +6,6 @@ import sysconfig
 from itertools import pairwise
 from pathlib import Path
 
-import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -170,13 +169,6 @@ def test_what_is_left_out_is_listed_and_its_option_takes_it(tmp_path):
     assert names(taken) == ["a.txt", "b.rst"] and not taken.is_minor
     with pytest.raises(UserError, match=r"--text_extensions=rst cannot work: write \.rst or \.rst,\.tex"):
         find_corpus(str(tmp_path), text_extensions="rst")
-
-
-def test_a_remote_folder_is_read_through_fsspec():
-    memory = fsspec.filesystem("memory")
-    memory.pipe({"/bucket/a.txt": b"one", "/bucket/sub/b.jsonl": b'{"text": "two"}\n'})
-    corpus = find_corpus("memory://bucket")
-    assert texts(corpus) == {"a.txt": "one", "sub/b.jsonl line 1": "two"}
 
 
 def bad_files(folder: Path) -> str:

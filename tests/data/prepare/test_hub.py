@@ -3,10 +3,7 @@
 import hashlib
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +20,7 @@ from huggingface_hub import HfApi
 from configs.retry import StorageLost
 from configs.schema import UserError
 from data.prepare.listing import find_corpus
-from data.shards import read_shard
+from data.prepare.preparation import Preparation, Where, prepare
 
 ROOT = Path(__file__).parents[3]
 PIECE = 10 * 2**20  # bytes that the client holds before it writes them
@@ -128,25 +125,18 @@ def endpoint():
         yield url
 
 
-def prepare(endpoint: str, tmp_path: Path, source: str, *more: str) -> tuple[int, str]:
-    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
-    arguments = ["--source", source, f"--out={tmp_path / 'out'}", "--vocab_size=280", "--val_fraction=0.1", *more]
-    command = [sys.executable, "-m", "data.prepare", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_resumes(endpoint, tmp_path):
+def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_resumes(endpoint, tmp_path, monkeypatch):
+    ask(endpoint, monkeypatch)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    source, where = Preparation(source="hf:owner/name:sample/10BT", vocab_size=280, val_fraction=0.1), Where(workers=1)
     Hub.asked.clear()
-    code, output = prepare(endpoint, tmp_path, "hf:owner/name:sample/10BT", "--max_files=1")
-    assert code == 0, output
+    prepare(source, tmp_path / "out", max_files=1, where=where)
     assert {name for name, _ in Hub.asked} == {"sample/10BT/000.parquet"}
-    code, output = prepare(endpoint, tmp_path, "hf:owner/name:sample/10BT")
-    assert code == 0, output
+    prepare(source, tmp_path / "out", where=where)
     facts = json.loads((tmp_path / "out" / "dataset.json").read_text())
     assert facts["made_from"]["version"] == f"{SHA}/sample/10BT" and facts["complete"]
     assert facts["train"]["documents"] + facts["val"]["documents"] == 3 * 99
-    assert sum(len(read_shard(path)) for path in (tmp_path / "out").glob("*.bin")) > 3 * 99 * 10
     downloads = [ranges for name, ranges in Hub.asked if name == "sample/10BT/001.parquet"]
     assert f"bytes={PIECE}-" in downloads  # what had come was not asked for again
 

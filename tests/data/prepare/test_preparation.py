@@ -13,6 +13,7 @@ import pytest
 
 import data.prepare.parts
 import data.prepare.preparation as module
+import data.prepare.sampling as sampling
 from configs.schema import DataConfig, UserError
 from data.dataset_folder import open_dataset
 from data.prepare.__main__ import main
@@ -74,17 +75,6 @@ def test_both_parts_hold_all_text_a_bos_before_each_document_in_many_shards(sett
         assert 250 < sum(shard[part]["tokens"] for part in ("train", "val") if part in shard) < 500 + 800
 
 
-def test_documents_keep_their_side_when_others_come_and_go(settings, tmp_path):
-    prepare(settings, tmp_path / "before")
-    for i in range(10):
-        Path(settings.source, f"{i}.txt").unlink()
-        Path(settings.source, f"new{i}.txt").write_text(f"a new document, number {i}")
-    prepare(settings, tmp_path / "after")
-    sides = [{part: set(documents(tmp_path / run, part)) for part in ("train", "val")} for run in ("before", "after")]
-    assert not (sides[0]["train"] & sides[1]["val"] or sides[0]["val"] & sides[1]["train"])
-    assert len(sides[0]["train"] & sides[1]["train"]) > 10
-
-
 @pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
 @pytest.mark.parametrize("count", [2, 5])
 def test_each_side_gets_a_document_however_few_there_are(tmp_path, fraction, count):
@@ -141,7 +131,7 @@ def test_the_tokenizer_sees_no_held_out_text_and_a_sample_of_every_file(settings
         seen[:] = texts
         return train_tokenizer(seen, size)
 
-    monkeypatch.setattr(module, "train_tokenizer", train)
+    monkeypatch.setattr(sampling, "train_tokenizer", train)
     prepare(settings, tmp_path / "out")
     assert Counter(seen) == Counter(documents(tmp_path / "out", "train"))
     prepare(replace(settings, sample_bytes=2000, vocab_size=270), tmp_path / "sampled")
@@ -151,11 +141,11 @@ def test_the_tokenizer_sees_no_held_out_text_and_a_sample_of_every_file(settings
 
 
 def test_a_tokenizer_is_trained_on_a_bounded_number_of_files(settings, monkeypatch):
-    monkeypatch.setattr(module, "SAMPLED", 3)
+    monkeypatch.setattr(sampling, "SAMPLED", 3)
     corpus = find_corpus(settings.source)
     names = []
     monkeypatch.setattr(type(corpus), "documents", lambda _, file: names.append(file.name) or iter(()))
-    assert not list(module.sample(corpus, corpus.files, 10, 0.5, None))
+    assert not list(sampling.sample(corpus, corpus.files, 10, 0.5, None))
     assert names == [corpus.files[i].name for i in (0, 7, 14)]
 
 
@@ -173,7 +163,7 @@ def test_a_given_tokenizer_is_used_as_it_is(settings, tmp_path, given):
 def test_a_second_call_does_nothing(settings, tmp_path, monkeypatch):
     prepare(settings, tmp_path / "out")
     before = contents(tmp_path / "out")
-    monkeypatch.setattr(module, "train_tokenizer", None)
+    monkeypatch.setattr(sampling, "train_tokenizer", None)
     monkeypatch.setattr(module, "make_shards", None)
     prepare(settings, tmp_path / "out")
     assert contents(tmp_path / "out") == before
@@ -236,6 +226,14 @@ def command(settings: Preparation, out: Path, *more: str) -> list[str]:
     return [sys.executable, "-m", "data.prepare", f"--out={out}", *options, *more]
 
 
+def test_the_command_writes_one_line_of_json_to_its_output(settings, tmp_path):
+    prepare(settings, tmp_path / "expected", where=Where(workers=1))
+    words = command(settings, tmp_path / "out", "--workers=2")
+    (line,) = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    assert json.loads(line)["train"] == facts_of(tmp_path / "out")["train"]
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+
+
 def test_of_two_preparations_at_once_one_waits_for_the_other(settings, tmp_path, monkeypatch):
     trained = []
 
@@ -244,7 +242,7 @@ def test_of_two_preparations_at_once_one_waits_for_the_other(settings, tmp_path,
         time.sleep(0.3)
         return train_tokenizer(texts, size)
 
-    monkeypatch.setattr(module, "train_tokenizer", slowly)
+    monkeypatch.setattr(sampling, "train_tokenizer", slowly)
     threads = [threading.Thread(target=prepare, args=(settings, tmp_path / "out")) for _ in range(3)]
     for thread in threads:
         thread.start()

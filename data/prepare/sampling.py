@@ -1,0 +1,73 @@
+"""What is decided by a first look at the text: which documents are held out, and the tokenizer."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from configs.schema import MIN_VOCAB_SIZE, UserError
+from data.held_out import hash_share
+from data.prepare.corpus import Corpus
+from data.prepare.exclusion import load_exclusion
+from data.prepare.source_files import SourceFile
+from data.tokenizer import TextTokenizer, train_tokenizer
+
+SAMPLED = 32  # files, at least, that a tokenizer is trained on
+
+
+def held_out_threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> float:
+    """Documents whose hash falls below it are held out: `val_fraction`, but for a corpus so small that one side would
+    be empty: then the document of the lowest hash is held out, or that of the highest is not."""
+    lowest, highest, count = 1.0, 0.0, 0
+    for file in files:
+        for document in corpus.documents(file):
+            if not document.problem:
+                share, count = hash_share(document.text), count + 1
+                lowest, highest = min(lowest, share), max(highest, share)
+                if lowest < val_fraction <= highest:
+                    return val_fraction
+    if lowest >= highest:
+        raise UserError(
+            f"{corpus.source}: {count} document(s) with text found there"
+            + ", all with the same" * (count > 1)
+            + "; at least 2 different ones are needed, one to train on and one to hold out (a single file is cut every "
+            "16,000 bytes)"
+        )
+    return highest if highest < val_fraction else float(np.nextafter(lowest, 1))
+
+
+def sampled_tokenizer(
+    corpus: Corpus, files: list[SourceFile], vocab_size: int, sample_bytes: int, threshold: float, excluded: Path | None
+) -> TextTokenizer:
+    """Train a tokenizer on a sample of the training documents. UserError if they cannot fill its vocabulary."""
+    tokenizer = train_tokenizer(sample(corpus, files, sample_bytes, threshold, excluded), vocab_size)
+    learned = tokenizer.vocab_size
+    if learned < vocab_size:
+        smaller = f"use vocab_size={learned} or less, or more text" if learned >= MIN_VOCAB_SIZE else "use more text"
+        raise UserError(
+            f"a vocab_size of {vocab_size} is more than the text of {corpus.source} can fill: its tokenizer "
+            f"learned {learned} tokens; {smaller}{corpus.left_out}"
+        )
+    return tokenizer
+
+
+def sample(
+    corpus: Corpus, files: list[SourceFile], sample_bytes: int, threshold: float, excluded: Path | None
+) -> Iterator[str]:
+    """Yield training documents, of each sampled file its first, up to its share. So many files are sampled, evenly over
+    the source, that they have four times the bytes, and at least 32: of a source on the hub each is downloaded."""
+    exclusion, files = excluded and load_exclusion(excluded), [file for file in files if not file.held_out]
+    total = max(sum(file.size for file in files), 1)
+    count = min(max(math.ceil(4 * sample_bytes / total * len(files)), SAMPLED), len(files))
+    files = [files[i * len(files) // count] for i in range(count)]
+    share = sample_bytes / max(sum(file.size for file in files), 1)
+    for file in files:
+        left = file.size * share
+        for document in corpus.documents(file):
+            if left <= 0:
+                break
+            problem = document.problem or (exclusion.problem(document.text) if exclusion else "")
+            if not problem and hash_share(document.text) >= threshold:
+                left -= len(document.text)
+                yield document.text
