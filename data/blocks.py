@@ -46,18 +46,19 @@ class Blocks(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """The shard's largest token."""
+        """Return the shard's largest token."""
         return int(self.entries["largest"].max(initial=0))
 
     def type_of(self, name: str) -> ShardType:
-        """What the shard `name` holds. UserError where this is not its sidecar."""
+        """Return what the shard `name` holds. UserError if this is not its sidecar."""
         kind = shard_type(name, self.header)
         if len(self.entries) != -(-kind.file_bytes // BLOCK_BYTES):
             raise UserError(f"{_sidecar(name)} is not of {name}; delete it, and the shard is read whole at the start")
         return kind
 
     def wrong(self, first: int, content: bytes | memoryview) -> int | None:
-        """The first block of `content`, the shard's bytes from block `first` on, that is not what was recorded."""
+        """Return the first block of `content`, the shard's bytes from block `first` on, that is not what was
+        recorded."""
         for number, at in enumerate(range(0, len(content), BLOCK_BYTES), first):
             block = memoryview(content)[at : at + BLOCK_BYTES]
             if hashlib.sha256(block).digest()[:16] != self.entries["sha256"][number].tobytes():
@@ -70,7 +71,7 @@ class Blocks(NamedTuple):
 
     @staticmethod
     def from_bytes(content: bytes) -> "Blocks":
-        """ValueError where they are damaged."""
+        """ValueError if they are damaged."""
         digest, rest = content[:32], content[32:]
         if hashlib.sha256(rest).digest() != digest:
             raise ValueError("its SHA-256 differs")
@@ -78,7 +79,7 @@ class Blocks(NamedTuple):
 
 
 def write_blocks(shard: Path) -> str:
-    """Reads a shard once, once its index of documents is written, and writes its sidecar, whole or not at all. Returns
+    """Read a shard once, once its index of documents is written, and write its sidecar, whole or not at all. Return
     the SHA-256 of the shard's file."""
     index = shard.with_suffix(".starts.npy")
     index_sha256 = hashlib.sha256(index.read_bytes()).digest() if index.exists() else NO_INDEX
@@ -88,7 +89,7 @@ def write_blocks(shard: Path) -> str:
 
 
 def blocks_of(content: Iterable[bytes], name: str, index_sha256: bytes = NO_INDEX) -> Blocks:
-    """The sidecar of a shard, from its blocks in order."""
+    """Return the sidecar of a shard, from its blocks in order."""
     whole, header, entries = hashlib.sha256(), b"", []
     dtype = np.dtype("<u2")
     for block in content:
@@ -106,7 +107,7 @@ def _file_blocks(path: Path) -> Iterator[bytes]:
 
 
 def read_blocks(path: Path) -> Blocks | None:
-    """The sidecar of the shard at `path`; None where it has none. UserError where it is damaged."""
+    """Return the sidecar of the shard at `path`; None if it has none. UserError if it is damaged."""
     sidecar = path.with_suffix(".blocks")
     try:
         return Blocks.from_bytes(sidecar.read_bytes())
@@ -150,7 +151,7 @@ class MappedShard:
     """A shard on this machine, mapped into memory. A block is hashed when it is first read."""
 
     def __init__(self, path: Path, remembered: Path):
-        """UserError where it is no shard, or not whole."""
+        """UserError if it is no shard, or not whole."""
         self.path, self.kind, self.blocks = path, require_shard(path), examine(path, remembered)
         if self.blocks.type_of(str(path)) != self.kind:
             raise UserError(changed(str(path), 0))
@@ -190,7 +191,7 @@ def blocks_with(start: int, stop: int, itemsize: int) -> tuple[int, int]:
 
 
 def changed(name: str, block: int) -> str:
-    """What is said of a block that is not what was recorded."""
+    """Return what is said of a block that is not what was recorded."""
     return (
         f"{name} is damaged, or was changed after it was recorded: the SHA-256 of the bytes from "
         f"{block * BLOCK_BYTES:,} on differs from {_sidecar(name)}'s, or from what a start found; bring the shard "

@@ -52,12 +52,12 @@ class Text:
         return {"rows": rows, "texts": [self.tokenizer.decode(ids.tolist()) for ids in inputs]}
 
     def epochs(self, rows: int) -> dict[str, float]:
-        """How often the first `rows` rows of a run go through each dataset, by the datasets' shortest names."""
+        """Return how often the first `rows` rows of a run go through each dataset, by the datasets' shortest names."""
         shown = shortest(self.names)
         return {name: count / len(part) for name, part, count in zip(shown, self.train, self.mixture.counts(rows))}
 
     def outlook(self, rows: int, length: int, max_epochs: float) -> str:
-        """What a run of so many rows takes of each dataset, and which of them run out. UserError where one is gone
+        """Return what a run of so many rows takes of each dataset, and which of them run out. UserError if one is gone
         through more than `max_epochs` times (0: as often as it takes)."""
         parts, never = [], [s.begins for s in self.mixture.stages if s.begins >= rows * length]
         for i, (name, taken) in enumerate(self.epochs(rows).items()):
@@ -126,7 +126,8 @@ def open_text(
 
 
 def absolute(config: DataConfig) -> DataConfig:
-    """The same text and tokenizer, by paths that lead there from any working folder: what a run's record keeps."""
+    """Return the same text and tokenizer, by paths that lead there from any working folder: what a run's record
+    keeps."""
 
     def place(name: str) -> str:
         anywhere = name in ("", "stdlib") or name.startswith(("hf:", "tiktoken:")) or "://" in name

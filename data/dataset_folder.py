@@ -49,17 +49,17 @@ class Dataset:
     """Held-out documents, if the folder counts them."""
 
     def stream(self, part: str) -> TokenStream:
-        """The tokens of `train` or `val`."""
+        """Return the tokens of `train` or `val`."""
         shards = self.shards[part]
         return TokenStream(shards, readers().map if isinstance(shards[0], StoredShard) else map)
 
     def document_starts(self, part: str) -> Integer[np.ndarray, "documents"]:
-        """Where in the stream documents start: as the shards' indices say, or where a BOS is."""
+        """Return where in the stream documents start: as the shards' indices say, or where a BOS is."""
         befores = self.stream(part).starts
         return np.unique(np.concatenate([[0], *(a + b for a, b in zip(befores, self._starts(part)))]).astype(np.int64))
 
     def _starts(self, part: str) -> Iterator[Integer[np.ndarray, "documents"]]:
-        """Where in each shard documents start."""
+        """Yield where in each shard documents start."""
         for shard in self.shards[part]:
             index = shard.path.with_suffix(".starts.npy")
             if shard.blocks.index_sha256 == NO_INDEX or not index.exists():
@@ -82,8 +82,8 @@ class Dataset:
                 found, begin = [], end
 
     def rows(self, part: str, packing: str, length: int, cache: Path) -> Rows:
-        """The part's rows of `length` tokens. A plan that this needs is made once, and kept beside the shards, else in
-        `cache`; where neither can be written, each start makes it again, and says so."""
+        """Return the part's rows of `length` tokens. A plan that this needs is made once, and kept beside the shards,
+        else in `cache`; where neither can be written, each start makes it again, and says so."""
         stream = self.stream(part)
         if packing == "stream":
             return StreamRows(stream, length)

@@ -89,7 +89,7 @@ class StagedBatches:
         return sys.maxsize
 
     def stage(self, index: int) -> tuple[StepBatches, int]:
-        """The stage of a batch, and which of the stage's batches it is."""
+        """Return the stage of a batch, and which of the stage's batches it is."""
         i = bisect_right(self.firsts, index) - 1
         return self.stages[i], index - self.firsts[i]
 
@@ -112,20 +112,20 @@ def stack(rows: list[Row], shape: tuple[int, ...], document_bos: int | None) -> 
 
 
 def local_rows(shape: Shape, sharding: NamedSharding) -> Int[np.ndarray, "local_rows"]:
-    """Which rows of each micro-batch this process's devices hold, in ascending order."""
+    """Return which rows of each micro-batch this process's devices hold, in ascending order."""
     indices: Any = sharding.addressable_devices_indices_map(shape).values()
     slices = {index[1].indices(shape[1])[:2] for index in indices}
     return np.concatenate([np.arange(start, stop) for start, stop in sorted(slices)])
 
 
 def to_devices(batch: dict[str, np.ndarray], shape: Shape, sharding: NamedSharding) -> Any:
-    """This process's part of a batch as its part of the global arrays [K, B, T]."""
+    """Return this process's part of a batch as its part of the global arrays [K, B, T]."""
     make = jax.make_array_from_process_local_data
     return {name: make(sharding, array, shape) for name, array in batch.items()}
 
 
 def train_batches(batches: StepBatches | StagedBatches, sharding: NamedSharding, workers: int) -> Iterator[Any]:
-    """The batches 0, 1, ... without end, on the devices: one more than was asked for, so that the loop waits for
+    """Yield the batches 0, 1, ... without end, on the devices: one more than was asked for, so that the loop waits for
     neither the transfer nor the threads' turns at the interpreter. `workers` threads read ahead; from a store 8 at
     least, which wait most of the time: a request that must be repeated holds up one batch for seconds, and the others
     not."""

@@ -41,19 +41,19 @@ class Mixture:
             self.before.append(tuple(before + count for before, count in zip(self.before[-1], counts)))
 
     def __getitem__(self, row: int) -> tuple[int, int]:
-        """The source of a row, and how many rows of this source come before it."""
+        """Return the source of a row, and how many rows of this source come before it."""
         counts, after = self.counts(row), self.counts(row + 1)
         source = next(i for i, (before, now) in enumerate(zip(counts, after)) if now > before)
         return source, counts[source]
 
     def counts(self, rows: int) -> tuple[int, ...]:
-        """How many of the first `rows` rows are of each source."""
+        """Return how many of the first `rows` rows are of each source."""
         stage = bisect_right(self.begins, max(rows - 1, 0)) - 1
         counts = _counts(rows - self.begins[stage], self.proportions[stage])
         return tuple(before + count for before, count in zip(self.before[stage], counts))
 
     def row_after(self, source: int, count: int, rows: int) -> int:
-        """The smallest n, of at most `rows`, for which the run's first n rows hold `count` rows of a source."""
+        """Return the smallest n, of at most `rows`, for which the run's first n rows hold `count` rows of a source."""
         return bisect_left(range(rows), count, key=lambda n: self.counts(n)[source])
 
 
@@ -64,7 +64,8 @@ def _proportions(shares: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def _counts(rows: int, proportions: Sequence[int]) -> tuple[int, ...]:
-    """How many of the first `rows` rows of a stage are of each source: its part of those that the ones before left."""
+    """Return how many of the first `rows` rows of a stage are of each source: its part of those that the ones before
+    left."""
     counts, left = [], sum(proportions)
     for proportion in proportions:
         rest = rows * (left - proportion) // left if left else 0
@@ -74,7 +75,7 @@ def _counts(rows: int, proportions: Sequence[int]) -> tuple[int, ...]:
 
 
 def split_source(source: str) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The stages of `--data.source` as they are written: where each begins, and its sources with their shares.
+    """Return the stages of `--data.source` as they are written: where each begins, and its sources with their shares.
 
     `/web` is [("", [("", "/web")])]; `0.7:/web,0.3:/code;from=8e9,/good` is
     [("", [("0.7", "/web"), ("0.3", "/code")]), ("8e9", [("", "/good")])].
@@ -91,7 +92,7 @@ def split_source(source: str) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def join_source(stages: list[tuple[str, list[tuple[str, str]]]]) -> str:
-    """What `split_source` splits."""
+    """Return what `split_source` splits."""
     shares = lambda found: ",".join(f"{share}:{name}" if share else name for share, name in found)
     return ";".join(f"from={begins}," * bool(begins) + shares(found) for begins, found in stages)
 

@@ -39,7 +39,7 @@ class StreamRows:
         return self.row(spans, self.tokens.read_many(spans))
 
     def spans(self, index: int) -> list[tuple[int, int]]:
-        """Which tokens of the stream a row is made of."""
+        """Return which tokens of the stream a row is made of."""
         return [(index * self.length, (index + 1) * self.length + 1)]
 
     def row(self, spans: list[tuple[int, int]], pieces: list[Integer[np.ndarray, "_"]]) -> Row:
@@ -82,7 +82,7 @@ class BestFitRows:
         return self.row(spans, self.tokens.read_many(spans))
 
     def spans(self, index: int) -> list[tuple[int, int]]:
-        """Which tokens of the stream a row is made of: of each piece one more, its last target."""
+        """Return which tokens of the stream a row is made of: of each piece one more, its last target."""
         first, last = self.plan.rows[index : index + 2].tolist()
         starts, lengths = self.plan.starts[first:last].tolist(), self.plan.lengths[first:last].tolist()
         return [(start, start + length + 1) for start, length in zip(starts, lengths)]
@@ -121,9 +121,8 @@ def read_rows(rows: Sequence[Rows], wanted: Sequence[tuple[int, int]]) -> list[R
 def plan_rows(
     packing: str, starts: Integer[np.ndarray, "documents"], tokens: int, length: int, headless: bool = False
 ) -> Plan:
-    """The plan for documents that start at `starts` in a stream of `tokens`, each with a BOS; `headless`: the first has
-    none. `packing` is one of `FITS`.
-    """
+    """Return the plan for documents that start at `starts` in a stream of `tokens`, each with a BOS; `headless`: the
+    first has none. `packing` is one of `FITS`."""
     sizes = np.diff(starts, append=tokens)
     # A document's first piece takes up to `length` of its tokens; the others one less, after a BOS of their own.
     first = np.full(len(sizes), length)
@@ -151,8 +150,8 @@ def join_plans(plans: Iterable[tuple[int, Plan]]) -> Iterator[Plan]:
 
 
 def _best_fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndarray, "pieces"]:
-    """The row of each piece. The longest first, a piece goes into the fullest row that has room for it (Johnson, 1973).
-    The rows with room are the bits of one integer, so that a piece costs a few operations on `length` bits."""
+    """Return the row of each piece. The longest first, a piece goes into the fullest row that has room for it (Johnson,
+    1973). The rows with room are the bits of one integer, so that a piece costs a few operations on `length` bits."""
     order = np.argsort(-widths, kind="stable")
     rows = np.empty(len(widths), np.int64)
     full = int(np.count_nonzero(widths == length))

@@ -22,12 +22,12 @@ HEADER_BYTES = 1024
 
 
 def token_type(vocab_size: int) -> np.dtype:
-    """What a token of so many is kept as."""
+    """Return what a token of so many is kept as."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def write_shard(path: Path, tokens: Integer[np.ndarray, "tokens"], vocab_size: int) -> None:
-    """Writes one shard, whole or not at all."""
+    """Write one shard, whole or not at all."""
     kind = next(kind for kind, dtype in TOKEN_TYPES.items() if dtype == token_type(vocab_size))
     header = np.zeros(HEADER_BYTES // 4, "<i4")
     header[:3] = *kind, len(tokens)
@@ -46,7 +46,7 @@ class ShardType(NamedTuple):
 
 
 def shard_type(name: str, start: bytes) -> ShardType:
-    """What the shard `name` holds, from its first 12 bytes. UserError where it is no shard."""
+    """Return what the shard `name` holds, from its first 12 bytes. UserError if it is no shard."""
     header = np.frombuffer(start[: len(start) // 4 * 4], "<i4")[:3]
     dtype = TOKEN_TYPES.get(tuple(header[:2].tolist())) if len(header) == 3 else None
     if dtype is None:
@@ -60,13 +60,13 @@ def shard_type(name: str, start: bytes) -> ShardType:
 
 
 def require_whole(name: str, kind: ShardType, size: int) -> None:
-    """UserError where a shard's file is not as long as its header says."""
+    """UserError if a shard's file is not as long as its header says."""
     if size != kind.file_bytes:
         raise UserError(f"{name} is damaged: {size} bytes, where its {kind.tokens} tokens need {kind.file_bytes}")
 
 
 def require_shard(path: Path) -> ShardType:
-    """Return what the shard at `path` holds. UserError where it is no shard, or not whole."""
+    """Return what the shard at `path` holds. UserError if it is no shard, or not whole."""
     try:
         with path.open("rb") as file:
             kind = shard_type(str(path), file.read(12))

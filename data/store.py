@@ -51,7 +51,7 @@ PAGES = (json.JSONDecodeError, UnicodeDecodeError, KeyError)  # what a client ma
 
 @cache
 def readers() -> ThreadPoolExecutor:
-    """The threads that wait for stores."""
+    """Return the threads that wait for stores."""
     return ThreadPoolExecutor(READERS, "reader")
 
 
@@ -69,7 +69,7 @@ class Store:
     """A folder of files at a URL."""
 
     def __init__(self, url: str):
-        """UserError where the URL leads nowhere, or may not be read."""
+        """UserError if the URL leads nowhere, or may not be read."""
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its every failure, with a traceback: told here instead
         self.url = url.rstrip("/")
         self.filesystem, self.root = self._persist(lambda: fsspec.core.url_to_fs(self.url), "")
@@ -91,7 +91,7 @@ class Store:
         return repr((self.url, sorted((key, str(fact)) for key, fact in self.facts[name].items())))
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """A file's bytes, however often a request must be repeated. UserError where it is gone, may not be read, or is
+        """A file's bytes, however often a request must be repeated. UserError if it is gone, may not be read, or is
         shorter than it was."""
         if stop <= start:
             return b""
@@ -129,7 +129,7 @@ class Store:
         return answer
 
     def blocks(self, name: str, first: int, last: int, blocks: Blocks) -> bytes:
-        """Blocks `first` to before `last` of a shard, as they were recorded. UserError where they are not."""
+        """Blocks `first` to before `last` of a shard, as they were recorded. UserError if they are not."""
         start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, blocks.type_of(name).file_bytes)
         for _ in range(READ_AGAIN):
             content = self.read(name, start, stop)
@@ -138,7 +138,7 @@ class Store:
         raise UserError(changed(f"{self.url}/{name}", wrong))
 
     def examine(self, name: str) -> Blocks:
-        """The sidecar of a shard that has none: all of it is read."""
+        """Return the sidecar of a shard that has none: all of it is read."""
         size = self.facts[name]["size"]
         chunks = (self.read(name, at, min(at + CHUNK_BYTES, size)) for at in range(0, size, CHUNK_BYTES))
         parts = (chunk[at : at + BLOCK_BYTES] for chunk in chunks for at in range(0, len(chunk), BLOCK_BYTES))
@@ -147,8 +147,8 @@ class Store:
         return blocks
 
     def copy(self, names: Sequence[str], folder: Path) -> None:
-        """Copies files into a folder, several ranges at a time; what is there already, in whole or in part, is not read
-        again. UserError where there is no room."""
+        """Copy files into a folder, several ranges at a time; what is there already, in whole or in part, is not read
+        again. UserError if there is no room."""
         left = [name for name in names if not (folder / name).exists()]
         if not left:
             return
@@ -186,7 +186,7 @@ class Store:
         bar.close()
 
     def _ahead(self, ranges: Iterator[tuple[str, int]], folder: Path) -> Iterator[tuple[str, int, bytes]]:
-        """The content of each range, in order, while the next are read."""
+        """Yield the content of each range, in order, while the next are read."""
 
         def read(name: str, start: int) -> bytes:
             stop = min(start + CHUNK_BYTES, self.facts[name]["size"])
@@ -210,7 +210,7 @@ class StoredShard:
 
     def __init__(self, store: Store, path: Path, kept: BlockCache, remembered: Path):
         """`path`: where it would lie on this machine, beside its sidecar. Without one all of it is read, once, which is
-        remembered in the folder `remembered`. UserError where it is no shard, or not whole."""
+        remembered in the folder `remembered`. UserError if it is no shard, or not whole."""
         self.store, self.path, self.name, self.kept = store, path, path.name, kept
         url = f"{store.url}/{self.name}"
         if self.name not in store.facts:
@@ -243,7 +243,7 @@ class StoredShard:
 
 
 Shard = MappedShard | StoredShard
-"""A shard's tokens, by slices. Each block is checked before a token of it is given: UserError where it is not what was
+"""A shard's tokens, by slices. Each block is checked before a token of it is given: UserError if it is not what was
 recorded."""
 
 
@@ -259,8 +259,8 @@ def _runs(numbers: list[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def mirrored(store: Store, cache_folder: Path, wanted: Callable[[str], bool]) -> Path:
-    """The folder on this machine that has the store's files that are `wanted`, copied if they are not there yet. It is
-    another one when dataset.json changes, or, where there is none, any file."""
+    """Return the folder on this machine that has the store's files that are `wanted`, copied if they are not there yet.
+    It is another one when dataset.json changes, or, where there is none, any file."""
     version: object = [store.version(name) for name in store.names]
     if "dataset.json" in store.facts:
         version = store.read("dataset.json", 0, store.facts["dataset.json"]["size"])

@@ -36,7 +36,7 @@ class TextTokenizer:
 
     @cached_property
     def library(self) -> Tokenizer:
-        """The `tokenizers` object. Special tokens inside a text encode as the letters they are."""
+        """Return the `tokenizers` object. Special tokens inside a text encode as the letters they are."""
         tokenizer = Tokenizer.from_str(self.json)
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -51,7 +51,7 @@ class TextTokenizer:
 
     @cached_property
     def bos(self) -> int:
-        """Id of the token that starts a document. UserError where the tokenizer has none that is known."""
+        """Id of the token that starts a document. UserError if the tokenizer has none that is known."""
         found = [self.special_tokens[name] for name in BOS_NAMES if name in self.special_tokens]
         if not found:
             raise UserError(
@@ -62,8 +62,8 @@ class TextTokenizer:
 
     @property
     def json_with_bos(self) -> str:
-        """The tokenizer.json for other programs: it writes the BOS before a text, as training does. `load_tokenizer`
-        undoes it."""
+        """Return the tokenizer.json for other programs: it writes the BOS before a text, as training does.
+        `load_tokenizer` undoes it."""
         written = re.sub(r'("post_processor":\s*)null', lambda found: found[1] + self._template, self.json, count=1)
         if written != self.json or self.library.encode("").ids[:1] == [self.bos]:
             return written
@@ -83,7 +83,7 @@ class TextTokenizer:
 
     @cached_property
     def token_bytes(self) -> Int[np.ndarray, "vocab"]:
-        """How many bytes of text each token stands for; 0 for special tokens."""
+        """Return how many bytes of text each token stands for; 0 for special tokens."""
         vocab = self.library.get_vocab()
         sizes = np.zeros(max(vocab.values()) + 1, np.int32)
         byte_level = set(pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()  # each character of a token is a byte
@@ -108,11 +108,11 @@ class TextTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text that the tokens stand for."""
+        """Return the text that the tokens stand for."""
         return self.library.decode(list(ids))
 
     def require_same_in(self, folder: Path) -> None:
-        """UserError where `folder` holds another tokenizer: a network would read other words than it learned."""
+        """UserError if `folder` holds another tokenizer: a network would read other words than it learned."""
         if (folder / "tokenizer.json").exists() and load_tokenizer(folder).sha256 != self.sha256:
             raise UserError(
                 f"{folder} holds another tokenizer than the data was made with; prepare the data with "
@@ -120,7 +120,7 @@ class TextTokenizer:
             )
 
     def save(self, folder: Path) -> None:
-        """Writes tokenizer.json, and beside it for other programs tokens.json: the BOS's id, and each token's bytes."""
+        """Write tokenizer.json, and beside it for other programs tokens.json: the BOS's id, and each token's bytes."""
         folder.mkdir(parents=True, exist_ok=True)
         facts = json.dumps({"bos": self.bos, "token_bytes": self.token_bytes.tolist()})
         write_whole(folder / "tokens.json", facts)
@@ -128,8 +128,8 @@ class TextTokenizer:
 
 
 def load_tokenizer(name: str | Path) -> TextTokenizer:
-    """The tokenizer in a tokenizer.json, in a folder that holds one, or tiktoken's (`tiktoken:gpt2`). UserError where
-    there is none."""
+    """Return the tokenizer in a tokenizer.json, in a folder that holds one, or tiktoken's (`tiktoken:gpt2`). UserError
+    if there is none."""
     if str(name).startswith("tiktoken:"):
         return _from_tiktoken(str(name).removeprefix("tiktoken:"))
     path = Path(os.path.expanduser(name))
@@ -145,7 +145,7 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Trains `vocab_size` tokens: the BOS (id 0), the 256 bytes, merges. Any text encodes, and decodes to itself.
+    """Train `vocab_size` tokens: the BOS (id 0), the 256 bytes, merges. Any text encodes, and decodes to itself.
 
     The time that merges take grows with the square of a piece's length. So an unbroken run of letters, or of blanks, is
     learned from in parts of LONGEST_PIECE characters.
@@ -196,8 +196,8 @@ def _from_tiktoken(name: str) -> TextTokenizer:
 
 
 def convert_tiktoken(ranks: dict[bytes, int], split: str, special_tokens: dict[str, int]) -> TextTokenizer:
-    """The tokenizer.json that encodes as tiktoken does, whose merges are implied by the tokens' ranks: a token is made
-    of the two that are left when every merge of a lower rank has been done."""
+    """Return the tokenizer.json that encodes as tiktoken does, whose merges are implied by the tokens' ranks: a token
+    is made of the two that are left when every merge of a lower rank has been done."""
 
     letters = {byte: letter for letter, byte in byte_letters().items()}
     spell = lambda token: "".join(letters[b] for b in token)
@@ -211,8 +211,8 @@ def convert_tiktoken(ranks: dict[bytes, int], split: str, special_tokens: dict[s
 
 
 def merged_from(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The two tokens that tiktoken makes a token of: what is left of its bytes when every merge of a lower rank has
-    been done."""
+    """Return the two tokens that tiktoken makes a token of: what is left of its bytes when every merge of a lower rank
+    has been done."""
     pieces = [token[i : i + 1] for i in range(len(token))]
     while len(pieces) > 2:
         pairs = [ranks.get(a + b, len(ranks)) for a, b in pairwise(pieces)]
@@ -222,8 +222,8 @@ def merged_from(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def byte_letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for: GPT-2 took the letter of the byte itself where
-    it prints, else one of those after 255."""
+    """Return the byte that each letter of a byte-level vocabulary stands for: GPT-2 took the letter of the byte itself
+    where it prints, else one of those after 255."""
     prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in prints]
     return {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -58,8 +58,8 @@ class Corpus:
     """Whether those have more bytes than the files."""
 
     def documents(self, file: SourceFile) -> Iterator[Document]:
-        """The file's documents, one by one. One that is empty or cannot be read is a UserError, or, with
-        `on_error="skip"`, a document with a problem. UserError where the file is damaged."""
+        """Yield the file's documents, one by one. One that is empty or cannot be read is a UserError, or, with
+        `on_error="skip"`, a document with a problem. UserError if the file is damaged."""
         for number, text, problem in self.read(file):
             if text or problem:
                 yield Document(self.name(file, number), text if isinstance(text, str) else text.decode(), problem)
@@ -87,7 +87,7 @@ class Corpus:
             raise UserError(f"{file.url}: cannot be read to its end: {error}") from error
 
     def name(self, file: SourceFile, number: int) -> str:
-        """The name of the document of this number, from 1, of a file."""
+        """Return the name of the document of this number, from 1, of a file."""
         if file.problem or not (file.name.endswith(TABLE_SUFFIXES) or self._is_cut(file)):
             return file.name
         if self._is_cut(file):
@@ -95,7 +95,7 @@ class Corpus:
         return f"{file.name} {'line' if self.is_lines(file) else 'row'} {number}"
 
     def numbers_before(self, file: SourceFile, start: int) -> int:
-        """What is to be added to a document's number in a span that begins at `start`."""
+        """Return what is to be added to a document's number in a span that begins at `start`."""
         is_separated = bool(self.separator) and self._is_cut(file)
         if not start or not (is_separated or file.name.endswith(".jsonl")):
             return 0
@@ -105,11 +105,11 @@ class Corpus:
             return lines_before(opened, start)
 
     def is_lines(self, file: SourceFile) -> bool:
-        """Whether each line is a record of JSON."""
+        """Return whether each line is a record of JSON."""
         return file.name.endswith(LINE_SUFFIXES)
 
     def is_divisible(self, file: SourceFile) -> bool:
-        """Whether a span of the file can be read without what lies before."""
+        """Return whether a span of the file can be read without what lies before."""
         overlaps = any(self.separator.startswith(self.separator[i:]) for i in range(1, len(self.separator)))
         is_cut = self._is_cut(file) and "://" not in file.url and not overlaps
         return file.name.endswith((".jsonl", ".parquet")) or is_cut
@@ -192,7 +192,7 @@ def _text_of(file: SourceFile, content: bytes, column: str) -> tuple[str | bytes
 
 
 def _value(line: bytes, column: str) -> bytes | None:
-    """A column of a long line of JSON, in UTF-8, empty where it is not there; None where `json` is to say what is
+    """A column of a long line of JSON, in UTF-8, empty where it is not there; None if `json` is to say what is
     wrong. `json` would hold the characters of line and value."""
     schema = pyarrow.schema([(column, pyarrow.large_string())])
     options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")

@@ -94,7 +94,7 @@ def tiktoken_of(tokenizer: TextTokenizer) -> tiktoken.Encoding | None:
 
 
 def _split(pre_tokenizer: dict) -> str | None:
-    """The regular expression that cuts a text into pieces; None where something else does."""
+    """Return the regular expression that cuts a text into pieces; None if something else does."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     bytes_of = {"type": "ByteLevel", "add_prefix_space": False}
     if not steps or any(steps[-1].get(key) != value for key, value in bytes_of.items()):

@@ -28,17 +28,17 @@ class Job(Protocol):
 
     @property
     def out(self) -> Path:
-        """What it makes, whole or not at all."""
+        """Return what it makes, whole or not at all."""
         ...
 
     def run(self) -> None: ...
 
     def at(self) -> bytes | None:
-        """Where it is; None where it has not begun or has ended."""
+        """Return where it is; None if it has not begun or has ended."""
         ...
 
     def place(self) -> str:
-        """The same, for a person."""
+        """Return the same, for a person."""
         ...
 
 

@@ -70,7 +70,7 @@ def load_exclusion(path: Path) -> Exclusion:
 
 
 def _texts(evaluations: Corpus) -> Iterator[str]:
-    """The texts of evaluations: documents, and of lines of JSON every string."""
+    """Yield the texts of evaluations: documents, and of lines of JSON every string."""
     for file in evaluations.files:
         for _, content in evaluations.contents(file):
             record = json.loads(content) if evaluations.is_lines(file) and content else content.decode()

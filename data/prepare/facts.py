@@ -62,7 +62,7 @@ class Facts(NamedTuple):
 
 
 def read_facts(dataset: Dataset, length: int) -> Facts:
-    """Reads the whole dataset, and plans rows of `length` tokens in every way that there is."""
+    """Read the whole dataset, and plans rows of `length` tokens in every way that there is."""
     train, val = (_documents(dataset, part) for part in ("train", "val"))
     repeats = np.ones(len(train.hashes), bool)
     repeats[np.unique(train.hashes, return_index=True)[1]] = False
@@ -71,7 +71,7 @@ def read_facts(dataset: Dataset, length: int) -> Facts:
 
 
 def text_of(dataset: Dataset, part: str, document: int, documents: Documents, most: int = 300) -> str:
-    """How a document begins."""
+    """Return how a document begins."""
     start = int(documents.starts[document])
     ids = dataset.stream(part).read(start, start + min(most, int(documents.tokens[document])))
     return dataset.tokenizer.decode(ids[int(ids[0] == dataset.tokenizer.bos) :].tolist())

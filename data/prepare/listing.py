@@ -38,7 +38,7 @@ def find_corpus(
 ) -> Corpus:
     """Return the files of `source`: `stdlib`, a file, a folder, a glob (local, or a URL that fsspec knows), or
     `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`, by default of `revision`. A local path that exists is no glob, whatever
-    its letters. UserError where there are no files, and, unless `on_error="skip"`, where one of them or a folder cannot
+    its letters. UserError if there are no files, and, unless `on_error="skip"`, where one of them or a folder cannot
     be read."""
     extensions = tuple(extension.strip() for extension in text_extensions.split(",") if extension.strip())
     if not all(re.fullmatch(r"\.[^/,]+", extension) for extension in extensions):
@@ -119,7 +119,7 @@ def _extension(name: str) -> str:
 
 
 def _advice(extension: str) -> str:
-    """What a person does with files of an extension that are to be read."""
+    """Return what a person does with files of an extension that are to be read."""
     kind = (mimetypes.guess_type(f"x{extension}")[0] or "").split("/")[0]
     if kind in ("image", "audio", "video", "font") or extension in BINARY:
         return NO_TEXT

@@ -99,7 +99,7 @@ class Task:
 
     @property
     def out(self) -> Path:
-        """Where its part lies. What cannot change a part is not in its name."""
+        """Return where its part lies. What cannot change a part is not in its name."""
         corpus = replace(self.corpus, files=[], on_error="stop", left_out="")
         recipe = replace(self.recipe, folder=Path(), excluded=None)
         excluded = self.recipe.excluded and self.recipe.excluded.name
@@ -114,7 +114,7 @@ class Task:
         return sum(span.size for span in self.spans)
 
     def run(self) -> None:
-        """Make the part. UserError as `Corpus.read` raises it; OSError where it cannot be written."""
+        """Make the part. UserError as `Corpus.read` raises it; OSError if it cannot be written."""
         if not self.out.exists():
             _encode(self)
 
@@ -126,7 +126,7 @@ class Task:
         return self._note.read_bytes() if self._note.exists() else None
 
     def place(self) -> str:
-        """The document that it was at, by name."""
+        """Return the document that it was at, by name."""
         try:
             span, number = struct.unpack("<qq", self._note.read_bytes())
         except (OSError, struct.error):
@@ -138,8 +138,8 @@ class Task:
 def make_tasks(
     recipe: Recipe, corpus: Corpus, files: Sequence[SourceFile], first: tuple[int, int] = (0, 0)
 ) -> list[Task]:
-    """What is to be encoded of the corpus's first files, from file and byte `first` on: large files in several tasks,
-    small ones several to a task."""
+    """Return what is to be encoded of the corpus's first files, from file and byte `first` on: large files in several
+    tasks, small ones several to a task."""
     least, most = TASK_BYTES
     size = min(max(sum(file.size for file in corpus.files) // 256, least), most)
     spans: list[Span] = []

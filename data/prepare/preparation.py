@@ -83,7 +83,7 @@ class Where:
     """With `slurm`: more options of sbatch: --sbatch="--partition=cpu --account=mine --mem=12G"."""
 
     def open(self, folder: Path, tasks: int) -> Engine:
-        """The engine, for so many tasks of a dataset in the folder."""
+        """Return the engine, for so many tasks of a dataset in the folder."""
         if self.engine == "slurm":
             from data.prepare.slurm_engine import SlurmEngine
 
@@ -92,7 +92,7 @@ class Where:
 
 
 def prepare(settings: Preparation, out: Path, max_files: int | None = None, where: Where = Where()) -> None:
-    """Makes the dataset in `out`, or what is still missing of it; the bytes do not depend on where it was stopped.
+    """Make the dataset in `out`, or what is still missing of it; the bytes do not depend on where it was stopped.
 
     `max_files`: so many of the source's files for now; more can follow. UserError for text that is missing, damaged or
     too little, and where `out` holds something else.
@@ -239,7 +239,8 @@ def _complete(source: str, out: Path, facts: dict) -> None:
 
 
 def _continued(out: Path, made_from: dict) -> dict:
-    """What dataset.json says, up to the first shard that is not there any more; a fresh record where nothing is."""
+    """Return what dataset.json says, up to the first shard that is not there any more; a fresh record where nothing
+    is."""
     facts = read_record(out) if (out / "dataset.json").exists() else {}
     if "tokenizer" not in facts:  # nothing was made yet
         return {"made_from": made_from, "files": 0, "shards": [], "complete": False}

@@ -48,7 +48,7 @@ class Layout:
         return self.task.size if self.task else 0
 
     def run(self) -> None:
-        """Make the folder. UserError as `Corpus.read` raises it; OSError where it cannot be written."""
+        """Make the folder. UserError as `Corpus.read` raises it; OSError if it cannot be written."""
         if self.out.exists():
             return
         if self.task:
@@ -62,7 +62,7 @@ class Layout:
             self.task.out.unlink(missing_ok=True)
 
     def at(self) -> bytes | None:
-        """Where it is in its task; a task that is encoded is at its end until the shards are there."""
+        """Return where it is in its task; a task that is encoded is at its end until the shards are there."""
         if self.task is None or self.task.out.exists():
             return b""
         return self.task.at()
@@ -137,7 +137,7 @@ def _write_shard(
 
 
 def layouts_of(recipe: Recipe, tasks: Sequence[Task]) -> list[Layout]:
-    """What is to be laid out when the parts of all tasks are there."""
+    """Return what is to be laid out when the parts of all tasks are there."""
     names, parts = [task.out.name for task in tasks], [Part(recipe, task.out) for task in tasks]
     if recipe.deduplicate:
         _find_duplicates(recipe, parts)

@@ -47,7 +47,7 @@ class Arguments:
 
 
 def describe(facts: Facts, place: str) -> str:
-    """The facts of the dataset at `place` as text."""
+    """Return the facts of the dataset at `place` as text."""
     lines = [f"{place}  (fingerprint {facts.dataset.fingerprint})"]
     for name, part in (("train", facts.train), ("val", facts.val)):
         tokens, text = int(part.tokens.sum()), int(part.bytes.sum())
@@ -99,7 +99,7 @@ def _validate(arguments: Arguments) -> None:
 
 
 def _config(arguments: Arguments) -> tuple[Config, bool]:
-    """The run's config, or one for a dataset folder, and which of the two it is."""
+    """Return the run's config, or one for a dataset folder, and which of the two it is."""
     record = Path(arguments.path) / "config.json"
     if record.exists():
         try:
@@ -115,7 +115,7 @@ def _config(arguments: Arguments) -> tuple[Config, bool]:
 
 
 def show_facts(config: Config, is_run: bool, out: Path, cache: Path) -> None:
-    """Prints the facts of each dataset, and writes the page."""
+    """Print the facts of each dataset, and writes the page."""
     from tools.report.dataset_page import dataset_page
 
     (names, stages), length = read_source(config.data.source), config.batch.sequence_length
@@ -133,7 +133,7 @@ def show_facts(config: Config, is_run: bool, out: Path, cache: Path) -> None:
 
 
 def show_step(config: Config, path: str, step: int, most: int, cache: Path) -> None:
-    """Prints the rows of a step's batch."""
+    """Print the rows of a step's batch."""
     from run.events import Events, batch_of
 
     length = config.batch.sequence_length

@@ -21,7 +21,7 @@ SECONDS = 2  # between two looks at the queue
 
 
 def read_options(text: str) -> dict[str, Any]:
-    """Options of sbatch by name. UserError where they are not written as such, or there is no SLURM here."""
+    """Options of sbatch by name. UserError if they are not written as such, or there is no SLURM here."""
     for command in ("sbatch", "srun", "squeue", "scancel"):
         if not shutil.which(command):
             raise UserError(f"--engine=slurm: there is no `{command}` here; prepare on a machine that has SLURM's")
@@ -41,7 +41,7 @@ class SlurmEngine(Engine):
     nodes share; `options` are more of sbatch's: `--partition=cpu --account=mine`."""
 
     def __init__(self, folder: Path, workers: int, jobs: int, options: str):
-        """Ends jobs that a killed command for this folder left behind. UserError as `read_options`."""
+        """End jobs that a killed command for this folder left behind. UserError as `read_options`."""
         super().__init__()
         self.workers, self.jobs, self.fruitless = workers or PROCESSES, jobs, 0
         self.name = "data-" + hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
@@ -68,7 +68,7 @@ class SlurmEngine(Engine):
         subprocess.run(["scancel", "--me", f"--name={self.name}"], capture_output=True, check=False)
 
     def _start(self) -> None:
-        """Fills the queue. UserError where sbatch refuses."""
+        """Fill the queue. UserError if sbatch refuses."""
         groups = []
         while (self.suspects or self.waiting) and len(self.running) + len(groups) < self.jobs:
             if self.suspects:
@@ -90,7 +90,7 @@ class SlurmEngine(Engine):
         return set(queue.stdout.split()) if queue.returncode == 0 else {job.job_id for job in self.running}
 
     def _end(self, job: Any, group: list[Job]) -> list[Ended]:
-        """What a job of SLURM has done, whether it came to its end or not."""
+        """Return what a job of SLURM has done, whether it came to its end or not."""
         if job.paths.result_pickle.exists() and job.exception() is None:
             self.fruitless = 0
             return [Ended(group[i], error) for i, error in job.result()]

@@ -50,7 +50,7 @@ class SourceFile:
 
 
 def decompressed(name: str, opened: Any) -> Any:
-    """The content of a file of this name."""
+    """Return the content of a file of this name."""
     packed = COMPRESSIONS.get(PurePath(name).suffix)
     if packed == "xz":
         return lzma.open(opened)
@@ -61,7 +61,7 @@ def decompressed(name: str, opened: Any) -> Any:
 
 
 def lines(file: SourceFile, opened: Any, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-    """The lines that start in the span, empty ones with no content; of a compressed file, all."""
+    """Yield the lines that start in the span, empty ones with no content; of a compressed file, all."""
     stream, at = decompressed(file.name, opened), start
     packed = stream is not opened
     if start:
@@ -75,7 +75,7 @@ def lines(file: SourceFile, opened: Any, start: int, stop: int | None) -> Iterat
 
 
 def lines_before(opened: Any, start: int) -> int:
-    """How many lines start before the byte `start`."""
+    """Return how many lines start before the byte `start`."""
     count, left, last = 0, start, b"\n"
     while left > 0 and (block := opened.read(min(left, 2**20))):
         count, left, last = count + block.count(b"\n"), left - len(block), block[-1:]
@@ -83,7 +83,8 @@ def lines_before(opened: Any, start: int) -> int:
 
 
 def separated(opened: Any, separator: bytes, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-    """The texts between separators that start in the span, without the blanks around them; empty ones are left out."""
+    """Yield the texts between separators that start in the span, without the blanks around them; empty ones are left
+    out."""
     at, rest, number, is_text = max(start - len(separator), 0), b"", 0, not start
     opened.seek(at)
     while True:
@@ -101,7 +102,7 @@ def separated(opened: Any, separator: bytes, start: int, stop: int | None) -> It
 
 
 def values(file: SourceFile, opened: Any, column: str) -> Iterator[tuple[int, bytes]]:
-    """The rows of a .csv, or of an .arrow (a file of IPC, or a stream of it, as `datasets` writes it)."""
+    """Yield the rows of a .csv, or of an .arrow (a file of IPC, or a stream of it, as `datasets` writes it)."""
     try:
         if file.name.endswith(".arrow"):
             is_file = opened.read(6) == b"ARROW1"
@@ -132,7 +133,7 @@ def values(file: SourceFile, opened: Any, column: str) -> Iterator[tuple[int, by
 
 
 def rows(file: SourceFile, opened: Any, column: str, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-    """The rows of a table's groups that start in the span."""
+    """Yield the rows of a table's groups that start in the span."""
     try:
         table = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True, buffer_size=2**20)
         schema = table.schema_arrow
@@ -191,6 +192,7 @@ def chunks(opened: Any, start: int, stop: int | None) -> Iterator[tuple[int, byt
 
 
 def _cut(content: bytes) -> int:
-    """Where a text may be cut: after the first line's end, else after the first space, else between two characters."""
+    """Return where a text may be cut: after the first line's end, else after the first space, else between two
+    characters."""
     characters = (i for i, byte in enumerate(content) if byte & 0xC0 != 0x80)  # in UTF-8
     return content.find(b"\n") + 1 or content.find(b" ") + 1 or next(characters, 0)
