@@ -22,7 +22,7 @@ from evaluation.generation import make_generate
 from hosts.machines import peak_flops
 from hosts.runtime import run_command
 from model.flops import flops_per_token, parameter_counts
-from tools.programs.device_memory import peak_memory_bytes
+from tools.programs.compile import peak_memory_bytes
 from tools.programs.operations import top_operations
 from training.build import Build, build
 from training.step import Batch

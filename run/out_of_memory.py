@@ -34,7 +34,7 @@ def too_large(devices: Sequence[Any]) -> str:
     kind = devices[0].device_kind
     too_much = f"the step needs more memory than a {kind} has"
     if not (topology := topology_of(devices)):
-        return f"{too_much}; run/machines.toml describes no such device, so what would fit cannot be planned"
+        return f"{too_much}; hosts/machines.toml describes no such device, so what would fit cannot be planned"
     words = [word for word in sys.argv[1:] if not word.startswith("--accept")]
     plan = shlex.join(["python", "-m", "tools.plan", *words, f"--topology={topology}"])
     return f"{too_much}. What it would hold, by part, and the nearest change that would fit: {plan}"

@@ -48,7 +48,7 @@ def up(options: TpuOptions, train: list[str]) -> int:
         warn(f"error: {trouble}; what this command asked for is deleted")
         delete_all(new, until=launch.limit)
         return Exit.FAILED
-    rest = f"--project={options.project} --zones {slices.zone} --name={tools.launch.job.name}"
+    rest = f"--project={options.project} --zones {slices.zone} --name={launch.job.name}"
     hours = (launch.limit - launch.typed) / 3600
     say(f"started; it saves and ends after {hours:.1f} h at the latest. Nothing watches its cost until then:")
     say(f"python -m tools.launch tpu down {rest}   # deletes it")
@@ -71,7 +71,7 @@ def run(options: TpuOptions, train: list[str]) -> int:
     say(f"# the run is over: {outcome}")
     give_back(list(states), options)  # in every zone, whatever happened: a request may still wait in one
     say("nothing is left in " + ", ".join(slices.zone for slices in states))
-    notify(tools.launch.job, "over", outcome)
+    notify(launch.job, "over", outcome)
     return Exit.PREEMPTED if outcome == DEADLINE else int(outcome.split()[1])
 
 
@@ -111,7 +111,7 @@ def require_project(options: TpuOptions) -> None:
 
 def show(launch: Launch, first: Slices, deleted: Sequence[Slices]) -> int:
     """Print the dry run: as if the first zone had the slices."""
-    first.create(tools.launch.job.hardware, launch.deadline)
+    first.create(launch.job.hardware, launch.deadline)
     start(launch, first)
     give_back(deleted, launch.options)
     return Exit.COMPLETE

@@ -50,7 +50,7 @@ def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
                         slices = get(launch, states)
                     except Trouble as trouble:
                         if tries > FIRST and attempt.retry_state.attempt_number == 1:
-                            notify(tools.launch.job, "unavailable", str(trouble))
+                            notify(launch.job, "unavailable", str(trouble))
                         raise
             if "running" in {state for state, _ in states_of(slices).values()}:
                 tries = math.inf  # a process before this one has started it
@@ -60,7 +60,7 @@ def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
             if outcome != TAKEN:
                 return outcome
             warn(f"{TAKEN} in {slices.zone}; new ones are asked for")
-            notify(tools.launch.job, "preempted", f"{TAKEN} in {slices.zone}")
+            notify(launch.job, "preempted", f"{TAKEN} in {slices.zone}")
             delete_all([slices], until=launch.deadline)
             states[slices] = queued.GONE
         except Trouble:
@@ -79,7 +79,7 @@ def get(launch: Launch, states: dict[Slices, str]) -> Slices:
             if STATES[states[slices]] == "over":
                 delete_all([slices], until=launch.deadline)
             if STATES[states[slices]] != "active":
-                slices.create(tools.launch.job.hardware, launch.deadline)
+                slices.create(launch.job.hardware, launch.deadline)
             if slices.wait(min(time.time() + 60 * launch.options.wait_minutes, launch.deadline)) == "ACTIVE":
                 return slices
             say(f"{slices.zone} has none: the request is deleted")
@@ -104,7 +104,7 @@ def begin(launch: Launch, slices: Slices, tries: float) -> bool:
 def start(launch: Launch, slices: Slices) -> None:
     """Send the code, set it up, and start the loop on every host that has none; if the run has ended or was stopped,
     only if that was before the command was typed. Trouble if a host fails."""
-    job, typed = tools.launch.job, int(1000 * launch.typed)
+    job, typed = launch.job, int(1000 * launch.typed)
     delete = slices.words("delete", slices.name, "--force", "--async")
     prepare = host_scripts.prepare(
         job, launch.options.setup or host_scripts.SETUP, typed, launch.limit, launch.bucket, delete
@@ -146,7 +146,7 @@ def watch(launch: Launch, slices: Slices) -> str:
                 say(f"ended by itself: {known}")
                 return f"ended {codes[0]}"
             if "ended" in now:  # with 0, as all others are about to: one replaced meanwhile would wait for them
-                if "running" not in now and len(known) == tools.launch.job.hardware.hosts:
+                if "running" not in now and len(known) == launch.job.hardware.hosts:
                     fetch(slices)
                     return "ended 0"
             elif "none" in now:  # a host was replaced, with an empty disk

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from configs.schema import UserError
+from hosts import machines as module
 from hosts.machines import GPU_FRACTION, machine_of, machines, peak_flops
-from run import machines as module
 from tools.programs.topologies import H200
 
 
