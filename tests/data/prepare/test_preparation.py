@@ -1,5 +1,6 @@
 import json
 import re
+import subprocess
 import sys
 import sysconfig
 import threading
