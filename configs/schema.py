@@ -118,8 +118,6 @@ class DataConfig:
     tokenizer: Free[str] = ""
     """A tokenizer.json, a folder with one, or `tiktoken:gpt2`. Empty: the dataset's own; for raw text a byte-level BPE
     of `model.vocab_size` tokens is trained."""
-    shards: NotNegative[int] = 0
-    """Train on the first so many shards, held-out part included, of a dataset that is still being prepared; 0: all."""
     val_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05
     """Of raw text: the share of the documents, chosen by a hash of their texts, that is never trained on."""
     max_epochs: Free[NotNegative[float]] = 0.0
@@ -132,10 +130,8 @@ class DataConfig:
     workers: Free[NotNegative[int]] = 2
     """Threads that read batches ahead; from a URL 8 at least."""
     copy: Free[Literal["none", "all"]] = "none"
-    """Of a dataset at a URL: `none`: rows are read from there; `all`: it is copied whole to this machine first."""
-    cache_gb: Free[NotNegative[float]] = 20.0
-    """Of a dataset at a URL: what was read is kept in this machine's cache, in one file of so many GB at most; 0: it is
-    not kept."""
+    """Of a dataset at a URL: `none`: rows are read from there, and up to 20 GB of what was read stay in this machine's
+    cache; `all`: it is copied whole to this machine first."""
 
 
 @dataclass(frozen=True)
@@ -288,9 +284,6 @@ class CheckpointConfig:
     """Newest checkpoints kept; the best by val_bpb is kept too."""
     keep_every: Free[NotNegative[int]] = 0
     """Keep those of steps that are multiples of this, too; 0: none."""
-    max_failed_saves: Free[Positive[int]] = 10
-    """A save that fails (a full disk, a store that answers errors) is tried again at each logged step, while training
-    goes on; so many failures in a row end the run."""
 
 
 @dataclass(frozen=True)
@@ -302,9 +295,7 @@ class StabilityConfig:
     saw; 0: none is."""
     rollback: bool = False
     """Then go back to the newest checkpoint, and skip the batches from there up to that step's. On record in
-    metrics.jsonl, and the same whenever the run is killed and continued."""
-    max_rollbacks: Positive[int] = 3
-    """So many from one checkpoint end the run."""
+    metrics.jsonl, and the same whenever the run is killed and continued. Three from one checkpoint end the run."""
 
 
 @dataclass(frozen=True)
@@ -361,10 +352,9 @@ class HangConfig:
 
     seconds: NotNegative[int] = 600
     """Seconds that a step may take in any case, the wait for its batch included (the first of a process six times as
-    long); 0: for ever. More than any step, any stall of a disk or of a network that passes by itself. While a store
+    long) and, if that is more, ten times the median step; 0: for ever. More than any step, any stall of a disk or of a
+    network that passes by itself. While a store
     that the data are read from does not answer, no time counts."""
-    factor: Annotated[float, Meta(ge=2)] = 10.0
-    """And so many times the median step."""
     other_seconds: NotNegative[float] = 7200.0
     """Seconds that a restore, a save or an evaluation may take; 0: for ever. More than the longest of them."""
 
@@ -395,8 +385,6 @@ class Config:
     """On GPUs: no kernel that adds in an order of its own, and the kernels that XLA chooses by timing them are kept in
     the run's folder, so that a run that is continued ends with the same bits (docs/checkpoints.md). False: whatever is
     fastest. On CPUs and TPUs it changes nothing."""
-    max_skipped_steps: Free[Positive[int]] = 10
-    """A step without a valid token, or whose gradient is not finite, changes nothing; so many in a row end the run."""
     init_from: AnyPath = ""
     """Another run, a folder that export.py wrote, or a nanochat in transformers' format: start from its parameters."""
     resume: Free[Literal["auto", "never", "must"]] = "auto"

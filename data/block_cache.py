@@ -50,7 +50,7 @@ class BlockCache:
             if self.is_used:
                 print(
                     f"{self.path} cannot be {wanted} ({error.strerror}): rows are read from the store each time; "
-                    "make room, or give a smaller --data.cache_gb",
+                    "make room",
                     file=sys.stderr,
                 )
             self.is_used = False

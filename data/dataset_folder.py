@@ -30,6 +30,7 @@ from data.shards import TokenStream
 from data.store import Shard, Store, StoredShard, mirrored, readers
 from data.tokenizer import TextTokenizer, load_tokenizer
 
+CACHE_GB = 20.0  # of blocks that were read from a URL, at most
 PLANNED = 2**22  # documents after which rows are planned anew: a plan takes some 145 bytes for each
 
 
@@ -110,7 +111,7 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, 
         store = Store(source)
         folder, shards = _copied(store, config, cache)
         if config.copy != "all":
-            kept = BlockCache(cache / "blocks", config.cache_gb)
+            kept = BlockCache(cache / "blocks", CACHE_GB)
             opened = lambda path: StoredShard(store, path, kept, cache / "examined")
     elif source and os.path.isdir(folder):
         shards = [path.name for path in folder.glob("*.bin")]
@@ -147,21 +148,15 @@ def _copied(store: Store, config: DataConfig, cache: Path) -> tuple[Path, list[s
 
 def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:
     facts = read_record(folder)
-    whole = len(facts["shards"])
-    if whole < max(config.shards, 1) or not (facts["complete"] or config.shards):
-        raise UserError(
-            f"{folder} is not complete: {whole} shard(s) are whole so far; go on with its preparation, or train on "
-            f"the first of them: --data.shards={whole or 1}"
-        )
+    if not (facts["shards"] and facts["complete"]):
+        raise UserError(f"{folder} is not complete; go on with its preparation")
     require_current(folder, facts)
     tokenizer = load_tokenizer(folder / "tokenizer")
     if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
         raise UserError(f"{folder}/tokenizer is not what the dataset was made with: its SHA-256 differs")
     if config.tokenizer and load_tokenizer(config.tokenizer).sha256 != tokenizer.sha256:
         raise UserError(f"--data.tokenizer={config.tokenizer} is not the tokenizer that {folder} was made with")
-    listed = {
-        part: [s[part] for s in facts["shards"][: config.shards or None] if part in s] for part in ("train", "val")
-    }
+    listed = {part: [s[part] for s in facts["shards"] if part in s] for part in ("train", "val")}
     shards = {part: {folder / shard["file"]: shard["sha256"] for shard in listed[part]} for part in listed}
     below = f"a hash below {facts['val_threshold']:.4g} of a document's text"
     chosen = below if facts["held_out_by"] == "text" else "files of their own"
@@ -186,7 +181,7 @@ def _made_by_others(folder: Path, names: list[str], config: DataConfig, opened: 
         )
     paths = [folder / name for name in sorted(names)]
     val = [path for path in paths if HELD_OUT & name_words(path.name)]
-    train = [path for path in paths if path not in val][: config.shards or None]
+    train = [path for path in paths if path not in val]
     if tests := [path.name for path in train if "test" in name_words(path.name)]:
         raise UserError(f"{folder}/{tests[0]}: a test split must not be trained on; move it elsewhere")
     if not train or not val:

@@ -22,6 +22,7 @@ from hosts import peers
 from hosts.peers import end_all
 
 AWAY = 10  # seconds without an answer from a store: longer than what single errors cost
+FACTOR = 10  # so many times the median step are allowed to a step, if that is more than `hang.seconds`
 FIRST = 6  # so many times `hang.seconds` are allowed to the first step, which connects the devices
 
 
@@ -84,7 +85,7 @@ class Watchdog:
         if not self.each:
             return FIRST * self.config.seconds
         work = self.work(self.given + 1) - self.work(self.done)
-        return max(self.config.seconds, self.config.factor * median(self.each) * work)
+        return max(self.config.seconds, FACTOR * median(self.each) * work)
 
     def check(self) -> None:
         """Barks where they have taken longer. A store that is away holds up every process, and is no hang: the time

@@ -12,17 +12,19 @@ from run.hooks.save import Save
 from run.notify import tell
 from run.progress import GaveUp, Jumped, Progress
 
+MOST = 3  # rollbacks to one checkpoint
+
 
 def roll_back(save: Save, times: Times, say: Callable[[str], Any], run: Progress, jump: Jumped) -> None:
     """Put on record that the run is resumed from its newest checkpoint, without the batches up to the jump's. GaveUp
-    after `stability.max_rollbacks` rollbacks to that checkpoint."""
+    after MOST rollbacks to that checkpoint."""
     config, spike = run.config, jump.spike
     if jax.process_index() == 0:
         Events(config.run_dir).add("running", run.step, **times.note())  # these steps will be done again
     newest = save.newest()
-    if len(rollbacks_to(on_first_process(Events(config.run_dir).read), newest)) == config.stability.max_rollbacks:
+    if len(rollbacks_to(on_first_process(Events(config.run_dir).read), newest)) >= MOST:
         run.step = spike["step"]
-        raise GaveUp(f"{config.stability.max_rollbacks} rollbacks to step {newest} did not help")
+        raise GaveUp(f"{MOST} rollbacks to step {newest} did not help")
     on_first_process(lambda: Events(config.run_dir).add("rollback", newest, position=jump.position, **spike["spike"]))
     back = f"back to step {newest}, and on without the batches up to that of step {spike['step']}"
     say(back)

@@ -580,13 +580,11 @@ def test_many_skipped_steps_in_a_row_end_the_run(folder, monkeypatch, capfd):
         "--eval.every_steps=900",
     )
     rates = ("--optimizer.lm_head.peak_rate=1e38", "--optimizer.schedule.kind=constant")
-    command = ("--config=tiny.py", "--run_dir=broken", *options, *rates, "--max_skipped_steps=7")
+    command = ("--config=tiny.py", "--run_dir=broken", *options, *rates)
     assert run("train", monkeypatch, *command) == 1
     output = "".join(capfd.readouterr())
     assert "changed nothing: the gradient of " in output and "embed" in output
-    assert (
-        "stopped at step 8: --max_skipped_steps=7 in a row were skipped; the newest checkpoint is of step 7" in output
-    )
+    assert "stopped at step 11: 10 steps in a row were skipped; the newest checkpoint is of step 10" in output
     assert not (folder / "broken" / "summary.json").exists()
 
 
@@ -854,7 +852,8 @@ def test_a_full_disk_ends_the_run_only_if_it_stays_full(folder, untouched, monke
 
     monkeypatch.setattr(Checkpoints, "save", save_to_a_full_disk)
     name = f"full{recovers}"
-    command = ("--config=tiny.py", f"--run_dir={name}", *FAST, "--checkpoint.max_failed_saves=3")
+    command = ("--config=tiny.py", f"--run_dir={name}", *FAST)
+    monkeypatch.setattr("run.hooks.save.MOST_FAILED", 3)
     try:
         code = run("train", monkeypatch, *command)
     finally:
@@ -922,7 +921,7 @@ def test_a_jump_of_the_loss_is_told_with_the_rows_that_the_step_saw(folder, jump
 @pytest.mark.medium
 def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kill(folder, jumpy, monkeypatch, capfd):
     monkeypatch.chdir(folder)
-    rolling = (f"--stability.spike_factor={jumpy}", *FAST, "--stability.rollback", "--stability.max_rollbacks=50")
+    rolling = (f"--stability.spike_factor={jumpy}", *FAST, "--stability.rollback")
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=rolled", *rolling) == 0
     assert "back to step" in "".join(capfd.readouterr())
     lines = lines_of(folder / "rolled")
@@ -947,7 +946,8 @@ def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kil
 
 def test_rollbacks_that_do_not_help_end_the_run(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
-    hopeless = ("--stability.spike_factor=0.5", "--stability.rollback", "--stability.max_rollbacks=2")
+    hopeless = ("--stability.spike_factor=0.5", "--stability.rollback")
+    monkeypatch.setattr("run.rollback.MOST", 2)
     command = ("--config=tiny.py", "--run_dir=hopeless", *FAST, *hopeless, "--checkpoint.every_steps=20")
     restore, bytes_before = Checkpoints.restore_newest, []
 

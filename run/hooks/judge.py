@@ -14,6 +14,7 @@ from run.notify import tell
 from run.progress import Due, GaveUp, Jumped, Progress
 from training.step import Metrics
 
+MOST_SKIPPED = 10  # steps in a row that change nothing, until the run ends
 ENOUGH = 16  # losses, at least, that a loss is compared with
 
 
@@ -33,8 +34,8 @@ class Judge(Hook):
         for read in self.log.just_read:
             self._count_skipped(read)
             jumps += self._jumps(run, read)
-        if self.skipped_in_a_row >= self.config.max_skipped_steps:
-            raise GaveUp(f"--max_skipped_steps={self.config.max_skipped_steps} in a row were skipped")
+        if self.skipped_in_a_row >= MOST_SKIPPED:
+            raise GaveUp(f"{MOST_SKIPPED} steps in a row were skipped")
         if jumps and self.config.stability.rollback:
             if self.save.newest():
                 raise Jumped(jumps[0], run.position_after(jumps[0]["step"]))

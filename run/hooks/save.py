@@ -17,9 +17,11 @@ from run.hooks.watch import Watch
 from run.progress import Due, GaveUp, Progress
 from training.step import Metrics
 
+MOST_FAILED = 10  # saves in a row, until the run ends
+
 
 class Save(Hook):
-    """Saves what is due, asynchronously. Raises GaveUp if `checkpoint.max_failed_saves` saves in a row have failed."""
+    """Saves what is due, asynchronously. Raises GaveUp if MOST_FAILED saves in a row have failed."""
 
     def __init__(self, config: Config, checkpoints: Checkpoints, dataset: str, watch: Watch, say: Callable[[str], Any]):
         """`dataset`: the fingerprint that checkpoints carry."""
@@ -32,7 +34,7 @@ class Save(Hook):
         elif due.log:
             failed = self._failed(wait=False)
             run.save_soon = (failed > 0 and not self.checkpoints.pending) or self._is_old()
-        if self.checkpoints.failed_saves >= self.config.checkpoint.max_failed_saves and not self.checkpoints.passing:
+        if self.checkpoints.failed_saves >= MOST_FAILED and not self.checkpoints.passing:
             raise GaveUp(f"{self.checkpoints.failed_saves} save(s) in a row failed: {self.checkpoints.failure}")
 
     def newest(self) -> int:
@@ -48,8 +50,8 @@ class Save(Hook):
 
     def finish(self, run: Progress) -> None:
         """Wait for the last step's checkpoint. If it fails, try again after a pause."""
-        limit, failed = self.config.checkpoint.max_failed_saves, 0
-        again = lambda failed: failed > 0 and (failed < limit or self.checkpoints.passing)
+        failed = 0
+        again = lambda failed: failed > 0 and (failed < MOST_FAILED or self.checkpoints.passing)
         pause = wait_random_exponential(multiplier=0.5, max=LONGEST)
         for attempt in Retrying(retry=retry_if_result(again), wait=pause):
             if failed:

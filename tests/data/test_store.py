@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +55,13 @@ def bucket(gcs, made):
     return gcs
 
 
+def opened_with_cache(gigabytes: float, *source: Any, **options: Any) -> Text:
+    """`opened`, where a cache of what was read has so many GB; 0: none is kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.dataset_folder.CACHE_GB", gigabytes)
+        return opened(*source, **options)
+
+
 def opened(source, cache: Path, **options) -> Text:
     return open_text(DataConfig(source=str(source), **options), SIZE, LENGTH, ROWS, cache)
 
@@ -86,7 +94,7 @@ def test_a_pod_of_two_processes_reads_the_batches_of_the_disk_each_its_own(bucke
     bucket.seconds, bucket.failing = 0.05, 0.02
     program = (
         "import sys; from pathlib import Path; from tests.data.test_store import *\n"
-        "text = opened(URL, Path(sys.argv[1]), cache_gb=0); print(digest(text, 3, eval(sys.argv[2])))"
+        "text = opened_with_cache(0, URL, Path(sys.argv[1])); print(digest(text, 3, eval(sys.argv[2])))"
     )
     halves = [range(ROWS // 2), range(ROWS // 2, ROWS)]
     started = [
@@ -147,7 +155,7 @@ def test_text_in_a_bucket_is_no_dataset(bucket, tmp_path):
 
 def test_a_block_that_was_damaged_on_its_way_or_in_the_cache_is_read_again(bucket, made, tmp_path, monkeypatch):
     expected = digest(opened(made, tmp_path / "cache"))
-    text = opened(URL, tmp_path / "cache", cache_gb=0.01)
+    text = opened_with_cache(0.01, URL, tmp_path / "cache")
     ask, asked = module.read_range, set()
 
     def damaged(filesystem, path, start, stop):
@@ -165,13 +173,15 @@ def test_a_block_that_was_damaged_on_its_way_or_in_the_cache_is_read_again(bucke
     content[::100] = bytes(len(content[::100]))
     kept.write_bytes(content)
     before = len(reads_of_shards(bucket))
-    assert digest(opened(URL, tmp_path / "cache", cache_gb=0.01)) == expected and len(reads_of_shards(bucket)) > before
+    assert (
+        digest(opened_with_cache(0.01, URL, tmp_path / "cache")) == expected and len(reads_of_shards(bucket)) > before
+    )
 
 
 def test_the_cache_stays_under_its_limit_and_is_shared_by_what_comes_after(bucket, made, tmp_path):
     expected, most = digest(opened(made, tmp_path / "cache")), 3 * BLOCK_BYTES
     for _ in range(2):
-        assert digest(opened(URL, tmp_path / "cache", cache_gb=most / 1e9)) == expected
+        assert digest(opened_with_cache(most / 1e9, URL, tmp_path / "cache")) == expected
         assert 0 < (tmp_path / "cache" / "blocks").stat().st_size <= most
 
 
@@ -255,17 +265,17 @@ def test_shards_of_others_are_read_whole_once(bucket, made, tmp_path):
         if not re.fullmatch(r"text/(train|val)_\d+\.bin", name):
             del bucket.objects[name]
     expected = digest(opened(made, tmp_path / "cache"))
-    options = {"tokenizer": str(made / "tokenizer"), "cache_gb": 0.0}
-    first = opened(URL, tmp_path / "cache", **options)
+    tokenizer = str(made / "tokenizer")
+    first = opened_with_cache(0.0, URL, tmp_path / "cache", tokenizer=tokenizer)
     read = len(reads_of_shards(bucket))
     assert read == len(list(made.glob("*.bin"))) and digest(first) == expected
     before = len(reads_of_shards(bucket))
-    again = opened(URL, tmp_path / "cache", **options)
+    again = opened_with_cache(0.0, URL, tmp_path / "cache", tokenizer=tokenizer)
     assert len(reads_of_shards(bucket)) == before and again.fingerprint == first.fingerprint
     changed = bytearray(bucket.objects["text/train_000000.bin"][1])
     changed[-2] ^= 1
     bucket.put("text/train_000000.bin", bytes(changed))
-    assert opened(URL, tmp_path / "cache", **options).fingerprint != first.fingerprint
+    assert opened(URL, tmp_path / "cache", tokenizer=tokenizer).fingerprint != first.fingerprint
 
 
 def test_shards_on_the_hub_are_read_in_ranges_and_copied(made, tmp_path, monkeypatch):
@@ -275,7 +285,7 @@ def test_shards_on_the_hub_are_read_in_ranges_and_copied(made, tmp_path, monkeyp
     HfFileSystem.clear_instance_cache()
     with serving(tokens) as endpoint:
         ask(endpoint, monkeypatch)
-        assert digest(opened(url, tmp_path / "cache", cache_gb=0.0)) == expected
+        assert digest(opened_with_cache(0.0, url, tmp_path / "cache")) == expected
         ranges = [asked for name, asked in tokens.asked if name.endswith(".bin")]
         bounds = [[int(bound) for bound in one.removeprefix("bytes=").split("-")] for one in ranges]
         assert bounds and all(last - first < 3 * BLOCK_BYTES for first, last in bounds)

@@ -35,7 +35,7 @@ class Watched:
 
 
 def test_a_step_may_take_the_least_time_or_many_times_its_like():
-    watched = Watched(seconds=100, factor=10.0)
+    watched = Watched(seconds=100)
     for _ in range(5):
         watched.take(10, seconds=2)
     assert watched.dog.allowed == 100
@@ -46,7 +46,7 @@ def test_a_step_may_take_the_least_time_or_many_times_its_like():
 
 
 def test_steps_that_were_given_ahead_of_time_may_take_as_many_times_as_long():
-    watched = Watched(seconds=100, factor=10.0)
+    watched = Watched(seconds=100)
     watched.take(1, seconds=20)
     for step in range(2, 11):
         watched.dog.step(step)
@@ -54,7 +54,7 @@ def test_steps_that_were_given_ahead_of_time_may_take_as_many_times_as_long():
 
 
 def test_a_larger_step_may_take_longer_by_as_much():
-    watched = Watched(lambda step: step if step <= 10 else 10 + 8 * (step - 10), seconds=100, factor=10.0)
+    watched = Watched(lambda step: step if step <= 10 else 10 + 8 * (step - 10), seconds=100)
     watched.take(9, seconds=20)
     watched.dog.step(10)
     assert watched.dog.allowed == 10 * (20 + 8 * 20)  # steps 10, and 11, which has not been given yet

@@ -131,8 +131,9 @@ class Loop:
 
 
 @pytest.fixture
-def make(tmp_path):
-    """A loop of 40 steps whose losses are given, what it says, and what it saves."""
+def make(tmp_path, monkeypatch):
+    """A loop of 40 steps whose losses are given, what it says, and what it saves. Three failed saves end it."""
+    monkeypatch.setattr("run.hooks.save.MOST_FAILED", 3)
 
     def make(losses, start=None, checkpoints=None, stop=None, measure=None, **options):
         config = replace(
@@ -142,7 +143,7 @@ def make(tmp_path):
             log=LogConfig(5),
             eval=EvalConfig(20),
             stability=StabilityConfig(rollback=True),
-            **{"checkpoint": CheckpointConfig(every_steps=10, max_failed_saves=3), **options},
+            **{"checkpoint": CheckpointConfig(every_steps=10), **options},
         )
         skipped = itertools.accumulate(int(not np.isfinite(loss)) for loss in losses)
         steps = iter(list(zip(losses, skipped)))
@@ -330,8 +331,8 @@ def test_a_last_save_that_fails_is_tried_again_after_a_pause(make, monkeypatch):
 
 
 def test_many_skipped_steps_in_a_row_end_the_run_and_their_lines_are_json(make, tmp_path):
-    loop, _, _ = make([2.0] * 10 + [float("nan")] * 30, max_skipped_steps=5)
-    assert "--max_skipped_steps=5 in a row were skipped" in loop.run(BATCHES)[1]
+    loop, _, _ = make([2.0] * 10 + [float("nan")] * 30)
+    assert "10 steps in a row were skipped" in loop.run(BATCHES)[1]
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     assert read_metrics(tmp_path)[-1]["loss"] is None
 
