@@ -7,6 +7,7 @@ bounds them, so exp() cannot overflow and no maximum is looked for.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +114,8 @@ def head_loss(
     return jnp.sum(jax.lax.map(chunk, _chunks((x, targets, weights), config)), axis=0)
 
 
-def _chunks(arrays: tuple[Array, ...], config: ModelConfig) -> tuple[Array, ...]:
+def _chunks(arrays: tuple[Array, ...], config: ModelConfig) -> Any:
+    """Return the arrays [tokens, ...] as [chunks, tokens of one, ...]."""
     return jax.tree.map(lambda a: a.reshape(config.loss_chunks, -1, *a.shape[1:]), arrays)
 
 

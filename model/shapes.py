@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -51,9 +51,11 @@ def kinds(config: ModelConfig) -> tuple[tuple[Parameter, int], ...]:
 def _parameters(config: ModelConfig) -> tuple[Parameter, ...]:
     modules = nnx.iter_modules(abstract_model(config))
     products = {(*path, "kernel") for path, module in modules if isinstance(module, Linear)}
-    declared = map_parameters(lambda p: (p.shape, p.get_metadata("axes"), p.get_metadata("group")), config)
-    found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(declared, is_leaf=lambda leaf: isinstance(leaf, tuple)):
+    declared: Any = map_parameters(lambda p: (p.shape, p.get_metadata("axes"), p.get_metadata("group")), config)
+    declarations = []
+    for path, (shape, axes, group) in jax.tree_util.tree_leaves_with_path(
+        declared, is_leaf=lambda leaf: isinstance(leaf, tuple)
+    ):
         keys = tuple(key.key for key in path)
-        found.append(Parameter(".".join(map(str, keys)), *leaf, keys in products))
-    return tuple(found)
+        declarations.append(Parameter(".".join(map(str, keys)), shape, axes, group, keys in products))
+    return tuple(declarations)

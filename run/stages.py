@@ -38,15 +38,15 @@ def compile_stages(
     if keeps_kernels:
         use_choices(run_dir)
     ramp, compiled = Ramp.of(config.batch), {program.first_step for program in programs}
-    needed = list(zip(ramp.reached(config.steps), builds))[ramp.index(step) :]
-    new = [(stage.step, built) for stage, built in needed if stage.step not in compiled]
+    stages = list(zip(ramp.reached(config.steps), builds))[ramp.index(step) :]
+    new = [(stage.step, built) for stage, built in stages if stage.step not in compiled]
     with times.during("compilation"):
         for first_step, built in new:
-            plain, measuring = (
-                step.lower(built.abstract_state, built.abstract_batch()).compile() if taken else None
-                for step, taken in ((built.train_step, every != 1), (built.measuring_step, every))
-            )
-            programs.append(Program(first_step, plain or measuring, measuring or plain))
+            taken: Any = [
+                step.lower(built.abstract_state, built.abstract_batch()).compile() if needed else None
+                for step, needed in ((built.train_step, every != 1), (built.measuring_step, every))
+            ]
+            programs.append(Program(first_step, taken[0] or taken[1], taken[1] or taken[0]))
     programs.sort(key=lambda program: program.first_step)
     if new and keeps_kernels:
         on_first_process(partial(keep_choices, run_dir))

@@ -77,7 +77,7 @@ class Update(NamedTuple):
     grad_norm: Float[Array, ""]
     clip: Float[Array, ""]
     """What the gradients were multiplied by."""
-    updates: dict
+    updates: optax.Updates
     """What was added to the parameters, unless the step was skipped."""
 
 
@@ -172,9 +172,9 @@ def make_train_step(
     """
     graphdef, _ = split_model(config, dtype)
     places, groups = parameter_places(config, mesh), jax.tree.leaves(parameter_groups(config))
-    specs, replicated = jax.tree.map(spec_of, places), PartitionSpec()
+    specs, replicated, stacked = jax.tree.map(spec_of, places), PartitionSpec(), PartitionSpec(DATA, "fsdp", "tensor")
     on_device = partial(gradient_sums, graphdef=graphdef, places=places, dtype=dtype, measured=measure is not None)
-    out_specs = StepSums(replicated, replicated, replicated, specs, PartitionSpec(DATA, "fsdp", "tensor"))
+    out_specs = StepSums(replicated, replicated, replicated, specs, stacked)  # pyright: ignore[reportArgumentType]
     sums_of = on_each_device(on_device, mesh, dtype, (specs, ROWS), out_specs)
     # With the shardings given: the compiler could choose others, which the next step would not take.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state), None
