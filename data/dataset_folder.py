@@ -8,7 +8,9 @@ them, serves too: those with the word `val` in their names are held out, and `da
 import hashlib
 import io
 import os
+import pickle
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
@@ -121,9 +124,26 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, 
         return _made_by_others(folder, shards, config, opened)
     if source.startswith("hf:"):
         raise _not_a_dataset(source)
-    from data.prepare.preparation import prepare_raw  # most runs read a dataset that is there
+    return _prepared(_prepare_raw(source, config, vocab_size, cache, no_training), config, opened)
 
-    return _prepared(prepare_raw(source, config, vocab_size, cache, no_training), config, opened)
+
+def _prepare_raw(*arguments: Any) -> Path:
+    """Return the dataset folder that data/prepare/raw.py makes of raw text. Raise what it raises."""
+    paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-P", "-m", "data.prepare.raw"]  # -P: no folder `data` of the user's own is imported
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
+        try:
+            answer, _ = process.communicate(pickle.dumps(arguments))
+        except BaseException:  # somebody ends this command
+            process.terminate()
+            raise
+    if process.returncode:
+        raise RuntimeError(f"the preparation of {arguments[0]} ended with code {process.returncode}")
+    result = pickle.loads(answer)
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _not_a_dataset(source: str) -> UserError:

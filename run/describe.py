@@ -6,10 +6,18 @@ from model.flops import parameter_counts
 from model.kernels import attention_kernel, described, window_of
 from model.parallel import compute_capability
 from training.build import Build
+from training.mesh import cost_of_slow_links
 
 
 def describe(builds: list[Build]) -> str:
-    """The run in a line, and one more for each stage of a ramp."""
+    """Return the run in a line, one for each stage of a ramp, its kernels, and what slow links cost, if they do."""
+    built = builds[-1]
+    slow = cost_of_slow_links(built.mesh, built.config.model, built.batch_shape)
+    return "\n".join(filter(None, [describe_sizes(builds), describe_attention(built), slow]))
+
+
+def describe_sizes(builds: list[Build]) -> str:
+    """Return the run in a line, and one more for each stage of a ramp."""
     built, ramp = builds[-1], Ramp.of(builds[-1].config.batch)
     config, sizes = built.config, ["{} micro-batch(es) x {} rows x {} tokens".format(*of.batch_shape) for of in builds]
     run = (

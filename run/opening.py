@@ -1,5 +1,7 @@
-"""What a run needs before its programs are compiled: its text, its folder, its checkpoints, and hosts that agree."""
+"""What a run needs before its first step: its text, its folder, its checkpoints, and hosts that agree."""
 
+import dataclasses
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,8 +11,10 @@ from configs.ramp import Ramp
 from configs.retry import patiently
 from configs.schema import Config
 from data.dataset import Text, open_text
+from evaluation.evaluator import Evaluator
+from hosts.cluster import Cluster
 from hosts.preflight import preflight
-from hosts.runtime import cache_dir, check_hosts_agree, on_first_process
+from hosts.runtime import cache_dir, check_hosts_agree, describe_processes, on_first_process
 from hosts.watchdog import limited
 from interchange.init_from import require_same_network, require_same_vocabulary, why_no_training
 from run.checkpoint import Checkpoints, whole_steps
@@ -19,12 +23,21 @@ from run.folder import STARTS, Past, RunLock, begin, checkpoint_folder, open_run
 from run.record import Record
 from run.resume import open_checkpoints
 from training.build import Build
+from training.mesh import make_mesh
 
 
-def open_training_text(built: Build, say: Callable[[str], Any]) -> Text:
-    """Return the text that the run trains on. UserError if it, or the network in `init_from`, does not fit the run."""
+def check_processes(config: Config, cluster: Cluster, say: Callable[[str], Any]) -> None:
+    """Say which processes and devices the run has. UserError if the processes were given different configs."""
+    say(describe_processes(cluster, make_mesh(config.mesh)))
+    check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
+
+
+def open_training_text(built: Build, say: Callable[[str], Any]) -> tuple[Text, Evaluator]:
+    """Return the text that the run trains on, and what evaluates on its held-out part. UserError if the text, or the
+    network in `init_from`, does not fit the run."""
     config, (micro_batches, rows, length) = built.config, built.batch_shape
-    if starts_from := _starts_from(config):  # before text is prepared, which can take hours
+    starts_from = config.init_from and not on_first_process(lambda: whole_steps(checkpoint_folder(config)))
+    if starts_from:  # before text is prepared, which can take hours
         require_same_network(config)
     no_training = why_no_training(config) if starts_from else ""
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir(), no_training)
@@ -34,16 +47,19 @@ def open_training_text(built: Build, say: Callable[[str], Any]) -> Text:
     if text.tokenizer.vocab_size < config.model.vocab_size:
         known = f"{text.tokenizer.vocab_size:,} of --model.vocab_size={config.model.vocab_size:,} tokens"
         say(f"the text's tokenizer has {known}: the others are never seen")
+    evaluator = Evaluator(built, text)
+    if config.eval.tasks:
+        check_hosts_agree("their bundle", evaluator.benchmarks.facts["bundle"])
     if starts_from:
         require_same_vocabulary(config, text.tokenizer)
         say(describe_start(config))
-    return text
+    return text, evaluator
 
 
 def open_folder(
     built: Build, text: Text, accept_changes: bool, lock: RunLock, record: Record
 ) -> tuple[Past, Checkpoints]:
-    """Claim the run's folder, check the hosts, and return what is known of the run, and its checkpoints. UserError if
+    """Claim the run's folder and check the hosts. Return what is known of the run, and its checkpoints. UserError if
     the folder holds another run, or if the hosts cannot train together."""
     config = built.config
     # On one process: an NFS client that looks before the folder is there does not see it for a while.
@@ -57,30 +73,27 @@ def open_folder(
 
 
 def why_nothing_to_do(config: Config, past: Past, checkpoints: Checkpoints) -> str:
-    """Return that the run is complete, if it is."""
+    """Return a message if the run is complete; empty otherwise."""
     if not past.finished == checkpoints.newest == config.steps:
         return ""
     longer = f"--steps={2 * config.steps} --accept_changes"
     return f"{config.run_dir} is complete: {config.steps} steps; a longer run: {longer}"
 
 
-def why_given_up(config: Config, checkpoints: Checkpoints, record: Record) -> str:
-    """Put on record that this start begins. Return why it must not, if too many before it brought no checkpoint."""
-    begun = on_first_process(partial(begin, config, checkpoints.newest))
+def why_given_up(config: Config, newest: int, record: Record) -> str:
+    """Put on record that a process begins after the checkpoint of step `newest`. Return a message if so many began
+    there in vain that this one must not; empty otherwise."""
+    begun = on_first_process(partial(begin, config, newest))
     copy_record(config, record)  # so that a machine without this one's disk counts the same starts
     if begun:
         return ""
     return (
-        f"{STARTS} starts in a row brought no checkpoint newer than that of step {checkpoints.newest}: the run is "
-        "given up; once its cause is mended, the same command continues it"
+        f"{STARTS} starts in a row brought no checkpoint newer than that of step {newest}: the run is given up; once "
+        "its cause is mended, the same command continues it"
     )
 
 
 def copy_record(config: Config, record: Record) -> None:
-    """Copy the run's record to its checkpoints, if these are elsewhere. Every process must call it."""
+    """Copy the run's record to where its checkpoints are, if that is not the run's folder. Every process must call it,
+    for as long as its disk or store needs."""
     on_first_process(lambda: patiently(config.checkpoint.folder, record.copy))
-
-
-def _starts_from(config: Config) -> bool:
-    """Return whether the run takes its network from `init_from`: it has no checkpoint of its own yet."""
-    return bool(config.init_from) and not on_first_process(lambda: whole_steps(checkpoint_folder(config)))

@@ -1,13 +1,22 @@
 """Where a run starts: from its newest checkpoint, from another network, or from step 0."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from configs.schema import Config, UserError
+from data.dataset import Text
+from hosts.runtime import on_first_process
+from hosts.watchdog import limited
 from interchange.init_from import read_params
+from model.flops import parameter_counts
 from run.checkpoint import Checkpoints
 from run.events import Events, rollbacks_to
+from run.folder import accept, made_with
+from run.goodput import Times
 from run.lines import scores
 from run.progress import Start
 from run.record import Record
@@ -26,17 +35,28 @@ def open_checkpoints(config: Config, record: Record) -> Checkpoints:
     return checkpoints
 
 
-def resume(built: Build, checkpoints: Checkpoints, events: list[dict], say: Callable[[str], Any]) -> Start:
-    """The state and the data's position, from the newest checkpoint that can be read, or before step 0."""
+def resume(built: Build, checkpoints: Checkpoints, times: Times, say: Callable[[str], Any]) -> Start:
+    """Return the state and the data's position: of the newest checkpoint that can be read, or before step 0."""
     config = built.config
-    found = checkpoints.restore_newest(built.abstract_state, say)
-    if found is None:
-        state = built.create_state()
-        if config.init_from:
-            state = state._replace(params=read_params(config, built.abstract_state.params))
-        return Start(state)
-    state, facts = found
+    with times.during("restore" if checkpoints.newest else "start"), limited(config.hang, "restoring"):
+        events = on_first_process(Events(config.run_dir).read)
+        restored = checkpoints.restore_newest(built.abstract_state, say)
+        if restored is None:
+            state = built.create_state()
+            if config.init_from:
+                state = state._replace(params=read_params(config, built.abstract_state.params))
+            return Start(state)
+    state, facts = restored
     step = facts["step"]
     position = max([facts["position"], *(event["position"] for event in rollbacks_to(events, step))])
     say(f"continuing after step {step} of {config.steps}")
     return Start(state, step, facts["tokens"], position, facts["seconds"], tuple(facts["losses"]))
+
+
+def record_start(built: Build, text: Text, changes: list[str], start: Start, times: Times) -> None:
+    """Put on record that the run goes on from `start`, with which options changed, and its tokenizer."""
+    config = built.config
+    facts = times.note() | made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
+    on_first_process(partial(accept, config, text.fingerprint, changes, start.step, start.position, **facts))
+    if jax.process_index() == 0:
+        text.tokenizer.save(Path(config.run_dir) / "tokenizer")
