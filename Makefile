@@ -1,5 +1,7 @@
 # make train [CONFIG=configs/small.py] [ARGS="--steps=100"]    set up, then train
 # make test [ARGS="-m ''"]                                     set up, then run the quick tests [all]
+# make check                                                   lint, format, types, and which room imports which
+# make house                                                   how large the house is
 # make setup [EXTRA=cuda|tpu] [PYTHON=python3.12]              set up alone, with the newest Python here unless named
 
 CONFIG ?= configs/small.py
@@ -12,7 +14,7 @@ EXTRAS := dev$(if $(EXTRA),$(comma)$(EXTRA))
 # One stamp for each choice of extras, made anew when pyproject.toml changes.
 STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: train test setup check
+.PHONY: train test setup check house
 
 train: setup
 	$(BIN)/python train.py --config=$(CONFIG) $(ARGS)
@@ -24,6 +26,10 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+	$(BIN)/lint-imports --no-cache
+
+house: setup
+	$(BIN)/python -m tests.house
 
 setup: $(STAMP)
 
