@@ -84,9 +84,10 @@ class Log(Hook):
             self._write(run)
         self.unread.append((run.step, metrics))
         self.is_pending = due.log
-        if due.log and (due.evaluate or due.save or due.tasks):
+        first = not self.watch.watchdog.each  # the watchdog's limit follows from the first step's time
+        if due.log and (due.evaluate or due.save or due.tasks or first):
             self._write(run)  # a checkpoint's metrics are on record before it
-        elif due.save or not self.watch.watchdog.each:  # the watchdog's limit follows from the first step's time
+        elif due.save or first:
             self._read(run)
 
     def _read(self, run: Progress) -> None:
