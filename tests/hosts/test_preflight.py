@@ -173,6 +173,7 @@ def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, port, sa
 TRAIN = """
 import jax
 import train
+from run import opening
 from hosts.runtime import run_command
 
 compiled = []
@@ -186,7 +187,7 @@ def report(*_):
     raise SystemExit(0)
 
 
-train.preflight = report
+opening.preflight = report
 run_command(train.main)
 """
 

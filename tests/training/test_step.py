@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema import MatricesConfig, MeshConfig
+from configs.schema import MatricesConfig, MeshConfig, ScheduleConfig
 from model.shapes import parameter_shapes
 from tests import reference
 from tests.helpers import (
@@ -218,7 +218,8 @@ def test_a_mesh_that_divides_few_sizes_gives_the_update_of_one():
 def test_muon_s_update_is_the_same_whatever_the_split_and_mesh():
     matrices = MatricesConfig(0.01, kind="muon")
     config = tiny_config(heads=4, kv_heads=4)
-    config = replace(config, optimizer=replace(OPTIMIZER, matrices=matrices))
+    # With OPTIMIZER's warmup, rounding decides for one element whether it decays: where its update's sign is its own.
+    config = replace(config, optimizer=replace(OPTIMIZER, matrices=matrices, schedule=ScheduleConfig()))
     rows = [random_rows(tiny_config(), step, weights("lengths", 16, 16, step)) for step in range(3)]
     whole, _ = run_steps(config, rows)
     for size in ((4, ONE), (1, (8, 1, 1)), (2, (2, 2, 2))):

@@ -1,0 +1,23 @@
+"""The house stays as small as tests/house.py says that it is, and train.py needs no tool."""
+
+from tests.house import closure, counts
+
+BOUNDS = {
+    "lines outside tests": 24_100,
+    "lines of tests": 18_600,
+    "lines of train.py": 180,
+    "names that train.py imports": 40,
+    "modules that train.py needs": 88,
+    "lines that train.py needs": 11_300,
+    "options on the command line": 90,
+}
+
+
+def test_nothing_is_larger_than_its_bound():
+    larger = {what: count for what, count in counts().items() if count > BOUNDS[what]}
+    assert not larger, f"larger than their bounds: {larger}; delete something, or argue for a higher bound"
+
+
+def test_train_py_needs_no_tool_and_no_preparation_of_text():
+    rooms = ("tools/", "bench/", "tests/", "data/prepare/")
+    assert not [path for path in closure("train.py") if path.startswith(rooms)]
