@@ -30,10 +30,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import data.prepare.__main__
-import data.prepare.show
 import evaluate
 import export
 import sample
+import tools.dataset.__main__
 import tools.inspect as inspect_run
 import tools.report.__main__ as report
 import train
@@ -66,7 +66,7 @@ def get_config():
 """
 COMMANDS = {
     **{"train": train.main, "sample": sample.main, "evaluate": evaluate.main, "export": export.main},
-    **{"prepare": data.prepare.__main__.main, "inspect": data.prepare.show.main, "report": report.main},
+    **{"prepare": data.prepare.__main__.main, "inspect": tools.dataset.__main__.main, "report": report.main},
     "inspect_run": inspect_run.main,
 }
 TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "goodput", "peak_memory_bytes", "hosts"}
@@ -913,7 +913,7 @@ def test_a_jump_of_the_loss_is_told_with_the_rows_that_the_step_saw(folder, jump
     step, batch = spikes[0]["step"], spikes[0]["spike"]["batch"]
     assert batch == step - 1 and len(spikes[0]["spike"]["rows"]) == 16
     assert f"step {step}: the loss jumped to " in (output := "".join(capfd.readouterr()))
-    assert f"python -m data.prepare.show jumpy --step={batch}" in output
+    assert f"python -m tools.dataset jumpy --step={batch}" in output
     assert run("inspect", monkeypatch, "jumpy", f"--step={batch}", "--rows=1") == 0
     assert f"row {spikes[0]['spike']['rows'][0][1]:,} of {folder}/text" in capfd.readouterr().out
 

@@ -62,7 +62,7 @@ class Judge(Hook):
         seen = {"batch": batch, **self.seen(run.batches.row_numbers(read.step - 1 - run.start.step))}
         spike = {"step": read.step, "spike": {"loss": loss, "median": usual, **seen}}
         jumped = f"step {read.step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}"
-        self.say(f"{jumped}; what it saw: python -m data.prepare.show {self.config.run_dir} --step={read.step - 1}")
+        self.say(f"{jumped}; what it saw: python -m tools.dataset {self.config.run_dir} --step={read.step - 1}")
         self.log.writer.write(spike)
         tell(self.config, "spike", jumped, read.step)
         return [spike]

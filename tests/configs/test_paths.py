@@ -24,7 +24,7 @@ COMMANDS = {
     "tools.plan": [CONFIG],
     "tools.tune": [CONFIG],
     "data.prepare.__main__": ["--source=x", "--out=y"],
-    "data.prepare.show": ["x"],
+    "tools.dataset": ["x"],
     "tools.inspect": ["x"],
     "tools.goodput": ["x"],
     "tools.doctor": [CONFIG],
@@ -76,7 +76,7 @@ OTHERS = {
 def sections() -> list[tuple[str, type]]:
     """Every command with the class of its options."""
     of_launch = [(f"launch {name}", kind) for name, room in SCHEDULERS.items() for _, kind in room.COMMANDS.values()]
-    modules = [(name, import_module(name)) for name in COMMANDS if name != "tools.doctor"]
+    modules = [(name, command_module(name)) for name in COMMANDS if name != "tools.doctor"]
     return [("config", Config), *((name, module.Arguments) for name, module in modules), *of_launch]
 
 

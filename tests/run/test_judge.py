@@ -59,7 +59,7 @@ def test_a_jump_is_said_with_batch_and_rows(judged, tmp_path):
     expected = {"loss": 3.1, "median": 2.0, "batch": ENOUGH + 1, "rows": [[0, ENOUGH + 2]]}
     assert spikes[0]["spike"] == expected
     assert f"step {ENOUGH + 2}: the loss jumped to 3.1000 from a median of 2.0000" in one.said[0]
-    assert f"python -m data.prepare.show here --step={ENOUGH + 1}" in one.said[0]
+    assert f"python -m tools.dataset here --step={ENOUGH + 1}" in one.said[0]
 
 
 @pytest.mark.parametrize(("factor", "before"), [(0.0, ENOUGH), (1.5, ENOUGH - 1)])

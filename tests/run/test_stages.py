@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-import data.prepare.show
+import tools.dataset.__main__
 import train
 from hosts.runtime import run_command
 from run.events import Events, batch_of
@@ -124,7 +124,7 @@ def test_other_micro_batches_and_another_mesh_give_the_same_run(folder):
 
 def test_a_step_s_rows_are_found_again(folder, capfd):
     assert batch_of(Events("whole").read(), 5, None) == (1536, 512)  # pyright: ignore
-    assert command(data.prepare.show.main, "whole", "--step=5", "--rows=1") == 0
+    assert command(tools.dataset.__main__.main, "whole", "--step=5", "--rows=1") == 0
     assert "step 5: 16 rows of 32 tokens" in capfd.readouterr().out
 
 

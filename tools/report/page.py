@@ -119,7 +119,7 @@ def _spikes(run: Run) -> str:
         batch = f", in batch {spike.batch:,}" if spike.batch is not None else ""
         shown = "".join(f"<pre>{escape(text)}</pre>" for text in spike.texts)
         if not spike.rolled_back:
-            command = f"python -m data.prepare.show {run.folder} --step={spike.step - 1}"
+            command = f"python -m tools.dataset {run.folder} --step={spike.step - 1}"
             shown += f"<p>More of it: <code>{escape(command)}</code></p>"
         summary = escape(f"{run.name}, {where} to {loss} from a median of {usual}{batch}")
         parts.append(f'<details id="spike-{i}-{spike.step}"><summary>{summary}</summary>{shown}</details>')

@@ -10,8 +10,8 @@ import numpy as np
 from plotly.offline import get_plotlyjs
 
 from data.mixture import Mixture
-from data.prepare.facts import Facts, names_of, text_of
 from data.record import read_record
+from tools.dataset.facts import Facts, names_of, text_of
 from tools.report.figures import COLORS, DASHES, Figure, plot_layout
 from tools.report.page import HERE, place, table
 from tools.report.sentences import percent

@@ -7,17 +7,18 @@ import fsspec
 import numpy as np
 import pytest
 
-import data.prepare.show
+import data.prepare.__main__
+import tools.dataset.__main__
 from configs.schema import DataConfig, UserError
 from data.dataset_folder import open_dataset
 from data.mixture import Mixture, read_source
-from data.prepare.facts import Facts, read_facts
 from data.prepare.preparation import Preparation, prepare
 from data.shards import write_shard
 from data.tokenizer import train_tokenizer
 from hosts.runtime import cache_dir
 from tests.chromium import PROGRAM, Chromium
-from tools.report.dataset_page import dataset_page
+from tools.dataset.dataset_page import dataset_page
+from tools.dataset.facts import Facts, read_facts
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def made(tmp_path_factory) -> Path:
 
 def inspect(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     monkeypatch.setattr(sys, "argv", ["inspect", *map(str, words)])
-    return data.prepare.show.main()
+    return tools.dataset.__main__.main()
 
 
 SIZES = ("--sequence_length=16", "--tokens_per_step=64")
@@ -71,7 +72,7 @@ def test_documents_their_bytes_and_what_repeats(facts, monkeypatch):
     assert facts.train.bytes.tolist() == [3, 1, 3, 8, 1, 1, 1]
     assert facts.repeats.tolist() == [False, False, True, False, True, True, False]
     assert facts.leaked.tolist() == [True, False]
-    monkeypatch.setattr("data.prepare.facts.AT_ONCE", 3)  # documents are read in many pieces
+    monkeypatch.setattr("tools.dataset.facts.AT_ONCE", 3)  # documents are read in many pieces
     again = read_facts(facts.dataset, 6)
     assert all(np.array_equal(a, b) for a, b in zip(facts.train, again.train))
 

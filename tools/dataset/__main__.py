@@ -1,4 +1,4 @@
-"""What is in a dataset, as text and as a page, or what a step sees: python -m data.prepare.show DIR_OR_RUN."""
+"""What is in a dataset, as text and as a page, or what a step sees: python -m tools.dataset DIR_OR_RUN."""
 
 import json
 from dataclasses import dataclass, replace
@@ -17,8 +17,11 @@ from data.dataset_folder import open_dataset
 from data.loader import RowSequence
 from data.mixture import Mixture, read_source
 from data.packing import Row
-from data.prepare.facts import Facts, read_facts
 from data.tokenizer import TextTokenizer
+from hosts.runtime import cache_dir, run_command
+from run.events import Events, batch_of
+from tools.dataset.dataset_page import dataset_page
+from tools.dataset.facts import Facts, read_facts
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,6 @@ def _config(arguments: Arguments) -> tuple[Config, bool]:
 
 def show_facts(config: Config, is_run: bool, out: Path, cache: Path) -> None:
     """Print the facts of each dataset, and writes the page."""
-    from tools.report.dataset_page import dataset_page
-
     (names, stages), length = read_source(config.data.source), config.batch.sequence_length
     read, found, places = replace(config.data, packing="best_fit"), [], []  # which brings the documents' places along
     for name in names:
@@ -134,8 +135,6 @@ def show_facts(config: Config, is_run: bool, out: Path, cache: Path) -> None:
 
 def show_step(config: Config, path: str, step: int, most: int, cache: Path) -> None:
     """Print the rows of a step's batch."""
-    from run.events import Events, batch_of
-
     length = config.batch.sequence_length
     position, tokens = batch_of(Events(path).read(), step, Ramp.of(config.batch))
     first, size = position // length, tokens // length
@@ -152,8 +151,6 @@ def show_step(config: Config, path: str, step: int, most: int, cache: Path) -> N
 
 
 def main() -> int:
-    from hosts.runtime import cache_dir
-
     arguments = parse_arguments(__doc__, Arguments)
     _validate(arguments)
     config, is_run = _config(arguments)
@@ -167,6 +164,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from hosts.runtime import run_command
-
     run_command(main)
