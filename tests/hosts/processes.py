@@ -1,8 +1,9 @@
-"""Several processes of one run, each a script that is told what to do, on one machine."""
+"""Several processes of one run on this machine, each a Python command."""
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.ports import free_ports
@@ -10,22 +11,43 @@ from tests.ports import free_ports
 ROOT = Path(__file__).parents[2]
 
 
-def start(script: str, *acts: str, port: int | None = None) -> list[subprocess.Popen]:
-    """A process for each act, which is the script's first argument, of one CPU device each."""
+def environment_of(devices: int) -> dict[str, str]:
+    """Return the environment of a process with `devices` CPU devices."""
+    return os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": str(devices)}
+
+
+def start(
+    *commands: Sequence[str | Path],
+    port: int | None = None,
+    folders: Sequence[Path] = (ROOT,),
+    devices: Sequence[int] = (1,),
+    only: int | None = None,
+    variables: Callable[[int, int], dict[str, str]] | None = None,
+) -> list[subprocess.Popen]:
+    """Start a process for each of `commands`, Python's arguments, or the `only` one of them. Each has its own of
+    `folders` and `devices`, or all have one. `variables(index, port)`: how processes find each other, if not by JAX's
+    variables."""
     port = port or free_ports(1)[0]
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(len(acts))}
-    started = []
-    for i, act in enumerate(acts):
-        environment = os.environ | names | {"JAX_PROCESS_ID": str(i), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", script, act]
-        started.append(subprocess.Popen(command, cwd=ROOT, env=environment, **pipe))
-    return started
+    number = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(len(commands))}
+    variables = variables or (lambda index, port: number | {"JAX_PROCESS_ID": str(index)})
+    each = lambda values, i: values[i] if len(values) > 1 else values[0]
+    return [
+        subprocess.Popen(
+            [sys.executable, *command],
+            cwd=each(folders, i),
+            env=environment_of(each(devices, i)) | variables(i, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for i, command in enumerate(commands)
+        if only in (None, i)
+    ]
 
 
-def finish(processes: list[subprocess.Popen], *codes: int) -> list[str]:
-    """What they said, once they have ended with these codes, or all with one."""
-    said = [process.communicate(timeout=240)[0] for process in processes]
+def finish(processes: Sequence[subprocess.Popen], *codes: int) -> list[str]:
+    """Return the outputs of processes that end with these codes, or all with one."""
+    said = [process.communicate(timeout=300)[0] for process in processes]
     expected = list(codes) * (len(processes) if len(codes) == 1 else 1)
     assert [process.returncode for process in processes] == expected, "\n---\n".join(said)
     return said

@@ -2,19 +2,15 @@
 the environment is.)"""
 
 import os
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
 from hosts.cluster import HIGH_PORTS
-from tests.hosts.test_peers import port  # noqa: F401
-from tests.test_train import environment_of
+from tests.hosts.processes import finish, start
+from tests.ports import free_ports
 
-ROOT = Path(__file__).parents[2]
 PROCESS = """
 import os, sys
 import hosts.runtime as runtime
@@ -53,29 +49,29 @@ class Answer(BaseHTTPRequestHandler):
         pass
 
 
-def slurm(index: int, port: int) -> dict[str, str]:  # noqa: F811
+def slurm(index: int, port: int) -> dict[str, str]:
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2"}
     return step | {"SLURM_JOB_ID": str(port - HIGH_PORTS), "SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
 
 
-def mpirun(index: int, port: int) -> dict[str, str]:  # noqa: F811
+def mpirun(index: int, port: int) -> dict[str, str]:
     names = {"SIZE": "2", "RANK": str(index), "LOCAL_RANK": str(index), "LOCAL_SIZE": "2"}
     uri = {"OMPI_MCA_orte_hnp_uri": f"{(port - HIGH_PORTS) * 2**12}.0;tcp://127.0.0.1:1234"}
     return {f"OMPI_COMM_WORLD_{name}": value for name, value in names.items()} | uri
 
 
-def gke(index: int, port: int) -> dict[str, str]:  # noqa: F811
+def gke(index: int, port: int) -> dict[str, str]:
     hosts = {"TPU_WORKER_HOSTNAMES": "127.0.0.1,localhost", "TPU_WORKER_ID": str(index)}
     return hosts | {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JAX_COORDINATOR_PORT": str(port)}
 
 
-def gke_slices(index: int, port: int) -> dict[str, str]:  # noqa: F811
+def gke_slices(index: int, port: int) -> dict[str, str]:
     slices = {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": str(index)}
     first = {"MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1:8080"}
     return gke(0, port) | slices | first | {"TPU_WORKER_HOSTNAMES": "127.0.0.1"}
 
 
-def tpu_vm(index: int, port: int) -> dict[str, str]:  # noqa: F811
+def tpu_vm(index: int, port: int) -> dict[str, str]:
     told = {
         "agent-worker-number": str(index),
         "worker-network-endpoints": "unknown:8470:127.0.0.1,unknown:8470:localhost",
@@ -84,12 +80,7 @@ def tpu_vm(index: int, port: int) -> dict[str, str]:  # noqa: F811
     return {"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}", "JAX_COORDINATOR_PORT": str(port)}
 
 
-def jobset(index: int, port: int) -> dict[str, str]:  # noqa: F811
-    named = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(index)}
-    return named | {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": str(index)}
-
-
-def xpk(index: int, port: int) -> dict[str, str]:  # noqa: F811
+def xpk(index: int, port: int) -> dict[str, str]:
     named = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1", "JAX_COORDINATOR_PORT": str(port)}
     return named | {"NNODES": "2", "NODE_RANK": str(index)}
 
@@ -103,28 +94,17 @@ def xpk(index: int, port: int) -> dict[str, str]:  # noqa: F811
         (gke, "GKE"),
         (gke_slices, "GKE, 2 slices"),
         (tpu_vm, "TPU VM"),
-        (jobset, "JAX_* variables"),
         (xpk, "JAX_* variables"),
     ],
 )
-def test_two_processes_find_each_other(environment, launcher, port, monkeypatch):  # noqa: F811
+def test_two_processes_find_each_other(environment, launcher, monkeypatch):
+    (port,) = free_ports(1)
     for name in [name for name in os.environ if name.startswith(("JAX_COORD", "JAX_NUM", "JAX_PROCESS", "TPU_"))]:
         monkeypatch.delenv(name)
     if environment in (slurm, mpirun):  # whose port follows from a number below 4096
         port = HIGH_PORTS + port % 2**12
     tpu = ["tpu"] * launcher.startswith(("GKE", "TPU"))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS, *tpu],
-            cwd=ROOT,
-            env=environment_of(2) | environment(index, port),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    said = [process.communicate(timeout=200)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n---\n".join(said)
+    processes = start(*[["-c", PROCESS, *tpu]] * 2, port=port, devices=[2], variables=environment)
+    said = finish(processes, 0)
     for index, text in enumerate(said):
         assert text.splitlines()[-1] == f"{launcher} {index} 4 ['0', '1']"

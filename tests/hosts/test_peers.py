@@ -5,11 +5,9 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -20,9 +18,8 @@ from configs.schema import HangConfig, UserError
 from hosts.cluster import Cluster
 from hosts.peers import PeerLost, exchange, missing, roll_call
 from hosts.watchdog import limited
+from tests.hosts.processes import finish, start
 from tests.ports import free_ports
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -137,70 +134,48 @@ run_command(main)
 """
 
 
-def start(port: int, *acts: str, only: int | None = None) -> list[subprocess.Popen]:
-    """Processes that join, and then each do as they are told; or the `only` one of them."""
-    import os
+def begin(port: int, *acts: str, only: int | None = None) -> list[subprocess.Popen]:
+    """Start a process for each act, or the `only` one of them."""
+    return start(*(["-c", PROCESS, act] for act in acts), port=port, only=only)
 
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(len(acts))}
-    started = []
-    for i, act in enumerate(acts):
-        if only not in (None, i):
-            continue
-        environment = os.environ | names | {"JAX_PROCESS_ID": str(i)}
-        started.append(subprocess.Popen([sys.executable, "-c", PROCESS, act], cwd=ROOT, env=environment, **pipe))
-    return started
+
+def begin_and_join(port: int, act: str) -> list[subprocess.Popen]:
+    """Start two processes, and wait until they have joined."""
+    processes = begin(port, act, act)
+    assert all(process.stdout.readline() == "joined\n" for process in processes)
+    return processes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("acts", "code", "says"),
+    ("acts", "codes", "says"),
     [
-        (("wait", "mistake"), 2, "process 1 ended the run: UserError: this host's disk is gone"),
-        (("failure", "wait"), 1, "process 0 ended the run: ZeroDivisionError: a bug"),
+        (("wait", "mistake"), [2, 2], "process 1 ended the run: UserError: this host's disk is gone"),
+        (("failure", "wait"), [1, 1], "process 0 ended the run: ZeroDivisionError: a bug"),
+        # JAX's client gives up by an abort in Python's own thread.
+        (("die", "wait"), [-signal.SIGKILL, 42], ""),
+        # A thread in JAX's C++ at the end of Python was an abort (-11): of two such processes, in six of eight runs.
+        (("complete",) * 4, [0] * 4, ""),
     ],
 )
-def test_all_processes_end_with_the_code_of_the_first(port, acts, code, says):
-    processes = start(port, *acts)
-    said = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [code] * 2, "\n---\n".join(said)
-    assert says in said[acts.index("wait")]
-
-
-@pytest.mark.slow
-def test_processes_that_look_for_each_other_s_code_until_the_end_end_with_0(port):
-    """A thread in JAX's C++ at the end of Python was an abort (-11): of two such processes, in six of eight runs."""
-    processes = start(port, *["complete"] * 4)
-    said = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, "\n---\n".join(said)
+def test_all_processes_end_with_the_code_of_the_first(port, acts, codes, says):
+    said = finish(begin(port, *acts), *codes)
+    assert all(says in text for act, text in zip(acts, said) if act == "wait")
 
 
 @pytest.mark.slow
 def test_a_ctrl_c_of_one_before_training_ends_all_with_130(port):
-    processes = start(port, "wait", "wait")
-    assert all(process.stdout.readline() == "joined\n" for process in processes)
+    processes = begin_and_join(port, "wait")
     time.sleep(0.5)
     processes[1].send_signal(signal.SIGINT)
-    said = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [130, 130], "\n---\n".join(said)
+    finish(processes, 130)
 
 
 @pytest.mark.slow
-def test_one_that_is_killed_while_they_join_ends_the_others_with_42(port):
-    """JAX's client gives up by an abort in Python's own thread."""
-    processes = start(port, "die", "wait")
-    said = [process.communicate(timeout=120)[0] for process in processes]
-    assert [process.returncode for process in processes] == [-signal.SIGKILL, 42], "\n---\n".join(said)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_what_jax_ends_by_an_abort_is_42(port, killed):
-    processes = start(port, "abort", "abort")
-    assert all(process.stdout.readline() == "joined\n" for process in processes)
-    processes[killed].kill()
-    said = processes[1 - killed].communicate(timeout=120)[0]
-    assert processes[1 - killed].returncode == 42 and "another process of the run was lost" in said, said
+def test_what_jax_ends_by_an_abort_is_42(port):
+    first, second = begin_and_join(port, "abort")
+    first.kill()
+    assert "another process of the run was lost" in finish([second], 42)[0]
 
 
 def test_one_that_is_started_again_waits_until_the_service_of_the_run_before_has_left_the_port(port):
@@ -220,14 +195,11 @@ def test_one_that_is_started_again_waits_until_the_service_of_the_run_before_has
 @pytest.mark.slow
 def test_one_that_restarts_alone_joins_the_others_when_they_restart(port):
     """The one that is left ends with 42, and is started again as its launcher would."""
-    first, second = processes = start(port, "abort", "abort")
-    assert all(process.stdout.readline() == "joined\n" for process in processes)
+    first, second = begin_and_join(port, "abort")
     second.kill()
-    alone = start(port, "complete", "complete", only=1)[0]  # before the first has noticed
-    assert first.wait(timeout=120) == 42
-    again = start(port, "complete", "complete", only=0)[0]
-    said = [process.communicate(timeout=120)[0] for process in (again, alone)]
-    assert [again.returncode, alone.returncode] == [0, 0], "\n---\n".join(said)
+    (alone,) = begin(port, "complete", "complete", only=1)  # before the first has noticed
+    assert "another process of the run was lost" in finish([first], 42)[0]
+    finish([*begin(port, "complete", "complete", only=0), alone], 0)
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -3,8 +3,6 @@
 import platform
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,8 +21,8 @@ from hosts.preflight import (
     preflight,
 )
 from tests.helpers import tiny_config
-from tests.hosts.test_peers import port  # noqa: F401
-from tests.test_train import environment_of, folder  # noqa: F401
+from tests.hosts.processes import finish, start
+from tests.test_train import folder  # noqa: F401
 from training.mesh import make_mesh
 
 ROOT = Path(__file__).parents[2]
@@ -138,33 +136,19 @@ run_command(main)
         ("stopped", 42, "waiting for the preflight's first file of process 1 ({host}) of 2"),
     ],
 )
-def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, port, sabotage, code, says):  # noqa: F811
+def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, sabotage, code, says):  # noqa: F811
     """The second of two has another package, a device less, a folder of its own, or is stopped."""
-    names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    words = ["-c", DOCTOR, "--config=tiny.py"]
+    if sabotage == "devices":  # 28 rows: for seven devices
+        words += ["--batch.tokens_per_step=896", "--batch.rows_per_device=4"]
+    act = [sabotage] if sabotage in ("package", "stopped") else []
     shutil.copytree(folder, tmp_path / "other")
-    doctors = []
-    for i in (0, 1):
-        sabotaged = sabotage if i else ""
-        environment = environment_of(3 if sabotaged == "devices" else 4) | names | {"JAX_PROCESS_ID": str(i)}
-        batch = "--batch.tokens_per_step=896"  # 28 rows: for seven devices
-        mesh = [] if sabotage != "devices" else [batch, "--batch.rows_per_device=4"]
-        command = [
-            sys.executable,
-            "-c",
-            DOCTOR,
-            "--config=tiny.py",
-            *mesh,
-            *[word for word in ("package", "stopped") if word == sabotaged],
-        ]
-        where = tmp_path / "other" if sabotaged == "folder" else folder
-        doctors.append(subprocess.Popen(command, cwd=where, env=environment, **pipe))
-    said = [doctors[0].communicate(timeout=300)[0]]
+    folders = [folder, tmp_path / "other" if sabotage == "folder" else folder]
+    doctors = start(words, [*words, *act], folders=folders, devices=[4, 3 if sabotage == "devices" else 4])
+    first = finish(doctors[:1], code)
     if sabotage == "stopped":
         doctors[1].kill()
-    said.append(doctors[1].communicate(timeout=300)[0])
-    codes = [code, -signal.SIGKILL if sabotage == "stopped" else code]
-    assert [doctor.returncode for doctor in doctors] == codes, "\n---\n".join(said)
+    said = first + finish(doctors[1:], -signal.SIGKILL if sabotage == "stopped" else code)
     assert says.format(host=platform.node()) in said[0] and "Traceback" not in "".join(said)
     assert "launcher: JAX_* variables; process 0 of 2" in said[0].splitlines()[0]
     assert not (folder / "runs" / "tiny" / "config.json").exists()
@@ -192,16 +176,10 @@ run_command(train.main)
 """
 
 
-def test_no_program_runs_on_the_devices_before_the_preflight(folder, port):  # noqa: F811
+def test_no_program_runs_on_the_devices_before_the_preflight(folder):  # noqa: F811
     """A program over devices that do not work together would hang before the preflight could say so."""
-    names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = [sys.executable, "-c", TRAIN, "--config=tiny.py", "--run_dir=runs/before"]
-    started = [
-        subprocess.Popen(command, cwd=folder, env=environment_of(1) | names | {"JAX_PROCESS_ID": str(i)}, **pipe)
-        for i in (0, 1)
-    ]
-    for said in [process.communicate(timeout=300)[0] for process in started]:
+    command = ["-c", TRAIN, "--config=tiny.py", "--run_dir=runs/before"]
+    for said in finish(start(command, command, folders=[folder]), 0):
         assert "programs before the preflight: 0\n" in said, said
 
 

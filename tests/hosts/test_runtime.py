@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,18 +18,27 @@ from configs.schema import UserError
 from hosts.runtime import NoCheckpoint, Stop, run_command
 
 ROOT = Path(__file__).parents[2]
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-@pytest.mark.parametrize(("raised", "code", "says"), [(UserError("do this"), 2, "error: do this\n"), (None, 0, "")])
-def test_exit_codes(raised, code, says, capsys):
-    def main():
-        if raised:
-            raise raised
-        return 0
-
+def exit_code(main) -> int:
+    """Return the exit code of a command."""
     with pytest.raises(SystemExit) as end:
         run_command(main)
-    assert end.value.code == code and capsys.readouterr().err == says
+    return end.value.code
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "says"),
+    [
+        (None, 0, ""),
+        (UserError("do this"), 2, "error: do this\n"),
+        (NoCheckpoint("all are damaged"), 3, "error: all are damaged\n"),
+        *((OSError(number, "no space", "runs/x"), 1, "error: runs/x cannot be written: no space\n") for number in FULL),
+    ],
+)
+def test_exit_codes(raised, code, says, capsys):
+    assert exit_code(Mock(return_value=0, side_effect=raised)) == code and capsys.readouterr().err == says
 
 
 def test_what_started_a_command_starts_it_again_after_two_codes():
@@ -45,21 +55,9 @@ def test_a_peer_that_does_not_come_is_code_42():
 def test_ctrl_c_outside_of_training(capsys):
     # Python's own handler: a shell's background jobs ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.raises(SystemExit) as end:
-        run_command(lambda: os.kill(os.getpid(), signal.SIGINT) or 0)
+    code = exit_code(lambda: os.kill(os.getpid(), signal.SIGINT) or 0)
     signal.signal(signal.SIGINT, before)
-    assert end.value.code == 130 and "Traceback" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_named_without_a_traceback(number, capsys):
-    def main():
-        raise OSError(number, "no space", "runs/x/config.json")
-
-    with pytest.raises(SystemExit) as end:
-        run_command(main)
-    assert end.value.code == 1
-    assert capsys.readouterr().err == "error: runs/x/config.json cannot be written: no space\n"
+    assert code == 130 and "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("write", [write_whole, append_whole])
@@ -126,15 +124,6 @@ def test_a_signal_is_a_request_while_steps_are_taken_and_what_it_was_outside(sig
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_no_readable_checkpoint_is_code_3(capsys):
-    def main():
-        raise NoCheckpoint("all are damaged")
-
-    with pytest.raises(SystemExit) as end:
-        run_command(main)
-    assert end.value.code == 3 and capsys.readouterr().err == "error: all are damaged\n"
-
-
 @pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_before_training_ends_it_at_once_even_where_a_callback_swallows_the_exception(sign, code):
     def main():
@@ -144,9 +133,7 @@ def test_a_signal_before_training_ends_it_at_once_even_where_a_callback_swallows
             with stop.heeded():
                 pytest.fail("the run went on")
 
-    with pytest.raises(SystemExit) as end:
-        run_command(main)
-    assert end.value.code == code
+    assert exit_code(main) == code
 
 
 def test_a_second_ctrl_c_ends_the_process_and_says_what_is_lost():

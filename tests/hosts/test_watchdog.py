@@ -6,6 +6,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from configs.schema import HangConfig
 from data.outage import OUTAGE
 from hosts.watchdog import Watchdog
@@ -101,31 +103,28 @@ def test_an_evaluation_a_save_or_a_restore_has_a_limit_of_its_own():
     assert watched.barks == ["saving takes longer than 0.01 s (--hang.other_seconds)"]
 
 
-def test_a_restore_that_hangs_ends_with_42_and_says_where_every_thread_is():
-    script = (
-        "import time\n"
-        "from configs.schema import HangConfig\n"
-        "from hosts.watchdog import limited\n"
-        "def a_store_that_never_answers(): time.sleep(60)\n"
-        "with limited(HangConfig(other_seconds=0.5), 'restoring'):\n"
-        "    a_store_that_never_answers()\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 42
-    assert "restoring takes longer than 0.5 s" in ended.stderr and "a_store_that_never_answers" in ended.stderr
+RESTORE = """
+with limited(HangConfig(other_seconds=0.5), 'restoring'):
+    something_that_never_answers()
+"""
+STEP = """
+threading.Thread(target=something_that_never_answers, daemon=True).start()
+with Watchdog(HangConfig(seconds=1)) as dog:
+    dog.step(1), dog.done_with(1), dog.step(2)
+    time.sleep(60)
+"""
 
 
-def test_it_says_where_every_thread_is_and_ends_the_process_with_42():
+@pytest.mark.parametrize(
+    ("hang", "says"), [(RESTORE, "restoring takes longer than 0.5 s"), (STEP, "no step after 1 has ended")]
+)
+def test_a_hang_ends_with_42_and_says_where_every_thread_is(hang, says):
     script = (
         "import threading, time\n"
         "from configs.schema import HangConfig\n"
-        "from hosts.watchdog import Watchdog\n"
-        "def a_loader_that_is_stuck(): time.sleep(60)\n"
-        "threading.Thread(target=a_loader_that_is_stuck, daemon=True).start()\n"
-        "with Watchdog(HangConfig(seconds=1)) as dog:\n"
-        "    dog.step(1), dog.done_with(1), dog.step(2)\n"
-        "    time.sleep(60)\n"
+        "from hosts.watchdog import Watchdog, limited\n"
+        f"def something_that_never_answers(): time.sleep(60)\n{hang}"
     )
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 42
-    assert "no step after 1 has ended" in ended.stderr and "a_loader_that_is_stuck" in ended.stderr
+    assert says in ended.stderr and "something_that_never_answers" in ended.stderr

@@ -2,18 +2,15 @@
 
 import subprocess
 import sys
-import threading
 import time
-from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
+from configs.schema import UserError
 from run.events import Events
 from run.goodput import OF_A_PROCESS, Times, goodput, summed_up
-from run.hooks.idle import Idle
+from tools.goodput import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,38 +84,14 @@ def test_the_parts_of_a_process_sum_to_the_time_since_it_began():
     assert note["seconds"]["start"] > 0  # and what came before this file
 
 
-def test_data_that_come_while_the_devices_are_busy_cost_nothing(monkeypatch):
-    now, ended = [0.0], threading.Event()
-    monkeypatch.setattr("run.goodput.time.monotonic", lambda: now[0])
-
-    def batches():
-        now[0] = 5.0
-        yield "while they are busy"
-        ended.set()
-        assert idle.done.result() == 5.0
-        now[0] = 9.0
-        yield "they are done meanwhile"
-        now[0] = 11.0
-        yield "they were done before"
-
-    idle, given, waits = Idle(Times()), batches(), []
-    run = SimpleNamespace(clock=SimpleNamespace(idle=0.0))
-    idle.begin(run)  # pyright: ignore
-    with closing(idle):
-        idle.after_step(run, SimpleNamespace(block_until_ready=ended.wait), None)  # pyright: ignore
-        for _ in range(3):
-            idle.next_of(given, run)  # pyright: ignore
-            waits.append(run.clock.idle)
-    assert np.diff(waits, prepend=0.0).tolist() == [0.0, 4.0, 2.0]
-
-
-def test_the_command_prints_a_table_and_refuses_what_is_no_run(tmp_path):
-    command = [sys.executable, "-m", "tools.goodput", str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 2 and "holds no run" in ended.stderr and "Traceback" not in ended.stderr
+def test_the_command_prints_a_table_and_refuses_what_is_no_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["tools.goodput", str(tmp_path)])
+    with pytest.raises(UserError, match="holds no run"):
+        main()
     (tmp_path / "config.json").write_text("{}")
     Events(tmp_path).add("start", 0, began=0.0, seconds={"start": 3.0, "steps": 1.0})
-    table = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    unread = ["bash", "-c", f"{' '.join(command)} | true"]
-    assert subprocess.run(unread, cwd=ROOT, capture_output=True, text=True, check=True).stderr == ""
+    main()
+    table = capsys.readouterr().out
     assert "start                 3.0 s    75.0%" in table and "wall time             4.0 s" in table
+    unread = ["bash", "-c", f"{sys.executable} -m tools.goodput {tmp_path} | true"]
+    assert subprocess.run(unread, cwd=ROOT, capture_output=True, text=True, check=True).stderr == ""

@@ -87,6 +87,7 @@ def checkpoints_in(folder) -> tuple[list[str], int]:
 def test_an_error_of_one_host_is_retried_and_condemns_no_checkpoint_that_is_sound(tmp_path, act, code, says, left):
     """Nobody waits for one that cannot save: Orbax's barriers wait twenty minutes."""
     acts = [f"{tmp_path} sound", f"{tmp_path} {act}"]
-    said = finish(start(SCRIPT, *(reversed(acts) if act == "cannot begin" else acts)), code)
+    acts = reversed(acts) if act == "cannot begin" else acts
+    said = finish(start(*(["-c", SCRIPT, each] for each in acts)), code)
     assert all(says in text for text in said), "\n---\n".join(said)
     assert checkpoints_in(tmp_path) == left

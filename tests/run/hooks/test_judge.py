@@ -1,6 +1,5 @@
 """What is said of the steps: skipped ones, and jumps of the loss."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +9,8 @@ from run.hooks.judge import ENOUGH, Judge
 from run.hooks.log import ReadStep
 from run.lines import read_metrics
 from run.metrics import MetricsWriter
-from run.progress import WINDOW, Due, Progress, Start
-from tests.helpers import tiny_config
-from training.state import TrainState
-
-NOTHING = Due(log=False, evaluate=False, save=False)
+from run.progress import WINDOW
+from tests.run.hooks.runs import NOTHING, config_of, progress
 
 
 class Judged:
@@ -23,8 +19,7 @@ class Judged:
     def __init__(self, config, folder, losses):
         self.said, self.skipped = [], 0
         self.log = SimpleNamespace(just_read=[], writer=MetricsWriter(folder, 0))
-        batches = SimpleNamespace(row_numbers=lambda i: i)
-        self.run = Progress(config, Start(TrainState(0, {}, (), 0), losses=losses), batches)  # pyright: ignore
+        self.run = progress(config, losses=losses)
         seen = lambda i: {"rows": [(0, i + 1)]}
         self.judge = Judge(config, self.log, SimpleNamespace(), seen, self.said.append)  # pyright: ignore
         self.judge.begin(self.run)
@@ -45,8 +40,8 @@ def read(step: int, loss: float, skipped: int = 0, norm: float = 1.0) -> ReadSte
 @pytest.fixture
 def judged(tmp_path):
     def make(factor: float = 1.5, losses: tuple[float, ...] = ()) -> Judged:
-        stability = StabilityConfig(spike_factor=factor)
-        return Judged(replace(tiny_config(), steps=500, run_dir="here", stability=stability), tmp_path, losses)
+        config = config_of("here", stability=StabilityConfig(spike_factor=factor))
+        return Judged(config, tmp_path, losses)
 
     return make
 

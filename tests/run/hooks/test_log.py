@@ -1,20 +1,14 @@
 """The logged lines: which step each is of, and when its metrics are read."""
 
-from dataclasses import replace
-from types import SimpleNamespace
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
 
 from run.goodput import Times
 from run.hooks.log import Log
 from run.hooks.watch import Watch
 from run.lines import read_metrics
-from run.progress import Due, Progress, Start
-from tests.helpers import tiny_config
-from training.state import TrainState
-
-NOTHING = Due(log=False, evaluate=False, save=False)
+from tests.run.hooks.runs import NOTHING, built_of, config_of, progress
 
 
 @pytest.mark.parametrize(
@@ -29,15 +23,16 @@ NOTHING = Due(log=False, evaluate=False, save=False)
     ],
 )
 def test_a_line_is_written_while_the_next_step_runs_unless_a_save_or_an_evaluation_follows(
-    due, read_at_once, lines_at_once, tmp_path
+    due, read_at_once, lines_at_once, tmp_path, monkeypatch
 ):
-    config = replace(tiny_config(), steps=500, run_dir=str(tmp_path))
-    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind="cpu")]), size=1)
-    built, watch = SimpleNamespace(config=config, mesh=mesh), Watch(config, Times())
-    log = Log(built, watch, lambda position: {"text": position / 512}, None, lambda said: None)  # pyright: ignore
+    monkeypatch.setattr("run.goodput.NOTED_EVERY", 0)  # each line is followed by a sign of life
+    config, saw = config_of(tmp_path), []
+    watch, record = Watch(config, Times()), Mock()
+    log = Log(built_of(config), watch, lambda position: {"text": position / 512}, record, saw.append)
     log.flops_share = 1e-6
-    run = Progress(config, Start(TrainState(0, {}, (), 0)), SimpleNamespace())  # pyright: ignore
+    run = progress(config)
     log.begin(run)
+    run.clock.idle = 1e-6
     for step, loss in ((1, 3.0), (2, 2.0), (3, 1.5)):
         watch.before_step(run)
         run.step = step
@@ -50,7 +45,8 @@ def test_a_line_is_written_while_the_next_step_runs_unless_a_save_or_an_evaluati
             assert len(read_metrics(tmp_path)) == lines_at_once
     log.close()
     lines = read_metrics(tmp_path)
-    assert len(lines) == due.log
+    assert len(lines) == len(saw) == due.log and record.copy_events.called == due.log
     for line in lines:
         assert (line["step"], line["tokens"], line["loss"]) == (2, 2 * 256, 2.0) and line["epochs"] == {"text": 1.0}
         assert line["mfu"] == pytest.approx(1e-6 * line["tokens_per_second"]) and line["grad_norms"]["embed"] == 0.5
+        assert line["data_wait"] > 0 and saw[0].startswith("step 2/40  loss 2.0000  ")
