@@ -49,10 +49,10 @@ def closure(command: str) -> list[str]:
 
 def options(section: type = Config) -> int:
     """Return the number of a run's options on the command line. A config file has more, of type `InFile`."""
-    hints = get_type_hints(section, include_extras=True)
-    kinds = [hints[field.name] for field in fields(section)]
-    in_file = lambda kind: Role.FILE in getattr(kind, "__metadata__", ())
-    return sum(options(kind) if is_dataclass(kind) else not in_file(kind) for kind in kinds)
+    plain, annotated = get_type_hints(section), get_type_hints(section, include_extras=True)
+    names = [field.name for field in fields(section)]
+    in_file = lambda name: Role.FILE in getattr(annotated[name], "__metadata__", ())
+    return sum(options(plain[name]) if is_dataclass(plain[name]) else not in_file(name) for name in names)
 
 
 def counts() -> dict[str, int]:
