@@ -102,7 +102,10 @@ def differences(error: pytest.ExceptionInfo) -> list[str]:
     return [line.strip() for line in str(error.value).splitlines() if line.startswith("  ")]
 
 
-def test_first_start_writes_the_config_and_what_it_ran_on(config):
+@pytest.mark.parametrize("empty_folder", [False, True])
+def test_first_start_writes_the_config_and_what_it_ran_on(config, empty_folder):
+    if empty_folder:
+        Path(config.run_dir).mkdir(parents=True)
     assert open_run(config, "print", accept_changes=False) == []
     record = record_of(config)
     assert config_from_json(json.dumps(record["config"])) == config
@@ -247,12 +250,6 @@ def test_problems_of_the_checkpoints_folder_name_that_option(config, gcs):
     gcs.forbidden = True
     with pytest.raises(UserError, match=r"^--checkpoint\.folder=gs://bucket/run cannot be read: Forbidden"):
         open_run(config, "print", False)
-
-
-def test_an_empty_folder_becomes_the_runs(config):
-    Path(config.run_dir).mkdir(parents=True)
-    assert open_run(config, "print", accept_changes=False) == []
-    assert record_of(config)["dataset"] == "print"
 
 
 def test_a_start_killed_while_it_claimed_the_folder_can_be_repeated(config, monkeypatch):

@@ -40,16 +40,13 @@ def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_lines_are_json_in_the_order_they_were_written_with_their_time(tmp_path, monkeypatch):
+    assert read_metrics(tmp_path) == []
     monkeypatch.setattr(run.metrics.time, "time", lambda: 123.5)
     lines = [line(0), {"step": 10, "val_loss": 2.0, "mfu": None, "samples": ["é\n\u2028"]}, line(20, float("inf"))]
     write(tmp_path, 0, lines)
     lines[2]["loss"] = None  # JSON has no infinity
     assert lines_of(tmp_path) == lines
     assert read_metrics(tmp_path) == [{**each, "time": 123.5} for each in lines]
-
-
-def test_a_run_that_wrote_nothing_has_no_lines(tmp_path):
-    assert read_metrics(tmp_path) == []
 
 
 def test_a_line_is_in_the_file_and_soon_in_tensorboard_though_the_run_goes_on(tmp_path):
@@ -71,16 +68,15 @@ def test_continuing_drops_what_came_after_the_checkpoint_and_a_half_written_line
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "tensorboard"}
 
 
-def test_a_run_that_starts_over_without_a_checkpoint_keeps_nothing(tmp_path):
-    """Killed before its first checkpoint, a run evaluates step 0 again: that too must stand there once."""
-    write(tmp_path, 0, [line(0), line(10)])
-    write(tmp_path, 0, [line(0, 2.0)])
-    assert lines_of(tmp_path) == [line(0, 2.0)]
-    assert scalars(tmp_path)["loss"] == [(0, 2.0)]
-
-
 def test_both_show_each_step_once_however_often_the_run_was_continued(tmp_path):
-    starts = [(0, range(0, 6), 1.0), (3, range(4, 9), 2.0), (8, range(9, 12), 3.0), (9, range(10, 13), 4.0)]
+    """Killed before its first checkpoint, a run begins again with step 0: that too is there once."""
+    starts = [
+        (0, range(0, 3), 9.0),
+        (0, range(0, 6), 1.0),
+        (3, range(4, 9), 2.0),
+        (8, range(9, 12), 3.0),
+        (9, range(10, 13), 4.0),
+    ]
     for start, steps, loss in starts:
         write(tmp_path, start, [line(step, loss) for step in steps])
     expected = list(enumerate([1.0] * 4 + [2.0] * 5 + [3.0] + [4.0] * 3))
@@ -97,14 +93,14 @@ def test_continuing_keeps_the_time_of_earlier_points(tmp_path, monkeypatch):
 
 
 def test_tensorboard_shows_numbers_nested_numbers_and_texts_and_leaves_out_what_is_none(tmp_path):
-    samples = ["def a():\n    pass", "two"]
+    samples = ["def a():\n    pass", "a\n````\nb"]
     write(tmp_path, 0, [{"step": 5, "loss": 1.5, "norm": {"embed": 2.0, "head": 3}, "mfu": None, "samples": samples}])
     assert scalars(tmp_path) == {"loss": [(5, 1.5)], "norm/embed": [(5, 2.0)], "norm/head": [(5, 3.0)]}
     events = shown(tmp_path / "tensorboard")
     assert sorted(events.Tags()["tensors"]) == ["samples/0/text_summary", "samples/1/text_summary"]
-    (sample,) = events.Tensors("samples/0/text_summary")
-    assert sample.step == 5
-    assert b"def a():\n    pass" in sample.tensor_proto.string_val[0]
+    (sample,), (fenced,) = (events.Tensors(f"samples/{i}/text_summary") for i in (0, 1))
+    assert sample.step == 5 and sample.tensor_proto.string_val[0] == b"```\ndef a():\n    pass\n```"
+    assert fenced.tensor_proto.string_val[0] == b"`````\na\n````\nb\n`````"  # a fence stays in its own
 
 
 def test_options_are_hparams_of_the_one_run_from_its_start_on(tmp_path):
@@ -116,12 +112,6 @@ def test_options_are_hparams_of_the_one_run_from_its_start_on(tmp_path):
     writer.close()
     assert scalars(tmp_path) == {"val_loss": [(1, 2.5)]}
     assert len([path for path in (tmp_path / "tensorboard").rglob("*") if path.is_file()]) == 1
-
-
-def test_a_sample_that_holds_a_fence_stays_in_its_own(tmp_path):
-    write(tmp_path, 0, [{"step": 1, "samples": ["a\n````\nb", "plain"]}])
-    text = lambda i: shown(tmp_path / "tensorboard").Tensors(f"samples/{i}/text_summary")[0].tensor_proto.string_val[0]
-    assert text(0) == b"`````\na\n````\nb\n`````" and text(1) == b"```\nplain\n```"
 
 
 def test_loss_is_drawn_from_the_lines(tmp_path):
@@ -147,12 +137,13 @@ def test_clock_counts_training_alone_over_all_starts(monkeypatch):
     assert clock.rates(60)[0] == 2 / 1
 
 
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
 def test_a_full_disk_keeps_lines_waiting_and_loses_none(tmp_path, monkeypatch):
     writer = MetricsWriter(tmp_path, 0)
     writer.write(line(1))
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(run.metrics, "append_whole", full)
@@ -169,9 +160,6 @@ def test_a_full_disk_keeps_lines_waiting_and_loses_none(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_full_at_the_end_does_not_change_how_the_run_ends(tmp_path, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     writer = MetricsWriter(tmp_path, 0)
     writer.write(line(1))
     monkeypatch.setattr(run.metrics.TensorBoard, "close", full)

@@ -4,10 +4,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from configs.schema import DiagnosticsConfig
 from run.goodput import Times
 from run.hooks.log import Log
 from run.hooks.watch import Watch
 from run.lines import read_metrics
+from run.metrics import MetricsWriter
 from tests.run.hooks.runs import NOTHING, built_of, config_of, progress
 
 
@@ -50,3 +52,15 @@ def test_a_line_is_written_while_the_next_step_runs_unless_a_save_or_an_evaluati
         assert (line["step"], line["tokens"], line["loss"]) == (2, 2 * 256, 2.0) and line["epochs"] == {"text": 1.0}
         assert line["mfu"] == pytest.approx(1e-6 * line["tokens_per_second"]) and line["grad_norms"]["embed"] == 0.5
         assert line["data_wait"] > 0 and saw[0].startswith("step 2/40  loss 2.0000  ")
+
+
+def test_a_resumed_run_has_the_noise_scale_s_window_up_to_its_checkpoint(tmp_path):
+    writer = MetricsWriter(tmp_path, 0)
+    for step in (4, 8, 12):
+        writer.write({"step": step, "diagnostics": {"signal": {"all": 1.0}, "noise": {"all": step}}})
+    writer.close()
+    config = config_of(tmp_path, diagnostics=DiagnosticsConfig(every_steps=4))
+    log = Log(built_of(config), Watch(config, Times()), Mock(), None, print)
+    log.begin(progress(config, step=8))
+    log.close()
+    assert [measured["noise"] for measured in log.diagnosis.newest] == [{"all": 4}, {"all": 8}]
