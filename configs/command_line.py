@@ -148,7 +148,12 @@ def config_from_json(text: str) -> Config:
     except msgspec.ValidationError as error:
         raise UserError(f"config.json is not of this version: {error}") from error
     if unknown := _names(json.loads(text)) - options(config).keys():
-        raise UserError(f"config.json has options that this version does not know: {', '.join(sorted(unknown))}")
+        names = sorted(unknown)
+        more = f" and {len(names) - 3} more" if names[3:] else ""
+        raise UserError(
+            f"config.json has options that this version does not know: {', '.join(names[:3])}{more}; use the run with the "
+            "commit that began it"
+        )
     return config
 
 
