@@ -1,17 +1,17 @@
 """What is in a dataset, as text and as a page, or what a step sees: python -m tools.dataset DIR_OR_RUN."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import tyro
+from msgspec import Meta
 
-from configs.command_line import config_from_json, parse_arguments
+from configs.command_line import parse_arguments
 from configs.files import write_whole
 from configs.ramp import Ramp
-from configs.schema import BatchConfig, Config, DataConfig, FilePath, Packing, UserError
+from configs.schema import BatchConfig, Config, DataConfig, FilePath, Packing, Positive, UserError
 from data.dataset import open_text, shortest
 from data.dataset_folder import open_dataset
 from data.loader import RowSequence
@@ -20,6 +20,7 @@ from data.packing import Row
 from data.tokenizer import TextTokenizer
 from hosts.runtime import cache_dir, run_command
 from run.events import Events, batch_of
+from run.folder import read_record
 from tools.dataset.dataset_page import dataset_page
 from tools.dataset.facts import Facts, read_facts
 
@@ -32,18 +33,18 @@ class Arguments:
     """A dataset folder, here or at a URL, or a run's, whose own text, seed, packing and sizes are used then."""
     out: FilePath = ""
     """The page with a dataset's facts; by default dataset.html in the folder, of one at a URL in the working folder."""
-    step: int | None = None
+    step: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
     """Show the batch of this step (the first is 0), in place of the page. Of a run: what it saw there, after rollbacks
     too."""
-    rows: int = 4
+    rows: Positive[int] = 4
     """Rows of the batch that are shown."""
     packing: Packing = "stream"
     """Of a dataset folder: how its rows are made."""
-    sequence_length: int = 2048
+    sequence_length: Annotated[int, Meta(ge=2)] = 2048
     """Of a dataset folder: tokens of a row."""
-    tokens_per_step: int = 524_288
+    tokens_per_step: Positive[int] = 524_288
     """Of a dataset folder: tokens of a step."""
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
     """Of a dataset folder: seed of the order."""
     tokenizer: str = ""
     """Of a folder of .bin shards without a dataset.json: what their tokens mean."""
@@ -74,7 +75,7 @@ def describe(facts: Facts, place: str) -> str:
 
 
 def describe_row(row: Row, tokenizer: TextTokenizer) -> str:
-    """A row's documents, one a line: positions, targets that count, and how the text begins and ends."""
+    """Return a row's documents, one a line: positions, targets that count, and how the text begins and ends."""
     starts = np.union1d(0, np.flatnonzero(row["inputs"] == tokenizer.bos))
     padding = len(row["weights"]) - np.flatnonzero(row["weights"]).max(initial=-1) - 1
     lines = []
@@ -88,28 +89,11 @@ def describe_row(row: Row, tokenizer: TextTokenizer) -> str:
     return "\n".join([*lines, *([f"  {padding} positions of padding"] if padding else [])])
 
 
-def _validate(arguments: Arguments) -> None:
-    def require(condition: bool, name: str, expectation: str) -> None:
-        if not condition:
-            raise UserError(f"--{name}={getattr(arguments, name)} cannot work: {expectation}")
-
-    require(arguments.step is None or 0 <= arguments.step < 2**31, "step", "the first is 0, the last below 2^31")
-    require(arguments.rows > 0, "rows", "it must be positive")
-    require(arguments.sequence_length > 1, "sequence_length", "a row has at least 2 tokens")
-    at_least = f"a step has at least one row, of --sequence_length={arguments.sequence_length} tokens"
-    require(arguments.tokens_per_step >= arguments.sequence_length, "tokens_per_step", at_least)
-    require(0 <= arguments.seed < 2**32, "seed", "it must not be negative, and below 2^32")
-
-
 def _config(arguments: Arguments) -> tuple[Config, bool]:
     """Return the run's config, or one for a dataset folder, and which of the two it is."""
     record = Path(arguments.path) / "config.json"
     if record.exists():
-        try:
-            kept = json.loads(record.read_bytes())["config"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{record} is no run's record: {type(error).__name__}: {error}") from error
-        return config_from_json(json.dumps(kept)), True
+        return read_record(record)[1], True
     if "://" not in arguments.path and not Path(arguments.path).is_dir():
         raise UserError(f"{arguments.path} is no folder: give a dataset's, or a run's")
     batch = BatchConfig(arguments.sequence_length, arguments.tokens_per_step)
@@ -118,16 +102,17 @@ def _config(arguments: Arguments) -> tuple[Config, bool]:
 
 
 def show_facts(config: Config, is_run: bool, out: Path, cache: Path) -> None:
-    """Print the facts of each dataset, and writes the page."""
+    """Print the facts of each dataset, and write the page."""
     (names, stages), length = read_source(config.data.source), config.batch.sequence_length
-    read, found, places = replace(config.data, packing="best_fit"), [], []  # which brings the documents' places along
+    options = replace(config.data, packing="best_fit")  # which needs to know where documents begin
+    facts, places = [], []
     for name in names:
-        found.append(read_facts(open_dataset(name, read, config.model.vocab_size, cache), length))
-        places.append(name if "://" in name else str(found[-1].dataset.folder))
-        print(describe(found[-1], places[-1]))
+        facts.append(read_facts(open_dataset(name, options, config.model.vocab_size, cache), length))
+        places.append(name if "://" in name else str(facts[-1].dataset.folder))
+        print(describe(facts[-1], places[-1]))
     mixture, tokens = Mixture(stages, length) if is_run else None, Ramp.of(config.batch).tokens(config.steps)
     try:
-        write_whole(out, dataset_page(shortest(places), found, length, mixture, tokens))
+        write_whole(out, dataset_page(shortest(places), facts, length, mixture, tokens))
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}); give --out=PATH") from error
     print(f"{out}: the same with pictures")
@@ -152,7 +137,9 @@ def show_step(config: Config, path: str, step: int, most: int, cache: Path) -> N
 
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
-    _validate(arguments)
+    if arguments.tokens_per_step < arguments.sequence_length:
+        row = f"a step has at least one row, of --sequence_length={arguments.sequence_length} tokens"
+        raise UserError(f"--tokens_per_step={arguments.tokens_per_step} cannot work: {row}")
     config, is_run = _config(arguments)
     if arguments.step is None:
         home = "" if "://" in arguments.path else arguments.path

@@ -1,71 +1,50 @@
 """The facts of datasets as one HTML page that needs nothing else, in the manner of tools.report's."""
 
-import json
 import time
 from html import escape
 from itertools import cycle
 from typing import Any
 
 import numpy as np
-from plotly.offline import get_plotlyjs
 
 from data.mixture import Mixture
 from data.record import read_record
 from tools.dataset.facts import Facts, names_of, text_of
-from tools.report.figures import COLORS, DASHES, Figure, plot_layout
-from tools.report.page import HERE, place, table
+from tools.report.html_parts import details, document, in_script, place, table
+from tools.report.plots import COLORS, DASHES, Figure, plot_layout, short, stacked_bars
 from tools.report.sentences import percent
 
 EXAMPLES = 8  # documents of each kind whose beginnings are shown
 POINTS = 200  # of a curve
-
-
-def dataset_page(names: list[str], found: list[Facts], length: int, mixture: Mixture | None, tokens: int) -> str:
-    """`names`: what to call the datasets. `mixture`: of a run on `tokens` tokens, with rows of `length`."""
-    facts = dict(zip(names, found))
-    plots = [_lengths(facts), _bytes(facts), _split(facts), _seen(facts)]
-    if mixture and len(names) > 1:
-        plots += [_shares(names, mixture, length, tokens)]
-    if mixture:
-        plots += [_epochs(facts, mixture, length, tokens)]
-    title, when = ", ".join(names), time.strftime("%Y-%m-%d %H:%M:%S")
-    where = ", ".join(f"{each.dataset.folder} (fingerprint {each.dataset.fingerprint})" for each in found)
-    drawn = [plot._asdict() for plot in plots]
-    data = json.dumps(drawn, allow_nan=False).replace("<", "\\u003c")
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{escape(title)}</title><link rel="icon" href="data:,">
-<style>{(HERE / "page.css").read_text()}</style>
-<script>{get_plotlyjs()}</script></head>
-<body><h1>{escape(title)}</h1><p class="muted">Made {when} from {escape(where)}</p>
-<h2>Sources</h2>{_sources(facts)}
-<div class="plots">{"".join(map(place, drawn))}</div>
-<h2>What packing costs</h2><p class="muted">{escape(_PACKING.format(length=f"{length:,}"))}</p>{_packing(facts)}
-<h2>Documents</h2>{"".join(_examples(name, each) for name, each in facts.items())}
-<script>for (const plot of {data})
-  Plotly.newPlot(plot.id, plot.traces, plot.layout, {{ displayModeBar: false, responsive: true }});</script>
-</body></html>
-"""
-
-
-_PACKING = (
+PACKING = (
     "In rows of {length} tokens. Cut: documents that would fit a row, but lie in two. Padding: positions at which no "
     "target counts. Own tokens: how many tokens of its own document a target sees on average; without "
     "--data.mask_documents it sees what stands before its document in the row, too."
 )
 
 
+def dataset_page(names: list[str], found: list[Facts], length: int, mixture: Mixture | None, tokens: int) -> str:
+    """Return the page of datasets by these names. `mixture`: of a run on `tokens` tokens, with rows of `length`."""
+    facts = dict(zip(names, found))
+    plots = [_lengths(facts), _bytes(facts), _split(facts), _seen(facts)]
+    if mixture and len(names) > 1:
+        plots += [_shares(names, mixture, length, tokens)]
+    if mixture:
+        plots += [_epochs(facts, mixture, length, tokens)]
+    where = ", ".join(f"{each.dataset.folder} (fingerprint {each.dataset.fingerprint})" for each in found)
+    drawn = [plot._asdict() for plot in plots]
+    body = f"""<h2>Sources</h2>{_sources(facts)}
+<div class="plots">{"".join(map(place, drawn))}</div>
+<h2>What packing costs</h2><p class="muted">{escape(PACKING.format(length=f"{length:,}"))}</p>{_packing(facts)}
+<h2>Documents</h2>{"".join(_examples(name, each) for name, each in facts.items())}"""
+    script = f"""for (const plot of {in_script(drawn)})
+  Plotly.newPlot(plot.id, plot.traces, plot.layout, {{ displayModeBar: false, responsive: true }});"""
+    made = escape(f"Made {time.strftime('%Y-%m-%d %H:%M:%S')} from {where}")
+    return document(", ".join(names), made, body, script)
+
+
 def _sources(facts: dict[str, Facts]) -> str:
-    head = [
-        "",
-        "documents",
-        "tokens",
-        "bytes",
-        "bytes a token",
-        "held out",
-        "repeat another",
-        "in both",
-    ]
+    head = ["", "documents", "tokens", "bytes", "bytes a token", "held out", "repeat another", "in both"]
     rows = []
     for name, (_, train, val, repeats, leaked, _) in facts.items():
         tokens, text = train.tokens.sum() + val.tokens.sum(), train.bytes.sum() + val.bytes.sum()
@@ -89,51 +68,44 @@ def _origin(name: str, facts: Facts) -> str:
 
 
 def _packing(facts: dict[str, Facts]) -> str:
-    head = ["", "rows", "padding", "cut", "own tokens", "to plan"]
-    return table(
-        head,
-        [
-            [
-                *(f"{name}, {packing}", f"{packed.rows:,}", percent(packed.padding), percent(packed.cut)),
-                *(f"{packed.mean_seen:,.0f}", f"{packed.seconds:.2g} s" if packed.seconds else "no plan"),
-            ]
-            for name, each in facts.items()
-            for packing, packed in each.packed.items()
-        ],
-    )
+    rows = []
+    for name, each in facts.items():
+        for packing, packed in each.packed.items():
+            sizes = [f"{packed.rows:,}", percent(packed.padding), percent(packed.cut), f"{packed.mean_seen:,.0f}"]
+            rows.append([f"{name}, {packing}", *sizes, f"{packed.seconds:.2g} s" if packed.seconds else "no plan"])
+    return table(["", "rows", "padding", "cut", "own tokens", "to plan"], rows)
 
 
 def _examples(name: str, facts: Facts) -> str:
-    """How the longest documents begin, those whose text the tokenizer knows best and least, and what repeats most."""
-    dataset, train, val, _, leaked, _ = facts
+    """Return how the longest documents begin, those whose text the tokenizer knows best and least, those that repeat
+    most, and those on both sides."""
+    train, val = facts.train, facts.val
     ratio = train.bytes / train.tokens
     _, first, copies = np.unique(train.hashes, return_index=True, return_counts=True)
-    most = np.argsort(-copies, kind="stable")[:EXAMPLES]
-    kinds = {
-        "the longest": [(int(i), f"{train.tokens[i]:,} tokens") for i in np.argsort(-train.tokens)[:EXAMPLES]],
-        "most bytes a token": [(int(i), f"{ratio[i]:.2f} bytes a token") for i in np.argsort(-ratio)[:EXAMPLES]],
-        "fewest bytes a token": [(int(i), f"{ratio[i]:.2f} bytes a token") for i in np.argsort(ratio)[:EXAMPLES]],
-        "those that stand there most often": [
-            (int(first[i]), f"{copies[i]:,} times, {train.tokens[first[i]]:,} tokens each")
-            for i in most
-            if copies[i] > 1
-        ],
+    repeated = [i for i in np.argsort(-copies, kind="stable")[:EXAMPLES] if copies[i] > 1]
+    in_ratio = lambda order: {int(i): f"{ratio[i]:.2f} bytes a token" for i in order[:EXAMPLES]}
+    in_tokens = lambda documents, order: {int(i): f"{documents.tokens[i]:,} tokens" for i in order[:EXAMPLES]}
+    often = {int(first[i]): f"{copies[i]:,} times, {train.tokens[first[i]]:,} tokens each" for i in repeated}
+    groups = [
+        ("the longest", "train", in_tokens(train, np.argsort(-train.tokens))),
+        ("most bytes a token", "train", in_ratio(np.argsort(-ratio))),
+        ("fewest bytes a token", "train", in_ratio(np.argsort(ratio))),
+        ("those that stand there most often", "train", often),
+        ("held out, but trained on too", "val", in_tokens(val, np.flatnonzero(facts.leaked))),
+    ]
+    parts = {"train": train, "val": val}
+    beginnings = {
+        (part, i): (int(parts[part].bytes[i]), text_of(facts.dataset, part, i, parts[part]))
+        for _, part, chosen in groups
+        for i in chosen
     }
-    parts = [(f"{name}, {kind}", "train", train, chosen) for kind, chosen in kinds.items()]
-    both = [(int(i), f"{val.tokens[i]:,} tokens") for i in np.flatnonzero(leaked)[:EXAMPLES]]
-    parts.append((f"{name}, held out, but trained on too", "val", val, both))
-    begins = {
-        (part, i): (int(documents.bytes[i]), text_of(dataset, part, i, documents))
-        for _, part, documents, chosen in parts
-        for i, _ in chosen
-    }
-    names, shown = names_of(dataset, set(begins.values())), ""
-    for summary, part, _, chosen in parts:
+    names, shown = names_of(facts.dataset, set(beginnings.values())), ""
+    for n, (kind, part, chosen) in enumerate(groups):
         texts = ""
-        for i, about in chosen:
-            file = names.get(begins[part, i], "file not known, as the source is not here or has changed")
-            texts += f"<p>{escape(about)}: {escape(file)}</p><pre>{escape(begins[part, i][1])}</pre>"
-        shown += f"<details><summary>{escape(summary)}</summary>{texts}</details>" if chosen else ""
+        for i, about in chosen.items():
+            file = names.get(beginnings[part, i], "file not known, as the source is not here or has changed")
+            texts += f"<p>{escape(about)}: {escape(file)}</p><pre>{escape(beginnings[part, i][1])}</pre>"
+        shown += details(f"{name}, {kind}", texts, f"{name}-{n}") if chosen else ""
     return shown
 
 
@@ -168,21 +140,9 @@ def _split(facts: dict[str, Facts]) -> Figure:
         "held out": [tokens(each.val, ~each.leaked) for each in facts.values()],
         "held out, but trained on": [tokens(each.val, each.leaked) for each in facts.values()],
     }
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": part,
-            "x": sizes,
-            "y": list(facts),
-            "marker": {"color": color},
-            "hovertemplate": "%{x:,} tokens",
-        }
-        for (part, sizes), color in zip(parts.items(), cycle(COLORS))
-    ]
-    layout: dict[str, Any] = {**_layout("tokens", ""), "barmode": "stack", "hovermode": "closest"}
+    traces, layout = stacked_bars(list(facts), parts, "%{x:,} tokens")
     layout["legend"] |= {"traceorder": "normal"}
-    layout["yaxis"] |= {"type": "category", "automargin": True}
+    layout["xaxis"] |= {"title": {"text": "tokens", "standoff": 8}, "tickformat": "~s"}
     return Figure("split", "Trained on, repeated, held out", "tokens", traces, layout)
 
 
@@ -217,7 +177,7 @@ def _epochs(facts: dict[str, Facts], mixture: Mixture, length: int, tokens: int)
 
 
 def _steps(name: str, counts: np.ndarray, bins: np.ndarray, color: str, dash: str) -> dict[str, Any]:
-    """A histogram, as % of all."""
+    """Return a histogram, as % of all."""
     shares = 100 * counts / max(counts.sum(), 1)
     trace = _line(name, bins, [*shares, 0.0], color, dash)
     trace["line"] |= {"shape": "hv"}
@@ -225,9 +185,8 @@ def _steps(name: str, counts: np.ndarray, bins: np.ndarray, color: str, dash: st
 
 
 def _line(name: str, x: Any, y: Any, color: str, dash: str) -> dict[str, Any]:
-    shorter = lambda values: [float(f"{value:.5g}") for value in values]
     style = {"line": {"width": 1.5, "color": color, "dash": dash}, "hovertemplate": "%{y:.3~g}"}
-    return {"type": "scatter", "mode": "lines", "name": name, "x": shorter(x), "y": shorter(y), **style}
+    return {"type": "scatter", "mode": "lines", "name": name, "x": short(x), "y": short(y), **style}
 
 
 def _layout(x: str, y: str, log: bool = False) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Runs beside each other: what differs in how they were made, and what a person should know of how they compare."""
 
 import json
+from collections.abc import Iterator
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -12,47 +13,43 @@ OWN = ("name", "run_dir", "checkpoint.folder")  # options that every run has for
 
 
 def compared(runs: list[Run]) -> list[Sentence]:
-    """What a person should know of several runs beside each other."""
-    if len(runs) < 2:
-        return []
+    """Return what a person should know of several runs beside each other."""
     differing = differences(runs)
-    names = [name for name in differing if any(name in run.options for run in runs)]
-    listed = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-    said = [Sentence(f"They differ in {counted(len(names), 'option')}: {listed}." if names else "No option differs.")]
-    text, sizes = "dataset (fingerprint)" in differing, "model.vocab_size" in differing
-    if text or sizes or "eval.tokens" in differing:
-        what = "texts" if text else "vocabularies" if sizes else "amounts of held-out text"
-        said.append(Sentence(f"Their losses are of different {what}, and cannot be compared as they are.", True))
+    names = [name for name in differing if name in runs[0].options]
+    listed = ", ".join(names[:6]) + ", ..." * (len(names) > 6)
+    group = [Sentence(f"They differ in {counted(len(names), 'option')}: {listed}." if names else "No option differs.")]
+    reasons = {
+        "dataset (fingerprint)": "texts",
+        "model.vocab_size": "vocabularies",
+        "eval.tokens": "amounts of held-out text",
+    }
+    if what := next((what for name, what in reasons.items() if name in differing), ""):
+        group.append(Sentence(f"Their losses are of different {what}, and cannot be compared as they are.", True))
     else:
-        said += _losses(runs)
+        group += _losses(runs)
     if all(rates := [run.course("tokens_per_second").values for run in runs]):
-        shown = sorted(((median(rate), run.name) for rate, run in zip(rates, runs)), reverse=True)
-        (rate, name), *rest = shown
+        (rate, name), *rest = sorted(((median(rate), run.name) for rate, run in zip(rates, runs)), reverse=True)
         others = "".join(f", {other} on {quantity(slower)}" for slower, other in rest)
-        said.append(Sentence(f"{name} trains on {quantity(rate)} tokens a second{others}."))
-    return said
+        group.append(Sentence(f"{name} trains on {quantity(rate)} tokens a second{others}."))
+    return group
 
 
-def _losses(runs: list[Run]) -> list[Sentence]:
-    """At the same tokens, and how soon the best run is where the others end."""
-    vals = {run.name: _by_tokens(run) for run in runs}
-    most = min((val[-1][0] if val else 0 for val in vals.values()), default=0)
+def _losses(runs: list[Run]) -> Iterator[Sentence]:
+    """Yield losses at the same tokens, and how soon the best run is where the others end."""
+    points = {run.name: _by_tokens(run) for run in runs}
+    most = min(course[-1][0] if course else 0 for course in points.values())
     if not most:
-        return []
-    said = []
-    at_most = sorted((_interpolated(val, most), name) for name, val in vals.items())
-    best = at_most[0][0]
-    others = ", ".join(f"{name} at {loss:.3f} (+{loss - best:.3f})" for loss, name in at_most[1:])
+        return
+    (best, winner), *rest = sorted((_interpolated(course, most), name) for name, course in points.items())
+    others = ", ".join(f"{name} at {loss:.3f} (+{loss - best:.3f})" for loss, name in rest)
     where = f"At {quantity(most)} tokens, the most that all were trained on and evaluated at"
-    said.append(Sentence(f"{where}, {at_most[0][1]} has the lowest validation loss, {best:.3f}; {others}."))
-    winner = vals[at_most[0][1]]
-    for _, name in at_most[1:]:
-        goal = vals[name][-1]
-        reached = _first_reach(winner, goal[1])
-        if reached is not None and 0 < reached < goal[0]:
-            share = f"{percent(reached / goal[0])} of its tokens"
-            said.append(Sentence(f"{at_most[0][1]} reaches the last validation loss of {name} after {share}."))
-    return said
+    yield Sentence(f"{where}, {winner} has the lowest validation loss, {best:.3f}; {others}.")
+    for _, name in rest:
+        tokens, goal = points[name][-1]
+        reached = _first_reach(points[winner], goal)
+        if reached is not None and 0 < reached < tokens:
+            share = f"{percent(reached / tokens)} of its tokens"
+            yield Sentence(f"{winner} reaches the last validation loss of {name} after {share}.")
 
 
 def _by_tokens(run: Run) -> list[tuple[float, float]]:
@@ -75,8 +72,8 @@ def _first_reach(points: list[tuple[float, float]], goal: float) -> float | None
 
 
 def differences(runs: list[Run]) -> dict[str, list[str]]:
-    """Each option that is not the same in all runs, with each run's value; an empty one where a run's version did not
-    know it. What was trained on, and with what, is told in the same way."""
+    """Return each option that is not the same in all runs, with each run's value, and in the same way the dataset, the
+    devices and the versions. What only some runs have is empty in the others."""
     facts = [_comparable(run) for run in runs]
     names = dict.fromkeys(name for each in facts for name in each)
     rows = {name: [each.get(name, "") for each in facts] for name in names}
@@ -84,11 +81,11 @@ def differences(runs: list[Run]) -> dict[str, list[str]]:
 
 
 def _comparable(run: Run) -> dict[str, str]:
-    devices = flat(run.record.get("devices") or {}, "devices: ")
-    versions = flat(run.record.get("versions") or {}, "version of ")
-    facts = run.options | {"dataset (fingerprint)": run.record.get("dataset")} | devices | versions
-    return {name: _shown(value) for name, value in facts.items() if name not in OWN}
+    devices, versions = flat(run.record["devices"], "devices: "), flat(run.record["versions"], "version of ")
+    facts = run.options | {"dataset (fingerprint)": run.record["dataset"]} | devices | versions
+    return {name: as_text(value) for name, value in facts.items() if name not in OWN}
 
 
-def _shown(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """Return an option's value as JSON, a text as it is."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,19 +1,19 @@
-"""What runs tell of themselves, read from their folders: facts for sentences (tools/report/sentences.py) and for plots
+"""What runs record, read from their folders: facts for sentences (tools/report/sentences.py) and for plots
 (tools/report/page.py).
 
 It needs neither JAX nor the text, the checkpoints or the devices of a run, only config.json, metrics.jsonl,
-events.jsonl and summary.json, so that a laptop can look at what a pod trained. Runs of other versions are read as far
-as they say the same: whatever a line does not have is missing from a plot, and an option that only one of two runs
-knows differs.
+events.jsonl and summary.json, so that a laptop can look at what a pod trained. What no line has is missing from a plot.
 """
 
 import json
 import math
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from configs.command_line import config_from_json
 from configs.ramp import Ramp
 from configs.schema import UserError
 from run.events import Events
@@ -40,14 +40,14 @@ class Spike(NamedTuple):
     """Of the steps before."""
     batch: int | None
     texts: list[str]
-    """Beginnings of rows that the step saw; none in runs of versions that did not write them."""
+    """Beginnings of rows that the step saw; a rollback has none."""
     rolled_back: bool
     """Whether the run went back to the checkpoint of `step`, and left the batches up to the jump out."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as its folder tells of it."""
+    """One run, as its folder records it."""
 
     name: str
     folder: str
@@ -63,20 +63,17 @@ class Run:
     """None: the run is not complete."""
 
     def course(self, *path: str) -> Course:
-        """The values that metrics.jsonl has at this place of its lines: course("grad_norms", "embed")."""
-        found = [(line["step"], value) for line in self.lines if (value := number(line, *path)) is not None]
-        return Course([step for step, _ in found], [value for _, value in found])
+        """Return the values that metrics.jsonl has at this place of its lines: course("grad_norms", "embed")."""
+        return course_of((line["step"], number(line, *path)) for line in self.lines)
 
     def names(self, *path: str) -> list[str]:
-        """The keys that metrics.jsonl has at this place of its lines: names("grad_norms"), the groups."""
-        found: dict[str, None] = {}
-        for line in self.lines:
-            found |= dict.fromkeys(at(line, *path) or ()) if isinstance(at(line, *path), dict) else {}
-        return sorted(found, key=lambda name: (int(name) if name.isdecimal() else -1, name))
+        """Return the keys that metrics.jsonl has at this place of its lines: names("grad_norms"), the groups."""
+        names = {name for line in self.lines for name in at(line, *path) or ()}
+        return sorted(names, key=lambda name: (int(name) if name.isdecimal() else -1, name))
 
     def along(self, axis: str, steps: list[int]) -> list[float]:
-        """Where steps lie on an axis of AXES. Lines of evaluations have no seconds, and those of spikes no tokens:
-        these lie between what the logged lines around them say."""
+        """Return where steps are on an axis of AXES. Lines of evaluations have no seconds, and those of spikes no
+        tokens: these get a value between those of the logged lines around them."""
         known = self.course(axis)
         marks = Course([0, *known.steps], [0.0, *known.values])
         return [float(step) if axis == "step" else _between(marks, step) for step in steps]
@@ -89,7 +86,7 @@ class Run:
     @property
     def last_sign(self) -> float:
         """When anything was last written, in seconds since 1970; 0: never."""
-        return max((entry.get("time", 0.0) for entry in (*self.lines[-1:], *self.events[-1:])), default=0.0)
+        return max((entry["time"] for entry in (*self.lines[-1:], *self.events[-1:])), default=0.0)
 
     @property
     def goodput(self) -> dict[str, float]:
@@ -102,30 +99,31 @@ class Run:
         return [
             Spike(
                 line["step"],
-                number(line, name, "loss"),
-                number(line, name, "median"),
-                at(line, name, "batch"),
-                [str(text) for text in at(line, name, "texts") or ()],
-                name == "rollback",
+                number(line, kind, "loss"),
+                number(line, kind, "median"),
+                at(line, kind, "batch"),
+                at(line, kind, "texts") or [],
+                kind == "rollback",
             )
             for line in self.lines
-            for name in ("spike", "rollback")
-            if name in line
+            for kind in ("spike", "rollback")
+            if kind in line
         ]
 
     @property
     def samples(self) -> list[tuple[int, list[str]]]:
         """Continuations of the run's prompts, by the step they were made at."""
-        return [(line["step"], [str(text) for text in line["samples"]]) for line in self.lines if line.get("samples")]
+        return [(line["step"], line["samples"]) for line in self.lines if line.get("samples")]
 
-    @property
-    def measured(self) -> bool:
-        """Whether any line has diagnostics."""
-        return any(line.get("diagnostics") for line in self.lines)
+
+def course_of(pairs: Iterable[tuple[int, float | None]]) -> Course:
+    """Return the course of (step, value) pairs, without those that have no value."""
+    known = [(step, value) for step, value in pairs if value is not None]
+    return Course([step for step, _ in known], [value for _, value in known])
 
 
 def at(line: dict, *path: str) -> Any:
-    """What lies at this place of nested dicts; None where there is nothing."""
+    """Return what is at this place of nested dicts; None if nothing is there."""
     value: Any = line
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
@@ -133,14 +131,13 @@ def at(line: dict, *path: str) -> Any:
 
 
 def number(line: dict, *path: str) -> float | None:
-    """The finite number at this place of nested dicts; None where there is none."""
+    """Return the finite number at this place of nested dicts; None if there is none."""
     value = at(line, *path)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if is_number else None
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _between(marks: Course, step: int) -> float:
-    """The value at a step, on a straight line between the marks around it; the last one's after them."""
+    """Return the value at a step, on a straight line between the marks around it; after them the last one's."""
     after = bisect_left(marks.steps, step)
     if after == len(marks.steps) or marks.steps[after] == step:
         return marks.values[min(after, len(marks.values) - 1)]
@@ -150,43 +147,35 @@ def _between(marks: Course, step: int) -> float:
 
 
 def read_run(folder: str | Path) -> Run:
-    """The run in a folder. UserError where there is none, or one that this version cannot read."""
+    """Return the run in a folder. UserError if there is none, or one that this version cannot read."""
     given, folder = str(folder), at_hand(folder)
-    record_file = folder / "config.json"
+    record_file, summary_file = folder / "config.json", folder / "summary.json"
     if not record_file.is_file():
         raise UserError(f"{given} holds no run (no config.json)")
     try:
         record = json.loads(record_file.read_bytes())
-        options = flat(record["config"])
-        name = str(options["name"])
-        ramp = Ramp.read(options.get("batch.ramp", ""), options["batch.tokens_per_step"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        config = config_from_json(json.dumps(record["config"]))
+    except (OSError, ValueError, LookupError, TypeError, UserError) as error:
         raise UserError(
             f"{record_file} is not the record of a run that this version can read ({type(error).__name__}: {error}); "
             "make its report with the version that trained it"
         ) from error
     lines = sorted(read_metrics(folder), key=lambda line: line["step"])
-    return Run(name, given, options, ramp, record, lines, Events(folder).read(), _summary(folder / "summary.json"))
+    summary = json.loads(summary_file.read_bytes()) if summary_file.exists() else None
+    options = flat(record["config"])
+    return Run(config.name, given, options, Ramp.of(config.batch), record, lines, Events(folder).read(), summary)
 
 
 def flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Options in sections by their command-line names."""
-    found: dict[str, Any] = {}
+    """Return options in sections by their command-line names."""
+    names: dict[str, Any] = {}
     for name, value in options.items():
-        found |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
-
-
-def _summary(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):  # none, or damaged: the run makes it again
-        return None
-    return found if isinstance(found, dict) else None
+        names |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return names
 
 
 def read_runs(folders: list[str]) -> list[Run]:
-    """The runs in these folders, each under a name of its own: its folder, where two have one name."""
+    """Return the runs in these folders, each under a name of its own: its folder, if two have one name."""
     runs = [read_run(folder) for folder in {place(folder): folder for folder in folders}.values()]
     names = [run.name for run in runs]
     return [run if names.count(run.name) == 1 else replace(run, name=run.folder) for run in runs]

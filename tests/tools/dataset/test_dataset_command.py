@@ -7,7 +7,6 @@ import fsspec
 import numpy as np
 import pytest
 
-import data.prepare.__main__
 import tools.dataset.__main__
 from configs.schema import DataConfig, UserError
 from data.dataset_folder import open_dataset
@@ -100,8 +99,8 @@ def test_documents_that_would_fit_a_row_are_cut_by_stream_alone(facts):
 
 def test_the_page_says_it_and_stands_alone(made, monkeypatch, capsys, tmp_path):
     assert inspect(monkeypatch, made, *SIZES[:1]) == 0
-    said, page = capsys.readouterr().out, (made / "dataset.html").read_text()
-    assert "repeated  " in said and "stream  " in said and "best_fit  " in said
+    output, page = capsys.readouterr().out, (made / "dataset.html").read_text()
+    assert "repeated  " in output and "stream  " in output and "best_fit  " in output
     assert "one.txt" in page and "stand there most often" in page
     with pytest.raises(UserError, match=r"/x/y\.html cannot be written .*give --out=PATH"):
         inspect(monkeypatch, made, "--out=/x/y.html")
@@ -144,17 +143,14 @@ def test_every_plot_of_a_mixture_s_page_has_its_lines_and_nothing_is_fetched(fac
         at = browser.value("document.getElementById('shares').data.map(line => [line.x, line.y])")
         assert at[0] == [[0, 600, 600, 6000], [90, 90, 20, 20]] and at[2][1] == [0, 0, 80, 80]
         assert browser.value("document.getElementById('epochs').data[2].y.at(-1)") == pytest.approx(720 / 4)
-        assert {event["request"]["url"][:5] for event in browser.seen("Network.requestWillBeSent")} <= {
-            "file:",
-            "data:",
-        }
+        asked = {event["request"]["url"][:5] for event in browser.seen("Network.requestWillBeSent")}
+        assert asked <= {"file:", "data:"}
         assert browser.seen("Runtime.exceptionThrown") == []
 
 
-@pytest.mark.parametrize("record", ["", "{}", "[]", '{"config": '])
-def test_a_folder_whose_config_is_damaged_is_named(tmp_path, monkeypatch, record):
-    (tmp_path / "config.json").write_text(record)
-    with pytest.raises(UserError, match=r"config\.json is no run's record"):
+def test_a_folder_whose_config_is_damaged_is_named(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
         inspect(monkeypatch, tmp_path)
 
 
@@ -163,12 +159,6 @@ def test_without_a_home_the_cache_must_be_named(monkeypatch):
     monkeypatch.setenv("TOKENSUM_CACHE", "~nobody-of-this-name/x")
     with pytest.raises(UserError, match="set TOKENSUM_CACHE"):
         cache_dir()
-
-
-def test_out_in_the_home_of_nobody_is_named(made, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["prepare", f"--source={made.parent}/one.txt", "--out=~nobody-of-this-name/x"])
-    with pytest.raises(UserError, match="--out=~nobody-of-this-name/x"):
-        data.prepare.__main__.main()
 
 
 def test_a_dataset_at_a_url_has_the_facts_of_the_folder(made, tmp_path, monkeypatch, capsys):
@@ -182,8 +172,8 @@ def test_a_dataset_at_a_url_has_the_facts_of_the_folder(made, tmp_path, monkeypa
     folder = capsys.readouterr().out.splitlines()
     assert inspect(monkeypatch, "memory://inspected") == 0
     stored = capsys.readouterr().out.splitlines()
-    told = lambda lines: [line.partition("; planned in")[0] for line in lines[1:-1]]
-    assert stored[0].startswith("memory://inspected  (fingerprint") and told(stored) == told(folder)
+    facts = lambda lines: [line.partition("; planned in")[0] for line in lines[1:-1]]
+    assert stored[0].startswith("memory://inspected  (fingerprint") and facts(stored) == facts(folder)
     assert (tmp_path / "dataset.html").exists() and not (tmp_path / "memory:").exists()
     assert inspect(monkeypatch, "memory://inspected", "--step=3", *SIZES) == 0
     assert "step 3: 4 rows of 16 tokens" in capsys.readouterr().out

@@ -12,15 +12,15 @@ from configs.schema import DataConfig, UserError
 from tests.run_folders import BEGAN, write_run
 from tools.report.comparison import compared, differences
 from tools.report.figures import figures
-from tools.report.runs import read_run, read_runs
+from tools.report.runs import Spike, read_run, read_runs
 from tools.report.sentences import duration, percent, quantity, sentences
 
 ROOT = Path(__file__).parents[3]
 LATER = BEGAN + 100_000
 
 
-def said(folder: Path, now: float = LATER) -> dict[str, bool]:
-    """The sentences of a run, each with its mark."""
+def marks(folder: Path, now: float = LATER) -> dict[str, bool]:
+    """Return the sentences of a run, each with its mark."""
     return {sentence.text: sentence.heed for sentence in sentences(read_run(folder), now)}
 
 
@@ -101,6 +101,7 @@ def scale(noise: float | None, low: float | None, high: float | None) -> dict:
             False,
         ),
         ({}, "In 25% of the parameters of embed a step changes nothing", False),
+        ({"line": {"epochs": {"web": 0.5, "code": None}}}, "It went through web 0.5 times.", False),
         (
             {"diagnostics": False},
             "sizes of updates were not measured: --diagnostics.every_steps=10 switches them on.",
@@ -110,44 +111,39 @@ def scale(noise: float | None, low: float | None, high: float | None) -> dict:
 )
 def test_sentences(tmp_path, changes, sentence, heed):
     diagnostics = changes.pop("diagnostics", "diagnostics" not in changes.get("line", {}))
-    found = said(write_run(tmp_path / "run", diagnostics=diagnostics, **changes))
-    assert [mark for text, mark in found.items() if sentence in text] == [heed], "\n".join(found)
+    sentences = marks(write_run(tmp_path / "run", diagnostics=diagnostics, **changes))
+    assert [mark for text, mark in sentences.items() if sentence in text] == [heed], "\n".join(sentences)
 
 
-def test_a_run_that_goes_on_says_how_far_it_is_and_how_long_it_takes(tmp_path):
-    running = write_run(tmp_path / "run", complete=False, logged=100)
-    text = next(iter(said(running, now=BEGAN + 140)))
-    assert text.startswith("Running: step 100 of 400 (25%); 5") and text.endswith(
-        "training are left at its present rate."
-    )
-
-
-def test_the_time_left_of_a_ramp_is_that_of_its_tokens(tmp_path):
-    """From here on each of the 300 steps left has four times the tokens, and takes four times as long."""
-    running = write_run(tmp_path / "run", complete=False, logged=100, ramp="0:65536,6553600:262144")
-    text = next(iter(said(running, now=BEGAN + 140)))
-    assert re.fullmatch(r"Running: step 100 of 400 \(25%\); (19\.\d|20|20\.\d) min of training are left .*", text), text
+@pytest.mark.parametrize(
+    ("ramp", "left"),
+    [
+        ("", r"5(\.\d+)?"),
+        # From here on each of the 300 steps left has four times the tokens, and takes four times as long.
+        ("0:65536,6553600:262144", r"(19\.\d|20|20\.\d)"),
+    ],
+)
+def test_a_run_that_trains_says_how_far_it_is_and_how_long_it_takes(tmp_path, ramp, left):
+    running = write_run(tmp_path / "run", complete=False, logged=100, ramp=ramp)
+    expected = rf"Running: step 100 of 400 \(25%\); {left} min of training are left at its present rate\."
+    text = next(iter(marks(running, now=BEGAN + 140)))
+    assert re.fullmatch(expected, text), text
 
 
 def test_a_run_that_has_logged_nothing_says_so(tmp_path):
     started = write_run(tmp_path / "run", complete=False, logged=0)
     (started / "metrics.jsonl").unlink()
-    assert next(iter(said(started))) == "Nothing has been logged yet."
+    assert next(iter(marks(started))) == "Nothing has been logged yet."
     assert not [figure for figure in figures([read_run(started)]) if figure.traces and figure.id != "goodput"]
 
 
-def test_a_source_of_which_nothing_is_known_is_left_out(tmp_path):
-    found = said(write_run(tmp_path / "run", line={"epochs": {"web": 0.5, "code": None}}))
-    assert "It went through web 0.5 times." in found
-
-
-def test_steps_done_again_and_time_without_a_process_are_told(tmp_path):
+def test_steps_done_again_and_time_without_a_process_are_reported(tmp_path):
     run = write_run(tmp_path / "run", complete=False, logged=100)
     seconds = {"start": 10.0, "steps": 1.0}
     start = {"event": "start", "step": 50, "began": BEGAN + 1000, "seconds": seconds, "time": BEGAN + 1010}
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps(start) + "\n")
-    (lost,) = (text for text, heed in said(run).items() if "done again" in text and heed)
+    (lost,) = (text for text, heed in marks(run).items() if "done again" in text and heed)
     assert lost.startswith("4.5% of the wall time went to steps that were done again, 86% to no process")
 
 
@@ -169,19 +165,17 @@ def test_runs_beside_each_other(tmp_path):
 def test_what_differs_is_listed_and_losses_of_different_texts_are_not_compared(tmp_path):
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", batch=32_768)]
     record = json.loads((folders[1] / "config.json").read_text())
-    record["config"]["novelty"] = {"every": 3}  # an option of another version
     record["dataset"], record["versions"]["jax"] = "another", "0.99"
     (folders[1] / "config.json").write_text(json.dumps(record))
     runs = read_runs([str(folder) for folder in folders])
     assert [run.name for run in runs] == [str(folder) for folder in folders]  # since both are called the same
     assert differences(runs) == {
         "batch.tokens_per_step": ["65536", "32768"],
-        "novelty.every": ["", "3"],
         "dataset (fingerprint)": ["5220a8abef52476f", "another"],
         "version of jax": ["0.12.0.1", "0.99"],
     }
     first, second, *rest = compared(runs)
-    assert first.text == "They differ in 2 options: batch.tokens_per_step, novelty.every."
+    assert first.text == "They differ in 1 option: batch.tokens_per_step."
     assert second.heed and "different texts" in second.text
     assert not any("lowest" in sentence.text for sentence in rest)
 
@@ -200,39 +194,21 @@ def test_courses_lie_on_every_axis(tmp_path):
     assert run.names("diagnostics", "blocks")[-1] == "11" and run.names("nothing") == []
 
 
-@pytest.mark.parametrize(
-    "hurt", [None, {}, [], "much", {"groups": None}, {"groups": {"embed": None}}, {"noise_scale": "x"}]
-)
-def test_diagnostics_are_read_whatever_they_lack(tmp_path, hurt):
-    run = read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": hurt, "grad_norms": hurt}))
-    assert sentences(run, LATER) and figures([run])
-
-
 def test_a_rollback_is_a_jump_whose_text_is_shown(tmp_path):
     folder = write_run(tmp_path / "run", spike=False)
     facts = {"loss": None, "median": 3.0, "batch": 47, "rows": [[0, 1]], "position": 9}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 40, "rollback": facts, "time": BEGAN}) + "\n")
-    (spike,) = read_run(folder).spikes
-    assert (spike.step, spike.loss, spike.median, spike.batch, spike.texts, spike.rolled_back) == (
-        40,
-        None,
-        3,
-        47,
-        [],
-        True,
-    )
-    assert said(folder)["A jump of the loss made the run go back 1 time, to step 40."]
+    assert read_run(folder).spikes == [Spike(40, None, 3.0, 47, [], True)]
+    assert marks(folder)["A jump of the loss made the run go back 1 time, to step 40."]
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
         (None, "holds no run (no config.json)"),
-        ("{", "is not the record of a run that this version can read"),
-        ('{"model": {}}', "is not the record of a run that this version can read (KeyError: 'config')"),
+        ("{", "is not the record of a run that this version can read (JSONDecodeError: "),
         ('{"config": {"name": "x", "lr": 1}}', "make its report with the version that trained it"),
-        ('["config"]', "is not the record of a run"),
     ],
 )
 def test_what_is_no_run_is_refused_by_name(tmp_path, text, problem):
@@ -249,23 +225,10 @@ def test_it_reads_without_jax_and_without_what_writes_a_run():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        (quantity(65_536), "65,536"),
-        (quantity(26_214_400), "26.2 M"),
-        (quantity(4.5e9), "4.5 B"),
-        (percent(0.62), "62%"),
-        (percent(0.031), "3.1%"),
-        (percent(0.0), "0%"),
-        (percent(0.00042), "0.042%"),
-        (duration(45.0), "45 s"),
-        (duration(720.0), "12 min"),
-        (duration(200_000.0), "2.31 days"),
-    ],
-)
-def test_figures_in_sentences(written, expected):
-    assert written == expected
+def test_figures_in_sentences():
+    assert [quantity(value) for value in (65_536, 26_214_400, 4.5e9)] == ["65,536", "26.2 M", "4.5 B"]
+    assert [percent(value) for value in (0.62, 0.031, 0.0, 0.00042)] == ["62%", "3.1%", "0%", "0.042%"]
+    assert [duration(value) for value in (45.0, 720.0, 200_000.0)] == ["45 s", "12 min", "2.31 days"]
 
 
 def test_each_plot_has_a_unit_and_explains_only_what_it_draws(tmp_path):
@@ -274,7 +237,6 @@ def test_each_plot_has_a_unit_and_explains_only_what_it_draws(tmp_path):
     assert "0 throughout" in drawn["waiting"].about and "0 throughout" not in drawn["loss"].about
     names = {trace["name"] for trace in drawn["noise"].traces}
     assert ("triangles" in drawn["noise"].about) == ("at least" in names)
-    assert ("dotted" in drawn["noise"].about) == ("in AdamW's metric" in names)
 
 
 def test_few_points_are_marked_and_an_interval_from_0_reaches_the_lower_end(tmp_path):

@@ -40,7 +40,7 @@ def runs(tmp_path_factory) -> list[str]:
 
 
 def run(monkeypatch, *arguments: str) -> int:
-    """The exit code of the command, run in this process."""
+    """Return the exit code of the command, run in this process."""
     monkeypatch.setattr(sys, "argv", ["tools.report", *arguments])
     return exit_code_of(report.main, "")
 
@@ -117,14 +117,12 @@ def test_it_says_what_to_know_and_text_of_a_run_stays_text(page):
 
 
 @in_browser
-def test_hover_tells_values(page):
+def test_hover_shows_values(page):
     area = middle(page, "ratios")
     page.mouse("mouseMoved", area["x"] + area["width"] / 3, area["y"] + area["height"] / 2)
     page.wait_for("document.querySelectorAll('#ratios .hoverlayer text').length > 0")
-    told = page.value(
-        "[...document.querySelectorAll('#ratios .hoverlayer text')].map((text) => text.textContent).join()"
-    )
-    assert "lm_head, d12" in told and "0.0" in told
+    text = page.value("document.querySelector('#ratios .hoverlayer').textContent")
+    assert "lm_head, d12" in text and "0.0" in text
 
 
 @in_browser
@@ -168,10 +166,6 @@ def test_a_legend_of_many_rows_leaves_the_plot_its_room_on_a_narrow_page(page):
 def test_nothing_is_fetched_and_no_script_fails(page):
     asked = {request["request"]["url"].partition(":")[0] for request in page.seen("Network.requestWillBeSent")}
     assert asked <= {"file", "data"} and not page.seen("Runtime.exceptionThrown")
-    assert (
-        page.value("performance.getEntriesByType('resource').filter((entry) => entry.name.startsWith('http')).length")
-        == 0
-    )
 
 
 @pytest.fixture
