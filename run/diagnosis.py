@@ -1,4 +1,4 @@
-"""What measured steps say, as lines of metrics.jsonl: the gradient noise scale over a window, with its interval."""
+"""Measured steps, as lines of metrics.jsonl: the gradient noise scale over a window, with its interval."""
 
 import math
 from collections import deque
@@ -22,23 +22,20 @@ class NoiseScale(NamedTuple):
     value: float
     low: float
     high: float
-    """Infinite where the true gradient cannot be told from nothing: the noise scale is at least `low`."""
+    """Infinite if the true gradient may be zero: the noise scale is at least `low`."""
 
 
 def noise_scale(signals: Sequence[float], noises: Sequence[float]) -> NoiseScale | None:
-    """From |G|^2 and tr Sigma of several steps, in order: the ratio of their means, since a mean of ratios is biased.
-    The interval is of a jackknife over blocks of neighbouring steps, which are alike: 95%, by Student's t. None of
-    fewer than 8 steps."""
+    """Return the ratio of the means of |G|^2 and tr Sigma over several steps; a mean of ratios is biased. None for
+    fewer than 8 steps. The interval is 95%, by Student's t, of a jackknife over blocks of neighbouring steps: those
+    are alike."""
     if len(signals) < BLOCKS:
         return None
-    blocks = [np.mean(block, axis=0) for block in np.array_split(np.stack([signals, noises], 1), BLOCKS)]
-    weights = np.array([len(block) for block in np.array_split(np.arange(len(signals)), BLOCKS)], float)
-    means = np.average(blocks, axis=0, weights=weights)
-    left_out = np.array(
-        [np.average(np.delete(blocks, i, 0), axis=0, weights=np.delete(weights, i)) for i in range(BLOCKS)]
-    )
-    reach = lambda of: T * float(np.sqrt((BLOCKS - 1) / BLOCKS * np.sum((of - of.mean(0)) ** 2)))
-    signal, noise = means
+    estimates = np.stack([signals, noises], 1)
+    blocks = np.array_split(estimates, BLOCKS)
+    left_out = np.array([np.mean(np.concatenate(blocks[:i] + blocks[i + 1 :]), axis=0) for i in range(BLOCKS)])
+    reach = lambda values: T * float(np.sqrt((BLOCKS - 1) / BLOCKS * np.sum((values - values.mean(0)) ** 2)))
+    signal, noise = np.mean(estimates, axis=0)
     if signal - reach(left_out[:, 0]) <= 0:
         at_most = signal + reach(left_out[:, 0])
         low = max(noise - reach(left_out[:, 1]), 0.0) / at_most if at_most > 0 else 0.0
@@ -47,15 +44,15 @@ def noise_scale(signals: Sequence[float], noises: Sequence[float]) -> NoiseScale
     return NoiseScale(float(value), float(max(value - spread, 0.0)), float(value + spread))
 
 
-METRICS = {"noise_scale": "", "noise_scale_moments": "moments_"}
-"""What precedes the names `signal` and `noise` (|G|^2 and tr Sigma) of the estimates that a noise scale is made of."""
+ESTIMATES = {"noise_scale": ("signal", "noise"), "noise_scale_moments": ("moments_signal", "moments_noise")}
+"""Of each noise scale, the names of |G|^2 and tr Sigma that it is the ratio of."""
 
 
 def from_moments(
     moments: dict[str, dict[str, float]], optimizer: OptimizerConfig, step: int, tokens: int
 ) -> dict[str, dict[str, float]]:
-    """|G|^2 and tr Sigma of each group that AdamW updates, and of `all` these, from its moments after `step` steps of
-    so many tokens: for steps that are one gradient, whose noise is seen in how they differ from one another alone.
+    """Return |G|^2 and tr Sigma of each group that AdamW updates, and of `all` these, from its moments after `step`
+    steps of `tokens` tokens: for steps of one micro-batch, whose noise shows only in how steps differ.
 
     A second moment is on average |G|^2 + tr Sigma / tokens, once its bias is taken away. A first moment is a mean over
     the steps before, in which less of the noise is left. Both take steps to be of one size, unchanged by the clip, and
@@ -66,13 +63,13 @@ def from_moments(
         options = group_config(optimizer, group)
         assert isinstance(options, GroupConfig)
         beta = options.beta1
-        of_signal = (1 - beta**step) ** 2
-        of_noise = (1 - beta) / (1 + beta) * (1 - beta ** (2 * step))
+        share_of_signal = (1 - beta**step) ** 2
+        share_of_noise = (1 - beta) / (1 + beta) * (1 - beta ** (2 * step))
         second = moments["second"][group] / (1 - options.beta2**step)
-        of_one_step = (of_signal * second - first) / (of_signal - of_noise) if step > 1 else math.nan
-        signal[group], noise[group] = second - of_one_step, tokens * of_one_step
-    every = ({**of, "all": sum(of.values())} for of in (signal, noise))
-    return dict(zip(("moments_signal", "moments_noise"), every))
+        variance = (share_of_signal * second - first) / (share_of_signal - share_of_noise) if step > 1 else math.nan
+        signal[group], noise[group] = second - variance, tokens * variance
+    with_sum = lambda groups: {**groups, "all": sum(groups.values())}
+    return {"moments_signal": with_sum(signal), "moments_noise": with_sum(noise)}
 
 
 class Diagnosis:
@@ -87,38 +84,37 @@ class Diagnosis:
                 self._add(line["diagnostics"])
 
     def _add(self, measured: dict) -> None:
-        estimates = [f"{metric}{of}" for metric in METRICS.values() for of in ("signal", "noise")]
-        self.newest.append({name: measured[name] for name in estimates if name in measured})
+        names = [name for pair in ESTIMATES.values() for name in pair]
+        self.newest.append({name: measured[name] for name in names if name in measured})
 
     def line(self, measured: dict, step: int, tokens: int) -> dict:
-        """Of the newest measured `step` of so many valid tokens (training/diagnostics.py, as numbers), what
-        metrics.jsonl is to hold: norms by group and by block, and the noise scale of the window, of each group and of
-        all, in each metric; from AdamW's moments where the step is one gradient."""
+        """Return what metrics.jsonl records of the newest measured `step` of `tokens` valid tokens
+        (training/diagnostics.py, as numbers): norms by group and by block, and the noise scale of the window, of each
+        group and of all; from AdamW's moments if the step is one micro-batch."""
         measured = dict(measured)
         moments = measured.pop("moments")
         if tokens and moments["first"] and not math.isfinite(measured["signal"]["all"]):
             measured |= from_moments(moments, self.optimizer, step, tokens)
         self._add(measured)
-        groups, blocks = (_by_name(measured[kind]) for kind in ("groups", "blocks"))
+        groups, blocks = (_by_name(measured.pop(kind)) for kind in ("groups", "blocks"))
         line = {}
-        for key, metric in METRICS.items():
-            scales = {name: self.scale(name, metric) for name in measured.get(f"{metric}signal", ())}
-            if "all" in scales:
-                of_all = scales.pop("all") or (None, None, None)
-                line |= dict(zip((key, f"{key}_low", f"{key}_high"), of_all))
-            for name, scale in scales.items():
-                groups[name][key] = scale.value if scale else None
-        same = {name: value for name, value in measured.items() if name not in ("groups", "blocks")}
-        return {**line, "groups": groups, "blocks": blocks, **same}
+        for key, (signal, _) in ESTIMATES.items():
+            for name in measured.get(signal, ()):
+                scale = self.scale(name, key)
+                if name == "all":
+                    line |= dict(zip((key, f"{key}_low", f"{key}_high"), scale or (None, None, None)))
+                else:
+                    groups[name][key] = scale.value if scale else None
+        return {**line, "groups": groups, "blocks": blocks, **measured}
 
-    def scale(self, name: str, metric: str = "") -> NoiseScale | None:
-        """Of a group, or of `all`, over the window; `metric`: one of METRICS."""
-        pairs = [[step.get(f"{metric}{of}", {}).get(name) for of in ("signal", "noise")] for step in self.newest]
-        sound = [(s, n) for s, n in pairs if s is not None and n is not None and math.isfinite(s) and math.isfinite(n)]
-        return noise_scale(*zip(*sound)) if sound else None
+    def scale(self, name: str, key: str) -> NoiseScale | None:
+        """Return the noise scale of a group, or of `all`, over the window; `key`: one of ESTIMATES."""
+        pairs = [[step.get(estimate, {}).get(name) for estimate in ESTIMATES[key]] for step in self.newest]
+        known = [(s, n) for s, n in pairs if s is not None and n is not None and math.isfinite(s) and math.isfinite(n)]
+        return noise_scale(*zip(*known)) if known else None
 
 
 def _by_name(values: dict[str, dict[str, float]]) -> dict[str, dict[str, float | None]]:
-    """{name: {quantity: value}} from {quantity: {name: value}}."""
-    names = sorted({name for of in values.values() for name in of})
-    return {name: {quantity: of[name] for quantity, of in values.items() if name in of} for name in names}
+    """Return {name: {quantity: value}} of {quantity: {name: value}}."""
+    names = sorted({name for by_name in values.values() for name in by_name})
+    return {name: {key: by_name[name] for key, by_name in values.items() if name in by_name} for name in names}
