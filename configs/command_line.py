@@ -151,8 +151,8 @@ def config_from_json(text: str) -> Config:
         names = sorted(unknown)
         more = f" and {len(names) - 3} more" if names[3:] else ""
         raise UserError(
-            f"config.json has options that this version does not know: {', '.join(names[:3])}{more}; use the run with the "
-            "commit that began it"
+            f"config.json has options that this version does not know: {', '.join(names[:3])}{more}; use the run with "
+            "the commit that began it"
         )
     return config
 
