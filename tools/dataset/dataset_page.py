@@ -1,4 +1,4 @@
-"""The facts of datasets as one HTML page that needs nothing else, in the manner of tools.report's."""
+"""The facts of datasets as one HTML page that needs nothing else, as tools.report's."""
 
 import time
 from html import escape
@@ -23,15 +23,15 @@ PACKING = (
 )
 
 
-def dataset_page(names: list[str], found: list[Facts], length: int, mixture: Mixture | None, tokens: int) -> str:
+def dataset_page(names: list[str], datasets: list[Facts], length: int, mixture: Mixture | None, tokens: int) -> str:
     """Return the page of datasets by these names. `mixture`: of a run on `tokens` tokens, with rows of `length`."""
-    facts = dict(zip(names, found))
+    facts = dict(zip(names, datasets))
     plots = [_lengths(facts), _bytes(facts), _split(facts), _seen(facts)]
     if mixture and len(names) > 1:
         plots += [_shares(names, mixture, length, tokens)]
     if mixture:
         plots += [_epochs(facts, mixture, length, tokens)]
-    where = ", ".join(f"{each.dataset.folder} (fingerprint {each.dataset.fingerprint})" for each in found)
+    where = ", ".join(f"{each.dataset.folder} (fingerprint {each.dataset.fingerprint})" for each in datasets)
     drawn = [plot._asdict() for plot in plots]
     body = f"""<h2>Sources</h2>{_sources(facts)}
 <div class="plots">{"".join(map(place, drawn))}</div>
@@ -115,8 +115,8 @@ def _lengths(facts: dict[str, Facts]) -> Figure:
     traces = []
     for (name, each), color in zip(facts.items(), cycle(COLORS)):
         tokens = each.train.tokens
-        for what, weights, dash in (("documents", None, DASHES[0]), ("tokens", tokens, DASHES[2])):
-            traces.append(_steps(f"{name}, {what}", np.histogram(tokens, bins, weights=weights)[0], bins, color, dash))
+        traces.append(_steps(f"{name}, documents", np.histogram(tokens, bins)[0], bins, color, DASHES[0]))
+        traces.append(_steps(f"{name}, tokens", np.histogram(tokens, bins, weights=tokens)[0], bins, color, DASHES[2]))
     layout = _layout("tokens of a document", "%", log=True)
     return Figure("lengths", "Lengths of documents", "% of the documents, and of their tokens", traces, layout)
 

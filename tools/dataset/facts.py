@@ -39,7 +39,7 @@ class Packed(NamedTuple):
     padding: float
     """Share of the positions that no target counts at."""
     cut: float
-    """Share of the documents that would fit a row, but lie in two."""
+    """Share of the documents that would fit a row, but are cut in two."""
     seen: Float[np.ndarray, "length"]
     """Share of the targets that see at least 1, 2, ... tokens of their own document."""
     mean_seen: float
@@ -62,7 +62,7 @@ class Facts(NamedTuple):
 
 
 def read_facts(dataset: Dataset, length: int) -> Facts:
-    """Read the whole dataset, and plans rows of `length` tokens in every way that there is."""
+    """Read all of the dataset, and plan rows of `length` tokens in every way that there is."""
     train, val = (_documents(dataset, part) for part in ("train", "val"))
     repeats = np.ones(len(train.hashes), bool)
     repeats[np.unique(train.hashes, return_index=True)[1]] = False

@@ -31,7 +31,7 @@ class Arguments:
     """The page: it opens from the disk, without a network. Without one it is report.html in the first run's folder, or
     here if that run is at gs://."""
     follow: bool = False
-    """Serve the page at http://localhost:PORT in place of writing it, and look at the runs anew while it is open."""
+    """Serve the page at http://localhost:PORT in place of writing it, and read the runs again while it is open."""
     port: NotNegative[int] = 8420
     """Of `follow`; 0: any that is free."""
     every_seconds: Positive[int] = 10
@@ -39,7 +39,7 @@ class Arguments:
 
 
 def serve(folders: list[str], port: int, every_seconds: int) -> None:
-    """Serves the page to this machine until somebody interrupts. UserError where the port is taken."""
+    """Serve the page to this machine until somebody interrupts. UserError if the port is taken."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

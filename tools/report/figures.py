@@ -67,32 +67,24 @@ def _of_training(runs: list[Run]) -> list[Figure]:
     rates, epochs = _groups(runs, "learning_rate"), _groups(runs, "epochs")
     by_group = _by(runs, "group")
     about = "thin: training" + "; dots: validation" * any(run.course("val_loss").steps for run in runs)
+    errors = lambda run: {"type": "data", "array": short(run.course("core_stderr").values), "thickness": 1}
+    core = [line._replace(style={"mode": "lines+markers", "error_y": errors(line.run)}) for line in _each(runs, "core")]
+    about_core = "guessing is 0, all right is 1; bars: standard errors"
+    tasks, about_tasks = _groups(runs, "core_tasks"), f"guessing is 0; {_by(runs, 'task')}"
     return [
         _figure("loss", "Loss", "nats a token", about, loss, LOGGED),
         _figure("bits", "Validation", "bits per byte", "", _each(runs, "val_bpb"), "an evaluation"),
         _figure("gradients", "Norms of gradients", "norm", f"before the clip, {by_group}", norms, LOGGED, log=True),
         _figure("rates", "Learning rates", "rate", by_group, rates, LOGGED, log=True),
         _figure("epochs", "Epochs", "times gone through", _by(runs, "source"), epochs, LOGGED),
-        *_of_benchmarks(runs),
-    ]
-
-
-def _of_benchmarks(runs: list[Run]) -> list[Figure]:
-    errors = lambda run: {"type": "data", "array": short(run.course("core_stderr").values), "thickness": 1}
-    core = [line._replace(style={"mode": "lines+markers", "error_y": errors(line.run)}) for line in _each(runs, "core")]
-    about = "guessing is 0, all right is 1; bars: standard errors"
-    tasks = f"guessing is 0; {_by(runs, 'task')}"
-    return [
-        _figure("core", "CORE", "CORE", about, core, "--eval.tasks=core"),
-        _figure("tasks", "CORE's tasks", "centred accuracy", tasks, _groups(runs, "core_tasks"), "--eval.tasks=core"),
+        _figure("core", "CORE", "CORE", about_core, core, "--eval.tasks=core"),
+        _figure("tasks", "CORE's tasks", "centred accuracy", about_tasks, tasks, "--eval.tasks=core"),
     ]
 
 
 def _of_diagnostics(runs: list[Run]) -> list[Figure]:
     noise = [line for run, color in zip(runs, cycle(COLORS)) for line in _noise(run, color, len(runs) > 1)]
-    coherence = [line._replace(name="coherence") for line in _each(runs, "diagnostics", "coherence_running")]
-    if len(runs) > 1:
-        coherence = [line._replace(legend=line.run.name) for line in coherence]
+    coherence = _each(runs, "diagnostics", "coherence_running")
     groups = lambda name: _groups(runs, "diagnostics", "groups", inner=name)
     ratios = lambda place: [
         line._replace(course=ratio(line.run, place, line.name))
@@ -126,20 +118,19 @@ def _noise(run: Run, color: str, several: bool) -> list[Line]:
     lower = dict(zip(low.steps, (value if value > 0 else floor for value in low.values)))
     upper = dict(zip(*high))
     both = lower.keys() & upper
-    edge = {"line": {"width": 0}, "hoverinfo": "skip", "hovertemplate": None, "legendgroup": run.name}
-    edge |= {"showlegend": False}
+    hidden = {"hoverinfo": "skip", "hovertemplate": None, "legendgroup": run.name, "showlegend": False}
+    edge = hidden | {"line": {"width": 0}}
     band = edge | {"fill": "tonexty", "fillcolor": f"{color}22"}
     triangles = {"mode": "markers", "marker": {"symbol": "triangle-up", "size": 7, "color": color}}
     dots = {"mode": "markers", "marker": {"size": 4, "color": color}}
+    open_ended = course_of(pair for pair in lower.items() if pair[0] not in both)
     legend = run.name if several else ""
     return [
         Line(run, "low", course_of((step, lower[step]) for step in sorted(both)), color, edge),
         Line(run, "high", course_of((step, upper[step]) for step in sorted(both)), color, band),
         Line(run, "noise scale", scale, color, {}, legend),
         Line(run, "from AdamW's moments", moments, color, dots, legend),
-        Line(
-            run, "at least", course_of(pair for pair in lower.items() if pair[0] not in both), color, triangles, legend
-        ),
+        Line(run, "at least", open_ended, color, triangles, legend),
         Line(run, "batch", batch, color if several else GRAY, {"line": {"dash": "dash"}}, legend),
     ]
 
@@ -163,10 +154,8 @@ def _of_speed(runs: list[Run]) -> list[Figure]:
     traces = [trace for trace in traces if any(trace["x"])]  # each part keeps its color on every page
     layout["xaxis"] |= {"title": {"text": "% of the wall time"}, "range": [0, 100]}
     layout["yaxis"] |= {"fixedrange": True}
-    return [
-        *plots,
-        Figure("goodput", "Where the time went", "over all starts", traces, layout, "an event with seconds"),
-    ]
+    goodput = Figure("goodput", "Where the time went", "over all starts", traces, layout, "an event with seconds")
+    return [*plots, goodput]
 
 
 def _figure(id: str, title: str, unit: str, about: str, lines: list[Line], missing: str, log: bool = False) -> Figure:
