@@ -15,7 +15,6 @@ import pytest
 
 from configs import retry
 from configs.schema import CheckpointConfig, MatricesConfig, MeshConfig, UserError
-from hosts.runtime import NoCheckpoint
 from model.shapes import parameter_shapes
 from run import orbax_calls
 from run.checkpoint import Checkpoints
@@ -50,7 +49,7 @@ def saved(folder: Path, steps=(3,), config=KEEP_ALL, devices=1, **facts):
     return states
 
 
-@pytest.mark.parametrize(("saved_on", "restored_on"), [(1, 1), (8, 8), (8, 1), (1, 8)])
+@pytest.mark.parametrize(("saved_on", "restored_on"), [(8, 1), (1, 8)])
 def test_round_trip(tmp_path, saved_on, restored_on):
     state = saved(tmp_path, devices=saved_on, seconds={3: 1.5})[3]
     _, abstract, _ = state_on(restored_on)
@@ -75,8 +74,9 @@ def abstract_on(sizes):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("source", MESHES, ids=str)
-def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source):
+@pytest.mark.parametrize(("source", "other"), zip(MESHES, [*MESHES[1:], MESHES[0]]), ids=str)
+def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source, other):
+    """The state on each mesh, the parameters alone on one."""
     generator = np.random.default_rng(0)
     draw = lambda leaf: np.asarray(generator.integers(1, 9, leaf.shape), leaf.dtype)
     whole = jax.device_put(jax.tree.map(draw, abstract_on((1, 1, 1))))
@@ -88,9 +88,9 @@ def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source):
         abstract = abstract_on(target)
         found, _ = Checkpoints(tmp_path).restore(5, abstract)
         assert_equal(found, stored_as(whole._replace(step=np.int32(5)), abstract))  # the padding is zeros again
-        params, _ = Checkpoints(tmp_path).restore_params(abstract.params)
-        digests |= {params_sha256(tree, OTHER.model) for tree in (params, found.params, whole.params)}
-    assert len(digests) == 1
+        digests.add(params_sha256(found.params, OTHER.model))
+    params, _ = Checkpoints(tmp_path).restore_params(abstract_on(other).params)
+    assert digests == {params_sha256(tree, OTHER.model) for tree in (params, whole.params)}
 
 
 def test_what_is_saved_is_the_state_at_that_step_although_the_next_step_takes_its_memory(tmp_path):
@@ -109,26 +109,23 @@ def names(folder: Path) -> list[str]:
     return sorted((path.name for path in (folder / "checkpoints").iterdir()), key=lambda name: (len(name), name))
 
 
+BITS = {10: 2.0, 20: 1.0, 30: 1.5, 40: None, 50: None, 60: 1.2}
+
+
 @pytest.mark.parametrize(
-    ("config", "kept"),
+    ("config", "bits", "kept"),
     [
-        (CheckpointConfig(keep=2), ["20", "50", "60"]),
-        (CheckpointConfig(keep=1, keep_every=30), ["20", "30", "60"]),
-        (CheckpointConfig(keep=9), ["10", "20", "30", "40", "50", "60"]),
+        (CheckpointConfig(keep=2), BITS, ["20", "50", "60"]),
+        (CheckpointConfig(keep=1, keep_every=30), BITS, ["20", "30", "60"]),
+        (CheckpointConfig(keep=9), BITS, ["10", "20", "30", "40", "50", "60"]),
+        (CheckpointConfig(keep=1), BITS | {30: float("nan")}, ["20", "60"]),
     ],
 )
-def test_keeps_the_newest_every_nth_and_the_best(tmp_path, config, kept):
-    steps = range(10, 61, 10)
-    saved(tmp_path, steps, config, val_bpb={10: 2.0, 20: 1.0, 30: 1.5, 40: None, 50: None, 60: 1.2})
+def test_keeps_the_newest_every_nth_and_the_best(tmp_path, config, bits, kept):
+    saved(tmp_path, bits, config, val_bpb=bits)
     assert names(tmp_path) == kept
     assert [str(step) for step in Checkpoints(tmp_path).steps] == kept
     assert [facts["step"] for facts in map(Checkpoints(tmp_path).facts, map(int, kept))] == [int(s) for s in kept]
-
-
-def test_a_score_that_is_no_number_is_not_the_best(tmp_path):
-    bits = {10: 2.0, 20: 1.0, 30: float("nan"), 40: 1.5}
-    saved(tmp_path, bits, CheckpointConfig(keep=1), val_bpb=bits)
-    assert names(tmp_path) == ["20", "40"]
 
 
 def test_scores_come_from_the_runs_record_and_from_the_facts_of_older_versions(tmp_path):
@@ -231,28 +228,6 @@ def _copy(source: Path, to: Path) -> None:
         if path.is_file():
             (to / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
             (to / path.relative_to(source)).write_bytes(path.read_bytes())
-
-
-def spoil(folder: Path, step: int) -> None:
-    for path in files_of(folder, step):
-        path.write_bytes(flip(path.read_bytes()) if path.stat().st_size else b"x")
-
-
-def test_with_none_readable_it_stops_and_changes_nothing(tmp_path):
-    saved(tmp_path, (4, 8))
-    for step in (4, 8):
-        spoil(tmp_path, step)
-    said: list[str] = []
-    with pytest.raises(NoCheckpoint, match="nothing was changed"):
-        Checkpoints(tmp_path, KEEP_ALL).restore_newest(state_on(1)[1], said.append)
-    assert names(tmp_path) == ["4", "8"] and len(said) == 2
-
-
-def test_sampling_from_a_damaged_checkpoint_is_refused(tmp_path):
-    saved(tmp_path)
-    spoil(tmp_path, 3)
-    with pytest.raises(NoCheckpoint, match=r"checkpoint 3 in .* is damaged .*, and there is no sound one"):
-        Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
 
 
 def test_a_changed_fact_is_noticed(tmp_path):

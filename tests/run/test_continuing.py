@@ -2,23 +2,18 @@
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import jax
 import pytest
 
-import evaluate
-import export
-import train
 from configs.schema import UserError
-from hosts.runtime import run_command
 from run.events import Events, another_went_on
 from run.folder import STARTS
 from run.lines import read_metrics
+from tests.test_train import run, write_folder
 from tools.report.runs import read_run
 from tools.report.sentences import made_with
-from training.build import build_stages
 
 CONFIG = """
 from configs.schema import *
@@ -45,25 +40,16 @@ def get_config():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a config, text to train on, and a finished run."""
-    folder = tmp_path_factory.mktemp("user")
-    (folder / "tiny.py").write_text(CONFIG)
-    (folder / "text").mkdir()
-    words = Path(train.__file__).read_text().split()
-    for i in range(20):
-        (folder / "text" / f"{i}.txt").write_text(" ".join(words[i:] + words[:i]))
+    folder = write_folder(tmp_path_factory.mktemp("user"), CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         assert start(patch, folder, "--run_dir=finished") == 0
     return folder
 
 
 def start(monkeypatch, folder: Path, *arguments: str) -> int:
-    """The exit code of train.py, in this process, on one device."""
+    """Return the exit code of train.py, in this process, on one device."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(train, "build_stages", partial(build_stages, devices=jax.devices()[:1]))
-    monkeypatch.setattr("sys.argv", ["train.py", "--config=tiny.py", *arguments])
-    with pytest.raises(SystemExit) as end:
-        run_command(train.main)
-    return end.value.code or 0
+    return run("train", monkeypatch, "--config=tiny.py", *arguments, devices=1)
 
 
 def copy_of(folder: Path, name: str) -> Path:
@@ -79,16 +65,33 @@ def content(run_dir: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in files}
 
 
-def test_a_run_whose_checkpoints_are_gone_is_refused_and_keeps_its_record(folder, monkeypatch, capsys):
-    run_dir = copy_of(folder, "gone")
-    shutil.rmtree(run_dir / "checkpoints")
+LONGER, FEWER = ("--steps=8", "--accept_changes"), ("--steps=4", "--accept_changes")
+
+
+@pytest.mark.parametrize(
+    ("lost", "config", "options", "says"),
+    [
+        ("checkpoints", None, LONGER, "was saved up to step 6"),
+        (None, None, FEWER, "has come to step 6 already"),
+        *((None, text, (), "config.json cannot be read") for text in ("", "{", "[]")),
+        (None, '{"config": {}}', (), "config.json is not of this version"),
+    ],
+)
+def test_a_run_that_cannot_be_resumed_is_refused_and_keeps_its_record(
+    folder, tmp_path, monkeypatch, capsys, lost, config, options, says
+):
+    run_dir = Path(shutil.copytree(folder / "finished", tmp_path / "run"))
+    if lost:
+        shutil.rmtree(run_dir / lost)
+    if config is not None:
+        (run_dir / "config.json").write_text(config)
     before = content(run_dir)
-    assert start(monkeypatch, folder, "--run_dir=gone", "--steps=8", "--accept_changes") == 2
-    assert "was saved up to step 6" in capsys.readouterr().err
+    assert start(monkeypatch, folder, f"--run_dir={run_dir}", *options) == 2
+    assert says in capsys.readouterr().err
     assert content(run_dir) == before
 
 
-def test_so_is_one_whose_disk_is_not_mounted_or_that_is_sent_elsewhere(folder, monkeypatch, capsys):
+def test_a_run_whose_disk_is_not_mounted_or_that_is_sent_to_another_is_refused(folder, monkeypatch, capsys):
     disk = folder / "disk"
     assert start(monkeypatch, folder, "--run_dir=far", f"--checkpoint.folder={disk}", "--steps=2") == 0
     before = content(folder / "far")
@@ -131,12 +134,6 @@ def test_a_summary_of_fewer_steps_and_a_folder_with_a_number_do_not_make_a_run_c
     assert "is complete: 8 steps" in capsys.readouterr().out
 
 
-def test_fewer_steps_than_were_taken_are_a_mistake(folder, monkeypatch, capsys):
-    copy_of(folder, "fewer")
-    assert start(monkeypatch, folder, "--run_dir=fewer", "--steps=4", "--accept_changes") == 2
-    assert "has come to step 6 already" in capsys.readouterr().err
-
-
 @pytest.mark.medium
 def test_another_tokens_per_step_goes_on_in_the_data_where_the_run_was(folder, monkeypatch):
     """Two steps of 8 rows see what four of 4 rows would have seen; with Adam's rates at 0 so do the losses."""
@@ -177,19 +174,9 @@ def test_a_source_may_be_spelled_in_another_way(folder, monkeypatch):
     assert record["changes"] == [["steps: 6 -> 7"]] and record["config"]["data"]["source"] == f"{folder}/text"
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"config": {}}', "[]"])
-def test_a_broken_config_json_is_one_message(folder, monkeypatch, capsys, text):
-    run_dir = folder / "broken"
-    shutil.copytree(folder / "finished", run_dir, dirs_exist_ok=True)
-    (run_dir / "config.json").write_text(text)
-    assert start(monkeypatch, folder, "--run_dir=broken") == 2
-    assert "config.json cannot be read" in capsys.readouterr().err
-
-
 def test_a_network_to_start_from_is_checked_whatever_the_folder_holds(folder, monkeypatch, capsys):
     arguments = [f"--run_dir={folder}/finished", f"--out={folder}/exported", "--format=safetensors"]
-    monkeypatch.setattr("sys.argv", ["export.py", *arguments])
-    assert export.main() == 0
+    assert run("export", monkeypatch, *arguments) == 0
     (folder / "empty").mkdir()
     for change in ("--model.rotary_base=5000", "--model.width=48"):
         assert start(monkeypatch, folder, "--run_dir=empty", "--init_from=exported", change) == 2
@@ -208,8 +195,7 @@ def test_a_finished_run_whose_metrics_and_summary_are_gone_is_finished_again(fol
 
 def test_a_relative_source_is_found_from_another_folder(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["evaluate.py", f"--run_dir={folder}/finished", "--json"])
-    assert evaluate.main() == 0
+    assert run("evaluate", monkeypatch, f"--run_dir={folder}/finished", "--json") == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 6
 
 
