@@ -4,7 +4,6 @@ import json
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from run.lines import read_metrics
 from tests.evaluation.core_bundle import make_bundle
 from tests.evaluation.harness_tasks import make_tasks
 from tests.fake_gcs import FakeGCS
-from tests.ports import free_ports
-from tests.test_train import PREEMPTED, ROOT, environment_of, folder, run, summary  # noqa: F401
+from tests.hosts.processes import finish
+from tests.hosts.processes import start as start_processes
+from tests.test_train import PREEMPTED, ROOT, folder, run  # noqa: F401
 
 OPTIONS = (
     *("--config=tiny.py", "--steps=40", "--log.every_steps=1", "--eval.every_steps=20", "--checkpoint.every_steps=10"),
@@ -24,39 +24,11 @@ OPTIONS = (
 )
 
 
-def start(
-    folder,  # noqa: F811
-    devices: int,
-    processes: int,
-    *arguments,
-    per_process=((), ()),
-    folders=(),
-    command=("train.py", *OPTIONS),
-):
-    """Starts train.py, or another command, in so many processes of so many CPU devices each, all in one folder or each
-    in its own."""
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    started = []
-    for index in range(processes):
-        environment = environment_of(devices)
-        if processes > 1:
-            environment |= {
-                "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_NUM_PROCESSES": str(processes),
-                "JAX_PROCESS_ID": str(index),
-            }
-        words = [sys.executable, ROOT / command[0], *command[1:], *arguments, *per_process[index]]
-        pipe = subprocess.PIPE
-        where = folders[index] if folders else folder
-        started.append(subprocess.Popen(words, cwd=where, env=environment, stdout=pipe, stderr=subprocess.STDOUT))
-    return started
-
-
-def finish(processes, code=0) -> list[str]:
-    """Waits for all and returns what they said."""
-    said = [process.communicate(timeout=300)[0].decode() for process in processes]
-    assert [process.returncode for process in processes] == [code] * len(processes), "\n---\n".join(said)
-    return said
+def start(folder, *arguments, per_process=((), ()), folders=(), command=("train.py", *OPTIONS)):  # noqa: F811
+    """Start a command, train.py by default, in two processes of two CPU devices each, in one folder or two."""
+    words = [ROOT / command[0], *command[1:], *arguments]
+    commands = ([*words, *more] for more in per_process)
+    return start_processes(*commands, folders=folders or [folder], devices=[2])
 
 
 @pytest.fixture(scope="module")
@@ -79,21 +51,13 @@ def assert_same(run_dir: Path, other: Path, steps=20) -> None:
 
 
 @pytest.mark.slow
-def test_eight_devices_on_three_axes(folder, one_device, monkeypatch):  # noqa: F811
-    monkeypatch.chdir(folder)
-    mesh = ("--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2")
-    assert run("train", monkeypatch, *OPTIONS, "--run_dir=three-axes", *mesh, devices=8) == 0
-    assert_same(folder / "three-axes", one_device)
-
-
-@pytest.mark.slow
 def test_two_processes_give_the_benchmarks_of_one(folder, one_device, monkeypatch):  # noqa: F811
     make_bundle(folder / "bundle")
     shutil.copytree(one_device, folder / "of-two")
     command = ("evaluate.py", "--tasks=core", "--bundle=bundle", "--items=16")
     monkeypatch.chdir(folder)
     assert run("evaluate", monkeypatch, *command[1:], "--run_dir=one", devices=1) == 0
-    finish(start(folder, 2, 2, "--run_dir=of-two", "--mesh.fsdp=2", command=command))
+    finish(start(folder, "--run_dir=of-two", "--mesh.fsdp=2", command=command), 0)
     logs = (folder / run_dir / "core" / "step_40_items_16" / "items.jsonl" for run_dir in ("one", "of-two"))
     key = lambda line: (line["task"], line["item"])
     ours, theirs = (sorted(map(json.loads, log.read_text().splitlines()[1:]), key=key) for log in logs)
@@ -104,19 +68,16 @@ def test_two_processes_give_the_benchmarks_of_one(folder, one_device, monkeypatc
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_answers_of_one_to_lm_evaluation_harness(folder, one_device):  # noqa: F811
-    """All kinds of request; and a second start takes them from the log."""
+def test_two_processes_give_the_answers_of_one_to_lm_evaluation_harness(folder, one_device, monkeypatch):  # noqa: F811
+    """All kinds of request."""
     pytest.importorskip("lm_eval")
+    monkeypatch.chdir(folder)
     (folder / "tasks").mkdir()
     make_tasks(folder / "tasks")
     names = "tiny_choices,tiny_schema,tiny_endings,tiny_text,tiny_writing"
     command = ("evaluate.py", "--run_dir=one", f"--tasks={names}", "--task_files=tasks")
-    finish(start(folder, 1, 1, "--out=asked-one", command=command))
-    found = []
-    for _ in range(2):
-        finish(start(folder, 2, 2, "--out=asked-two", "--mesh.fsdp=2", command=command))
-        found.append((folder / "asked-two" / "harness" / "step_40" / "requests.jsonl").read_text())
-    assert found[0] == found[1]
+    assert run("evaluate", monkeypatch, *command[1:], "--out=asked-one", devices=1) == 0
+    finish(start(folder, "--out=asked-two", "--mesh.fsdp=2", command=command), 0)
     left = [folder / name / "harness" / "step_40" for name in ("asked-one", "asked-two")]
     ours, theirs = (
         {line["request"]: line for line in map(json.loads, (path / "requests.jsonl").read_text().splitlines()[1:])}
@@ -132,37 +93,30 @@ def test_two_processes_give_the_answers_of_one_to_lm_evaluation_harness(folder, 
 
 
 @pytest.mark.slow
-def test_processes_that_disagree_refuse_with_code_2(folder):  # noqa: F811
-    said = finish(start(folder, 2, 2, "--run_dir=disagree", per_process=((), ("--seed=1",))), code=2)
-    for text in said:
-        assert "[1] differ from process 0 in their config" in text and "Traceback" not in text
+def test_every_process_says_a_mistake(folder, one_device):  # noqa: F811
+    for options, per_process, says in (
+        (["--run_dir=disagree"], ((), ("--seed=1",)), "[1] differ from process 0 in their config"),
+        (["--run_dir=one", "--seed=1"], ((), ()), "seed: 0 -> 1"),
+    ):
+        said = finish(start(folder, *options, per_process=per_process), 2)
+        assert all(says in text and "Traceback" not in text for text in said)
     assert not (folder / "disagree").exists()
 
 
 @pytest.mark.slow
-def test_a_mistake_is_told_by_every_process(folder, one_device):  # noqa: F811
-    said = finish(start(folder, 2, 2, "--run_dir=one", "--seed=1"), code=2)
-    for text in said:
-        assert "seed: 0 -> 1" in text and "Traceback" not in text
-
-
-@pytest.mark.slow
-def test_a_ramp_on_two_processes_is_that_of_one_also_where_it_goes_on_before_a_border(folder, monkeypatch):  # noqa: F811
-    """Each process reads its own rows of steps of either size: 20 steps of 8 rows, then 10 of 16."""
-    sizes = ("--batch.ramp=0:256,5120:512", "--batch.ramp_scaling=root")
-    ramp = ("--steps=30", *sizes, "--mesh.fsdp=2", "--checkpoint.every_steps=15")
-    said = finish(start(folder, 2, 2, *ramp, "--run_dir=ramp-of-two"))
-    assert "from step 21 on, after 5,120 tokens" in said[0]
+def test_a_ramp_that_two_processes_resume_before_a_border_is_that_of_one(folder, monkeypatch):  # noqa: F811
+    """Each process reads its own rows of steps of either size: 5 steps of 8 rows, then 10 of 16."""
     monkeypatch.chdir(folder)
+    sizes = ("--batch.ramp=0:256,5120:512", "--batch.ramp_scaling=root")
+    ramp = ("--steps=30", *sizes, "--checkpoint.every_steps=15")
     assert run("train", monkeypatch, *OPTIONS, *ramp, "--run_dir=ramp-of-one") == 0
     tokens = [line["valid_tokens"] for line in read_metrics(folder / "ramp-of-one") if "loss" in line]
     assert tokens == [256] * 20 + [512] * 10
-    assert_same(folder / "ramp-of-two", folder / "ramp-of-one", steps=30)
-
+    shutil.copytree(folder / "ramp-of-one", folder / "ramp-of-two")
     (folder / "ramp-of-two" / "summary.json").unlink()
     shutil.rmtree(folder / "ramp-of-two" / "checkpoints" / "30")
-    said = finish(start(folder, 2, 2, *ramp, "--run_dir=ramp-of-two"))
-    assert "continuing after step 15 of 30" in said[0]
+    said = finish(start(folder, *ramp, "--mesh.fsdp=2", "--run_dir=ramp-of-two"), 0)
+    assert "from step 21 on, after 5,120 tokens" in said[0] and "continuing after step 15 of 30" in said[0]
     assert_same(folder / "ramp-of-two", folder / "ramp-of-one", steps=30)
 
 
@@ -184,7 +138,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 def test_a_slow_host_is_named_at_each_logged_step(folder):  # noqa: F811
     (folder / "slow.py").write_text(SLOW)
     short = ("--steps=10", "--log.every_steps=5", "--run_dir=slow")
-    finish(start(folder, 2, 2, *short, command=(folder / "slow.py", ROOT / "train.py", *OPTIONS)))
+    finish(start(folder, *short, command=(folder / "slow.py", ROOT / "train.py", *OPTIONS)), 0)
     lines = [line["hosts"] for line in read_metrics(folder / "slow") if "loss" in line]
     assert len(lines) == 2
     for own in (line["own_seconds"] for line in lines):
@@ -193,39 +147,35 @@ def test_a_slow_host_is_named_at_each_logged_step(folder):  # noqa: F811
 
 def begin(folder: Path, run_dir: str, *options) -> list[subprocess.Popen]:  # noqa: F811
     """Two processes that have taken three steps."""
-    began, processes = time.time(), start(folder, 2, 2, f"--run_dir={run_dir}", *options)
+    began, processes = time.time(), start(folder, f"--run_dir={run_dir}", *options)
     new = lambda: [line for line in read_metrics(folder / run_dir) if line["time"] > began and "loss" in line]
     while len(new()) < 3:
-        assert all(process.poll() is None for process in processes), finish(processes)
+        assert all(process.poll() is None for process in processes), finish(processes, 0)
         time.sleep(0.01)
     return processes
 
 
 @pytest.mark.slow
 def test_two_processes_stopped_killed_and_continued_end_as_one_device(folder, one_device, monkeypatch):  # noqa: F811
-    """One of two is preempted, then either is killed, then one is interrupted: each time both end, and both go on. At
-    last one process on another mesh goes on from there."""
+    """One of two is preempted, then either is killed: each time both end, and both are resumed. At last one process on
+    another mesh resumes from there."""
     run_dir, fsdp = folder / "two", "--mesh.fsdp=2"
-    for asked, sign, codes in ((1, signal.SIGTERM, [PREEMPTED] * 2), (0, signal.SIGINT, [130, 130])):
-        processes = begin(folder, "two", fsdp)
-        processes[asked].send_signal(sign)
-        said = [process.communicate(timeout=120)[0].decode() for process in processes]
-        assert [process.returncode for process in processes] == codes, "\n---\n".join(said)
-        assert "the same command continues it" in said[0]
-        saved = max(int(path.name) for path in (run_dir / "checkpoints").iterdir())
-        assert f"stopped after step {saved} of 40" in said[0]
+    processes = begin(folder, "two", fsdp)
+    processes[1].send_signal(signal.SIGTERM)
+    said = finish(processes, PREEMPTED)
+    assert "the same command continues it" in said[0]
+    saved = max(int(path.name) for path in (run_dir / "checkpoints").iterdir())
+    assert f"stopped after step {saved} of 40" in said[0]
 
     for killed in (0, 1):
         processes = begin(folder, "two", fsdp)
         processes[killed].kill()
-        left = processes[1 - killed]
-        said = left.communicate(timeout=60)[0].decode()
-        assert left.returncode == 42, said
+        (said,) = finish([processes[1 - killed]], 42)
         # From an operation that failed, or, where JAX's service notices first and aborts, from its abort.
         assert "another one has stopped, or cannot be reached" in said or "another process of the run was lost" in said
 
     subprocess.run(["cp", "-r", "two", "elsewhere"], cwd=folder, check=True)
-    said = finish(start(folder, 2, 2, "--run_dir=two", fsdp))
+    said = finish(start(folder, "--run_dir=two", fsdp), 0)
     first = "launcher: JAX_* variables; process 0 of 2; 2 of 4 cpu device(s) here, in 1 slice(s) or node(s); mesh: "
     assert first + "data 2, fsdp 2, tensor 1\n" in said[0] and "goodput: " in said[0]
     assert "continuing after step" in said[0]
@@ -255,19 +205,17 @@ def test_machines_that_share_only_a_bucket_are_lost_and_replaced(folder, tmp_pat
 
     options = ("--checkpoint.folder=gs://bucket/runs/pod",)
     first, second = machines("first"), machines("second")
-    processes = start(folder, 2, 2, *options, folders=first)
+    processes = start(folder, *options, folders=first)
     while not any("checkpoints/20/commit_success.txt" in name for name in list(server.objects)):
-        assert all(process.poll() is None for process in processes), finish(processes)
+        assert all(process.poll() is None for process in processes), finish(processes, 0)
         time.sleep(0.01)
     for process in processes:
         process.kill()
         process.communicate()
-    said = finish(start(folder, 2, 2, *options, folders=second))
+    said = finish(start(folder, *options, folders=second), 0)
     assert "continuing after step" in said[0] and "bits per byte" in said[0]
     assert not (second[1] / "runs").exists()
     assert_same(second[0] / "runs" / "tiny", one_device)
     steps = [line["step"] for line in read_metrics(second[0] / "runs" / "tiny") if "loss" in line]
     assert steps == list(range(1, 41))
-    said = finish(start(folder, 2, 2, *options, folders=second))  # the first sees summary.json, and tells the other
-    assert "is complete: 40 steps" in said[0]
     server.shutdown()
