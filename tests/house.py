@@ -6,11 +6,9 @@ The closure of a command is every module of ours that it imports, imports inside
 import ast
 import subprocess
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_type_hints
 
-from configs.schema import Config, Role
+from configs.schema import Config, Role, hints
 
 ROOT = Path(__file__).parent.parent
 
@@ -47,12 +45,9 @@ def closure(command: str) -> list[str]:
     return sorted(reached)
 
 
-def options(section: type = Config) -> int:
+def options() -> int:
     """Return the number of a run's options on the command line. A config file has more, of type `InFile`."""
-    plain, annotated = get_type_hints(section), get_type_hints(section, include_extras=True)
-    names = [field.name for field in fields(section)]
-    in_file = lambda name: Role.FILE in getattr(annotated[name], "__metadata__", ())
-    return sum(options(plain[name]) if is_dataclass(plain[name]) else not in_file(name) for name in names)
+    return sum(Role.FILE not in getattr(kind, "__metadata__", ()) for kind in hints(Config).values())
 
 
 def counts() -> dict[str, int]:

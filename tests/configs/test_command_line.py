@@ -10,7 +10,7 @@ import pytest
 
 import sample
 from configs.command_line import config_from_json, load_config, parse, parse_arguments
-from configs.schema import Config, EvalConfig, UserError, options
+from configs.schema import Config, EvalConfig, Role, UserError, hints, options
 from configs.validation import validate
 
 ROOT = Path(__file__).parents[2]
@@ -203,14 +203,15 @@ def test_help_exits_with_0_and_explains_every_option(words, capsys, monkeypatch)
         parse("What it does.", Extra, words)
     assert exit_info.value.code == 0
     output = words_of(capsys)
-    assert all(f"--{name} " in output or f"--{name}, " in output for name in options(Config(name="x")))
+    shown = {name for name in hints(Config) if f"--{name} " in output or f"--{name}, " in output}
+    assert shown == {name for name, kind in hints(Config).items() if Role.FILE not in getattr(kind, "__metadata__", ())}
     for text in ("What it does.", "--config FILE", "--accept_changes", "Continue all the same."):
         assert text in output
     assert "Rows of a micro-batch on one device: what fits its memory; it never changes the result." in output
 
 
 def test_help_that_nobody_reads_to_its_end_leaves_no_traceback():
-    read = f"{sys.executable} tools.tune --help | head -n 1"
+    read = f"{sys.executable} -m tools.tune --help | head -n 1"
     done = subprocess.run(["bash", "-c", read], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "usage: python -m tools.tune [-h] [OPTIONS]\n" and done.stderr == ""
 
