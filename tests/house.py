@@ -36,13 +36,13 @@ def imports(path: str) -> Iterator[str]:
 
 def closure(command: str) -> list[str]:
     """Return the files of ours that the file `command` imports, directly or not, itself included."""
-    ours = {path.removesuffix(".py").replace("/", "."): path for path in python_files()}
+    ours = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in python_files()}
     reached, todo = set(), [command]
     while todo:
         if (path := todo.pop()) not in reached:
             reached.add(path)
             todo += [ours[name] for name in imports(path) if name in ours]
-    return sorted(reached)
+    return sorted(path for path in reached if lines([path]))  # a room's empty __init__.py is no module to read
 
 
 def options() -> int:

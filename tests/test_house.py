@@ -7,8 +7,8 @@ BOUNDS = {
     "lines of tests": 18_900,
     "lines of train.py": 180,
     "names that train.py imports": 40,
-    "modules that train.py needs": 86,
-    "lines that train.py needs": 11_250,
+    "modules that train.py needs": 94,
+    "lines that train.py needs": 11_750,
     "options on the command line": 90,
 }
 
