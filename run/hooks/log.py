@@ -99,8 +99,9 @@ class Log(Hook):
             if "diagnostics" in values:
                 measured = self.diagnosis.line(values.pop("diagnostics"), step, values["valid_tokens"])
                 self.writer.write({"step": step, "tokens": run.tokens_after(step), "diagnostics": measured})
-            self.watch.watchdog.done_with(step)
         self.unread.clear()
+        # Once: steps that were done before they are read seem to take no time, and the first of them all of it.
+        self.watch.watchdog.done_with(self.just_read[-1].step)
 
     def _write(self, run: Progress) -> None:
         """Write the line of the newest step."""

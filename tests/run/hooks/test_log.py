@@ -1,5 +1,6 @@
 """The logged lines: which step each is of, and when its metrics are read."""
 
+import itertools
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +11,7 @@ from run.hooks.log import Log
 from run.hooks.watch import Watch
 from run.lines import read_metrics
 from run.metrics import MetricsWriter
-from tests.run.hooks.runs import NOTHING, built_of, config_of, progress
+from tests.run.hooks.runs import NOTHING, TOKENS, built_of, config_of, progress
 
 
 @pytest.mark.parametrize(
@@ -64,3 +65,20 @@ def test_a_resumed_run_has_the_noise_scale_s_window_up_to_its_checkpoint(tmp_pat
     log.begin(progress(config, step=8))
     log.close()
     assert [measured["noise"] for measured in log.diagnosis.newest] == [{"all": 4}, {"all": 8}]
+
+
+def test_steps_that_are_read_together_count_in_the_watchdog_s_limit_with_their_mean_time(tmp_path):
+    config, now = config_of(tmp_path), itertools.count(step=60.0)  # a minute passes whenever the watchdog looks
+    watch = Watch(config, Times())
+    log, run = Log(built_of(config), watch, lambda position: {}, None, print), progress(config)
+    watch.begin(run)
+    watch.watchdog.now = lambda: next(now)
+    log.begin(run)
+    for step in range(1, 7):
+        watch.before_step(run)
+        run.step = step
+        metrics = {"loss": 2.0, "grad_norms": {}, "skipped_steps": 0}
+        log.after_step(run, metrics, NOTHING._replace(log=step == 5))  # pyright: ignore
+    log.close(), watch.close()
+    assert len(watch.watchdog.each) == 2  # the first step, and steps 2 to 5 when step 6 was given
+    assert watch.watchdog.each[1] == pytest.approx(60 / (4 * TOKENS))
