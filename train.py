@@ -72,7 +72,7 @@ def take_steps(
                     with stop.unheeded():
                         go_back(run, jump)
                         if run.stopping:
-                            break
+                            return run, ""  # nothing is to be saved: the newest checkpoint is where the run is
                         run.drop_state()
                         run, batches = start()
                     begin_all(hook_list, run, opened)

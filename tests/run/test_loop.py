@@ -172,6 +172,13 @@ def test_who_asks_to_stop_while_the_loss_jumps_is_heard(make):
     assert loop.jump and loop.was_stopping
 
 
+def test_a_rollback_that_ends_the_run_saves_nothing_though_a_save_failed_before(make):
+    loop, _, saved = make([2.0] * 24 + [9.0] + [2.0] * 15)
+    saved.failing_steps = {20}
+    loop.run(BATCHES)
+    assert loop.jump and saved.steps == [10]
+
+
 @pytest.mark.parametrize("last", [13, 20, 40])
 def test_a_run_that_is_to_stop_saves_its_step_and_evaluates_nothing(make, last):
     stop = Stop()
