@@ -45,7 +45,7 @@ def resume(built: Build, checkpoints: Checkpoints, times: Times, say: Callable[[
             state = built.create_state()
             if config.init_from:
                 state = state._replace(params=read_params(config, built.abstract_state.params))
-            return Start(state)
+            return Start(jax.block_until_ready(state))  # what makes it is no training
     state, facts = restored
     step = facts["step"]
     position = max([facts["position"], *(event["position"] for event in rollbacks_to(events, step))])
