@@ -56,7 +56,8 @@ def resume(built: Build, checkpoints: Checkpoints, times: Times, say: Callable[[
 def record_start(built: Build, text: Text, changes: list[str], start: Start, times: Times) -> None:
     """Put on record that the run goes on from `start`, with which options changed, and its tokenizer."""
     config = built.config
-    facts = times.note() | made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
-    on_first_process(partial(accept, config, text.fingerprint, changes, start.step, start.position, **facts))
-    if jax.process_index() == 0:
-        text.tokenizer.save(Path(config.run_dir) / "tokenizer")
+    with times.during("start"):
+        facts = times.note() | made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
+        on_first_process(partial(accept, config, text.fingerprint, changes, start.step, start.position, **facts))
+        if jax.process_index() == 0:
+            text.tokenizer.save(Path(config.run_dir) / "tokenizer")
