@@ -195,8 +195,6 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
         return Past([], [], 0, 0, "")
     facts, first = read_record(record)
     before = options(first) | {"dataset": facts["dataset"]}
-    if before["model.dtype"] == "auto":  # recorded by an older version, where it meant this
-        before["model.dtype"] = "float32" if facts["devices"]["kind"] == "cpu" else "bfloat16"
     now = options(config) | {"dataset": fingerprint}
     changes = [
         f"{name}: {before.get(name)} -> {now[name]}"

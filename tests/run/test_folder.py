@@ -302,20 +302,6 @@ def test_a_folder_that_cannot_be_made_is_refused(config, tmp_path):
         open_run(replace(config, run_dir=str(tmp_path / "file" / "run")), "print", False)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("cpu", "float32"), ("TPU v5 lite", "bfloat16")])
-def test_the_type_of_a_run_of_an_older_version_is_what_auto_then_meant(config, kind, dtype):
-    """It goes on in that type, or is refused: JAX's version must not change it in silence."""
-    open_run(config, "print", accept_changes=False)
-    path, record = Path(config.run_dir) / "config.json", record_of(config)
-    record["config"]["model"]["dtype"], record["devices"]["kind"] = "auto", kind
-    path.write_text(json.dumps(record))
-    same = replace(config, model=replace(config.model, dtype=dtype))
-    other = replace(config, model=replace(config.model, dtype="bfloat16" if dtype == "float32" else "float32"))
-    with pytest.raises(UserError, match=f"model.dtype: {dtype} -> "):
-        open_run(other, "print", accept_changes=False)
-    assert open_run(same, "print", accept_changes=False) == []
-
-
 @pytest.mark.parametrize(("number", "taken"), [(errno.ENOSYS, True), (errno.EOPNOTSUPP, True), (errno.ENOLCK, False)])
 def test_a_disk_without_locks_is_said_and_one_whose_locks_fail_is_no_mistake(
     tmp_path, monkeypatch, capsys, number, taken
