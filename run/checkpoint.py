@@ -111,8 +111,7 @@ class Checkpoints:
 
     def _look(self) -> list[Info]:
         """What is there. On the first process."""
-        steps = whole_steps(self.folder)
-        return [Info(step, self._score(step)) for step in steps]
+        return [Info(step, _metrics(self.scores.get(step))) for step in whole_steps(self.folder)]
 
     def save(self, step: int, state: TrainState, facts: dict) -> None:
         """Copies the state off the devices, and writes it while training goes on. `step` is `int(state.step)`; `facts`
@@ -325,14 +324,6 @@ class Checkpoints:
         if differ:
             differences = "\n  ".join(differ)
             raise UserError(f"checkpoint {facts['step']} in {self.folder} is of another network:\n  {differences}")
-
-    def _score(self, step: int) -> dict[str, float] | None:
-        if step in self.scores:
-            return _metrics(self.scores[step])
-        try:  # versions that evaluated before they saved wrote it into the facts
-            return _metrics(self.facts(step).get("val_bpb")) if self.config else None
-        except Damaged:  # it is not the best
-            return None
 
     def _delete_old(self) -> None:
         """Keeps the newest, every n-th, and the best by bits per byte. The others are first made no checkpoints, so

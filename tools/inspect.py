@@ -43,7 +43,7 @@ def main() -> int:
         try:
             facts = checkpoints.restore(step, abstract)[1]
             hours = (time.time() - facts["time"]) / 3600
-            verdict = f"{(metrics or facts).get('val_bpb', math.nan):9.4f} {hours:10.1f}  verified"
+            verdict = f"{(metrics or {}).get('val_bpb', math.nan):9.4f} {hours:10.1f}  verified"
         except Exception as error:
             verdict, damaged = f"{'':9} {'':10}  DAMAGED: {first_line(error)}", True
         print(f"{step:>10} {megabytes:9.1f} {verdict}")
