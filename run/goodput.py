@@ -91,14 +91,14 @@ class Piece(NamedTuple):
 
 
 def goodput(events: list[dict]) -> dict[str, float]:
-    """Seconds of each of PARTS, which sum to those from the first start to the last sign of life. Events of versions
-    that noted none count for nothing."""
+    """Seconds of each of PARTS, which sum to those from the first start to the last sign of life. Events without
+    seconds count for nothing."""
     spent = dict.fromkeys(PARTS, 0.0)
     pieces: list[Piece] = []
     began, ended = math.nan, math.nan  # of the process whose events are read; nan: of none yet
     step, before = 0, dict.fromkeys(OF_A_PROCESS, 0.0)
     for event in events:
-        if "seconds" not in event or "began" not in event:
+        if "seconds" not in event:
             continue
         if event["began"] != began:
             spent["down"] += max(0.0, event["began"] - ended) if not math.isnan(ended) else 0.0
