@@ -27,8 +27,6 @@ class _Shard(TypedDict):
     val: NotRequired[_Part]
     skipped: dict[str, int]
     until: NotRequired[tuple[int, int]]
-    end: NotRequired[tuple[int, int]]
-    """As an earlier version wrote it."""
 
 
 class _Tokenizer(TypedDict):
