@@ -353,8 +353,7 @@ class HangConfig:
     seconds: NotNegative[int] = 600
     """Seconds that a step may take in any case, the wait for its batch included (the first of a process six times as
     long) and, if that is more, ten times the median step; 0: for ever. More than any step, any stall of a disk or of a
-    network that passes by itself. While a store
-    that the data are read from does not answer, no time counts."""
+    network that passes by itself. While a store that the data are read from does not answer, no time counts."""
     other_seconds: NotNegative[float] = 7200.0
     """Seconds that a restore, a save or an evaluation may take; 0: for ever. More than the longest of them."""
 

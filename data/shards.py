@@ -86,7 +86,7 @@ class TokenStream:
     """Shards read as one long array of tokens."""
 
     def __init__(self, shards: Sequence[Any], together: Callable = map):
-        """`shards`: arrays, or `data.blocks.Shard`. `together(read, spans)` reads many spans, at once where that helps:
+        """`shards`: arrays, or `data.store.Shard`. `together(read, spans)` reads many spans, at once where that helps:
         from a store, whose answers take their time."""
         self.shards = shards
         self.together = together
