@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from configs.schema import DiagnosticsConfig
+from configs.schema import DiagnosticsConfig, HangConfig
 from run.goodput import Times
 from run.hooks.log import Log
 from run.hooks.watch import Watch
@@ -68,7 +68,8 @@ def test_a_resumed_run_has_the_noise_scale_s_window_up_to_its_checkpoint(tmp_pat
 
 
 def test_steps_that_are_read_together_count_in_the_watchdog_s_limit_with_their_mean_time(tmp_path):
-    config, now = config_of(tmp_path), itertools.count(step=60.0)  # a minute passes whenever the watchdog looks
+    config = config_of(tmp_path, hang=HangConfig(seconds=0))  # without a thread
+    now = itertools.count(step=60.0)  # a minute passes whenever it is asked
     watch = Watch(config, Times())
     log, run = Log(built_of(config), watch, lambda position: {}, None, print), progress(config)
     watch.begin(run)
