@@ -26,6 +26,8 @@ class Save(Hook):
     def __init__(self, config: Config, checkpoints: Checkpoints, dataset: str, watch: Watch, say: Callable[[str], Any]):
         """`dataset`: the fingerprint that checkpoints carry."""
         self.config, self.checkpoints, self.dataset, self.watch, self.say = config, checkpoints, dataset, watch, say
+
+    def begin(self, run: Progress) -> None:
         self.saved = time.monotonic()
 
     def after_step(self, run: Progress, metrics: Metrics, due: Due) -> None:

@@ -21,6 +21,7 @@ class Run:
     def __init__(self, saved: Saved, run_dir: object, **options):
         config, self.said, self.gave_up = config_of(run_dir, **options), [], ""
         run, save = progress(config), Save(config, saved, "print", Watch(config, Times()), self.said.append)  # pyright: ignore
+        save.begin(run)
         try:
             while run.step < config.steps:
                 run.step += 1
