@@ -130,7 +130,8 @@ def test_keeps_the_newest_every_nth_and_the_best(tmp_path, config, bits, kept):
 
 def test_scores_come_from_the_run_s_record(tmp_path):
     saved(tmp_path, (10, 20), KEEP_ALL)
-    assert [info.metrics for info in Checkpoints(tmp_path, KEEP_ALL, scores={20: 1.5}).infos] == [None, {"val_bpb": 1.5}]
+    infos = Checkpoints(tmp_path, KEEP_ALL, scores={20: 1.5}).infos
+    assert [info.metrics for info in infos] == [None, {"val_bpb": 1.5}]
 
 
 def test_an_old_one_goes_only_when_a_newer_one_is_whole(tmp_path):
