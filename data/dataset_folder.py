@@ -130,7 +130,8 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, 
 def _prepare_raw(*arguments: Any) -> Path:
     """Return the dataset folder that data/prepare/raw.py makes of raw text. Raise what it raises."""
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-P", "-m", "data.prepare.raw"]  # -P: no folder `data` of the user's own is imported
+    # -P: no folder `data` of the user's own is imported.
+    command = [sys.executable, "-P", "-m", "data.prepare.raw", str(os.getpid())]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         try:

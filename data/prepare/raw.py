@@ -1,22 +1,35 @@
 """Prepare the raw text that a run was given, in a process of its own: data/dataset_folder.py starts it.
 
-It reads the arguments of `prepare_raw` from stdin, and writes the dataset's folder, or the exception, to stdout; both
-are pickled. So a run that reads a prepared dataset loads nothing of this room.
+Its argument is that process's number. It reads the arguments of `prepare_raw` from stdin, and writes the dataset's
+folder, or the exception, to stdout; both are pickled. So a run that reads a prepared dataset loads nothing of this room.
 """
 
+import os
 import pickle
 import sys
+import threading
+import time
+import traceback
 from contextlib import redirect_stdout
 
 from data.prepare.preparation import prepare_raw
 
 
+def end_with(parent: int) -> None:
+    """End this process once its parent has ended: an orphan would keep the dataset's lock."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main() -> None:
+    threading.Thread(target=end_with, args=[int(sys.argv[1])], daemon=True).start()
     answer = sys.stdout.buffer
     with redirect_stdout(sys.stderr):
         try:
             result = prepare_raw(*pickle.load(sys.stdin.buffer))
         except Exception as error:
+            error.add_note(traceback.format_exc())  # a pickle has no traceback
             result = error
         except KeyboardInterrupt:  # the command that waits for this process says so
             sys.exit(1)

@@ -2,6 +2,10 @@ import json
 import os
 import re
 import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +20,7 @@ from data.prepare.preparation import Preparation, prepare
 from data.shards import read_shard
 from data.tokenizer import train_tokenizer
 
+ROOT = Path(__file__).parents[2]
 SIZE = 300
 
 
@@ -99,16 +104,53 @@ def test_best_fit_counts_every_token_of_the_dataset_once(made, cache, monkeypatc
         assert sorted(counted) == sorted(tokens_of(made, part))
 
 
-def test_raw_text_is_prepared_in_the_cache_once_and_again_when_it_changes(raw, cache, monkeypatch):
+def test_raw_text_is_prepared_in_the_cache_once_and_again_when_it_changes(raw, cache):
     first = opened(raw, cache)
-    with monkeypatch.context() as patch:
-        patch.setattr("data.prepare.preparation.make_shards", None)
-        assert opened(raw, cache, workers=7).fingerprint == first.fingerprint
+    (shard,) = (cache / "datasets").glob("*/train_*.bin")
+    made = shard.stat().st_mtime_ns
+    assert opened(raw, cache, workers=7).fingerprint == first.fingerprint and shard.stat().st_mtime_ns == made
     (raw / "3.txt").write_text("another text")
     prints = [first.fingerprint, opened(raw, cache).fingerprint]
     prints.append(opened(raw, cache, val_fraction=0.6).fingerprint)
     prints.append(opened(raw, cache, vocab_size=SIZE + 1).fingerprint)
     assert len(set(prints)) == 4
+
+
+def test_what_prepares_raw_text_ends_with_the_process_that_started_it(tmp_path):
+    """An orphan would keep the dataset's lock. Its stdin stays open here, as if it were at work."""
+    os.mkfifo(tmp_path / "stdin")
+    stdin = os.open(tmp_path / "stdin", os.O_RDWR)
+    code = (
+        "import os, subprocess, sys\n"
+        "command = [sys.executable, '-m', 'data.prepare.raw', str(os.getpid())]\n"
+        "print(subprocess.Popen(command, stdin=open(sys.argv[1])).pid, flush=True)\n"
+        "input()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "stdin")]
+    parent = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    status = Path("/proc", parent.stdout.readline().strip(), "status")
+    time.sleep(3)
+    assert status.exists() and "State:\tZ" not in status.read_text()
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not status.exists() or "State:\tZ" in status.read_text())
+    os.close(stdin)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def test_an_error_in_the_preparation_is_the_run_s_own_with_its_traceback(raw, cache, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(cache))
+    cache.mkdir()
+    (cache / "sitecustomize.py").write_text("import pathlib; pathlib.Path.mkdir = lambda *_, **__: 1 / 0")
+    with pytest.raises(ZeroDivisionError) as error:
+        opened(raw, cache)
+    assert "data/prepare/preparation.py" in error.value.__notes__[0]
 
 
 def test_the_fingerprint_does_not_depend_on_the_machine(raw, tmp_path):
