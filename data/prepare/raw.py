@@ -1,7 +1,7 @@
 """Prepare the raw text that a run was given, in a process of its own: data/dataset_folder.py starts it.
 
-Its argument is that process's number. It reads the arguments of `prepare_raw` from stdin, and writes the dataset's
-folder, or the exception, to stdout; both are pickled. So a run that reads a prepared dataset loads nothing of this room.
+Its argument is that process's number. It reads the arguments of `prepare_raw` from stdin, and writes the folder or
+the exception to stdout; both are pickled. So a run that reads a prepared dataset loads nothing of this room.
 """
 
 import os
