@@ -163,16 +163,23 @@ def _local_files(source: str, suffixes: tuple[str, ...]) -> Found:
 
     takes = lambda name: not pattern or complete.match(name) is not None
     # What links in a system's library lead to is not of the library.
-    return sorted(_walk(str(root), takes, suffixes, enters, links=not library), key=lambda one: one[0].url)
+    found = _walk(str(root), takes, suffixes, enters, len(pattern), links=not library)
+    return sorted(found, key=lambda one: one[0].url)
 
 
 def _walk(
-    root: str, takes: Callable[[str], bool], suffixes: tuple[str, ...], enters: Callable[[str], bool], links: bool
+    root: str,
+    takes: Callable[[str], bool],
+    suffixes: tuple[str, ...],
+    enters: Callable[[str], bool],
+    tail: int,
+    links: bool,
 ) -> Iterator[tuple[SourceFile, list]]:
     """Yield the files below `root` whose names below it `takes` accepts, in folders that `enters` accepts, with the
     times of their change; and what cannot be read, if it ends with one of `suffixes` or may be a folder.
 
-    Each file and folder is read once: under its own name, else under the first of those that links give it."""
+    Each file is read once: under its own name, else under the first of those that links give it. So is a folder, for
+    each of its names' last `tail` parts: what a glob finds in it depends on them."""
     seen, linked = set(), [(root, os.path.realpath(root))]
     while linked:
         waiting, linked = sorted(linked, reverse=True), []
@@ -182,10 +189,11 @@ def _walk(
             try:
                 status = os.stat(real)
                 is_folder = stat.S_ISDIR(status.st_mode)
-                if real in seen:
+                key = (real, *(name.split("/")[-tail:] if is_folder and tail else ()))
+                if key in seen:
                     continue
                 if is_folder and (path == root or enters(name)):
-                    seen.add(real)
+                    seen.add(key)
                     with os.scandir(real) as entries:
                         for entry in entries:
                             below = os.path.join(path, entry.name)
@@ -194,7 +202,7 @@ def _walk(
                             elif links:
                                 linked.append((below, os.path.realpath(entry.path)))
                 elif stat.S_ISREG(status.st_mode) and takes(name):
-                    seen.add(real)
+                    seen.add(key)
                     is_barred = name.endswith(suffixes) and not os.access(real, os.R_OK)
                     problem = "no permission to read it" if is_barred else ""
                     yield SourceFile(name, path, status.st_size, problem), [status.st_mtime]

@@ -69,6 +69,12 @@ def test_globs_follow_links_too(linked, pattern, found):
     assert list(texts(f"{linked}/{pattern}")) == found
 
 
+def test_a_glob_finds_what_only_a_link_s_name_matches(linked):
+    (linked / "sub" / "once_more").symlink_to(linked / "sub")
+    assert list(texts(f"{linked}/**/once*/*.txt")) == ["sub/once_more/b.txt"]
+    assert list(texts(f"{linked}/*/*/b.txt")) == ["sub/once_more/b.txt"]
+
+
 def test_text_that_several_links_lead_to_is_read_once_under_its_own_name(linked):
     (linked / "0again.txt").symlink_to(linked / "a.txt")
     (linked / "0whole").symlink_to(linked)
