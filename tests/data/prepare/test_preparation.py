@@ -255,6 +255,19 @@ def test_of_two_preparations_at_once_one_waits_for_the_other(settings, tmp_path,
     )
 
 
+def test_a_preparation_that_begins_while_another_looks_is_waited_for(settings, tmp_path, monkeypatch):
+    def looked(path):
+        found = path.is_file() or path.is_dir()
+        if path == tmp_path / "out" / "dataset.json":
+            monkeypatch.undo()
+            prepare(settings, tmp_path / "out")
+        return found
+
+    monkeypatch.setattr(Path, "exists", looked)
+    prepare(settings, tmp_path / "out")
+    assert facts_of(tmp_path / "out")["complete"] and Path.exists is not looked
+
+
 @pytest.mark.parametrize(("text", "some_size_works"), [("hello hello world ", True), ("a", False)])
 def test_too_large_vocabulary_names_a_size_that_works_if_there_is_one(text, some_size_works, tmp_path):
     (tmp_path / "text").mkdir()
