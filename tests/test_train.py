@@ -648,6 +648,18 @@ def test_a_start_says_what_is_less_than_was_asked_for(folder, untouched, monkeyp
     assert "windows of the blocks: SL\n" in said
 
 
+def test_a_network_that_is_trained_on_says_how_to_keep_what_it_knows(folder, untouched, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    assert run("export", monkeypatch, "--run_dir=untouched", "--out=start") == 0
+    monkeypatch.setattr("train.compile_stages", Mock(side_effect=UserError("enough is said")))
+    command = ("--config=tiny.py", "--init_from=start", "--steps=40", "--data.tokenizer=start", "--run_dir=trained on")
+    for options, at_full_rates in (((), True), (("--optimizer.rate_factor=0.1",), False)):
+        assert run("train", monkeypatch, *command, *options) == 2
+        said = capfd.readouterr().out
+        assert "starting from the network in start" in said
+        assert ("--optimizer.rate_factor=0.1 --optimizer.schedule.warmup_steps=2" in said) == at_full_rates
+
+
 def test_a_tokenizer_that_is_missing_is_noticed_before_text_is_read(folder, untouched, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     assert run("export", monkeypatch, "--run_dir=untouched", "--out=with tokenizer") == 0
