@@ -194,6 +194,14 @@ def test_courses_lie_on_every_axis(tmp_path):
     assert run.names("diagnostics", "blocks")[-1] == "11" and run.names("nothing") == []
 
 
+@pytest.mark.parametrize(
+    "hurt", [None, {}, [], "much", {"groups": None}, {"groups": {"embed": None}}, {"noise_scale": "x"}]
+)
+def test_diagnostics_are_read_whatever_they_lack(tmp_path, hurt):
+    run = read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": hurt, "grad_norms": hurt}))
+    assert list(sentences(run, LATER)) and figures([run])
+
+
 def test_a_rollback_is_a_jump_whose_text_is_shown(tmp_path):
     folder = write_run(tmp_path / "run", spike=False)
     facts = {"loss": None, "median": 3.0, "batch": 47, "rows": [[0, 1]], "position": 9}
