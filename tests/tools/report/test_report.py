@@ -6,14 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 from configs.schema import DataConfig, UserError
+from run.diagnosis import BLOCKS, Diagnosis
+from tests.helpers import tiny_config
 from tests.run_folders import BEGAN, write_run
 from tools.report.comparison import compared, differences
-from tools.report.figures import figures
+from tools.report.figures import MEASURED, figures
 from tools.report.runs import Spike, read_run, read_runs
 from tools.report.sentences import duration, percent, quantity, sentences
+from training.build import build
 
 ROOT = Path(__file__).parents[3]
 LATER = BEGAN + 100_000
@@ -200,6 +204,17 @@ def test_courses_lie_on_every_axis(tmp_path):
 def test_diagnostics_are_read_whatever_they_lack(tmp_path, hurt):
     run = read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": hurt, "grad_norms": hurt}))
     assert list(sentences(run, LATER)) and figures([run])
+
+
+def test_every_plot_of_diagnostics_draws_what_a_step_measures_of_itself(tmp_path):
+    """By the names that the step and run/diagnosis.py give it."""
+    built = build(tiny_config(rows=32), jax.devices()[:1])
+    _, metrics = jax.eval_shape(built.measuring_step, built.abstract_state, built.abstract_batch())
+    measured, diagnosis = jax.tree.map(lambda _: 1.0, metrics["diagnostics"]), Diagnosis([], built.config.optimizer)
+    line = [diagnosis.line(measured, step, 512) for step in range(1, BLOCKS + 1)][-1]
+    run = read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": line}))
+    traces = {figure.id: len(figure.traces) for figure in figures([run]) if figure.missing == MEASURED}
+    assert len(traces) == 8 and all(traces.values()), traces
 
 
 def test_a_rollback_is_a_jump_whose_text_is_shown(tmp_path):
