@@ -157,15 +157,16 @@ def begin(folder: Path, run_dir: str, *options) -> list[subprocess.Popen]:  # no
 
 @pytest.mark.slow
 def test_two_processes_stopped_killed_and_continued_end_as_one_device(folder, one_device, monkeypatch):  # noqa: F811
-    """One of two is preempted, then either is killed: each time both end, and both are resumed. At last one process on
-    another mesh resumes from there."""
+    """One of two is preempted, then one is interrupted, then either is killed: each time both end, and both are
+    resumed. At last one process on another mesh resumes from there."""
     run_dir, fsdp = folder / "two", "--mesh.fsdp=2"
-    processes = begin(folder, "two", fsdp)
-    processes[1].send_signal(signal.SIGTERM)
-    said = finish(processes, PREEMPTED)
-    assert "the same command continues it" in said[0]
-    saved = max(int(path.name) for path in (run_dir / "checkpoints").iterdir())
-    assert f"stopped after step {saved} of 40" in said[0]
+    for sign, code in ((signal.SIGTERM, PREEMPTED), (signal.SIGINT, 130)):
+        processes = begin(folder, "two", fsdp)
+        processes[1].send_signal(sign)
+        said = finish(processes, code)
+        assert "the same command continues it" in said[0]
+        saved = max(int(path.name) for path in (run_dir / "checkpoints").iterdir())
+        assert f"stopped after step {saved} of 40" in said[0]
 
     for killed in (0, 1):
         processes = begin(folder, "two", fsdp)
