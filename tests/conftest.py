@@ -40,7 +40,7 @@ from jaxtyping import install_import_hook
 from tests.fake_gcs import FakeGCS
 
 jax.config.update("jax_num_cpu_devices", 8)
-install_import_hook(["model", "training", "data", "evaluation", "interchange"], "beartype.beartype")
+install_import_hook(["model", "training", "data", "evaluation", "interchange", "tools.programs"], "beartype.beartype")
 # Examples compile programs, and are drawn, in the time that it takes on a shared machine.
 slow = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile(

@@ -2,6 +2,7 @@
 
 import errno
 import ssl
+from unittest.mock import Mock
 
 import pytest
 from gcsfs.retry import HttpError
@@ -16,6 +17,13 @@ def wrapped(error: Exception) -> Exception:
         raise Exception("Encountered error while reading array index") from error
     except Exception as outer:
         return outer
+
+
+def answered(**facts: object) -> Exception:
+    """Return an error of a client's with these attributes."""
+    error = Exception()
+    error.__dict__.update(facts)
+    return error
 
 
 @pytest.mark.parametrize(
@@ -35,6 +43,14 @@ def wrapped(error: Exception) -> Exception:
         (ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device [os_error_code='28']"), False),
         (ValueError("RESOURCE_EXHAUSTED: HTTP 429: slower"), True),
         (HttpError({"code": 401, "message": "who are you"}), True),
+        # As aiohttp, the hub's client and botocore keep a status.
+        *((answered(status=status), may_pass) for status, may_pass in [(403, False), (502, True)]),
+        (answered(response=Mock(status_code=404)), False),
+        *(
+            (answered(response={"ResponseMetadata": {"HTTPStatusCode": status}}), may_pass)
+            for status, may_pass in [(403, False), (500, True)]
+        ),
+        (ConnectionResetError(), True),
         (OSError("Forbidden: https://storage.googleapis.com/..."), False),
         (FileNotFoundError("gs://bucket/x"), False),
         (PermissionError(errno.EACCES, "Permission denied"), False),

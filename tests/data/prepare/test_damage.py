@@ -274,6 +274,16 @@ def test_a_half_written_memory_of_an_examination_is_made_again(folder):
     assert opened(folder).fingerprint == expected
 
 
+def test_plans_are_as_readable_as_the_umask_says(folder):
+    opened(folder)
+    umask = os.umask(0)
+    os.umask(umask)
+    paths = list((folder / "made" / "plans").rglob("*"))
+    assert paths
+    for path in paths:
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask
+
+
 def test_another_users_plan_is_made_again_in_the_cache(folder, monkeypatch):
     expected = len(opened(folder).train[0])
 
