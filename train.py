@@ -15,7 +15,8 @@ from configs.exit_codes import Exit
 from configs.schema import Config
 from data.loader import train_batches
 from hosts.cluster import Cluster
-from hosts.runtime import Stop, run_command, start_jax
+from hosts.runtime import run_command, start_jax
+from hosts.stop import Stop
 from hosts.watchdog import limited
 from run import hooks, opening
 from run.describe import describe

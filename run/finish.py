@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from configs.exit_codes import Exit
-from hosts.runtime import Stop
+from hosts.stop import Stop
 from run.events import Events
 from run.goodput import Times, goodput, summed_up
 from run.metrics import plot_loss, summarize, write_summary

@@ -4,11 +4,11 @@ from tests.house import closure, counts
 
 BOUNDS = {
     "lines outside tests": 24_000,
-    "lines of tests": 18_900,
+    "lines of tests": 19_000,
     "lines of train.py": 180,
     "names that train.py imports": 40,
-    "modules that train.py needs": 94,
-    "lines that train.py needs": 11_750,
+    "modules that train.py needs": 96,
+    "lines that train.py needs": 11_800,
     "options on the command line": 90,
 }
 

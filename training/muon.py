@@ -52,9 +52,9 @@ class MuonState(NamedTuple):
 def muon(
     config: MuonConfig, course: ScheduleConfig, rate: Schedule, steps: int | float, places: Sequence[Place], mesh: Mesh
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the updates of a tree of matrices, rate and decay included. `course`: that of `rate`, which the momentum
-    follows. `places`: how `mesh`, whose devices share the
-    work, stores its leaves, padding included. `init` takes matrices without padding."""
+    """Return the updates of a tree of matrices, rate and decay included. The momentum follows the `course` of `rate`.
+    `places`: how `mesh`, whose devices share the work, stores its leaves, padding included. `init` takes matrices
+    without padding."""
 
     def init(params: optax.Params) -> MuonState:
         second = lambda p: jnp.zeros((1, p.shape[1]) if p.shape[1] >= p.shape[0] else (p.shape[0], 1), jnp.float32)

@@ -16,7 +16,8 @@ import pytest
 
 from configs.schema import HangConfig, UserError
 from hosts.cluster import Cluster
-from hosts.peers import PeerLost, exchange, missing, roll_call
+from hosts.peers import exchange
+from hosts.roll_call import PeerLost, missing, roll_call
 from hosts.watchdog import limited
 from tests.hosts.processes import finish, start
 from tests.ports import free_ports
@@ -110,7 +111,8 @@ import sys, time, signal, os
 import jax
 import hosts.peers
 import hosts.runtime as runtime
-from hosts.runtime import run_command, start_jax, Stop
+from hosts.runtime import run_command, start_jax
+from hosts.stop import Stop
 from configs.schema import HangConfig, UserError
 def main():
     if sys.argv[1] == "complete":

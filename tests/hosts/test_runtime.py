@@ -15,7 +15,8 @@ import pytest
 from configs.exit_codes import Exit
 from configs.files import append_whole, write_whole
 from configs.schema import UserError
-from hosts.runtime import NoCheckpoint, Stop, run_command
+from hosts.runtime import NoCheckpoint, run_command
+from hosts.stop import Stop
 
 ROOT = Path(__file__).parents[2]
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -139,7 +140,7 @@ def test_a_signal_before_training_ends_it_at_once_even_where_a_callback_swallows
 def test_a_second_ctrl_c_ends_the_process_and_says_what_is_lost():
     script = (
         "import os, signal, time\n"
-        "from hosts.runtime import Stop\n"
+        "from hosts.stop import Stop\n"
         "with Stop() as stop, stop.heeded():\n"
         "    for _ in range(2):\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"

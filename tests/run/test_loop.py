@@ -8,7 +8,7 @@ import pytest
 
 from configs.exit_codes import Exit
 from configs.schema import BatchConfig, CheckpointConfig, EvalConfig, LogConfig, StabilityConfig
-from hosts.runtime import Stop
+from hosts.stop import Stop
 from run.goodput import Times
 from run.hooks.evaluate import Evaluate
 from run.hooks.idle import Idle

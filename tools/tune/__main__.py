@@ -22,7 +22,8 @@ from configs.exit_codes import Exit
 from configs.schema import Config, FilePath, NotNegative, UserError
 from data.dataset import open_text
 from hosts.machines import machines
-from hosts.runtime import Stop, cache_dir, run_command, start_jax
+from hosts.runtime import cache_dir, run_command, start_jax
+from hosts.stop import Stop
 from run.diagnosis import BLOCKS
 from run.folder import RunLock
 from tools.programs.compile import GIB, device_bytes

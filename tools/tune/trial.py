@@ -13,7 +13,7 @@ import numpy as np
 from configs.schema import Config, UserError, with_options
 from data.dataset import Text
 from data.loader import StagedBatches, StepBatches, held_out_batches, local_rows, train_batches
-from hosts.runtime import Stop
+from hosts.stop import Stop
 from run.checkpoint import Checkpoints
 from run.events import Events
 from run.folder import Past, RunLock, accept, open_run, require_checkpoints
