@@ -76,12 +76,6 @@ def require_shard(path: Path) -> ShardType:
     return kind
 
 
-def read_shard(path: Path) -> Integer[np.ndarray, "tokens"]:
-    """Map one shard's tokens into memory. UserError as `require_shard`."""
-    kind = require_shard(path)
-    return np.asarray(np.memmap(path, kind.dtype, "r", HEADER_BYTES)) if kind.tokens else np.zeros(0, kind.dtype)
-
-
 class TokenStream:
     """Shards read as one long array of tokens."""
 

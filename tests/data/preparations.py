@@ -1,4 +1,4 @@
-"""Preparations that are killed, files that are too large, and digests of folders: what tests of data.prepare share."""
+"""Preparations that are killed, files that are too large, shards and digests of folders: what tests of data share."""
 
 import hashlib
 import json
@@ -11,11 +11,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from jaxtyping import Integer
 
 from configs.schema import UserError
 from data.prepare.preparation import Preparation
+from data.shards import HEADER_BYTES, require_shard
 
 ROOT = Path(__file__).parents[2]
 LARGE = 200_000_000  # bytes of a document
@@ -115,3 +118,9 @@ def peak_bytes(tokenizer: Path, source: Path) -> tuple[int, int]:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     read, peak = map(int, done.stdout.split())
     return read, 1024 * peak
+
+
+def read_shard(path: Path) -> Integer[np.ndarray, "tokens"]:
+    """Map one shard's tokens into memory. UserError as `require_shard`."""
+    kind = require_shard(path)
+    return np.asarray(np.memmap(path, kind.dtype, "r", HEADER_BYTES)) if kind.tokens else np.zeros(0, kind.dtype)

@@ -17,8 +17,8 @@ from data.dataset import absolute, open_text
 from data.dataset_folder import open_dataset
 from data.packing import read_rows
 from data.prepare.preparation import Preparation, prepare
-from data.shards import read_shard
 from data.tokenizer import train_tokenizer
+from tests.data.preparations import read_shard
 
 ROOT = Path(__file__).parents[2]
 SIZE = 300

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema import UserError
-from data.shards import TokenStream, read_shard, write_shard
+from data.shards import TokenStream, write_shard
+from tests.data.preparations import read_shard
 
 
 def llm_c_bytes(tokens: list[int], magic: int = 20240520, version: int = 1, count: int | None = None) -> bytes:

@@ -19,9 +19,8 @@ from data.prepare.listing import find_corpus
 from data.prepare.parts import Recipe, Task, make_tasks
 from data.prepare.preparation import Preparation, Where, prepare
 from data.prepare.slurm_engine import SlurmEngine
-from data.shards import read_shard
 from data.tokenizer import load_tokenizer, train_tokenizer
-from tests.data.preparations import digests, prepare_under_fire
+from tests.data.preparations import digests, prepare_under_fire, read_shard
 from tests.data.prepare.deadly import DeadlyCorpus
 from tests.tools.launch.real_slurm import real
 

@@ -20,9 +20,9 @@ from data.dataset_folder import open_dataset
 from data.prepare.__main__ import main
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, Where, prepare
-from data.shards import read_shard
 from data.tokenizer import load_tokenizer, train_tokenizer
 from hosts.runtime import run_command
+from tests.data.preparations import read_shard
 
 ROOT = Path(__file__).parents[3]
 SIZE = 300
