@@ -26,20 +26,28 @@ class Program(NamedTuple):
     """The same step, which measures itself."""
 
 
+def stages_from(builds: list[Build], step: int) -> list[tuple[int, Build]]:
+    """Return the stages that the run needs after `step`: the steps before each, and its build."""
+    config = builds[-1].config
+    ramp = Ramp.of(config.batch)
+    return [(stage.step, built) for stage, built in zip(ramp.reached(config.steps), builds)][ramp.index(step) :]
+
+
 def compile_stages(
     programs: list[Program], builds: list[Build], step: int, times: Times, say: Callable[[str], Any]
 ) -> None:
     """Compile all that the run needs after `step` and that is not among `programs` yet, and add it to them, in order.
     So whatever a later stage cannot do, memory included, is known now. A compiled program refuses other shapes: no step
     can compile again. Every process must call it, together with the others."""
+    compiled = {program.first_step for program in programs}
+    new = [(first_step, built) for first_step, built in stages_from(builds, step) if first_step not in compiled]
+    if not new:
+        return
     config, began = builds[-1].config, time.monotonic()
     every, run_dir = config.diagnostics.every_steps, config.run_dir
     keeps_kernels = config.deterministic and builds[-1].mesh.devices.flat[0].platform == "gpu"
     if keeps_kernels:
         use_choices(run_dir)
-    ramp, compiled = Ramp.of(config.batch), {program.first_step for program in programs}
-    stages = list(zip(ramp.reached(config.steps), builds))[ramp.index(step) :]
-    new = [(stage.step, built) for stage, built in stages if stage.step not in compiled]
     with times.during("compilation"):
         for first_step, built in new:
             taken: Any = [
@@ -48,9 +56,9 @@ def compile_stages(
             ]
             programs.append(Program(first_step, taken[0] or taken[1], taken[1] or taken[0]))
     programs.sort(key=lambda program: program.first_step)
-    if new and keeps_kernels:
+    if keeps_kernels:
         on_first_process(partial(keep_choices, run_dir))
-    if new and config.batch.ramp:
+    if config.batch.ramp:
         say(f"compiled the programs of {len(new)} stage(s) in {time.monotonic() - began:.1f} s")
 
 
@@ -62,11 +70,11 @@ def step_after(programs: list[Program], step: int, measured_every: int) -> Train
 
 
 def batches_from(start: Start, builds: list[Build], text: Text) -> StagedBatches:
-    """The batches of the steps to come, in the shapes of the stages that they belong to."""
+    """Return the batches of the steps after `start`, in the shapes of their stages."""
     config, sharding = builds[0].config, builds[0].batch_sharding
     ramp, stages = Ramp.of(config.batch), {}
-    for stage, built in list(zip(ramp.reached(config.steps), builds))[ramp.index(start.step) :]:
-        first = max(stage.step, start.step)
+    for first_step, built in stages_from(builds, start.step):
+        first = max(first_step, start.step)
         row = (start.position + ramp.tokens(first) - ramp.tokens(start.step)) // config.batch.sequence_length
         mine = local_rows(built.batch_shape, sharding)
         stages[first - start.step] = StepBatches(

@@ -12,7 +12,7 @@ import numpy as np
 
 from configs.schema import Config, UserError, with_options
 from data.dataset import Text
-from data.loader import StagedBatches, StepBatches, held_out_batches, local_rows, train_batches
+from data.loader import StepBatches, held_out_batches, local_rows, train_batches
 from hosts.stop import Stop
 from run.checkpoint import Checkpoints
 from run.events import Events
@@ -24,7 +24,7 @@ from run.hooks.log import Log
 from run.hooks.save import Save
 from run.hooks.watch import Watch
 from run.progress import Progress, Start
-from run.stages import Program, compile_stages
+from run.stages import Program, batches_from, compile_stages
 from tools.tune.tune_json import Record
 from train import take_steps
 from training.build import Build, build
@@ -64,11 +64,11 @@ class Context:
     def __init__(self, config: Config, folder: Path, record: Record, text: Text, stop: Stop, say: Callable[[str], Any]):
         self.config, self.folder, self.record, self.text, self.stop, self.say = config, folder, record, text, stop, say
 
-    def batches(self, built: Build, first_row: int = 0) -> StepBatches:
-        """The run's batches from a row of its sequence on, in a build's shape."""
+    def batches(self, built: Build) -> StepBatches:
+        """Return the run's batches from its first row on, in a build's shape."""
         rows = local_rows(built.batch_shape, built.batch_sharding)
         text, seed = self.text, self.config.seed
-        return StepBatches(text.train, text.mixture, seed, built.batch_shape, rows, text.document_bos, first_row)
+        return StepBatches(text.train, text.mixture, seed, built.batch_shape, rows, text.document_bos, 0)
 
     @cached_property
     def held_out(self) -> tuple[Any, list[Any], Any]:
@@ -111,7 +111,7 @@ class Context:
         programs: list[Program] = []
         compile_stages(programs, [built], begins.step, times, say)
         accept(config, self.text.fingerprint, [], begins.step, begins.position)
-        batches = StagedBatches({0: self.batches(built, begins.position // config.batch.sequence_length)})
+        batches = batches_from(begins, [built], self.text)
         progress = Progress(config, begins, batches)
         start = lambda: (progress, train_batches(batches, built.batch_sharding, config.data.workers))
         watch, idle = Watch(config, times), Idle(times)
