@@ -1,6 +1,6 @@
 """Measure what each option of the network gives: python -m bench.quality --out=runs/quality. It writes table.md.
 
-configs/plain.py trains on 2 M tokens: as it is; with each of nanochat's later features alone; with all; and with Muon;
+configs/plain.py trains on 2 M tokens: unchanged; with each of nanochat's later features alone; with all; and with Muon;
 three seeds each, the same data. Each run is train.py's, so the same command continues where it was stopped. Tokens/s
 are measured apart, one network after the other, when all runs are done.
 """

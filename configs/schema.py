@@ -330,7 +330,7 @@ class LogConfig:
     """A command for the shell, started on the first process at a jump of the loss, a rollback, a failure and the end.
     TOKENSUM_EVENT (`spike`, `rollback`, `failure`, `end`), TOKENSUM_MESSAGE, TOKENSUM_STEP, TOKENSUM_RUN and
     TOKENSUM_RUN_DIR tell it which. The run neither waits for it nor fails of it. `python -m tools.launch tpu run`
-    starts it too (docs/pods.md). config.json records it as it is written: let it take secrets from the environment
+    starts it too (docs/pods.md). config.json records it unchanged: let it take secrets from the environment
     (`curl -d "$TOKENSUM_MESSAGE" "$HOOK"`)."""
     wandb: str = ""
     """PROJECT or ENTITY/PROJECT of Weights & Biases (`pip install wandb`), which is sent the numbers too. Its key is

@@ -57,8 +57,8 @@ class Text:
         return {name: count / len(part) for name, part, count in zip(shown, self.train, self.mixture.counts(rows))}
 
     def outlook(self, rows: int, length: int, max_epochs: float) -> str:
-        """Return what a run of so many rows takes of each dataset, and which of them run out. UserError if one is gone
-        through more than `max_epochs` times (0: as often as it takes)."""
+        """Return how much of each dataset a run of `rows` rows reads, and which run out. UserError if one is read
+        more than `max_epochs` times (0: as often as it takes)."""
         parts, never = [], [s.begins for s in self.mixture.stages if s.begins >= rows * length]
         for i, (name, taken) in enumerate(self.epochs(rows).items()):
             size, out = len(self.train[i]), ""

@@ -34,7 +34,7 @@ from data.store import Shard, Store, StoredShard, mirrored, readers
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 CACHE_GB = 20.0  # of blocks that were read from a URL, at most
-PLANNED = 2**22  # documents after which rows are planned anew: a plan takes some 145 bytes for each
+PLANNED = 2**22  # documents of one plan of rows: it takes some 145 bytes for each
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,8 @@ class Dataset:
                 found, begin = [], end
 
     def rows(self, part: str, packing: str, length: int, cache: Path) -> Rows:
-        """Return the part's rows of `length` tokens. A plan that this needs is made once, and kept beside the shards,
-        else in `cache`; where neither can be written, each start makes it again, and says so."""
+        """Return the part's rows of `length` tokens. A plan that this needs is made once. It is stored next to the
+        shards, or else in `cache`. If neither can be written, each start makes it again, and says so."""
         stream = self.stream(part)
         if packing == "stream":
             return StreamRows(stream, length)

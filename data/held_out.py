@@ -14,5 +14,5 @@ def hash_share(text: str) -> float:
 
 
 def name_words(name: str) -> set[str]:
-    """Return the words of a file's name, by which splits are told apart."""
+    """Return the words of a file's name, which say its split."""
     return set(re.split("[^a-z]+", name.lower()))

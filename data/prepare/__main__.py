@@ -1,4 +1,4 @@
-"""Raw text to a dataset folder: python -m data.prepare --source=PATH --out=DIR. Killed, and started again, it goes on.
+"""Raw text to a dataset folder: python -m data.prepare --source=PATH --out=DIR. The same command resumes a killed one.
 
 DIR/dataset.json              what it was made from, counts, a SHA-256 of each file: all that is whole, at any moment
     tokenizer/                tokenizer.json, and the BOS and each token's bytes
@@ -30,7 +30,7 @@ class Arguments(Where, Preparation):
     out: FilePath
     """The dataset's folder."""
     max_files: int | None = None
-    """Only so many of the source's files for now; the same command with more goes on from there, with the tokenizer
+    """Use only this many of the source's files. The same command with more resumes from there, with the tokenizer
     that the first was given or trained."""
 
 

@@ -109,7 +109,7 @@ class Corpus:
         return file.name.endswith(LINE_SUFFIXES)
 
     def is_divisible(self, file: SourceFile) -> bool:
-        """Return whether a span of the file can be read without what lies before."""
+        """Return whether a span of the file can be read without the text before it."""
         overlaps = any(self.separator.startswith(self.separator[i:]) for i in range(1, len(self.separator)))
         is_cut = self._is_cut(file) and "://" not in file.url and not overlaps
         return file.name.endswith((".jsonl", ".parquet")) or is_cut
