@@ -32,7 +32,7 @@ class Role(Enum):
 
 
 SMEAR_CHANNELS, VALUE_GATE_CHANNELS = 24, 12  # of the residual stream, that gates read: nanochat's
-MIN_VOCAB_SIZE = 258  # the 256 bytes, the BOS, and a merge
+MIN_VOCAB_SIZE = 266  # the 256 bytes, the BOS, the eight tokens of conversations, and a merge
 
 T = TypeVar("T")
 Positive = Annotated[T, Meta(gt=0)]

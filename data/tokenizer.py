@@ -19,6 +19,11 @@ from configs.files import write_whole
 from configs.schema import UserError
 
 BOS = "<|bos|>"
+# What conversations are made of (data/conversation.py); with the BOS, nanochat's nine.
+CHAT_TOKENS = (
+    *("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),
+    *("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"),
+)
 # What starts (or, in GPT-2's data, ends and so separates) a document in the tokenizers of others.
 BOS_NAMES = (BOS, "<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>")
 # nanochat's (GPT-4's, with numbers cut into at most two digits): what a merge may not cross.
@@ -111,6 +116,16 @@ class TextTokenizer:
         """Return the text that the tokens stand for."""
         return self.library.decode(list(ids))
 
+    @property
+    def with_chat_tokens(self) -> "TextTokenizer":
+        """Return the tokenizer with all of `CHAT_TOKENS`: those that it lacks have the ids from `vocab_size` on."""
+        missing = [token for token in CHAT_TOKENS if token not in self.special_tokens]
+        if not missing:
+            return self
+        library = Tokenizer.from_str(self.json)
+        library.add_special_tokens([AddedToken(token, special=True) for token in missing])
+        return TextTokenizer(library.to_str())
+
     def require_same_in(self, folder: Path) -> None:
         """UserError if `folder` holds another tokenizer: a network would read other words than it learned."""
         if (folder / "tokenizer.json").exists() and load_tokenizer(folder).sha256 != self.sha256:
@@ -145,7 +160,8 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Train `vocab_size` tokens: the BOS (id 0), the 256 bytes, merges. Any text encodes, and decodes to itself.
+    """Train `vocab_size` tokens: the BOS (id 0), those of conversations, the 256 bytes, merges. Any text encodes, and
+    decodes to itself.
 
     The time that merges take grows with the square of a piece's length. So an unbroken run of letters, or of blanks, is
     learned from in parts of LONGEST_PIECE characters.
@@ -154,7 +170,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     tokenizer.pre_tokenizer = _pieces(SPLIT, f"(?m:.{{{LONGEST_PIECE}}})")
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[BOS],
+        special_tokens=[BOS, *CHAT_TOKENS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),  # it prints empty lines otherwise
     )

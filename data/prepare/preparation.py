@@ -25,7 +25,7 @@ from data.prepare.source_files import SourceFile
 from data.record import read_record
 from data.tokenizer import load_tokenizer
 
-FORMAT = 2  # raise it when the same text becomes another dataset: what is in the cache is then made again
+FORMAT = 3  # raise it when the same text becomes another dataset: what is in the cache is then made again
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ def test_defaults_are_valid():
         ("model.kv_heads", 4, r"divide model.heads=6: one of \[1, 2, 3, 6\]"),
         ("model.kv_heads", 12, r"one of \[1, 2, 3, 6\]"),
         ("model.head_dim", 63, "multiple of 2"),
-        ("model.vocab_size", 257, "expected `int` >= 258"),
+        ("model.vocab_size", 265, "expected `int` >= 266"),
         ("model.softcap", float("inf"), "finite"),
         ("model.softcap", 78.4, "with model.vocab_size=32768 the loss overflows float32; at most 78.3"),
         ("model.rotary_base", float("nan"), "expected `float` > 0"),
@@ -115,7 +115,7 @@ def test_benchmarks_need_their_bundle():
         ("optimizer.schedule.warmdown", 1),
         ("model.kv_heads", 1),
         ("model.softcap", 78.3),
-        ("model.vocab_size", 258),
+        ("model.vocab_size", 266),
         ("data.workers", 0),
         ("batch.tokens_per_step", 4096),
         ("optimizer.matrices.beta1", 0.0),
@@ -214,7 +214,7 @@ def fitting(hint: Any) -> st.SearchStrategy:
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if get_origin(kind) is Literal:
         return st.sampled_from(get_args(kind))
-    plain = {int: st.sampled_from([1, 2, 3, 4, 8, 16, 258, 512]), float: st.floats(0.001, 3), bool: st.booleans()}
+    plain = {int: st.sampled_from([1, 2, 3, 4, 8, 16, 266, 512]), float: st.floats(0.001, 3), bool: st.booleans()}
     return plain.get(kind, ANY)
 
 

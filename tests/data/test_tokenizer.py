@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from configs.schema import UserError
-from data.tokenizer import BOS, SPLIT, TextTokenizer, convert_tiktoken, load_tokenizer, train_tokenizer
+from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, convert_tiktoken, load_tokenizer, train_tokenizer
 
 TEXTS = ["def tokens(text):\n    return text.split()\n\n" * 20, "Größe 2024, naïve 日本語, 12345 🙂\r\n\t" * 20]
-TOKENIZER = train_tokenizer(TEXTS, 320)
+TOKENIZER = train_tokenizer(TEXTS, 328)
+SPECIAL = [BOS, *CHAT_TOKENS]
 TRICKY = f"a{BOS}b {BOS}"
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
@@ -26,11 +27,12 @@ def test_any_text_decodes_to_itself_without_a_bos_in_it(documents):
         assert TOKENIZER.token_bytes[ids].sum() == len(text.encode())
 
 
-def test_vocabulary_is_the_bos_the_bytes_and_merges():
+def test_vocabulary_is_nanochat_s_special_tokens_the_bytes_and_merges():
     sizes = TOKENIZER.token_bytes
-    assert TOKENIZER.vocab_size == len(sizes) == 320
+    assert TOKENIZER.vocab_size == len(sizes) == 328
+    assert TOKENIZER.special_tokens == {token: i for i, token in enumerate(SPECIAL)}
     assert TOKENIZER.bos == 0
-    assert (sizes == 0).tolist() == [True] + [False] * 319
+    assert (sizes == 0).tolist() == [True] * 9 + [False] * 319
     assert (sizes == 1).sum() == 256
 
 
@@ -56,10 +58,11 @@ def test_a_folder_with_another_tokenizer_is_refused(tmp_path):
 # A made-up tiktoken encoding: the ranks that training on TEXTS gave, GPT-2's kind of BOS at the end.
 def ranks_of(tokenizer: TextTokenizer) -> dict[bytes, int]:
     letters = {letter: tokenizer.library.decode([i]) for letter, i in tokenizer.library.get_vocab().items()}
-    del letters[BOS]
+    for token in SPECIAL:
+        del letters[token]
     byte = {letter: bytes([b]) for b, letter in enumerate(byte_letters())}
     tokens = {letters_: b"".join(byte[letter] for letter in letters_) for letters_ in letters}
-    return {token: tokenizer.library.token_to_id(name) - 1 for name, token in tokens.items()}
+    return {token: tokenizer.library.token_to_id(name) - len(SPECIAL) for name, token in tokens.items()}
 
 
 def byte_letters() -> list[str]:
@@ -131,7 +134,7 @@ def directly_trained(texts: list[str], size: int) -> str:
     library = Tokenizer.from_str(TOKENIZER.json)
     library.model = models.BPE()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[BOS], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
     fresh = Tokenizer(models.BPE())
     fresh.pre_tokenizer, fresh.decoder = library.pre_tokenizer, library.decoder
     fresh.train_from_iterator(texts, trainer)

@@ -49,7 +49,7 @@ def source(tmp_path, monkeypatch) -> Preparation:
         lines = [json.dumps({"text": f"{name} {i} word" * (i % 7 + 1)}) for i in range(60)]
         lines[10] = "junk"
         (tmp_path / "text" / f"{name}.jsonl").write_text("\n".join(lines))
-    train_tokenizer(["some words"], 258).save(tmp_path / "tokenizer")
+    train_tokenizer(["some words"], 266).save(tmp_path / "tokenizer")
     given = {"tokenizer": str(tmp_path / "tokenizer"), "shard_tokens": 1200, "val_fraction": 0.2}
     return Preparation(source=str(tmp_path / "text"), on_error="skip", **given)
 

@@ -82,7 +82,7 @@ def test_each_side_gets_a_document_however_few_there_are(tmp_path, fraction, cou
     (tmp_path / "text").mkdir()
     for i in range(count):
         (tmp_path / "text" / f"{i}.txt").write_text("some words and more of them " * 9 + str(i))
-    prepare(Preparation(source=str(tmp_path / "text"), vocab_size=262, val_fraction=fraction), tmp_path / "out")
+    prepare(Preparation(source=str(tmp_path / "text"), vocab_size=270, val_fraction=fraction), tmp_path / "out")
     counts = [facts_of(tmp_path / "out")[part]["documents"] for part in ("train", "val")]
     assert counts == ([count - 1, 1] if fraction < 0.5 else [1, count - 1])
 
@@ -93,7 +93,7 @@ def test_equal_texts_share_a_side_in_every_dataset(tmp_path):
     for name, order in (("one/a", lines), ("one/b", lines[::-1]), ("two/c", [*lines[100:], "{}\n"])):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.jsonl").write_text("".join(order))
-    train_tokenizer(["some words"], 258).save(tmp_path / "tok")
+    train_tokenizer(["some words"], 266).save(tmp_path / "tok")
     given = {"tokenizer": str(tmp_path / "tok"), "on_error": "skip", "val_fraction": 0.1}
     sides = {"train": Counter(), "val": Counter()}
     for name in ("one", "two"):
@@ -120,7 +120,7 @@ def test_fewer_than_two_texts_are_refused(tmp_path, texts):
     (tmp_path / "a.jsonl").write_text(lines or "{}")
     says = rf"{len(texts)} document\(s\) with text.*{', all with the same' * (len(texts) > 1)}; at least 2 different"
     for deduplicate in (False, True):
-        source = Preparation(source=f"{tmp_path}/a.jsonl", on_error="skip", vocab_size=258, deduplicate=deduplicate)
+        source = Preparation(source=f"{tmp_path}/a.jsonl", on_error="skip", vocab_size=266, deduplicate=deduplicate)
         with pytest.raises(UserError, match=says):
             prepare(source, tmp_path / "out")
 
@@ -438,5 +438,5 @@ def test_the_standard_library_s_empty_files_do_not_stop_it(tmp_path, monkeypatch
     for i in range(9):
         (tmp_path / f"{i}.py").write_text(f"x = {i}\n" if i else "")
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    prepare(Preparation(source="stdlib", vocab_size=258, val_fraction=0.3), tmp_path / "out")
+    prepare(Preparation(source="stdlib", vocab_size=266, val_fraction=0.3), tmp_path / "out")
     assert facts_of(tmp_path / "out")["skipped"] == {"empty": 1}

@@ -24,7 +24,7 @@ from tools.dataset.facts import Facts, read_facts
 def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     (folder / "one.txt").write_text("some words of text\n" * 4000 + "".join(f"word {i}\n" for i in range(9000)))
-    prepare(Preparation(source=str(folder / "one.txt"), vocab_size=265, val_fraction=0.3), folder / "data")
+    prepare(Preparation(source=str(folder / "one.txt"), vocab_size=273, val_fraction=0.3), folder / "data")
     return folder / "data"
 
 
@@ -51,11 +51,11 @@ def test_an_option_that_cannot_work_is_named(made, monkeypatch):
 
 def folder_of(tmp_path: Path) -> Path:
     """Tokens of 9 documents, of which some stand there more than once; token 0 is the BOS."""
-    train_tokenizer(["some words of text " * 50], 258).save(tmp_path)
+    train_tokenizer(["some words of text " * 50], 266).save(tmp_path)
     documents = [[0, 1, 2, 3], [0, 4], [0, 1, 2, 3], [0, 5, 6, 7, 8, 1, 2, 3, 4], [0, 4], [0, 4], [0, 5]]
-    write_shard(tmp_path / "train_0.bin", np.concatenate(documents[:4]), 258)
-    write_shard(tmp_path / "train_1.bin", np.concatenate(documents[4:]), 258)
-    write_shard(tmp_path / "val_0.bin", np.array([0, 5, 0, 1, 1]), 258)
+    write_shard(tmp_path / "train_0.bin", np.concatenate(documents[:4]), 266)
+    write_shard(tmp_path / "train_1.bin", np.concatenate(documents[4:]), 266)
+    write_shard(tmp_path / "val_0.bin", np.array([0, 5, 0, 1, 1]), 266)
     return tmp_path
 
 
@@ -112,7 +112,7 @@ def test_listed_documents_name_their_files_while_the_source_is_what_it_was(tmp_p
         (tmp_path / "text" / f"{name}.txt").write_text(f"{letter} " * 4000)
     lines = [json.dumps({"text": f"line {i} of the table"}) for i in range(50)]
     (tmp_path / "text" / "d.jsonl").write_text("\n".join(lines))
-    prepare(Preparation(source=str(tmp_path / "text"), vocab_size=258, val_fraction=0.3), tmp_path / "data")
+    prepare(Preparation(source=str(tmp_path / "text"), vocab_size=266, val_fraction=0.3), tmp_path / "data")
     assert inspect(monkeypatch, tmp_path / "data", *SIZES[:1]) == 0
     page = (tmp_path / "data" / "dataset.html").read_text()
     dataset = open_dataset(str(tmp_path / "data"), DataConfig(), 0, tmp_path / "cache")

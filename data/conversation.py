@@ -1,0 +1,86 @@
+"""Conversations: what they may hold, and their tokens, as nanochat renders them.
+
+    <|bos|> <|user_start|> text <|user_end|> <|assistant_start|> text <|assistant_end|> <|user_start|> ...
+
+A system message goes before the first user's text. An assistant's content may have parts: text, a call of Python between
+<|python_start|> and <|python_end|>, and its output between <|output_start|> and <|output_end|>. A network learns what an
+assistant writes: its text, its calls and its ends. So the tokens say which targets count, and no mask is stored.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Integer
+
+from data.tokenizer import CHAT_TOKENS, TextTokenizer
+
+PARTS = {"text": ("", ""), "python": CHAT_TOKENS[4:6], "python_output": CHAT_TOKENS[6:8]}
+Message = dict[str, Any]
+
+
+def messages_of(conversation: object) -> list[Message]:
+    """Return the messages of a conversation: a list of them, or an object that has it as `messages`. The system's is
+    merged into the first user's. ValueError, with what is wrong, if they are no conversation."""
+    messages = conversation.get("messages") if isinstance(conversation, dict) else conversation
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError("no list of messages")
+    for number, message in enumerate(messages, 1):
+        role = message.get("role")
+        if role not in ("system", "user", "assistant"):
+            raise ValueError(f"message {number} has the role {role!r}, not system, user or assistant")
+        if (problem := _problem(message)) is not None:
+            raise ValueError(f"message {number} ({role}) {problem}")
+    messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+    if messages and messages[0]["role"] == "system":
+        system, *messages = messages
+        if messages and messages[0]["role"] == "user":
+            messages[0]["content"] = f"{system['content']}\n\n{messages[0]['content']}"
+    if not messages:
+        raise ValueError("no message of a user")
+    for number, message in enumerate(messages):
+        expected = ("user", "assistant")[number % 2]
+        if message["role"] != expected:
+            turn = "begins with the" if number == 0 else f"has, after the {messages[number - 1]['role']}'s, another"
+            raise ValueError(f"the conversation {turn} message of {message['role']}; roles alternate from the user's")
+    return messages
+
+
+def _problem(message: Message) -> str | None:
+    """Return what is wrong with a message's content."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return None if content.strip() else "is empty"
+    if message["role"] != "assistant" or not isinstance(content, list):
+        return "has no text as its content"
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") in PARTS and isinstance(part.get("text"), str)):
+            return f"has a part that is none of {', '.join(PARTS)} with a text"
+    return None if any(part["text"].strip() for part in content) else "is empty"
+
+
+def render(tokenizer: TextTokenizer, messages: Sequence[Message], ask: bool = False) -> list[int]:
+    """Return the tokens of what `messages_of` returns, and with `ask` the <|assistant_start|> of an answer to them.
+    KeyError if the tokenizer has no such tokens."""
+    special = tokenizer.special_tokens
+    pieces: list[str | int] = [tokenizer.bos]
+    for message in messages:
+        role, content = message["role"], message["content"]
+        pieces.append(special[f"<|{role}_start|>"])
+        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+            before, after = PARTS[part["type"]]
+            pieces += [special[before], part["text"], special[after]] if before else [part["text"]]
+        pieces.append(special[f"<|{role}_end|>"])
+    if ask:
+        pieces.append(special["<|assistant_start|>"])
+    encoded = iter(tokenizer.encode([piece for piece in pieces if isinstance(piece, str)]))
+    return [token for piece in pieces for token in (next(encoded) if isinstance(piece, str) else [piece])]
+
+
+def learned(tokens: Integer[np.ndarray, "tokens"], special: dict[str, int]) -> Bool[np.ndarray, "tokens"]:
+    """Return which tokens an assistant writes, of tokens that begin outside its turns. `special`: the tokenizer's ids
+    of `CHAT_TOKENS`."""
+    _, _, start, end, _, _, output_start, output_end = (tokens == special[name] for name in CHAT_TOKENS)
+    in_answer = np.cumsum(start) - start > np.cumsum(end) - end
+    in_output = np.cumsum(output_start) > np.cumsum(output_end) - output_end
+    return in_answer & ~in_output
