@@ -98,9 +98,9 @@ def with_ramp_spelled_out(config: Config) -> Config:
 def _pair(part: str) -> tuple[int, int]:
     threshold, _, size = part.partition(":")
     try:
-        found = float(threshold), float(size)
+        numbers = float(threshold), float(size)
     except ValueError:
-        found = (math.nan, math.nan)
-    if not all(0 <= number < 2.0**53 and number.is_integer() for number in found) or not 0 < found[1] < 2**31:
+        numbers = (math.nan, math.nan)
+    if not all(0 <= number < 2.0**53 and number.is_integer() for number in numbers) or not 0 < numbers[1] < 2**31:
         raise ValueError(f"{part!r} is not TOKENS:TOKENS_PER_STEP, whole numbers such as 2e8:131072")
-    return int(found[0]), int(found[1])
+    return int(numbers[0]), int(numbers[1])

@@ -56,31 +56,31 @@ def detect(
 ) -> Cluster:
     """The run's processes. `tpus` and `gpus`: the machine's devices. `metadata(key)`: an attribute of a Google Cloud
     machine, empty where there is none. UserError where what is set cannot be meant."""
-    found = launched(environ, tpus, gpus, metadata)
+    launch = launched(environ, tpus, gpus, metadata)
     text = lambda *names: next((environ[name] for name in names if environ.get(name)), "")
     address = text("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_IP")
     count = text("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT", *(["NNODES"] if address else []))
     index = text("JAX_PROCESS_ID", *(["NODE_RANK"] if address else []))
     named = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": index}
-    processes = int(count) if count.isdigit() else None if count else found.processes
-    place = int(index) if index.isdigit() else None if index else found.index
+    processes = int(count) if count.isdigit() else None if count else launch.processes
+    place = int(index) if index.isdigit() else None if index else launch.index
     host, port = split_address(address)
-    port = port or text("JAX_COORDINATOR_PORT") or str(found.port)
-    host = host or found.host
+    port = port or text("JAX_COORDINATOR_PORT") or str(launch.port)
+    host = host or launch.host
     if not any(named.values()) and (processes or 1) == 1:
-        return Cluster(found.launcher)
+        return Cluster(launch.launcher)
     if not (host and port.isdigit() and processes and place is not None and place < processes):
         values = ", ".join(f"{name}={value or '(not set)'}" for name, value in named.items())
         raise UserError(
-            f"the processes of this run are not clear ({found.launcher}): JAX_COORDINATOR_ADDRESS (host:port of the "
+            f"the processes of this run are not clear ({launch.launcher}): JAX_COORDINATOR_ADDRESS (host:port of the "
             f"first), JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0) belong together; found {values}"
         )
-    launcher = found.launcher if found.processes else "JAX_* variables"
+    launcher = launch.launcher if launch.processes else "JAX_* variables"
     if processes == 1:
         return Cluster(launcher)
-    local = None if environ.get("JAX_LOCAL_DEVICE_IDS") else found.local_devices  # which JAX reads itself
+    local = None if environ.get("JAX_LOCAL_DEVICE_IDS") else launch.local_devices  # which JAX reads itself
     where = f"[{host}]" if ":" in host else host
-    hosts = found.hosts if len(found.hosts) == processes else ()
+    hosts = launch.hosts if len(launch.hosts) == processes else ()
     return Cluster(launcher, processes, place, f"{where}:{port}", local, hosts)
 
 

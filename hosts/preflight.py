@@ -139,13 +139,13 @@ def lacks_deterministic_attention(config: Config, capability: float) -> str:
     empty. On Blackwell it has one from MIN_CUDNN on (TransformerEngine pull request 2584)."""
     model, length, documents = config.model, config.batch.sequence_length, config.data.mask_documents
     kernel = attention_kernel("gpu", capability, model.dtype, length, model.head_dim, documents)
-    found = fused_attention_stablehlo.check_cudnn_version()
-    if kernel != "cudnn" or not config.deterministic or capability < 10 or found >= MIN_CUDNN:
+    installed = fused_attention_stablehlo.check_cudnn_version()
+    if kernel != "cudnn" or not config.deterministic or capability < 10 or installed >= MIN_CUDNN:
         return ""
-    said = lambda version: f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    dotted = lambda version: f"{version // 10000}.{version // 100 % 100}.{version % 100}"
     return (
-        f"cuDNN {said(found)} has no deterministic attention for this GPU: install "
-        f"nvidia-cudnn-cu13>={said(MIN_CUDNN)}, or give --deterministic=False"
+        f"cuDNN {dotted(installed)} has no deterministic attention for this GPU: install "
+        f"nvidia-cudnn-cu13>={dotted(MIN_CUDNN)}, or give --deterministic=False"
     )
 
 
@@ -188,11 +188,11 @@ def checked_sum(mesh: Mesh) -> None:
     late.daemon = True
     late.start()
     try:
-        found = int(total(placed).addressable_data(0))
+        result = int(total(placed).addressable_data(0))
     finally:
         late.cancel()
     expected = int(numbers.sum())
-    sums = exchange("the sum over all devices", str(found))
+    sums = exchange("the sum over all devices", str(result))
     if wrong := [f"process {i} found {sum_}" for i, sum_ in enumerate(sums) if sum_ != str(expected)]:
         raise UserError(
             f"the sum over all devices is {expected}, but {', '.join(wrong[:8])}: a device or link is broken"

@@ -220,11 +220,11 @@ class Checkpoints:
         rest = {"opt_state": abstract.opt_state, "skipped_steps": abstract.skipped_steps}
         facts = self._facts_for_all(step)
         self._require_same_state(facts, {"params": abstract.params, **rest})
-        found = self._read(step, {"params": abstract.params, "rest": rest})
-        require_checksums(facts["checksums"], {"params": found["params"], **found["rest"]}, facts["shapes"])
+        arrays = self._read(step, {"params": abstract.params, "rest": rest})
+        require_checksums(facts["checksums"], {"params": arrays["params"], **arrays["rest"]}, facts["shapes"])
         step_array = jax.device_put(abstract.step.dtype.type(facts["step"]), abstract.step.sharding)
         return TrainState(
-            step_array, found["params"], found["rest"]["opt_state"], found["rest"]["skipped_steps"]
+            step_array, arrays["params"], arrays["rest"]["opt_state"], arrays["rest"]["skipped_steps"]
         ), facts
 
     def restore_newest(self, abstract: TrainState, say: Callable[[str], Any]) -> tuple[TrainState, dict] | None:
@@ -236,7 +236,7 @@ class Checkpoints:
         bad = []
         for step in reversed(self.steps):
             try:
-                found = self.restore(step, abstract)
+                restored = self.restore(step, abstract)
             except Damaged as error:
                 bad.append(step)
                 say(f"checkpoint {step} cannot be read ({first_line(error)}); trying the one before it")
@@ -244,7 +244,7 @@ class Checkpoints:
             if bad:
                 self._forget(bad)
                 on_first_process(lambda: [self._put_aside(self.folder / str(step)) for step in bad])
-            return found
+            return restored
         if bad:
             raise NoCheckpoint(f"none of the checkpoints in {self.folder} can be read; nothing was changed")
         return None

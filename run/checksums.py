@@ -27,8 +27,8 @@ def checksums(tree: Any, shapes: Mapping[str, Sequence[int]] = MappingProxyType(
     of = {name: tuple(shape) for name, shape in shapes.items()}
     # A moment's name ends with its parameter's.
     ends = lambda name: (name[i:] for i in range(len(name)) if i == 0 or name[i - 1] == ".")
-    found = [next((of[end] for end in ends(name) if end in of), leaf.shape) for name, leaf in leaves.items()]
-    sums = jax.device_get(_checksums(list(leaves.values()), tuple(found)))
+    unpadded = [next((of[end] for end in ends(name) if end in of), leaf.shape) for name, leaf in leaves.items()]
+    sums = jax.device_get(_checksums(list(leaves.values()), tuple(unpadded)))
     return dict(zip(leaves, map(int, sums)))
 
 

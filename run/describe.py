@@ -39,14 +39,14 @@ def describe_attention(built: Build) -> str:
     device, documents = built.mesh.devices.flat[0], config.data.mask_documents
     kernel = attention_kernel(device.platform, compute_capability(), built.dtype.name, length, head_dim, documents)
     windows = "".join("S" if window_of(config.model, layer) else "L" for layer in range(config.model.depth))
-    said = f"; windows of the blocks: {windows}" * ("S" in windows)
-    return f"attention: {described(kernel, length, head_dim)}{said}"
+    suffix = f"; windows of the blocks: {windows}" * ("S" in windows)
+    return f"attention: {described(kernel, length, head_dim)}{suffix}"
 
 
 def describe_start(config: Config) -> str:
     """Return where a run with `init_from` starts and, at full rates without a warmup, what to try on new text."""
-    said, optimizer = f"starting from the network in {config.init_from}", config.optimizer
+    line, optimizer = f"starting from the network in {config.init_from}", config.optimizer
     if optimizer.rate_factor < 1 or optimizer.schedule.warmup_steps:
-        return said
+        return line
     gentle = f"--optimizer.rate_factor=0.1 --optimizer.schedule.warmup_steps={-(-config.steps // 20)}"
-    return f"{said}, at the full rates: it forgets much of its old text; to keep it, train on with {gentle}"
+    return f"{line}, at the full rates: it forgets much of its old text; to keep it, train on with {gentle}"

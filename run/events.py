@@ -103,10 +103,10 @@ def batch_of(events: list[dict], step: int, ramp: Ramp) -> tuple[int, int]:
 
 def rollbacks_to(events: list[dict], step: int) -> list[dict]:
     """The rollbacks to the checkpoint of `step`, since it was last saved."""
-    found: list[dict] = []
+    rollbacks: list[dict] = []
     for event in events:
         if event["step"] == step and event["event"] == "saved":
-            found = []
+            rollbacks = []
         elif event["step"] == step and event["event"] == "rollback":
-            found.append(event)
-    return found
+            rollbacks.append(event)
+    return rollbacks

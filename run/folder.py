@@ -333,14 +333,14 @@ def read_in_shards(
 
 def _only(tree: dict, names: set[str], within: str = "") -> dict:
     """The part of a tree that these dotted names are of."""
-    found = {}
+    part_of_tree = {}
     for key, value in tree.items():
         name = f"{within}{key}"
         if isinstance(value, dict):
-            found |= {key: part} if (part := _only(value, names, f"{name}.")) else {}
+            part_of_tree |= {key: part} if (part := _only(value, names, f"{name}.")) else {}
         elif name in names:
-            found[key] = value
-    return found
+            part_of_tree[key] = value
+    return part_of_tree
 
 
 def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
@@ -356,7 +356,7 @@ def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
     if not record.is_file() and whole_steps(epath.Path(record.parent) / "checkpoints"):
         raise UserError(f"{record} is missing; the train.py command of this run writes it again from its checkpoints")
     if not record.is_file():
-        runs = ", ".join(str(found.parent) for found in sorted(Path("runs").glob("*/config.json")))
+        runs = ", ".join(str(path.parent) for path in sorted(Path("runs").glob("*/config.json")))
         raise UserError(f"{run_dir} holds no run (no config.json); runs here: {runs or 'none'}")
     return read_record(record)
 

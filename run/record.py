@@ -81,16 +81,16 @@ class Record:
         known = any(name.startswith("tensorboard/") for name in self.copied)
         if board and not known and (old := target / "tensorboard").exists():
             old.rmtree()  # of another process: each writes all of it anew, under other names
-        found = {}
+        present = {}
         for name in [*(str(path.relative_to(self.run_dir)) for path in board), *CONTINUES]:
             with suppress(FileNotFoundError):
                 about = (self.run_dir / name).stat()
-                found[name] = (about.st_size, about.st_mtime_ns)
-                if found[name] != self.copied.get(name):
+                present[name] = (about.st_size, about.st_mtime_ns)
+                if present[name] != self.copied.get(name):
                     copy(epath.Path(self.run_dir / name), target / name)
-        for name in self.copied.keys() - found.keys():
+        for name in self.copied.keys() - present.keys():
             (target / name).unlink(missing_ok=True)
-        self.copied = found
+        self.copied = present
 
     def copy_events(self) -> None:
         """Copy events.jsonl alone: a machine that is lost with its disk is known to have lived until now. If that

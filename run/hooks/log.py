@@ -148,9 +148,9 @@ def of_all_hosts(ours: dict[str, float | None]) -> dict[str, dict]:
         return {}
     answers = exchange("its measurements", json.dumps([f"{jax.process_index()} ({platform.node()})", ours]))
     theirs = dict(map(json.loads, answers))
-    found = {}
+    spread = {}
     for name in (name for name, value in ours.items() if value is not None):
         order = sorted(theirs, key=lambda host: theirs[host][name])
         least, most = order[0], order[-1]
-        found[name] = {"min": theirs[least][name], "min_host": least, "max": theirs[most][name], "max_host": most}
-    return {"hosts": found}
+        spread[name] = {"min": theirs[least][name], "min_host": least, "max": theirs[most][name], "max_host": most}
+    return {"hosts": spread}

@@ -19,7 +19,9 @@ def spelled(messages: list, ask: bool = False) -> list[tuple[str, bool]]:
     """Each special token, and each character of the texts, with whether it is learned."""
     tokens = render(TOKENIZER, messages_of(messages), ask)
     names = {i: name for name, i in SPECIAL.items()}
-    return [(names.get(t) or TOKENIZER.decode([t]), bool(m)) for t, m in zip(tokens, learned(np.array(tokens), SPECIAL))]
+    return [
+        (names.get(t) or TOKENIZER.decode([t]), bool(m)) for t, m in zip(tokens, learned(np.array(tokens), SPECIAL))
+    ]
 
 
 def test_an_answer_and_its_end_are_learned_and_nothing_else():

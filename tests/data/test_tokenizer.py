@@ -134,7 +134,9 @@ def directly_trained(texts: list[str], size: int) -> str:
     library = Tokenizer.from_str(TOKENIZER.json)
     library.model = models.BPE()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     fresh = Tokenizer(models.BPE())
     fresh.pre_tokenizer, fresh.decoder = library.pre_tokenizer, library.decoder
     fresh.train_from_iterator(texts, trainer)

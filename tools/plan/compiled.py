@@ -17,15 +17,15 @@ from tools.plan.search import Row
 def corrected(rows: list[Row], most: int) -> list[Row]:
     """The rows, the best `most` that are expected to fit with their programs' memory; those that fit first again, and
     of these the compiled ones. Where one does not fit, the next is compiled in its place, once."""
-    found, spare = list(rows), most
+    compiled_rows, spare = list(rows), most
     for i, row in enumerate(rows):
         if not row.fits or most == 0:
             break
-        found[i] = replace(row, compiled=_compiled_bytes(row))
+        compiled_rows[i] = replace(row, compiled=_compiled_bytes(row))
         most -= 1
-        if not found[i].fits and spare:
+        if not compiled_rows[i].fits and spare:
             most, spare = most + 1, spare - 1
-    return sorted(found, key=lambda row: (not row.fits, row.compiled is None, row.time.expected))
+    return sorted(compiled_rows, key=lambda row: (not row.fits, row.compiled is None, row.time.expected))
 
 
 def _compiled_bytes(row: Row) -> int:
@@ -41,11 +41,11 @@ def _compiled_bytes(row: Row) -> int:
         size = json.loads(child.stdout.splitlines()[-1])
         print(f"{size / GIB:.2f} GiB, {size / sum(row.parts.values()) - 1:+.1%} ({seconds:.0f} s)", file=sys.stderr)
         return size
-    said = child.stderr.decode(errors="replace")
-    if exceeds_vector_memory(next((line for line in said.splitlines() if "RESOURCE_EXHAUSTED" in line), "")):
+    log = child.stderr.decode(errors="replace")
+    if exceeds_vector_memory(next((line for line in log.splitlines() if "RESOURCE_EXHAUSTED" in line), "")):
         raise UserError(f"--compile: {VECTOR_MEMORY}")
-    if "RESOURCE_EXHAUSTED" not in said:
-        problem = (re.findall(r"^[\w.]*(?:Error|Exception): .*", said, re.MULTILINE) or ["it ended without a word"])[-1]
+    if "RESOURCE_EXHAUSTED" not in log:
+        problem = (re.findall(r"^[\w.]*(?:Error|Exception): .*", log, re.MULTILINE) or ["it ended without a word"])[-1]
         raise UserError(f"--compile: {name_of(candidate.topology)} cannot be compiled for here: {problem}")
     print(f"more than there is ({seconds:.0f} s)", file=sys.stderr)  # a TPU's compiler refuses it
     return int(candidate.machine.for_programs / HEADROOM) + 1

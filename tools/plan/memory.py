@@ -122,9 +122,9 @@ def waiting(candidate: Candidate, kept: float, again: float) -> float:
     if model.remat == "block" or candidate.sizes["tensor"] > 1:
         return 0.0
     logits = unit * model.vocab_size / model.loss_chunks
-    held = unit * (model.depth * read_by_weight_gradients(candidate) + model.width)
-    held += logits if model.loss_chunks == 1 else 0.0
-    return held if held <= unit * (model.depth * kept + model.width) + 2 * logits + again else 0.0
+    operands = unit * (model.depth * read_by_weight_gradients(candidate) + model.width)
+    operands += logits if model.loss_chunks == 1 else 0.0
+    return operands if operands <= unit * (model.depth * kept + model.width) + 2 * logits + again else 0.0
 
 
 def read_by_weight_gradients(candidate: Candidate) -> float:

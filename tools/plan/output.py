@@ -12,9 +12,9 @@ from tools.plan.candidate import GIB, Candidate, name_of
 from tools.plan.search import ERROR, Row, max_rows_per_device
 
 SHOWN = 8  # candidates of a topology
-HELD_WITH = "0.10.2"
+COMPILED_WITH = "0.10.2"
 """The JAX whose programs these are."""
-HELD = (
+ACCURACY = (
     "the closed form's memory was held against 148 compiled programs so far: 111 in view when its rules were chosen "
     "(1.9% off at the median, -16.9% to +9.1%), 37 held out (3.1% off at the median, -7.8% to +13.6%); its seconds "
     "against none that ran (docs/planning.md)"
@@ -125,13 +125,13 @@ def advice(row: Row) -> list[str]:
     return lines
 
 
-def held() -> str:
+def accuracy() -> str:
     """Return how wrong the closed form has been, with the JAX that compiled what it was held against."""
     here = version("jax")
-    if here == HELD_WITH:
-        return f"with JAX {HELD_WITH} {HELD}"
+    if here == COMPILED_WITH:
+        return f"with JAX {COMPILED_WITH} {ACCURACY}"
     return (
-        f"the closed form was held against programs that JAX {HELD_WITH} compiled; how wrong it is of those of JAX "
+        f"the closed form was held against programs that JAX {COMPILED_WITH} compiled; how wrong it is of those of JAX "
         f"{here} is not known: --compile=N takes the memory that they ask for (docs/planning.md)"
     )
 
@@ -147,7 +147,7 @@ def assumed(machine: Any) -> list[str]:
             *map(share, step_time.reaches(machine.gpu))
         )
         + ("from nanochat's public d20 on eight H100" if machine.gpu else "none of it was measured on a TPU"),
-        held(),
+        accuracy(),
     ]
 
 
@@ -176,7 +176,7 @@ def comparison(rows: Sequence[Row]) -> str:
 def as_json(plans: Sequence[Sequence[Row]], chosen: Row | None, command: str) -> dict[str, Any]:
     """All candidates, as numbers: bytes, seconds, dollars."""
     return {
-        "held_against": held(),
+        "held_against": accuracy(),
         "plans": [
             {
                 "topology": name_of(rows[0].candidate.topology),

@@ -133,11 +133,11 @@ def nearest_change(row: Row) -> tuple[str, Row] | None:
     """The options that differ in the candidate that fits with the fewest changes, the fastest of these; None where none
     fits."""
     asked = row.candidate.options() | {"mesh.data": -1}
-    fitting = [found for other in candidates(row.candidate) if (found := row_of(other, row.given)).fits]
-    differs = lambda found: {k: v for k, v in found.candidate.options().items() if v != asked[k]}
+    fitting = [new for other in candidates(row.candidate) if (new := row_of(other, row.given)).fits]
+    differs = lambda new: {k: v for k, v in new.candidate.options().items() if v != asked[k]}
     if not fitting:
         return None
-    best = min(fitting, key=lambda found: (len(differs(found)), found.time.expected))
+    best = min(fitting, key=lambda new: (len(differs(new)), new.time.expected))
     return " ".join(f"--{name}={value}" for name, value in differs(best).items()), best
 
 

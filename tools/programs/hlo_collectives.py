@@ -32,7 +32,7 @@ def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
     program.
     """
     program, entry = read_program(hlo_text)
-    found, seen = [], set()
+    collectives, seen = [], set()
     for name, times, in_loop, caller in visits(program, entry, entry):
         types = {instruction.name: instruction.type for instruction in program[name]}
         for instruction in program[name]:
@@ -49,8 +49,8 @@ def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
             label = re.search(r'op_name="(?:[^"]*/)?([^"/]+/[^"/]+)"', attributes)
             label = label[1] if label else instruction.name.rstrip(".0123456789")
             if axes := axes_crossed(groups, mesh_shape):
-                found.append(Collective(kind, dtype, axes, in_loop, times, size, label))
-    return found
+                collectives.append(Collective(kind, dtype, axes, in_loop, times, size, label))
+    return collectives
 
 
 def device_groups(attributes: str, devices: int) -> list[list[int]]:

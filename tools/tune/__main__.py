@@ -94,8 +94,8 @@ def require_enough(config: Config, record: Record, stages: list[str]) -> None:
     """UserError where the budget is too small for every stage that was asked for. (`fit` runs nothing.)"""
     least = needs(config, record)
     if all(stage in least and least[stage] > record.left for stage in stages):
-        said = "; ".join(too_little(record, stage, least[stage]) for stage in stages)
-        raise UserError(f"{said}. Give a larger --budget, or 0 for no limit")
+        missing = "; ".join(too_little(record, stage, least[stage]) for stage in stages)
+        raise UserError(f"{missing}. Give a larger --budget, or 0 for no limit")
 
 
 def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit:

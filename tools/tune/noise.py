@@ -73,8 +73,8 @@ def noise(context: Context) -> None:
         piece = {name: getattr(scale, name) if scale else None for name in ("value", "low", "high")}
         piece = record.piece(f"noise/{point}", lambda: {**piece, "tokens": (point - before) * size})  # noqa: B023
         context.say(f"noise: after {point} steps B is {interval(piece)} tokens")
-    found = {int(step): piece for step, piece in record.pieces_of("noise").items() if piece["value"] is not None}
-    record.decide(decision(found, size, config.steps))
+    pieces = {int(step): piece for step, piece in record.pieces_of("noise").items() if piece["value"] is not None}
+    record.decide(decision(pieces, size, config.steps))
 
 
 def interval(piece: dict) -> str:
@@ -85,13 +85,13 @@ def interval(piece: dict) -> str:
     return f"at least {low:,.0f}" if high == float("inf") else f"{float(piece['value']):,.0f} [{low:,.0f}, {high:,.0f}]"
 
 
-def decision(found: dict[int, dict], batch: int, steps: int) -> Decision:
+def decision(pieces: dict[int, dict], batch: int, steps: int) -> Decision:
     """Return what noise scales at steps say of a batch of so many tokens. It stays as it is: these are of the run's
     first tenth, and a constant batch is of all of it."""
-    if not found:
+    if not pieces:
         return Decision("noise", "no point was reached at which the noise scale is known", "not done", {})
-    last = max(found)
-    high, low = float(found[last]["high"]), float(found[last]["low"])
+    last = max(pieces)
+    high, low = float(pieces[last]["high"]), float(pieces[last]["low"])
     if high < batch:
         what = (
             f"the config's {batch:,} is above it there, and stays: a smaller one would be too small later; a ramp "
@@ -102,7 +102,7 @@ def decision(found: dict[int, dict], batch: int, steps: int) -> Decision:
     else:
         what = f"the config's {batch:,} lies within its interval, and stays"
     says = (
-        f"B is {interval(found[last])} tokens at {last / steps:.1%} of the run; {what}. It mostly grows as the loss "
+        f"B is {interval(pieces[last])} tokens at {last / steps:.1%} of the run; {what}. It mostly grows as the loss "
         "falls (arXiv:1812.06162), and it is a proxy of the critical batch"
     )
     return Decision("noise", says, "extrapolated", {})

@@ -47,11 +47,11 @@ def slowdowns(seconds: Mapping[T, Sequence[float]]) -> dict[T, Estimate]:
     most = max(len(values) for values in seconds.values())
     total = {name: sum(map(math.log, values)) for name, values in seconds.items() if len(values) == most}
     best = min(total, key=lambda name: total[name])
-    found = {best: Estimate(0.0, 0.0, 0.0)}
+    slower = {best: Estimate(0.0, 0.0, 0.0)}
     for name in seconds.keys() - {best}:
         logs = [math.log(value / of_best) for value, of_best in zip(seconds[name], seconds[best])]
-        found[name] = Estimate(*(math.expm1(min(log, 700.0)) for log in mean(logs)))
-    return found
+        slower[name] = Estimate(*(math.expm1(min(log, 700.0)) for log in mean(logs)))
+    return slower
 
 
 def better_half(losses: Mapping[T, Sequence[float]]) -> list[T]:

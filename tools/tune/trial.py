@@ -107,7 +107,7 @@ class Context:
         if begins.step >= until:
             checkpoints.close()
             return begins.state.params
-        times, say = Times(), lambda said: self.say(f"{name}: {said}")
+        times, say = Times(), lambda text: self.say(f"{name}: {text}")
         programs: list[Program] = []
         compile_stages(programs, [built], begins.step, times, say)
         accept(config, self.text.fingerprint, [], begins.step, begins.position)
@@ -129,9 +129,9 @@ class Context:
         return run.state.params
 
     def _start(self, built: Build, checkpoints: Checkpoints, origin: Origin | None) -> Start:
-        found = checkpoints.restore_newest(built.abstract_state, self.say)
-        if found is not None:
-            state, facts = found
+        restored = checkpoints.restore_newest(built.abstract_state, self.say)
+        if restored is not None:
+            state, facts = restored
             return Start(state, facts["step"], facts["tokens"], facts["position"], facts["seconds"])
         if origin is None:
             return Start(built.create_state())

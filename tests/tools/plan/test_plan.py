@@ -28,7 +28,7 @@ def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (["--topology=v9:4x4"], "v9 is no machine that hosts/machines.toml describes; it has v4, v5e"),
         (["--topology=v5e:4x4x4"], "a slice of v5e is 1x1, 2x2, 2x4"),
@@ -50,9 +50,9 @@ def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
         (["--topology=v5e:4x4", "--picture=no/folder/plan.png"], "--picture=no/folder/plan.png cannot be written"),
     ],
 )
-def test_a_mistake_is_one_message_and_code_2(monkeypatch, capsys, words, said):
+def test_a_mistake_is_one_message_and_code_2(monkeypatch, capsys, words, text):
     code, _, problem = run(monkeypatch, capsys, D12, *words)
-    assert code == Exit.MISTAKE and said in problem and problem.count("\n") == 1
+    assert code == Exit.MISTAKE and text in problem and problem.count("\n") == 1
 
 
 def test_where_nothing_fits_it_ends_with_1_and_names_what_would(monkeypatch, capsys):
@@ -85,16 +85,16 @@ def test_a_table_says_what_it_stands_on(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, D12, "--topology=v5e:4x4", "v6e:4x4", "--price=1.5")
     assert code == Exit.COMPLETE
     parts = ("gathered copies", "reduce-scatter", "limited by", "device-hours", "assumed of a")
-    for said in (*parts, output.held()):
-        assert said in out
+    for text in (*parts, output.accuracy()):
+        assert text in out
     assert out.rstrip().splitlines()[-1] == "python train.py --config=configs/d12.py"
 
 
 def test_a_plan_names_the_jax_it_was_held_against_and_promises_nothing_of_another(monkeypatch):
-    monkeypatch.setattr(output, "version", lambda package: output.HELD_WITH)
-    assert output.HELD_WITH in output.held() and output.HELD in output.held()
+    monkeypatch.setattr(output, "version", lambda package: output.COMPILED_WITH)
+    assert output.COMPILED_WITH in output.accuracy() and output.ACCURACY in output.accuracy()
     monkeypatch.setattr(output, "version", lambda package: "99.0")
-    assert "of JAX 99.0 is not known" in output.held() and "%" not in output.held()
+    assert "of JAX 99.0 is not known" in output.accuracy() and "%" not in output.accuracy()
 
 
 def test_advice_of_a_batch_that_is_too_small_and_of_memory_near_the_limit(monkeypatch, capsys):
