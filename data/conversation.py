@@ -4,7 +4,8 @@
 
 A system message goes before the first user's text. An assistant's content may have parts: text, a call of Python
 between <|python_start|> and <|python_end|>, and its output between <|output_start|> and <|output_end|>. A network
-learns what an assistant writes: its text, its calls and its ends. The tokens say which targets count: no mask is stored.
+learns what an assistant writes: its text, its calls and its ends. The tokens say which targets count; no mask is
+stored.
 """
 
 from collections.abc import Sequence
