@@ -28,7 +28,7 @@ class _NoMore:
 
 
 def load_config(path: str) -> tuple[Config, Derive]:
-    """Runs the config file's `get_config()`, and finds its `derive(config, given)`, which fills in what follows from
+    """Run the config file's `get_config()`, and find its `derive(config, given)`, which fills in what follows from
     the options that were given. UserError where the file is missing, fails, or gives no Config."""
     if not Path(path).is_file():
         known = ", ".join(sorted(str(p) for p in Path("configs").glob("*.py") if "\ndef get_config(" in p.read_text()))
@@ -48,7 +48,7 @@ def load_config(path: str) -> tuple[Config, Derive]:
 
 
 def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | None = None) -> tuple[Config, T]:
-    """Parses `--config=FILE`, overrides of its fields, and the fields of the dataclass `extra`.
+    """Parse `--config=FILE`, overrides of its fields, and the fields of the dataclass `extra`.
 
     tyro prints what is wrong with an option, or the help, and exits (codes 2 and 0). UserError for the rest.
     """
@@ -82,7 +82,7 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
 def parse_arguments(
     description: str | None, arguments: type[T], argv: list[str] | None = None, program: str | None = None
 ) -> T:
-    """Parses the fields of the dataclass `arguments` alone, for a command that has no config. UserError for a value
+    """Parse the fields of the dataclass `arguments` alone, for a command that has no config. UserError for a value
     that its field's type does not allow."""
     words = _in_tyro_s_spelling(sys.argv[1:] if argv is None else argv, arguments)
     return with_homes(check_types(_read(arguments, words, description, program)))
@@ -99,7 +99,7 @@ def _read(kind: type[T], words: list[str], description: str | None, program: str
 
 
 def exit_code_of(main: Callable[[], int], interrupted: str) -> int:
-    """Runs a command that does not start JAX (hosts/runtime.py runs those that do); a UserError becomes its message and
+    """Run a command that does not start JAX (hosts/runtime.py runs those that do); a UserError becomes its message and
     code 2. `interrupted`: what is said after Ctrl-C."""
     try:
         return main()
@@ -142,7 +142,8 @@ def _listed(option: str, value: str) -> list[str]:
 
 
 def config_from_json(text: str) -> Config:
-    """The Config that `json.dumps(dataclasses.asdict(config))` wrote. UserError for another version's options."""
+    """Return the Config that `json.dumps(dataclasses.asdict(config))` wrote. UserError for another version's
+    options."""
     try:
         config = msgspec.json.decode(text, type=Config)
     except msgspec.ValidationError as error:

@@ -16,7 +16,7 @@ def cache_dir() -> Path:
 
 
 def write_whole(path: Path, *parts: bytes | memoryview | str) -> None:
-    """Writes a file of these parts under another name, on disk for certain, then renames it: a kill or a power cut
+    """Write a file of these parts under another name, on disk for certain, then rename it: a kill or a power cut
     leaves the old file or the new one. OSError where that is impossible; the old file stays then."""
     partial = path.with_name(path.name + ".partial")
     try:
@@ -33,7 +33,7 @@ def write_whole(path: Path, *parts: bytes | memoryview | str) -> None:
 
 
 def append_whole(path: Path, text: str) -> None:
-    """Appends to a file, on disk for certain. Where that is impossible (OSError) the file stays as it was."""
+    """Append to a file, on disk for certain. If that is impossible (OSError), the file stays unchanged."""
     file = path.open("ab")
     size = file.tell()
     try:

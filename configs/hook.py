@@ -19,7 +19,7 @@ def start_hook(
     log: Path | None = None,
     wait: float = 0,
 ) -> None:
-    """Starts the command with TOKENSUM_EVENT, TOKENSUM_MESSAGE, TOKENSUM_STEP, TOKENSUM_RUN (`name`, else the config's)
+    """Start the command with TOKENSUM_EVENT, TOKENSUM_MESSAGE, TOKENSUM_STEP, TOKENSUM_RUN (`name`, else the config's)
     and TOKENSUM_RUN_DIR in its environment, and waits for it no longer than `wait` seconds. What it prints is appended
     to `log`, or comes out here. Whatever goes wrong is said and changes nothing."""
     if not config.log.on_event:

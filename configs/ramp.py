@@ -51,7 +51,7 @@ class Ramp(NamedTuple):
 
     @classmethod
     def of(cls, batch: BatchConfig) -> "Ramp":
-        """The ramp of a config's batch. UserError where it is none, or its rows are not whole."""
+        """Return the ramp of a config's batch. UserError if it is none, or if its rows are not integers."""
         try:
             ramp = cls.read(batch.ramp, batch.tokens_per_step)
         except ValueError as error:
@@ -70,7 +70,7 @@ class Ramp(NamedTuple):
         return bisect_right(self.stages, step, key=lambda stage: stage.step) - 1
 
     def stage(self, step: int) -> Stage:
-        """The stage that the step after so many steps belongs to."""
+        """Return the stage of the step that follows this many steps."""
         return self.stages[self.index(step)]
 
     def tokens(self, step: int) -> int:
@@ -84,12 +84,12 @@ class Ramp(NamedTuple):
         return stage.step + (tokens - stage.tokens) // stage.tokens_per_step
 
     def reached(self, steps: int) -> tuple[Stage, ...]:
-        """The stages that a run of so many steps comes to."""
+        """Return the stages that a run of this many steps reaches."""
         return tuple(stage for stage in self.stages if stage.step < steps)
 
 
 def with_ramp_spelled_out(config: Config) -> Config:
-    """The config with its ramp in whole numbers, so that 2e8 is no change of 200000000. UserError as `Ramp.of`."""
+    """Return the config with its ramp in integers, so that 2e8 equals 200000000. UserError as `Ramp.of`."""
     Ramp.of(config.batch)
     pairs = (_pair(part) for part in config.batch.ramp.split(",") if part)
     return with_options(config, {"batch.ramp": ",".join(f"{threshold}:{size}" for threshold, size in pairs)})

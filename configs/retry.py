@@ -48,7 +48,7 @@ class StorageLost(Exception):
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """The exception, and those that it was raised from."""
+    """Return the exception, and those that it was raised from."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause and cause not in chain:
@@ -89,8 +89,8 @@ def _passes(error: BaseException) -> bool:
 
 
 def patiently(what: str, function: Callable[[], T], seconds: float | None = None) -> T:
-    """What `function` returns. An error that may pass is waited for, up to `seconds` (SECONDS) and for three attempts
-    at least, with growing random pauses; then StorageLost. Other exceptions are raised at once."""
+    """Return what `function` returns. An error that may pass is waited for, up to `seconds` (SECONDS) and for three
+    attempts at least, with growing random pauses; then StorageLost. Other exceptions are raised at once."""
     again = Retrying(
         # A read that fails after longer than that deserves another one.
         stop=stop_all(stop_after_delay(SECONDS if seconds is None else seconds), stop_after_attempt(3)),
@@ -108,7 +108,7 @@ def patiently(what: str, function: Callable[[], T], seconds: float | None = None
 
 
 def described(error: BaseException) -> str:
-    """An error in a line that starts with 1 if it may pass, else with 0."""
+    """Return an error in a line that starts with 1 if it may pass, else with 0."""
     return f"{int(passes(error))} {first_line(error)}"
 
 
@@ -119,12 +119,12 @@ def _say(what: str, state: RetryCallState) -> None:
 
 
 def first_line(error: BaseException | None) -> str:
-    """An exception in a line, for messages."""
+    """Return an exception in one line, for messages."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def role(error: Exception) -> str:
-    """What to grant, where the store says which permission is missing."""
+    """Return what to grant, if the store says which permission is missing."""
     if not (missing := re.search(r"storage\.(buckets|objects|folders)\.\w+", str(error))):
         return ""
     role = "legacyBucketReader" if missing[1] == "buckets" else "objectUser"

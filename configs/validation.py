@@ -143,7 +143,7 @@ def _shares_kv_heads(model: ModelConfig, devices: int) -> bool:
 
 
 def profiled_steps(config: Config) -> tuple[int, int] | None:
-    """The first and the last step of `profile.steps`; (0, 0) where they cannot be read; None where it is empty."""
+    """Return the first and the last step of `profile.steps`; (0, 0) if they cannot be read; None if it is empty."""
     first, _, last = config.profile.steps.partition(":")
     if not config.profile.steps:
         return None
@@ -151,13 +151,13 @@ def profiled_steps(config: Config) -> tuple[int, int] | None:
 
 
 def resolved(config: Config) -> Config:
-    """The config with what follows from its other options filled in, and ~ in its paths."""
+    """Return the config with what follows from its other options filled in, and ~ in its paths."""
     config = with_homes(config)
     window = config.model.short_window or -(-config.batch.sequence_length // 4 // 128) * 128
     return with_options(config, {"run_dir": config.run_dir or f"runs/{config.name}", "model.short_window": window})
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """The multiples of `unit` on both sides of `value`, for messages: `4096 or 6144`."""
+    """Return the multiples of `unit` on both sides of `value`, for messages: `4096 or 6144`."""
     below = value // unit * unit
     return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple > 0)

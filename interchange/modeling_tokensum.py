@@ -72,7 +72,7 @@ class Attention(nn.Module):
             self.value_gate = matrix(config.value_gate_channels, config.num_key_value_heads)
 
     def turned(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Turned by its position, then normed; in float32, and rounded once."""
+        """Rotate by the position, then norm; in float32, rounded once."""
         cos, sin = angles
         wide = x.float()
         first, second = wide.chunk(2, dim=-1)
@@ -231,7 +231,7 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
     def smeared(
         self, x: torch.Tensor, past: int, previous_ids: torch.Tensor | None, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Adds the embedding of the token before, gated by the token's own."""
+        """Add the previous token's embedding, gated by the token's own."""
         if not past:
             last = torch.zeros_like(x[:, :1])
         elif previous_ids is None:

@@ -53,7 +53,7 @@ def is_there(path: epath.Path) -> bool:
 
 
 def whole_steps(folder: epath.Path) -> list[int]:
-    """Steps of the whole checkpoints in a `checkpoints` folder, in order."""
+    """Return the steps of the complete checkpoints in a `checkpoints` folder, in order."""
     if not is_there(folder):
         return []
     last_written = COMMITTED if str(folder).startswith("gs://") else FACTS
@@ -110,11 +110,11 @@ class Checkpoints:
         return max(self.steps, default=0)
 
     def _look(self) -> list[Info]:
-        """What is there. On the first process."""
+        """Return the state of the folder. On the first process."""
         return [Info(step, _metrics(self.scores.get(step))) for step in whole_steps(self.folder)]
 
     def save(self, step: int, state: TrainState, facts: dict) -> None:
-        """Copies the state off the devices, and writes it while training goes on. `step` is `int(state.step)`; `facts`
+        """Copy the state off the devices, and write it while training continues. `step` is `int(state.step)`; `facts`
         holds the parameters' `shapes` without padding (`model.shapes.parameter_shapes`).
 
         A save that fails, at once or while it is written, is counted (`failing`). Older checkpoints are deleted when
@@ -145,8 +145,8 @@ class Checkpoints:
             self.pending = Info(step, None)
 
     def score(self, step: int, val_bpb: float) -> None:
-        """The bits per byte of a checkpoint that was saved, or is being saved: the best is kept. The run's metrics have
-        it on record."""
+        """Note the bits per byte of a checkpoint that was saved, or is being saved: the best is kept. The run's metrics
+        have it on record."""
         if self.pending and self.pending.step == step:
             self.pending = Info(step, _metrics(val_bpb))
         self.infos = [Info(step, _metrics(val_bpb)) if info.step == step else info for info in self.infos]
@@ -158,7 +158,7 @@ class Checkpoints:
         return self.failed_saves
 
     def _settle(self, wait: bool = True) -> None:
-        """Finds out what became of the last save. After one that succeeded, old checkpoints are deleted."""
+        """Find out what became of the last save. After one that succeeded, old checkpoints are deleted."""
         if not self.pending or (not wait and highest(self.saving.is_alive())):
             return
         saved, self.pending = self.pending, None
@@ -176,7 +176,7 @@ class Checkpoints:
         self._delete_old()
 
     def _failed(self, failure: str) -> None:
-        """Counts a save that failed, and removes what it left, so that the disk has room: training can go on.
+        """Count a save that failed, and remove what it left, so that the disk has room: training can go on.
         StorageLost if the disk or the store has not answered for `configs.retry.SECONDS`."""
         self.failing_since = self.failing_since if self.failed_saves else time.monotonic()
         self.failed_saves += 1
@@ -197,7 +197,7 @@ class Checkpoints:
             self._delete_old()
 
     def _clear(self) -> list[str]:
-        """Deletes what a kill or a failure left half written or half deleted, and puts aside what has a checkpoint's
+        """Delete what a kill or a failure left half written or half deleted, and put aside what has a checkpoint's
         name and is none, whose names it returns. On the first process."""
         put_aside = []
         if not self.folder.exists():
@@ -212,7 +212,7 @@ class Checkpoints:
         return put_aside
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict]:
-        """The state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it.
+        """Return the state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it.
 
         The same exception on every process: UserError where it is of another network or optimizer, Damaged where it is
         not what was saved, StorageLost where a disk or store does not answer for long.
@@ -228,9 +228,9 @@ class Checkpoints:
         ), facts
 
     def restore_newest(self, abstract: TrainState, say: Callable[[str], Any]) -> tuple[TrainState, dict] | None:
-        """The newest state that can be read, or None where there is no checkpoint at all. Those that are damaged are
-        named, and put aside in bad-checkpoints/. NoCheckpoint where all are; StorageLost where a disk or store does not
-        answer, which says nothing of a checkpoint."""
+        """Return the newest state that can be read, or None if there is no checkpoint at all. Those that are damaged
+        are named, and put aside in bad-checkpoints/. NoCheckpoint where all are; StorageLost where a disk or store does
+        not answer, which says nothing of a checkpoint."""
         for name in self.not_whole:
             say(f"checkpoint {name} cannot be read (it is not whole); it is in bad-checkpoints")
         bad = []
@@ -279,7 +279,7 @@ class Checkpoints:
         return params
 
     def facts(self, step: int) -> dict:
-        """What was saved beside the arrays. Damaged where it is not what was saved."""
+        """Return what was saved with the arrays. Damaged if it is not what was saved."""
         with _damage():
             facts = orbax_calls.read_facts(self.folder / str(step))
             if facts.pop("sha256", None) != digest(facts):
@@ -291,8 +291,8 @@ class Checkpoints:
         return on_first_process(lambda: patiently(f"checkpoint {step}", lambda: self.facts(step)))
 
     def _read(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
-        """The arrays of a checkpoint's items. Each process reads its own parts, for as long as its disk or store needs,
-        and then all agree on what became of it."""
+        """Return the arrays of a checkpoint's items. Each process reads its own parts, for as long as its disk or store
+        needs, and then all agree on what became of it."""
 
         def read() -> dict[str, Any]:
             with _damage():
@@ -326,7 +326,7 @@ class Checkpoints:
             raise UserError(f"checkpoint {facts['step']} in {self.folder} is of another network:\n  {differences}")
 
     def _delete_old(self) -> None:
-        """Keeps the newest, every n-th, and the best by bits per byte. The others are first made no checkpoints, so
+        """Keep the newest, every n-th, and the best by bits per byte. The others are first made no checkpoints, so
         that none is ever there in part. One that cannot be deleted stays, and does not hold up what comes after it."""
         assert self.config
         keep = orbax_calls.to_keep(self.config, self.infos)
@@ -345,7 +345,7 @@ class Checkpoints:
                 self.messages.append(f"checkpoint {path.name} could not be deleted: {first_line(error)}")
 
     def _put_aside(self, path: epath.Path) -> None:
-        """Moves what cannot be read to bad-checkpoints/, on the first process."""
+        """Move what cannot be read to bad-checkpoints/, on the first process."""
         target = self.folder.parent / "bad-checkpoints"
         target.mkdir(exist_ok=True)
         if self.in_bucket:
@@ -359,7 +359,8 @@ class Checkpoints:
 
 @contextmanager
 def _damage() -> Iterator[None]:
-    """What is raised inside, while a checkpoint is read, is Damaged, unless it is of the disk, store or memory."""
+    """Raise Damaged for what is raised inside, while a checkpoint is read, unless it is of the disk, store or
+    memory."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError):
@@ -382,7 +383,7 @@ def _leaves(tree: Any) -> dict[str, Any]:
 
 
 def _padded(shape: list[int], sharding: jax.sharding.NamedSharding) -> list[int]:
-    """The shape in which a mesh stores an array (`training.layout.Place`)."""
+    """Return the shape in which a mesh stores an array (`training.layout.Place`)."""
     spec = (*sharding.spec, *[None] * (len(shape) - len(sharding.spec)))
     axes = [(names,) if isinstance(names, str) else names or () for names in spec]
     return [padded(size, math.prod(sharding.mesh.shape[name] for name in names)) for size, names in zip(shape, axes)]

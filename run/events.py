@@ -30,7 +30,7 @@ class Events:
         self.path: Any = (epath.Path(run_dir) if in_bucket else Path(run_dir)) / "events.jsonl"
 
     def add(self, event: str, step: int, **facts: Any) -> None:
-        """Appends one, on disk for certain, or not at all; a half line that a kill left is cut off before. OSError
+        """Append one, on disk for certain, or not at all; a half line that a kill left is cut off before. OSError
         where that is impossible."""
         if self.path.exists() and self.path.stat().st_size > (whole := len(self._whole_lines())):
             os.truncate(self.path, whole)
@@ -57,7 +57,7 @@ class Events:
 
 
 def saved_up_to(events: list[dict]) -> int:
-    """The newest step that was ever saved, as far as events tell; 0: none."""
+    """Return the newest step that was ever saved, by these events; 0: none."""
     return max((event["step"] for event in events if event["event"] in ("saved", "start")), default=0)
 
 
@@ -102,7 +102,7 @@ def batch_of(events: list[dict], step: int, ramp: Ramp) -> tuple[int, int]:
 
 
 def rollbacks_to(events: list[dict], step: int) -> list[dict]:
-    """The rollbacks to the checkpoint of `step`, since it was last saved."""
+    """Return the rollbacks to the checkpoint of `step`, since it was last saved."""
     rollbacks: list[dict] = []
     for event in events:
         if event["step"] == step and event["event"] == "saved":

@@ -74,7 +74,7 @@ class RunLock:
             folder.rmdir()
 
     def take(self) -> None:
-        """Takes it, if this process has not yet. UserError where another one holds it."""
+        """Take it, if this process has not yet. UserError if another process has it."""
         if self.file:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ class RunLock:
 
 
 def _boot() -> str:
-    """What tells this start of this machine from others."""
+    """Return what identifies this start of this machine."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return platform.node()
@@ -245,7 +245,7 @@ def require_checkpoints(config: Config, past: Past) -> None:
 
 
 def begin(config: Config, step: int) -> bool:
-    """Records that a process begins after `step`. False where so many have begun in a row without bringing a newer
+    """Record that a process begins after `step`. Return False if `STARTS` have begun in a row without bringing a newer
     checkpoint that one more would be in vain; the next start then counts anew. Only the first process may call it."""
     events = Events(config.run_dir)
     if starts_in_vain(events.read(), step) >= STARTS:
@@ -256,7 +256,7 @@ def begin(config: Config, step: int) -> bool:
 
 
 def made_with(mesh: Mesh) -> dict[str, Any]:
-    """What a start is made with, for its event: the hash of the code, versions, devices, mesh."""
+    """Return what a start is made with, for its event: the hash of the code, versions, devices, mesh."""
     git = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
     with suppress(OSError, subprocess.SubprocessError):
         status = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout
@@ -270,7 +270,7 @@ def _made_with(mesh: Mesh) -> dict[str, Any]:
 
 
 def accept(config: Config, fingerprint: str, changes: list[str], step: int, position: int, **facts: Any) -> None:
-    """Records that the run goes on from `step`, at `position` tokens of the data, what changed, and these facts. Only
+    """Record that the run continues from `step`, at `position` tokens of the data, what changed, and these facts. Only
     the first process may call it, once the state has been restored."""
     folder = Path(config.run_dir)
     record = folder / "config.json"
@@ -332,7 +332,7 @@ def read_in_shards(
 
 
 def _only(tree: dict, names: set[str], within: str = "") -> dict:
-    """The part of a tree that these dotted names are of."""
+    """Return the part of a tree that has these dotted names."""
     part_of_tree = {}
     for key, value in tree.items():
         name = f"{within}{key}"
@@ -344,14 +344,14 @@ def _only(tree: dict, names: set[str], within: str = "") -> dict:
 
 
 def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
-    """A run's checkpoints, and what to restore them as on one device."""
+    """Return a run's checkpoints, and what to restore them as on one device."""
     _, config = record_of(run_dir)
     built = build(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
     return Checkpoints(config.checkpoint.folder or run_dir, scores=scores(run_dir)), built.abstract_state
 
 
 def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
-    """What a run's config.json says, and its Config. UserError where there is no run."""
+    """Return what a run's config.json says, and its Config. UserError if there is no run."""
     record = Path(run_dir).expanduser() / "config.json"
     if not record.is_file() and whole_steps(epath.Path(record.parent) / "checkpoints"):
         raise UserError(f"{record} is missing; the train.py command of this run writes it again from its checkpoints")
@@ -362,7 +362,7 @@ def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
 
 
 def read_record(record: Path) -> tuple[dict[str, Any], Config]:
-    """A run's config.json, and the Config in it. UserError where it cannot be read."""
+    """Return a run's config.json, and the Config in it. UserError if it cannot be read."""
     try:
         facts = json.loads(record.read_text())
         config = config_from_json(json.dumps(facts["config"]))
@@ -376,7 +376,7 @@ def read_record(record: Path) -> tuple[dict[str, Any], Config]:
 
 
 def write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
-    """Writes a run's config.json: the options, and what they are run with."""
+    """Write a run's config.json: the options, and what they are run with."""
     devices = jax.devices()
     facts = {
         # With paths that hold from anywhere: other commands find the text, whatever folder they are typed in.

@@ -54,7 +54,7 @@ class Times:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """What happens inside is this part's."""
+        """Count the time inside as this part's."""
         before = self.enter(part)
         try:
             yield
@@ -62,7 +62,7 @@ class Times:
             self.enter(before)
 
     def note(self) -> dict:
-        """What an event is to carry."""
+        """Return what an event is to carry."""
         self.enter(self.part)
         self.noted = time.monotonic()
         return {"began": self.began, "seconds": {part: round(spent, 3) for part, spent in self.spent.items()}}
@@ -132,7 +132,7 @@ def goodput(events: list[dict]) -> dict[str, float]:
 
 
 def summed_up(spent: dict[str, float]) -> str:
-    """A line: the share of steps in the wall time, and what the rest was."""
+    """Return a line: the share of steps in the wall time, and what the rest was."""
     wall = sum(spent.values())
     if not wall:
         return "goodput: nothing was noted"

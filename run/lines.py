@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def read_metrics(run_dir: str | Path) -> list[dict]:
-    """The lines of metrics.jsonl, none where there is none. One that cannot be read is left out, and named, but for the
-    last, of which a kill may have left half."""
+    """Return the lines of metrics.jsonl, none if there is no such file. One that cannot be read is left out, and named,
+    but for the last, of which a kill may have left half."""
     path = Path(run_dir) / "metrics.jsonl"
     texts = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() else []
     lines = []

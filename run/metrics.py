@@ -54,7 +54,7 @@ class Clock:
         """Seconds since this was last asked: of `data_wait`, and of waiting for the devices."""
 
     def start(self) -> None:
-        """Starts counting."""
+        """Start to count."""
         self.origin = time.perf_counter()
 
     @property
@@ -71,7 +71,7 @@ class Clock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Counts what happens inside as waiting for the devices."""
+        """Count what happens inside as waiting for the devices."""
         start = time.perf_counter()
         yield
         self.on_devices += time.perf_counter() - start
@@ -144,7 +144,7 @@ class MetricsWriter:
             self.problem = f"TensorBoard's file cannot be written: {error.strerror or error}"
 
     def close(self) -> None:
-        """Ends what the run writes."""
+        """End what the run writes."""
         if not self.writes:
             return
         if self.wandb:
@@ -190,12 +190,12 @@ class TensorBoard:
         self.writer.write_event(event)
 
     def close(self) -> None:
-        """Writes what is not on disk yet."""
+        """Write what is not on disk yet."""
         self.writer.close()
 
 
 def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """The numbers in nested dicts, each with its keys as a path."""
+    """Return the numbers in nested dicts, each with its keys as a path."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield from _numbers(f"{name}/{key}", part)
@@ -204,7 +204,7 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _finite(value: Any) -> Any:
-    """The same, with None in place of each number that is not finite."""
+    """Return the same, with None in place of each number that is not finite."""
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -213,7 +213,8 @@ def _finite(value: Any) -> Any:
 
 
 def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:
-    """What a run's summary says, with the newest losses (and CORE) that metrics.jsonl has; and the newest samples."""
+    """Return what a run's summary says, with the newest losses (and CORE) that metrics.jsonl has; and the newest
+    samples."""
     lines = read_metrics(run_dir)
     newest = lambda name: next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
     losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
@@ -224,7 +225,7 @@ def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **mo
 
 
 def write_summary(run_dir: str | Path, summary: dict) -> None:
-    """Writes summary.json, which says that the run is complete: the last file, and never half of it."""
+    """Write summary.json, which says that the run is complete: the last file, and never half of it."""
     write_whole(Path(run_dir) / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 

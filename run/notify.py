@@ -19,7 +19,7 @@ LAST = 10  # seconds that a process waits for the command at its end, which woul
 def tell(
     config: Config, event: Literal["spike", "rollback", "failure", "end"], message: str, step: int | None = None
 ) -> None:
-    """Starts the command on the first process. What it prints goes to the run's on_event.log. Nothing waits for it, but
+    """Start the command on the first process. What it prints goes to the run's on_event.log. Nothing waits for it, but
     for the last seconds of a process, and whatever goes wrong is said and changes nothing."""
     if jax.process_index() == 0:
         wait = LAST if event in ("failure", "end") else 0
@@ -28,7 +28,7 @@ def tell(
 
 @contextmanager
 def tell_of_failure(config: Config, record: Record) -> Iterator[None]:
-    """An exception that ends what is inside is a failure, but for one by which somebody asked for the end. Its
+    """Notify of an exception that ends what is inside, but for one by which somebody asked for the end. Its
     traceback is kept with the record, but for a user's mistake."""
     try:
         yield

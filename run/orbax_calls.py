@@ -41,7 +41,7 @@ def unfinished(folder: epath.Path) -> epath.Path:
 
 
 def make_room(folder: epath.Path) -> None:
-    """Makes the empty folder that a checkpoint is written to. On the first process."""
+    """Make the empty folder that a checkpoint is written to. On the first process."""
     target = unfinished(folder)
     if target.exists():
         target.rmtree()
@@ -49,7 +49,7 @@ def make_room(folder: epath.Path) -> None:
 
 
 def _writer() -> ocp.PyTreeCheckpointHandler:
-    """Writes arrays, each process its own parts. It keeps no metadata of arrays: for their folder the other processes
+    """Write arrays, each process its own parts. It keeps no metadata of arrays: for their folder the other processes
     would wait until the first has made it."""
     arrays = (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=ocp.type_handlers.create_type_handler_registry(arrays))
@@ -59,7 +59,7 @@ class Saving(threading.Thread):
     """Writes a checkpoint in the background: each process its parts, and then the first process makes it whole."""
 
     def __init__(self, folder: epath.Path, items: dict[str, Any], facts: dict):
-        """Copies the arrays off the devices. `make_room` must have been called for the folder."""
+        """Copy the arrays off the devices. `make_room` must have been called for the folder."""
         super().__init__(name=f"saving {folder.name}")
         self.folder, self.facts = folder, facts
         self.handlers = {name: _writer() for name in items}
@@ -107,8 +107,8 @@ def _failure(function: Callable[[], Any]) -> str:
 
 
 def read_arrays(folder: epath.Path, abstract: Any) -> Any:
-    """This process's parts of the arrays in an item's folder, padded and sharded as `abstract` is, which may be some of
-    them. Waits for no other process."""
+    """Return this process's parts of the arrays in an item's folder, padded and sharded as `abstract` is, which may be
+    some of them. Waits for no other process."""
     # Not strict: the mesh that saved the arrays may have padded them otherwise.
     arguments = ocp.checkpoint_utils.construct_restore_args(abstract, strict=False)
     restore = ocp.args.PyTreeRestore(abstract, arguments, partial_restore=True)  # pyright: ignore[reportCallIssue]
@@ -116,7 +116,7 @@ def read_arrays(folder: epath.Path, abstract: Any) -> Any:
 
 
 def read_facts(folder: epath.Path) -> dict:
-    """What was saved as JSON in a checkpoint's folder."""
+    """Return what was saved as JSON in a checkpoint's folder."""
     return json.loads((folder / FACTS).read_text())
 
 

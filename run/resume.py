@@ -24,7 +24,7 @@ from training.build import Build
 
 
 def open_checkpoints(config: Config, record: Record) -> Checkpoints:
-    """The run's checkpoints. UserError where they are of more steps than the run is to have."""
+    """Return the run's checkpoints. UserError if they have more steps than the run is to have."""
     run_dir = Path(config.run_dir)
     on_saved = lambda step: Events(run_dir).add("saved", step)
     checkpoints = Checkpoints(config.checkpoint.folder or run_dir, config.checkpoint, record, on_saved, scores(run_dir))

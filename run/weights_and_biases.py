@@ -24,12 +24,12 @@ class Wandb:
         self.thread.start()
 
     def show(self, line: dict) -> None:
-        """The numbers of a line; texts stay in the run's folder."""
+        """Return the numbers of a line; texts stay in the run's folder."""
         with suppress(queue.Full):
             self.lines.put_nowait({name: value for name, value in line.items() if not isinstance(value, list)})
 
     def close(self) -> None:
-        """Sends what waits, as far as that takes no more than LAST seconds."""
+        """Send what waits, for LAST seconds at most."""
         with suppress(queue.Full):
             self.lines.put_nowait(None)
         self.thread.join(LAST)

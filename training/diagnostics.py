@@ -161,7 +161,7 @@ def moment_sums(opt_state: Any) -> dict[str, dict[str, Any]]:
 
 
 def _states_of(kind: type, opt_state: Any) -> Iterator[tuple[str, Any]]:
-    """The groups whose transformations (optax.partition's) keep such a state."""
+    """Return the groups whose transformations (optax.partition's) keep such a state."""
     is_one = lambda node: isinstance(node, kind)
     for name, of_group in opt_state.inner_states.items():
         yield from ((name, state) for state in filter(is_one, jax.tree.leaves(of_group, is_leaf=is_one)))

@@ -13,8 +13,8 @@ AXES = ("data", "fsdp", "tensor")
 
 
 def mesh_shape(config: MeshConfig, devices: int, described: str) -> tuple[int, int, int]:
-    """`(data, fsdp, tensor)` of a mesh of so many devices, which are `described` for the message. UserError, with what
-    would work, where it is not of as many."""
+    """Return `(data, fsdp, tensor)` of a mesh of these devices, which are `described` for the message. UserError, with
+    what would work, where it is not of as many."""
     inner = config.fsdp * config.tensor
     data = devices // inner if config.data == -1 else config.data
     if data * inner != devices:
@@ -123,7 +123,7 @@ def padded(size: int, divisor: int) -> int:
 
 
 def inside(shape: tuple[int, int, int], size: int) -> tuple[int, int, int]:
-    """The part of a mesh [data, fsdp, tensor] of `shape` that lies inside an island of `size` devices: `tensor` as far
+    """Return the part of a mesh [data, fsdp, tensor] of `shape` inside an island of `size` devices: `tensor` as far
     as it fits, then `fsdp`; `data` takes what is left, and goes across."""
     _, fsdp, tensor = shape
     tensor_inside = gcd(tensor, size)

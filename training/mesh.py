@@ -34,7 +34,7 @@ ROWS = PartitionSpec(None, BATCH_AXES)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of all devices (or those given), in their interconnect's order. UserError where it does not fit."""
+    """Return a mesh of all devices (or those given), in their interconnect's order. UserError if it does not fit."""
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(config, len(devices), f"{len(devices)} {devices[0].platform} device(s) here")
     groups = islands(devices)
@@ -52,9 +52,9 @@ def sizes_of(mesh: Mesh) -> dict[str, int]:
 
 
 def islands(devices: Sequence[Any]) -> list[list[Any]]:
-    """The devices in groups that fast links join: by `slice_index`, which numbers TPU slices, and GPU nodes or NVLink
-    domains; by process on CPUs, which have none, and of GPUs that are only described, whose `slice_index` is 0 on every
-    node. Described TPUs of one slice have none either, and are one group."""
+    """Return the devices in groups that fast links join: by `slice_index`, which numbers TPU slices, and GPU nodes or
+    NVLink domains; by process on CPUs, which have none, and of GPUs that are only described, whose `slice_index` is 0
+    on every node. Described TPUs of one slice have none either, and are one group."""
     tells = all(hasattr(device, "slice_index") for device in devices)
     if devices[0].platform == "tpu" and not tells:
         return [list(devices)]
@@ -67,8 +67,8 @@ def islands(devices: Sequence[Any]) -> list[list[Any]]:
 
 
 def arrange(shape: tuple[int, int, int], groups: Sequence[Sequence[Any]]) -> np.ndarray:
-    """The devices of several islands as an array [data, fsdp, tensor] of `shape`: `tensor` inside one as far as it
-    fits, then `fsdp`; `data` takes what is left inside, and goes across. UserError where islands differ in size."""
+    """Return the devices of several islands as an array [data, fsdp, tensor] of `shape`: `tensor` inside one as far as
+    it fits, then `fsdp`; `data` takes what is left inside, and goes across. UserError where islands differ in size."""
     sizes = {len(group) for group in groups}
     if len(sizes) > 1:
         raise UserError(f"the {len(groups)} slices or nodes have {sorted(sizes)} devices; a mesh takes as many of each")
@@ -90,7 +90,7 @@ def batch_devices(mesh: Mesh) -> int:
 
 
 def axes_between(mesh: Mesh) -> list[str]:
-    """The axes along which neighbours lie in different islands, so that what crosses them takes slower links."""
+    """Return the axes along which neighbours are in different islands: what crosses them takes slower links."""
     groups = islands(list(mesh.devices.flat))
     island = {device: i for i, group in enumerate(groups) for device in group}
     index = np.vectorize(island.__getitem__, otypes=[int])(mesh.devices)
@@ -99,7 +99,7 @@ def axes_between(mesh: Mesh) -> list[str]:
 
 
 def cost_of_slow_links(mesh: Mesh, model: ModelConfig, batch: tuple[int, int, int]) -> str:
-    """What it costs, in a line, that `fsdp` or `tensor` go across islands; else empty. `batch` is K, B, T.
+    """Return in a line what it costs that `fsdp` or `tensor` cross islands; else empty. `batch` is K, B, T.
 
     Bytes are a device's payload a step, in a compute type of two bytes (docs/mesh.md): for `fsdp` each parameter
     gathered and its gradient scattered, for `tensor` four sums of the residual stream a block, in each micro-batch.

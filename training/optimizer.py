@@ -23,12 +23,12 @@ def path_name(path: tuple) -> str:
 
 
 def parameter_groups(model: ModelConfig) -> dict:
-    """A tree like the parameters', with the name of each one's group."""
+    """Return a tree like the parameters', with the name of each one's group."""
     return map_parameters(lambda param: param.get_metadata("group"), model)
 
 
 def group_names(config: OptimizerConfig) -> list[str]:
-    """The groups there are: the fields of the config that are one."""
+    """Return the names of all groups: the config's fields that are one."""
     return [f.name for f in dataclasses.fields(config) if isinstance(getattr(config, f.name), GroupConfig)]
 
 
@@ -40,7 +40,7 @@ def peak_rates(config: OptimizerConfig, width: int) -> dict[str, float]:
 
 
 def group_config(config: OptimizerConfig, group: str) -> GroupConfig | MuonConfig:
-    """The options that hold for a group."""
+    """Return the options of a group."""
     return config.muon if group == "matrices" and config.matrices.kind == "muon" else getattr(config, group)
 
 
@@ -100,8 +100,8 @@ def make_optimizer(
     mesh: Mesh | None = None,
     offset: float = 0.0,
 ) -> tuple[optax.GradientTransformationExtraArgs, Mapping[str, Schedule]]:
-    """The transformation of a network's parameters, and the learning rate of each group that it has as a function of
-    the step, for the log. UserError where a parameter declares a group that there is not.
+    """Return the transformation of a network's parameters, and the learning rate of each group that it has as a
+    function of the step, for the log. UserError where a parameter declares a group that there is not.
 
     `update(gradients, state, params, step=...)` expects the divided and clipped gradient in float32. The devices of
     `mesh` share Muon's work (None: the first device does all). In a stage of a ramp `steps` and the config's warmups

@@ -40,9 +40,9 @@ def with_batch(config: Config, factor: float, rule: Rule) -> Config:
 
 
 def of_stage(config: Config, stage: Stage) -> Config:
-    """The config that a stage's steps are taken with: its size, the rates and second moments that follow from it, and
-    the run's length and its warmups in steps of that size, so that their course is one of tokens. A constant batch is
-    left as it is."""
+    """Return the config that a stage's steps are taken with: its size, the rates and second moments that follow from
+    it, and the run's length and its warmups in steps of that size, so that their course is one of tokens. A constant
+    batch is left as it is."""
     ramp, size = Ramp.of(config.batch), stage.tokens_per_step
     if config.batch.ramp_scaling != "none" and config.batch.ramp:
         config = for_batch(config, size / config.batch.tokens_per_step, config.batch.ramp_scaling)

@@ -11,7 +11,7 @@ Schedule = Callable[[Num[Array, ""] | int], Float[Array, ""]]
 
 
 def make_schedule(config: ScheduleConfig, steps: int | float) -> Schedule:
-    """The factor of the peak rate at step 0 <= t < steps: in (0, 1], `final` being reached at t = steps."""
+    """Return the factor of the peak rate at step 0 <= t < steps: in (0, 1], `final` being reached at t = steps."""
 
     def schedule(step: Num[Array, ""] | int) -> Float[Array, ""]:
         t = jnp.asarray(step, jnp.float32)

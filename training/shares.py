@@ -98,7 +98,7 @@ def padded_dimensions(place: Place) -> Iterator[tuple[str | None, int, Array | i
 
 
 def replicated_axes(place: Place) -> tuple[str, ...]:
-    """The axes along which this parameter is replicated though the rows of a batch are divided."""
+    """Return the axes along which this parameter is replicated though the rows of a batch are divided."""
     return () if "fsdp" in place.axes else ("fsdp",)
 
 
@@ -124,6 +124,6 @@ def parted(array: Float[Array, "..."], factors: Sequence[tuple[int, int]]) -> Fl
 
 
 def _order(factors: Sequence[tuple[int, int]], rank: int) -> list[int]:
-    """The factors and the dimensions of a share, which come after them, as they follow each other in the array."""
+    """Return the factors and, after them, the dimensions of a share, in the array's order."""
     along = lambda i: [j for j, (_, dimension) in enumerate(factors) if dimension == i]
     return [place for i in range(rank) for place in (*along(i), len(factors) + i)]

@@ -38,8 +38,8 @@ class TrainState(NamedTuple):
 
 
 def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:
-    """The type of activations: as configured, or bfloat16, but float32 where that is no slower, and on GPUs before
-    Ampere, which have no bfloat16."""
+    """Return the type of activations: as configured, or bfloat16, but float32 where that is no slower, and on GPUs
+    before Ampere, which have no bfloat16."""
     if config.dtype == "auto":
         float32_is_as_fast = platform == "cpu" and jax.__version_info__ < (0, 12)  # docs/performance.md
         lacks_bfloat16 = platform == "gpu" and compute_capability() < 8
@@ -48,7 +48,8 @@ def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:
 
 
 def split_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef[GPT], dict]:
-    """The network's structure, for activations of `dtype`, and the shapes of its parameters; nothing is computed."""
+    """Return the network's structure, for activations of `dtype`, and the shapes of its parameters; nothing is
+    computed."""
     model = nnx.clone(abstract_model(config))
     model.dtype = dtype
     graphdef, params = nnx.split(model)
@@ -90,7 +91,7 @@ def _keys(path: tuple) -> tuple:
 
 
 def create_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh, seed: int) -> TrainState:
-    """The state before step 0. It depends on the seed and the sizes, not on the mesh."""
+    """Return the state before step 0. It depends on the seed and the sizes, not on the mesh."""
     abstract = abstract_state(config, optimizer, mesh)
 
     def create() -> TrainState:

@@ -11,7 +11,7 @@ class History(Hook):
     """Writes each change and each rollback once, whenever the run was killed in between."""
 
     def __init__(self, log: Log, changes: list[str]):
-        """`changes`: options that are no longer what they were; empty after the first `begin`."""
+        """Take `changes`: the options that differ from before; empty after the first `begin`."""
         self.log, self.changes = log, changes
 
     def begin(self, run: Progress) -> None:
