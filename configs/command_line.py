@@ -29,7 +29,7 @@ class _NoMore:
 
 def load_config(path: str) -> tuple[Config, Derive]:
     """Run the config file's `get_config()`, and find its `derive(config, given)`, which fills in what follows from
-    the options that were given. UserError where the file is missing, fails, or gives no Config."""
+    the options that were given. UserError if the file is missing, fails, or gives no Config."""
     if not Path(path).is_file():
         known = ", ".join(sorted(str(p) for p in Path("configs").glob("*.py") if "\ndef get_config(" in p.read_text()))
         raise UserError(f"--config={path}: there is no such file; configs here: {known or 'none'}")

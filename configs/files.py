@@ -7,7 +7,7 @@ from configs.schema import UserError
 
 
 def cache_dir() -> Path:
-    """Where prepared datasets and compiled programs are kept: TOKENSUM_CACHE, or ~/.cache/tokensum. UserError where
+    """Where prepared datasets and compiled programs are kept: TOKENSUM_CACHE, or ~/.cache/tokensum. UserError if
     there is no home folder."""
     try:
         return Path(os.environ.get("TOKENSUM_CACHE") or "~/.cache/tokensum").expanduser()
@@ -17,7 +17,7 @@ def cache_dir() -> Path:
 
 def write_whole(path: Path, *parts: bytes | memoryview | str) -> None:
     """Write a file of these parts under another name, on disk for certain, then rename it: a kill or a power cut
-    leaves the old file or the new one. OSError where that is impossible; the old file stays then."""
+    leaves the old file or the new one. OSError if that is impossible; the old file stays then."""
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:

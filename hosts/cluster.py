@@ -32,7 +32,7 @@ class Cluster(NamedTuple):
     index: int = 0
     """This process."""
     address: str = ""
-    """host:port of process 0; empty where there is one process."""
+    """host:port of process 0; empty if there is one process."""
     local_devices: tuple[int, ...] | None = None
     """Which of the machine's GPUs are this process's; None: all that it sees."""
     hosts: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ def detect(
     environ: Mapping[str, str], tpus: int = 0, gpus: int = 0, metadata: Callable[[str], str] = lambda key: ""
 ) -> Cluster:
     """The run's processes. `tpus` and `gpus`: the machine's devices. `metadata(key)`: an attribute of a Google Cloud
-    machine, empty where there is none. UserError where what is set cannot be meant."""
+    machine, empty if there is none. UserError if what is set cannot be meant."""
     launch = launched(environ, tpus, gpus, metadata)
     text = lambda *names: next((environ[name] for name in names if environ.get(name)), "")
     address = text("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_IP")
@@ -154,7 +154,7 @@ def of_tpus(environ: Mapping[str, str], metadata: Callable[[str], str]) -> Found
 
 def share(gpus: int, tasks: int, local: int) -> tuple[int, ...] | None:
     """The GPUs of the `local`-th of a machine's `tasks`; None: all that it sees, as where each sees only its own.
-    UserError where they do not come out even."""
+    UserError if they do not come out even."""
     if tasks == 1 or gpus < tasks:
         return None
     if gpus % tasks:

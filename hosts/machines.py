@@ -48,7 +48,7 @@ class Machine:
 
 @cache
 def machines() -> dict[str, Machine]:
-    """Those of hosts/machines.toml, which users edit. UserError where it cannot be read."""
+    """Those of hosts/machines.toml, which users edit. UserError if it cannot be read."""
     try:
         tables = tomllib.loads(MACHINES.read_text())
         return {kind: Machine(kind, **table) for kind, table in tables.items()}
@@ -57,13 +57,13 @@ def machines() -> dict[str, Machine]:
 
 
 def machine_of(device_kind: str) -> Machine | None:
-    """The machine of a `jax.Device.device_kind`, or None where none is described (every CPU)."""
+    """The machine of a `jax.Device.device_kind`, or None if none is described (every CPU)."""
     matches = [(len(part), m.kind) for m in machines().values() for part in m.device_kind if part in device_kind]
     return machines()[max(matches)[1]] if matches else None
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Its peak bfloat16 FLOP/s, or None where it is not known."""
+    """Its peak bfloat16 FLOP/s, or None if it is not known."""
     machine = machine_of(device_kind)
     return machine.flops if machine else None
 

@@ -34,7 +34,7 @@ GRACE = 2  # seconds that a process which learns of it has to end by itself, wit
 
 
 def join(cluster: Cluster) -> None:
-    """Waits for all, then starts JAX's service. PeerLost where one does not come; UserError where that cannot be."""
+    """Waits for all, then starts JAX's service. PeerLost where one does not come; UserError if that cannot be."""
     roll_call(cluster)
     end_aborts_as_lost_peers()
     _joining.set()

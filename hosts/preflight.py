@@ -178,7 +178,7 @@ def preflight(config: Config, mesh: Mesh, fingerprint: str, tokenizer: str) -> l
 
 
 def checked_sum(mesh: Mesh) -> None:
-    """One sum over all devices, whose result is known. UserError where it is another; ends all processes with code 42
+    """One sum over all devices, whose result is known. UserError if it is another; ends all processes with code 42
     where it does not come."""
     numbers = np.arange(1, mesh.size + 1, dtype=np.int32)
     at = NamedSharding(mesh, PartitionSpec(mesh.axis_names))

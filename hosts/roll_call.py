@@ -32,7 +32,7 @@ def roll_call(
     say: Callable[[str], Any] = lambda text: print(text, flush=True),
 ) -> None:
     """Returns on every process once all have come and answered. PeerLost, on those that are there, where one is
-    missing after `timeout` seconds; every `tell_every` seconds each `say`s which. UserError where two of them were told
+    missing after `timeout` seconds; every `tell_every` seconds each `say`s which. UserError if two of them were told
     different things."""
     host, port = split_address(cluster.address)
     if cluster.index == 0:
@@ -134,7 +134,7 @@ def _call(cluster: Cluster, port: int, timeout: float, tell_every: float, say: C
 
 
 def _listen(port: int) -> socket.socket:
-    """UserError where the port stays taken."""
+    """UserError if the port stays taken."""
     again = Retrying(
         retry=retry_if_exception_type(OSError), stop=stop_after_delay(60), wait=wait_random(0.5, 1.5), reraise=True
     )
@@ -184,7 +184,7 @@ def _answer(
 
 
 def _greet(cluster: Cluster, address: tuple[str, int], tell_every: float, say: Callable[[str], Any]) -> None:
-    """Says who this process is, and does as process 0 says. OSError where that one closes the connection."""
+    """Says who this process is, and does as process 0 says. OSError if that one closes the connection."""
     with socket.create_connection(address, timeout=10) as connection:
         connection.settimeout(2 * tell_every + 10)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -122,7 +122,7 @@ def report_unless_loop_is_closed(unraisable: Any) -> None:
 def start_jax() -> Cluster:
     """Joins the other processes of the run, if there are any, and keeps compiled programs on disk between runs.
 
-    Every process is started with the same command; hosts/cluster.py finds the others. UserError where what is known of
+    Every process is started with the same command; hosts/cluster.py finds the others. UserError if what is known of
     them cannot be meant, PeerLost where one does not come.
     """
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
@@ -139,7 +139,7 @@ def start_jax() -> Cluster:
 
 
 def google_metadata(key: str) -> str:
-    """An attribute of the Google Cloud machine that this is; empty where it has none, or is no such machine."""
+    """An attribute of the Google Cloud machine that this is; empty if it has none, or is no such machine."""
     host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
     address = f"http://{host}/computeMetadata/v1/instance/attributes/{key}"
     request = urllib.request.Request(address, headers={"Metadata-Flavor": "Google"})

@@ -73,7 +73,7 @@ class Checkpoints:
         scores: Mapping[int, float] = MappingProxyType({}),
     ):
         """`record` is copied before each save. `on_saved` is called on the first process with the step of each
-        checkpoint that has become whole. `scores`: `val_bpb` of steps, on the first process. UserError where the folder
+        checkpoint that has become whole. `scores`: `val_bpb` of steps, on the first process. UserError if the folder
         cannot be used. Every process must make one, and call its methods together."""
         self.config, self.record, self.on_saved, self.scores = config, record, on_saved, scores
         self.in_bucket = str(folder).startswith("gs://")
@@ -214,8 +214,8 @@ class Checkpoints:
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict]:
         """Return the state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it.
 
-        The same exception on every process: UserError where it is of another network or optimizer, Damaged where it is
-        not what was saved, StorageLost where a disk or store does not answer for long.
+        The same exception on every process: UserError if it is of another network or optimizer, Damaged if it is
+        not what was saved, StorageLost if a disk or store does not answer for long.
         """
         rest = {"opt_state": abstract.opt_state, "skipped_steps": abstract.skipped_steps}
         facts = self._facts_for_all(step)
@@ -229,7 +229,7 @@ class Checkpoints:
 
     def restore_newest(self, abstract: TrainState, say: Callable[[str], Any]) -> tuple[TrainState, dict] | None:
         """Return the newest state that can be read, or None if there is no checkpoint at all. Those that are damaged
-        are named, and put aside in bad-checkpoints/. NoCheckpoint where all are; StorageLost where a disk or store does
+        are named, and put aside in bad-checkpoints/. NoCheckpoint if all are; StorageLost if a disk or store does
         not answer, which says nothing of a checkpoint."""
         for name in self.not_whole:
             say(f"checkpoint {name} cannot be read (it is not whole); it is in bad-checkpoints")
@@ -250,7 +250,7 @@ class Checkpoints:
         return None
 
     def asked(self, step: int | None) -> int:
-        """Return `step`, or the newest checkpoint's where it is None. UserError where there is no such checkpoint."""
+        """Return `step`, or the newest checkpoint's where it is None. UserError if there is no such checkpoint."""
         if not self.steps:
             raise UserError(f"{self.folder} holds no checkpoint yet")
         if step is not None and step not in self.steps:
@@ -259,7 +259,7 @@ class Checkpoints:
 
     def restore_params(self, abstract: dict, step: int | None = None) -> tuple[dict, int]:
         """Return the parameters that `abstract` has, of the checkpoint of `step` or of the newest, and its step.
-        UserError where there is none; NoCheckpoint, which names a sound one, where it is damaged."""
+        UserError if there is none; NoCheckpoint, which names a sound one, where it is damaged."""
         step = self.asked(step)
         try:
             return self._params(step, abstract), step
@@ -301,7 +301,7 @@ class Checkpoints:
         return on_every_process(f"checkpoint {step}", lambda: patiently(f"checkpoint {step}", read))
 
     def _require_same_state(self, facts: dict, state: dict) -> None:
-        """UserError where the checkpoint's parameters have other shapes, or its optimizer other moments."""
+        """UserError if the checkpoint's parameters have other shapes, or its optimizer other moments."""
         self._require_same_network(facts, state["params"])
         if others := sorted(facts["checksums"].keys() ^ _leaves(state).keys()):
             raise UserError(
@@ -311,7 +311,7 @@ class Checkpoints:
             )
 
     def _require_same_network(self, facts: dict, params: dict, part: bool = False) -> None:
-        """UserError where the checkpoint's parameters have other shapes; `part`: it may have more of them."""
+        """UserError if the checkpoint's parameters have other shapes; `part`: it may have more of them."""
         saved, leaves = facts["shapes"], _leaves(params)
         asked = {name: list(leaf.shape) for name, leaf in leaves.items()}
         in_place = lambda name, shape: _padded(shape, leaves[name].sharding) if name in leaves else shape

@@ -62,7 +62,7 @@ def saved_up_to(events: list[dict]) -> int:
 
 
 def another_went_on(mine: list[dict], copied: list[dict]) -> bool:
-    """Whether another machine has gone on from the copy of this one's events. UserError where both have saved what the
+    """Whether another machine has gone on from the copy of this one's events. UserError if both have saved what the
     other has not."""
     common = next((i for i, (one, other) in enumerate(zip(mine, copied)) if one != other), min(len(mine), len(copied)))
     begins = [event["step"] for event in copied[common:] if event["event"] == "start"]

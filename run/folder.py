@@ -144,7 +144,7 @@ class Past(NamedTuple):
 def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> Past:
     """Claims `config.run_dir` for this config, before any compute, and returns what is known of the run.
 
-    UserError where the folder holds something else or cannot be written, where an option that makes the result differs
+    UserError if the folder holds something else or cannot be written, where an option that makes the result differs
     and the change is not accepted, where `resume` forbids what was found, or another process writes to it. Nothing is
     deleted, and no change is recorded yet (`accept`). Only the first process may call it.
     """
@@ -234,7 +234,7 @@ def checkpoint_folder(config: Config) -> epath.Path:
 
 
 def require_checkpoints(config: Config, past: Past) -> None:
-    """UserError where a run has got somewhere and its checkpoints are gone: to start again would erase its record."""
+    """UserError if a run has got somewhere and its checkpoints are gone: to start again would erase its record."""
     folder = checkpoint_folder(config)
     if past.saved and not whole_steps(folder):
         raise UserError(
@@ -297,8 +297,8 @@ class Run(NamedTuple):
 
 
 def load_run(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Run:
-    """Return the run in `run_dir` with the parameters of the checkpoint of `step`, or of the newest. UserError where
-    there is no run or checkpoint, or where the mesh cannot divide its network; NoCheckpoint where it is damaged."""
+    """Return the run in `run_dir` with the parameters of the checkpoint of `step`, or of the newest. UserError if
+    there is no run or checkpoint, or where the mesh cannot divide its network; NoCheckpoint if it is damaged."""
     facts, config = record_of(run_dir)
     validate(dataclasses.replace(config, mesh=MeshConfig(**sizes_of(mesh))))
     checkpoints = Checkpoints(config.checkpoint.folder or run_dir)

@@ -26,7 +26,7 @@ CHOICES = "xla_gpu_per_fusion_autotune_cache_dir"  # which JAX adds to the folde
 
 def use_choices(run_dir: str | Path) -> None:
     """From here on programs are compiled with the choices of the run, or, where it has none, with those of the cache.
-    UserError where the run's cannot be read. Every process must call it."""
+    UserError if the run's cannot be read. Every process must call it."""
     folder = Path(run_dir).resolve() / "compiled"  # a part of the programs' keys: the same however it is spelled
     on_first_process(lambda: _begin(folder / CHOICES, Path(run_dir) / KERNELS))
     (folder / CHOICES).mkdir(parents=True, exist_ok=True)  # of a process that has a folder of its own

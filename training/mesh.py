@@ -68,7 +68,7 @@ def islands(devices: Sequence[Any]) -> list[list[Any]]:
 
 def arrange(shape: tuple[int, int, int], groups: Sequence[Sequence[Any]]) -> np.ndarray:
     """Return the devices of several islands as an array [data, fsdp, tensor] of `shape`: `tensor` inside one as far as
-    it fits, then `fsdp`; `data` takes what is left inside, and goes across. UserError where islands differ in size."""
+    it fits, then `fsdp`; `data` takes what is left inside, and goes across. UserError if islands differ in size."""
     sizes = {len(group) for group in groups}
     if len(sizes) > 1:
         raise UserError(f"the {len(groups)} slices or nodes have {sorted(sizes)} devices; a mesh takes as many of each")

@@ -101,7 +101,7 @@ def make_optimizer(
     offset: float = 0.0,
 ) -> tuple[optax.GradientTransformationExtraArgs, Mapping[str, Schedule]]:
     """Return the transformation of a network's parameters, and the learning rate of each group that it has as a
-    function of the step, for the log. UserError where a parameter declares a group that there is not.
+    function of the step, for the log. UserError if a parameter declares a group that there is not.
 
     `update(gradients, state, params, step=...)` expects the divided and clipped gradient in float32. The devices of
     `mesh` share Muon's work (None: the first device does all). In a stage of a ramp `steps` and the config's warmups

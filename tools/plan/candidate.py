@@ -28,7 +28,7 @@ class Candidate:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """The mesh's axes. UserError where they do not fit the devices."""
+        """The mesh's axes. UserError if they do not fit the devices."""
         devices = self.topology.devices
         return dict(zip(AXES, mesh_shape(self.config.mesh, devices, f"{devices} devices of {name_of(self.topology)}")))
 

@@ -68,7 +68,7 @@ class Row:
 
 
 def row_of(candidate: Candidate, given: Given) -> Row:
-    """UserError where the sizes do not divide."""
+    """UserError if the sizes do not divide."""
     traffic = communication(candidate)
     time = step_time(candidate, traffic).times(given.seconds)
     parts = memory(candidate)
@@ -108,7 +108,7 @@ def _powers(most: int) -> list[int]:
 
 def search(base: Candidate, given: Given) -> list[Row]:
     """Return all candidates, the fastest that fit first; of those as fast, the one that holds least. Before them comes
-    the fastest safe one, if it costs little. UserError where the devices cannot share the step's rows."""
+    the fastest safe one, if it costs little. UserError if the devices cannot share the step's rows."""
     rows = [row_of(candidate, given) for candidate in candidates(base)]
     if not rows:
         base.step  # says what does not divide  # noqa: B018
@@ -130,7 +130,7 @@ def max_rows_per_device(row: Row) -> int:
 
 
 def nearest_change(row: Row) -> tuple[str, Row] | None:
-    """The options that differ in the candidate that fits with the fewest changes, the fastest of these; None where none
+    """The options that differ in the candidate that fits with the fewest changes, the fastest of these; None if none
     fits."""
     asked = row.candidate.options() | {"mesh.data": -1}
     fitting = [new for other in candidates(row.candidate) if (new := row_of(other, row.given)).fits]
@@ -142,7 +142,7 @@ def nearest_change(row: Row) -> tuple[str, Row] | None:
 
 
 def more_devices(base: Candidate) -> str:
-    """The same slices or nodes, so many more of them that something fits; empty where 64 times are not enough."""
+    """The same slices or nodes, so many more of them that something fits; empty if 64 times are not enough."""
     for times in (2, 4, 8, 16, 32, 64):
         larger = base.topology._replace(slices=base.topology.slices * times)
         for candidate in candidates(Candidate(base.config, larger)):

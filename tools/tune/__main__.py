@@ -91,7 +91,7 @@ def too_little(record: Record, stage: str, tokens: float) -> str:
 
 
 def require_enough(config: Config, record: Record, stages: list[str]) -> None:
-    """UserError where the budget is too small for every stage that was asked for. (`fit` runs nothing.)"""
+    """UserError if the budget is too small for every stage that was asked for. (`fit` runs nothing.)"""
     least = needs(config, record)
     if all(stage in least and least[stage] > record.left for stage in stages):
         missing = "; ".join(too_little(record, stage, least[stage]) for stage in stages)

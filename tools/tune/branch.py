@@ -89,7 +89,7 @@ def _trunk(context: Context, config: Config, rate: float) -> tuple[int, Path]:
 
 def fitting(config: Config, devices: Sequence[Any] | None = None) -> Config | None:
     """The config with rows of a micro-batch that its batch can be divided into, on all devices here or those given;
-    None where there are none."""
+    None if there are none."""
     for rows in (config.batch.rows_per_device >> n for n in range(config.batch.rows_per_device.bit_length())):
         if divides(of_rows := with_options(config, {"batch.rows_per_device": rows}), devices):
             return of_rows

@@ -130,7 +130,7 @@ def fit(
     config: Config, record: Record, limit: int, say: Callable[[str], Any], devices: Sequence[Any] | None = None
 ) -> dict[str, Any]:
     """Compiles the candidates for all devices here or those given, until the frontier is known, and decides for the
-    most rows with the least recomputation. Returns the programs that were compiled now. UserError where none fits."""
+    most rows with the least recomputation. Returns the programs that were compiled now. UserError if none fits."""
     mesh = make_mesh(config.mesh, devices)
     replicas = batch_devices(mesh)
     share = config.batch.tokens_per_step // config.batch.sequence_length // replicas

@@ -90,7 +90,7 @@ class Context:
 
     def train(self, name: str, config: Config, until: int, origin: Origin | None = None) -> dict | None:
         """Trains in the folder `name` up to step `until` of `config.steps`: a run as train.py's, which tools.report
-        shows, and which is continued where it was stopped. Returns its parameters, or None where so many steps were
+        shows, and which is continued where it was stopped. Returns its parameters, or None if so many steps were
         skipped that it makes no sense to go on. SystemExit where the command was asked to stop."""
         run_dir = self.folder / name
         built = build(trial_config(config, run_dir, until - (origin.step if origin else 0)))

@@ -33,7 +33,7 @@ class Record:
     done again."""
 
     def __init__(self, folder: Path, config: Config, budget: float, device: Any, devices: int):
-        """`budget`: a share of the run's FLOPs; 0 is without limit. UserError where the folder is of another config,
+        """`budget`: a share of the run's FLOPs; 0 is without limit. UserError if the folder is of another config,
         machine or version."""
         self.path = folder / "tune.json"
         self.run_tokens = config.steps * config.batch.tokens_per_step
