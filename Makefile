@@ -11,7 +11,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
 EXTRAS := dev$(if $(EXTRA),$(comma)$(EXTRA))
-# One stamp for each choice of extras, made anew when pyproject.toml changes.
+# One stamp for each choice of extras, made again when pyproject.toml changes.
 STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 
 .PHONY: train test setup check house

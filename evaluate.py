@@ -46,7 +46,7 @@ class Arguments:
     """In place of a run: a folder that export.py wrote, or a published nanochat in transformers' format; for `tasks` of
     lm-evaluation-harness, any causal network that transformers loads."""
     out: FilePath = ""
-    """Where the results of `source` or `tasks` go. Default: the run's folder, or that of the network, on this
+    """Where the results of `source` or `tasks` go. Default: the run's or the network's folder, on this
     machine."""
     tokens: Positive[int] | None = None
     """Tokens of the run's own held-out set. Default: its `eval.tokens`."""
@@ -54,7 +54,7 @@ class Arguments:
     """Other text in place of the run's own held-out part: a file, a folder or a glob as data.prepare takes it, a
     dataset folder (its held-out part), or several with their shares: `0.7:DIR,0.3:DIR`."""
     documents: Positive[int] = 1000
-    """Take at most so many documents of each source, always the same."""
+    """Take at most this many documents of each source, always the same."""
     text_column: str = "text"
     """Of .jsonl and .parquet files of `source`."""
     against: AnyPath = ""
@@ -68,7 +68,7 @@ class Arguments:
     task_files: FilePath = ""
     """Folder of more task files (.yaml) for the harness."""
     items: Positive[int] | None = None
-    """Take so many items of each task, always the same; default: all."""
+    """Take this many items of each task, always the same; default: all."""
     prompt_tokens: Annotated[int, Meta(ge=2)] | None = None
     """A longer prompt loses its first tokens. Default: as many as the run's rows have; for `core` ten times as many, as
     nanochat. A token sees as many tokens back as the rows have, at most."""

@@ -44,7 +44,7 @@ class Arguments:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of `hf`'s arrays."""
     shard_gigabytes: Positive[float] = 2.0
-    """Arrays of so many, in float32, are read and written at a time, each such shard to a file of its own."""
+    """Size of a file: arrays of this size in float32 are read and written at a time."""
     license: str = ""
     """Of the weights, as Hugging Face names it (`apache-2.0`), for `hf`'s model card."""
     verify: bool = False

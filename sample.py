@@ -35,7 +35,7 @@ class Arguments:
     seed: NotNegative[int] = 0
     """Seed of the draws."""
     mesh: MeshConfig = MeshConfig(data=1)
-    """Arrangement of so many of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large
+    """Arrangement of this many of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large
     for one."""
 
 

@@ -201,7 +201,7 @@ def state_of(run_dir: Path, processes: int) -> dict:
 
 
 def wait(happened: Callable[[], bool], seconds: float, pause: float = 0.05) -> bool:
-    """Wait until it happened, at most so many seconds. Return whether it did."""
+    """Wait until it happened, `seconds` at most. Return whether it did."""
     until = time.monotonic() + seconds
     while not happened() and time.monotonic() < until:
         time.sleep(pause)

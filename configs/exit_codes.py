@@ -5,7 +5,7 @@ from enum import IntEnum
 
 class Exit(IntEnum):
     """How a command ends: the one table that everything reads (docs/checkpoints.md). All processes of a run end with
-    one code. Other codes come from elsewhere (134, 137, 139: signals), and may be worth a few new starts."""
+    one code. Other codes are not ours (134, 137, 139: signals), and may be worth a few new starts."""
 
     COMPLETE = 0
     FAILED = 1

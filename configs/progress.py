@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar in a terminal, elsewhere a line every ten seconds, with the time left."""
+"""How far a long piece of work is: a bar in a terminal, else a line every ten seconds, with the time left."""
 
 import sys
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""A batch that grows along the run: which steps are of which size, and how many tokens so many steps are.
+"""A batch that grows along the run: the size of each step, and the tokens of the steps up to it.
 
 `batch.ramp` names thresholds in tokens and sizes of a step. A stage begins with the first step before which the run
 has seen as many tokens as its threshold, so borders lie between steps, and everything here follows from a step's number
@@ -66,7 +66,7 @@ class Ramp(NamedTuple):
         return ramp
 
     def index(self, step: int) -> int:
-        """Which stage the step after so many steps belongs to, from 0."""
+        """Return the number, from 0, of the stage of the step that follows this many steps."""
         return bisect_right(self.stages, step, key=lambda stage: stage.step) - 1
 
     def stage(self, step: int) -> Stage:
@@ -74,12 +74,12 @@ class Ramp(NamedTuple):
         return self.stages[self.index(step)]
 
     def tokens(self, step: int) -> int:
-        """Tokens of the run's first so many steps."""
+        """Return the tokens of the run's first `step` steps."""
         stage = self.stage(step)
         return stage.tokens + (step - stage.step) * stage.tokens_per_step
 
     def steps_in(self, tokens: int) -> int:
-        """Whole steps in the run's first so many tokens."""
+        """Return how many complete steps the run's first `tokens` tokens are."""
         stage = self.stages[bisect_right(self.stages, tokens, key=lambda stage: stage.tokens) - 1]
         return stage.step + (tokens - stage.tokens) // stage.tokens_per_step
 

@@ -22,7 +22,7 @@ class UserError(Exception):
 
 
 class Role(Enum):
-    """What an option is for, where that matters elsewhere."""
+    """What an option is for, if other modules need to know."""
 
     FREE = "speed, reporting, or a path whose content a fingerprint holds: it may differ when a run is continued"
     TRAINING = "how the network is trained: whatever it is, the network computes the same function"
@@ -72,7 +72,7 @@ class ModelConfig:
     """Factor of the squared log-sum-exp of the logits that training adds to the loss (arXiv:2204.02311). The logged
     `loss` is without it, as validation's; `z_loss` is what it adds."""
     loss_chunks: Free[Positive[int]] = 1
-    """The head and the loss take a micro-batch's tokens in so many parts, so that the logits of one alone exist. Less
+    """The head and the loss process a micro-batch's tokens in this many parts: only one part's logits exist. Less
     memory, more time, the same result. Must divide `batch.sequence_length`."""
     rotary_base: Positive[float] = 100_000.0
     """Base of the rotary wavelengths (arXiv:2104.09864)."""
@@ -111,7 +111,7 @@ class DataConfig:
     source: Free[str] = "stdlib"
     """A dataset folder that data.prepare made; a folder of .bin token shards (llm.c, modded-nanogpt), with `tokenizer`;
     either at a URL that fsspec reads (gs://BUCKET/FOLDER, s3://, hf://datasets/...);
-    several of these with their shares of the rows (`0.7:DIR,0.3:DIR`), which may change once so many tokens of the
+    several of these with their shares of the rows (`0.7:DIR,0.3:DIR`), which may change once this many tokens of the
     run's data are seen (`0.9:DIR,0.1:DIR;from=8e9,0.4:DIR,0.6:DIR`); or raw text, prepared once in the cache:
     `stdlib` (this Python's standard library, its .py files), or a file, a folder or a glob of .txt, .md, .py, .jsonl,
     .parquet, .csv and .arrow."""
@@ -161,7 +161,7 @@ class ScheduleConfig:
     kind: Literal["constant", "warmup_cosine", "warmup_constant_warmdown"] = "warmup_constant_warmdown"
     """After the warmup: stay; fall by a half cosine; or stay, and fall linearly over the last `warmdown` of the run."""
     warmup_steps: NotNegative[int] = 0
-    """Steps of linear rise: step t has (t + 1) / warmup_steps of the peak. With `batch.ramp`, the tokens of so many."""
+    """Steps of linear rise: step t has (t + 1) / warmup_steps of the peak. With `batch.ramp`, the tokens of as many."""
     warmdown: Share = 0.65
     """Share of the run's steps, with `batch.ramp` of its tokens, that fall (`warmup_constant_warmdown`)."""
     final: Share = 0.05
@@ -276,9 +276,9 @@ class CheckpointConfig:
     tokenizer, TensorBoard, summary): a disk that outlives the machine, or `gs://BUCKET/FOLDER`. A machine without the
     run's folder continues from there, and sample.py and the like read a run there."""
     every_steps: Free[Positive[int]] = 250
-    """Steps between checkpoints, written while training goes on."""
+    """Steps between checkpoints, written while training continues."""
     every_minutes: Free[NotNegative[float]] = 0.0
-    """And a checkpoint once so many minutes have passed since the last one, which is looked at when a step is logged;
+    """And a checkpoint once this many minutes have passed since the last one, checked when a step is logged;
     what a kill can cost then does not depend on the speed of steps. 0: only `every_steps`."""
     keep: Free[Positive[int]] = 2
     """Newest checkpoints kept; the best by val_bpb is kept too."""
@@ -291,8 +291,8 @@ class StabilityConfig:
     """What happens when the loss jumps."""
 
     spike_factor: NotNegative[float] = 1.5
-    """A step whose loss is more than so many times the median of the 64 steps before it is reported, with the rows it
-    saw; 0: none is."""
+    """A step is reported if its loss is more than this many times the median of the 64 steps before it, with the rows
+    it saw; 0: none is."""
     rollback: bool = False
     """Then go back to the newest checkpoint, and skip the batches from there up to that step's. On record in
     metrics.jsonl, and the same whenever the run is killed and continued. Three from one checkpoint end the run."""
@@ -374,7 +374,7 @@ class Config:
     name: Free[str]
     """The run's name; its folder is `runs/<name>` unless `run_dir` says otherwise."""
     run_dir: Free[FilePath] = ""
-    """The run's folder: checkpoints, metrics, config. The same command again continues what lies there."""
+    """The run's folder: checkpoints, metrics, config. The same command again continues the run in it."""
     seed: NotNegative[int] = 0
     """Seed of the initial parameters, of the order of rows and of the samples."""
     steps: Positive[int] = 1000

@@ -152,7 +152,7 @@ class Checkpoints:
         self.infos = [Info(step, _metrics(val_bpb)) if info.step == step else info for info in self.infos]
 
     def failing(self, wait: bool = True) -> int:
-        """How many saves in a row have failed, that of the last save included: it is waited for, or, without `wait`,
+        """Return how many saves in a row have failed, the last one included: it is waited for, or, without `wait`,
         counted if it failed already."""
         self._settle(wait)
         return self.failed_saves

@@ -12,7 +12,7 @@ from configs.schema import GroupConfig, OptimizerConfig
 from training.optimizer import group_config
 
 WINDOW = 64  # measured steps that a noise scale is of, at most
-BLOCKS = 8  # of the jackknife: at least so many measured steps
+BLOCKS = 8  # of the jackknife: at least this many measured steps
 T = float(stdtrit(BLOCKS - 1, 0.975))  # Student's
 
 
@@ -76,7 +76,7 @@ class Diagnosis:
     """The newest measured steps."""
 
     def __init__(self, lines: Iterable[dict], optimizer: OptimizerConfig):
-        """`lines`: those of metrics.jsonl, up to the step that the run goes on from."""
+        """`lines`: those of metrics.jsonl, up to the step that the run continues from."""
         self.optimizer = optimizer
         self.newest: deque[dict[str, dict[str, float]]] = deque(maxlen=WINDOW)
         for line in lines:

@@ -1,11 +1,11 @@
 """events.jsonl: what happened to a run, a line each, appended and never rewritten.
 
 `begun` (a process that is about to compile and restore), `start` (from which step, at how many tokens of the data, with
-how many a step or which ramp; the code's hash, versions, devices and mesh), `running` (at which
-step; each minute), `saved` (a checkpoint that is whole), `rollback` (to which checkpoint, and at how many tokens of the
-data it goes on), `stop` (after which step, with which exit code). A run whose checkpoints have gone is known by it, the
-batch that each step saw, and where the time went: `start`, `running` and `stop` carry when their process began, and its
-seconds by what they went to (run/goodput.py).
+how many a step or which ramp; the code's hash, versions, devices and mesh), `running` (at which step; each minute),
+`saved` (a checkpoint that is whole), `rollback` (to which checkpoint, and at how many tokens of the data it continues),
+`stop` (after which step, with which exit code). A run whose checkpoints have gone is known by it, the batch that each
+step saw, and where the time went: `start`, `running` and `stop` carry when their process began, and its seconds by what
+they went to (run/goodput.py).
 """
 
 import json
@@ -46,7 +46,7 @@ class Events:
                 _ = events[-1]["event"], int(events[-1]["step"])
             except (ValueError, TypeError, LookupError) as error:
                 raise UserError(
-                    f"{self.path}: line {number} is damaged, and may say at which batch the run goes on; restore the "
+                    f"{self.path}: line {number} is damaged, and may say at which batch the run continues; restore the "
                     "file, or delete that line if the run was never rolled back"
                 ) from error
         return events

@@ -186,7 +186,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
         raise UserError(f"--resume=never, but {holder} holds a run already; choose another --{option}")
     if fetching:
         if record.exists():
-            print(f"another machine has gone on with this run: its record is fetched from {elsewhere}")
+            print(f"another machine has continued this run: fetching its record from {elsewhere}")
         with reading(checkpoints):
             Record(folder, elsewhere).fetch()
     if not has_steps:  # whatever a start before wrote, it binds nobody
@@ -246,7 +246,7 @@ def require_checkpoints(config: Config, past: Past) -> None:
 
 def begin(config: Config, step: int) -> bool:
     """Record that a process begins after `step`. Return False if `STARTS` have begun in a row without bringing a newer
-    checkpoint that one more would be in vain; the next start then counts anew. Only the first process may call it."""
+    checkpoint that one more would be in vain; the next start then counts from 0. Only the first process may call it."""
     events = Events(config.run_dir)
     if starts_in_vain(events.read(), step) >= STARTS:
         events.add("stop", step, code=Exit.FAILED)
@@ -371,7 +371,7 @@ def read_record(record: Path) -> tuple[dict[str, Any], Config]:
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"{record} cannot be read ({type(error).__name__}: {error}); it says what the run is. Restore it: with "
-            "--checkpoint.folder there is a copy beside the checkpoints"
+            "--checkpoint.folder there is a copy next to the checkpoints"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Count where a run's time goes, over all its starts.
 
     start         from the process's start on: imports, waiting for other hosts, the text, checks, the first state
-    compilation   of the training step (that of evaluation is in `evaluation`)
+    compilation   of the training step (`evaluation` includes its own)
     restore       of a checkpoint
     steps         training steps: goodput is their share
     data          waiting for the next batch while the devices had nothing to do
@@ -48,7 +48,7 @@ class Times:
         return before
 
     def count(self, part: str, seconds: float) -> None:
-        """So many of the seconds of the part that goes on were this part's."""
+        """Move these seconds from the current part to this part."""
         self.spent[part] += seconds
         self.spent[self.part] -= seconds
 
@@ -83,7 +83,7 @@ def seconds_of_process() -> float:
 
 
 class Piece(NamedTuple):
-    """Steps that were taken one after the other, in so many seconds."""
+    """Steps that were taken one after the other, and their seconds."""
 
     first: int
     last: int

@@ -1,7 +1,7 @@
 """The kernels that XLA:GPU chooses by timing them, kept with the run: a later start computes with the same ones.
 
 XLA keeps each choice in a file (openxla.org/xla/persisted_autotuning), and JAX the compiled programs. Both lie in the
-run's folder, so that a run goes on exactly whatever becomes of the cache. The choices lie in the cache too: a new run
+run's folder, so that a run continues exactly whatever becomes of the cache. The cache has the choices, too: a new run
 begins with those that others on the machine have made, and is theirs to the bit. A file of them goes with the
 checkpoints.
 """
@@ -45,8 +45,8 @@ def _begin(mine: Path, archive: Path) -> None:
         except (shutil.ReadError, BadZipFile) as error:
             raise UserError(
                 f"{archive} cannot be read ({error}); it says which kernels the run computes with. Restore it (with "
-                "--checkpoint.folder there is a copy beside the checkpoints), or delete it: the run then goes on with "
-                "kernels that are chosen anew, and may round differently"
+                "--checkpoint.folder there is a copy next to the checkpoints), or delete it: the run then uses "
+                "kernels that are chosen again, and may round differently"
             ) from error
     elif known_choices().exists():
         shutil.copytree(known_choices(), partial)
@@ -58,7 +58,7 @@ def keep_choices(run_dir: str | Path) -> None:
     """Once programs are compiled: packs the run's choices, and adds to the cache those that are new there. Only the
     first process may call it."""
     mine, known, packed = Path(run_dir) / "compiled" / CHOICES, known_choices(), io.BytesIO()
-    chosen = [path for path in mine.iterdir() if path.is_file()]  # beside them XLA has a folder, `tmp`
+    chosen = [path for path in mine.iterdir() if path.is_file()]  # XLA also has a folder there, `tmp`
     known.mkdir(parents=True, exist_ok=True)
     with ZipFile(packed, "w", ZIP_DEFLATED) as archive, TemporaryDirectory(dir=known.parent) as unfinished:
         for choice in chosen:

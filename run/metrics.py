@@ -31,7 +31,7 @@ for _name in _hidden:
     del sys.modules[_name]
 
 
-RESULTS = ("loss", "val_loss", "val_bpb", "core")  # what TensorBoard shows beside the options of each run
+RESULTS = ("loss", "val_loss", "val_bpb", "core")  # what TensorBoard shows with the options of each run
 
 
 class Rates(NamedTuple):
@@ -87,9 +87,9 @@ class Clock:
 class MetricsWriter:
     """Appends to a run's metrics.jsonl, and shows the same in TensorBoard.
 
-    A continued run first drops the lines after the checkpoint that it continues from, and shows the rest anew, so that
-    each step stands in both once, whatever moment the run was killed at. Of several processes only the first writes.
-    Where the disk is full, lines wait in memory until there is room (`problem` says why), and training goes on.
+    A continued run first drops the lines after the checkpoint that it continues from, and writes the rest again, so
+    that each step is in both once, whatever moment the run was killed at. Of several processes only the first writes.
+    Where the disk is full, lines wait in memory until there is room (`problem` says why), and training continues.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class MetricsWriter:
             self.wandb.show(line)
 
     def _show(self, lines: list[dict]) -> None:
-        """In TensorBoard; all lines anew at the start, and after its file could not be written."""
+        """Show them in TensorBoard; all lines again at the start, and after its file could not be written."""
         try:
             if self.tensorboard is None:
                 lines = read_metrics(self.path.parent)

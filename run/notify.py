@@ -1,4 +1,4 @@
-"""A command of the user's that is told what happens to a run: --log.on_event=COMMAND."""
+"""A command of the user's that is notified of what happens to a run: --log.on_event=COMMAND."""
 
 import traceback
 from collections.abc import Iterator

@@ -81,14 +81,14 @@ def why_nothing_to_do(config: Config, past: Past, checkpoints: Checkpoints) -> s
 
 
 def why_given_up(config: Config, newest: int, record: Record) -> str:
-    """Put on record that a process begins after the checkpoint of step `newest`. Return a message if so many began
+    """Put on record that a process begins after the checkpoint of step `newest`. Return a message if `STARTS` began
     there in vain that this one must not; empty otherwise."""
     begun = on_first_process(partial(begin, config, newest))
     copy_record(config, record)  # so that a machine without this one's disk counts the same starts
     if begun:
         return ""
     return (
-        f"{STARTS} starts in a row brought no checkpoint newer than that of step {newest}: the run is given up; once "
+        f"{STARTS} starts in a row brought no checkpoint newer than step {newest}'s: the run is given up; once "
         "its cause is mended, the same command continues it"
     )
 

@@ -80,7 +80,7 @@ class Record:
         board = sorted(path for path in (self.run_dir / "tensorboard").rglob("*") if path.is_file())
         known = any(name.startswith("tensorboard/") for name in self.copied)
         if board and not known and (old := target / "tensorboard").exists():
-            old.rmtree()  # of another process: each writes all of it anew, under other names
+            old.rmtree()  # of another process: each writes all of it again, under other names
         present = {}
         for name in [*(str(path.relative_to(self.run_dir)) for path in board), *CONTINUES]:
             with suppress(FileNotFoundError):
@@ -114,7 +114,7 @@ def _copies() -> tempfile.TemporaryDirectory:
 
 def at_hand(folder: str | Path) -> Path:
     """Return a folder on this machine with a run's record, or with a network that export.py wrote. Of one in a bucket
-    it is a copy, made anew by each call and deleted with this process, whose checkpoints are read from the bucket.
+    it is a copy, made by each call and deleted with this process, whose checkpoints are read from the bucket.
     UserError if nothing is there."""
     if not str(folder).startswith("gs://"):
         return Path(folder).expanduser()

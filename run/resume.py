@@ -54,7 +54,7 @@ def resume(built: Build, checkpoints: Checkpoints, times: Times, say: Callable[[
 
 
 def record_start(built: Build, text: Text, changes: list[str], start: Start, times: Times) -> None:
-    """Put on record that the run goes on from `start`, with which options changed, and its tokenizer."""
+    """Put on record that the run continues from `start`, with which options changed, and its tokenizer."""
     config = built.config
     with times.during("start"):
         facts = times.note() | made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}

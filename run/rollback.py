@@ -26,7 +26,7 @@ def roll_back(save: Save, times: Times, say: Callable[[str], Any], run: Progress
         run.step = spike["step"]
         raise GaveUp(f"{MOST} rollbacks to step {newest} did not help")
     on_first_process(lambda: Events(config.run_dir).add("rollback", newest, position=jump.position, **spike["spike"]))
-    back = f"back to step {newest}, and on without the batches up to that of step {spike['step']}"
+    back = f"back to step {newest}, and on without the batches up to step {spike['step']}"
     say(back)
     tell(config, "rollback", back, newest)
     run.step = newest

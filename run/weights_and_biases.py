@@ -57,4 +57,4 @@ class Wandb:
                 run.log(line)
             run.finish()
         except (Exception, SystemExit) as error:
-            print(f"--log.wandb: {first_line(error)}; the run goes on without it", file=sys.stderr)
+            print(f"--log.wandb: {first_line(error)}; the run continues without it", file=sys.stderr)

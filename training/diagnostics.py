@@ -1,7 +1,8 @@
 """What a step knows of its gradient: how noisy it is, whether its micro-batches agree, and how far the update moves.
 
 A unit is one micro-batch of one replica: its gradient g_k is a sum over n_k valid tokens. With S and N the sums of all
-units' g_k and n_k, Q the sum of |g_k|^2 and M that of n_k^2, for units of any sizes (after arXiv:1812.06162, app. A):
+units' g_k and n_k, Q the sum of |g_k|^2 and M the sum of n_k^2, for units of any sizes (after arXiv:1812.06162, app.
+A):
 
     |G|^2    = (|S|^2 - Q) / (N^2 - M)     the squared norm of the true gradient of a token's mean loss, unbiased
     tr Sigma = |S|^2 / N - N |G|^2         the variance of one token's gradient, unbiased
@@ -11,9 +12,9 @@ The scan of the measuring step keeps, of each micro-batch, two sums of squares a
 its own gradient, and of the sum so far, from which follows the cosine between the two. Only these numbers cross the
 mesh, after the scan.
 
-Along `fsdp` a matrix's gradient is summed within a micro-batch, so a unit is that of all devices along it. What is too
-small to be divided over `fsdp` is summed after the scan: there each device has units of its own, and the formulas hold
-for its parameters with other n_k. The cosine leaves these out (a few hundred numbers).
+Along `fsdp` a matrix's gradient is summed within a micro-batch, so a unit is the sum of all devices along it. What is
+too small to be divided over `fsdp` is summed after the scan: there each device has units of its own, and the formulas
+hold for its parameters with other n_k. The cosine leaves these out (a few hundred numbers).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -73,7 +73,7 @@ def arrange(shape: tuple[int, int, int], groups: Sequence[Sequence[Any]]) -> np.
     if len(sizes) > 1:
         raise UserError(f"the {len(groups)} slices or nodes have {sorted(sizes)} devices; a mesh takes as many of each")
     within = inside(shape, sizes.pop())
-    # As create_hybrid_device_mesh knows them, whatever told the islands apart.
+    # As create_hybrid_device_mesh numbers them, whatever identified the islands.
     by_process = len({getattr(group[0], "slice_index", None) for group in groups}) == 1
     return mesh_utils.create_hybrid_device_mesh(
         within,

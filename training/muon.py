@@ -165,7 +165,7 @@ def _equal_outputs(matrix: Float[Array, "inputs outputs"], shape: tuple[int, ...
 
 
 def orthogonalise(x: Float[Array, "count short long"]) -> Float[Array, "count short long"]:
-    """Singular values brought near 1, by Polar Express, then the Frobenius norm to that of singular values of 1. In
+    """Bring singular values near 1 by Polar Express, then the Frobenius norm to what singular values of 1 have. In
     float32 on every platform; nanochat has bfloat16."""
     norm = lambda x: jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
     x = x / (1.01 * norm(x) + 1e-6)

@@ -114,7 +114,7 @@ def gradient_sums(
 
 
 def squares_of(tokens: Int[Array, ""], gradients: dict, before: dict, total: dict) -> Squares:
-    """For one device: return what is kept of a micro-batch of so many valid `tokens`. Its `gradients` are the
+    """For one device: return what is kept of a micro-batch with `tokens` valid tokens. Its `gradients` are the
     difference between the sums `before` and `total`."""
     tokens = mark_varying(tokens, ("tensor",))
     square_sums = lambda tree: jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)])

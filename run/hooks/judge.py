@@ -39,7 +39,7 @@ class Judge(Hook):
         if jumps and self.config.stability.rollback:
             if self.save.newest():
                 raise Jumped(jumps[0], run.position_after(jumps[0]["step"]))
-            self.say("there is no checkpoint from before the jump to go back to: the run goes on")
+            self.say("no checkpoint is older than the jump: the run continues")
 
     def _count_skipped(self, read: ReadStep) -> None:
         skipped = read.values["skipped_steps"]

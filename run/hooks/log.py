@@ -131,7 +131,7 @@ class Log(Hook):
         """Add a sign of life to the run's events, once a minute."""
         times = self.watch.times
         if times.due and jax.process_index() == 0:
-            with suppress(OSError):  # a full disk is reported elsewhere
+            with suppress(OSError):  # Metrics reports a full disk
                 Events(self.config.run_dir).add("running", step, **times.note())
             if self.record:
                 self.record.copy_events()

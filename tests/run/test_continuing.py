@@ -205,7 +205,7 @@ def test_starts_that_bring_no_newer_checkpoint_come_to_an_end_and_a_person_may_s
     for _ in range(STARTS):
         Events(run_dir).add("begun", 6)
     assert start(monkeypatch, folder, *longer) == 1
-    assert "10 starts in a row brought no checkpoint newer than that of step 6" in capsys.readouterr().out
+    assert "10 starts in a row brought no checkpoint newer than step 6's" in capsys.readouterr().out
     assert start(monkeypatch, folder, *longer) == 0
 
 
@@ -226,7 +226,7 @@ def test_a_machine_that_comes_back_after_another_has_gone_on_takes_over_its_reco
     assert start(monkeypatch, folder, "--run_dir=machine-b", "--steps=6", "--accept_changes", *shared) == 0
     (folder / "machine-a" / "summary.json").unlink()
     assert start(monkeypatch, folder, "--run_dir=machine-a", "--steps=8", "--accept_changes", *shared) == 0
-    assert "another machine has gone on with this run" in capsys.readouterr().out
+    assert "another machine has continued this run" in capsys.readouterr().out
     steps = [line["step"] for line in read_metrics(folder / "machine-a") if "loss" in line]
     assert steps == list(range(1, 9))
     assert [event["step"] for event in Events(folder / "machine-a").read() if event["event"] == "start"] == [0, 4, 6]

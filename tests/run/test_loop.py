@@ -162,7 +162,7 @@ def test_a_jump_before_the_first_checkpoint_is_said_and_forgotten(make):
     losses = [2.0] * ENOUGH + [9.0] + [2.0] * 23
     loop, said, saved = make(losses, checkpoint=CheckpointConfig(every_steps=20))
     assert loop.run(BATCHES)[0].step == 40 and saved.steps == [20, 40]
-    assert any("no checkpoint from before the jump" in text for text in said)
+    assert any("no checkpoint is older than the jump" in text for text in said)
 
 
 def test_who_asks_to_stop_while_the_loss_jumps_is_heard(make):

@@ -126,6 +126,6 @@ def test_a_run_goes_on_without_weights_and_biases(tmp_path, monkeypatch, capfd, 
     error = capfd.readouterr().err
     assert (
         error.startswith("--log.wandb: ")
-        and error.endswith("; the run goes on without it\n")
+        and error.endswith("; the run continues without it\n")
         and error.count("\n") == 1
     )
