@@ -99,7 +99,7 @@ class Corpus:
         is_separated = bool(self.separator) and self._is_cut(file)
         if not start or not (is_separated or file.name.endswith(".jsonl")):
             return 0
-        with _opened(file) as opened:
+        with open_source(file) as opened:
             if is_separated:
                 return sum(1 for _ in separated(opened, self.separator.encode(), 0, start))
             return lines_before(opened, start)
@@ -120,7 +120,7 @@ class Corpus:
 
     def contents(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
         """Number and raw content of each document."""
-        with _opened(file) as opened:
+        with open_source(file) as opened:
             if file.name.endswith(".parquet"):
                 yield from rows(file, opened, self.text_column, start, stop)
             elif self.is_lines(file):
@@ -135,7 +135,7 @@ class Corpus:
                 yield 1, opened.read()
 
 
-def _opened(file: SourceFile) -> io.BufferedReader:
+def open_source(file: SourceFile) -> io.BufferedReader:
     """Open a file of this machine, of a URL, or of the hub, which is downloaded from where a download stopped."""
     if "://" in file.url:
         return open_remote(file.filesystem, file.url)

@@ -1,0 +1,135 @@
+"""Conversations of other schemas to a .jsonl of messages, which `python -m data.prepare --conversations` reads.
+
+    python -m data.prepare.chats chitchat --out=chitchat.jsonl
+    python -m data.prepare.chats mmlu --source='hf:cais/mmlu:all/auxiliary_train*' --out=mmlu.jsonl
+    python -m data.prepare.chats gsm8k --source='hf:openai/gsm8k:main/train*' --out=gsm8k.jsonl
+
+chitchat   chats of two people, from the package chitchat-dataset (pip install -e ".[chitchat]")
+mmlu       rows with `question`, four `choices` and the `answer`'s index: its letter is the answer, as in nanochat
+gsm8k      rows with `question` and `answer`: <<EXPRESSION=RESULT>> becomes a call of Python and its output
+
+A row that makes no conversation is left out and counted. docs/fine-tuning.md mixes these as nanochat does.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pyarrow
+import pyarrow.parquet
+import tyro
+
+from configs.command_line import parse_arguments
+from configs.schema import FilePath, UserError
+from data.conversation import Message
+from data.prepare.corpus import open_source
+from data.prepare.listing import find_corpus
+
+COLUMNS = {"mmlu": ("question", "choices", "answer"), "gsm8k": ("question", "answer")}
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Conversations of another schema to a .jsonl of messages."""
+
+    schema: Annotated[Literal["chitchat", "mmlu", "gsm8k"], tyro.conf.Positional]
+    """What the rows have."""
+    out: FilePath
+    """The .jsonl."""
+    source: str = ""
+    """Of `mmlu` and `gsm8k`: .parquet, as `python -m data.prepare` finds its files."""
+
+
+def of_chitchat(row: Row) -> list[Message]:
+    """Return the messages of two people: who begins is the user. The texts that one sends in a row are lines of a
+    message. What follows the last answer, or a message without letters, is left out."""
+    messages: list[Message] = []
+    for number, sent in enumerate(row["messages"]):
+        content = "\n".join(line for one in sent if (line := one["text"].strip()))
+        if not content:
+            break
+        messages.append({"role": ("user", "assistant")[number % 2], "content": content})
+    return messages[: len(messages) // 2 * 2]
+
+
+def of_mmlu(row: Row) -> list[Message]:
+    """Return a question with its choices before their letters, and the right letter: nanochat's `render_mc`."""
+    choices = "".join(f"- {choice}={letter}\n" for letter, choice in zip("ABCD", row["choices"], strict=True))
+    question = f"Multiple Choice question: {row['question']}\n{choices}\n"
+    question += "Respond only with the letter of the correct answer."
+    letter = dict(enumerate("ABCD"))[row["answer"]]
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": letter}]
+
+
+def of_gsm8k(row: Row) -> list[Message]:
+    """Return a problem, and its solution with calls of Python: nanochat's `GSM8K.get_example`."""
+    parts = []
+    for number, text in enumerate(re.split("<<([^>]+)>>", row["answer"])):
+        if number % 2:
+            expression, equals, result = text.rpartition("=")
+            parts.append({"type": "python", "text": expression if equals else text})
+            parts.append({"type": "python_output", "text": result if equals else ""})
+        else:
+            parts.append({"type": "text", "text": text})
+    return [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": parts}]
+
+
+def chitchat_rows() -> Iterator[Row]:
+    """Yield the package's conversations."""
+    try:
+        import chitchat_dataset  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise UserError(f'chitchat needs its package ({error}): pip install -e ".[chitchat]"') from error
+    yield from chitchat_dataset.Dataset().values()
+
+
+def parquet_rows(source: str, columns: tuple[str, ...]) -> Iterator[Row]:
+    """Yield the rows of a source's .parquet files. UserError if one cannot be read or lacks a column."""
+    for file in find_corpus(source).files:
+        try:
+            with open_source(file) as opened:
+                table = pyarrow.parquet.ParquetFile(opened)
+                if missing := [name for name in columns if name not in table.schema_arrow.names]:
+                    raise UserError(f"{file.url}: no column {', '.join(missing)}; {table.schema_arrow.names} are there")
+                for batch in table.iter_batches(1024, columns=columns):
+                    yield from batch.to_pylist()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise UserError(f"{file.url}: cannot be read as .parquet: {error}") from error
+
+
+def main() -> int:
+    arguments = parse_arguments(__doc__, Arguments)
+    schema, out = arguments.schema, Path(arguments.out)
+    if (schema == "chitchat") == bool(arguments.source):
+        raise UserError(f"{schema} " + ("has its own --source" if arguments.source else "needs --source"))
+    convert = {"chitchat": of_chitchat, "mmlu": of_mmlu, "gsm8k": of_gsm8k}[schema]
+    rows = parquet_rows(arguments.source, COLUMNS[schema]) if arguments.source else chitchat_rows()
+    partial, counts = out.with_name(f"{out.name}.partial"), [0, 0]
+    try:
+        with partial.open("w") as file:
+            for number, row in enumerate(rows, 1):
+                try:
+                    messages = convert(row)
+                except (TypeError, ValueError, KeyError) as error:
+                    raise UserError(f"{arguments.source}: row {number} is none of {schema}: {error!r}") from error
+                if messages:
+                    file.write(json.dumps({"messages": messages}) + "\n")
+                counts[not messages] += 1
+        os.replace(partial, out)
+    except OSError as error:
+        raise UserError(f"--out={out} cannot be written: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    print(json.dumps({"out": str(out), "conversations": counts[0], "left_out": counts[1]}))
+    return 0
+
+
+if __name__ == "__main__":
+    from hosts.runtime import run_command
+
+    run_command(main)
