@@ -79,7 +79,7 @@ def rates(arguments: Arguments, folder: Path) -> dict[str, Any]:
     shape, sharding = batch_shape(BatchConfig(), mesh), batch_sharding(mesh)
     mixture, here = Mixture([Stage(0, (Fraction(1),))], shape[2]), local_rows(shape, sharding)
     for packing in ("stream", "best_fit"):
-        rows = dataset.rows("train", packing, shape[2], folder / "cache")
+        rows = dataset.rows("train", DataConfig(packing=packing), shape[2], folder / "cache")
         batches = train_batches(StepBatches([rows], mixture, 0, shape, here), sharding, DataConfig().workers)
         jax.block_until_ready([next(batches) for _ in range(3)])  # the files are in memory now, the threads awake
         start = time.perf_counter()

@@ -45,7 +45,7 @@ InFile = tyro.conf.Fixed[tyro.conf.Suppress[Annotated[T, Role.FILE]]]
 FilePath = Annotated[str, Role.PATH]
 AnyPath = Annotated[str, Role.PATH, Role.STORE]
 AnyPaths = Annotated[tuple[str, ...], Role.PATH, Role.STORE]
-Packing = Literal["stream", "best_fit"]
+Packing = Literal["stream", "best_fit", "whole"]
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class DataConfig:
     either at a URL that fsspec reads (gs://BUCKET/FOLDER, s3://, hf://datasets/...);
     several of these with their shares of the rows (`0.7:DIR,0.3:DIR`), which may change once this many tokens of the
     run's data are seen (`0.9:DIR,0.1:DIR;from=8e9,0.4:DIR,0.6:DIR`); or raw text, prepared once in the cache:
-    `stdlib` (this Python's standard library, its .py files), or a file, a folder or a glob of .txt, .md, .py, .jsonl,
-    .parquet, .csv and .arrow."""
+    `stdlib` (this Python's standard library, its .py files), `chat-stdlib` (conversations made of it), or a file, a
+    folder or a glob of .txt, .md, .py, .jsonl, .parquet, .csv and .arrow."""
     tokenizer: Free[str] = ""
     """A tokenizer.json, a folder with one, or `tiktoken:gpt2`. Empty: the dataset's own; for raw text a byte-level BPE
     of `model.vocab_size` tokens is trained."""
@@ -124,7 +124,10 @@ class DataConfig:
     """Refuse to start a run that would go through the rows of a source more often than this; 0: it may."""
     packing: Packing = "stream"
     """`stream`: documents, each after a BOS, in one long stream that is cut into rows; nothing is padded or lost.
-    `best_fit`: whole documents side by side, every row starting with a BOS; longer ones are cut into rows."""
+    `best_fit`: whole documents side by side, every row starting with a BOS; longer ones are cut into rows.
+    `whole`: likewise, but no document is in two rows; conversations need this."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """With `whole`, of a document longer than a row: train on its beginning, which fills the row, or leave it out."""
     mask_documents: bool = False
     """Attention stays within a document. On a GPU it then runs without cuDNN's kernel (docs/performance.md)."""
     workers: Free[NotNegative[int]] = 2

@@ -8,7 +8,8 @@ learns what an assistant writes: its text, its calls and its ends. The tokens sa
 stored.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,9 +61,30 @@ def _problem(message: Message) -> str | None:
     return None if any(part["text"].strip() for part in content) else "is empty"
 
 
-def render(tokenizer: TextTokenizer, messages: Sequence[Message], ask: bool = False) -> list[int]:
+def document_of(conversation: object) -> str:
+    """Return a conversation as a document of a dataset: its messages, in one spelling of JSON. ValueError as
+    `messages_of`, and if there is no answer in it."""
+    messages = messages_of(conversation)
+    if len(messages) < 2:
+        raise ValueError("no message of an assistant")
+    return json.dumps(messages, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+
+
+def texts_of(document: str) -> list[str]:
+    """Return the texts of what `document_of` returns."""
+    contents = [message["content"] for message in json.loads(document)]
+    parts = [[{"text": content}] if isinstance(content, str) else content for content in contents]
+    return [part["text"] for of_message in parts for part in of_message]
+
+
+def render(
+    tokenizer: TextTokenizer,
+    messages: Sequence[Message],
+    ask: bool = False,
+    encode: Callable[[list[str]], Iterable[list[int]]] | None = None,
+) -> list[int]:
     """Return the tokens of what `messages_of` returns, and with `ask` the <|assistant_start|> of an answer to them.
-    KeyError if the tokenizer has no such tokens."""
+    `encode` replaces the tokenizer's own. KeyError if the tokenizer has no such tokens."""
     special = tokenizer.special_tokens
     pieces: list[str | int] = [tokenizer.bos]
     for message in messages:
@@ -74,7 +96,7 @@ def render(tokenizer: TextTokenizer, messages: Sequence[Message], ask: bool = Fa
         pieces.append(special[f"<|{role}_end|>"])
     if ask:
         pieces.append(special["<|assistant_start|>"])
-    encoded = iter(tokenizer.encode([piece for piece in pieces if isinstance(piece, str)]))
+    encoded = iter((encode or tokenizer.encode)([piece for piece in pieces if isinstance(piece, str)]))
     return [token for piece in pieces for token in (next(encoded) if isinstance(piece, str) else [piece])]
 
 

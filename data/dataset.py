@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configs.schema import DataConfig, UserError
-from data.dataset_folder import open_dataset
+from data.dataset_folder import Dataset, open_dataset
 from data.mixture import Mixture, join_source, mean_shares, read_source, split_source
 from data.packing import Rows
 from data.tokenizer import TextTokenizer
@@ -34,6 +34,8 @@ class Text:
     fingerprint: str
     val_documents: int | None
     """Held-out documents, if every dataset counts them."""
+    too_long: str = ""
+    """With `packing=whole`: how many documents do not fit a row, and what becomes of them."""
 
     def validation(self, tokens: int, length: int) -> str:
         """Return how much held-out text an evaluation of so many tokens takes."""
@@ -103,14 +105,15 @@ def open_text(
             f"--model.vocab_size={vocab_size} is too small for the tokenizer of {config.source}, which has "
             f"{tokenizer.vocab_size} tokens; use --model.vocab_size={tokenizer.vocab_size} or more"
         )
-    train, val = ([d.rows(part, config.packing, length, cache) for d in datasets] for part in ("train", "val"))
+    train, val = ([d.rows(part, config, length, cache) for d in datasets] for part in ("train", "val"))
+    too_long = _too_long(names, datasets, config, length) if config.packing == "whole" else ""
     for name, shares, rows, held_out in zip(names, zip(*(stage.shares for stage in stages)), train, val):
         needed = max(round(max(shares) * rows_per_step), 1)
         if len(rows) < needed or not len(held_out):
             raise UserError(
                 f"--data.source={name} gives {len(rows)} rows of {length} tokens to train on and {len(held_out)} "
                 f"held out; a step takes {needed} of it, and 1 at least must be held out: give more text, or a smaller "
-                "--batch.tokens_per_step or --batch.sequence_length"
+                "--batch.tokens_per_step or --batch.sequence_length" + f"; {too_long}" * bool(too_long)
             )
     if len({dataset.held_out for dataset in datasets}) > 1:
         chosen = "; ".join(f"{name}: {dataset.held_out}" for name, dataset in zip(names, datasets))
@@ -122,7 +125,17 @@ def open_text(
     counts = [dataset.val_documents for dataset in datasets]
     documents = None if None in counts else sum(filter(None, counts))
     mixture, weights = Mixture(stages, length), mean_shares(stages)
-    return Text(names, train, val, mixture, weights, tokenizer, document_bos, fingerprint, documents)
+    return Text(names, train, val, mixture, weights, tokenizer, document_bos, fingerprint, documents, too_long)
+
+
+def _too_long(names: list[str], datasets: list[Dataset], config: DataConfig, length: int) -> str:
+    """Return how many documents of each dataset are longer than a row."""
+    found = []
+    for name, dataset in zip(shortest(names), datasets):
+        (train, of_train), (val, of_val) = (dataset.longer(part, length) for part in ("train", "val"))
+        found.append(f"{name} {train:,} of {of_train:,} to train on and {val:,} of {of_val:,} held out")
+    what = "cut at their row's end" if config.too_long == "cut" else "left out"
+    return f"documents of more than {length:,} tokens are {what} (--data.too_long): {'; '.join(found)}"
 
 
 def absolute(config: DataConfig) -> DataConfig:
@@ -130,7 +143,7 @@ def absolute(config: DataConfig) -> DataConfig:
     keeps."""
 
     def place(name: str) -> str:
-        anywhere = name in ("", "stdlib") or name.startswith(("hf:", "tiktoken:")) or "://" in name
+        anywhere = name in ("", "stdlib", "chat-stdlib") or name.startswith(("hf:", "tiktoken:")) or "://" in name
         return name if anywhere else os.path.abspath(os.path.expanduser(name))
 
     stages = split_source(config.source)

@@ -27,7 +27,7 @@ from configs.schema import DataConfig, UserError
 from data.block_cache import BlockCache
 from data.blocks import NO_INDEX, MappedShard
 from data.held_out import HELD_OUT, name_words
-from data.packing import BestFitRows, Plan, Rows, StreamRows, join_plans, load_plan, plan_rows, save_plan
+from data.packing import Plan, PlannedRows, Rows, StreamRows, join_plans, load_plan, plan_rows, save_plan
 from data.record import read_record
 from data.shards import TokenStream
 from data.store import Shard, Store, StoredShard, mirrored, readers
@@ -51,6 +51,8 @@ class Dataset:
     """How the held-out part was chosen."""
     val_documents: int | None = None
     """Held-out documents, if the folder counts them."""
+    conversations: bool = False
+    """Whether documents are conversations, of which what an assistant writes is learned."""
 
     def stream(self, part: str) -> TokenStream:
         """Return the tokens of `train` or `val`."""
@@ -74,7 +76,12 @@ class Dataset:
                 raise UserError(f"{index} is not the index of {shard.path.name}; delete it: BOS tokens are looked for")
             yield np.load(io.BytesIO(content))
 
-    def _plans(self, part: str, packing: str, length: int) -> Iterator[tuple[int, Plan]]:
+    def longer(self, part: str, length: int) -> tuple[int, int]:
+        """Return how many documents have more than `length` tokens, and how many there are."""
+        sizes = np.diff(self.document_starts(part), append=len(self.stream(part)))
+        return int(np.count_nonzero(sizes > length)), len(sizes)
+
+    def _plans(self, part: str, config: DataConfig, length: int) -> Iterator[tuple[int, Plan]]:
         """Plan some shards at a time, which bounds the memory: where each plan's shards begin, and the plan."""
         stream, found, begin = self.stream(part), [], 0
         for before, end, starts in zip(stream.starts, stream.starts[1:], self._starts(part)):
@@ -82,16 +89,26 @@ class Dataset:
             if end > begin and (sum(map(len, found)) >= PLANNED or end == len(stream)):
                 every = np.unique(np.concatenate([np.zeros(1, np.int64), *found]))
                 headless = stream.read(begin, begin + 1).tolist() != [self.tokenizer.bos]
-                yield begin, plan_rows(packing, every, end - begin, length, headless)
+                drop = config.too_long == "drop"
+                yield begin, plan_rows(config.packing, every, end - begin, length, headless, drop)
                 found, begin = [], end
 
-    def rows(self, part: str, packing: str, length: int, cache: Path) -> Rows:
-        """Return the part's rows of `length` tokens. A plan that this needs is made once. It is stored next to the
-        shards, or else in `cache`. If neither can be written, each start makes it again, and says so."""
-        stream = self.stream(part)
+    def rows(self, part: str, config: DataConfig, length: int, cache: Path) -> Rows:
+        """Return the part's rows of `length` tokens, as `config` packs them. A plan that this needs is made once. It is
+        stored next to the shards, or else in `cache`. If neither can be written, each start makes it again, and says
+        so. UserError for a packing that would cut conversations in two."""
+        stream, packing = self.stream(part), config.packing
+        if self.conversations and packing != "whole":
+            raise UserError(
+                f"{self.folder} holds conversations, which packing={packing} would cut in two; give "
+                "--data.packing=whole"
+            )
         if packing == "stream":
             return StreamRows(stream, length)
-        packed = lambda plan: BestFitRows(stream, plan, self.tokenizer.bos, length)
+        chat_tokens = self.tokenizer.special_tokens if self.conversations else None
+        packed = lambda plan: PlannedRows(stream, plan, self.tokenizer.bos, length, chat_tokens)
+        if packing == "whole":
+            packing += f"-{config.too_long}"
         homes = [home / "plans" / f"{part}-{packing}-{length}-{self.fingerprint}" for home in (self.folder, cache)]
         for home in homes:
             with suppress(PermissionError):  # of another user, who alone may read it
@@ -99,10 +116,10 @@ class Dataset:
                     return packed(load_plan(home))
         for home in homes:
             with suppress(OSError):  # it cannot be written there
-                save_plan(join_plans(self._plans(part, packing, length)), home)
+                save_plan(join_plans(self._plans(part, config, length)), home)
                 return packed(load_plan(home))
         print(f"{homes[0]} and {homes[1]} cannot be written: each start makes this plan again", file=sys.stderr)
-        return packed(Plan(*map(np.concatenate, zip(*join_plans(self._plans(part, packing, length))))))
+        return packed(Plan(*map(np.concatenate, zip(*join_plans(self._plans(part, config, length))))))
 
 
 def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, no_training: str = "") -> Dataset:
@@ -175,13 +192,16 @@ def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard])
     tokenizer = load_tokenizer(folder / "tokenizer")
     if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
         raise UserError(f"{folder}/tokenizer is not what the dataset was made with: its SHA-256 differs")
-    if config.tokenizer and load_tokenizer(config.tokenizer).sha256 != tokenizer.sha256:
+    conversations = facts["made_from"].get("conversations", False)
+    given = load_tokenizer(config.tokenizer) if config.tokenizer else tokenizer
+    if (given.with_chat_tokens if conversations else given).sha256 != tokenizer.sha256:
         raise UserError(f"--data.tokenizer={config.tokenizer} is not the tokenizer that {folder} was made with")
     listed = {part: [s[part] for s in facts["shards"] if part in s] for part in ("train", "val")}
     shards = {part: {folder / shard["file"]: shard["sha256"] for shard in listed[part]} for part in listed}
     below = f"a hash below {facts['val_threshold']:.4g} of a document's text"
     chosen = below if facts["held_out_by"] == "text" else "files of their own"
-    return _checked(folder, shards, tokenizer, opened, chosen, sum(shard["documents"] for shard in listed["val"]))
+    documents = sum(shard["documents"] for shard in listed["val"])
+    return _checked(folder, shards, tokenizer, opened, chosen, documents, conversations)
 
 
 def require_current(folder: Path, facts: dict) -> None:
@@ -222,6 +242,7 @@ def _checked(
     opened: Callable[[Path], Shard],
     held_out: str,
     val_documents: int | None = None,
+    conversations: bool = False,
 ) -> Dataset:
     """Return the dataset of these shards. `paths` gives each one's SHA-256, if it is recorded."""
     with ThreadPoolExecutor() as threads:  # hashing lets other threads run
@@ -249,4 +270,4 @@ def _checked(
         if isinstance(shard, StoredShard):
             shard.before = before
         before += len(shard.blocks.entries)
-    return Dataset(folder, shards, tokenizer, fingerprint, held_out, val_documents)
+    return Dataset(folder, shards, tokenizer, fingerprint, held_out, val_documents, conversations)

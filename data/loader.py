@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int
 
+from configs.schema import UserError
 from data.mixture import Mixture
 from data.packing import Row, Rows, read_rows
 
@@ -158,13 +159,17 @@ def held_out_batches(
 ) -> tuple[list[Any], Int[np.ndarray, "micro_batches"]]:
     """Return `tokens` tokens, of each dataset its share, in rows spread evenly over all of its rows, on the devices,
     and how many bytes of text the targets of each micro-batch stand for. Targets that stand for no text (the BOS) have
-    weight 0, as have the rows that fill the last batch up.
+    weight 0, but for those that an assistant writes in conversations; so have the rows that fill the last batch up.
+    UserError if no target counts.
     """
     micro_batches, width, length = shape
     chosen: list[Row] = []
     for part, weight in zip(rows, weights):
         count = min(len(part), max(round(tokens * weight) // length, 1))
-        chosen += read_rows([part], [(0, i * len(part) // count) for i in range(count)])
+        taken = read_rows([part], [(0, i * len(part) // count) for i in range(count)])
+        for row in taken if part.chat_tokens is None else ():
+            row["weights"] = row["weights"] * (token_bytes[row["targets"]] > 0)
+        chosen += taken
     filler = Row(
         inputs=np.zeros(length, np.int32), targets=np.zeros(length, np.int32), weights=np.zeros(length, np.float32)
     )
@@ -174,8 +179,10 @@ def held_out_batches(
         indices = first + np.arange(micro_batches)[:, None] * width + mine
         mine_of_it = [chosen[i] if i < len(chosen) else filler for i in indices.ravel().tolist()]
         batch = stack(mine_of_it, indices.shape, document_bos)
-        batch["weights"] *= token_bytes[batch["targets"]] > 0
         batches.append(to_devices(batch, shape, sharding))
     of_rows = np.zeros(len(batches) * micro_batches * width, np.int64)
     of_rows[: len(chosen)] = [token_bytes[row["targets"][row["weights"] > 0]].sum() for row in chosen]
+    if not of_rows.any():
+        few = f"no text counts in the {len(chosen)} held-out rows of {length} tokens"
+        raise UserError(f"{few}; give more text, or a larger --batch.sequence_length")
     return batches, of_rows.reshape(-1, width).sum(axis=1)

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 from uuid import uuid4
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int, Integer
 
 from configs.schema import UserError
+from data.conversation import learned
 from data.shards import TokenStream
 
 
@@ -26,6 +28,8 @@ class Row(TypedDict):
 class StreamRows:
     """The stream cut every T tokens: row i has inputs `[iT, iT + T)` and targets one later. Every token but the
     stream's first, and fewer than T at its end, is a target of exactly one row."""
+
+    chat_tokens = None  # it cuts documents, which conversations must not be
 
     def __init__(self, tokens: TokenStream, length: int):
         self.tokens = tokens
@@ -59,16 +63,21 @@ class Plan(NamedTuple):
     """How many tokens of the stream it has as inputs."""
 
 
-class BestFitRows:
+class PlannedRows:
     """Whole documents side by side, by a plan.
 
-    A row starts with a BOS, as each of its documents does. Documents longer than a row are cut into pieces that fill
-    rows; a piece from inside a document gets a BOS before it, whose target does not count: it counted in the piece
-    before. So every token is a target that counts exactly once: a BOS as the end of its document (of the one before
-    it), any other after what precedes it. Positions after a row's last document have weight 0.
+    A row starts with a BOS, as each of its documents does. With `best_fit`, documents longer than a row are cut into
+    pieces that fill rows; a piece from inside a document gets a BOS before it, whose target does not count: it counted
+    in the piece before. So every token is a target that counts exactly once: a BOS as the end of its document (of the
+    one before it), any other after what precedes it. Positions after a row's last document have weight 0.
+
+    With `chat_tokens` (the ids of `CHAT_TOKENS`) documents are conversations: only what an assistant writes counts.
     """
 
-    def __init__(self, tokens: TokenStream, plan: Plan, bos: int, length: int):
+    def __init__(
+        self, tokens: TokenStream, plan: Plan, bos: int, length: int, chat_tokens: dict[str, int] | None = None
+    ):
+        self.chat_tokens = chat_tokens
         self.tokens = tokens
         self.plan = plan
         self.bos = bos
@@ -101,10 +110,12 @@ class BestFitRows:
             targets[at : at + len(piece) - 1] = piece[1:]  # the stream's last target stays the BOS it was filled with
             weights[at : at + length] = 1
             at += length
+        if self.chat_tokens:
+            weights = learned(np.append(inputs, targets[-1]), self.chat_tokens)[1:].astype(np.float32)
         return Row(inputs=inputs, targets=targets, weights=weights)
 
 
-Rows = StreamRows | BestFitRows
+Rows = StreamRows | PlannedRows
 """Random access to a dataset's rows."""
 
 
@@ -119,21 +130,28 @@ def read_rows(rows: Sequence[Rows], wanted: Sequence[tuple[int, int]]) -> list[R
 
 
 def plan_rows(
-    packing: str, starts: Integer[np.ndarray, "documents"], tokens: int, length: int, headless: bool = False
+    packing: str,
+    starts: Integer[np.ndarray, "documents"],
+    tokens: int,
+    length: int,
+    headless: bool = False,
+    drop: bool = False,
 ) -> Plan:
     """Return the plan for documents that start at `starts` in a stream of `tokens`, each with a BOS; `headless`: the
-    first has none. `packing` is one of `FITS`."""
+    first has none. `packing` is one of `FITS`. `drop`: `whole` leaves out a document longer than a row."""
     sizes = np.diff(starts, append=tokens)
     # A document's first piece takes up to `length` of its tokens; the others one less, after a BOS of their own.
     first = np.full(len(sizes), length)
     first[0] -= headless
-    pieces = 1 + -(-np.maximum(sizes - first, 0) // (length - 1))
+    if packing == "whole":
+        pieces = np.where(drop & (sizes > first), 0, 1)
+    else:
+        pieces = 1 + -(-np.maximum(sizes - first, 0) // (length - 1))
     document = np.repeat(np.arange(len(sizes)), pieces)
     number = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     begins = np.where(number == 0, 0, first[document] + (number - 1) * (length - 1))
     lengths = np.minimum(np.where(number == 0, first[document], length - 1), sizes[document] - begins)
-    widths = lengths + (number > 0)
-    widths[0] += headless
+    widths = lengths + ((number > 0) | (headless & (document == 0) & (number == 0)))
     rows = FITS[packing](widths, length)
     order = np.lexsort((begins + starts[document], rows))
     bounds = np.searchsorted(rows[order], np.arange(rows.max(initial=-1) + 2))
@@ -176,7 +194,7 @@ def _best_fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndar
     return rows
 
 
-FITS = {"best_fit": _best_fit}
+FITS = {"best_fit": _best_fit, "whole": _best_fit}
 """What puts pieces of so many tokens into rows of `length`, for each packing but `stream`, which needs no plan."""
 
 
@@ -209,7 +227,9 @@ def save_plan(stretches: Iterable[Plan], folder: Path) -> None:
 def load_plan(folder: Path) -> Plan:
     """Map a plan into memory. UserError if it is damaged; PermissionError if it is another user's alone."""
     try:
-        plan = Plan(*(np.memmap(folder / name, dtype, "r") for name, dtype in PLAN_TYPES.items()))
+        is_empty = not (folder / "starts").stat().st_size  # of which nothing can be mapped
+        load = np.fromfile if is_empty else partial(np.memmap, mode="r")
+        plan = Plan(*(load(folder / name, dtype) for name, dtype in PLAN_TYPES.items()))
         if not plan.rows[-1] == len(plan.starts) == len(plan.lengths):
             raise ValueError("its arrays do not fit each other")
         return plan

@@ -64,13 +64,23 @@ def read_sources(source: str, most: int, text_column: str, tokenizer: Path, cach
 
 def _of_text(source: str, text_column: str) -> Iterator[Document]:
     corpus = find_corpus(source, text_column, on_error="skip")
+    _require_text(source, corpus.conversations)
     for file in sorted(corpus.files, key=lambda file: hash_share(file.name)):
         yield from corpus.documents(file)
+
+
+def _require_text(source: str, conversations: bool) -> None:
+    if conversations:
+        raise UserError(
+            f"--source={source} is conversations, not text; a run on them has their loss and bits per byte: "
+            "evaluate.py --run_dir=RUN"
+        )
 
 
 def _held_out(source: str, config: DataConfig, most: int, cache: Path) -> Iterator[Document]:
     """A dataset's held-out documents, decoded by its own tokenizer."""
     dataset = open_dataset(source, replace(config, source=source), 0, cache)
+    _require_text(source, dataset.conversations)
     stream, starts = dataset.stream("val"), dataset.document_starts("val")
     ends = np.append(starts[1:], len(stream))
     count = min(most, len(starts))

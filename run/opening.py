@@ -43,6 +43,8 @@ def open_training_text(built: Build, say: Callable[[str], Any]) -> tuple[Text, E
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir(), no_training)
     check_hosts_agree("their text", text.fingerprint)
     say(text.outlook(Ramp.of(config.batch).tokens(config.steps) // length, length, config.data.max_epochs))
+    if text.too_long:
+        say(text.too_long)
     say(text.validation(config.eval.tokens, length))
     if text.tokenizer.vocab_size < config.model.vocab_size:
         known = f"{text.tokenizer.vocab_size:,} of --model.vocab_size={config.model.vocab_size:,} tokens"

@@ -3,6 +3,7 @@
 import io
 import json
 import lzma
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,8 @@ import pyarrow.json
 
 from configs.retry import StorageLost, patiently
 from configs.schema import UserError
+from data.conversation import document_of, texts_of
+from data.prepare.chat_stdlib import conversations_of
 from data.prepare.remote import open_remote
 from data.prepare.source_files import (
     LINE_SUFFIXES,
@@ -27,6 +30,7 @@ from data.prepare.source_files import (
 )
 
 CUT_BYTES = 2**20  # of a text, above which it is cut into documents
+CHAT_STDLIB = "chat-stdlib"
 LONG = 2**24  # bytes of a document, above which it is not kept as characters: with one emoji each takes 4 bytes
 
 
@@ -56,6 +60,8 @@ class Corpus:
     """Files of other kinds, by extension, and what to do about them."""
     is_minor: bool = False
     """Whether those have more bytes than the files."""
+    conversations: bool = False
+    """Whether the documents are conversations: their text is what `document_of` returns."""
 
     def documents(self, file: SourceFile) -> Iterator[Document]:
         """Yield the file's documents, one by one. One that is empty or cannot be read is a UserError, or, with
@@ -75,19 +81,27 @@ class Corpus:
                 if not content and self.is_lines(file):
                     yield number, "", ""
                     continue
-                text, problem = _text_of(file, content, self.text_column)
+                text, problem = _text_of(file, content, self.text_column, self.conversations)
                 if problem and self.on_error == "stop":
                     first = self.numbers_before(file, start)
                     raise UserError(
                         f"{self.source}: {self.name(file, first + number)}: {problem}; mend it, or count and skip "
                         "such: --on_error=skip"
                     )
-                yield number, text, problem
+                yield number, text, re.sub(r"^message \d+ ", "a message ", problem)  # problems are counted by kind
         except (OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException) as error:
             raise UserError(f"{file.url}: cannot be read to its end: {error}") from error
 
+    def texts(self, document: str | bytes) -> list[str] | list[str | bytes]:
+        """Return what is written in a document: of a conversation, the texts of its messages."""
+        if self.conversations:
+            return texts_of(document if isinstance(document, str) else document.decode())
+        return [document]
+
     def name(self, file: SourceFile, number: int) -> str:
         """Return the name of the document of this number, from 1, of a file."""
+        if self.source == CHAT_STDLIB:
+            return f"{file.name} conversation {number}"
         if file.problem or not (file.name.endswith(TABLE_SUFFIXES) or self._is_cut(file)):
             return file.name
         if self._is_cut(file):
@@ -115,18 +129,22 @@ class Corpus:
         return file.name.endswith((".jsonl", ".parquet")) or is_cut
 
     def _is_cut(self, file: SourceFile) -> bool:
-        is_text = not (file.problem or file.name.endswith(TABLE_SUFFIXES))
+        is_text = not (file.problem or file.name.endswith(TABLE_SUFFIXES) or self.conversations)
         return is_text and (bool(self.separator) or len(self.files) == 1 or file.size > CUT_BYTES)
 
     def contents(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
         """Number and raw content of each document."""
         with open_source(file) as opened:
             if file.name.endswith(".parquet"):
-                yield from rows(file, opened, self.text_column, start, stop)
+                yield from rows(file, opened, self.text_column, start, stop, self.conversations)
             elif self.is_lines(file):
                 yield from lines(file, opened, start, stop)
             elif file.name.endswith(TABLE_SUFFIXES):
-                yield from values(file, opened, self.text_column)
+                yield from values(file, opened, self.text_column, self.conversations)
+            elif self.source == CHAT_STDLIB:
+                module = file.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+                made = conversations_of(opened.read().decode(errors="replace"), module)
+                yield from enumerate((json.dumps(conversation).encode() for conversation in made), 1)
             elif self.separator:
                 yield from separated(opened, self.separator.encode(), start, stop)
             elif self._is_cut(file):
@@ -164,21 +182,24 @@ def ask(what: str, ask: Callable[[], Any], refusal: Callable[[Exception], str]) 
         raise UserError(refusal(error)) from error
 
 
-def _text_of(file: SourceFile, content: bytes, column: str) -> tuple[str | bytes, str]:
+def _text_of(file: SourceFile, content: bytes, column: str, conversations: bool) -> tuple[str | bytes, str]:
     """A document's text, in UTF-8 where it is long, and why there is none."""
     is_line = file.name.endswith(LINE_SUFFIXES)
-    if len(content) > LONG:
+    if len(content) > LONG and not conversations:
         text = _value(content, column) if is_line else content
         if text is not None and is_utf8(text):
             return (text, "") if text else ("", f"no text under {column!r}")
     try:
-        if not is_line:
+        if not (is_line or conversations):
             text = content.decode()
         else:
             record = json.loads(content, parse_int=float)  # an int of more than 4,300 digits would be refused
-            text = record.get(column) if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                return "", f"no text under {column!r}"
+            text = record.get(column) if isinstance(record, dict) else record if conversations else None
+            if conversations:
+                text = document_of(text)
+            elif not isinstance(text, str):
+                is_chat = isinstance(record, dict) and "messages" in record
+                return "", f"no text under {column!r}" + "; conversations need --conversations" * is_chat
             text.encode()
     except UnicodeDecodeError:
         return "", "not UTF-8"
@@ -188,6 +209,8 @@ def _text_of(file: SourceFile, content: bytes, column: str) -> tuple[str | bytes
         return "", "not JSON"
     except RecursionError:
         return "", "nested too deeply"
+    except ValueError as error:  # of `document_of`
+        return "", str(error)
     return text, "" if text else "empty"
 
 

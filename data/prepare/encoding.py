@@ -13,6 +13,7 @@ import numpy as np
 import tiktoken
 from jaxtyping import UInt32
 
+from data.conversation import render
 from data.tokenizer import TextTokenizer, byte_letters, merged_from
 
 WINDOW = 2**20  # characters of a document that are encoded at a time
@@ -56,6 +57,19 @@ class Encoder:
                 start += end
             rest = rest[start:] if start else rest
         yield rest
+
+
+class ConversationEncoder(Encoder):
+    """What turns conversations, as `document_of` spells them, into tokens."""
+
+    def encode(self, text: str) -> UInt32[np.ndarray, "tokens"]:
+        """Tokens of a conversation, without the BOS."""
+        encode = lambda texts: (super(ConversationEncoder, self).encode(one).tolist() for one in texts)
+        return np.array(render(self.tokenizer, json.loads(text), encode=encode)[1:], np.uint32)
+
+    def windows(self, text: str | bytes) -> Iterator[str]:
+        """Yield the conversation: it is encoded at once."""
+        yield text if isinstance(text, str) else text.decode()
 
 
 def _pieces(content: bytes) -> Iterator[bytes]:

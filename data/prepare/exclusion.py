@@ -5,7 +5,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -27,12 +27,12 @@ class Exclusion:
         self.shares, self.grams, self.source = set(shares.tolist()), grams, source
         self.numbers = {word: i for i, word in enumerate(words, 1)}
 
-    def problem(self, text: str | bytes) -> str:
-        """Why a text is left out."""
-        text = text if isinstance(text, str) else text.decode()
-        if self.shares and hash_share(text) in self.shares:
+    def problem(self, document: str | bytes, texts: Sequence[str | bytes]) -> str:
+        """Why a document with these texts is left out."""
+        decoded = lambda text: text if isinstance(text, str) else text.decode()
+        if self.shares and hash_share(decoded(document)) in self.shares:
             return "the text of a held-out document"
-        if len(self.grams) and np.isin(_grams(text, self.numbers), self.grams).any():
+        if len(self.grams) and any(np.isin(_grams(decoded(text), self.numbers), self.grams).any() for text in texts):
             return f"{WORDS} words of {self.source}"
         return ""
 

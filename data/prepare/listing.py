@@ -19,9 +19,10 @@ from fsspec.utils import glob_translate
 
 from configs.schema import UserError
 from data.held_out import HELD_OUT, name_words
-from data.prepare.corpus import Corpus, ask
+from data.prepare.corpus import CHAT_STDLIB, Corpus, ask
 from data.prepare.source_files import COMPRESSIONS, TABLE_SUFFIXES, TEXT_SUFFIXES, SourceFile
 
+LIBRARY = ("stdlib", CHAT_STDLIB)
 NO_TEXT, SHOWN = "no text", 8
 BINARY = (".bin", ".npy", ".npz", ".pt", ".safetensors", ".pyc", ".so", ".o")
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
@@ -30,21 +31,27 @@ PRINTED = (".pdf", ".docx", ".odt", ".epub")
 
 def find_corpus(
     source: str,
-    text_column: str = "text",
+    text_column: str = "",
     on_error: Literal["stop", "skip"] = "stop",
     separator: str = "",
     text_extensions: str = "",
     revision: str = "",
+    conversations: bool = False,
 ) -> Corpus:
-    """Return the files of `source`: `stdlib`, a file, a folder, a glob (local, or a URL that fsspec knows), or
-    `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`, by default of `revision`. A local path that exists is no glob, whatever
-    its letters. UserError if there are no files, and, unless `on_error="skip"`, where one of them or a folder cannot
-    be read."""
+    """Return the files of `source`: `stdlib`, `chat-stdlib`, a file, a folder, a glob (local, or a URL that fsspec
+    knows), or `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`, by default of `revision`. A local path that exists is no
+    glob, whatever its letters. UserError if there are no files, and, unless `on_error="skip"`, where one of them or a
+    folder cannot be read."""
     extensions = tuple(extension.strip() for extension in text_extensions.split(",") if extension.strip())
     if not all(re.fullmatch(r"\.[^/,]+", extension) for extension in extensions):
         raise UserError(f"--text_extensions={text_extensions} cannot work: write .rst or .rst,.tex")
-    suffixes = (*TEXT_SUFFIXES, *TABLE_SUFFIXES, *extensions)
-    if source == "stdlib":  # what others wrote cannot be mended
+    library = source in LIBRARY
+    if conversations and source == "stdlib":
+        raise UserError(f"--source=stdlib is text; conversations made of it are --source={CHAT_STDLIB}")
+    conversations = conversations or source == CHAT_STDLIB
+    text_column = text_column or ("messages" if conversations else "text")
+    suffixes = (*(() if conversations else TEXT_SUFFIXES), *TABLE_SUFFIXES, *extensions)
+    if library:  # what others wrote cannot be mended
         suffixes, on_error = (".py",), "skip"
     if source.startswith("hf:"):
         found = _hub_files(source, revision)
@@ -57,7 +64,7 @@ def find_corpus(
         taken = [one for one in taken if one[0].name.endswith((*TABLE_SUFFIXES, *extensions))]  # not README.md
     files = [file for file, _ in taken]
     known = {file.url for file in files}
-    left = [file for file, _ in found if file.url not in known and source != "stdlib"]
+    left = [file for file, _ in found if file.url not in known and not library]
     if not files:
         raise UserError(
             f"{source or 'an empty --source'}: no file of text found there{_described(left)}; give `stdlib`, "
@@ -72,7 +79,8 @@ def find_corpus(
     is_minor = "://" not in files[0].url and not source.startswith("hf:") and _size(minor) > _size(files)
     commit = files[0].url.partition("@")[2].partition(":")[0] if source.startswith("hf:") else ""
     version = f"{commit}/{source.removeprefix('hf:').partition(':')[2]}" if commit else _version(taken)
-    return Corpus(source, files, version, text_column, on_error, separator, _described(left), is_minor)
+    described = _described(left)
+    return Corpus(source, files, version, text_column, on_error, separator, described, is_minor, conversations)
 
 
 def hold_out(corpus: Corpus, given: Corpus | None) -> Corpus:
@@ -143,7 +151,7 @@ def _compiled(source: str, pattern: str) -> re.Pattern:
 
 def _local_files(source: str, suffixes: tuple[str, ...]) -> Found:
     """Return the files of a path, or of a glob below the longest part of it that exists as it is written."""
-    library = source == "stdlib"
+    library = source in LIBRARY
     location = sysconfig.get_path("stdlib") if library else os.path.expanduser(source.removeprefix("file://"))
     root, pattern = Path(os.path.abspath(location)), []
     while glob.has_magic(str(root)) and not os.path.lexists(root):

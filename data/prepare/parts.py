@@ -35,7 +35,7 @@ from jaxtyping import Bool, Int, Shaped
 
 from configs.files import write_whole
 from data.prepare.corpus import Corpus
-from data.prepare.encoding import Encoder
+from data.prepare.encoding import ConversationEncoder, Encoder
 from data.prepare.exclusion import load_exclusion
 from data.prepare.source_files import SourceFile
 from data.shards import token_type
@@ -169,13 +169,13 @@ def make_tasks(
 
 
 @cache
-def _encoder(folder: Path, sha256: str) -> Encoder:
-    return Encoder(load_tokenizer(folder))
+def _encoder(folder: Path, sha256: str, conversations: bool) -> Encoder:
+    return (ConversationEncoder if conversations else Encoder)(load_tokenizer(folder))
 
 
 def _encode(task: Task) -> None:
     recipe = task.recipe
-    encoder = _encoder(recipe.folder / "tokenizer", recipe.sha256)
+    encoder = _encoder(recipe.folder / "tokenizer", recipe.sha256, task.corpus.conversations)
     exclusion = recipe.excluded and load_exclusion(recipe.excluded)
     bos = np.array([encoder.tokenizer.bos], recipe.dtype).tobytes()
     starts, sizes, hashes, held, problems = array("q", [0]), array("q"), array("Q"), bytearray(), Counter()
@@ -188,7 +188,7 @@ def _encode(task: Task) -> None:
             for number, text, problem in task.corpus.read(*span):
                 place[:] = struct.pack("<qq", i, number)
                 if exclusion and text and not span.file.held_out:
-                    problem = exclusion.problem(text)
+                    problem = exclusion.problem(text, task.corpus.texts(text))
                 problems[problem] += bool(problem)
                 if problem or not text:
                     continue

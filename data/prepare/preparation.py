@@ -23,7 +23,7 @@ from data.prepare.parts import Recipe
 from data.prepare.sampling import held_out_threshold, sampled_tokenizer
 from data.prepare.source_files import SourceFile
 from data.record import read_record
-from data.tokenizer import load_tokenizer
+from data.tokenizer import CHAT_TOKENS, load_tokenizer
 
 FORMAT = 3  # raise it when the same text becomes another dataset: what is in the cache is then made again
 
@@ -33,10 +33,10 @@ class Preparation:
     """What makes a dataset out of text."""
 
     source: str
-    """`stdlib`; a file, a folder or a glob of .txt, .md, .py (a file is a document; one file alone, and one above 1 MB,
-    is cut into many), .jsonl (or compressed, as .json.gz and .json.zst), .parquet, .csv and .arrow, local or at a URL
-    that fsspec knows; `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`. Files named validation, valid, val or dev are held
-    out, and those named test are refused, unless all are named so."""
+    """`stdlib`; `chat-stdlib`, conversations made of it; a file, a folder or a glob of .txt, .md, .py (a file is a
+    document; one file alone, and one above 1 MB, is cut into many), .jsonl (or compressed, as .json.gz and .json.zst),
+    .parquet, .csv and .arrow, local or at a URL that fsspec knows; `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`. Files
+    named validation, valid, val or dev are held out, and those named test are refused, unless all are named so."""
     val_source: str = ""
     """What is held out, in place of a share of the source's documents; training documents with these texts are left
     out."""
@@ -49,8 +49,12 @@ class Preparation:
     """It is trained on about so much text at most, the first documents of files all over the source."""
     val_fraction: float = DataConfig.val_fraction
     """Share of the documents, chosen by a hash of their texts, that is held out, if no file is."""
-    text_column: str = "text"
-    """Column of .parquet, .csv and .arrow, and key of .jsonl, that holds the text."""
+    conversations: bool = False
+    """The source holds conversations: .jsonl or .parquet with `messages: [{"role", "content"}]`, or .jsonl whose lines
+    are such lists. docs/data.md says what they may hold, and what of them is learned."""
+    text_column: str = ""
+    """Column of .parquet, .csv and .arrow, and key of .jsonl, that holds the text. Empty: `text`, of conversations
+    `messages`."""
     text_extensions: str = ""
     """More extensions of files of text: `.rst,.tex`."""
     separator: str = ""
@@ -156,16 +160,18 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
         source = getattr(settings, option)
         if not source and option != "source":
             return None
+        is_chat = settings.conversations and option != "exclude_ngrams_of"
         options = settings.text_column, settings.on_error, settings.separator, settings.text_extensions
         is_begun = source.startswith("hf:") and before.get(option) == source
         revision = before[version].partition("/")[0] if is_begun else ""  # of the first start
-        corpus = find_corpus(source, *options, revision)
+        corpus = find_corpus(source, *options, revision, is_chat)
         made_from[version] = corpus.version
         return corpus
 
     val_corpus, corpus = find("val_source", "val_version"), find("source", "version")
     evaluations = find("exclude_ngrams_of", "ngrams_version")
     assert corpus
+    made_from["conversations"] = corpus.conversations
     if corpus.is_minor:
         raise UserError(
             f"{settings.source}: most of its text would be left out{corpus.left_out}; take what you mean to train on, "
@@ -200,6 +206,10 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
             options = settings.vocab_size, settings.sample_bytes, threshold, excluded
             given = settings.tokenizer and load_tokenizer(settings.tokenizer)
             tokenizer = given or sampled_tokenizer(corpus, files, *options)
+            if corpus.conversations and not set(CHAT_TOKENS) <= tokenizer.special_tokens.keys():
+                lacking, tokenizer = tokenizer.vocab_size, tokenizer.with_chat_tokens
+                added = f"{lacking:,} to {tokenizer.vocab_size - 1:,} are added to it in {out}/tokenizer"
+                print(f"{settings.tokenizer} lacks special tokens of conversations: ids {added}", file=sys.stderr)
             tokenizer.save(out / "tokenizer")
             about = {"sha256": tokenizer.sha256, "bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
             facts |= {"val_threshold": threshold, "held_out_by": "file" if held_out else "text", "tokenizer": about}

@@ -19,9 +19,10 @@ SAMPLED = 32  # files, at least, that a tokenizer is trained on
 def held_out_threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> float:
     """Documents whose hash falls below it are held out: `val_fraction`, but for a corpus so small that one side would
     be empty: then the document of the lowest hash is held out, or that of the highest is not."""
-    lowest, highest, count = 1.0, 0.0, 0
+    lowest, highest, count, problem = 1.0, 0.0, 0, ""
     for file in files:
         for document in corpus.documents(file):
+            problem = problem or document.problem
             if not document.problem:
                 share, count = hash_share(document.text), count + 1
                 lowest, highest = min(lowest, share), max(highest, share)
@@ -31,6 +32,7 @@ def held_out_threshold(corpus: Corpus, files: list[SourceFile], val_fraction: fl
         raise UserError(
             f"{corpus.source}: {count} document(s) with text found there"
             + ", all with the same" * (count > 1)
+            + f" (the first that was skipped: {problem})" * bool(problem)
             + "; at least 2 different ones are needed, one to train on and one to hold out (a single file is cut every "
             "16,000 bytes)"
         )
@@ -67,7 +69,9 @@ def sample(
         for document in corpus.documents(file):
             if left <= 0:
                 break
-            problem = document.problem or (exclusion.problem(document.text) if exclusion else "")
-            if not problem and hash_share(document.text) >= threshold:
+            if document.problem or hash_share(document.text) < threshold:
+                continue
+            texts = corpus.texts(document.text)
+            if not (exclusion and exclusion.problem(document.text, texts)):
                 left -= len(document.text)
-                yield document.text
+                yield from texts

@@ -7,6 +7,7 @@ many lines come before it is counted for a message alone. So it is with texts be
 
 import csv
 import io
+import json
 import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -101,8 +102,9 @@ def separated(opened: Any, separator: bytes, start: int, stop: int | None) -> It
             return
 
 
-def values(file: SourceFile, opened: Any, column: str) -> Iterator[tuple[int, bytes]]:
-    """Yield the rows of a .csv, or of an .arrow (a file of IPC, or a stream of it, as `datasets` writes it)."""
+def values(file: SourceFile, opened: Any, column: str, nested: bool) -> Iterator[tuple[int, bytes]]:
+    """Yield the rows of a .csv, or of an .arrow (a file of IPC, or a stream of it, as `datasets` writes it). A `nested`
+    column's are JSON."""
     try:
         if file.name.endswith(".arrow"):
             is_file = opened.read(6) == b"ARROW1"
@@ -124,56 +126,67 @@ def values(file: SourceFile, opened: Any, column: str) -> Iterator[tuple[int, by
             )
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file.url}: not {PurePath(file.name).suffix}, or not a whole one: {error}") from error
-    _require_text(file, column, dict(zip(table.schema.names, table.schema.types)))
-    number = 0
-    for batch in batches:
-        for value in batch.column(column).cast(pyarrow.large_binary()):
-            number += 1
-            yield number, value.as_py() or b""
+    _require_text(file, column, dict(zip(table.schema.names, table.schema.types)), nested)
+    yield from enumerate((content for batch in batches for content in _contents(batch.column(column))), 1)
 
 
-def rows(file: SourceFile, opened: Any, column: str, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-    """Yield the rows of a table's groups that start in the span."""
+def rows(
+    file: SourceFile, opened: Any, column: str, start: int, stop: int | None, nested: bool
+) -> Iterator[tuple[int, bytes]]:
+    """Yield the rows of a table's groups that start in the span. A `nested` column's are JSON."""
     try:
         table = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True, buffer_size=2**20)
         schema = table.schema_arrow
         columns = dict(zip(schema.names, schema.types))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last, of a column's name
         raise UserError(f"{file.url}: not a parquet file, or not a whole one: {error}") from error
-    _require_text(file, column, columns)
-    facts, groups, numbers = table.metadata, [], []
-    leaf, row_bytes, before = [facts.schema.column(i).path for i in range(len(facts.schema))].index(column), 1, 0
+    _require_text(file, column, columns, nested)
+    facts, groups, numbers, row_bytes, before = table.metadata, [], [], 1, 0
+    leaves = [i for i in range(len(facts.schema)) if f"{facts.schema.column(i).path}.".startswith(f"{column}.")]
     for i in range(facts.num_row_groups):
         group = facts.row_group(i)
         place = min(max(group.column(0).data_page_offset, 0), file.size - 1)  # which a damaged file may say wrong
         if start <= place and (stop is None or place < stop):
             groups.append(i)
             numbers += [before + 1, before + group.num_rows + 1]
-            row_bytes = max(row_bytes, group.column(leaf).total_uncompressed_size // max(group.num_rows, 1))
+            size = sum(group.column(leaf).total_uncompressed_size for leaf in leaves)
+            row_bytes = max(row_bytes, size // max(group.num_rows, 1))
         before += group.num_rows
     if not groups:
         return
     number, expected = numbers[0], facts.num_rows + 1 if not start and stop is None else numbers[-1]
     for batch in table.iter_batches(max(1, min(1024, BATCH_BYTES // row_bytes)), groups, columns=[column]):
-        for value in batch.column(0).cast(pyarrow.large_binary()):
-            yield number, value.as_py() or b""
+        for content in _contents(batch.column(0)):
+            yield number, content
             number += 1
     if number != expected:
         raise UserError(f"{file.url} is damaged: {number - 1} rows, where it says that there are {expected - 1}")
 
 
-def _require_text(file: SourceFile, column: str, columns: dict[str, pyarrow.DataType]) -> None:
+def _contents(column: pyarrow.Array) -> Iterator[bytes]:
+    """Yield a column's rows: its text, or JSON of what is in it."""
+    if _is_text(column.type):
+        return (value.as_py() or b"" for value in column.cast(pyarrow.large_binary()))
+    return (json.dumps(value.as_py()).encode() for value in column)
+
+
+def _require_text(file: SourceFile, column: str, columns: dict[str, pyarrow.DataType], nested: bool) -> None:
     kind = columns.get(column)
-    if kind is None or not _is_text(kind):
-        wrong = f"has no column {column!r}" if kind is None else f"has {kind} in its column {column!r}, not text"
-        texts = ", ".join(name for name in columns if _is_text(columns[name]))
+    if kind is None or not _is_text(kind, nested):
+        what = "text" if not nested else "conversations"
+        wrong = f"has no column {column!r}" if kind is None else f"has {kind} in its column {column!r}, not {what}"
+        texts = ", ".join(name for name in columns if _is_text(columns[name], nested))
+        is_chat = "; conversations need --conversations" * ("messages" in columns and not nested)
         raise UserError(
-            f"{file.url} {wrong}; " + (f"give --text_column, one of: {texts}" if texts else "nor elsewhere")
+            f"{file.url} {wrong}; " + (f"give --text_column, one of: {texts}" if texts else "nor elsewhere") + is_chat
         )
 
 
-def _is_text(kind: pyarrow.DataType) -> bool:
+def _is_text(kind: pyarrow.DataType, nested: bool = False) -> bool:
+    """Return whether a column of this type holds text, or else the lists that are `nested`."""
     types = pyarrow.types
+    if nested and (types.is_list(kind) or types.is_large_list(kind)):
+        return True
     kind = kind.value_type if isinstance(kind, pyarrow.DictionaryType) else kind
     binary = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
     return binary or types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)

@@ -1,10 +1,14 @@
 """A conversation has nanochat's tokens and mask."""
 
+import json
+import os
+
 import numpy as np
 import pytest
 
-from data.conversation import learned, messages_of, render
+from data.conversation import document_of, learned, messages_of, render, texts_of
 from data.tokenizer import BOS, CHAT_TOKENS, train_tokenizer
+from tests.data import nanochat_conversations
 
 USER, END_USER, ANSWER, END, PYTHON, END_PYTHON, OUTPUT, END_OUTPUT = CHAT_TOKENS
 TOKENIZER = train_tokenizer(["some words, and others"], 266)
@@ -76,8 +80,6 @@ def test_what_is_no_conversation_is_named(messages, problem: str):
 
 
 def test_a_tokenizer_without_the_tokens_gets_them_after_its_own():
-    import json
-
     content = json.loads(TOKENIZER.json)
     content["added_tokens"] = content["added_tokens"][:1]
     for name in CHAT_TOKENS:
@@ -90,3 +92,33 @@ def test_a_tokenizer_without_the_tokens_gets_them_after_its_own():
     assert grown.vocab_size == bare.vocab_size + 8 and not grown.token_bytes[bare.vocab_size :].any()
     assert grown.encode(["some words" + END]) == bare.encode(["some words" + END])
     assert grown.with_chat_tokens is grown
+
+
+def require_equal(conversation: dict, ids: list[int], mask: list[int]) -> None:
+    tokenizer = nanochat_conversations.our_tokenizer()
+    tokens = render(tokenizer, messages_of(conversation))
+    assert tokens == ids and learned(np.array(tokens), tokenizer.special_tokens).tolist() == [*map(bool, mask)]
+
+
+def test_tokens_and_mask_are_those_that_nanochat_gave():
+    kept = json.loads(nanochat_conversations.RESULTS.read_text())
+    assert [conversation for conversation, _, _ in kept] == list(nanochat_conversations.conversations(0, 12))
+    for conversation, ids, mask in kept:
+        require_equal(conversation, ids, mask)
+
+
+@pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="NANOCHAT_DIR names no checkout of nanochat")
+def test_tokens_and_mask_of_random_conversations_are_nanochats():
+    pytest.importorskip("torch")
+    some = list(nanochat_conversations.conversations(1, 300))
+    for conversation, (ids, mask) in zip(some, nanochat_conversations.their_renderings(some)):
+        require_equal(conversation, ids, mask)
+
+
+def test_a_document_is_one_spelling_of_a_conversation_with_an_answer():
+    messages = [message("system", "s"), U, message("assistant", [{"type": "python", "text": "é\n"}])]
+    others = [{**one, "name": None} for one in messages]
+    assert document_of(messages) == document_of({"messages": others, "id": 7})
+    assert texts_of(document_of(messages)) == ["s\n\nx", "é\n"]
+    with pytest.raises(ValueError, match="no message of an assistant"):
+        document_of([U])

@@ -1,4 +1,5 @@
 import threading
+from collections import Counter
 from fractions import Fraction
 from itertools import islice
 from unittest.mock import Mock
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from configs.schema import MeshConfig
+from configs.schema import MeshConfig, UserError
 from data.loader import (
     RowSequence,
     StagedBatches,
@@ -19,8 +20,9 @@ from data.loader import (
     train_batches,
 )
 from data.mixture import Mixture, Stage
-from data.packing import BestFitRows, StreamRows, plan_rows
+from data.packing import PlannedRows, StreamRows, plan_rows
 from data.shards import TokenStream
+from data.tokenizer import CHAT_TOKENS
 from training.mesh import batch_sharding, make_mesh
 
 LENGTH = 4
@@ -32,7 +34,7 @@ SIZES = np.array([0, 1, 2, 3, 4])
 VAL = StreamRows(TokenStream([np.random.default_rng(0).integers(0, 5, 97 * LENGTH + 1)]), LENGTH)
 # Documents of one to three tokens, packed, with padding.
 DOCUMENTS = np.array([0, 5, 0, 6, 7, 0, 8, 0, 9, 10] * 30)
-PACKED = BestFitRows(
+PACKED = PlannedRows(
     TokenStream([DOCUMENTS]), plan_rows("best_fit", np.flatnonzero(DOCUMENTS == 0), 300, LENGTH), 0, LENGTH
 )
 KINDS: list[dict] = [
@@ -124,6 +126,23 @@ def test_a_mixture_s_held_out_rows_are_of_each_dataset_its_share():
 def test_padding_of_held_out_rows_counts_no_bytes():
     batches, text_bytes = held_out_batches([PACKED], [1.0], 10**9, np.arange(99), (1, 8, LENGTH), sharding())
     assert text_bytes.sum() == sum(target for _, target in counted(batches)) == DOCUMENTS.sum()
+
+
+def test_of_held_out_conversations_answers_and_their_ends_count():
+    """Tokens 1 to 8 are `CHAT_TOKENS`, and stand for no text; the others for as many bytes as they are."""
+    documents = [[0, 1, 20, 2, 3, 21, 22, 4], [0, 1, 20, 2, 3, 5, 23, 6, 7, 24, 8, 25, 4], [0, 1, 20, 2]]
+    tokens, starts = np.concatenate(documents), np.array([0, 8, 21])
+    ids = {name: i for i, name in enumerate(CHAT_TOKENS, 1)}
+    chat = PlannedRows(TokenStream([tokens]), plan_rows("whole", starts, len(tokens), 16), 0, 16, ids)
+    text = StreamRows(TokenStream([np.array([0, *range(20, 35), 0])]), 16)
+    sizes = np.where(np.arange(40) > 8, np.arange(40), 0)
+    batches, text_bytes = held_out_batches([chat, text], [0.5, 0.5], 10**9, sizes, (1, 8, 16), sharding())
+    answers = [(3, 21), (21, 22), (22, 4), (3, 5), (5, 23), (23, 6), (8, 25), (25, 4)]
+    assert Counter(counted(batches)) == Counter([*answers, (0, 20), *((i, i + 1) for i in range(20, 34))])
+    assert text_bytes.sum() == 21 + 22 + 23 + 25 + sum(range(20, 35))
+    nothing = PlannedRows(TokenStream([tokens[:4]]), plan_rows("whole", starts[:1], 4, 16), 0, 16, ids)
+    with pytest.raises(UserError, match="no text counts in the 1 held-out rows of 16 tokens"):
+        held_out_batches([nothing], [1.0], 10**9, sizes, (1, 8, 16), sharding())
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 4])

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from data.packing import BestFitRows, StreamRows, load_plan, plan_rows, save_plan
+from data.packing import PlannedRows, StreamRows, load_plan, plan_rows, save_plan
 from data.shards import TokenStream
 
 BOS = 0
@@ -41,16 +41,18 @@ def test_rows_are_int32_and_all_their_targets_count(dtype):
 documents = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
-def packed(sizes: list[int], length: int, headless: bool = False) -> tuple[np.ndarray, BestFitRows]:
+def packed(
+    sizes: list[int], length: int, headless: bool = False, packing: str = "best_fit", drop: bool = False
+) -> tuple[np.ndarray, PlannedRows]:
     """The stream of documents of `sizes` tokens (a BOS included), and its rows."""
     starts = np.cumsum(sizes) - sizes
     tokens = np.arange(1, sum(sizes) + 1)
     tokens[starts[headless:]] = BOS
-    plan = plan_rows("best_fit", starts, len(tokens), length, headless)
-    return tokens, BestFitRows(TokenStream(np.split(tokens, [len(tokens) // 2])), plan, BOS, length)
+    plan = plan_rows(packing, starts, len(tokens), length, headless, drop)
+    return tokens, PlannedRows(TokenStream(np.split(tokens, [len(tokens) // 2])), plan, BOS, length)
 
 
-def counted(rows: BestFitRows) -> list[tuple[int, int]]:
+def counted(rows: PlannedRows) -> list[tuple[int, int]]:
     """Every (input, target) that counts."""
     every = [rows[i] for i in range(len(rows))]
     return [
@@ -91,6 +93,21 @@ def test_best_fit_rows_start_with_a_bos_and_cut_no_document_that_fits(sizes, len
             assert size > length or not document & set(inside) or document <= set(inside)
 
 
+@given(documents, st.integers(3, 20), st.booleans(), st.booleans())
+@example([21, 21], 20, False, True)
+@example([20, 21, 1], 20, True, True)
+def test_whole_puts_a_document_or_its_beginning_into_one_row(sizes, length, headless, drop):
+    tokens, rows = packed(sizes, length, headless, "whole", drop)
+    targets, expected = [*tokens[1:].tolist(), BOS], Counter()
+    for i, (start, size) in enumerate(zip(np.cumsum(sizes) - sizes, sizes)):
+        room = length - (headless and i == 0)  # it gets a BOS
+        if size <= room or not drop:
+            stop = start + min(size, room)
+            expected.update(zip(tokens[start:stop].tolist(), targets[start:stop]))
+    assert Counter(counted(rows)) == expected
+    assert all(rows[i]["inputs"][0] == BOS and rows[i]["weights"].any() for i in range(len(rows)))
+
+
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=200))
 def test_best_fit_rows_are_those_of_the_textbook_algorithm(sizes):
     """Pieces, the longest first, each into the fullest row with room: as many rows, found by trying every row."""
@@ -111,6 +128,11 @@ def test_best_fit_pads_under_two_percent_of_documents_like_the_standard_librarys
     lengths = np.random.default_rng(0).lognormal(np.log(2000), 1.4, 1700).astype(int) + 1  # its median and spread
     plan = plan_rows("best_fit", np.cumsum(lengths) - lengths, int(lengths.sum()), length)
     assert 1 - lengths.sum() / length / (len(plan.rows) - 1) < 0.02
+
+
+def test_a_plan_without_a_row_reads_back(tmp_path):
+    save_plan([plan_rows("whole", np.array([0, 9]), 20, 8, drop=True)], tmp_path / "x")
+    assert [a.tolist() for a in load_plan(tmp_path / "x")] == [[0], [], []]
 
 
 def test_a_plan_reads_back_mapped_and_a_second_writer_is_harmless(tmp_path):

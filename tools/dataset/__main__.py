@@ -65,6 +65,13 @@ def describe(facts: Facts, place: str) -> str:
         "held out are trained on too"
     )
     lines.append(f"held out  {facts.dataset.held_out}")
+    if facts.dataset.conversations:
+        learned, tokens = int(facts.train.learned.sum()), int(facts.train.tokens.sum())
+        longer = np.count_nonzero(facts.train.tokens > len(facts.packed["whole"].seen))
+        lines.append(
+            f"learned   {learned:,} of {tokens:,} tokens to train on are an assistant's ({learned / tokens:.1%}); "
+            f"{longer:,} conversations to train on are longer than a row"
+        )
     for packing, packed in facts.packed.items():
         lines.append(
             f"{packing:8}  {packed.rows:,} rows of {len(packed.seen)} tokens: {packed.padding:.3%} padding, "
@@ -77,16 +84,27 @@ def describe(facts: Facts, place: str) -> str:
 def describe_row(row: Row, tokenizer: TextTokenizer) -> str:
     """Return a row's documents, one a line: positions, targets that count, and how the text begins and ends."""
     starts = np.union1d(0, np.flatnonzero(row["inputs"] == tokenizer.bos))
-    padding = len(row["weights"]) - np.flatnonzero(row["weights"]).max(initial=-1) - 1
+    filled = np.flatnonzero((row["weights"] > 0) | (row["inputs"] != tokenizer.bos))
+    padding = len(row["weights"]) - filled.max(initial=-1) - 1
     lines = []
     for start, stop in zip(starts, [*starts[1:], len(row["inputs"])]):
         if start < len(row["inputs"]) - padding:
-            text = tokenizer.decode(row["inputs"][start:stop].tolist())
+            text = _text(row, slice(start, stop), tokenizer)
             shown = repr(text) if len(text) <= 100 else f"{text[:60]!r} ... {text[-40:]!r}"
             count = np.count_nonzero(row["weights"][start:stop])
             begins = "" if row["inputs"][start] == tokenizer.bos else "goes on: "
             lines.append(f"  {start:6}..{stop - 1:<6} {count:6} targets  {begins}{shown}")
     return "\n".join([*lines, *([f"  {padding} positions of padding"] if padding else [])])
+
+
+def _text(row: Row, of: slice, tokenizer: TextTokenizer) -> str:
+    """Return a document's text; of a conversation, with marks around what counts."""
+    if tokenizer.special_tokens.get("<|assistant_start|>") not in row["inputs"][of]:
+        return tokenizer.decode(row["inputs"][of].tolist())
+    bounds = np.flatnonzero(np.diff(row["weights"][of])) + 1
+    texts = [tokenizer.decode(piece.tolist()) for piece in np.split(row["targets"][of], bounds)]
+    counts = [piece[0] > 0 for piece in np.split(row["weights"][of], bounds)]
+    return "".join(f"«{text}»" if counted else text for text, counted in zip(texts, counts))
 
 
 def _config(arguments: Arguments) -> tuple[Config, bool]:

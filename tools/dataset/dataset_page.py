@@ -17,8 +17,8 @@ from tools.report.sentences import percent
 EXAMPLES = 8  # documents of each kind whose beginnings are shown
 POINTS = 200  # of a curve
 PACKING = (
-    "In rows of {length} tokens. Cut: documents that would fit a row, but lie in two. Padding: positions at which no "
-    "target counts. Own tokens: how many tokens of its own document a target sees on average; without "
+    "In rows of {length} tokens. Cut: documents that would fit a row, but lie in two. Padding: positions that no "
+    "document fills. Own tokens: how many tokens of its own document a target sees on average; without "
     "--data.mask_documents it sees what stands before its document in the row, too."
 )
 
@@ -44,12 +44,13 @@ def dataset_page(names: list[str], datasets: list[Facts], length: int, mixture: 
 
 
 def _sources(facts: dict[str, Facts]) -> str:
-    head = ["", "documents", "tokens", "bytes", "bytes a token", "held out", "repeat another", "in both"]
+    head = ["", "documents", "tokens", "bytes", "bytes a token", "learned", "held out", "repeat another", "in both"]
     rows = []
     for name, (_, train, val, repeats, leaked, _) in facts.items():
         tokens, text = train.tokens.sum() + val.tokens.sum(), train.bytes.sum() + val.bytes.sum()
         sizes = [len(train.tokens) + len(val.tokens), tokens, text]
         row = [name, *(f"{size:,}" for size in sizes), f"{text / tokens:.3f}"]
+        row += [percent((train.learned.sum() + val.learned.sum()) / tokens)]
         row += [f"{len(val.tokens):,} ({percent(val.tokens.sum() / tokens)} of the tokens)"]
         row += [f"{repeats.sum():,} ({percent(train.tokens[repeats].sum() / train.tokens.sum())} of the tokens)"]
         rows.append([*row, f"{leaked.sum():,}"])
@@ -171,7 +172,7 @@ def _epochs(facts: dict[str, Facts], mixture: Mixture, length: int, tokens: int)
     counts = [mixture.counts(rows) for rows in at]
     traces = []
     for i, ((name, each), color) in enumerate(zip(facts.items(), cycle(COLORS))):
-        epochs = [count[i] / max(each.packed["stream"].rows, 1) for count in counts]
+        epochs = [count[i] / max(next(iter(each.packed.values())).rows, 1) for count in counts]
         traces.append(_line(name, [rows * length for rows in at], epochs, color, DASHES[0]))
     return Figure("epochs", "Epochs", "times gone through, by tokens seen", traces, _layout("tokens of the run", ""))
 

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from configs.progress import progress
 from configs.schema import UserError
+from data.conversation import learned
 from data.dataset_folder import Dataset
 from data.packing import FITS, plan_rows
 from data.prepare.corpus import Corpus
@@ -30,6 +31,8 @@ class Documents(NamedTuple):
     """Of text that they stand for."""
     hashes: Integer[np.ndarray, "documents"]
     """64 bits of BLAKE2 over its tokens: equal ones are taken for the same document."""
+    learned: Int[np.ndarray, "documents"]
+    """Tokens of each that are trained on: all, or of a conversation what an assistant writes."""
 
 
 class Packed(NamedTuple):
@@ -37,7 +40,7 @@ class Packed(NamedTuple):
 
     rows: int
     padding: float
-    """Share of the positions that no target counts at."""
+    """Share of the positions that no document fills."""
     cut: float
     """Share of the documents that would fit a row, but are cut in two."""
     seen: Float[np.ndarray, "length"]
@@ -62,11 +65,12 @@ class Facts(NamedTuple):
 
 
 def read_facts(dataset: Dataset, length: int) -> Facts:
-    """Read all of the dataset, and plan rows of `length` tokens in every way that there is."""
+    """Read all of the dataset, and plan rows of `length` tokens in every way that its documents may be packed."""
     train, val = (_documents(dataset, part) for part in ("train", "val"))
     repeats = np.ones(len(train.hashes), bool)
     repeats[np.unique(train.hashes, return_index=True)[1]] = False
-    packed = {packing: _packed(dataset, train, packing, length) for packing in ("stream", *FITS)}
+    packings = [packing for packing in ("stream", *FITS) if (packing == "whole") == dataset.conversations]
+    packed = {packing: _packed(dataset, train, packing, length) for packing in packings}
     return Facts(dataset, train, val, repeats, np.isin(val.hashes, train.hashes), packed)
 
 
@@ -87,9 +91,10 @@ def names_of(dataset: Dataset, beginnings: Collection[tuple[int, str]]) -> dict[
     for corpus in _sources(dataset):
         for file in progress(corpus.files, unit="files", desc="naming documents"):
             for document in corpus.documents(file):
-                size = len(document.text.encode())
+                text = "".join(corpus.texts(document.text)) if document.text else ""
+                size = len(text.encode())
                 for beginning in by_size.get(size, ()):
-                    if document.text.startswith(beginning.rstrip("\ufffd")):  # of a letter whose other bytes follow
+                    if text.startswith(beginning.rstrip("\ufffd")):  # of a letter whose other bytes follow
                         names.setdefault((size, beginning), document.name)
     return names
 
@@ -100,9 +105,9 @@ def _sources(dataset: Dataset) -> Iterator[Corpus]:
     for option, version in (("source", "version"), ("val_source", "val_version")):
         source = made_from.get(option, "")
         if source and "://" not in source and not source.startswith("hf:"):
-            columns, separator = made_from.get("text_column", "text"), made_from.get("separator", "")
+            column, *options = (made_from.get(name, "") for name in ("text_column", "separator", "text_extensions"))
             try:
-                corpus = find_corpus(source, columns, "skip", separator, made_from.get("text_extensions", ""))
+                corpus = find_corpus(source, column, "skip", *options, conversations=dataset.conversations)
             except UserError:  # it is not there any more
                 continue
             if corpus.version == made_from[version]:
@@ -112,19 +117,21 @@ def _sources(dataset: Dataset) -> Iterator[Corpus]:
 def _documents(dataset: Dataset, part: str) -> Documents:
     stream, starts = dataset.stream(part), dataset.document_starts(part)
     ends = np.append(starts[1:], len(stream))
-    sizes, hashes = np.zeros_like(starts), np.zeros(len(starts), np.uint64)
+    sizes, learns, hashes = np.zeros_like(starts), ends - starts, np.zeros(len(starts), np.uint64)
     first, bar = 0, progress(total=len(stream), unit="tokens", unit_scale=True, desc=f"{part} documents")
     while first < len(starts):
         last = max(int(np.searchsorted(ends, starts[first] + AT_ONCE, "right")), first + 1)
         tokens = stream.read(int(starts[first]), int(ends[last - 1])).astype(np.uint32)  # one type for all shards
         places = starts[first:last] - starts[first]
         sizes[first:last] = np.add.reduceat(dataset.tokenizer.token_bytes[tokens], places)
+        if dataset.conversations:
+            learns[first:last] = np.add.reduceat(learned(tokens, dataset.tokenizer.special_tokens), places, dtype=int)
         for i, document in enumerate(np.split(tokens, places[1:]), first):
             hashes[i] = int.from_bytes(blake2b(document.tobytes(), digest_size=8).digest(), "little")
         first = last
         bar.update(len(tokens))
     bar.close()
-    return Documents(starts, ends - starts, sizes, hashes)
+    return Documents(starts, ends - starts, sizes, hashes, learns)
 
 
 def _packed(dataset: Dataset, documents: Documents, packing: str, length: int) -> Packed:

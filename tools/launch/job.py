@@ -121,7 +121,7 @@ def require_seen(config: Config, train: Sequence[str], code: Collection[str], mo
         travels = any(fnmatch(name, normpath(path)) or name.startswith(normpath(path) + "/") for name in code)
         remote = "://" in path and not path.startswith(("file://", "local://"))
         seen = remote or path.startswith(("hf:", "tiktoken:", *(mount.rstrip("/") + "/" for mount in mounts)))
-        if path not in ("", "stdlib") and not (travels or seen):
+        if path not in ("", "stdlib", "chat-stdlib") and not (travels or seen):
             raise UserError(f"--{option}={path} is on this machine, where the hosts cannot see it; give {places}")
 
 

@@ -79,7 +79,8 @@ def test_documents_their_bytes_and_what_repeats(facts, monkeypatch):
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
 def test_what_packing_costs_is_what_its_rows_show(facts, packing, tmp_path):
     """By looking at every position of every row."""
-    rows, packed = facts.dataset.rows("train", packing, 6, tmp_path / "plans"), facts.packed[packing]
+    rows = facts.dataset.rows("train", DataConfig(packing=packing), 6, tmp_path / "plans")
+    packed = facts.packed[packing]
     seen, positions = [], 0
     for row in (rows[i] for i in range(len(rows))):
         own = 0

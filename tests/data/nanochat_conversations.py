@@ -1,0 +1,57 @@
+"""Conversations, and nanochat's own rendering of them; as a program, it writes some to nanochat_conversations.json.
+
+NANOCHAT_DIR=... python -m tests.data.nanochat_conversations
+"""
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import tiktoken
+
+from data.tokenizer import BOS, CHAT_TOKENS, SPLIT, TextTokenizer, convert_tiktoken
+from tests.nanochat_checkout import import_nanochat
+
+RESULTS = Path(__file__).with_name("nanochat_conversations.json")
+MERGES = [b"th", b"the", b" t", b" the", b"er", b"an", b"and", b" a", b"\n\n", b"12", b"<|", b"|>", b"\xc3\xa9"]
+RANKS = {bytes([i]): i for i in range(256)} | {token: 256 + i for i, token in enumerate(MERGES)}
+SPECIAL = {token: len(RANKS) + i for i, token in enumerate((BOS, *CHAT_TOKENS))}
+WORDS = ["the", " the", " and", " other", "12", "3", "\n\n", " é", "日本", "🙂", "  ", "<|assistant_end|>", "<|bos|>"]
+
+
+def our_tokenizer() -> TextTokenizer:
+    return convert_tiktoken(RANKS, SPLIT, SPECIAL)
+
+
+def conversations(seed: int, count: int) -> Iterator[dict]:
+    """Yield conversations of up to four turns, with system messages, parts, and users that are not answered."""
+    generator = random.Random(seed)
+    text = lambda: "".join(generator.choices(WORDS, k=generator.randint(1, 9))) + "."
+    for _ in range(count):
+        messages = [{"role": "system", "content": text()}] if generator.random() < 0.3 else []
+        for _ in range(generator.randint(1, 4)):
+            kinds = generator.choices(["text", "python", "python_output"], k=generator.randint(1, 5))
+            parts = [{"type": kind, "text": text()} for kind in kinds]
+            answer = parts if generator.random() < 0.4 else text()
+            messages += [{"role": "user", "content": text()}, {"role": "assistant", "content": answer}]
+        yield {"messages": messages[: len(messages) - (generator.random() < 0.2)]}
+
+
+def their_renderings(some: list[dict]) -> list[tuple[list[int], list[int]]]:
+    """Return the ids and the mask of each conversation, by nanochat's own code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "rustbpe", ModuleType("rustbpe"))  # by which it trains alone
+        (module,) = import_nanochat(patch, "tokenizer")
+        encoding = tiktoken.Encoding("made up", pat_str=SPLIT, mergeable_ranks=RANKS, special_tokens=SPECIAL)
+        theirs = module.RustBPETokenizer(encoding, BOS)
+        return [theirs.render_conversation(conversation, 10**9) for conversation in some]
+
+
+if __name__ == "__main__":
+    some = list(conversations(0, 12))
+    lines = [json.dumps([one, *rendered]) for one, rendered in zip(some, their_renderings(some))]
+    RESULTS.write_text("[\n" + ",\n".join(lines) + "\n]\n")

@@ -1,0 +1,172 @@
+"""Conversations are prepared as text is, and their tokens are those of `render`."""
+
+import gzip
+import json
+import sysconfig
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import data.prepare.parts
+from configs.schema import DataConfig, UserError
+from data.conversation import document_of, learned, messages_of, render
+from data.dataset import open_text
+from data.held_out import hash_share
+from data.prepare.listing import find_corpus
+from data.prepare.preparation import Preparation, Where, prepare
+from data.tokenizer import CHAT_TOKENS, TextTokenizer, convert_tiktoken, load_tokenizer
+from evaluation.documents import read_sources
+from tests.data import nanochat_conversations
+from tests.data.preparations import digests, read_shard
+
+U, A = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+SOME = [one for one in nanochat_conversations.conversations(2, 240) if len(messages_of(one)) > 1]
+PLAIN = [one for one in SOME if all(isinstance(message["content"], str) for message in one["messages"])]
+
+
+def write_lines(path: Path, records: list) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def facts_of(folder: Path) -> dict:
+    return json.loads((folder / "dataset.json").read_text())
+
+
+def documents(folder: Path, part: str) -> Counter:
+    """The tokens of each document, by how often it is there."""
+    found = Counter()
+    for path in sorted(folder.glob(f"{part}_*.bin")):
+        pieces = np.split(read_shard(path), np.load(path.with_suffix(".starts.npy"))[1:])
+        found.update(tuple(piece.tolist()) for piece in pieces)
+    return found
+
+
+def rendered(tokenizer: TextTokenizer, some: list[dict]) -> Counter:
+    return Counter(tuple(render(tokenizer, messages_of(one))) for one in some)
+
+
+def test_documents_are_rendered_and_held_out_by_their_text_whatever_the_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.prepare.parts, "TASK_BYTES", (9_000, 9_000))
+    write_lines(tmp_path / "chat" / "a.jsonl", [*SOME[:150], SOME[1]])
+    write_lines(tmp_path / "chat" / "b.jsonl", [one["messages"] for one in SOME[150:]])  # as nanochat keeps them
+    settings = Preparation(source=f"{tmp_path}/chat", vocab_size=300, val_fraction=0.2, conversations=True)
+    settings = replace(settings, deduplicate=True, shuffle=3)
+    for workers in (1, 2):
+        prepare(settings, tmp_path / f"{workers}", where=Where(workers=workers))
+    assert digests(tmp_path / "1") == digests(tmp_path / "2")
+    facts, tokenizer = facts_of(tmp_path / "1"), load_tokenizer(tmp_path / "1" / "tokenizer")
+    assert facts["made_from"]["conversations"] is True and sum(facts["skipped"].values()) == 1
+    for part, is_val in (("train", False), ("val", True)):
+        some = [one for one in SOME if (hash_share(document_of(one)) < 0.2) == is_val]
+        assert len(some) > 20 and documents(tmp_path / "1", part) == rendered(tokenizer, some)
+        assert facts[part]["bytes"] == sum(len(document_of(one).encode()) for one in some)
+
+
+def test_every_kind_of_file_gives_the_same_conversations(tmp_path):
+    messages = [one["messages"] for one in PLAIN]
+    table = pa.table({"id": [*range(len(messages))], "messages": messages})
+    write_lines(tmp_path / "a.jsonl", PLAIN)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    pq.write_table(table, tmp_path / "c.parquet", row_group_size=7)
+    with pa.ipc.new_file(f"{tmp_path}/d.arrow", table.schema) as writer:
+        writer.write_table(table)
+    pq.write_table(pa.table({"messages": [*map(json.dumps, messages)]}), tmp_path / "e.parquet")
+    write_lines(tmp_path / "f.jsonl", [{"turns": one} for one in messages])
+    for path in sorted(tmp_path.iterdir()):
+        corpus = find_corpus(str(path), "turns" * (path.name == "f.jsonl"), conversations=True)
+        texts = [document.text for document in corpus.documents(corpus.files[0])]
+        assert texts == [document_of(one) for one in PLAIN], path.name
+
+
+BAD = {
+    "no list of messages": {"text": "x"},
+    "no message of an assistant": [U],
+    "message 3 has the role 'tool', not system, user or assistant": [U, A, {"role": "tool", "content": "x"}],
+    "the conversation has, after the user's, another message of user; roles alternate from the user's": [U, U, A],
+    "message 4 (assistant) is empty": [U, A, U, {"role": "assistant", "content": ""}],
+    "half a character (a lone surrogate)": [U, {"role": "assistant", "content": "\ud800"}],
+}
+
+
+def test_a_bad_conversation_is_named_or_skipped_and_counted_by_kind(tmp_path):
+    for number, (problem, bad) in enumerate(BAD.items()):
+        source = write_lines(tmp_path / f"{number}.jsonl", [*PLAIN, bad])
+        with pytest.raises(UserError) as error:
+            settings = Preparation(source=source, vocab_size=270, val_fraction=0.2, conversations=True)
+            prepare(settings, tmp_path / f"out{number}")
+        assert f"{number}.jsonl line {len(PLAIN) + 1}: {problem}; mend it" in str(error.value)
+    settings = replace(settings, source=write_lines(tmp_path / "all.jsonl", [*PLAIN, *BAD.values()]), on_error="skip")
+    prepare(settings, tmp_path / "out")
+    kinds = [problem.replace("message 3", "a message").replace("message 4", "a message") for problem in BAD]
+    assert facts_of(tmp_path / "out")["skipped"] == dict.fromkeys(kinds, 1)
+
+
+def test_what_is_given_as_text_or_as_conversations_by_mistake_is_refused(tmp_path):
+    lines = write_lines(tmp_path / "a.jsonl", PLAIN)
+    pq.write_table(pa.table({"messages": [[U, A]] * 9}), tmp_path / "b.parquet")
+    pq.write_table(pa.table({"text": ["x", "y"]}), tmp_path / "c.parquet")
+    refused = {
+        (lines, False): "a.jsonl line 1: no text under 'text'; conversations need --conversations",
+        (f"{tmp_path}/b.parquet", False): r"no column 'text'; nor elsewhere; conversations need --conversations",
+        (f"{tmp_path}/c.parquet", True): "has no column 'messages'",
+        ("stdlib", True): "stdlib is text; conversations made of it are --source=chat-stdlib",
+        (str(tmp_path / "*.txt"), True): "no file of text found",
+    }
+    for (source, conversations), message in refused.items():
+        with pytest.raises(UserError, match=message):
+            prepare(Preparation(source=source, vocab_size=270, conversations=conversations), tmp_path / "out")
+    with pytest.raises(UserError, match="conversations need --conversations"):
+        open_text(DataConfig(lines, packing="whole"), 270, 64, 1, tmp_path / "cache")
+
+
+def test_a_given_tokenizer_gets_the_tokens_that_it_lacks(tmp_path, capsys):
+    own = convert_tiktoken(nanochat_conversations.RANKS, ".", {"<|bos|>": 269})
+    own.save(tmp_path / "tokenizer")
+    settings = Preparation(source=write_lines(tmp_path / "a.jsonl", SOME), conversations=True)
+    prepare(replace(settings, tokenizer=f"{tmp_path}/tokenizer"), tmp_path / "out")
+    assert "lacks special tokens of conversations: ids 270 to 277 are added" in capsys.readouterr().err
+    grown = load_tokenizer(tmp_path / "out" / "tokenizer")
+    assert [grown.special_tokens[name] for name in CHAT_TOKENS] == [*range(270, 278)]
+    given = DataConfig(f"{tmp_path}/out", f"{tmp_path}/tokenizer", packing="whole")
+    assert open_text(given, 278, 64, 1, tmp_path / "cache").tokenizer.sha256 == grown.sha256
+    prepare(replace(settings, tokenizer=f"{tmp_path}/out/tokenizer"), tmp_path / "again")
+    assert "lacks" not in capsys.readouterr().err
+    with pytest.raises(UserError, match="is conversations, not text; a run on them has"):
+        read_sources(f"{tmp_path}/out", 9, "text", Path(), tmp_path / "cache")
+
+
+def test_words_of_an_evaluation_are_found_across_the_lines_of_a_message(tmp_path):
+    words = [f"word{i}" for i in range(13)]
+    taken = [U, {"role": "assistant", "content": "\n".join(words)}]
+    write_lines(tmp_path / "evaluation.jsonl", [{"question": " ".join(words)}])
+    settings = Preparation(source=write_lines(tmp_path / "a.jsonl", [*PLAIN, taken]), vocab_size=270)
+    evaluation = f"{tmp_path}/evaluation.jsonl"
+    prepare(replace(settings, conversations=True, exclude_ngrams_of=evaluation, val_fraction=0.2), tmp_path / "out")
+    assert facts_of(tmp_path / "out")["skipped"] == {f"13 words of {evaluation}": 1}
+
+
+def test_chat_stdlib_is_prepared_in_the_cache_from_the_files_of_the_library(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "lib"))
+    monkeypatch.setattr("data.dataset_folder._prepare_raw", data.prepare.preparation.prepare_raw)
+    (tmp_path / "lib" / "package").mkdir(parents=True)
+    for name in ("a", "b", "package/__init__", "package/c"):
+        functions = "".join(f'def f{i}(x: int) -> int:\n    """Return {i} + x, for {name}."""\n' for i in range(9))
+        (tmp_path / "lib" / f"{name}.py").write_text(f'"""About {name}."""\n{functions}')
+    corpus = find_corpus("chat-stdlib")
+    names = [document.name for file in corpus.files for document in corpus.documents(file)]
+    assert {name.partition(" ")[0] for name in names} == {"a.py", "b.py", "package/__init__.py", "package/c.py"}
+    assert "package/c.py conversation 2" in names and len(names) > 30
+    text = open_text(DataConfig("chat-stdlib", packing="whole"), 300, 256, 1, tmp_path / "cache")
+    special, learns = text.tokenizer.special_tokens, 0
+    for row in (text.train[0][i] for i in range(len(text.train[0]))):
+        tokens = np.append(row["inputs"], row["targets"][-1])
+        assert row["weights"].tolist() == learned(tokens, special)[1:].tolist()
+        learns += row["weights"].sum()
+    assert learns > 100
