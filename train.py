@@ -30,7 +30,6 @@ from run.record import Record
 from run.resume import record_start, resume
 from run.rollback import roll_back
 from run.stages import Program, batches_from, compile_stages, step_after
-from training.build import build_stages
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,9 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     opening.check_processes(config, cluster, say)
 
     # What is trained, on what, and what is on record and saved of it.
-    builds = build_stages(config)
+    builds, text, evaluator = opening.open_training(config, say)
     built = builds[-1]  # for all that does not depend on the size of a step
     config = built.config
-    text, evaluator = opening.open_training_text(built, say)
     past, checkpoints = opening.open_folder(built, text, accept_changes, lock, record)
     if message := opening.why_nothing_to_do(config, past, checkpoints):
         say(message)
@@ -129,7 +127,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
 
     def start() -> tuple[Progress, Iterator[Any]]:
         """From the newest checkpoint that can be read, or from step 0."""
-        begins = resume(built, checkpoints, times, say)
+        begins = resume(built, text.tokenizer, checkpoints, times, say)
         compile_stages(programs, builds, begins.step, times, say)  # none, unless an older checkpoint was restored
         record_start(built, text, changes, begins, times)
         batches = batches_from(begins, builds, text)

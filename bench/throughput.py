@@ -18,6 +18,7 @@ import numpy as np
 from bench.sizes import Sizes, sized
 from configs.command_line import parse
 from configs.schema import Config, Positive
+from configs.validation import require_steps
 from evaluation.generation import make_generate
 from hosts.machines import peak_flops
 from hosts.runtime import run_command
@@ -119,6 +120,7 @@ def measure(config: Config, arguments: Arguments) -> dict[str, Any]:
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
+    require_steps(config)
     print(json.dumps(measure(sized(config, arguments, jax.device_count()), arguments)))
     return 0
 

@@ -380,15 +380,18 @@ class Config:
     """The run's folder: checkpoints, metrics, config. The same command again continues the run in it."""
     seed: NotNegative[int] = 0
     """Seed of the initial parameters, of the order of rows and of the samples."""
-    steps: Positive[int] = 1000
+    steps: NotNegative[int] = 1000
     """Optimizer steps of the whole run; with `batch.ramp` they differ in size, and the start says how many tokens they
-    are in all."""
+    are in all. 0: one epoch, rounded up to a step: as many rows as the datasets of `data.source` have together."""
     deterministic: Free[bool] = True
     """On GPUs: no kernel that adds in an order of its own, and the kernels that XLA chooses by timing them are kept in
     the run's folder, so that a run that is continued ends with the same bits (docs/checkpoints.md). False: whatever is
     fastest. On CPUs and TPUs it changes nothing."""
     init_from: AnyPath = ""
-    """Another run, a folder that export.py wrote, or a nanochat in transformers' format: start from its parameters."""
+    """Another run, a folder that export.py wrote, or a nanochat in transformers' format: start from its parameters. If
+    its tokenizer lacks the tokens of conversations and the data's has them, rows for them are added."""
+    init_optimizer: bool = False
+    """Start from the optimizer's moments of the run in `init_from`, too. Steps and schedule start at 0."""
     resume: Free[Literal["auto", "never", "must"]] = "auto"
     """`auto`: continue the run in `run_dir` if there is one. `never`: refuse if there is one. `must`: refuse if not."""
     model: ModelConfig = field(default_factory=ModelConfig)

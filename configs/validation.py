@@ -102,7 +102,9 @@ def validate(config: Config) -> None:
     require(names_folder, "name", "it names a folder: not empty, without '/'")
     first, last = profiled_steps(config) or (1, 1)
     require(1 <= first <= last, "profile.steps", "give FIRST:LAST, the first at least 1, such as 10:15")
-    require(last <= config.steps, "profile.steps", f"the run has {config.steps} steps")
+    require(last <= config.steps or not config.steps, "profile.steps", f"the run has {config.steps} steps")
+    a_run = "it takes the moments of the run in init_from, which is empty"
+    require(config.init_from != "" or not config.init_optimizer, "init_optimizer", a_run)
     require(bool(config.eval.bundle) or not config.eval.tasks, "eval.bundle", "eval.tasks=core needs a bundle's folder")
     divides = f"it must divide batch.sequence_length={batch.sequence_length}"
     require(batch.sequence_length % model.loss_chunks == 0, "model.loss_chunks", divides)
@@ -135,6 +137,12 @@ def validate(config: Config) -> None:
     nearest = nearest_multiples(batch.tokens_per_step, batch.sequence_length)
     whole_rows = batch.tokens_per_step % batch.sequence_length == 0
     require(whole_rows, "batch.tokens_per_step", f"{multiple}; nearest: {nearest}")
+
+
+def require_steps(config: Config) -> None:
+    """Raise UserError for a command that needs a number of steps, if the config has an epoch in its place."""
+    if not config.steps:
+        raise UserError("--steps=0 is one epoch of the text, which train.py alone counts: give a number of steps here")
 
 
 def _shares_kv_heads(model: ModelConfig, devices: int) -> bool:

@@ -74,17 +74,24 @@ def config_of(folder: str | Path) -> Config:
     return config
 
 
-def _tokenizer_folder(config: Config) -> Path | None:
-    """Return the folder with the tokenizer of `config.init_from`, or None if it has none."""
-    origin = at_hand(config.init_from)
-    folder = origin / "tokenizer" if is_run(origin) else origin
+def network_config(folder: Path) -> Config:
+    """Return the Config of a run, or of the network in a folder. UserError if a folder is neither."""
+    return record_of(folder)[1] if is_run(folder) or not is_network(folder) else config_of(folder)
+
+
+def tokenizer_in(folder: Path) -> Path | None:
+    """Return the folder with the tokenizer of a run or of a network, or None if it has none."""
+    folder = folder / "tokenizer" if is_run(folder) else folder
     return folder if (folder / "tokenizer.json").exists() else None
 
 
 def require_same_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
-    """Raise UserError if `config.init_from` has another vocabulary than the data."""
-    folder = _tokenizer_folder(config)
-    if folder and load_tokenizer(folder).library.get_vocab() != tokenizer.library.get_vocab():
+    """Raise UserError if `config.init_from` has another vocabulary than the data, but for tokens of conversations that
+    it lacks."""
+    folder = tokenizer_in(at_hand(config.init_from))
+    theirs = load_tokenizer(folder) if folder else tokenizer
+    known = [it.library.get_vocab() for it in (theirs, theirs.with_chat_tokens)]
+    if tokenizer.library.get_vocab() not in known:
         raise UserError(
             f"{config.init_from} holds another vocabulary than the data were made with; prepare the data with "
             f"--tokenizer={folder}, or give --data.tokenizer={folder} for raw text"
@@ -93,20 +100,25 @@ def require_same_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
 
 def why_no_training(config: Config) -> str:
     """Return why no tokenizer may be trained for a run that starts from `config.init_from`, or "" if one may be."""
-    if not (folder := _tokenizer_folder(config)):
+    if not (folder := tokenizer_in(at_hand(config.init_from))):
         return ""
     origin = f"--init_from={config.init_from}"
     return f"{origin} has a tokenizer, and the text would get another: give --data.tokenizer={folder}"
 
 
 def require_same_network(config: Config) -> None:
-    """Raise UserError if `config.init_from` has a network that computes another function than the options ask for."""
+    """Raise UserError if `config.init_from` has a network that computes another function than the options ask for, but
+    for rows that tokens of conversations need."""
     config, folder = resolved(config), at_hand(config.init_from)
-    if is_run(folder):
-        problems = _differences(record_of(folder)[1].model, config.model)
-    else:
-        shapes = {name: tuple(array.get_shape()) for name, array in stored_arrays(folder).items()}
-        problems = _differences(config_of(folder).model, config.model) + _wrong_shapes(shapes, config.model)
+    arrays = {} if is_run(folder) else stored_arrays(folder)
+    theirs, asked = network_config(folder).model, config.model
+    if theirs.vocab_size < asked.vocab_size and (tokenizer := tokenizer_in(folder)):
+        needed = load_tokenizer(tokenizer).with_chat_tokens.vocab_size
+        if theirs.vocab_size < needed <= asked.vocab_size:
+            asked = replace(asked, vocab_size=theirs.vocab_size)
+    problems = _differences(theirs, asked)
+    if arrays:
+        problems += _wrong_shapes({name: tuple(array.get_shape()) for name, array in arrays.items()}, asked)
     if problems:
         differences = "\n  ".join(problems)
         raise UserError(f"{config.init_from} is of another network than the options ask for:\n  {differences}")

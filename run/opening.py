@@ -1,8 +1,8 @@
 """What a run needs before its first step: its text, its folder, its checkpoints, and hosts that agree."""
 
-import dataclasses
 import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,38 +10,51 @@ from typing import Any
 from configs.ramp import Ramp
 from configs.retry import patiently
 from configs.schema import Config
+from configs.validation import validate
 from data.dataset import Text, open_text
 from evaluation.evaluator import Evaluator
 from hosts.cluster import Cluster
 from hosts.preflight import preflight
 from hosts.runtime import cache_dir, check_hosts_agree, describe_processes, on_first_process
 from hosts.watchdog import limited
+from interchange.growth import describe_growth, require_moments
 from interchange.init_from import require_same_network, require_same_vocabulary, why_no_training
 from run.checkpoint import Checkpoints, whole_steps
 from run.describe import describe_start
 from run.folder import STARTS, Past, RunLock, begin, checkpoint_folder, open_run, require_checkpoints
 from run.record import Record
 from run.resume import open_checkpoints
-from training.build import Build
+from training.build import Build, build_stages
 from training.mesh import make_mesh
 
 
 def check_processes(config: Config, cluster: Cluster, say: Callable[[str], Any]) -> None:
     """Say which processes and devices the run has. UserError if the processes were given different configs."""
     say(describe_processes(cluster, make_mesh(config.mesh)))
-    check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
+    check_hosts_agree("their config", json.dumps(asdict(config)))
 
 
-def open_training_text(built: Build, say: Callable[[str], Any]) -> tuple[Text, Evaluator]:
-    """Return the text that the run trains on, and what evaluates on its held-out part. UserError if the text, or the
-    network in `init_from`, does not fit the run."""
+def open_training(config: Config, say: Callable[[str], Any]) -> tuple[list[Build], Text, Evaluator]:
+    """Return the builds of the run's stages, with the steps of an epoch for `steps=0`, the text that it trains on, and
+    what evaluates on its held-out part. UserError if the text, or the network in `init_from`, does not fit the run."""
+    builds = build_stages(config)
+    built = builds[-1]  # for all that does not depend on the size of a step
     config, (micro_batches, rows, length) = built.config, built.batch_shape
     starts_from = config.init_from and not on_first_process(lambda: whole_steps(checkpoint_folder(config)))
     if starts_from:  # before text is prepared, which can take hours
         require_same_network(config)
+        if config.init_optimizer:
+            require_moments(config)
     no_training = why_no_training(config) if starts_from else ""
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir(), no_training)
     check_hosts_agree("their text", text.fingerprint)
+    if not config.steps:
+        ramp, tokens = Ramp.of(config.batch), sum(map(len, text.train)) * length
+        steps = ramp.steps_in(tokens)
+        config = replace(config, steps=steps + (ramp.tokens(steps) < tokens))
+        validate(config)
+        builds = build_stages(config)
+        built = builds[-1]
     say(text.outlook(Ramp.of(config.batch).tokens(config.steps) // length, length, config.data.max_epochs))
     if text.too_long:
         say(text.too_long)
@@ -54,8 +67,8 @@ def open_training_text(built: Build, say: Callable[[str], Any]) -> tuple[Text, E
         check_hosts_agree("their bundle", evaluator.benchmarks.facts["bundle"])
     if starts_from:
         require_same_vocabulary(config, text.tokenizer)
-        say(describe_start(config))
-    return text, evaluator
+        say("\n".join(filter(None, [describe_start(config), describe_growth(config, text.tokenizer)])))
+    return builds, text, evaluator
 
 
 def open_folder(

@@ -9,9 +9,10 @@ import jax
 
 from configs.schema import Config, UserError
 from data.dataset import Text
+from data.tokenizer import TextTokenizer
 from hosts.runtime import on_first_process
 from hosts.watchdog import limited
-from interchange.init_from import read_params
+from interchange.growth import initial_state
 from model.flops import parameter_counts
 from run.checkpoint import Checkpoints
 from run.events import Events, rollbacks_to
@@ -35,17 +36,17 @@ def open_checkpoints(config: Config, record: Record) -> Checkpoints:
     return checkpoints
 
 
-def resume(built: Build, checkpoints: Checkpoints, times: Times, say: Callable[[str], Any]) -> Start:
-    """Return the state and the data's position: of the newest checkpoint that can be read, or before step 0."""
+def resume(
+    built: Build, tokenizer: TextTokenizer, checkpoints: Checkpoints, times: Times, say: Callable[[str], Any]
+) -> Start:
+    """Return the state and the data's position: of the newest checkpoint that can be read, or before step 0.
+    `tokenizer`: the text's."""
     config = built.config
     with times.during("restore" if checkpoints.newest else "start"), limited(config.hang, "restoring"):
         events = on_first_process(Events(config.run_dir).read)
         restored = checkpoints.restore_newest(built.abstract_state, say)
         if restored is None:
-            state = built.create_state()
-            if config.init_from:
-                state = state._replace(params=read_params(config, built.abstract_state.params))
-            return Start(jax.block_until_ready(state))  # what makes it is no training
+            return Start(jax.block_until_ready(initial_state(built, tokenizer)))  # what makes it is no training
     state, facts = restored
     step = facts["step"]
     position = max([facts["position"], *(event["position"] for event in rollbacks_to(events, step))])

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from configs.command_line import exit_code_of, parse
 from configs.exit_codes import Exit
 from configs.schema import AnyPaths, Config, FilePath, NotNegative, UserError
+from configs.validation import require_steps
 from tools.plan import compiled, output
 from tools.plan.candidate import Candidate, known_topology, name_of
 from tools.plan.measured import factors, measured
@@ -50,6 +51,7 @@ def plan(config: Config, arguments: Arguments, words: list[str]) -> int:
     """Prints the plan. UserError for a topology or sizes that cannot be, and for a batch that grows."""
     if not arguments.topology:
         raise UserError("--topology is missing: the machines to plan for, as --topology=v5e:16x16 '64x h200:8'")
+    require_steps(config)
     if config.batch.ramp:
         raise UserError(
             f"--batch.ramp={config.batch.ramp}: a constant batch is what is planned for; plan for each stage's size as "

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from configs.command_line import parse
 from configs.exit_codes import Exit
 from configs.schema import Config, FilePath, NotNegative, UserError
+from configs.validation import require_steps
 from data.dataset import open_text
 from hosts.machines import machines
 from hosts.runtime import cache_dir, run_command, start_jax
@@ -101,6 +102,7 @@ def require_enough(config: Config, record: Record, stages: list[str]) -> None:
 def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit:
     """The stages, one after the other; each says what it decides as soon as it does."""
     stages, say = stages_of(arguments.stages), tqdm.write
+    require_steps(config)
     if config.batch.ramp:
         raise UserError(f"--batch.ramp={config.batch.ramp}: a constant batch is what is tuned; leave the ramp out")
     if arguments.topology and stages != ["fit"]:

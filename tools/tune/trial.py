@@ -14,6 +14,7 @@ from configs.schema import Config, UserError, with_options
 from data.dataset import Text
 from data.loader import StepBatches, held_out_batches, local_rows, train_batches
 from hosts.stop import Stop
+from interchange.growth import initial_state
 from run.checkpoint import Checkpoints
 from run.events import Events
 from run.folder import Past, RunLock, accept, open_run, require_checkpoints
@@ -134,7 +135,7 @@ class Context:
             state, facts = restored
             return Start(state, facts["step"], facts["tokens"], facts["position"], facts["seconds"])
         if origin is None:
-            return Start(built.create_state())
+            return Start(initial_state(built, self.text.tokenizer))
         theirs = Checkpoints(origin.folder)
         if origin.saved not in theirs.steps:
             raise UserError(f"{origin.folder} holds no checkpoint of step {origin.saved} any more; give another --out")

@@ -1,0 +1,89 @@
+"""Fine-tunes a network on conversations, so that it answers.
+
+python train.py --config=configs/chat.py --init_from=runs/small
+
+The network's options, the length of a row and the tokenizer follow the network in --init_from: a run, a folder that
+export.py wrote, or a published nanochat. After a run the rates and the sizes of a step follow it, too. Whatever is given
+on the command line stays as given.
+
+The recipe is nanochat's chat_sft: 0.8 of pretraining's rates, no warmup, and a fall to 0 over the last half. Muon does
+not decay, and its momentum rises from 0.85 to 0.95.
+"""
+
+from configs.files import cache_dir
+from configs.schema import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    MatricesConfig,
+    MuonConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    UserError,
+    options,
+    with_options,
+)
+from data.tokenizer import load_tokenizer
+from interchange.init_from import is_run, network_config, tokenizer_in
+from run.record import at_hand
+
+ROWS_OF_VOCABULARY = 64  # a vocabulary that grows does so to a multiple of it, so that meshes can divide it
+OF_A_RUN = ("optimizer.", "batch.sequence_length", "batch.tokens_per_step", "batch.rows_per_device")
+RECIPE = ("optimizer.rate_factor", "optimizer.schedule.", "optimizer.muon.momentum", "optimizer.muon.weight_decay")
+
+
+def get_config() -> Config:
+    return Config(
+        name="chat",
+        steps=300,
+        data=DataConfig(source="chat-stdlib", packing="whole", mask_documents=True),
+        batch=BatchConfig(sequence_length=2048, tokens_per_step=524_288, rows_per_device=32),
+        optimizer=OptimizerConfig(
+            matrices=MatricesConfig(0.002, kind="muon"),
+            muon=MuonConfig(momentum=0.95, momentum_warmup_steps=300, momentum_final=0.95, weight_decay=0.0),
+            rate_factor=0.8,
+            schedule=ScheduleConfig(warmdown=0.5, final=0.0),
+        ),
+        checkpoint=CheckpointConfig(every_steps=100),
+        eval=EvalConfig(every_steps=150, tokens=65_536, prompts=()),
+    )
+
+
+def derive(config: Config, given: set[str]) -> Config:
+    """Return the config for the network in `init_from`. UserError if none is named, or none is there."""
+    if not config.init_from:
+        raise UserError(
+            "--init_from is missing: configs/chat.py fine-tunes a network that is there; --init_from=runs/small takes "
+            "that of `make train`"
+        )
+    folder = at_hand(config.init_from)
+    base = network_config(folder)
+    home = config.data.tokenizer or tokenizer_in(folder)
+    if not home:
+        raise UserError(f"{config.init_from} has no tokenizer.json: give its tokenizer as --data.tokenizer")
+    tokenizer = load_tokenizer(home).with_chat_tokens
+    if tokenizer != load_tokenizer(home) or config.init_from.startswith("gs://"):
+        home = cache_dir() / "tokenizers" / tokenizer.sha256[:16]
+        tokenizer.save(home)
+    config = with_options(config, {"data.tokenizer": str(home)})
+    if tokenizer.vocab_size > base.model.vocab_size:
+        size = -(-tokenizer.vocab_size // ROWS_OF_VOCABULARY) * ROWS_OF_VOCABULARY
+        base = with_options(base, {"model.vocab_size": size})
+    return following(config, base, is_run(folder), given)
+
+
+def following(config: Config, base: Config, run: bool, given: set[str]) -> Config:
+    """Return the config with the options of `base` that it follows, but for those that are `given`. `run`: those of a
+    run, its optimizer's included."""
+    taken = ("model.", *OF_A_RUN) if run else ("model.", "batch.sequence_length")
+    left = given | {"model.dtype"}  # which suits the machine
+    values = {
+        name: value
+        for name, value in options(base).items()
+        if name.startswith(taken) and not name.startswith(RECIPE) and name not in left
+    }
+    if run and "optimizer.rate_factor" not in given:
+        values["optimizer.rate_factor"] = config.optimizer.rate_factor * base.optimizer.rate_factor
+    return with_options(config, values)
