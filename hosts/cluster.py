@@ -1,17 +1,17 @@
-"""Which processes make up a run, from what the launcher put into the environment: no network, no devices, no JAX.
+"""Find the processes of a run from the environment that the launcher set: no network, no devices, no JAX.
 
-| launcher | known by | processes, and this one's place |
+| launcher | recognized by | processes, and this one's index |
 | --- | --- | --- |
 | mpirun | OMPI_COMM_WORLD_SIZE | OMPI_COMM_WORLD_*; the first host from OMPI_MCA_orte_hnp_uri (Open MPI 4) |
 | SLURM | SLURM_STEP_NUM_TASKS, which srun sets | SLURM_PROCID of them; the first of SLURM_STEP_NODELIST |
-| TPUs on GKE | TPU_WORKER_HOSTNAMES | TPU_WORKER_ID; MEGASCALE_* where there are several slices |
+| TPUs on GKE | TPU_WORKER_HOSTNAMES | TPU_WORKER_ID; MEGASCALE_* if there are several slices |
 | TPU VMs | the machine's metadata | the same, from there |
 | anything else | JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID | as they say |
 
-The JAX_* variables count before whatever the launcher says; so do XPK's names of them (JAX_COORDINATOR_PORT, NNODES and
-NODE_RANK on GPUs, JAX_PROCESS_COUNT). The rules, and the ports, are those of jax/_src/clusters, but for the GPUs of a
-SLURM or MPI task (JAX gives every task one GPU, and leaves the others idle) and for Kubernetes, where JAX asks the
-API server, which needs a package and rights, and takes one Job's `parallelism` for all of a JobSet.
+The JAX_* variables override the launcher; so do XPK's names of them (JAX_COORDINATOR_PORT, NNODES and NODE_RANK on
+GPUs, JAX_PROCESS_COUNT). The rules and ports equal jax/_src/clusters, with two exceptions. JAX gives every SLURM or MPI
+task one GPU and leaves the others idle. On Kubernetes JAX asks the API server, which needs a package and rights, and
+takes one Job's `parallelism` for the complete JobSet.
 """
 
 import re
@@ -21,11 +21,11 @@ from typing import NamedTuple
 from configs.schema import UserError
 
 TPU_PORT = 8482  # jax/_src/clusters/cloud_tpu_cluster.py
-HIGH_PORTS = 65536 - 2**12  # of these one by the job's number: jax/_src/clusters/slurm_cluster.py
+HIGH_PORTS = 65536 - 2**12  # one of these, by the job's number: jax/_src/clusters/slurm_cluster.py
 
 
 class Cluster(NamedTuple):
-    """The processes of a run, as this one's environment says."""
+    """Describe the processes of a run, from this one's environment."""
 
     launcher: str
     processes: int = 1
@@ -34,13 +34,13 @@ class Cluster(NamedTuple):
     address: str = ""
     """host:port of process 0; empty if there is one process."""
     local_devices: tuple[int, ...] | None = None
-    """Which of the machine's GPUs are this process's; None: all that it sees."""
+    """The machine's GPUs that this process uses; None: all that it sees."""
     hosts: tuple[str, ...] = ()
-    """The processes' hosts, in order, where the launcher names them."""
+    """The processes' hosts, in order, if the launcher names them."""
 
 
 class Found(NamedTuple):
-    """What a launcher says; None: it does not."""
+    """Describe what a launcher sets; None: it does not."""
 
     launcher: str
     processes: int | None = None
@@ -54,8 +54,8 @@ class Found(NamedTuple):
 def detect(
     environ: Mapping[str, str], tpus: int = 0, gpus: int = 0, metadata: Callable[[str], str] = lambda key: ""
 ) -> Cluster:
-    """The run's processes. `tpus` and `gpus`: the machine's devices. `metadata(key)`: an attribute of a Google Cloud
-    machine, empty if there is none. UserError if what is set cannot be meant."""
+    """Return the run's processes. `tpus` and `gpus` count the machine's devices. `metadata(key)` returns an attribute
+    of a Google Cloud machine, empty if there is none. UserError if the settings are incomplete or contradictory."""
     launch = launched(environ, tpus, gpus, metadata)
     text = lambda *names: next((environ[name] for name in names if environ.get(name)), "")
     address = text("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_IP")
@@ -72,8 +72,8 @@ def detect(
     if not (host and port.isdigit() and processes and place is not None and place < processes):
         values = ", ".join(f"{name}={value or '(not set)'}" for name, value in named.items())
         raise UserError(
-            f"the processes of this run are not clear ({launch.launcher}): JAX_COORDINATOR_ADDRESS (host:port of the "
-            f"first), JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0) belong together; found {values}"
+            f"incomplete multi-process settings ({launch.launcher}): JAX_COORDINATOR_ADDRESS (host:port of process 0), "
+            f"JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0) belong together; found {values}"
         )
     launcher = launch.launcher if launch.processes else "JAX_* variables"
     if processes == 1:
@@ -85,7 +85,7 @@ def detect(
 
 
 def launched(environ: Mapping[str, str], tpus: int, gpus: int, metadata: Callable[[str], str]) -> Found:
-    """What the launcher says, whatever the JAX_* variables do."""
+    """Return what the launcher sets, without the JAX_* variables."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     gpus = gpus if visible is None else len([name for name in visible.split(",") if name not in ("", "-1")])
     if "OMPI_COMM_WORLD_SIZE" in environ:
@@ -102,7 +102,7 @@ def launched(environ: Mapping[str, str], tpus: int, gpus: int, metadata: Callabl
 
 
 def of_mpirun(environ: Mapping[str, str], gpus: int) -> Found:
-    """Open MPI. Version 5 does not tell a process where the first one runs: JAX_COORDINATOR_ADDRESS must."""
+    """Read Open MPI's variables. Version 5 does not name the first host: JAX_COORDINATOR_ADDRESS must."""
     read = lambda name: int(environ[f"OMPI_COMM_WORLD_{name}"])
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     host = re.search(r"tcp://([^,:]+)|tcp6://\[([^,\]]+)", uri)
@@ -112,12 +112,12 @@ def of_mpirun(environ: Mapping[str, str], gpus: int) -> Found:
 
 
 def of_slurm(environ: Mapping[str, str], gpus: int) -> Found:
-    """A step of srun's, with a task a node or a task a GPU."""
+    """Read the variables of an srun step, with one task per node or per GPU."""
     count = int(environ["SLURM_STEP_NUM_TASKS"])
     if count == 1:
         return Found("SLURM", 1)
     tasks = per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))[int(environ.get("SLURM_NODEID", 0))]
-    # With these SLURM shows a task its own GPUs alone.
+    # With these SLURM shows a task only its own GPUs.
     bound = (
         "SLURM_GPUS_PER_TASK" in environ
         or "gpu" in environ.get("SLURM_TRES_PER_TASK", "")
@@ -130,7 +130,7 @@ def of_slurm(environ: Mapping[str, str], gpus: int) -> Found:
 
 
 def of_tpus(environ: Mapping[str, str], metadata: Callable[[str], str]) -> Found:
-    """The hosts of a TPU slice, or of several: from the environment (GKE), else from the machine's metadata."""
+    """Read the hosts of one or more TPU slices from the environment (GKE), else from the machine's metadata."""
     listed = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES")
     if listed:
         launcher = "GKE" if "KUBERNETES_SERVICE_HOST" in environ else "TPU_WORKER_HOSTNAMES"
@@ -153,8 +153,8 @@ def of_tpus(environ: Mapping[str, str], metadata: Callable[[str], str]) -> Found
 
 
 def share(gpus: int, tasks: int, local: int) -> tuple[int, ...] | None:
-    """The GPUs of the `local`-th of a machine's `tasks`; None: all that it sees, as where each sees only its own.
-    UserError if they do not come out even."""
+    """Return the GPUs of the `local`-th of a machine's `tasks`; None for all that it sees, which may be only its own.
+    UserError if the tasks do not divide the GPUs."""
     if tasks == 1 or gpus < tasks:
         return None
     if gpus % tasks:
@@ -164,7 +164,7 @@ def share(gpus: int, tasks: int, local: int) -> tuple[int, ...] | None:
 
 
 def split_address(address: str) -> tuple[str, str]:
-    """Host and port; either may be empty. An IPv6 address with a port stands in brackets."""
+    """Return host and port; either may be empty. An IPv6 address with a port is in brackets."""
     bracketed = re.fullmatch(r"\[(.*)\](?::(\d*))?", address)
     if bracketed:
         return bracketed[1], bracketed[2] or ""
@@ -173,12 +173,12 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """The first of SLURM's list: `node[001-015],host2` gives node001."""
+    """Return the first of SLURM's list: `node[001-015],host2` gives node001."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[([^,\-\]]+)[^\]]*\]", r"\1", first[0] if first else "")
 
 
 def per_node(tasks: str) -> list[int]:
-    """SLURM's tasks of each node: `8(x2),4` gives 8, 8, 4."""
+    """Return SLURM's tasks of each node: `8(x2),4` gives 8, 8, 4."""
     parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
     return [int(count) for count, times in parts for _ in range(int(times or 1))]

@@ -1,7 +1,7 @@
-"""The processes of a run, once they have found each other: they exchange values, and end with one code.
+"""Connect the processes of a run: they exchange values, and end with one code.
 
-JAX's coordination service, which every process is connected to, carries both. The first process that ends otherwise
-than all together (an exception, a Ctrl-C, a hang) writes its exit code there, and the others end with it.
+JAX's coordination service carries both. The first process that ends alone (an exception, a Ctrl-C, a hang) writes its
+exit code there, and the others end with it.
 """
 
 import ctypes
@@ -17,24 +17,24 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 import jax
-from jax._src import distributed  # as Orbax does: the service's store has no other door
+from jax._src import distributed  # as Orbax does: the service's store has no public API
 
 from configs.exit_codes import Exit
 from hosts.cluster import Cluster
 from hosts.roll_call import START_TIMEOUT, TELL_EVERY, PeerLost, roll_call
 
-TELL_FIRST = 10  # seconds until a line says which process, of those that have joined, does not answer
-JOIN_TIMEOUT = 120  # seconds for JAX's own start, once all have answered
-HEARTBEAT_TIMEOUT = 30  # seconds without a sign of life after which a process counts as lost
+TELL_FIRST = 10  # seconds until a line names a joined process that does not answer
+JOIN_TIMEOUT = 120  # seconds for JAX's start, once all have answered
+HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process counts as lost
 HOSTS = "tokensum/host"  # in the service's store: each process's host
-EXCHANGES = "tokensum/exchange"  # there, too: what processes give each other
-ENDING = "tokensum/exit"  # there, too: the code, and who was first to end with it
-LOOK_EVERY = 1  # seconds between looks for it
-GRACE = 2  # seconds that a process which learns of it has to end by itself, with its own message
+EXCHANGES = "tokensum/exchange"  # also there: the values that processes exchange
+ENDING = "tokensum/exit"  # also there: the code, and the first process that ended with it
+LOOK_EVERY = 1  # seconds between reads of it
+GRACE = 2  # seconds in which a process that reads it may end by itself, with its own message
 
 
 def join(cluster: Cluster) -> None:
-    """Waits for all, then starts JAX's service. PeerLost where one does not come; UserError if that cannot be."""
+    """Wait for all, then start JAX's service. PeerLost if one does not join; UserError for contradictory settings."""
     roll_call(cluster)
     end_aborts_as_lost_peers()
     _joining.set()
@@ -54,8 +54,8 @@ def join(cluster: Cluster) -> None:
 
 
 def leave() -> None:
-    """Leaves JAX's service together with the others, for which it waits, and stops looking for their exit codes: Python
-    aborts where it ends while a thread is in JAX's C++ (`FATAL: exception not rethrown`)."""
+    """Leave JAX's service together with the others, for which it waits, and stop reading their exit codes. Python
+    aborts if it ends while a thread is in JAX's C++ (`FATAL: exception not rethrown`)."""
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
         _left.set()
@@ -63,11 +63,11 @@ def leave() -> None:
 
 
 patience: float = START_TIMEOUT
-"""Seconds that `exchange` waits for a process. `hosts.watchdog.limited` sets what its own limit allows."""
+"""Seconds that `exchange` waits for a process. `hosts.watchdog.limited` sets its own limit."""
 
 
 class _Channel:
-    """Exchanges of one thread. Every process counts them alike, so that no two have one name."""
+    """Count the exchanges of one thread. Every process counts them alike, so that no two share a name."""
 
     def __init__(self) -> None:
         self.exchanged = self.read_by_all = 0
@@ -77,27 +77,27 @@ _channels = defaultdict[str, _Channel](_Channel)
 
 
 def exchange(what: str, value: str, channel: str = "") -> list[str]:
-    """Every process's `value`, in order. Through JAX's service, not through the devices. PeerLost, which names them,
-    where some have not given theirs after `patience` seconds. Every process must call it; another thread than the
-    main one on a channel of its own, which waits for as long as it takes."""
+    """Return every process's `value`, in order, through JAX's service, not through the devices. PeerLost, with their
+    names, if some have not given theirs after `patience` seconds. Every process must call it. A thread other than the
+    main one needs its own channel, which waits without limit."""
     client: Any = distributed.global_state.client
     if client is None:
         return [value]
     index, count, name = distributed.global_state.process_id, distributed.global_state.num_processes, _next(channel)
     client.key_value_set(f"{name}/{index}", value)
-    if index > 0:  # the first gathers them, so that the requests grow with the processes, and not with their square
+    if index > 0:  # the first gathers them, so that the requests grow with the processes, not with their square
         return json.loads(_read(client, f"{name}/all", name, range(count), what, channel))
     values = [_read(client, f"{name}/{i}", name, range(count), what, channel) for i in range(count)]
     client.key_value_set(f"{name}/all", json.dumps(values))
     of = _channels[channel]
-    for number in range(of.read_by_all, of.exchanged - 1):  # all have come here, and so have read what was before
+    for number in range(of.read_by_all, of.exchanged - 1):  # all have come here, so they have read the earlier ones
         client.key_value_delete(f"{EXCHANGES}{channel}/{number + 1}")
     of.read_by_all = of.exchanged - 1
     return values
 
 
 def from_first(what: str, value: str, channel: str = "") -> str:
-    """The first process's `value`, in the same way. It waits for nobody."""
+    """Return the first process's `value`, in the same way. The first process waits for nobody."""
     client: Any = distributed.global_state.client
     if client is None:
         return value
@@ -114,7 +114,7 @@ def _next(channel: str) -> str:
 
 
 def _read(client: Any, key: str, name: str, expected: range, what: str, channel: str) -> str:
-    """The value at `key` once it is there. Meanwhile the first process says who of `expected` has given none."""
+    """Return the value at `key` once it is there. Meanwhile the first process names those of `expected` without one."""
     start, count = time.monotonic(), distributed.global_state.num_processes
     by_process = lambda folder: {int(key.rpartition("/")[2]): value for key, value in folder}
     while True:
@@ -137,8 +137,8 @@ def _read(client: Any, key: str, name: str, expected: range, what: str, channel:
 
 
 def end_all(code: int, reason: str) -> NoReturn:
-    """Ends this process, and all others of the run, with `code`; or with the code of the one that ended first. An
-    orderly end would wait for them."""
+    """End this process and all others of the run with `code`, or with the code of the one that ended first. An orderly
+    end would wait for them."""
     client = distributed.global_state.client
     sys.stdout.flush()
     sys.stderr.flush()
@@ -152,8 +152,8 @@ def end_all(code: int, reason: str) -> NoReturn:
 
 
 def _acknowledge(client: Any, code: int) -> None:
-    """Says that this process ends, too. The service is in process 0, which waits until all others have said so, and is
-    then gone: an abort of JAX's client before this process has ended must not change its code."""
+    """Announce that this process ends too. Process 0 has the service, so it waits until all others have done so. An
+    abort of JAX's client before this process has ended must not change its code."""
     global _ending
     state, _ending = distributed.global_state, code
     with suppress(Exception):
@@ -166,7 +166,7 @@ def _acknowledge(client: Any, code: int) -> None:
 
 
 def _end_with_others() -> None:
-    """A thread: looks every second whether another process has ended the run, until this one has left it."""
+    """Check every second, in a thread, whether another process has ended the run, until this one has left it."""
     client: Any = distributed.global_state.client
     while not _left.wait(LOOK_EVERY):
         with suppress(Exception):
@@ -181,15 +181,15 @@ _left = threading.Event()
 _watcher = threading.Thread(target=_end_with_others, daemon=True)
 
 _joining = threading.Event()  # set while JAX's client connects to the service
-_abort_handler: Any = None  # kept: C holds no reference
+_abort_handler: Any = None  # kept, since C keeps no reference
 _ending: int | None = None  # the code with which this process is about to end
 
 
 def end_aborts_as_lost_peers() -> None:
-    """From now on the abort by which JAX's client ends a process that has lost another one ends it with 42.
+    """Turn the abort of JAX's client, which has lost another process, into an exit with 42.
 
-    It happens in a thread of C++, and while a process joins the others in its own. Any other abort in a thread of
-    Python's, such as a failed check of the compiler, stays one.
+    The abort happens in a C++ thread, or in the process's own thread while it joins the others. Any other abort in a
+    Python thread, such as a failed check of the compiler, stays an abort.
     (jaxlib has a callback for it, `missed_heartbeat_callback`, and cannot call it: std::bad_cast, seen in 0.10.2.)
     """
     global _abort_handler

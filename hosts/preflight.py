@@ -1,8 +1,8 @@
-"""Before anything is compiled: what the hosts of a run must have in common, and what each needs. What is wrong is named
-by host.
+"""Check, before anything is compiled, what the hosts of a run must have in common and what each needs. Messages name
+the host.
 
-The hosts tell each other through JAX's coordination service, not through the devices, so that a device that does not
-answer cannot keep them from it. Then all devices add up one sum whose result is known.
+The hosts exchange this through JAX's coordination service, so a device that does not answer cannot block it. Then all
+devices compute one sum with a known result.
 """
 
 import hashlib
@@ -36,22 +36,22 @@ from model.parallel import compute_capability
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("configs", "data", "evaluation", "hosts", "interchange", "model", "run", "training")
-CLOCKS = 60  # seconds by which hosts' clocks may differ: stores refuse requests signed at another time
-SUM_TIMEOUT = 180  # seconds for the sum, the connection of all devices included
+CLOCKS = 60  # seconds by which hosts' clocks may differ: stores refuse requests with another time
+SUM_TIMEOUT = 180  # seconds for the sum, with the connection of all devices
 MIN_CUDNN = 91801  # 9.18.1; pyproject.toml asks for it
-SEEN = 90  # seconds for a shared folder to show what another host wrote: NFS remembers for 60 what was not there
+SEEN = 90  # seconds for a shared folder to show another host's file: NFS caches a missing file for 60
 
 
 class Host(NamedTuple):
-    """What a host says of itself. JSON can hold it."""
+    """Describe a host, as JSON can."""
 
     name: str
     same: dict[str, str]
-    """What must be the same on all, by its name."""
+    """Values that must be the same on all, by name."""
     clock: float
-    """Unix seconds, read by all at one moment."""
+    """Unix seconds, which all read at the same time."""
     problems: list[str]
-    """What it lacks."""
+    """What this host lacks."""
 
 
 def code_digest(root: Path = ROOT) -> str:
@@ -64,7 +64,7 @@ def code_digest(root: Path = ROOT) -> str:
 
 
 def compare(hosts: Sequence[Host]) -> list[str]:
-    """What is wrong, a line each, named by host. What most hosts have counts as right; of two, what the first has."""
+    """Return a line for each problem, with its host. Most hosts' value counts as right; of two, the first's."""
     name = lambda i: f"process {i} ({hosts[i].name})"
     wrong = [f"{name(i)}: {problem}" for i, host in enumerate(hosts) for problem in host.problems]
     for what in hosts[0].same:
@@ -81,7 +81,7 @@ def compare(hosts: Sequence[Host]) -> list[str]:
 
 
 def needs(config: Config) -> list[str]:
-    """What this host lacks: room, and somewhere to write that all share. Every process must call it."""
+    """Return what this host lacks: disk space, a shared folder to write to. Every process must call it."""
     index, run_dir = jax.process_index(), epath.Path(config.run_dir)
     shared = epath.Path(config.checkpoint.folder or config.run_dir)
     problems, written = [], []
@@ -121,7 +121,7 @@ def needs(config: Config) -> list[str]:
             problems.append(f"cannot write to {shared}: {first_line(error)}{role(error)}")
     exchange("the preflight's files", "")
     for probe in written:
-        with suppress(Exception):  # it does not matter that they stay
+        with suppress(Exception):  # they may stay
             probe.unlink()
     checkpoint = 12 * sum(parameter_counts(config.model).values())  # float32 parameters and two moments
     if not str(shared).startswith("gs://"):
@@ -135,8 +135,8 @@ def needs(config: Config) -> list[str]:
 
 
 def lacks_deterministic_attention(config: Config, capability: float) -> str:
-    """What to install if cuDNN here has no deterministic backward attention for a GPU of this compute capability; else
-    empty. On Blackwell it has one from MIN_CUDNN on (TransformerEngine pull request 2584)."""
+    """Return what to install if cuDNN has no deterministic backward attention for a GPU of this compute capability, or
+    "". On Blackwell it has one from MIN_CUDNN on (TransformerEngine pull request 2584)."""
     model, length, documents = config.model, config.batch.sequence_length, config.data.mask_documents
     kernel = attention_kernel("gpu", capability, model.dtype, length, model.head_dim, documents)
     installed = fused_attention_stablehlo.check_cudnn_version()
@@ -150,7 +150,7 @@ def lacks_deterministic_attention(config: Config, capability: float) -> str:
 
 
 def about(config: Config, fingerprint: str, tokenizer: str) -> Host:
-    """This host. Every process must call it."""
+    """Return this host. Every process must call it."""
     devices = jax.local_devices()
     digest = lambda text: hashlib.sha256(text.encode()).hexdigest()[:12]
     same = {
@@ -162,13 +162,13 @@ def about(config: Config, fingerprint: str, tokenizer: str) -> Host:
         "devices": f"{len(devices)} x {devices[0].device_kind}",
     }
     problems = needs(config)
-    exchange("the preflight", "")  # so that all look at their clocks together
+    exchange("the preflight", "")  # so that all read their clocks together
     return Host(platform.node(), same, time.time(), problems)
 
 
 def preflight(config: Config, mesh: Mesh, fingerprint: str, tokenizer: str) -> list[Host]:
-    """Every host, once nothing is wrong with them. UserError, the same on all of them, where something is. Every
-    process must call it."""
+    """Return every host if all can train together; else raise the same UserError on all. Every process must call
+    it."""
     mine = json.dumps(about(config, fingerprint, tokenizer))
     hosts = [Host(*json.loads(answer)) for answer in exchange("the preflight's answer", mine)]
     if wrong := compare(hosts):
@@ -178,8 +178,8 @@ def preflight(config: Config, mesh: Mesh, fingerprint: str, tokenizer: str) -> l
 
 
 def checked_sum(mesh: Mesh) -> None:
-    """One sum over all devices, whose result is known. UserError if it is another; ends all processes with code 42
-    where it does not come."""
+    """Compute one sum over all devices with a known result. UserError if it differs; ends all processes with code 42 if
+    it does not finish."""
     numbers = np.arange(1, mesh.size + 1, dtype=np.int32)
     at = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     placed = jax.make_array_from_callback(numbers.shape, at, lambda index: numbers[index])

@@ -1,8 +1,8 @@
-"""The roll call: the processes of a run wait for each other, before JAX starts.
+"""Let the processes of a run wait for each other, before JAX starts: the roll call.
 
-JAX's own start (`initialization_timeout`) gives up by an abort, exit code 134, and names nobody. So before it, process
-0 calls the roll on the coordinator's port: each process connects, says who it is, and answers once all are there. Then
-JAX's service takes the port over.
+JAX's own start (`initialization_timeout`) gives up with an abort, exit code 134, and names nobody. So process 0 first
+listens on the coordinator's port. Each process connects, names itself, and answers once all are there. Then JAX's
+service takes the port.
 """
 
 import selectors
@@ -18,11 +18,11 @@ from configs.schema import UserError
 from hosts.cluster import Cluster, split_address
 
 START_TIMEOUT = 30 * 60  # seconds to wait for the last host: as long as a cluster takes to start it
-TELL_EVERY = 60  # seconds between lines that say who is missing
+TELL_EVERY = 60  # seconds between lines that name the missing processes
 
 
 class PeerLost(Exception):
-    """Another process has stopped, or cannot be reached: start all again."""
+    """Raised if another process has stopped, or cannot be reached: start all again."""
 
 
 def roll_call(
@@ -31,9 +31,9 @@ def roll_call(
     tell_every: float = TELL_EVERY,
     say: Callable[[str], Any] = lambda text: print(text, flush=True),
 ) -> None:
-    """Returns on every process once all have come and answered. PeerLost, on those that are there, where one is
-    missing after `timeout` seconds; every `tell_every` seconds each `say`s which. UserError if two of them were told
-    different things."""
+    """Return on every process once all have joined and answered. PeerLost, on those that are there, if one is missing
+    after `timeout` seconds; every `tell_every` seconds each `say`s which. UserError if their settings contradict each
+    other."""
     host, port = split_address(cluster.address)
     if cluster.index == 0:
         _call(cluster, int(port), timeout, tell_every, say)
@@ -42,7 +42,7 @@ def roll_call(
 
 
 def missing(cluster: Cluster, came: dict[int, str], silent: list[int]) -> str:
-    """Who has not come, or has and does not answer, in a line. `came`: each process's host."""
+    """Return a line that names the processes that have not joined, or do not answer. `came`: each process's host."""
     name = lambda i: f"{i} ({came.get(i) or cluster.hosts[i]})" if i in came or cluster.hosts else str(i)
     absent = [name(i) for i in range(cluster.processes) if i not in came]
     parts = [f"process {', '.join(absent[:16])}{f' and {len(absent) - 16} others' if absent[16:] else ''}"] * bool(
@@ -53,7 +53,7 @@ def missing(cluster: Cluster, came: dict[int, str], silent: list[int]) -> str:
 
 
 def _call(cluster: Cluster, port: int, timeout: float, tell_every: float, say: Callable[[str], Any]) -> None:
-    """Process 0: lets the others come, asks each for an answer once all have, and then lets them go."""
+    """Run process 0: let the others connect, ask each for an answer once all have, then release them."""
     start = reported = time.monotonic()
     server = _listen(port)
     lines: dict[socket.socket, bytes] = {}  # what a connection has sent of a line
@@ -83,12 +83,12 @@ def _call(cluster: Cluster, port: int, timeout: float, tell_every: float, say: C
             return
         index, count, host = rest.split(" ", 2)
         if int(count) != cluster.processes:
-            problem = f"process {index} on {host} was told of {count} processes, process 0 of {cluster.processes}"
+            problem = f"process {index} on {host} expects {count} processes, process 0 {cluster.processes}"
             tell(f"no {problem}")
             raise UserError(problem)
-        if int(index) in of:  # it was started again, and this connection is not known yet to be gone; or there are two
+        if int(index) in of:  # it restarted, and its old connection is not known to be gone yet; or there are two
             with suppress(OSError):
-                of[int(index)].sendall(f"no another process, on {host}, is process {index}, too\n".encode())
+                of[int(index)].sendall(f"no another process, on {host}, is process {index} too\n".encode())
             leave(of[int(index)])
         of[int(index)], came[int(index)] = connection, host
         if len(of) == cluster.processes:
@@ -122,11 +122,11 @@ def _call(cluster: Cluster, port: int, timeout: float, tell_every: float, say: C
                     *whole, lines[connection] = (lines[connection] + more).split(b"\n")
                     for text in whole:
                         heard(connection, text.decode())
-                except (OSError, ValueError):  # it left, or is no process of ours: a port scanner
+                except (OSError, ValueError):  # it left, or is not one of our processes: a port scanner
                     if connection in lines:
                         leave(connection)
         tell("go")
-        for connection in list(lines):  # who closes first keeps the port for a while; let it be the other side
+        for connection in list(lines):  # the side that closes first keeps the port for a while: not this one
             with suppress(OSError):
                 while connection.recv(4096):
                     pass
@@ -134,12 +134,12 @@ def _call(cluster: Cluster, port: int, timeout: float, tell_every: float, say: C
 
 
 def _listen(port: int) -> socket.socket:
-    """UserError if the port stays taken."""
+    """Listen on the port. UserError if it stays taken."""
     again = Retrying(
         retry=retry_if_exception_type(OSError), stop=stop_after_delay(60), wait=wait_random(0.5, 1.5), reraise=True
     )
     try:
-        return again(_create_server, port)  # the run before may still be ending
+        return again(_create_server, port)  # the previous run may still be ending
     except OSError as error:
         raise UserError(
             f"process 0 cannot listen on port {port} ({error.strerror}): is another run on this machine? "
@@ -157,7 +157,7 @@ def _create_server(port: int) -> socket.socket:
 def _answer(
     cluster: Cluster, address: tuple[str, int], timeout: float, tell_every: float, say: Callable[[str], Any]
 ) -> None:
-    """Any other process."""
+    """Run any other process."""
     start = reported = time.monotonic()
 
     def waiting(state: RetryCallState) -> None:
@@ -168,7 +168,7 @@ def _answer(
             problem = state.outcome and state.outcome.exception()
             say(f"{now - start:.0f} s: waiting for process 0 at {cluster.address}: {problem}")
 
-    # Not there yet, not known yet, or started again; or JAX's service of the run before, whose answer is no text.
+    # Not there yet, not known yet, or restarted; or JAX's service of the previous run, whose answer is not text.
     again = Retrying(
         retry=retry_if_exception_type((OSError, UnicodeDecodeError)),
         stop=stop_after_delay(timeout),
@@ -184,7 +184,7 @@ def _answer(
 
 
 def _greet(cluster: Cluster, address: tuple[str, int], tell_every: float, say: Callable[[str], Any]) -> None:
-    """Says who this process is, and does as process 0 says. OSError if that one closes the connection."""
+    """Name this process, and do as process 0 says. OSError if that one closes the connection."""
     with socket.create_connection(address, timeout=10) as connection:
         connection.settimeout(2 * tell_every + 10)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

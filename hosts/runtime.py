@@ -1,4 +1,4 @@
-"""How a command starts and ends: JAX's settings, several processes, signals, exit codes."""
+"""Start and end a command: JAX's settings, several processes, signals, exit codes."""
 
 import errno
 import hashlib
@@ -33,25 +33,25 @@ from hosts.roll_call import PeerLost
 from training.mesh import axes_between, islands, sizes_of
 
 OPEN_FILES = 65_536
-OF_THE_PROGRAM = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # errors that would come again
+OF_THE_PROGRAM = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # errors that would recur
 
 
 class NoCheckpoint(Exception):
-    """A run has checkpoints, and none can be read."""
+    """Raised if a run has checkpoints, and none can be read."""
 
 
 class Damaged(ValueError):
-    """What was saved is not what is read: a file is missing, or its content is another."""
+    """Raised if a saved file is missing, or its content differs."""
 
 
-KINDS = (UserError, StorageLost, Damaged)  # exceptions that all processes raise where one does
+KINDS = (UserError, StorageLost, Damaged)  # exceptions that all processes raise if one does
 T = TypeVar("T")
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Runs a command and exits with its code; a UserError becomes its message and code 2, a full disk one and 1. Of
-    several processes one that ends by an exception ends all, with its code."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # 1024 at most at first: few for shards and connections
+    """Run a command and exit with its code. A UserError becomes its message and code 2, a full disk a message and 1. If
+    one of several processes ends by an exception, all end with its code."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # often 1024: few for shards and connections
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
     ended: BaseException | None = None
@@ -63,7 +63,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         print(f"error: {error}", file=sys.stderr)
         code, ended = Exit.MISTAKE if isinstance(error, UserError) else Exit.UNREADABLE, error
     except KeyboardInterrupt as error:
-        print("interrupted while no step was being taken; what was saved before is still there", file=sys.stderr)
+        print("interrupted outside training; earlier checkpoints are intact", file=sys.stderr)
         code, ended = Exit.INTERRUPTED, error
     except StorageLost as error:
         print(f"error: {error}; start all again", file=sys.stderr)
@@ -85,8 +85,8 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         elif _of_a_peer(error):
             code = Exit.PEER_LOST
             print(
-                f"error: process {jax.process_index()} cannot go on: another one has stopped, or cannot be reached; "
-                f"start all again, and they continue ({first_line(error)[:200]})",
+                f"error: process {jax.process_index()} cannot continue: another one has stopped, or cannot be reached; "
+                f"start all again, and they resume ({first_line(error)[:200]})",
                 file=sys.stderr,
             )
         else:
@@ -106,7 +106,7 @@ def _nobody_reads() -> bool:
 
 
 def _of_a_peer(error: Exception) -> bool:
-    """Whether an operation of all processes failed for want of another one."""
+    """Return whether an operation of all processes failed because another one is missing."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return not str(error).startswith(OF_THE_PROGRAM)
     return isinstance(error, ValueError) and str(error).startswith("UNKNOWN: Gloo")  # seen with JAX 0.10.2
@@ -120,15 +120,15 @@ def report_unless_loop_is_closed(unraisable: Any) -> None:
 
 
 def start_jax() -> Cluster:
-    """Joins the other processes of the run, if there are any, and keeps compiled programs on disk between runs.
+    """Join the other processes of the run, if there are any, and cache compiled programs on disk.
 
-    Every process is started with the same command; hosts/cluster.py finds the others. UserError if what is known of
-    them cannot be meant, PeerLost where one does not come.
+    Start every process with the same command; hosts/cluster.py finds the others. UserError if their settings are
+    incomplete or contradictory, PeerLost if one does not join.
     """
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
         os.environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_FRACTION)  # JAX alone would leave a quarter of a GPU unused
-    for library in ("absl", "asyncio"):  # whose messages repeat what the commands say themselves
+    for library in ("absl", "asyncio"):  # their messages repeat the commands' own
         logging.getLogger(library).setLevel(logging.CRITICAL)
     sys.unraisablehook = report_unless_loop_is_closed
     tpus = len(glob("/dev/accel[0-9]*") or glob("/dev/vfio/[0-9]*")) if find_spec("libtpu") else 0
@@ -139,7 +139,7 @@ def start_jax() -> Cluster:
 
 
 def google_metadata(key: str) -> str:
-    """An attribute of the Google Cloud machine that this is; empty if it has none, or is no such machine."""
+    """Return an attribute of this Google Cloud machine; empty if it has none, or is not one."""
     host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
     address = f"http://{host}/computeMetadata/v1/instance/attributes/{key}"
     request = urllib.request.Request(address, headers={"Metadata-Flavor": "Google"})
@@ -161,7 +161,7 @@ def google_metadata(key: str) -> str:
 
 
 def describe_processes(cluster: Cluster, mesh: Mesh) -> str:
-    """What was found, in a line: the launcher, the processes, devices, slices, and how the mesh lies on them."""
+    """Return a line with the launcher, the processes, devices, slices, and the mesh over them."""
     groups = islands(list(mesh.devices.flat))
     between = axes_between(mesh)
     axes = ", ".join(f"{name} {size}{' (across them)' * (name in between)}" for name, size in sizes_of(mesh).items())
@@ -173,7 +173,7 @@ def describe_processes(cluster: Cluster, mesh: Mesh) -> str:
 
 
 def check_hosts_agree(about: str, value: str) -> None:
-    """UserError on every process where their `value`s are not all the same. Every process must call it."""
+    """Raise UserError on every process if their `value`s differ. Every process must call it."""
     digests = exchange(about, f"{hashlib.sha256(value.encode()).hexdigest()} {platform.node()}")
     values, hosts = zip(*(answer.split(" ", 1) for answer in digests))
     different = [i for i, other in enumerate(values) if other != values[0]]
@@ -185,15 +185,14 @@ def check_hosts_agree(about: str, value: str) -> None:
 
 
 def highest(value: int) -> int:
-    """The highest of the processes' values. Through JAX's service, not through the devices: where one process does
-    not ask, nothing that the others compute is paired with it. Every process must call it."""
+    """Return the highest of the processes' values, through JAX's service. If one process does not ask, no
+    computation of the others' devices waits for it. Every process must call it."""
     return max(map(int, exchange("a decision", str(int(value)))))
 
 
 def on_first_process(function: Callable[[], Any]) -> Any:
-    """What `function` returns on process 0 (something that JSON can hold), on every process. An exception there is
-    raised on every process: one of KINDS as itself, any other as a RuntimeError elsewhere. Every process must call
-    it."""
+    """Return on every process what `function` returns on process 0, as JSON carries it. An exception there is raised on
+    every process: one of KINDS as itself, any other as a RuntimeError elsewhere. Every process must call it."""
     if jax.process_count() == 1:
         return function()
     answer: dict = {}
@@ -214,8 +213,8 @@ def on_first_process(function: Callable[[], Any]) -> Any:
 
 
 def on_every_process(what: str, function: Callable[[], T]) -> T:
-    """What `function` returns here, once it has returned on every process. Where it raises one of KINDS on some, the
-    first kind in that order is raised on all, with the process's number; other exceptions end the run at once. The
+    """Return what `function` returns here, once it has returned on every process. If it raises one of KINDS on some,
+    all raise the first kind in that order, with the process's number; other exceptions end the run at once. The
     processes agree through JAX's service, and `function` must not wait for another process."""
     result: Any = None
     failure: Exception | None = None
@@ -236,6 +235,6 @@ def _kind(error: Exception) -> int | None:
 
 
 def versions() -> dict[str, str]:
-    """What a run was made with, for config.json."""
+    """Return the versions of Python and of the main packages, for config.json."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "tokenizers", "numpy")
     return {"python": platform.python_version()} | {package: version(package) for package in packages}

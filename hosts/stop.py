@@ -1,4 +1,4 @@
-"""How a person, or a notice of preemption, stops a run."""
+"""Stop a run for a person, or for a preemption notice."""
 
 import os
 import signal
@@ -13,16 +13,15 @@ from hosts.runtime import highest
 
 
 class Stop:
-    """Inside `with`, Ctrl-C and SIGTERM (a preemption notice) end the command in order.
+    """Let Ctrl-C and SIGTERM (a preemption notice) end the command in order, inside `with`.
 
-    They end it at once, by an exception, but where steps are taken (`heeded`): there they become a request that all
-    processes of a run heed after the same step. A second Ctrl-C then ends the process at once.
+    They end it at once, by an exception, except during training (`heeded`). There they become a request, which all
+    processes of a run follow after the same step. A second Ctrl-C then ends the process at once.
     """
 
     def __init__(self) -> None:
         self.code: Exit | None = None
-        """The exit code of whoever asked this process to stop. Kept because a callback of JAX's may swallow the
-        exception."""
+        """The exit code of the request to stop. Kept because a callback of JAX's may swallow the exception."""
         self.training = False
 
     def __enter__(self) -> "Stop":
@@ -33,7 +32,7 @@ class Stop:
 
     def _interrupt(self, *_: object) -> None:
         if self.code == Exit.INTERRUPTED and self.training:
-            os.write(2, b"interrupted again: ended at once; steps after the newest whole checkpoint are lost\n")
+            os.write(2, b"interrupted twice: ended at once; steps after the newest checkpoint are lost\n")
             os._exit(Exit.INTERRUPTED)
         self.code = Exit.INTERRUPTED
         if not self.training:
@@ -48,8 +47,8 @@ class Stop:
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """Inside, steps are taken, and a request waits for the end of one. Where JAX swallowed an exception that an
-        earlier request raised, it is raised again."""
+        """Let a request wait for the end of a step inside. If JAX swallowed an earlier request's exception, raise it
+        again."""
         if self.code == Exit.INTERRUPTED:
             raise KeyboardInterrupt
         if self.code:
@@ -62,19 +61,19 @@ class Stop:
 
     @contextmanager
     def unheeded(self) -> Iterator[None]:
-        """Inside `heeded`: no step is taken here, and a request ends the command at once."""
+        """Let a request end the command at once, inside `heeded`: no step is taken here."""
         self.training = False
         yield
         self.training = True
 
     def after(self, step: int) -> bool:
-        """Whether the run is to stop after this step. Every process must ask after every step."""
+        """Return whether the run is to stop after this step. Every process must ask after every step."""
         if jax.process_count() == 1:
             return self.code is not None
         return multihost_utils.reached_preemption_sync_point(step)
 
     def agreed_code(self) -> Exit:
-        """The exit code of all processes: a person's wish counts before a preemption. Every process must call it."""
+        """Return the exit code of all processes: a person counts before a preemption. Every process must call it."""
         return Exit.INTERRUPTED if highest(self.code == Exit.INTERRUPTED) else Exit.PREEMPTED
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,7 @@
-"""A step that does not end: on one process of many it holds up all the others for ever.
+"""Detect a step that does not end: on one process of many it blocks all others for ever.
 
-A thread looks how long it is since the devices were last known to be done with a step. Steps are dispatched ahead of
-time, so a single one cannot be timed: the steps that are under way may take so many times the median of earlier ones.
+A thread measures the time since the devices were last known to be done with a step. Steps are dispatched ahead of
+time, so a single one cannot be timed. The steps under way may take FACTOR times the median of earlier ones.
 """
 
 import faulthandler
@@ -21,13 +21,13 @@ from data.outage import OUTAGE
 from hosts import peers
 from hosts.peers import end_all
 
-AWAY = 10  # seconds without an answer from a store: longer than what single errors cost
-FACTOR = 10  # so many times the median step are allowed to a step, if that is more than `hang.seconds`
-FIRST = 6  # so many times `hang.seconds` are allowed to the first step, which connects the devices
+AWAY = 10  # seconds without an answer from a store: more than single errors cost
+FACTOR = 10  # times the median step that a step may take, if that is more than `hang.seconds`
+FIRST = 6  # times `hang.seconds` that the first step may take, which connects the devices
 
 
 class Watchdog:
-    """Inside `with`, ends all processes with code 42 where a step takes far longer than its like."""
+    """End all processes with code 42, inside `with`, if a step takes far longer than others."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class Watchdog:
         now: Callable[[], float] = time.monotonic,
         work: Callable[[int], int] = lambda step: step,
     ):
-        """`bark(reason)` is called in the thread; it ends the processes unless given. `work(step)`: that of so many
-        steps, where they differ in size."""
+        """Call `bark(reason)` in the thread; by default it ends the processes. `work(step)` is the work of the first
+        `step` steps, if they differ in size."""
         self.config, self.bark, self.now, self.work = config, bark or end_as_hung, now, work
         self.each: deque[float] = deque(maxlen=64)  # seconds of a unit of work, each time that the devices were done
         self.given = self.done = -1
@@ -55,13 +55,13 @@ class Watchdog:
         self.ended.set()
 
     def step(self, step: int) -> None:
-        """A step was given to the devices."""
+        """Note that a step was given to the devices."""
         self.given = step
         if self.done < 0:
             self.done = step - 1
 
     def done_with(self, step: int) -> None:
-        """The devices are done with all steps up to this one."""
+        """Note that the devices are done with all steps up to this one."""
         if step > self.done:
             now = self.now()
             self.each.append((now - self.since) / (self.work(step) - self.work(self.done)))
@@ -69,7 +69,7 @@ class Watchdog:
 
     @contextmanager
     def elsewhere(self, what: str) -> Iterator[None]:
-        """What happens inside is no step: an evaluation, a save. It has a limit of its own."""
+        """Pause the hang timer inside: an evaluation, a save. It has its own limit."""
         self.paused += 1
         began = self.now()
         try:
@@ -81,15 +81,15 @@ class Watchdog:
 
     @property
     def allowed(self) -> float:
-        """Seconds that the steps that were given, and one more, may take."""
+        """Return the seconds that the dispatched steps, and one more, may take."""
         if not self.each:
             return FIRST * self.config.seconds
         work = self.work(self.given + 1) - self.work(self.done)
         return max(self.config.seconds, FACTOR * median(self.each) * work)
 
     def check(self) -> None:
-        """Barks where they have taken longer. A store that is away holds up every process, and is no hang: the time
-        begins anew when it answers."""
+        """Bark if they have taken longer. A store that does not answer delays every process and is no hang: the time
+        restarts when it answers."""
         if OUTAGE.seconds > AWAY:
             self.since = self.now()
         passed, allowed = self.now() - self.since, self.allowed
@@ -105,8 +105,8 @@ class Watchdog:
 
 @contextmanager
 def limited(config: HangConfig, what: str, bark: Callable[[str], Any] | None = None) -> Iterator[None]:
-    """Ends all processes with code 42 where what happens inside takes longer than `hang.other_seconds`: a restore, a
-    save, an evaluation. Processes that agree inside wait as long for each other."""
+    """End all processes with code 42 if a restore, a save or an evaluation inside takes longer than
+    `hang.other_seconds`. Processes that exchange values inside wait as long for each other."""
     seconds, before = config.other_seconds or math.inf, peers.patience
     say = f"{what} takes longer than {seconds} s (--hang.other_seconds)"
     late = threading.Timer(min(seconds, threading.TIMEOUT_MAX), bark or end_as_hung, [say])
@@ -121,8 +121,8 @@ def limited(config: HangConfig, what: str, bark: Callable[[str], Any] | None = N
 
 
 def end_as_hung(reason: str) -> None:
-    """Says why, and where every thread is, and ends all processes of the run."""
+    """Print the reason and every thread's stack, and end all processes of the run."""
     print(f"error: {reason}; every thread of this process:", file=sys.stderr, flush=True)
-    with suppress(Exception):  # where stderr is no file
+    with suppress(Exception):  # if stderr is no file
         faulthandler.dump_traceback(sys.__stderr__ or 2)
     end_all(Exit.PEER_LOST, f"a hang: {reason}")

@@ -96,7 +96,7 @@ def test_one_that_does_not_come_ends_the_others_by_its_name(port):
 def test_processes_that_were_told_different_things_are_a_mistake(port):
     callers = [Caller(port, 0, 2), Caller(port, 1, 4)]
     wait_for(lambda: all("UserError" in caller.ended for caller in callers))
-    assert all("was told of 4 processes, process 0 of 2" in caller.ended for caller in callers)
+    assert all("expects 4 processes, process 0 2" in caller.ended for caller in callers)
 
 
 def test_the_missing_are_named_by_host_where_it_is_known():

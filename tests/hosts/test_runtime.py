@@ -147,4 +147,4 @@ def test_a_second_ctrl_c_ends_the_process_and_says_what_is_lost():
         "    time.sleep(60)\n"
     )
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 130 and "steps after the newest whole checkpoint are lost" in ended.stderr
+    assert ended.returncode == 130 and "steps after the newest checkpoint are lost" in ended.stderr
