@@ -1,11 +1,11 @@
-"""Plan a run on machines that need not be there.
+"""Plan a run without its machines.
 
 python -m tools.plan --config=FILE --topology=v5e:4x4 'h200:8' --search
 
 For each topology: whether the step fits its memory, how fast it is at best and at worst and why, how long the run takes
-and what it costs; with --search, over meshes, rows_per_device, recomputation and loss_chunks. All of it in closed form:
-nothing is compiled; --compile=N compiles the best N and takes the memory that the programs ask for. The chosen one
-is printed as a command line of train.py. Exit code 1 where nothing fits. docs/planning.md says how wrong it has been.
+and what it costs. --search tries meshes, rows_per_device, recomputation and loss_chunks. All of it is in closed form:
+nothing is compiled. --compile=N compiles the best N and uses the memory that the programs ask for. The choice is
+printed as a command line of train.py. Exit code 1 if nothing fits. docs/planning.md says how wrong it has been.
 """
 
 import contextlib
@@ -32,29 +32,30 @@ class Arguments:
     topology: tuple[str, ...] = ()
     """TPU slices (`v5e:16x16`), GPUs (`h200:8`), or several of them (`'2x v5e:16x16'`, `'64x h200:8'`), one or more."""
     search: bool = False
-    """Look through meshes, rows, recomputation and chunks; else the config as it is."""
+    """Search meshes, rows, recomputation and chunks. Otherwise plan the unchanged config."""
     compile: NotNegative[int] = 0
-    """So many of the best of each topology are compiled, some minutes each, and their programs' memory counts."""
+    """Compile this many of the best of each topology, some minutes each, and use their programs' memory."""
     price: tuple[NotNegative[float], ...] = ()
     """US dollars a device and hour: one for all, or one for each topology."""
     preemptions: NotNegative[float] = 0.0
-    """Of the whole run, a day."""
+    """Preemptions of the complete run, a day."""
     calibrate: AnyPaths = ()
-    """Folders of runs: what they measured on a machine takes the place of what is assumed of it."""
+    """Folders of runs, whose measurements of a machine replace what is assumed of it."""
     json: bool = False
-    """Print JSON in place of tables."""
+    """Print JSON instead of tables."""
     picture: FilePath = ""
-    """A file, as plan.png: memory against tokens/s of every candidate, each topology's best marked. Empty: none."""
+    """A file, as plan.png: memory against tokens/s of every candidate, each topology's best marked. Empty: no
+    picture."""
 
 
 def plan(config: Config, arguments: Arguments, words: list[str]) -> int:
-    """Prints the plan. UserError for a topology or sizes that cannot be, and for a batch that grows."""
+    """Print the plan. Raise UserError for an impossible topology or sizes, and for a batch that grows."""
     if not arguments.topology:
         raise UserError("--topology is missing: the machines to plan for, as --topology=v5e:16x16 '64x h200:8'")
     require_steps(config)
     if config.batch.ramp:
         raise UserError(
-            f"--batch.ramp={config.batch.ramp}: a constant batch is what is planned for; plan for each stage's size as "
+            f"--batch.ramp={config.batch.ramp}: a plan is for a constant batch; plan each stage's size as "
             "--batch.tokens_per_step, without the ramp"
         )
     asked = [Candidate(config, known_topology(text)) for text in arguments.topology]
@@ -94,7 +95,7 @@ def plan(config: Config, arguments: Arguments, words: list[str]) -> int:
 
 
 def what_would_fit(row: Row, searched: bool) -> str:
-    """In a line, where a topology's best does not fit."""
+    """Return a line about a topology whose best does not fit: what it asks for, and the nearest change that fits."""
     name = name_of(row.candidate.topology)
     line = f"{name}: does not fit: it asks for {output.gib(row.bytes)}, and {output.limit(row)} may be taken; "
     change = None if searched else nearest_change(row)
@@ -105,7 +106,8 @@ def what_would_fit(row: Row, searched: bool) -> str:
 
 
 def command(words: list[str], config: Config, chosen: Row | None) -> str:
-    """The command line of train.py: what was given, without this command's options, and what was chosen otherwise."""
+    """Return the command line of train.py: what was given, without this command's options, and the choices that
+    differ."""
     if chosen is None:
         return ""
     before = Candidate(config, chosen.candidate.topology).options()
@@ -123,7 +125,7 @@ def main() -> int:
     # `--topology=A B` is `--topology A B`
     lists = ("--topology=", "--price=", "--calibrate=")
     spread = [part for word in words for part in (word.split("=", 1) if word.startswith(lists) else [word])]
-    # What follows from a depth is printed, which is no JSON.
+    # A config may print what follows from its depth, which is not JSON.
     with contextlib.redirect_stdout(sys.stderr if "--json" in words else sys.stdout):
         config, arguments = parse(__doc__, Arguments, spread)
     return plan(config, arguments, words)

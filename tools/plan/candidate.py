@@ -1,4 +1,4 @@
-"""A config on machines: what a plan is made of."""
+"""A config on a topology: one candidate of a plan."""
 
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -16,7 +16,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Candidate:
-    """A config with its mesh, rows, recomputation and chunks, on a topology. UserErrors of its properties say what does
+    """A config with its mesh, rows, recomputation and chunks, on a topology. Its properties raise UserError if sizes do
     not divide."""
 
     config: Config
@@ -28,13 +28,13 @@ class Candidate:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """The mesh's axes. UserError if they do not fit the devices."""
+        """Return the sizes of the mesh's axes. Raise UserError if they do not fit the devices."""
         devices = self.topology.devices
         return dict(zip(AXES, mesh_shape(self.config.mesh, devices, f"{devices} devices of {name_of(self.topology)}")))
 
     @cached_property
     def across(self) -> dict[str, int]:
-        """How many slices or nodes each axis spans."""
+        """Return how many slices or nodes each axis spans."""
         shape = self.sizes["data"], self.sizes["fsdp"], self.sizes["tensor"]
         within = inside(shape, self.topology.inside) if self.topology.slices > 1 else shape
         return {axis: whole // part for axis, whole, part in zip(AXES, shape, within)}
@@ -46,39 +46,39 @@ class Candidate:
 
     @property
     def scatters_by_sums(self) -> bool:
-        """Whether XLA:TPU makes all-reduces of what is scattered over `fsdp`, which send twice as much: where `fsdp` is
-        all of the only slice. Seen in programs for 8 to 128 chips, but not for v5e:4x8; nor for 4 chips, nor on two
-        slices (docs/planning.md)."""
+        """Return whether XLA:TPU makes all-reduces of the reduce-scatters over `fsdp`, which send twice as much: it
+        does if `fsdp` is all of a single slice. Seen in programs for 8 to 128 chips, but not for v5e:4x8, for 4 chips,
+        or on two slices (docs/planning.md)."""
         return not self.machine.gpu and self.topology.slices == 1 and 4 < self.sizes["fsdp"] == self.topology.devices
 
     @property
     def gathers_by_sums(self) -> bool:
-        """Whether it makes all-reduces of what is gathered, too. Seen for 64 and 128 chips, not for 8, 16 and 32."""
+        """Return whether it makes all-reduces of all-gathers, too. Seen for 64 and 128 chips, not for 8, 16 and 32."""
         return self.scatters_by_sums and self.sizes["fsdp"] >= 64
 
     @cached_property
     def step(self) -> tuple[int, int, int]:
-        """(K, b, T): micro-batches, rows of one on one device, tokens of a row."""
+        """Return (K, b, T): micro-batches, rows of one on one device, tokens of a row."""
         micro_batches, rows, length = step_shape(self.config.batch, self.sizes)
         return micro_batches, rows // (self.sizes["data"] * self.sizes["fsdp"]), length
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on a device."""
+        """Return the tokens of a micro-batch on a device."""
         return self.step[1] * self.step[2]
 
     @property
     def bytes_of_type(self) -> int:
-        """Of a number in the compute type."""
+        """Return the bytes of a number in the compute type."""
         return 4 if self.config.model.dtype == "float32" else 2
 
     @cached_property
     def kinds(self) -> tuple[tuple[Parameter, int], ...]:
-        """The parameters, those alike once, with their number."""
+        """Return the parameters, equal shapes once, with their number."""
         return kinds(self.config.model)
 
     def options(self) -> dict[str, int | str]:
-        """What a search chooses, by the options' names."""
+        """Return what a search chooses, by the options' names."""
         mesh, model = self.config.mesh, self.config.model
         return {
             "mesh.data": mesh.data,
@@ -112,13 +112,12 @@ def share_of(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: tuple[
 
 
 def known_topology(text: str) -> Topology:
-    """Read a topology. UserError for kinds that hosts/machines.toml does not describe, and for impossible shapes."""
+    """Parse a topology. Raise UserError for kinds that hosts/machines.toml does not describe, and impossible shapes."""
     topology = parse_topology(text)
     if topology.kind not in machines():
         known = ", ".join(machines())
         raise UserError(
-            f"--topology={text}: {topology.kind} is no machine that hosts/machines.toml describes; it has {known}; "
-            "add yours to it"
+            f"--topology={text}: hosts/machines.toml does not describe {topology.kind}; it has {known}; add yours to it"
         )
     machine = machines()[topology.kind]
     if not machine.gpu and (right := shapes_of(topology, machine.directions // 2)):
@@ -132,6 +131,6 @@ def known_topology(text: str) -> Topology:
 
 
 def name_of(topology: Topology) -> str:
-    """As a user types it."""
+    """Return the topology as a user types it."""
     slices = f"{topology.slices}x " if topology.slices > 1 else ""
     return f"{slices}{topology.kind}:{'x'.join(map(str, topology.chips))}"

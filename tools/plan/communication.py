@@ -1,4 +1,4 @@
-"""What a step sends, in closed form: the collectives that training/step.py and model/parallel.py are written with.
+"""Count what a step sends, in closed form: the collectives of training/step.py and model/parallel.py.
 
 Bytes are a device's payload, as bench.collectives reads them: the result of an all-gather, the operand of all else.
 """
@@ -9,37 +9,37 @@ from typing import NamedTuple
 from tools.plan.candidate import Candidate
 
 START, HOP = 10e-6, 1e-6
-"""Seconds that a collective takes to start, and a hop from one device to the next. Assumed."""
+"""Seconds that a collective takes to start, and that a hop to the next device takes. Assumed."""
 
 
 class Traffic(NamedTuple):
-    """Collectives alike."""
+    """All collectives of one kind over one axis."""
 
     kind: str
     """`all-gather`, `reduce-scatter`, `all-reduce`"""
     axis: str
     in_scan: bool
-    """Over the micro-batches."""
+    """In the scan over micro-batches."""
     times: int
-    """A step."""
+    """Collectives a step."""
     bytes: float
-    """A step."""
+    """A device's payload, a step."""
     link: str
     """`inside` of a slice or node, or `between` them."""
     fast: float
-    """Seconds, with all of a device's links at once, and hierarchically between slices or nodes."""
+    """Seconds with all of a device's links at once, and in steps between slices or nodes."""
     slow: float
-    """Seconds, in one ring of two directions, each device sending the whole between slices or nodes."""
+    """Seconds in one ring of two directions, each device sending everything between slices or nodes."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether work that does not need it stands beside it: beside what is gathered and scattered over `fsdp`; not
-        beside what the residual stream waits for, nor what all of a step waits for."""
+        """Return whether other work can run at the same time: during gathers and scatters over `fsdp` in the scan. The
+        residual stream waits for the collectives over `tensor`, and a step for those after the scan."""
         return self.axis == "fsdp" and self.in_scan
 
 
 def communication(candidate: Candidate) -> list[Traffic]:
-    """What crosses each axis of the mesh in a step."""
+    """Return what crosses each axis of the mesh in a step."""
     sizes, width = candidate.sizes, candidate.bytes_of_type
     micro_batches, model = candidate.step[0], candidate.config.model
     sums: dict[tuple[str, str, bool], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
@@ -55,15 +55,15 @@ def communication(candidate: Candidate) -> list[Traffic]:
         add("all-gather", "data", False, count, (4 if len(p.shape) == 1 else width) * padded)
         add("reduce-scatter", "data", False, count, 4 * padded)
         if "fsdp" in p.axes:
-            # XLA keeps what was gathered for the backward pass, where that is not computed again (docs/mesh.md).
+            # XLA keeps gathered parameters for the backward pass, unless it recomputes (docs/mesh.md).
             times = 2 if model.remat != "none" and p.product and p.group != "lm_head" else 1
             add("all-gather", "fsdp", True, times * micro_batches * count, width * whole)
             add("reduce-scatter", "fsdp", True, micro_batches * count, 4 * whole)
         else:
             add("all-reduce", "fsdp", False, count, 4 * replica)
     if sizes["tensor"] > 1:
-        # Forward: the embedding, and two sums a block; backward: two a block, and the head's. Two numbers a token in
-        # the loss. What is computed again is summed again: attention's, which the MLP's input needs.
+        # Forward: the embedding, and two sums a block. Backward: two a block, and the head's. The loss: two numbers a
+        # token. Recomputation repeats attention's sum, which the MLP's input needs.
         again = 0 if model.remat == "none" else model.depth
         of_width = micro_batches * (4 * model.depth + 2 + again)
         add("all-reduce", "tensor", True, of_width, width * candidate.tokens * model.width)
@@ -73,7 +73,7 @@ def communication(candidate: Candidate) -> list[Traffic]:
 
 def _timed(candidate: Candidate, kind: str, axis: str, in_scan: bool, times: int, size: float) -> Traffic:
     machine, whole, across = candidate.machine, candidate.sizes[axis], candidate.across[axis]
-    # XLA:TPU makes all-reduces of the reduce-scatters over `data` (docs/mesh.md); twice the bytes of a ring.
+    # XLA:TPU makes all-reduces of the reduce-scatters over `data` (docs/mesh.md): twice the bytes of a ring.
     reduces = kind == "all-reduce" or (kind == "reduce-scatter" and axis == "data" and not machine.gpu)
     by_sums = candidate.scatters_by_sums if kind == "reduce-scatter" else candidate.gathers_by_sums
     reduces |= axis == "fsdp" and by_sums

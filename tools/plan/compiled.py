@@ -1,4 +1,4 @@
-"""Candidates compiled for real, each in a process of its own: Ctrl-C ends it at once, as XLA's compiler would not."""
+"""Compile candidates, each in its own process: Ctrl-C ends that at once, which XLA's compiler would not allow."""
 
 import json
 import re
@@ -15,8 +15,8 @@ from tools.plan.search import Row
 
 
 def corrected(rows: list[Row], most: int) -> list[Row]:
-    """The rows, the best `most` that are expected to fit with their programs' memory; those that fit first again, and
-    of these the compiled ones. Where one does not fit, the next is compiled in its place, once."""
+    """Return the rows, the best `most` that should fit with their programs' memory. Rows that fit come first, of these
+    the compiled ones. If one does not fit, the next is compiled instead, once."""
     compiled_rows, spare = list(rows), most
     for i, row in enumerate(rows):
         if not row.fits or most == 0:
@@ -34,7 +34,7 @@ def _compiled_bytes(row: Row) -> int:
     print(f"compiling {name_of(candidate.topology)}, {options} ...", end=" ", file=sys.stderr, flush=True)
     request = json.dumps({"config": asdict(candidate.config), "topology": name_of(candidate.topology)})
     start = time.monotonic()
-    # Which ends the child where it is interrupted.
+    # subprocess.run ends the child if it is interrupted.
     child = subprocess.run([sys.executable, "-m", "tools.plan.compiled"], input=request.encode(), capture_output=True)
     seconds = time.monotonic() - start
     if child.returncode == 0:
@@ -45,9 +45,11 @@ def _compiled_bytes(row: Row) -> int:
     if exceeds_vector_memory(next((line for line in log.splitlines() if "RESOURCE_EXHAUSTED" in line), "")):
         raise UserError(f"--compile: {VECTOR_MEMORY}")
     if "RESOURCE_EXHAUSTED" not in log:
-        problem = (re.findall(r"^[\w.]*(?:Error|Exception): .*", log, re.MULTILINE) or ["it ended without a word"])[-1]
-        raise UserError(f"--compile: {name_of(candidate.topology)} cannot be compiled for here: {problem}")
-    print(f"more than there is ({seconds:.0f} s)", file=sys.stderr)  # a TPU's compiler refuses it
+        problem = (re.findall(r"^[\w.]*(?:Error|Exception): .*", log, re.MULTILINE) or ["it ended without a message"])[
+            -1
+        ]
+        raise UserError(f"--compile: compiling for {name_of(candidate.topology)} failed: {problem}")
+    print(f"more than the device has ({seconds:.0f} s)", file=sys.stderr)  # a TPU's compiler refuses it
     return int(candidate.machine.for_programs / HEADROOM) + 1
 
 

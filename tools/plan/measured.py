@@ -1,4 +1,4 @@
-"""What runs measured, compared with what would have been planned for them: for --calibrate."""
+"""Compare what runs measured with the plan for them: --calibrate."""
 
 import json
 from collections.abc import Sequence
@@ -16,21 +16,21 @@ from tools.report.runs import Run
 
 
 class Measured(NamedTuple):
-    """What a run measured on a machine, over what is planned for the same run."""
+    """What a run measured on a machine, over the plan for the same run."""
 
     machine: str
     seconds: float
-    """Of a step, its median over the logged ones, over the middle of the bracket."""
+    """Of a step: the median of the logged ones over the middle of the bracket."""
     bytes: float
-    """The most that a device held, evaluation and sampling included, over the closed form's; 1 if the device does not
+    """Peak memory of a device, evaluation and sampling included, over the closed form's; 1 if the device does not
     report it."""
     words: str
-    """For a person: measured and predicted."""
+    """A sentence: measured and planned."""
 
 
 def measured(run: Run) -> Measured:
-    """Compare a run with its plan. Of a batch that grew, its last stage counts. UserError if the run's machine is not
-    described, or if it has not logged two steps yet."""
+    """Compare a run with its plan. If its batch grew, the last stage counts. Raise UserError if the run's machine is
+    not described, or if it has not logged two steps yet."""
     devices, last_stage = run.record["devices"], run.ramp.stages[-1]
     machine = machine_of(devices["kind"])
     if machine is None:
@@ -44,15 +44,15 @@ def measured(run: Run) -> Measured:
     course = run.course("tokens_per_second")
     rates = [rate for step, rate in zip(course.steps, course.values) if step > last_stage.step][1:]
     if not rates:
-        raise UserError(f"--calibrate={run.folder}: it has not logged two steps yet, of which the second is measured")
+        raise UserError(f"--calibrate={run.folder}: it has not logged two steps yet; the first of them does not count")
     seconds, time = last_stage.tokens_per_step / median(rates), step_time(candidate)
     words = (
-        f"{run.folder}, {name_of(candidate.topology)}: a step takes {seconds:.3g} s, planned were {time.fast:.3g} to "
+        f"{run.folder}, {name_of(candidate.topology)}: a step takes {seconds:.3g} s, planned {time.fast:.3g} to "
         f"{time.slow:.3g} (middle {time.expected:.3g}, {time.expected / seconds - 1:+.1%})"
     )
     planned, used = device_bytes(candidate), max(run.course("peak_memory_bytes").values, default=0)
     if used:
-        words += f"; a device held {used / GIB:.3g} GiB, planned were {planned / GIB:.3g} ({planned / used - 1:+.1%})"
+        words += f"; a device used {used / GIB:.3g} GiB, planned {planned / GIB:.3g} ({planned / used - 1:+.1%})"
     return Measured(machine.kind, seconds / time.expected, used / planned if used else 1.0, words)
 
 

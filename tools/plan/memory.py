@@ -1,7 +1,7 @@
-"""What a step, evaluation and sampling hold on a device, in closed form. docs/planning.md says how wrong it has been.
+"""Memory of a step, evaluation and sampling on a device, in closed form. docs/planning.md says how wrong it has been.
 
-What follows from the code is counted from the shapes: parameters, moments, the batch, what is gathered, summed, kept.
-What a compiler adds (`temporaries`) is a rule for each platform, chosen with a few compiled programs in view.
+What the code decides is counted from the shapes: parameters, moments, the batch, what is gathered, summed and kept.
+What a compiler adds (`temporaries`) is a rule for each platform, chosen to match compiled programs.
 """
 
 from math import ceil, prod
@@ -10,17 +10,17 @@ from tools.plan.candidate import Candidate
 
 PARTS = "parameters", "moments", "batch", "gathered copies", "gradient sums", "activations", "logits", "temporaries"
 DRAWING = 4
-"""Arrays [rows, vocabulary] in float32 that drawing a token takes: logits, those cut off, noise, and their sum."""
+"""Arrays [rows, vocabulary] in float32 that drawing a token needs: logits, truncated logits, noise, and their sum."""
 
 
 def memory(candidate: Candidate) -> dict[str, float]:
-    """Bytes on a device, by part."""
+    """Return a step's bytes on a device, by part."""
     parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     muon, sizes, width = candidate.config.optimizer.matrices.kind == "muon", candidate.sizes, candidate.bytes_of_type
     gathered = scattered = 0.0
     for p, count in candidate.kinds:
         named = {axis for axis in p.axes if axis}
-        replica = count * p.size / prod(sizes[axis] for axis in named)  # whole over `data`
+        replica = count * p.size / prod(sizes[axis] for axis in named)  # not divided over `data`
         share = count * candidate.share(p.shape, p.axes)
         second = share
         if muon and p.group == "matrices":
@@ -51,28 +51,30 @@ def memory(candidate: Candidate) -> dict[str, float]:
     if candidate.machine.gpu:
         if model.remat == "block":
             again += unit * 4 * model.width / sizes["tensor"]  # the gradient of its MLP
-        # A block's activations, as they are computed again, are not there at the same time as the head's logits.
+        # A recomputed block's activations are not in memory at the same time as the head's logits.
         parts["temporaries"] = max(head, again - parts["logits"]) + stream
         if sizes["fsdp"] == 1:
             parts["temporaries"] += max(0.0, waiting(candidate, kept, again) - parts["activations"] - parts["logits"])
         elif model.remat == "none":
             parts["temporaries"] += gathered
         else:
-            # In the last block of the backward pass gradients that wait to be scattered, whole, are there in place of
-            # activations: all but that of the embedding.
+            # In the last block of the backward pass complete gradients wait to be scattered, of all but the embedding.
+            # Activations are freed by then.
             end = again + scattered + stream - parts["activations"] - parts["logits"]
             largest = width * max(p.size for p, _ in candidate.kinds if p.product) / sizes["tensor"]
             parts["temporaries"] = max(parts["temporaries"], end) + 2 * largest
     else:
-        # What attention keeps of its softmaxes in float32, a number a head and token over 128 lanes.
+        # Attention's softmax statistics in float32: a number per head and token over 128 lanes.
         softmaxes = 4 * 128 * tokens * model.heads / sizes["tensor"]
-        # The logits' gradient lies beside them where it is not made within the products that read it: where memory is
-        # fast beside the vector units (v5p, v6e), and they are small enough, and at most halved.
+        # Logits and their gradient are in memory together if the products that read it do not make it. They do not if
+        # memory is fast relative to the vector units (v5p, v6e), and the logits are small and at most halved.
         small = sizes["tensor"] <= 2 and parts["logits"] * sizes["tensor"] ** 2 < 2**31
         apart = small and candidate.machine.bandwidth > 0.65 * candidate.machine.vector
         beside = parts["logits"] if apart else 0.0
-        sums = parts["gradient sums"] if micro_batches > 1 else 0.0  # as the scan had them before, and has them now
-        if model.remat == "block":  # the head's backward pass, or that of a block, without logits
+        sums = (
+            parts["gradient sums"] if micro_batches > 1 else 0.0
+        )  # those before and those after an iteration of the scan
+        if model.remat == "block":  # the head's backward pass, or a block's, without logits
             gathered_head = width * model.width * model.vocab_size / sizes["tensor"] if sizes["fsdp"] > 1 else 0.0
             most = max(beside + sums + head + gathered_head, again - parts["logits"])
             parts["temporaries"] = most + stream + softmaxes + gathered / depth
@@ -81,15 +83,15 @@ def memory(candidate: Candidate) -> dict[str, float]:
             parts["temporaries"] = gathered + stream + beside + sums
             if model.remat == "products":
                 parts["temporaries"] += head + again
-            elif sizes["fsdp"] > 1 and candidate.machine.cores == 1:  # v5e, v6e: more than lives at once
+            elif sizes["fsdp"] > 1 and candidate.machine.cores == 1:  # v5e, v6e: more than is live at once
                 parts["temporaries"] += gathered + head
-        if candidate.gathers_by_sums:  # the sums' zeros, but for a share, beside what is gathered (three programs)
+        if candidate.gathers_by_sums:  # zeros for all but the device's share (three programs)
             parts["temporaries"] += 0.75 * gathered
     return parts
 
 
 def kept_widths(candidate: Candidate) -> tuple[float, float]:
-    """Channels a token and block that are kept for the backward pass, and those of a block as it is computed again."""
+    """Return the channels a token and block that are kept for the backward pass, and those of a recomputed block."""
     model, tensor = candidate.config.model, candidate.sizes["tensor"]
     queries, keys = model.heads * model.head_dim / tensor, max(1, model.kv_heads / tensor) * model.head_dim
     values = keys / 2 if model.value_embeddings else 0  # every other block
@@ -97,26 +99,26 @@ def kept_widths(candidate: Candidate) -> tuple[float, float]:
     # The two norms' results, queries, keys, values, what attention gives, and the MLP's.
     whole = 2 * model.width + 2 * queries + 2 * keys + values + 4 * model.width / tensor
     gpu = candidate.machine.gpu
-    if not gpu:  # splash attention reads queries and keys heads first, the norms' backward pass rows first
+    if not gpu:  # splash attention reads queries and keys heads first; the norms' backward pass, rows first
         whole += queries + keys
     if model.remat == "none":
         return whole + mixed, whole
-    if model.remat == "products":  # all but the MLP's hidden layer; and rows first alone
+    if model.remat == "products":  # all but the MLP's hidden layer; queries and keys rows first only
         return 2 * model.width + 2 * queries + 2 * keys + values + mixed, whole + 4 * model.width / tensor
-    if not gpu:  # seen in a program: beside the block the gradient of its MLP, and both products in float32
+    if not gpu:  # seen in a program: also the gradient of the block's MLP, and queries and keys in float32
         whole += 4 * model.width / tensor + 2 * (queries + keys) + mixed
-    # Read in programs for GPUs: what attention and MLP add is kept, both, in place of their sum with the block's input.
+    # Read in programs for GPUs: attention's and the MLP's outputs are both kept, not their sum with the block's input.
     return model.width + (2 if gpu else 1) * mixed, whole
 
 
 def waiting(candidate: Candidate, kept: float, again: float) -> float:
-    """Bytes of activations and logits on a GPU, without `fsdp`, where products of weight gradients wait while the
-    backward pass goes on; 0 where none does.
+    """Return bytes of activations and logits on a GPU, without `fsdp`, if products of weight gradients wait during the
+    backward pass; 0 if none waits.
 
-    XLA takes, as far as programs tell, the first of its orders that it thinks needs least. Counting the head's logits
-    twice, beside their gradient, it lets all of these products wait, the head's among them, where what they read is
-    not more than that; where blocks are computed again, none; nor with `tensor`, whose sums have products beside each
-    of them. With `fsdp` the step does not leave it to XLA (`model.parallel.order_gradients`).
+    As far as programs show, XLA takes the first of its orders that needs least by its own count. That counts the head's
+    logits twice, and their gradient. If what these products read is not more, all of them wait, the head's too. None
+    waits if blocks are recomputed, or with `tensor`, whose sums alternate with products. With `fsdp` the step does not
+    leave it to XLA (`model.parallel.order_gradients`).
     """
     model, unit = candidate.config.model, candidate.bytes_of_type * candidate.tokens
     if model.remat == "block" or candidate.sizes["tensor"] > 1:
@@ -128,7 +130,8 @@ def waiting(candidate: Candidate, kept: float, again: float) -> float:
 
 
 def read_by_weight_gradients(candidate: Candidate) -> float:
-    """Channels a token and block that the products of weight gradients read: inputs, and gradients of outputs."""
+    """Return the channels a token and block that products of weight gradients read: inputs, and gradients of
+    outputs."""
     model, tensor = candidate.config.model, candidate.sizes["tensor"]
     queries, keys = model.heads * model.head_dim / tensor, max(1, model.kv_heads / tensor) * model.head_dim
     values = keys / 2 if model.value_embeddings else 0  # every other block
@@ -138,15 +141,15 @@ def read_by_weight_gradients(candidate: Candidate) -> float:
 
 
 def evaluation_memory(candidate: Candidate, step: dict[str, float]) -> dict[str, float]:
-    """Bytes on a device: `held-out rows`, which lie there all the time; and all that is there in an `evaluation`, and
-    as prompts are continued (`sampling`). `step`: `memory(candidate)`."""
+    """Return bytes on a device: `held-out rows`, which stay there; and everything during an `evaluation` and during
+    `sampling`. `step`: `memory(candidate)`."""
     config, (micro_batches, rows, length), sizes = candidate.config, candidate.step, candidate.sizes
     model, width = config.model, candidate.bytes_of_type
     of_batch = step["batch"]
     whole = micro_batches * rows * length * sizes["data"] * sizes["fsdp"]
     held_out = ceil(config.eval.tokens / whole) * of_batch
     state = step["parameters"] + step["moments"] + held_out + step["gathered copies"]
-    # A block at a time, and the stream beside it; then the logits. Nothing is kept, so nothing is computed again.
+    # A block at a time and the residual stream; then the logits. Nothing is kept, so nothing is recomputed.
     block = kept_widths(candidate)[1]
     logits = model.vocab_size / model.loss_chunks / sizes["tensor"]
     forward = width * candidate.tokens * (max(block, logits) + model.width)
@@ -160,12 +163,12 @@ def evaluation_memory(candidate: Candidate, step: dict[str, float]) -> dict[str,
 
 
 def most(step: float, evaluation: dict[str, float]) -> float:
-    """What a device must have, of the bytes of a step and of `evaluation_memory`."""
+    """Return the bytes a device needs, from a step's bytes and `evaluation_memory`."""
     held_out, *others = evaluation.values()
     return max(step + held_out, *others)
 
 
 def device_bytes(candidate: Candidate) -> float:
-    """What a device must have, by closed form."""
+    """Return the bytes a device needs, by closed form."""
     step = memory(candidate)
     return most(sum(step.values()), evaluation_memory(candidate, step))

@@ -1,4 +1,4 @@
-"""A plan as tables, as JSON, and as a picture."""
+"""Print a plan as tables or JSON, and draw it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,13 +13,13 @@ from tools.plan.search import ERROR, Row, max_rows_per_device
 
 SHOWN = 8  # candidates of a topology
 COMPILED_WITH = "0.10.2"
-"""The JAX whose programs these are."""
+"""The JAX that compiled the programs of ACCURACY."""
 ACCURACY = (
-    "the closed form's memory was held against 148 compiled programs so far: 111 in view when its rules were chosen "
-    "(1.9% off at the median, -16.9% to +9.1%), 37 held out (3.1% off at the median, -7.8% to +13.6%); its seconds "
-    "against none that ran (docs/planning.md)"
+    "the closed form's memory was compared with 148 compiled programs: 111 known when its rules were chosen (1.9% off "
+    "at the median, -16.9% to +9.1%), 37 held out (3.1% off at the median, -7.8% to +13.6%); its seconds were compared "
+    "with no run (docs/planning.md)"
 )
-"""A test computes it from bench/plan_grid.jsonl."""
+"""A test computes these figures from bench/plan_grid.jsonl."""
 
 
 def gib(size: float) -> str:
@@ -27,7 +27,7 @@ def gib(size: float) -> str:
 
 
 def limit(row: Row) -> str:
-    """What a program may take of a device's memory."""
+    """Return what a program may take of a device's memory."""
     return gib(HEADROOM * row.candidate.machine.for_programs)
 
 
@@ -36,7 +36,7 @@ def mesh(candidate: Candidate) -> str:
 
 
 def candidates(rows: Sequence[Row]) -> str:
-    """The best rows of a topology."""
+    """Return a table of a topology's best rows."""
     candidate = rows[0].candidate
     fitting = sum(row.fits for row in rows)
     lines = [
@@ -57,7 +57,7 @@ def candidates(rows: Sequence[Row]) -> str:
 
 
 def details(row: Row) -> str:
-    """All that is known of the chosen one."""
+    """Return everything known about the chosen row."""
     candidate, run, time, machine = row.candidate, row.run, row.time, row.candidate.machine
     micro_batches, rows, _ = candidate.step
     lines = [
@@ -74,7 +74,7 @@ def details(row: Row) -> str:
     has = f"{machine.for_programs / GIB:.3g}, {limit(row)} may be taken"
     lines += [
         f"  {'at most':18}{row.bytes / GIB:9.3f} GiB of {has}",
-        f"  the most rows_per_device that fit with the rest as it is: {max_rows_per_device(row)}",
+        f"  the most rows_per_device that fit, all else equal: {max_rows_per_device(row)}",
         *advice(row),
         "",
         "what crosses the mesh in a step",
@@ -110,7 +110,7 @@ def details(row: Row) -> str:
 
 
 def advice(row: Row) -> list[str]:
-    """Return what to do about a memory that the closed form's error could pass, and about too few rows."""
+    """Return advice if the closed form's error could exceed the memory, and if there are too few rows."""
     batch, devices, lines = row.candidate.config.batch, row.candidate.topology.devices, []
     rows = batch.tokens_per_step // batch.sequence_length
     if row.compiled is None and row.fits and not row.safe:
@@ -119,25 +119,25 @@ def advice(row: Row) -> list[str]:
         )
     if rows < devices:
         lines.append(
-            f"  a step has {rows:,} rows for {devices:,} devices: take {rows:,} devices, or a larger "
+            f"  a step has {rows:,} rows for {devices:,} devices: use {rows:,} devices, or a larger "
             "--batch.tokens_per_step"
         )
     return lines
 
 
 def accuracy() -> str:
-    """Return how wrong the closed form has been, with the JAX that compiled what it was held against."""
+    """Return how wrong the closed form has been, and for which JAX."""
     here = version("jax")
     if here == COMPILED_WITH:
         return f"with JAX {COMPILED_WITH} {ACCURACY}"
     return (
-        f"the closed form was held against programs that JAX {COMPILED_WITH} compiled; how wrong it is of those of JAX "
-        f"{here} is not known: --compile=N takes the memory that they ask for (docs/planning.md)"
+        f"the closed form was compared with programs of JAX {COMPILED_WITH}; how wrong it is with JAX {here} is not "
+        "known: --compile=N uses the memory that compiled programs ask for (docs/planning.md)"
     )
 
 
 def assumed(machine: Any) -> list[str]:
-    """What figures the plan stands on."""
+    """Return the figures that the plan assumes."""
     share = lambda both: f"{both[0]:.0%} to {both[1]:.0%}"
     return [
         f"assumed of a {machine.kind}: {machine.flops / 1e12:g} TFLOP/s, {machine.for_programs / GIB:.3g} GiB for "
@@ -152,7 +152,7 @@ def assumed(machine: Any) -> list[str]:
 
 
 def duration(days: float) -> str:
-    """In days, or in hours where it is less than two, or in minutes where it is less than one of these."""
+    """Return days as text: in hours below two days, in minutes below an hour."""
     hours = days * 24
     return f"{days:.3g} days" if days >= 2 else f"{hours:.3g} hours" if hours >= 1 else f"{hours * 60:.3g} minutes"
 
@@ -162,7 +162,7 @@ def money(cost: float | None) -> str:
 
 
 def comparison(rows: Sequence[Row]) -> str:
-    """The best of several topologies, the cheapest first, then the soonest."""
+    """Return a table of the best of each topology, the cheapest first, then the fastest."""
     lines = [f"\n{'topology':18}{'mesh':16}{'tokens/s':>12}{'days':>8}{'device-hours':>14}{'$':>12}"]
     for row in sorted(rows, key=lambda row: (row.run.cost or 0, row.run.days)):
         run, cost = row.run, "" if row.run.cost is None else f"{row.run.cost:,.0f}"
@@ -174,7 +174,7 @@ def comparison(rows: Sequence[Row]) -> str:
 
 
 def as_json(plans: Sequence[Sequence[Row]], chosen: Row | None, command: str) -> dict[str, Any]:
-    """All candidates, as numbers: bytes, seconds, dollars."""
+    """Return all candidates as numbers: bytes, seconds, dollars."""
     return {
         "held_against": accuracy(),
         "plans": [
@@ -209,8 +209,8 @@ def _row(row: Row) -> dict[str, Any]:
 
 
 def picture(plans: Sequence[Sequence[Row]], path: str) -> None:
-    """Draw memory of a device against tokens/s: a colour a topology, its limit, and its best candidate with the bracket
-    of its speed. Raise UserError if `path` cannot be written, or is of no format that matplotlib has."""
+    """Draw memory of a device against tokens/s: a colour per topology, its limit, and its best candidate with the
+    bracket of its speed. Raise UserError if `path` cannot be written, or if matplotlib does not know its format."""
     from matplotlib.figure import Figure  # takes a second to import
     from matplotlib.ticker import EngFormatter
 

@@ -1,4 +1,4 @@
-"""Which meshes, rows, recomputation and chunks there are, which fit, and which is best: closed form alone."""
+"""List meshes, rows, recomputation and chunks, and find which fit and which is best, by the closed form alone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,48 +12,48 @@ from tools.plan.step_time import StepTime, step_time
 from tools.plan.whole_run import WholeRun, whole_run
 
 ERROR = 0.136
-"""The largest error of the closed form's memory on programs held out (docs/planning.md)."""
+"""The largest error of the closed form's memory on held-out programs (docs/planning.md)."""
 WORTH = 1.05
-"""How many times as long a step may take for memory that is clear of the limit by that."""
+"""How many times as long a step may take, to stay below the limit by ERROR."""
 REMAT = ("none", "products", "block")
-CHUNKS = 8  # tried beside 1
+CHUNKS = 8  # tried as well as 1
 MAX_TENSOR = 8
 
 
 @dataclass(frozen=True)
 class Given:
-    """What is known beside a config and a topology."""
+    """What a user gives besides a config and a topology, and what runs measured."""
 
     price: float | None = None
     """Dollars a device and hour."""
     preemptions: float = 0.0
-    """Of the whole run, a day."""
+    """Preemptions of the complete run, a day."""
     seconds: float = 1.0
-    """Of a step, measured over planned: what the closed form's are multiplied by."""
+    """Measured over planned seconds of a step: the closed form's are multiplied by it."""
     bytes: float = 1.0
-    """Of a device, likewise."""
+    """The same of a device's bytes."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A candidate with what is known of it."""
+    """A candidate with its plan."""
 
     candidate: Candidate
     given: Given
     parts: dict[str, float]
-    """Bytes on a device, of a step."""
+    """Bytes of a step on a device, by part."""
     evaluation: dict[str, float]
-    """Bytes on a device: `held-out rows`, all of an `evaluation`, and of `sampling`."""
+    """Bytes on a device: `held-out rows`; everything during an `evaluation` and during `sampling`."""
     traffic: list[Traffic]
     time: StepTime
     run: WholeRun
     compiled: int | None = None
-    """Bytes that its compiled program asks for, where it was compiled."""
+    """Bytes that its compiled program asks for; None if it was not compiled."""
 
     @property
     def bytes(self) -> float:
-        """That count: the step's, by its compiled program or the closed form, beside the held-out rows; or those of an
-        evaluation or of sampling, where they are more."""
+        """Return the bytes that a device needs: the step's and the held-out rows', or an evaluation's or sampling's if
+        they are more. The step's are its compiled program's, or else the closed form's."""
         step = sum(self.parts.values()) if self.compiled is None else self.compiled
         return most(step, self.evaluation)
 
@@ -63,12 +63,12 @@ class Row:
 
     @property
     def safe(self) -> bool:
-        """Whether it fits even if the closed form's memory is wrong by ERROR."""
+        """Return whether it fits even if the closed form's memory is wrong by ERROR."""
         return self.bytes * (1 + ERROR) <= HEADROOM * self.candidate.machine.for_programs
 
 
 def row_of(candidate: Candidate, given: Given) -> Row:
-    """UserError if the sizes do not divide."""
+    """Return a candidate's plan. Raise UserError if its sizes do not divide."""
     traffic = communication(candidate)
     time = step_time(candidate, traffic).times(given.seconds)
     parts = memory(candidate)
@@ -79,8 +79,8 @@ def row_of(candidate: Candidate, given: Given) -> Row:
 
 
 def candidates(base: Candidate) -> Iterator[Candidate]:
-    """Every mesh whose `fsdp` and `tensor` are powers of two that divide what they must, every number of rows that is
-    the step's by halving, all recomputation and one or more chunks."""
+    """Yield every mesh whose `fsdp` and `tensor` are powers of two that divide what they must, with the step's rows
+    halved again and again, all kinds of recomputation, and one chunk or more."""
     model, batch, devices = base.config.model, base.config.batch, base.topology.devices
     rows = batch.tokens_per_step // batch.sequence_length
     more = model.loss_chunks if model.loss_chunks > 1 else CHUNKS
@@ -107,8 +107,8 @@ def _powers(most: int) -> list[int]:
 
 
 def search(base: Candidate, given: Given) -> list[Row]:
-    """Return all candidates, the fastest that fit first; of those as fast, the one that holds least. Before them comes
-    the fastest safe one, if it costs little. UserError if the devices cannot share the step's rows."""
+    """Return all candidates, the fastest that fit first; of equally fast ones, the one with the least memory. Before
+    them comes the fastest safe one, if it costs little. Raise UserError if the devices cannot share the step's rows."""
     rows = [row_of(candidate, given) for candidate in candidates(base)]
     if not rows:
         base.step  # says what does not divide  # noqa: B018
@@ -120,7 +120,7 @@ def search(base: Candidate, given: Given) -> list[Row]:
 
 
 def max_rows_per_device(row: Row) -> int:
-    """The most rows_per_device that fit, of those that divide the step's; 0 where none does."""
+    """Return the most rows_per_device that fit, of those that divide the step's; 0 if none fits."""
     base = row.candidate
     share = base.step[0] * base.step[1]
     config_with = lambda rows: replace(base.config, batch=replace(base.config.batch, rows_per_device=rows))
@@ -130,8 +130,7 @@ def max_rows_per_device(row: Row) -> int:
 
 
 def nearest_change(row: Row) -> tuple[str, Row] | None:
-    """The options that differ in the candidate that fits with the fewest changes, the fastest of these; None if none
-    fits."""
+    """Return the options of the fitting candidate with the fewest changes, and its row; None if none fits."""
     asked = row.candidate.options() | {"mesh.data": -1}
     fitting = [new for other in candidates(row.candidate) if (new := row_of(other, row.given)).fits]
     differs = lambda new: {k: v for k, v in new.candidate.options().items() if v != asked[k]}
@@ -142,7 +141,7 @@ def nearest_change(row: Row) -> tuple[str, Row] | None:
 
 
 def more_devices(base: Candidate) -> str:
-    """The same slices or nodes, so many more of them that something fits; empty if 64 times are not enough."""
+    """Return the topology with 2 to 64 times the slices or nodes, as few as something fits; empty if nothing does."""
     for times in (2, 4, 8, 16, 32, 64):
         larger = base.topology._replace(slices=base.topology.slices * times)
         for candidate in candidates(Candidate(base.config, larger)):

@@ -1,4 +1,4 @@
-"""How long a step takes, as a bracket: sums of what it multiplies, passes over memory, attends and sends.
+"""Estimate a step's seconds as a bracket: the sum of matrix products, passes over memory, attention and communication.
 
 None of this was measured on a TPU. PASSES was read off XLA's estimated cycles (docs/planning.md). One H200 ran a sketch
 of the same network: matrix products reached 790 of 989 TFLOP/s, attention 330. GPU_REACHES is chosen so that the middle
@@ -14,51 +14,52 @@ from tools.plan.communication import Traffic, communication
 PRODUCTS = (1.0, 0.75)
 """Share of the peak that matrix products reach: at best, and at worst."""
 ATTENTION = (0.5, 0.2)
-"""The same of attention's kernels, counting the products that they run (`model.kernels.products`)."""
+"""The same for attention's kernels, counting the products that they run (`model.kernels.products`)."""
 MEMORY = (1.0, 0.75)
 """Share of the memory's bandwidth that passes over it reach."""
 GPU_REACHES = (0.85, 0.65), (0.45, 0.22), (1.0, 0.75)
-"""PRODUCTS, ATTENTION and MEMORY of a GPU."""
+"""PRODUCTS, ATTENTION and MEMORY for a GPU."""
 PASSES = 72
 """Times that element-wise passes read or write one width of a block's tokens, forward and backward."""
 AGAIN = {"none": 0, "products": 4, "block": 16}
-"""And how many more where a block is computed again."""
+"""How many more times if a block is recomputed."""
 LOGIT_PASSES = 3
 """Times that the logits are read or written."""
 VECTOR, LOGIT_VECTOR = 3.8, 19.0
-"""Cycles of a TPU core's vector unit for 1,024 numbers: in one of PASSES, and in all that is done to logits. With these
-two XLA's estimates for v5e, v5p and v6e agree, whose cores have the same vector unit beside memory of unlike speeds."""
+"""Cycles of a TPU core's vector unit for 1,024 numbers: in one of PASSES, and in everything done to logits. With these
+two, XLA's estimates for v5e, v5p and v6e agree. Their cores have the same vector unit, and memory of different
+speeds."""
 
 
 class StepTime(NamedTuple):
     """Seconds of a step."""
 
     fast: float
-    """Everything at its best, and all that can overlap overlapping."""
+    """Everything at its best, with all possible overlap."""
     slow: float
     """Everything at its worst, one after the other."""
     products: float
-    """Matrix units, at their best; as are the following."""
+    """Matrix products at their best; the following are at their best, too."""
     attention: float
     passes: float
-    """Element-wise passes over memory, the optimizer's included."""
+    """Element-wise passes over memory, including the optimizer's."""
     links: float
-    """Inside of a slice or node."""
+    """Communication inside a slice or node."""
     network: float
-    """Between them."""
+    """Communication between slices or nodes."""
 
     @property
     def expected(self) -> float:
-        """The middle of the bracket, by which candidates are put in order."""
+        """Return the geometric middle of the bracket, which orders candidates."""
         return (self.fast * self.slow) ** 0.5
 
     def times(self, factor: float) -> "StepTime":
-        """Each so many times as long."""
+        """Return all of them multiplied by `factor`."""
         return StepTime(*(factor * seconds for seconds in self))
 
     @property
     def limiter(self) -> str:
-        """What takes most."""
+        """Return the name of what takes most time."""
         takes = {name: getattr(self, name) for name in ("products", "attention", "passes", "links", "network")}
         names = {"products": "matrix units", "passes": "memory"}
         most = max(takes, key=lambda name: takes[name])
@@ -71,7 +72,7 @@ def reaches(gpu: bool) -> tuple[tuple[float, float], ...]:
 
 
 def step_time(candidate: Candidate, traffic: list[Traffic] | None = None) -> StepTime:
-    """Of a step, by closed form."""
+    """Return a step's time, by closed form."""
     machine = candidate.machine
     traffic = communication(candidate) if traffic is None else traffic
     products = product_flops(candidate) / machine.flops
@@ -94,7 +95,7 @@ def step_time(candidate: Candidate, traffic: list[Traffic] | None = None) -> Ste
 
 
 def product_flops(candidate: Candidate) -> float:
-    """Matrix products of a step on a device, those computed again included; without attention."""
+    """Return FLOPs of a step's matrix products on a device, including recomputed ones, without attention."""
     model, sizes = candidate.config.model, candidate.sizes
     tokens = candidate.step[0] * candidate.tokens
     hidden = model.width, 4 * model.width  # of the MLP's first matrix
@@ -113,9 +114,9 @@ def product_flops(candidate: Candidate) -> float:
 
 
 def muon_flops(candidate: Candidate) -> float:
-    """Of five iterations for each matrix, in float32; each device has its share of the matrices (training/muon.py).
-    Float32 takes six passes of a TPU's matrix units. On a GPU it does not use the tensor cores: H200's data sheet has
-    67 TFLOP/s, a fifteenth of bfloat16's 989."""
+    """Return FLOPs of five iterations for each matrix, in float32, weighted by its cost over bfloat16's. Each device
+    has its share of the matrices (training/muon.py). Float32 takes six passes of a TPU's matrix units. On a GPU it does
+    not use the tensor cores: H200's data sheet has 67 TFLOP/s, a fifteenth of bfloat16's 989."""
     if candidate.config.optimizer.matrices.kind != "muon":
         return 0.0
     each = lambda short, long: 5 * (4 * short**2 * long + 2 * short**3)
@@ -124,8 +125,8 @@ def muon_flops(candidate: Candidate) -> float:
 
 
 def attention_flops(candidate: Candidate) -> float:
-    """Of a step on a device: the products that its kernel runs, those with masked scores of partly masked blocks and
-    those that it runs again included; forward a second time where blocks are computed again."""
+    """Return FLOPs of a step on a device: the products that its kernel runs. They include masked scores of partly
+    masked blocks and products that it repeats. If blocks are recomputed, the forward pass counts twice."""
     model, length, machine = candidate.config.model, candidate.step[2], candidate.machine
     dtype = "float32" if model.dtype == "float32" else "bfloat16"
     kernel = attention_kernel(
@@ -145,8 +146,8 @@ def attention_flops(candidate: Candidate) -> float:
 
 
 def pass_seconds(candidate: Candidate) -> float:
-    """Of a step outside of products and attention, on a device: reading and writing memory, or the vector unit's work
-    where that takes longer."""
+    """Return seconds of a step outside products and attention, on a device: reading and writing memory, or the vector
+    unit's work if that takes longer."""
     model, sizes, width, machine = candidate.config.model, candidate.sizes, candidate.bytes_of_type, candidate.machine
     micro_batches = candidate.step[0]
 
@@ -154,7 +155,7 @@ def pass_seconds(candidate: Candidate) -> float:
         in_memory = numbers * passes * width / machine.bandwidth
         return max(in_memory, numbers * cycles / machine.vector) if machine.vector else in_memory
 
-    # Half of a block's passes are of what `tensor` divides.
+    # `tensor` divides what half of a block's passes read.
     shared = 0.5 + 0.5 / sizes["tensor"]
     extra = 8 * bool(model.resid_lambdas or model.x0_lambdas) + 2 * model.value_embeddings
     times = (PASSES + AGAIN[model.remat] + extra) * shared

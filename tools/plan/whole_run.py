@@ -1,4 +1,4 @@
-"""The run that a step is one of: days, chip-hours, money, what preemptions cost, checkpoints, and its text."""
+"""Plan the complete run: days, device-hours, money, the cost of preemptions, checkpoints, and its text."""
 
 import math
 from pathlib import Path
@@ -20,37 +20,37 @@ DEVICES_OF_A_HOST = {False: 4, True: 8}
 """TPU chips, and GPUs."""
 COMPILING = {False: (75.0, 8.0, 1.5), True: (5.0, 1.0, 2.5)}
 """Processor seconds of compiling a step for TPUs, and for GPUs: once, and for each block; and how many times as long
-with Muon and the network's options. Read off the grid's record (bench/plan_grid.jsonl, two AMD EPYC cores), which it is
-right for to a factor of two."""
+with Muon and the network's options. Read off the grid's record (bench/plan_grid.jsonl, two AMD EPYC cores), which it
+matches to a factor of two."""
 
 
 PROCESSORS = 4.0
-"""Of a host, that compiling keeps busy, assumed: it costs the run so many times less than its processor time."""
+"""Processors of a host that compiling keeps busy, assumed: its processor time is divided by this."""
 
 
 class WholeRun(NamedTuple):
-    """Of an expected step."""
+    """A run whose steps take the expected time."""
 
     tokens: int
     tokens_per_second: float
     mfu: float
     days: float
-    """With compiling once, evaluations and preemptions."""
+    """Including compiling once, evaluations and preemptions."""
     device_hours: float
     cost: float | None
-    """Where a price is known."""
+    """US dollars; None without a price."""
     goodput: float
-    """Share of the time that makes steps which are kept."""
+    """Share of the time that goes into steps which are kept."""
     checkpoint_bytes: int
     checkpoint_seconds: float
     compile_seconds: float
-    """Of processor time."""
+    """Processor time of compiling the step."""
     dataset_tokens: int | None
-    """Of a dataset folder."""
+    """Tokens of a dataset folder; None for other sources."""
 
 
 def whole_run(candidate: Candidate, step: StepTime, price: float | None, preemptions: float) -> WholeRun:
-    """`price`: dollars a device and hour. `preemptions`: a day, of the whole run."""
+    """Return the plan of a run. `price`: dollars a device and hour. `preemptions`: of the complete run, a day."""
     config, devices = candidate.config, candidate.topology.devices
     tokens = config.steps * config.batch.tokens_per_step
     per_second = config.batch.tokens_per_step / step.expected
@@ -61,10 +61,10 @@ def whole_run(candidate: Candidate, step: StepTime, price: float | None, preempt
     interval = config.checkpoint.every_steps * step.expected
     if config.checkpoint.every_minutes:
         interval = min(interval, 60 * config.checkpoint.every_minutes)
-    lost = preemptions * (min(interval, training) / 2 + RESTART) / DAY  # of a day: half an interval is done again
+    lost = preemptions * (min(interval, training) / 2 + RESTART) / DAY  # share of a day: half an interval is repeated
     if lost >= 1:
         raise UserError(
-            f"--preemptions={preemptions:g} a day: each costs {interval / 2 + RESTART:.0f} s, and the run never ends; "
+            f"--preemptions={preemptions:g} a day: each costs {interval / 2 + RESTART:.0f} s, so the run never ends; "
             f"save more often (--checkpoint.every_minutes)"
         )
     around = training + evaluations + compile_seconds(candidate) / PROCESSORS
@@ -92,14 +92,14 @@ def whole_run(candidate: Candidate, step: StepTime, price: float | None, preempt
 
 
 def compile_seconds(candidate: Candidate) -> float:
-    """Of the step's program, in processor time."""
+    """Return processor seconds of compiling the step."""
     once, block, with_muon = COMPILING[candidate.machine.gpu]
     times = with_muon if candidate.config.optimizer.matrices.kind == "muon" else 1.0
     return times * (once + block * candidate.config.model.depth)
 
 
 def dataset_tokens(config: Config) -> int | None:
-    """The training part's of a dataset folder; None for raw text, shares of several, and other programs' shards."""
+    """Return the training tokens of a dataset folder; None for raw text, shares of several, other programs' shards."""
     folder = Path(config.data.source)
     if not (folder / "dataset.json").is_file():
         return None

@@ -313,7 +313,7 @@ def test_what_is_said_of_its_errors_is_what_the_grid_says():
         for part in errors.values()
     )
     assert (
-        f"the closed form's memory was held against {sum(map(len, errors.values()))} compiled programs so far: "
-        f"{len(errors[True])} in view when its rules were chosen {in_view}, {len(errors[False])} held out {unseen}; "
-        "its seconds against none that ran (docs/planning.md)"
+        f"the closed form's memory was compared with {sum(map(len, errors.values()))} compiled programs: "
+        f"{len(errors[True])} known when its rules were chosen {in_view}, {len(errors[False])} held out {unseen}; "
+        "its seconds were compared with no run (docs/planning.md)"
     ) == output.ACCURACY

@@ -30,7 +30,7 @@ def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--topology=v9:4x4"], "v9 is no machine that hosts/machines.toml describes; it has v4, v5e"),
+        (["--topology=v9:4x4"], "hosts/machines.toml does not describe v9; it has v4, v5e"),
         (["--topology=v5e:4x4x4"], "a slice of v5e is 1x1, 2x2, 2x4"),
         (["--topology=v5p:5x5x5"], "or rising multiples of 4"),
         (["--topology=v5p:16x24x32"], "a pod of v5p has 8,960 chips; take several slices"),
@@ -46,7 +46,7 @@ def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
             "1 rows of 2048 tokens, which 256 devices",
         ),
         (["--topology=v5e:4x4", "v6e:4x4", "h200:8", "--price", "1", "2"], "--price has 2 numbers for 3 topologies"),
-        (["--topology=v5e:4x4", "--batch.ramp=0:65536,2e8:131072"], "a constant batch is what is planned for"),
+        (["--topology=v5e:4x4", "--batch.ramp=0:65536,2e8:131072"], "a plan is for a constant batch"),
         (["--topology=v5e:4x4", "--picture=no/folder/plan.png"], "--picture=no/folder/plan.png cannot be written"),
     ],
 )
@@ -90,16 +90,16 @@ def test_a_table_says_what_it_stands_on(monkeypatch, capsys):
     assert out.rstrip().splitlines()[-1] == "python train.py --config=configs/d12.py"
 
 
-def test_a_plan_names_the_jax_it_was_held_against_and_promises_nothing_of_another(monkeypatch):
+def test_a_plan_names_the_jax_it_was_compared_with_and_promises_nothing_of_another(monkeypatch):
     monkeypatch.setattr(output, "version", lambda package: output.COMPILED_WITH)
     assert output.COMPILED_WITH in output.accuracy() and output.ACCURACY in output.accuracy()
     monkeypatch.setattr(output, "version", lambda package: "99.0")
-    assert "of JAX 99.0 is not known" in output.accuracy() and "%" not in output.accuracy()
+    assert "with JAX 99.0 is not known" in output.accuracy() and "%" not in output.accuracy()
 
 
 def test_advice_of_a_batch_that_is_too_small_and_of_memory_near_the_limit(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, D12, "--topology=v5e:4x4", "--batch.tokens_per_step=16384", "--search")
-    assert code == Exit.COMPLETE and "a step has 8 rows for 16 devices: take 8 devices, or a larger" in out
+    assert code == Exit.COMPLETE and "a step has 8 rows for 16 devices: use 8 devices, or a larger" in out
     row = row_of(Candidate(d12.get_config(), parse_topology("v5e:4x4")), Given())
     for times, expected in ((1 + ERROR / 2, True), (1 + 2 * ERROR, False)):
         memory = int(times * row.bytes / HEADROOM)
