@@ -1,4 +1,5 @@
 # make train [CONFIG=configs/small.py] [ARGS="--steps=100"]    set up, then train
+# make chat                                                    train the small run, fine-tune it, and talk to it
 # make test [ARGS="-m ''"]                                     set up, then run the quick tests [all]
 # make check                                                   lint, format, types, and which room imports which
 # make house                                                   how large the house is
@@ -14,10 +15,16 @@ EXTRAS := dev$(if $(EXTRA),$(comma)$(EXTRA))
 # One stamp for each choice of extras, made again when pyproject.toml changes.
 STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: train test setup check house
+.PHONY: train chat test setup check house
 
 train: setup
 	$(BIN)/python train.py --config=$(CONFIG) $(ARGS)
+
+# A run that is complete has a summary.
+chat: setup
+	test -f runs/small/summary.json || $(BIN)/python train.py --config=configs/small.py
+	$(BIN)/python train.py --config=configs/chat.py --init_from=runs/small $(ARGS)
+	$(BIN)/python chat.py --run_dir=runs/chat
 
 test: setup
 	$(BIN)/python -m pytest -m "not (medium or slow)" $(ARGS)

@@ -2,9 +2,9 @@
 
 python train.py --config=configs/chat.py --init_from=runs/small
 
-The network's options, the length of a row and the tokenizer follow the network in --init_from: a run, a folder that
-export.py wrote, or a published nanochat. After a run the rates and the sizes of a step follow it, too. Whatever is given
-on the command line stays as given.
+The network's options, the length of a row and the tokenizer follow the network in --init_from: a run, a folder
+that export.py wrote, or a published nanochat. After a run the rates and the sizes of a step follow it, too. Whatever
+is given on the command line stays as given.
 
 The recipe is nanochat's chat_sft: 0.8 of pretraining's rates, no warmup, and a fall to 0 over the last half. Muon does
 not decay, and its momentum rises from 0.85 to 0.95.

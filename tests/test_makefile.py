@@ -1,5 +1,5 @@
-"""`make setup`: which Python it takes, and what it says where none will do. Nothing is installed: the Pythons are
-scripts that say which version they are, and whose `-m venv` and `-m pip` write down that they were called."""
+"""`make setup`: which Python it takes, and what it says where none will do; `make chat`: what it runs. Nothing is
+installed: the Pythons are scripts that say which version they are, and write down what they were called with."""
 
 import os
 import shutil
@@ -16,6 +16,7 @@ case "$*" in
   "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo "venv {0}" >> log ;;
   "-m pip --version") ;;
   "-m pip"*) echo "pip {0}" >> log; [ "{2}" = installs ] ;;
+  *.py*) echo "$*" >> log ;;
 esac
 """
 SHIM = """#!/bin/sh
@@ -35,15 +36,15 @@ def setup(tmp_path):
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
 
-    def run(pythons: dict[str, str], *words: str) -> tuple[int, str, list[str]]:
-        """make's exit code, what it said, and which Python made the environment and installed into it."""
+    def run(pythons: dict[str, str], *words: str, goal: str = "setup") -> tuple[int, str, list[str]]:
+        """make's exit code, what it said, which Python made the environment and installed into it, and what it ran."""
         for name, text in pythons.items():
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)
         (tmp_path / "log").write_text("")
         environment = {"PATH": str(tools), "HOME": os.environ.get("HOME", "/")}
         done = subprocess.run(
-            ["make", "setup", *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            ["make", goal, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
         return done.returncode, done.stderr, (tmp_path / "log").read_text().split("\n")[:-1]
 
@@ -88,3 +89,12 @@ def test_uv_makes_it_with_the_same_python(setup, tmp_path):
     code, said, log = setup({"uv": uv, "python3.11": stub("3.11")})
     assert (code, said) == (0, "")
     assert log[0] == f"uv venv --quiet --python {tmp_path}/tools/python3.11 .venv" and log[1].startswith("uv pip")
+
+
+def test_chat_trains_the_small_run_unless_it_is_complete_and_fine_tunes_it(setup, tmp_path):
+    tune = ["train.py --config=configs/chat.py --init_from=runs/small", "chat.py --run_dir=runs/chat"]
+    log = setup({"python3.12": stub("3.12")}, goal="chat")[2]
+    assert log == ["venv 3.12", "pip 3.12", "train.py --config=configs/small.py", *tune]
+    (tmp_path / "runs/small").mkdir(parents=True)
+    (tmp_path / "runs/small/summary.json").write_text("{}")
+    assert setup({}, "ARGS=--steps=9", goal="chat")[2] == [f"{tune[0]} --steps=9", tune[1]]

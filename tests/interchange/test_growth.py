@@ -49,8 +49,10 @@ def base(folder, kind, as_run):
     return state
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize(("kind", "as_run"), [("fits", True), ("grows", True), ("grows", False)])
+@pytest.mark.parametrize(
+    ("kind", "as_run", "mesh"),
+    [("fits", True, (1, 1, 1)), ("grows", True, (2, 2, 2)), ("grows", False, (1, 1, 1))],
+)
 def test_rows_are_added_for_the_tokens_of_conversations_and_nothing_else_changes(tmp_path, kind, as_run, mesh):
     old, folder, size = OLD[kind], tmp_path / "base", SIZES[kind]
     before, tokenizer = base(folder, kind, as_run), old.with_chat_tokens

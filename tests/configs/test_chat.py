@@ -1,0 +1,77 @@
+"""What configs/chat.py takes from the network that it fine-tunes."""
+
+from dataclasses import replace
+
+import pytest
+
+from configs.command_line import load_config, parse
+from configs.schema import UserError, with_options
+from data.tokenizer import CHAT_TOKENS, SPLIT, convert_tiktoken, load_tokenizer, train_tokenizer
+from interchange.safetensors import write_safetensors
+from run.folder import write_record
+from tests.helpers import tiny_config
+
+PAIRS = {pair: 256 + i for i, pair in enumerate((b"to", b"be", b"or", b"no"))}
+OLD = convert_tiktoken({bytes([byte]): byte for byte in range(256)} | PAIRS, SPLIT, {"<|bos|>": 260})
+NEW = train_tokenizer(["to be or not to be " * 20], 272)
+MUON = {"optimizer.matrices.kind": "muon", "optimizer.muon.peak_rate": 0.03, "optimizer.rate_factor": 0.5}
+BASE = with_options(tiny_config(qk_scale=1.2, loss_chunks=2), MUON)
+
+
+def chat(*words):
+    return parse("", argv=["--config=configs/chat.py", *words])[0]
+
+
+@pytest.fixture
+def base(tmp_path, monkeypatch):
+    """The folder of a run's record, of which a base is all that the config reads."""
+    monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path / "cache"))
+    write_record(tmp_path / "run/config.json", BASE, "", [])
+    NEW.save(tmp_path / "run/tokenizer")
+    return tmp_path / "run"
+
+
+def test_it_follows_a_run_but_for_the_recipe_and_for_what_is_given(base):
+    config, recipe = chat(f"--init_from={base}"), load_config("configs/chat.py")[0]
+    assert config.model == replace(BASE.model, dtype="auto", short_window=config.model.short_window)
+    assert config.batch == BASE.batch and config.data.tokenizer == str(base / "tokenizer")
+    tuned = config.optimizer
+    assert tuned.embed == BASE.optimizer.embed and tuned.matrices.kind == "muon" and tuned.rate_factor == 0.8 * 0.5
+    assert tuned.schedule == recipe.optimizer.schedule
+    assert tuned.muon == replace(recipe.optimizer.muon, peak_rate=0.03)
+    given = ("--batch.sequence_length=8", "--optimizer.rate_factor=0.1", "--optimizer.embed.peak_rate=0.7")
+    config = chat(f"--init_from={base}", *given)
+    assert config.batch.sequence_length == 8 and config.optimizer.embed.peak_rate == 0.7
+    assert config.optimizer.rate_factor == 0.1 and config.batch.tokens_per_step == BASE.batch.tokens_per_step
+
+
+def test_after_an_export_network_and_row_follow(base, tmp_path):
+    write_safetensors(tmp_path / "export", [], BASE, NEW)
+    (tmp_path / "export/model.safetensors").touch()
+    config, recipe = chat(f"--init_from={tmp_path}/export"), load_config("configs/chat.py")[0]
+    assert (config.model.width, config.model.qk_scale, config.batch.sequence_length) == (32, 1.2, 16)
+    assert config.batch.tokens_per_step == recipe.batch.tokens_per_step and config.optimizer == recipe.optimizer
+    assert config.data.tokenizer == f"{tmp_path}/export"
+
+
+@pytest.mark.parametrize(("size", "grown"), [(266, 320), (272, 272)])
+def test_a_vocabulary_without_the_tokens_of_conversations_grows(base, size, grown):
+    write_record(base / "config.json", with_options(BASE, {"model.vocab_size": size}), "", [])
+    OLD.save(base / "tokenizer")
+    config = chat(f"--init_from={base}", "--steps=0")
+    assert config.model.vocab_size == grown and config.steps == 0
+    tokens = load_tokenizer(config.data.tokenizer).special_tokens
+    assert [tokens[name] for name in CHAT_TOKENS] == list(range(261, 269))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "--init_from=runs/small takes that of `make train`"),
+        (["--init_from=missing"], "missing holds no run"),
+        (["--init_optimizer"], "--init_from is missing"),
+    ],
+)
+def test_without_a_network_it_says_what_is_missing(words, says):
+    with pytest.raises(UserError, match=says):
+        chat(*words)
