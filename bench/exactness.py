@@ -3,8 +3,9 @@
 Every config in configs/ runs with its own features, optimizer and schedule, from its own start, at the sizes of
 configs/small.py, on that config's text and tokenizer. One micro-batch on one device is compared with 2, 4 and 8
 micro-batches, with every arrangement of eight CPU devices that the four heads allow, and with two processes of four
-devices. A table shows the largest relative differences of the loss and of the gradient's norm over the first eight
-steps. The exit code is 1 if one passes its bound.
+devices. The valid tokens of a step's rows differ a hundredfold. chat.py runs on conversations, as if it fine-tuned
+small.py's run. A table shows the largest relative differences of the loss and of the gradient's norm over the first
+eight steps. The exit code is 1 if one passes its bound.
 """
 
 import json
@@ -22,6 +23,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from configs.chat import following
 from configs.command_line import load_config, parse_arguments
 from configs.files import cache_dir
 from configs.schema import Config, DataConfig, MeshConfig, UserError, with_options
@@ -85,7 +87,11 @@ def sized(name: str, eps: float | None = None) -> Config:
     values["model.dtype"] = "float32"
     if eps is not None:
         values |= {f"optimizer.{group}.eps": eps for group in CANCELLED}
-    run = replace(small, seed=config.seed, model=config.model, optimizer=config.optimizer)
+    data = small.data
+    if name == "chat":
+        config = following(config, small, True, set())
+        data = config.data
+    run = replace(small, seed=config.seed, data=data, model=config.model, optimizer=config.optimizer)
     return resolved(with_options(run, values))
 
 
@@ -102,12 +108,13 @@ def text_of(data: DataConfig, vocab_size: int, length: int, rows: int) -> Text:
 
 
 def batch_of(built: Build, step: int) -> Batch:
-    """Return a step's batch. Rows have different numbers of valid tokens, so that a mean of means would show."""
+    """Return a step's batch. Its rows' valid tokens differ a hundredfold, so that a mean of means would show."""
     config, shape, length = built.config, built.batch_shape, built.batch_shape[2]
     rows = config.batch.tokens_per_step // length
     text = text_of(config.data, config.model.vocab_size, length, rows)
-    batch = StepBatches(text.train, text.mixture, config.seed, (1, rows, length), np.arange(rows))[step]
-    valid = np.random.default_rng(step).integers(length // 2, length + 1, rows)
+    undivided, every = (1, rows, length), np.arange(rows)
+    batch = StepBatches(text.train, text.mixture, config.seed, undivided, every, text.document_bos)[step]
+    valid = np.random.default_rng(step).permutation(np.geomspace(length / 100, length, rows))
     batch["weights"] *= np.arange(length) < valid[:, None]
     place = lambda array: jax.make_array_from_callback(shape, built.batch_sharding, array.reshape(shape).__getitem__)
     return {name: place(array) for name, array in batch.items()}  # pyright: ignore[reportReturnType]

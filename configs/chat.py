@@ -10,7 +10,6 @@ The recipe is nanochat's chat_sft: 0.8 of pretraining's rates, no warmup, and a 
 not decay, and its momentum rises from 0.85 to 0.95.
 """
 
-from configs.files import cache_dir
 from configs.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -25,11 +24,8 @@ from configs.schema import (
     options,
     with_options,
 )
-from data.tokenizer import load_tokenizer
-from interchange.init_from import is_run, network_config, tokenizer_in
-from run.record import at_hand
+from interchange.growth import base_of_chat
 
-ROWS_OF_VOCABULARY = 64  # a vocabulary that grows does so to a multiple of it, so that meshes can divide it
 OF_A_RUN = ("optimizer.", "batch.sequence_length", "batch.tokens_per_step", "batch.rows_per_device")
 RECIPE = ("optimizer.rate_factor", "optimizer.schedule.", "optimizer.muon.momentum", "optimizer.muon.weight_decay")
 
@@ -58,20 +54,9 @@ def derive(config: Config, given: set[str]) -> Config:
             "--init_from is missing: configs/chat.py fine-tunes a network that is there; --init_from=runs/small takes "
             "that of `make train`"
         )
-    folder = at_hand(config.init_from)
-    base = network_config(folder)
-    home = config.data.tokenizer or tokenizer_in(folder)
-    if not home:
-        raise UserError(f"{config.init_from} has no tokenizer.json: give its tokenizer as --data.tokenizer")
-    tokenizer = load_tokenizer(home).with_chat_tokens
-    if tokenizer != load_tokenizer(home) or config.init_from.startswith("gs://"):
-        home = cache_dir() / "tokenizers" / tokenizer.sha256[:16]
-        tokenizer.save(home)
-    config = with_options(config, {"data.tokenizer": str(home)})
-    if tokenizer.vocab_size > base.model.vocab_size:
-        size = -(-tokenizer.vocab_size // ROWS_OF_VOCABULARY) * ROWS_OF_VOCABULARY
-        base = with_options(base, {"model.vocab_size": size})
-    return following(config, base, is_run(folder), given)
+    base = base_of_chat(config)
+    config = with_options(config, {"data.tokenizer": base.tokenizer})
+    return following(config, base.config, base.is_run, given)
 
 
 def following(config: Config, base: Config, run: bool, given: set[str]) -> Config:

@@ -1,13 +1,14 @@
 """The state that a run with `init_from` starts with, which may have rows for tokens that the network there lacks."""
 
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
+from configs.files import cache_dir
 from configs.schema import Config, ModelConfig, UserError, with_options
 from data.tokenizer import TextTokenizer, load_tokenizer
 from hosts.runtime import Damaged, NoCheckpoint
@@ -16,13 +17,41 @@ from model.shapes import parameters
 from run.checkpoint import Checkpoints
 from run.record import at_hand
 from training.build import Build, build
+from training.layout import padded
 from training.mesh import resized
 from training.optimizer import path_name
 from training.state import TrainState
 
 T = TypeVar("T")
+ROWS = 64  # a vocabulary grows to a multiple of it, so that meshes can divide it
 VOCABULARY = {"embed": 0, "value_embeds": 0, "lm_head": 1}
 """Of these groups' tables, the dimension of the tokens."""
+
+
+class Base(NamedTuple):
+    """A network to fine-tune on conversations."""
+
+    config: Config
+    """A run's, or of the network's options and row alone. The vocabulary has room for the tokens of conversations."""
+    tokenizer: str
+    """Folder of the tokenizer, which has these tokens."""
+    is_run: bool
+
+
+def base_of_chat(config: Config) -> Base:
+    """Return the network in `config.init_from`, with `data.tokenizer` or else its own tokenizer, to which the tokens of
+    conversations are added if it lacks them. UserError if either is missing."""
+    folder = at_hand(config.init_from)
+    base = network_config(folder)
+    if not (home := config.data.tokenizer or tokenizer_in(folder)):
+        raise UserError(f"{config.init_from} has no tokenizer.json: give its tokenizer as --data.tokenizer")
+    tokenizer = load_tokenizer(home).with_chat_tokens
+    if tokenizer != load_tokenizer(home) or config.init_from.startswith("gs://"):
+        home = cache_dir() / "tokenizers" / tokenizer.sha256[:16]
+        tokenizer.save(home)
+    if tokenizer.vocab_size > base.model.vocab_size:
+        base = with_options(base, {"model.vocab_size": padded(tokenizer.vocab_size, ROWS)})
+    return Base(base, str(home), is_run(folder))
 
 
 def new_tokens(config: Config, tokenizer: TextTokenizer) -> dict[str, int]:
