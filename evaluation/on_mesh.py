@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array
 
 from configs.schema import ModelConfig
 from training.mesh import parameter_places, spec_of
@@ -21,17 +20,17 @@ def on_mesh(
     dtype: jnp.dtype,
     mesh: Mesh,
     in_specs: Sequence[PartitionSpec],
-    out_specs: PartitionSpec,
+    out_specs: Any,
 ) -> Callable[..., Any]:
     """Return `function(model, *arrays)`, which is written for one device, as a function of the float32 parameters as
-    they are sharded, and of complete arrays, which the specs divide over the mesh.
+    they are sharded, and of complete arrays or trees of them, which the specs divide over the mesh.
 
     Parameters are gathered over `data` in the compute type. They stay divided over `fsdp` and `tensor`, as in a step.
     """
     graphdef, _ = split_model(config, dtype)
     places = parameter_places(config, mesh)
 
-    def for_one_device(params: dict, *arrays: Array) -> Any:
+    def for_one_device(params: dict, *arrays: Any) -> Any:
         return function(nnx.merge(graphdef, all_gather_data(params, places, dtype)), *arrays)
 
     return on_each_device(for_one_device, mesh, dtype, (jax.tree.map(spec_of, places), *in_specs), out_specs)

@@ -29,26 +29,27 @@ QUERIES = 256  # queries whose scores exist at a time, at most, where the backwa
 
 
 class LayerCache(NamedTuple):
-    """Keys (turned and normed) and values of the positions seen so far; later positions hold zeros."""
+    """Keys (turned and normed) and values of the positions seen so far. Heads come before positions, as the products
+    take them: a CPU would copy the cache for each token otherwise."""
 
-    keys: Float[Array, "batch capacity kv_heads head_dim"]
-    values: Float[Array, "batch capacity kv_heads head_dim"]
+    keys: Float[Array, "batch kv_heads capacity head_dim"]
+    values: Float[Array, "batch kv_heads capacity head_dim"]
 
 
 class Inputs(NamedTuple):
     """What every block reads of the tokens besides the residual stream."""
 
     tokens: Int[Array, "batch length"]
-    positions: Int[Array, "length"] | None
-    """None where nothing came before: without a cache, or to fill one."""
+    positions: Int[Array, "*rows length"] | None
+    """Of all rows, or of each. None where nothing came before: without a cache, or to fill one."""
     angles: Angles
     segment_ids: Int[Array, "batch length"] | None
 
 
 class Places(NamedTuple):
-    """Positions in a row, and the segments there."""
+    """Positions in a row, of all rows or of each, and the segments there."""
 
-    positions: Int[Array, "length"]
+    positions: Int[Array, "*rows length"]
     segment_ids: Int[Array, "batch length"] | None
 
     def of(self, part: slice) -> "Places":
@@ -56,10 +57,10 @@ class Places(NamedTuple):
 
     def see(self, keys: "Places", window: int | None) -> Bool[Array, "#batch 1 length keys"]:
         """Which keys the queries at these places see."""
-        distance = self.positions[:, None] - keys.positions
+        distance = self.positions[..., None] - keys.positions
         seen = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
         if self.segment_ids is None or keys.segment_ids is None:
-            return seen[None, None]
+            return seen.reshape(-1, 1, *seen.shape[-2:])
         return (seen & (self.segment_ids[:, :, None] == keys.segment_ids[:, None]))[:, None]
 
 
@@ -67,7 +68,7 @@ def attend(
     q: Float[Array, "batch length heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],
     v: Float[Array, "batch keys kv_heads head_dim"],
-    positions: Int[Array, "length"] | None = None,
+    positions: Int[Array, "*rows length"] | None = None,
     segment_ids: Int[Array, "batch length"] | None = None,
     window: int | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
@@ -229,6 +230,19 @@ def _rows(blocks: Array, rows: slice) -> Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : rows.stop - rows.start]
 
 
+def write(
+    cached: Float[Array, "batch kv_heads capacity head_dim"],
+    new: Float[Array, "batch length kv_heads head_dim"],
+    positions: Int[Array, "*rows length"] | None,
+) -> Float[Array, "batch kv_heads capacity head_dim"]:
+    """Return the cache with new keys or values: at its start, from the first position on, or where each row has its own
+    positions, there. Of those, what is beyond the capacity is dropped."""
+    if positions is not None and positions.ndim == 2:
+        return cached.at[jnp.arange(len(cached))[:, None], :, positions].set(new, mode="drop")
+    start = 0 if positions is None else positions[0]
+    return jax.lax.dynamic_update_slice(cached, new.swapaxes(1, 2), (0, 0, start, 0))
+
+
 def has_value_embedding(config: ModelConfig, layer: int) -> bool:
     """Every other block has one, the last included."""
     return config.value_embeddings and layer % 2 == (config.depth - 1) % 2
@@ -274,10 +288,9 @@ class Attention(nnx.Module):
             v = v + gate[..., None] * saved(self.value_embedding(tokens, x.dtype)).reshape(v.shape)
         v = saved(all_gather_shared_head(v, self.kv_heads))
         if cache is not None:
-            start = (0, 0 if positions is None else positions[0], 0, 0)
-            cache = LayerCache(*(jax.lax.dynamic_update_slice(old, new, start) for old, new in zip(cache, (k, v))))
+            cache = LayerCache(*(write(old, new, positions) for old, new in zip(cache, (k, v))))
         if cache is None or positions is None:  # nothing came before
             y = attend(q, k, v, segment_ids=segment_ids, window=self.window)
         else:
-            y = attend(q, *cache, positions, window=self.window)
+            y = attend(q, *(kept.swapaxes(1, 2) for kept in cache), positions, window=self.window)
         return psum_over_tensor(self.out(y)), cache

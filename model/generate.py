@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from model.gpt import GPT
 from model.loss import softcap
 from model.parallel import all_gather_vocabulary, pmax_over_mesh
+from model.sampling import Sampling, draw
 
 
 def generate(
@@ -29,19 +30,12 @@ def generate(
     its own seed and prompt, not on the rows beside it.
     """
     batch, length = prompts.shape
-    row_keys = jax.vmap(jax.random.key)(seeds)
+    of_rows = lambda value: jnp.full(batch, value)
+    sampling = Sampling(of_rows(temperature), of_rows(top_k), of_rows(1.0), seeds)
 
     def next_tokens(logits: Float[Array, "batch vocab_share"], position: Int[Array, ""]) -> Int[Array, "batch"]:
         """The token at `position`: the prompt's where it is that long, else a sample."""
-        capped = softcap(all_gather_vocabulary(logits), model.config.softcap)
-        if top_k:
-            smallest = jax.lax.top_k(capped, min(top_k, capped.shape[-1]))[0][:, -1:]
-            capped = jnp.where(capped < smallest, -jnp.inf, capped)
-        if temperature == 0:
-            sampled = jnp.argmax(capped, axis=-1)
-        else:
-            keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, position)
-            sampled = jax.vmap(jax.random.categorical)(keys, capped / temperature)
+        sampled = draw(softcap(all_gather_vocabulary(logits), model.config.softcap), of_rows(position), sampling)
         return jnp.where(position < prompt_lengths, prompts[:, position], pmax_over_mesh(sampled.astype(prompts.dtype)))
 
     def decode(carry: tuple, position: Int[Array, ""]) -> tuple[tuple, Int[Array, "batch"]]:

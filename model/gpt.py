@@ -119,7 +119,7 @@ class GPT(nnx.Module):
         self,
         tokens: Int[Array, "batch length"],
         cache: KVCache | None = None,
-        start: Int[Array, ""] | int = 0,
+        start: Int[Array, ""] | Int[Array, "batch 1"] | int = 0,
         segment_ids: Int[Array, "batch length"] | None = None,
     ) -> tuple[Float[Array, "batch length vocab"], KVCache | None]:
         """Logits *before* the softcap (`model.loss.softcap`), in the compute type; the cache as in `activations`."""
@@ -130,19 +130,20 @@ class GPT(nnx.Module):
         self,
         tokens: Int[Array, "batch length"],
         cache: KVCache | None = None,
-        start: Int[Array, ""] | int = 0,
+        start: Int[Array, ""] | Int[Array, "batch 1"] | int = 0,
         segment_ids: Int[Array, "batch length"] | None = None,
     ) -> tuple[Float[Array, "batch length width"], KVCache | None]:
         """What the head reads. The loss takes it from here, so that the logits need not exist as a whole.
 
         With a `cache`, `tokens` stand at positions `start`, `start + 1`, ... after those already in it, and the cache
-        with them added is returned. With `segment_ids`, positions attend within their own segment only.
+        with them added is returned. `start` [batch, 1] gives each row a start of its own. With `segment_ids`, positions
+        attend within their own segment only.
         """
         config = self.config
         places = start + jnp.arange(tokens.shape[1])
         positions = None if isinstance(start, int) and start == 0 else places
         inputs = Inputs(tokens, positions, rotary_angles(places, config.head_dim, config.rotary_base), segment_ids)
-        x = embedded = rms_norm(psum_over_tensor(self.embed(tokens, self.dtype)))
+        x = embedded = self.embedded(tokens)
         if config.smear:
             x = self._smeared(embedded, cache, segment_ids)
         first, middle, grown = x, x, []
@@ -159,6 +160,10 @@ class GPT(nnx.Module):
         if config.backout:
             x = (x - self.backout_lambda.times(0, middle)).astype(self.dtype)
         return vary_over_tensor(rms_norm(x)), KVCache(grown, embedded[:, -1]) if cache else None
+
+    def embedded(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length width"]:
+        """Return what the blocks start from, before `smear`."""
+        return rms_norm(psum_over_tensor(self.embed(tokens, self.dtype)))
 
     def _smeared(
         self,
@@ -177,7 +182,7 @@ class GPT(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
         """Room for `capacity` positions of `batch` rows, for this device's heads along `tensor`."""
-        shape = (batch, capacity, own_heads(self.config.kv_heads)[1], self.config.head_dim)
+        shape = (batch, own_heads(self.config.kv_heads)[1], capacity, self.config.head_dim)
         layers = [LayerCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in self.blocks]
         return KVCache(layers, jnp.zeros((batch, self.config.width), self.dtype))
 

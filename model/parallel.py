@@ -9,7 +9,7 @@ small to divide. On a mesh of one device there is no `jax.shard_map`, and every 
 from typing import TypeVar
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from model.axes import BATCH_AXES
 
@@ -63,7 +63,7 @@ def psum_over_tensor(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return psum(x, ("tensor",))
 
 
-def pmax_over_tensor(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def pmax_over_tensor(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
     """The largest of the values that the devices along `tensor` hold."""
     return jax.lax.pmax(x, "tensor") if in_shard_map() else x
 

@@ -9,23 +9,23 @@ from jaxtyping import Array, Float, Int
 from model.layers import EPSILON, saved
 from model.parallel import platform
 
-Angles = tuple[Float[Array, "length head_dim"], Float[Array, "length head_dim"]]
+Angles = tuple[Float[Array, "*rows length head_dim"], Float[Array, "*rows length head_dim"]]
 """cos and sin for every channel; the sin of a pair's second is negative."""
 
 
-def rotary_angles(positions: Int[Array, "length"], head_dim: int, base: float) -> Angles:
+def rotary_angles(positions: Int[Array, "*rows length"], head_dim: int, base: float) -> Angles:
     """Of the angles `position * base^(-2i / head_dim)`, in float32."""
     frequencies = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    angles = positions.astype(jnp.float32)[..., None] * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([cos, cos], axis=1), jnp.concatenate([sin, -sin], axis=1)
+    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([sin, -sin], axis=-1)
 
 
 def rotate(
     x: Float[Array, "batch length heads head_dim"], angles: Angles
 ) -> Float[Array, "batch length heads head_dim"]:
     """Turns each pair (x[i], x[i + head_dim / 2]) by its position's angle; in float32."""
-    cos, sin = (a[:, None] for a in angles)
+    cos, sin = (a[..., None, :] for a in angles)
     return x.astype(jnp.float32) * cos + _swap_halves(x) * sin
 
 

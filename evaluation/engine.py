@@ -1,0 +1,272 @@
+"""Answers that are written together, token by token: slots with a cache each, which keep what they have read.
+
+A slot's row is an answer's prompt and its new tokens. What the cache has of a row is never read again: a new answer
+takes the free slot that shares most with its prompt. The rest of a prompt is read in parts of two lengths, and new
+tokens are drawn for all slots together, so there are three programs, whatever the prompts and the options.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Int
+
+from configs.schema import UserError
+from data.tokenizer import CHAT_TOKENS
+from evaluation.calculator import calculate
+from evaluation.network import Network
+from evaluation.on_mesh import on_mesh
+from model.attention import LayerCache
+from model.axes import BATCH_AXES
+from model.gpt import GPT, KVCache
+from model.loss import softcap
+from model.parallel import all_gather_vocabulary, pmax_over_tensor
+from model.sampling import Sampling, draw
+from training.mesh import batch_devices
+
+SHORT, LONG = 32, 256  # tokens of a prompt that are read at a time
+AHEAD = 4  # tokens that are drawn in one call
+ROWS, CACHE = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, "tensor")
+
+
+class NoSlot(Exception):
+    """All slots are taken."""
+
+
+@dataclass(eq=False)
+class Answer:
+    """An answer that is being written, or was."""
+
+    prompt: list[int]
+    sampling: Sampling
+    most: int
+    """Tokens of the answer."""
+    read: int
+    """Tokens of the prompt that were read: the others were in a cache."""
+    tokens: list[int] = field(default_factory=list)
+    """Those of the answer so far, without its end."""
+    finished: str = ""
+    """`stop`: it has ended. `length`: it has its `most` tokens, or the row is full. Empty: it is being written."""
+    ahead: list[int] = field(default_factory=list)
+    """Tokens that come next: drawn already, or a calculator's output."""
+    call: list[int] | None = None
+    """Tokens since <|python_start|>."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """What the cache of a slot has, and who writes."""
+
+    index: int
+    row: list[int] = field(default_factory=list)
+    cached: int = 0
+    """Tokens of the row that are in the cache."""
+    answer: Answer | None = None
+    used: int = 0
+    """When it was taken, in answers."""
+
+    def shares(self, tokens: Sequence[int]) -> int:
+        """Return how many of the first tokens are in the cache. One is always left to read, for what comes next."""
+        most = min(self.cached, len(tokens) - 1)
+        return next((i for i in range(most) if self.row[i] != tokens[i]), most)
+
+    @property
+    def known(self) -> list[int]:
+        """Return the row with the tokens that come next."""
+        return [*self.row, *self.answer.ahead] if self.answer else self.row
+
+    @property
+    def unread(self) -> list[int]:
+        return self.known[self.cached :]
+
+
+class Parts(NamedTuple):
+    """Tokens that rows of the cache continue with, and how the next one is drawn. On a device the rows are its own."""
+
+    slot: Int[Array, "rows"]
+    """Of the device's."""
+    tokens: Int[Array, "rows length_and_one"]
+    """The first is the one before them."""
+    start: Int[Array, "rows"]
+    """Position of the second. The cache's capacity for a row of which nothing is read."""
+    length: Int[Array, "rows"]
+    sampling: Sampling
+
+
+def next_tokens(model: GPT, layers: list[LayerCache], parts: Parts) -> tuple[list[LayerCache], Int[Array, "rows"]]:
+    """Read a part of each row. Return the cache with it, and the tokens that are drawn to follow."""
+    before = model.embedded(parts.tokens[:, :1])[:, 0]
+    cache = KVCache(layers, jnp.where(parts.start[:, None] > 0, before, 0))
+    x, cache = model.activations(parts.tokens[:, 1:], cache, parts.start[:, None])
+    assert cache
+    logits = model.lm_head(x[jnp.arange(len(x)), parts.length - 1])
+    capped = softcap(all_gather_vocabulary(logits), model.config.softcap)
+    return cache.layers, pmax_over_tensor(draw(capped, parts.start + parts.length, parts.sampling))
+
+
+def read(model: GPT, layers: list[LayerCache], parts: Parts) -> tuple[list[LayerCache], Int[Array, "1"]]:
+    """Read a part of one slot's row."""
+    slot = parts.slot[0]
+    row = jax.tree.map(lambda cached: jax.lax.dynamic_slice_in_dim(cached, slot, 1), layers)
+    row, token = next_tokens(model, row, parts)
+    put = lambda cached, new: jax.lax.dynamic_update_slice_in_dim(cached, new, slot, axis=0)
+    return jax.tree.map(put, layers, row), token
+
+
+def write(model: GPT, layers: list[LayerCache], parts: Parts) -> tuple[list[LayerCache], Int[Array, "slots ahead"]]:
+    """Read a token of each slot, and draw AHEAD more."""
+
+    def another(carry: tuple[list[LayerCache], Parts], _: None) -> tuple[tuple, Int[Array, "slots"]]:
+        layers, parts = carry
+        layers, new = next_tokens(model, layers, parts)
+        tokens = jnp.concatenate([parts.tokens[:, 1:], new[:, None]], axis=1)
+        return (layers, parts._replace(tokens=tokens, start=parts.start + 1)), new
+
+    (layers, _), tokens = jax.lax.scan(another, (layers, parts), length=AHEAD)
+    return layers, tokens.T
+
+
+class Engine:
+    """Call `begin` for each answer, and then `step` until it is finished."""
+
+    def __init__(self, network: Network, slots: int = 1):
+        """On a mesh, `slots` is rounded up to a multiple of the devices that rows are divided over."""
+        config, mesh, dtype = network.config.model, network.mesh, network.dtype
+        self.devices = batch_devices(mesh)
+        self.each = -(-slots // self.devices)
+        # Those that follow each other are of different devices, which read at the same time.
+        self.slots = [Slot(device * self.each + i) for i in range(self.each) for device in range(self.devices)]
+        self.capacity = network.config.batch.sequence_length
+        self.tokenizer = network.tokenizer
+        special = network.tokenizer.special_tokens
+        _, _, _, end, *self.tools = (special.get(name, -1) for name in CHAT_TOKENS)
+        self.ends = {network.tokenizer.bos, end}
+        self.begun = 0
+        self.params = jax.tree.map(lambda p: p if p.ndim == 1 else p.astype(dtype), network.params)
+        over = lambda function, in_specs, out_specs: on_mesh(function, config, dtype, mesh, in_specs, out_specs)
+        empty = lambda model: model.empty_cache(self.each, self.capacity).layers
+        outs = (NamedSharding(mesh, CACHE), NamedSharding(mesh, PartitionSpec()))
+        self.cache = jax.jit(over(empty, (), CACHE), out_shardings=outs[0])(self.params)
+        self._read = jax.jit(over(read, (CACHE, ROWS), (CACHE, ROWS)), donate_argnums=1, out_shardings=outs)
+        self._write = jax.jit(over(write, (CACHE, ROWS), (CACHE, ROWS)), donate_argnums=1, out_shardings=outs)
+
+    @property
+    def free(self) -> int:
+        """Return the number of free slots."""
+        return sum(slot.answer is None for slot in self.slots)
+
+    def begin(self, tokens: Sequence[int], sampling: Sampling, most: int | None = None) -> Answer:
+        """Return an answer to a prompt, of at most `most` tokens. NoSlot if no slot is free, UserError if the prompt
+        leaves no room in the row."""
+        if len(tokens) >= self.capacity:
+            raise UserError(
+                f"the prompt has {len(tokens)} tokens; the network's sequence has {self.capacity}, so at most "
+                f"{self.capacity - 1} leave room for an answer"
+            )
+        free = [slot for slot in self.slots if slot.answer is None]
+        if not free:
+            raise NoSlot(f"all {len(self.slots)} slots are taken")
+        shared = {slot.index: slot.shares(tokens) for slot in free}
+        # What shares little, as each conversation's beginning, is no reason to overwrite a slot that was just used.
+        worth = lambda slot: shared[slot.index] if 2 * shared[slot.index] > slot.cached else 0
+        slot = max(free, key=lambda slot: (worth(slot), -slot.used))
+        self.begun += 1
+        slot.used, slot.row, slot.cached = self.begun, list(tokens), shared[slot.index]
+        slot.answer = Answer(slot.row.copy(), sampling, most or self.capacity, len(tokens) - slot.cached)
+        return slot.answer
+
+    def drop(self, answer: Answer) -> None:
+        """End an answer early. Its slot is free, and keeps what it has read."""
+        for slot in self.slots:
+            if slot.answer is answer:
+                self._leave(slot)
+
+    def step(self) -> list[tuple[Answer, int]]:
+        """Return a new token of each answer that is being written. One that ends here has none, and is finished."""
+        writing = [slot for slot in self.slots if slot.answer]
+        while any(not slot.answer.ahead for slot in writing):
+            self._advance(writing)
+        new = []
+        for slot in writing:
+            answer = slot.answer
+            token = answer.ahead.pop(0)
+            if token in self.ends:
+                answer.finished = "stop"
+            else:
+                slot.row.append(token)
+                answer.tokens.append(token)
+                new.append((answer, token))
+                self._follow_call(slot, answer, token)
+                if len(answer.tokens) == answer.most or len(slot.row) == self.capacity:
+                    answer.finished = "length"
+            if answer.finished:
+                self._leave(slot)
+        return new
+
+    def _leave(self, slot: Slot) -> None:
+        slot.answer = None
+        slot.cached = min(slot.cached, len(slot.row))
+
+    def _follow_call(self, slot: Slot, answer: Answer, token: int) -> None:
+        """Let the calculator's output follow the end of a call."""
+        python_start, python_end, output_start, output_end = self.tools
+        if token == python_start:
+            answer.call = []
+        elif token == python_end and answer.call is not None:
+            result = calculate(self.tokenizer.decode(answer.call))
+            answer.call = None
+            if result is not None:
+                answer.ahead = [output_start, *self.tokenizer.encode([result])[0], output_end]
+                slot.cached = min(slot.cached, len(slot.row))
+        elif answer.call is not None:
+            answer.call.append(token)
+
+    def _advance(self, writing: Sequence[Slot]) -> None:
+        """Read parts of prompts, of one slot on each device; if none is left to read, draw for all slots."""
+        unread = {slot.index // self.each: slot for slot in reversed(writing) if len(slot.unread) > 1}
+        if unread:
+            most = max(len(slot.unread) for slot in unread.values())
+            length = LONG if most > LONG // 2 else SHORT
+            tokens = self._call(self._read, unread, self.devices, length)
+            for place, slot in unread.items():
+                self._take(slot, min(len(slot.unread), length), tokens[place : place + 1])
+            return
+        rows = {slot.index: slot for slot in writing if len(slot.answer.ahead) < AHEAD}
+        tokens = self._call(self._write, rows, len(self.slots), 1)
+        for place, slot in rows.items():
+            self._take(slot, AHEAD, tokens[place])
+
+    def _take(self, slot: Slot, read: int, tokens: np.ndarray) -> None:
+        """Count what was read of a slot; after all of it, drawn tokens come next."""
+        last = len(slot.unread) <= read
+        slot.cached += read
+        if last:
+            slot.answer.ahead += tokens.tolist()
+
+    def _call(self, program: Callable, slots: dict[int, Slot], rows: int, length: int) -> np.ndarray:
+        """Continue the slots' rows with at most `length` tokens that are unread. Return the tokens that follow."""
+        ints = lambda *shape: np.zeros(shape, np.int32)
+        of = Sampling(np.zeros(rows, np.float32), ints(rows), np.ones(rows, np.float32), np.zeros(rows, np.uint32))
+        parts = Parts(
+            ints(rows), ints(rows, 1 + length), np.full(rows, self.capacity, np.int32), np.ones(rows, np.int32), of
+        )
+        for place, slot in slots.items():
+            tokens, sampling = slot.unread[:length], slot.answer.sampling
+            parts.slot[place], parts.start[place], parts.length[place] = (
+                slot.index % self.each,
+                slot.cached,
+                len(tokens),
+            )
+            parts.tokens[place, : 1 + len(tokens)] = [slot.known[slot.cached - 1] if slot.cached else 0, *tokens]
+            of.temperature[place], of.top_k[place], of.top_p[place] = (
+                sampling.temperature,
+                sampling.top_k,
+                sampling.top_p,
+            )
+            of.seed[place] = sampling.seed % (1 << 32)
+        self.cache, tokens = program(self.params, self.cache, parts)
+        return np.asarray(tokens)

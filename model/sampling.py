@@ -1,0 +1,81 @@
+"""The choice of a token by its logits: of rows that each have options of their own, in one program for all options."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn: of one text, or arrays of several rows."""
+
+    temperature: float | Float[Array, "rows"] = 0.8
+    """0 takes the likeliest token; higher is more varied."""
+    top_k: int | Int[Array, "rows"] = 50
+    """Draw from this many likeliest tokens; 0 draws from all."""
+    top_p: float | Float[Array, "rows"] = 1.0
+    """Draw from the fewest likeliest tokens that have this probability together, after `top_k`."""
+    seed: int | Int[Array, "rows"] = 0
+
+
+def draw(logits: Float[Array, "rows vocab"], positions: Int[Array, "rows"], sampling: Sampling) -> Int[Array, "rows"]:
+    """Return a token for each row, by float32 logits. It depends on the row's own options, seed and position alone."""
+    hot = sampling.temperature > 0
+
+    def drawn() -> Int[Array, "rows"]:
+        scaled = logits / jnp.where(hot, sampling.temperature, 1)[:, None]
+        order = ordered(scaled)
+        lowest = threshold(order, jnp.ones_like(scaled), jnp.where(sampling.top_k == 0, jnp.inf, sampling.top_k))
+        shares = jnp.exp(scaled - jnp.max(scaled, axis=1, keepdims=True))
+        shares = jnp.where(order >= lowest, shares, 0)
+
+        def of_top_p() -> UInt32[Array, "rows 1"]:
+            enough = jnp.where(sampling.top_p < 1, sampling.top_p * jnp.sum(shares, axis=1), jnp.inf)
+            return threshold(order, shares, enough)
+
+        lowest = jax.lax.cond(jnp.any(sampling.top_p < 1), of_top_p, lambda: jnp.zeros_like(lowest))
+        shares = jnp.where(order >= lowest, shares, 0)
+        uniform = lambda seed, position: jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
+        place = jax.vmap(uniform)(sampling.seed, positions) * jnp.sum(shares, axis=1)
+        return place_in(shares, place)
+
+    likeliest = jnp.argmax(logits, axis=1)
+    draws = jax.lax.cond(jnp.any(hot), drawn, lambda: likeliest)
+    return jnp.where(hot, draws, likeliest)
+
+
+def ordered(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """Return numbers in the order of float32 numbers."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def threshold(
+    order: UInt32[Array, "rows vocab"], weights: Float[Array, "rows vocab"], enough: Float[Array, "rows"]
+) -> UInt32[Array, "rows 1"]:
+    """Return the highest number such that the weights of all in `order` from it on sum to `enough`, else 0.
+
+    It is found bit by bit: a sort would take longer, and `jax.lax.top_k` needs the largest `top_k` to be compiled."""
+
+    def with_bit(i: Array, low: Array) -> Array:
+        high = low | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        return jnp.where(
+            jnp.sum(jnp.where(order >= high, weights, 0), axis=1, keepdims=True) >= enough[:, None], high, low
+        )
+
+    return jax.lax.fori_loop(0, 32, with_bit, jnp.zeros_like(order[:, :1]))
+
+
+def place_in(shares: Float[Array, "rows vocab"], places: Float[Array, "rows"]) -> Int[Array, "rows"]:
+    """Return the token at each place, if tokens follow each other with their shares as lengths. It is found bit by bit,
+    too: sums of fewer tokens have the same order, so no token of an empty share is found."""
+    vocab = shares.shape[1]
+    token, most = jnp.arange(vocab), 1 << (vocab - 1).bit_length()
+
+    def with_bit(i: Array, low: Array) -> Array:
+        high = low + (most >> (i + 1))
+        before = jnp.sum(jnp.where(token < high, shares, 0), axis=1, keepdims=True)
+        return jnp.where(before <= places[:, None], high, low)
+
+    return jax.lax.fori_loop(0, most.bit_length() - 1, with_bit, jnp.zeros_like(shares[:, :1], int))[:, 0]

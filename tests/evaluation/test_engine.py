@@ -1,0 +1,145 @@
+"""Answers of the engine: the tokens of model.generate, whoever else is answered and whatever a cache had."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import jax
+import numpy as np
+import pytest
+
+from configs.schema import BatchConfig, Config, MeshConfig, UserError
+from data.tokenizer import train_tokenizer
+from evaluation.engine import Engine, NoSlot
+from evaluation.network import Network
+from model.sampling import Sampling
+from tests.helpers import ALL_FEATURES, TINY, perturbed
+from training.mesh import make_mesh
+from training.state import abstract_params, split_model, stored_as
+
+LENGTH = 192
+TOKENIZER = train_tokenizer(["to be or not to be " * 20], 272)
+SPECIAL = TOKENIZER.special_tokens
+ENDS = {TOKENIZER.bos, SPECIAL["<|assistant_end|>"]}
+GREEDY, DRAWN = Sampling(0.0, 0), Sampling(1.0, 20, seed=3)
+DRAW = np.random.default_rng(0)
+PROMPTS = [[0, *DRAW.integers(9, 272, size=size).tolist()] for size in (2, 31, 32, 150)]
+
+
+@cache
+def network(devices=1, **options) -> Network:
+    """With all of nanochat's features, unless `options` say otherwise."""
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2) if devices == 8 else MeshConfig(), jax.devices()[:devices])
+    config = Config(
+        "tiny",
+        model=replace(TINY, **(options or ALL_FEATURES | {"depth": 2})),
+        batch=BatchConfig(LENGTH, 4 * LENGTH, 4),
+    )
+    zeros = jax.tree.map(
+        lambda leaf: np.zeros(leaf.shape, np.float32), split_model(config.model, np.dtype("float32"))[1]
+    )
+    return Network(config, TOKENIZER, stored_as(perturbed(zeros), abstract_params(config.model, mesh)), mesh)
+
+
+def expected(sampling, tokens=12):
+    """What model.generate writes after each of PROMPTS up to the first end."""
+    ours, rows = network(), np.zeros((len(PROMPTS), 162), np.int32)
+    for row, prompt in zip(rows, PROMPTS):
+        row[: len(prompt)] = prompt
+    lengths, seeds = np.array([*map(len, PROMPTS)], np.int32), np.full(len(PROMPTS), sampling.seed, np.int32)
+    options = {"prefill": 3, "temperature": sampling.temperature, "top_k": sampling.top_k}
+    rows = np.asarray(ours.generate()(ours.params, rows, lengths, seeds, **options))
+    new = [row[len(prompt) : len(prompt) + tokens].tolist() for row, prompt in zip(rows, PROMPTS)]
+    return [next((ids[:i] for i, token in enumerate(ids) if token in ENDS), ids) for ids in new]
+
+
+def finish(engine, *answers):
+    while not all(answer.finished for answer in answers):
+        engine.step()
+    return [answer.tokens for answer in answers]
+
+
+def answered(engine, prompt, sampling, most=12):
+    return finish(engine, engine.begin(prompt, sampling, most))[0]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("devices", "sampling"), [(1, DRAWN), (8, DRAWN), (8, GREEDY)])
+def test_tokens_are_those_of_generate_whoever_else_is_answered(devices, sampling):
+    engine = Engine(network(devices), 4)
+    answers = []
+    for prompt in PROMPTS:
+        answers.append(engine.begin(prompt, sampling, 12))
+        engine.step()  # the others begin while it is being written
+    assert finish(engine, *answers) == expected(sampling)
+
+
+@pytest.mark.medium
+def test_a_shared_prefix_is_not_read_and_nothing_compiles_for_another_prompt():
+    """Turns of a conversation, another answer to one, and a conversation that leaves off in the middle of it."""
+    engine, fresh = Engine(network()), Engine(network())
+    first = engine.begin(PROMPTS[3], DRAWN, 10)
+    assert first.read == len(PROMPTS[3])
+    finish(engine, first)
+    turn = [*PROMPTS[3], *first.tokens, 9, 10, 11]
+    for prompt, read in (
+        (turn, 3),
+        (turn, 1),
+        (turn[:40], 1),
+        ([*turn[:39], 270, 271], 2),
+        (PROMPTS[1], len(PROMPTS[1]) - 1),
+    ):
+        answer = engine.begin(prompt, DRAWN._replace(seed=read, top_k=read, top_p=0.9, temperature=0.5 * read), 10)
+        assert read <= answer.read <= read + (read == 3)  # the first answer's last token, unless it was read
+        other = fresh.begin(prompt, answer.sampling, 10)
+        assert finish(engine, answer) == finish(fresh, other)
+        fresh.slots[0].cached = 0
+    assert (engine._read._cache_size(), engine._write._cache_size()) == (2, 1)
+
+
+@pytest.mark.medium
+def test_slots_are_taken_and_freed_and_a_conversation_keeps_its_own():
+    engine = Engine(network(), 2)
+    with pytest.raises(UserError, match="192 tokens; the network's sequence has 192, so at most 191"):
+        engine.begin([0] * 192, GREEDY)
+    one, other = (engine.begin(prompt, GREEDY) for prompt in PROMPTS[2:])
+    assert engine.free == 0
+    with pytest.raises(NoSlot):
+        engine.begin(PROMPTS[0], GREEDY)
+    engine.step()
+    engine.drop(other)
+    engine.drop(one)
+    assert engine.free == 2 and len(one.tokens) == 1
+    for answer in one, other, one:
+        again = engine.begin([*answer.prompt, *answer.tokens, 9], GREEDY, 12)
+        assert again.read <= 2
+        engine.step()
+        engine.drop(again)
+    last = engine.begin([0] * 191, GREEDY)
+    assert len(finish(engine, last)[0]) == 1 and last.finished == "length"
+
+
+def chain(*tokens):
+    """A network that follows each of these tokens by the next one."""
+    ours = network(depth=1, width=128, heads=4, head_dim=32)
+    params = jax.tree.map(np.zeros_like, jax.device_get(ours.params))
+    vectors = np.random.default_rng(0).standard_normal((272, 128)).astype(np.float32)
+    params["embed"]["table"] = vectors
+    for token, after in pairwise(tokens):
+        params["lm_head"]["kernel"][:, after] += vectors[token]
+    return replace(ours, params=jax.device_put(params))
+
+
+def test_it_stops_and_a_call_of_python_is_followed_by_its_output():
+    encode = lambda text: [TOKENIZER.encode([letter])[0][0] for letter in text]
+    start, end, output, output_end = (SPECIAL[f"<|{name}|>"] for name in (
+        "python_start", "python_end", "output_start", "output_end",
+    ))  # fmt: skip
+    call, after = [start, *encode("6*7"), end], encode("!")
+    prompt = [0, *encode("?")]
+    engine = Engine(chain(prompt[1], *call, 0, output_end, *after, SPECIAL["<|assistant_end|>"]))
+    answer = engine.begin(prompt, GREEDY)
+    assert finish(engine, answer) == [[*call, output, *encode("42"), output_end, *after]]
+    assert answer.finished == "stop"
+    engine = Engine(chain(prompt[1], start, *encode("6*"), end, *after, 0))  # no expression: nothing is forced
+    assert answered(engine, prompt, GREEDY) == [start, *encode("6*"), end, *after]
