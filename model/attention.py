@@ -210,8 +210,8 @@ attention_in_blocks.defvjp(_blocks_forward, _blocks_backward)
 
 
 def _blocks(x: Array, axis: int = 1, mode: str = "constant") -> Array:
-    """The positions in blocks of at most QUERIES, as even as can be: [batch, length, ...] to [blocks, batch, block,
-    ...]. `mode` says what fills the last one, as in `jnp.pad`: zeros, or the last position's (`edge`)."""
+    """Return the positions in blocks of at most QUERIES, as even as can be: [batch, length, ...] to [blocks, batch,
+    block, ...]. `mode` says what fills the last one, as in `jnp.pad`: zeros, or the last position's (`edge`)."""
     blocks = max(2, -(-x.shape[axis] // QUERIES))  # XLA would inline a loop of one, and keep the scores of several
     size = -(-x.shape[axis] // blocks)
     x = jnp.pad(x, [(0, blocks * size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)], mode)
@@ -219,7 +219,7 @@ def _blocks(x: Array, axis: int = 1, mode: str = "constant") -> Array:
 
 
 def _blocks_of(places: Places) -> Places:
-    """The places of `_blocks`. Each sees a key, those that fill the last block too."""
+    """Return the places of `_blocks`. Each sees a key, those that fill the last block too."""
     ids = None if places.segment_ids is None else _blocks(places.segment_ids, mode="edge")
     return Places(_blocks(places.positions, 0, "edge"), ids)
 

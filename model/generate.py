@@ -23,7 +23,7 @@ def generate(
     temperature: float,
     top_k: int,
 ) -> Int[Array, "batch length"]:
-    """Fills each row of `prompts` up from its own prompt's length.
+    """Fill each row of `prompts` up from its own prompt's length.
 
     `prefill` is the shortest prompt's length (at least 1): that many positions are read in one pass. `temperature` 0
     takes the likeliest token; `top_k` draws from so many of the likeliest, 0 from all tokens. A row's tokens depend on
@@ -34,7 +34,7 @@ def generate(
     sampling = Sampling(of_rows(temperature), of_rows(top_k), of_rows(1.0), seeds)
 
     def next_tokens(logits: Float[Array, "batch vocab_share"], position: Int[Array, ""]) -> Int[Array, "batch"]:
-        """The token at `position`: the prompt's where it is that long, else a sample."""
+        """Return the token at `position`: the prompt's where it is that long, else a sample."""
         sampled = draw(softcap(all_gather_vocabulary(logits), model.config.softcap), of_rows(position), sampling)
         return jnp.where(position < prompt_lengths, prompts[:, position], pmax_over_mesh(sampled.astype(prompts.dtype)))
 

@@ -133,7 +133,7 @@ class GPT(nnx.Module):
         start: Int[Array, ""] | Int[Array, "batch 1"] | int = 0,
         segment_ids: Int[Array, "batch length"] | None = None,
     ) -> tuple[Float[Array, "batch length width"], KVCache | None]:
-        """What the head reads. The loss takes it from here, so that the logits need not exist as a whole.
+        """Return what the head reads. The loss takes it from here, so that the logits need not exist as a whole.
 
         With a `cache`, `tokens` stand at positions `start`, `start + 1`, ... after those already in it, and the cache
         with them added is returned. `start` [batch, 1] gives each row a start of its own. With `segment_ids`, positions
@@ -171,7 +171,7 @@ class GPT(nnx.Module):
         cache: KVCache | None,
         segment_ids: Int[Array, "batch length"] | None,
     ) -> Float[Array, "batch length width"]:
-        """Adds the embedding of the token before, of the same segment, gated by the token's own."""
+        """Add the embedding of the token before, of the same segment, gated by the token's own."""
         last = cache.last if cache else jnp.zeros_like(x[:, 0])
         before = jnp.concatenate([last[:, None], x[:, :-1]], axis=1)
         if segment_ids is not None:
@@ -189,13 +189,13 @@ class GPT(nnx.Module):
 
 @cache
 def abstract_model(config: ModelConfig) -> GPT:
-    """The network with shapes and types in place of its parameters: nothing is computed. All who ask get the same one;
-    clone it to change it."""
+    """Return the network with shapes and types in place of its parameters: nothing is computed. All who ask get the
+    same one; clone it to change it."""
     return GPT(config, jnp.dtype("float32"), rngs=None)
 
 
 def map_parameters(of: Callable[[nnx.Param], Any], config: ModelConfig) -> dict:
-    """A tree like the parameters', with `of(param)` in each one's place. `param` has a shape, a type, and what it
-    declared where it was made: `param.get_metadata("axes")` and `"group"`."""
+    """Return a tree like the parameters', with `of(param)` in each one's place. `param` has a shape, a type, and what
+    it declared where it was made: `param.get_metadata("axes")` and `"group"`."""
     state = nnx.state(abstract_model(config))
     return nnx.to_pure_dict(jax.tree.map(of, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))

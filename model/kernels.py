@@ -22,7 +22,7 @@ KEPT = 2048  # the longest rows whose scores a CPU keeps for the backward pass
 def attention_kernel(
     platform: str, capability: float, dtype: str, length: int, head_dim: int, documents: bool
 ) -> Kernel:
-    """The kernel for rows of `length` positions, with `documents` masked or not.
+    """Return the kernel for rows of `length` positions, with `documents` masked or not.
 
     `capability` is a GPU's compute capability. cuDNN has kernels for Ampere and later, and for head sizes above 128 for
     Hopper and later. It would take a document mask as a matrix [batch, 1, length, length], or as packed sequences,
@@ -38,7 +38,7 @@ def attention_kernel(
 
 
 def splash_block(length: int) -> int:
-    """The largest block that divides a row, a multiple of LANES up to BLOCK; 0 if none does."""
+    """Return the largest block that divides a row, a multiple of LANES up to BLOCK; 0 if none does."""
     return next((size for size in range(BLOCK, 0, -LANES) if length % size == 0), 0)
 
 
@@ -58,7 +58,7 @@ class Products(NamedTuple):
 
 @cache
 def products(kernel: Kernel, length: int, window: int | None) -> Products:
-    """What a kernel runs: masked scores of blocks that are partly masked count, as do scores computed again."""
+    """Return what a kernel runs: masked scores of blocks that are partly masked count, as do scores computed again."""
     if kernel == "splash":  # one backward kernel computes queries' gradients by 3, another keys' and values' by 4
         scores = visible_blocks(length, window) * splash_block(length) ** 2
         return Products(2 * scores, 7 * scores)
@@ -79,14 +79,14 @@ def window_of(config: ModelConfig, layer: int) -> int | None:
 
 
 def query_spans(length: int, window: int | None) -> list[tuple[slice, slice]]:
-    """An eighth of the queries at a time, or 64, with the keys that they can see."""
+    """Return an eighth of the queries at a time, or 64, with the keys that they can see."""
     size, back = max(64, -(-length // 8)), length if window is None else window
     starts = range(0, length, size)
     return [(slice(i, min(i + size, length)), slice(max(0, i - back), min(i + size, length))) for i in starts]
 
 
 def described(kernel: Kernel, length: int, head_dim: int) -> str:
-    """A kernel for rows of `length` positions and heads of `head_dim`, in a line."""
+    """Return a kernel for rows of `length` positions and heads of `head_dim`, in a line."""
     return {
         "splash": f"splash attention, in blocks of {splash_block(length)} positions",
         "cudnn": "cuDNN's",

@@ -28,7 +28,7 @@ SAVED = "saved"
 
 
 def saved(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The same array, which the backward pass keeps with `remat=products` (model.gpt.rematerialized)."""
+    """Return the same array, which the backward pass keeps with `remat=products` (model.gpt.rematerialized)."""
     return checkpoint_name(x, SAVED)
 
 
@@ -103,7 +103,7 @@ def matmul(
 
 
 def _gathered_kernel(share: Array, axes: Axes, cut: Cut) -> Array:
-    """The kernel [*inputs, *outputs]. A share that is less than a head is a part of one."""
+    """Return the kernel [*inputs, *outputs]. A share that is less than a head is a part of one."""
     kernel = all_gather_fsdp(share, axes)
     sizes = lambda size, head: (size,) if head is None else (max(size // head, 1), min(size, head))
     return kernel.reshape(*sizes(kernel.shape[0], cut[0]), *sizes(kernel.shape[1], cut[1]))
@@ -158,7 +158,8 @@ def _embed_backward(axes: Axes, dtype: jnp.dtype, residuals: tuple[Array, Array]
 
 
 def _row(tokens: Array, rows: int, axes: Axes) -> Array:
-    """The tokens' row numbers in this device's share of the table; the number of rows for those of other devices."""
+    """Return the tokens' row numbers in this device's share of the table; the number of rows for those of other
+    devices."""
     if axes[0] != "tensor":
         return tokens
     local = tokens - tensor_index() * rows
@@ -171,8 +172,8 @@ embed.defvjp(_embed_forward, _embed_backward)
 def parameter(
     init: nnx.Initializer, shape: tuple[int, ...], *, axes: Axes, group: str, rngs: nnx.Rngs | None
 ) -> nnx.Param:
-    """A float32 parameter, which declares the mesh axes that its dimensions are divided over, and its group: a field of
-    configs.schema.OptimizerConfig. Without `rngs` it is its shape and type alone."""
+    """Return a float32 parameter, which declares the mesh axes that its dimensions are divided over, and its group: a
+    field of configs.schema.OptimizerConfig. Without `rngs` it is its shape and type alone."""
     value = jax.ShapeDtypeStruct(shape, jnp.float32) if rngs is None else init(rngs.params(), shape, jnp.float32)
     return nnx.Param(value, axes=axes, group=group)
 

@@ -36,51 +36,52 @@ def compute_capability() -> float:
 
 
 def varying_as(like: Array, tree: T) -> T:
-    """The same arrays, marked as varying over the mesh axes that `like` varies over."""
+    """Return the same arrays, marked as varying over the mesh axes that `like` varies over."""
     axes = lambda x: jax.typeof(x).manual_axis_type.varying
     return jax.tree.map(lambda x: jax.lax.pcast(x, tuple(axes(like) - axes(x)), to="varying"), tree)
 
 
 def mark_varying(x: T, axes: tuple[str, ...]) -> T:
-    """The same arrays, marked as varying over the mesh `axes`. Nothing is sent. The transpose is a psum over `axes`: a
-    gradient with respect to the result is this device's own, and one with respect to `x` is summed."""
+    """Return the same arrays, marked as varying over the mesh `axes`. Nothing is sent. The transpose is a psum over
+    `axes`: a gradient with respect to the result is this device's own, and one with respect to `x` is summed."""
     return jax.lax.pcast(x, axes, to="varying") if in_shard_map() else x
 
 
 def psum(x: T, axes: tuple[str, ...]) -> T:
-    """The sums over the devices along `axes`."""
+    """Return the sums over the devices along `axes`."""
     return jax.lax.psum(x, axes) if in_shard_map() else x
 
 
 def vary_over_tensor(x: T) -> T:
-    """The input of work that is divided over `tensor`: the same values; their gradients are summed over `tensor`."""
+    """Return the input of work that is divided over `tensor`: the same values; their gradients are summed over
+    `tensor`."""
     return mark_varying(x, ("tensor",))
 
 
 def psum_over_tensor(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The result of work that is divided over `tensor`: the sum of the devices' parts, in their own type. Float32 would
-    send twice the bytes in every block (docs/mesh.md has the errors)."""
+    """Return the result of work that is divided over `tensor`: the sum of the devices' parts, in their own type.
+    Float32 would send twice the bytes in every block (docs/mesh.md has the errors)."""
     return psum(x, ("tensor",))
 
 
 def pmax_over_tensor(x: Shaped[Array, "*shape"]) -> Shaped[Array, "*shape"]:
-    """The largest of the values that the devices along `tensor` hold."""
+    """Return the largest of the values that the devices along `tensor` hold."""
     return jax.lax.pmax(x, "tensor") if in_shard_map() else x
 
 
 def tensor_index() -> Array | int:
-    """This device's position along `tensor`, which is also the number of its share."""
+    """Return this device's position along `tensor`, which is also the number of its share."""
     return jax.lax.axis_index("tensor") if in_shard_map() else 0
 
 
 def tensor_size() -> int:
-    """The number of devices along `tensor`."""
+    """Return the number of devices along `tensor`."""
     return jax.lax.axis_size("tensor") if in_shard_map() else 1
 
 
 def own_heads(heads: int) -> tuple[Array | int, int]:
-    """The first of this device's key heads and their number, of so many in all. Where `tensor` is a multiple of their
-    number, devices that follow each other share one."""
+    """Return the first of this device's key heads and their number, of so many in all. Where `tensor` is a multiple of
+    their number, devices that follow each other share one."""
     return tensor_index() * heads // tensor_size(), max(1, heads // tensor_size())
 
 
@@ -97,18 +98,19 @@ def all_gather_shared_head(
 
 
 def all_gather_vocabulary(logits: Float[Array, "batch vocab_share"]) -> Float[Array, "batch vocab"]:
-    """The logits of all devices along `tensor`."""
+    """Return the logits of all devices along `tensor`."""
     return jax.lax.all_gather(logits, "tensor", axis=1, tiled=True) if in_shard_map() else logits
 
 
 def pmax_over_mesh(tokens: Int[Array, "batch"]) -> Int[Array, "batch"]:
-    """The largest over all devices: of tokens that every device has drawn alike these tokens, marked as varying over
-    no axis."""
+    """Return the largest over all devices: of tokens that every device has drawn alike these tokens, marked as varying
+    over no axis."""
     return jax.lax.pmax(tokens, (*BATCH_AXES, "tensor")) if in_shard_map() else tokens
 
 
 def psum_scatter(x: Float[Array, "..."], axis: str | tuple[str, ...], dimension: int) -> Float[Array, "..."]:
-    """The sum over the devices along the mesh `axis`, or several, of which each keeps its share of `dimension`."""
+    """Return the sum over the devices along the mesh `axis`, or several, of which each keeps its share of
+    `dimension`."""
     if platform() == "cpu" and jax.process_count() > 1:
         # Processes on CPUs sum through gloo, whose reduce-scatter now and then sends a buffer that it has overwritten
         # already (jax issue 40830); its all-reduce does not.
@@ -137,8 +139,8 @@ def order_gradients(dx: Float[Array, "*shape"], dkernel: Float[Array, "i o"]) ->
 
 
 def reduce_scatter_fsdp(gradient: Float[Array, "..."], axes: Axes) -> Float[Array, "..."]:
-    """The gradient with respect to what `all_gather_fsdp` takes: the sum over `fsdp`, of which each device keeps its
-    share."""
+    """Return the gradient with respect to what `all_gather_fsdp` takes: the sum over `fsdp`, of which each device keeps
+    its share."""
     # One device along `fsdp` has nothing to sum. Without a barrier XLA adds a table's rows to the scan's sum in place.
     if not in_shard_map() or "fsdp" not in axes or jax.lax.axis_size("fsdp") == 1:
         return gradient

@@ -24,14 +24,14 @@ def rotary_angles(positions: Int[Array, "*rows length"], head_dim: int, base: fl
 def rotate(
     x: Float[Array, "batch length heads head_dim"], angles: Angles
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Turns each pair (x[i], x[i + head_dim / 2]) by its position's angle; in float32."""
+    """Turn each pair (x[i], x[i + head_dim / 2]) by its position's angle; in float32."""
     cos, sin = (a[..., None, :] for a in angles)
     return x.astype(jnp.float32) * cos + _swap_halves(x) * sin
 
 
 def _swap_halves(x: Array) -> Array:
-    """[a, b] to [b, a], in float32. On a TPU moving channels takes passes over memory; a product with a permutation
-    matrix is as exact, and costs a hundredth of the network's own products."""
+    """Swap [a, b] to [b, a], in float32. On a TPU moving channels takes passes over memory; a product with a
+    permutation matrix is as exact, and costs a hundredth of the network's own products."""
     half = x.shape[-1] // 2
     if platform() != "tpu":
         return jnp.roll(x, half, axis=-1).astype(jnp.float32)

@@ -80,16 +80,17 @@ def _rows_first(x: Array) -> Array:
 
 
 def _unchecked(function: Callable) -> Callable:
-    """`function` of this device's arrays, without jax.shard_map's check of the mesh axes that arrays vary over: the
-    kernel's results do not state theirs. Over no further axes, so nothing is divided and nothing is sent."""
+    """Return `function` of this device's arrays, without jax.shard_map's check of the mesh axes that arrays vary over:
+    the kernel's results do not state theirs. Over no further axes, so nothing is divided and nothing is sent."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return function
     return jax.shard_map(function, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
 
 
 def _kernel(q_shape: tuple[int, ...], window: int | None, interpret: bool) -> Callable:
-    """The kernel of all rows and key heads, for grouped queries of `q_shape`: of queries [batch, kv_heads, group,
-    length, head_dim], keys and values [batch, kv_heads, length, head_dim], and segment ids [batch, length] or None."""
+    """Return the kernel of all rows and key heads, for grouped queries of `q_shape`: of queries [batch, kv_heads,
+    group, length, head_dim], keys and values [batch, kv_heads, length, head_dim], and segment ids [batch, length] or
+    None."""
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
     _, length, _, group, _ = q_shape
@@ -100,7 +101,7 @@ def _kernel(q_shape: tuple[int, ...], window: int | None, interpret: bool) -> Ca
 
 @cache  # at 32,768 positions the library takes 10 s
 def of_one_key_head(length: int, group: int, window: int | None, interpret: bool) -> Any:
-    """The library's `SplashAttentionKernel` for one key head and its `group` of query heads, in the blocks that
+    """Return the library's `SplashAttentionKernel` for one key head and its `group` of query heads, in the blocks that
     `model.kernels` chooses. Its mask infos say which blocks of scores it computes."""
     # A twentieth of what a start imports, and wanted on TPUs alone.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
