@@ -1,7 +1,7 @@
-"""The checks that a run makes before it compiles anything, alone: python -m tools.doctor --config=FILE [OPTIONS].
+"""Run only the checks that a run makes before it compiles anything: python -m tools.doctor --config=FILE [OPTIONS].
 
-Start it as the run is to be started: the same command on every host, with the run's options. Exit code 0 where all
-hosts can train together, 2 where not, with a line for each thing that is wrong and the host that it is wrong on.
+Start it as you would start the run: the same command on every host, with the run's options. Exit code 0 if all hosts
+can train together, 2 if not, with a line for each problem and its host.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""Starts train.py on other machines: python -m tools.launch tpu|k8s|slurm|sky COMMAND [options] -- TRAIN_ARGUMENTS
+"""Start train.py on other machines: python -m tools.launch tpu|k8s|slurm|sky COMMAND [options] -- TRAIN_ARGUMENTS
 
-`python -m tools.launch tpu up --help` shows one command's options; docs/pods.md goes through each.
+`python -m tools.launch tpu up --help` shows one command's options; docs/pods.md explains each.
 """
 
 import sys
@@ -38,5 +38,5 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     given = sys.argv[1:]
-    interrupted = "interrupted: what was launched stays and MAY COST MONEY; the same command goes on, `down` ends it"
+    interrupted = "interrupted: what was launched stays and MAY COST MONEY; the same command continues, `down` ends it"
     sys.exit(exit_code_of(lambda: main(given), interrupted))

@@ -1,5 +1,5 @@
-"""The code of this folder, as an archive named by its hash: uncommitted changes too, but not what git ignores, nor what
-runs and reports have left."""
+"""Pack the code of this folder into an archive named by its hash: with uncommitted changes, without what git ignores
+and what runs and reports have left."""
 
 import hashlib
 import io
@@ -11,7 +11,7 @@ from pathlib import Path
 from configs.schema import UserError
 
 LEFT = ("events.jsonl", "dataset.json")  # in the folders of runs and of datasets
-LARGEST = 100 * 2**20  # bytes of all files: more is hardly code
+LARGEST = 100 * 2**20  # bytes of all files: code is smaller
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,18 @@ def pack(root: Path) -> Code:
     UserError if `root` is no repository, or has more than 100 MiB."""
     known, new = listed(root, "--cached"), listed(root, "--others", "--exclude-standard")
     left = {path.parent for path in new if path.name in LEFT}
-    # A file that git knows and that is deleted here is deleted there; a submodule's folder is left out.
+    # A tracked file that is deleted here is deleted there; a submodule's folder is left out.
     paths = sorted(known | {path for path in new if not left & set(path.parents)})
     sizes = {path: path.lstat().st_size for path in paths if path.is_symlink() or path.is_file()}
     if sum(sizes.values()) > LARGEST:
         raise UserError(
-            f"the code is {sum(sizes.values()) >> 20} MiB, which is hardly code; the largest file is "
+            f"the code is {sum(sizes.values()) >> 20} MiB, over {LARGEST >> 20} MiB; the largest file is "
             f"{max(sizes, key=lambda path: sizes[path]).relative_to(root)}: name it in .gitignore"
         )
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for path in sizes:
-            # Owner and time do not change a file's meaning, nor the hash. A hard link becomes a file of its own.
+            # Owner and time do not change the hash. A hard link becomes a separate file.
             entry = tarfile.TarInfo(str(path.relative_to(root)))
             entry.mode = 0o755 if path.lstat().st_mode & 0o100 else 0o644
             if path.is_symlink():

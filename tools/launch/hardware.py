@@ -1,4 +1,4 @@
-"""What a job runs on, as it is written: `v5e:4x4`, `2x v5e:4x4` (two slices), `64x h200:8` (64 nodes of eight GPUs)."""
+"""Parse the hardware of a job: `v5e:4x4`, `2x v5e:4x4` (two slices), `64x h200:8` (64 nodes of eight GPUs)."""
 
 import math
 import tomllib
@@ -34,7 +34,7 @@ class Hardware:
 
     @property
     def hosts_per_group(self) -> int:
-        """A TPU host has four chips, except slices of one chip or of eight that are one host (v5e, v6e)."""
+        """Return the hosts of a slice: four chips each, except slices of one or eight chips on one host (v5e, v6e)."""
         if not self.is_tpu or self.devices_per_group <= 4 or self.topology == "2x4":
             return 1
         return self.devices_per_group // 4
@@ -70,7 +70,7 @@ def catalog() -> dict[str, dict[str, Any]]:
 
 
 def parse_hardware(text: str) -> Hardware:
-    """UserError, with what would be right, for a kind or a size that does not exist."""
+    """Return the hardware that `text` names. UserError, with what would be right, for an unknown kind or size."""
     asked = parse_topology(text, "--hardware")
     hardware = Hardware(asked.kind, asked.slices, "x".join(map(str, asked.chips)))
     if asked.kind not in catalog():

@@ -1,18 +1,18 @@
-"""What runs on the hosts of a TPU slice: a loop that starts train.py again as its exit code says, and shell about it.
+"""Write the scripts of a TPU slice's hosts: a loop that restarts train.py by its exit code, and shell around it.
 
-Everything is in /var/tmp/tokensum/NAME, which outlives a reboot and is the same for whoever logs in:
+Everything is in /var/tmp/tokensum/NAME, which survives a reboot and is the same for every user:
 
     code/HASH, loop.sh, log, runs/NAME
     environment    variables and secrets of train.py
     lock           taken while the loop runs
-    crashes        a line each
+    crashes        one line each
     ended          the last exit code, once it is over
-    stop           if it is there, the loop ends train.py and starts it no more
+    stop           if it exists, the loop ends train.py and does not restart it
     typed          when a person typed the command
-    limit          when the run stops though nobody watches
-    kept           where the log is copied to
+    limit          when the run stops even if nobody watches
+    kept           the URL that the log is copied to
 
-gcloud repeats a command whose connection breaks, so each of these is harmless when it runs twice.
+gcloud repeats a command if its connection breaks, so each of these may safely run twice.
 """
 
 from shlex import join, quote
@@ -21,15 +21,14 @@ from tools.launch.code import unpack
 from tools.launch.job import AGAIN, DONE, NEVER, Job, pattern
 
 USER = "tokensum"
-"""The user who logs in, whoever types the command. OS Login has its own names: hence a folder that every user may
-write to."""
+"""The user who logs in, for every person. OS Login chooses other names, so every user may write to the folder."""
 ROOT = "/var/tmp/tokensum"
 SETUP = (
     f"export UV_PYTHON_INSTALL_DIR={ROOT}/python; "
     "python3 -m pip install --user --quiet uv && ~/.local/bin/uv python install --quiet 3.12 && "
     'make setup EXTRA=tpu,gcs PYTHON="$(~/.local/bin/uv python find 3.12)"'
 )
-"""The README's command, with a Python that the TPU's Ubuntu does not have, in a folder that every user can read."""
+"""The README's command, with a newer Python than the TPU's Ubuntu has, in a folder that every user can read."""
 KEEP = 'timeout 60 gcloud storage cp --quiet "$here/log" "$(cat "$here/kept")"'
 """Shell that copies the host's log to the bucket."""
 
@@ -78,8 +77,8 @@ end "$code"
 
 
 def limit(name: str, delete: list[str]) -> str:
-    """Return a script that stops the run at its limit and asks for the slices' deletion, whether or not anyone watches.
-    Whoever prepares the host meanwhile sets another limit, and keeps the slices."""
+    """Return a script that stops the run at its limit and asks for the slices' deletion, even if nobody watches. A new
+    `prepare` meanwhile sets another limit and keeps the slices."""
     return f"""\
 #!/bin/bash
 # Written by python -m tools.launch tpu.
@@ -92,7 +91,7 @@ while true; do
     echo "--- $(date -u +%FT%TZ) the limit is reached: the run stops, and the slices are deleted if this account may"
     touch stop
     flock --unlock 8
-    flock --timeout 3600 lock true  # not kept while this sleeps: a start would take it for a run
+    flock --timeout 3600 lock true  # released while this sleeps: a start would take it for a run
     sleep "${{LAUNCH_PAUSE:-300}}"
     if reached; then exec {join(delete)}; fi
     flock --unlock 8
@@ -102,8 +101,8 @@ done
 
 def prepare(job: Job, setup: str, typed: int, until: int, bucket: str, delete: list[str]) -> str:
     """Return a script that unpacks the code, which is in the home folder as launch-HASH.tar, and sets it up, one at a
-    time. A `typed` (milliseconds since 1970) that the host has not seen yet forgets whatever ended or stopped the run
-    before. The host stops the run at `until`, runs `delete` then, and keeps its log in `bucket`."""
+    time. A new `typed` (milliseconds since 1970) clears an earlier end or stop. The host stops the run at `until`, then
+    runs `delete`, and copies its log to `bucket`."""
     home = f"{folder(job.name)}/code/{job.code.name}"
     return f"""\
 #!/bin/bash
@@ -144,8 +143,8 @@ touch environment
 
 
 def start(name: str) -> str:
-    """Return shell that starts the loop, detached, unless it runs, or has ended and nobody has forgotten it. On a host
-    that lost its disk since `prepare` it does nothing; `state` shows it."""
+    """Return shell that starts the loop, detached, unless it runs or has ended since `typed`. On a host that lost its
+    disk since `prepare` it does nothing; `state` shows that."""
     detached = ">> log 2>&1 < /dev/null &"
     return (
         f'umask 000; cd "{folder(name)}" 2> /dev/null || exit 0; '

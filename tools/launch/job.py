@@ -1,4 +1,4 @@
-"""One job, as all schedulers read it: a name, the arguments of train.py, and what it runs on."""
+"""Describe a job for all schedulers: a name, the arguments of train.py, and the hardware."""
 
 import os
 import re
@@ -20,8 +20,8 @@ from training.layout import AXES, mesh_shape, step_shape
 
 DONE, AGAIN = (Exit.COMPLETE,), tuple(code for code in Exit if code.start_again)
 NEVER = (Exit.FAILED, Exit.MISTAKE, Exit.UNREADABLE, Exit.INTERRUPTED)
-"""What follows each exit code of train.py: the run is over; all of it starts again; it is left alone. Any other code
-(134 an abort, 137 killed, 139 a segmentation fault) is a crash, after which all start again `max_crashes` times."""
+"""Exit codes of train.py after which the run is over, all processes restart, or nothing restarts. Any other code (134,
+an abort; 137, killed; 139, a segmentation fault) is a crash, after which all restart up to `max_crashes` times."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class JobOptions:
     name: str = ""
     """The job's name; empty: the name of the run's config."""
     max_crashes: NotNegative[int] = 10
-    """How many crashes (exit codes 134, 137, 139 and the like) are followed by a new start, in the job's life. A
-    preemption (143) or a lost peer (42) is no crash, and is not counted."""
+    """Restarts after crashes (exit codes 134, 137, 139 and the like) in the job's life. A preemption (143) or a lost
+    peer (42) does not count."""
     env: tuple[str, ...] = ()
-    """Names of variables of this environment that train.py gets, too: --env WANDB_PROJECT HF_HOME."""
+    """Names of this environment's variables to pass to train.py: --env WANDB_PROJECT HF_HOME."""
     secret: tuple[str, ...] = ()
     """The same for keys: --secret WANDB_API_KEY HF_TOKEN. Their values are in no command line, log or config.json."""
     dry_run: bool = False
-    """Print exactly what would be done, and do nothing."""
+    """Print exactly what the command would do, and do nothing."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class TimedOptions(JobOptions):
     """Options of the launchers that count hours and dollars."""
 
     hours: NotNegative[float] = 0.0
-    """The run saves and ends this many hours after `up`, waiting in a queue included; 0: when it is complete."""
+    """Hours after `up`, time in a queue included, after which the run saves and ends; 0: only when complete."""
     price: NotNegative[float] = 0.0
     """US dollars per device and hour; 0: the price in tools/launch/catalog.toml, if it has one."""
 
@@ -63,7 +63,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to run."""
+    """Describe what to run."""
 
     name: str
     code: Code
@@ -111,7 +111,7 @@ def make_job(given: JobOptions, train: list[str], *mounts: str) -> Job:
 
 
 def require_seen(config: Config, train: Sequence[str], code: Collection[str], mounts: Sequence[str]) -> None:
-    """UserError for text, or another file of the run, that the hosts cannot see, and for text that nobody has named."""
+    """Raise UserError if the hosts cannot see the text or another file of the run, or if no text is named."""
     shared = ["the whole path of a shared folder" if mount == "/" else f"a path below {mount}" for mount in mounts]
     places = ", or ".join(["gs://BUCKET/FOLDER", *shared, "a file of the code"])
     if config.data.source == DataConfig.source and not is_given("data.source", train):
@@ -126,8 +126,8 @@ def require_seen(config: Config, train: Sequence[str], code: Collection[str], mo
 
 
 def variables(names: Sequence[str], option: str) -> dict[str, str]:
-    """Return variables of this environment. UserError, which does not repeat the word, for one that is no name;
-    UserError for one that is not set."""
+    """Return variables of this environment. UserError for one that is not set, and for a word that is no name, which
+    the message does not repeat: it may be a secret."""
     for name in names:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UserError(f"--{option} takes names of variables alone; their values come from this environment")
@@ -144,7 +144,7 @@ def cost(job: Job, price: float, hours: float, capacity: str = "on_demand") -> s
     if not price:
         return f"# {devices}: no price is known; give --price, in dollars per device and hour"
     hourly = price * job.hardware.devices
-    end = f", ${hourly * hours:,.2f} in {hours:g} h" if hours else "; it has no deadline, which --hours gives it"
+    end = f", ${hourly * hours:,.2f} in {hours:g} h" if hours else "; it has no deadline: --hours sets one"
     return f"# {devices} x ${price:g} = ${hourly:,.2f} an hour{end}"
 
 

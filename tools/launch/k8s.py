@@ -1,7 +1,7 @@
-"""Kubernetes: python -m tools.launch k8s up|status|logs|down. A JobSet (jobset.sigs.k8s.io, 0.10 or later).
+"""Run on Kubernetes, as a JobSet (jobset.sigs.k8s.io, 0.10 or later): python -m tools.launch k8s up|status|logs|down.
 Each host is a pod.
 
-A run's exit code decides what follows. Kubernetes itself counts, restarts and stops:
+A run's exit code decides what follows. Kubernetes counts, restarts and stops:
 - a pod's code becomes its Job's failure by podFailurePolicy, with the number of the rule that matched in its message
   (kubernetes/kubernetes, pkg/controller/job/pod_failure_policy.go);
 - JobSet's failurePolicy reads that message, and fails or restarts all Jobs, in the order of its rules
@@ -28,10 +28,10 @@ class K8sOptions(TimedOptions):
     """Options of `python -m tools.launch k8s`."""
 
     image: str = ""
-    """REGISTRY/NAME: an image of this code is built, tagged by its hash, and pushed. With a tag or a
-    digest: that one is taken as it is."""
+    """REGISTRY/NAME: build an image of this code, tag it with its hash, and push it. With a tag or a digest: use that
+    image."""
     namespace: str = "default"
-    """Of all that is made."""
+    """The namespace of all objects."""
     service_account: str = ""
     """The account that pods run as, which may write to the bucket."""
     claim: str = ""
@@ -40,7 +40,7 @@ class K8sOptions(TimedOptions):
     data_claim: str = ""
     """A PersistentVolumeClaim with text, which pods read at /data: -- --data.source=/data/FOLDER."""
     queue: str = ""
-    """The LocalQueue of Kueue, if a cluster has it."""
+    """The LocalQueue of Kueue, if the cluster has it."""
     node_selector: tuple[str, ...] = ()
     """More labels of the nodes to take: --node_selector key=value key=value"""
     grace: Positive[int] = 300
@@ -48,11 +48,11 @@ class K8sOptions(TimedOptions):
 
 
 def up(options: K8sOptions, train: list[str]) -> int:
-    """Builds and pushes the image unless it is given with its tag, and creates the JobSet."""
+    """Build and push the image unless it is given with its tag, and create the JobSet."""
     mounts = [mount for mount, claim in ((RUNS, options.claim), (DATA, options.data_claim)) if claim]
     job, shell = make_job(options, train, *mounts), Shell(options.dry_run)
     if not options.claim and not job.config.checkpoint.folder.startswith("gs://"):
-        raise UserError("--claim or --checkpoint.folder=gs://BUCKET/FOLDER is missing: a pod's own disk goes with it")
+        raise UserError("--claim or --checkpoint.folder=gs://BUCKET/FOLDER is missing: a pod's disk disappears with it")
     image, given = image_of(options.image, job.code.name)
     create = [*kubectl(options), "create", "--filename=-"]
     manifest = jobset(job, options, image)
@@ -61,12 +61,12 @@ def up(options: K8sOptions, train: list[str]) -> int:
         ask([*create, "--dry-run=server"], stdin=manifest.encode())
     if not given:
         extra = {"cpu": "gcs"}.get(job.hardware.kind, "tpu,gcs" if job.hardware.is_tpu else "cuda,gcs")
-        # GKE's nodes are amd64, whatever this machine is.
+        # GKE's nodes are amd64, even if this machine is not.
         build = ["docker", "build", "--platform=linux/amd64", f"--build-arg=EXTRA={extra}", f"--tag={image}"]
         build += ["--file=tools/launch/Dockerfile", "-"]
         shell.run(build, stdin=job.code.archive, shown=f"{join(build)} < code-{job.code.name}.tar")
         shell.run(["docker", "push", image])
-    if job.secrets:  # in an object of their own, which no other one repeats
+    if job.secrets:  # in a separate object, so that no other repeats them
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": f"{job.name}-secrets"}}
         apply = [*kubectl(options), "apply", "--filename=-"]
         shown = f"{join(apply)} < {job.name}-secrets: {', '.join(job.secrets)}, from this environment"
@@ -229,7 +229,7 @@ def as_json(value: Any) -> str:
 
 
 def status(options: K8sOptions, train: list[str]) -> int:
-    """Shows the JobSet, how often it has started again, and its pods."""
+    """Show the JobSet, its restarts, and its pods."""
     name, shell = job_name(options.name), Shell(options.dry_run)
     columns = "NAME:.metadata.name,STATE:.status.terminalState,STARTED_AGAIN:.status.restarts"
     columns += ",CRASHES:.status.restartsCountTowardsMax"
@@ -239,14 +239,14 @@ def status(options: K8sOptions, train: list[str]) -> int:
 
 
 def logs(options: K8sOptions, train: list[str]) -> int:
-    """Follows the lines of all pods, each with its pod's name, until Ctrl-C."""
+    """Follow the lines of all pods, each with its pod's name, until Ctrl-C."""
     words = ["logs", f"--selector={LABEL}={job_name(options.name)}", "--prefix", "--follow", "--tail=-1"]
     Shell(options.dry_run).become([*kubectl(options), *words, "--max-log-requests=1000", "--ignore-errors"])
     return 0
 
 
 def down(options: K8sOptions, train: list[str]) -> int:
-    """Deletes the JobSet, its pods saving first, and waits until none is left. The image and the run stay."""
+    """Let the pods save, delete the JobSet, and wait until none is left. The image and the run stay."""
     name, shell = job_name(options.name), Shell(options.dry_run)
     delete = [*kubectl(options), "delete", "--ignore-not-found"]
     shell.run([*delete, "jobset", name, "--cascade=foreground", "--wait"])

@@ -1,7 +1,7 @@
-"""Cloud TPU's queued resources, through gcloud: requested, waited for, reached by ssh, and deleted for certain.
+"""Request Cloud TPU's queued resources through gcloud, wait for them, reach them by ssh, and delete them for certain.
 
-Every command is accepted by `gcloud meta lint-gcloud-commands` of Google Cloud SDK 528. Each is asked once, within a
-time limit: Trouble is what it did not answer, and the caller tries again.
+`gcloud meta lint-gcloud-commands` of Google Cloud SDK 528 accepts every command. Each runs once, within a time limit.
+If it does not answer, it raises Trouble, and the caller retries.
 """
 
 import json
@@ -24,9 +24,9 @@ STATES = {
     **dict.fromkeys(("FAILED", "SUSPENDING", "SUSPENDED", "DELETING"), "over"),
     GONE: "gone",
 }
-"""What the API's states (QueuedResourceState) mean: `waits` for machines, has them (`active`), will have none any more
-(`over`), or is not there, which is no state of the API's."""
-ANSWER, COPY, SET_UP = 120, 600, 3600  # seconds that a question, a copy and a set-up on the hosts may take
+"""Meaning of the API's states (QueuedResourceState): it `waits` for machines, has them (`active`), will have none any
+more (`over`), or does not exist, which is no state of the API's."""
+ANSWER, COPY, SET_UP = 120, 600, 3600  # seconds that a query, a copy and a set-up on the hosts may take
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class TpuOptions(TimedOptions):
     project: str = ""
     """The Google Cloud project."""
     zones: tuple[str, ...] = ()
-    """Zones in order of preference: --zones us-east5-a us-east5-b. None: all in tools/launch/catalog.toml."""
+    """Zones in order of preference: --zones us-east5-a us-east5-b. Empty: all in tools/launch/catalog.toml."""
     capacity: Literal["on_demand", "spot", "reserved", "flex_start"] = "on_demand"
     """How the slices are bought. A `spot` slice may be taken away at any time. `flex_start` waits in a queue, and
     Google itself deletes the slices after `hours`, 168 at most."""
@@ -53,18 +53,18 @@ class TpuOptions(TimedOptions):
     tunnel_through_iap: bool = False
     """Reach the hosts through Identity-Aware Proxy."""
     wait_minutes: Positive[float] = 30.0
-    """How long a zone is waited for before the next one is tried."""
+    """Minutes to wait for a zone before the next one."""
     hours: Positive[float] = 24.0
-    """After so many hours the run saves and ends; `run` then deletes everything."""
+    """Hours after which the run saves and ends; `run` then deletes everything."""
     save_minutes: Positive[float] = 60.0
-    """How long a run may take to save when it is stopped, before its slices are deleted all the same."""
+    """Minutes that a stopped run may take to save before its slices are deleted anyway."""
     setup: str = ""
     """The command that makes .venv in the code's folder on each host; empty: `make setup` with a Python from uv."""
 
 
 @dataclass(frozen=True)
 class Slices:
-    """The queued resource of a job in one zone."""
+    """Manage the queued resource of a job in one zone."""
 
     shell: Shell
     name: str
@@ -77,9 +77,8 @@ class Slices:
         return ["gcloud", *["alpha"] * alpha, "compute", "tpus", "queued-resources", verb, *words, *place]
 
     def create(self, hardware: Hardware, deadline: float) -> None:
-        """Ask for the slices, which Google is not to give later than they are waited for; with flex_start, it deletes
-        them at the deadline. One of that name that is there already is as good. Trouble if the zone does not take the
-        request."""
+        """Request the slices, until the time that this waits for them; with flex_start, Google deletes them at the
+        deadline. An existing resource of that name counts. Trouble if the zone does not take the request."""
         facts, options, left = hardware.facts, self.options, deadline - time.time()
         flex, several, cube = options.capacity == "flex_start", hardware.groups > 1, facts["dimensions"] == 3
         chips = hardware.devices_per_group * facts["units_per_chip"]
@@ -109,7 +108,7 @@ class Slices:
             raise Trouble(f"{self.zone} does not take the request: {done.stderr.strip()[-500:]}")
 
     def state(self) -> str:
-        """Return its state, a key of STATES. Denied if this project may not look there, Trouble if gcloud fails."""
+        """Return its state, a key of STATES. Denied if this project may not read the zone, Trouble if gcloud fails."""
         done = ask(self.words("describe", self.name, "--format=json"), check=False, seconds=ANSWER)
         if "NOT_FOUND" in done.stderr and self.name in done.stderr:  # and not: the project is not found
             return GONE
@@ -123,7 +122,7 @@ class Slices:
         raise error(f"gcloud cannot describe {self.name} in {self.zone}: {(done.stderr.strip() or state)[-500:]}")
 
     def wait(self, until: float) -> str:
-        """Wait until it is ACTIVE, or can no longer become so, or until then. Return the last state that was seen."""
+        """Wait until it is ACTIVE, can no longer become so, or `until` has passed. Return the last known state."""
         last = ""
         while True:
             state = last
@@ -139,8 +138,7 @@ class Slices:
             time.sleep(pause())
 
     def delete(self, before: Callable[["Slices"], None]) -> None:
-        """Ask for its deletion with its machines, with `before` done first if they are there. Trouble while it is not
-        gone."""
+        """Request its deletion with its machines, after `before` if they are there. Trouble while it is not gone."""
         state = "ACTIVE" if self.shell.dry_run else self.state()
         if state not in (GONE, "DELETING"):
             if state == "ACTIVE":
@@ -154,7 +152,7 @@ class Slices:
             raise Trouble(f"{self.name} in {self.zone} is {state}")
 
     def ssh_words(self, command: str) -> list[str]:
-        """Return what runs a command on every host."""
+        """Return the words that run a command on every host."""
         ends = [f"{USER}@{self.name}", "--node=all", "--worker=all", f"--command={command}"]
         return self.words("ssh", *ends, *self.way)
 
@@ -166,7 +164,7 @@ class Slices:
         return ["--internal-ip"] * self.options.internal_ips
 
     def ssh(self, command: str, seconds: float = ANSWER) -> tuple[int, str]:
-        """Run a command on every host. Return its code, and what it printed: of some hosts, if others stall."""
+        """Run a command on every host. Return its code and output, of some hosts if others stall."""
         done = self.shell.run(self.ssh_words(command), check=False, seconds=seconds)
         if done.returncode:
             warn(f"a command on the hosts of {self.name} ended with {done.returncode}: {done.stderr.strip()[-1500:]}")
@@ -184,8 +182,8 @@ class Slices:
 def delete_all(
     places: Sequence[Slices], before: Callable[[Slices], None] = lambda slices: None, until: float = math.inf
 ) -> None:
-    """Delete what is there, zone after zone, again and again until all is gone; `before` is done first with what is
-    ACTIVE. Trouble at `until`, if it is not gone."""
+    """Delete the resources, zone after zone, until all are gone; call `before` first with those that are ACTIVE.
+    Trouble at `until`, if one is not gone."""
     left = list(places)
     for attempt in patient(until):
         with attempt:

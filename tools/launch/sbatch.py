@@ -1,7 +1,7 @@
-"""SLURM: python -m tools.launch slurm up|status|logs|down. One task a node; the job puts itself back into the queue.
+"""Run under SLURM: python -m tools.launch slurm up|status|logs|down. One task per node; the job requeues itself.
 
-`--requeue` alone does not cover a job that ends by itself, so the batch script asks for it (`scontrol requeue`) when
-the run's exit code says that it is to go on. Options of sbatch are from its manual, of SLURM 22.05 and later.
+`--requeue` alone does not cover a job that ends by itself, so the batch script calls `scontrol requeue` if the run's
+exit code asks for a restart. Options of sbatch are from its manual, of SLURM 22.05 and later.
 """
 
 import re
@@ -41,7 +41,7 @@ class SlurmOptions(TimedOptions):
     folder: FilePath = ""
     """A folder on a disk that all nodes share: FOLDER/NAME has the job's code, log and run."""
     time: str = "24:00:00"
-    """The time limit of one stretch (sbatch --time); the run goes on in the next."""
+    """The time limit of one start (sbatch --time); the run resumes in the next."""
     notice: Positive[int] = 300
     """Seconds before the time limit at which the run gets SIGTERM, to save and end."""
     sbatch: str = ""
@@ -52,7 +52,7 @@ class SlurmOptions(TimedOptions):
 
 
 def up(options: SlurmOptions, train: list[str]) -> int:
-    """Puts a run into SLURM's queue. The same command again changes nothing while the job is there."""
+    """Put a run into SLURM's queue. The same command again changes nothing while the job is there."""
     job = make_job(options, train, "/")
     if job.hardware.is_tpu:
         raise UserError(f"--hardware={job.hardware}: TPUs are launched by `python -m tools.launch tpu` or `k8s`")
@@ -194,7 +194,7 @@ def folder_of(options: SlurmOptions, name: str) -> Path:
 
 
 def status(options: SlurmOptions, train: list[str]) -> int:
-    """Shows where the job is in SLURM's queue, and its crashes."""
+    """Show the job in SLURM's queue, and its crashes."""
     name, shell = job_name(options.name), Shell(options.dry_run)
     folder = folder_of(options, name)
     say(shell.run(["squeue", "--me", f"--name={name}"]).stdout.rstrip())
@@ -204,14 +204,14 @@ def status(options: SlurmOptions, train: list[str]) -> int:
 
 
 def logs(options: SlurmOptions, train: list[str]) -> int:
-    """Follows the job's log from its first line, over all its stretches, until Ctrl-C."""
+    """Follow the job's log from its first line, over all its starts, until Ctrl-C."""
     words = ["tail", "-n", "+1", "-F", str(folder_of(options, job_name(options.name)) / "log")]
     Shell(options.dry_run).become(words)
     return 0
 
 
 def down(options: SlurmOptions, train: list[str]) -> int:
-    """Ends the job: the run saves, and is not started again. What it saved stays."""
+    """End the job: the run saves, and does not restart. What it saved stays."""
     name, shell = job_name(options.name), Shell(options.dry_run)
     folder = folder_of(options, name)
     if not shell.dry_run and not folder.is_dir():

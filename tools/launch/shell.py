@@ -1,5 +1,4 @@
-"""Commands of others (gcloud, kubectl, sbatch): run, each with a time limit, or in a dry run printed as they would be
-typed; and how often what did not work is tried again."""
+"""Run external commands (gcloud, kubectl, sbatch) with a time limit, or print them in a dry run; retry what failed."""
 
 import math
 import os
@@ -18,21 +17,21 @@ from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_exp
 
 from configs.schema import UserError
 
-LONGEST = 3600  # seconds of a command that has no limit of its own: an image that is built, a set-up
-STALLED = 124  # the code of a command that was ended at its limit, as of `timeout`
+LONGEST = 3600  # seconds of a command without its own limit: building an image, a set-up
+STALLED = 124  # the code of a command that was killed at its limit, as by `timeout`
 Done = subprocess.CompletedProcess[str]
 
 
 class Trouble(Exception):
-    """What is nobody's mistake, and may work the next time: a cloud, a network or a host that does not answer."""
+    """Raised if a cloud, a network or a host does not answer: it may work the next time."""
 
 
 class Denied(Trouble):
-    """A zone that this project, or this account, may not look at."""
+    """Raised for a zone that this project, or this account, may not read."""
 
 
 def pause() -> float:
-    """Return the seconds between two questions: 20, or LAUNCH_PAUSE."""
+    """Return the seconds between two queries: 20, or LAUNCH_PAUSE."""
     return float(os.environ.get("LAUNCH_PAUSE", "20"))
 
 
@@ -47,7 +46,7 @@ def patient(until: float = math.inf, times: float = math.inf) -> Retrying:
         retry=retry_if_exception_type(Trouble),
         wait=wait_exponential_jitter(multiplier=pause(), max=15 * pause(), jitter=pause()),
         stop=over,
-        before_sleep=lambda state: warn(f"{state.outcome and state.outcome.exception()}; it is tried again"),
+        before_sleep=lambda state: warn(f"{state.outcome and state.outcome.exception()}; retrying"),
         reraise=True,
     )
 
@@ -56,7 +55,7 @@ def ask(words: Sequence[str], check: bool = True, stdin: bytes = b"", seconds: f
     """Run a command to its end, or for `seconds`. UserError if it fails, Trouble if it stalls, unless `check` is
     False; UserError if it is not installed."""
     require_installed(words[0])
-    # A session of its own, so that what the command has started ends with it, and nothing asks for a password.
+    # A new session, so that the command's children end with it, and nothing asks for a password.
     pipe = subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True) as started:
         try:
@@ -79,27 +78,27 @@ def ask(words: Sequence[str], check: bool = True, stdin: bytes = b"", seconds: f
 def require_installed(program: str) -> None:
     """UserError if there is no such program here."""
     if not shutil.which(program):
-        raise UserError(f"{program} is not installed here; --dry_run shows what it would be asked")
+        raise UserError(f"{program} is not installed here; --dry_run shows its commands")
 
 
 @dataclass(frozen=True)
 class Shell:
-    """Makes changes; one with `dry_run` prints them instead."""
+    """Make changes, or print them with `dry_run`."""
 
     dry_run: bool = False
 
     def run(
         self, words: Sequence[str], check: bool = True, stdin: bytes = b"", shown: str = "", seconds: float = LONGEST
     ) -> Done:
-        """Run a command as `ask` does. A dry run prints it with the text that it reads, or `shown` in their place."""
+        """Run a command as `ask` does. A dry run prints it with its standard input, or prints `shown` instead."""
         if not self.dry_run:
             return ask(words, check, stdin, seconds)
         print(shown or (f"{join(words)} <<'END'\n{stdin.decode()}END" if stdin else join(words)))
         return Done(words, 0, "", "")
 
     def write(self, path: Path, content: bytes | str, names: Sequence[str] = ()) -> None:
-        """Write a file, and make its folder. A dry run prints a text, and the size of bytes. With `names` the content
-        is secrets of these names: nobody else may read the file, and a dry run shows the names alone."""
+        """Write a file, and make its folder. A dry run prints a text, or the size of bytes. With `names` the content
+        is secrets of these names: nobody else may read the file, and a dry run shows only the names."""
         if self.dry_run and names:
             print(f"# write {quote(str(path))}, for its owner alone: {', '.join(names)}, from this environment")
         elif self.dry_run and isinstance(content, bytes):
@@ -124,7 +123,7 @@ class Shell:
 
 
 def say(text: str) -> None:
-    """Print lines for the person who waits, at once; nothing if there are none."""
+    """Print lines at once; nothing if the text is empty."""
     if text:
         print(text, flush=True)
 

@@ -1,9 +1,9 @@
-"""SkyPilot: python -m tools.launch sky yaml. Prints a task, for those who have SkyPilot: `sky jobs launch FILE` runs it
-on whatever cloud has the machines, and starts it again after 42, 143 and lost machines.
+"""Print a task for SkyPilot: python -m tools.launch sky yaml. `sky jobs launch FILE` runs it on a cloud that has the
+machines, and restarts it after 42, 143 and lost machines.
 
-SkyPilot sends the folder's files but those that git ignores. It starts all nodes again by their exit codes, without a
-bound (`recover_on_exit_codes`). Of several nodes one that crashes ends the others with 42, so all start again; the
-crash of a single node ends the job.
+SkyPilot sends the folder's files except those that git ignores. It restarts all nodes by their exit codes, without a
+bound (`recover_on_exit_codes`). If one of several nodes crashes, the others end with 42 and all restart; the crash of a
+single node ends the job.
 """
 
 import json
@@ -32,7 +32,7 @@ class SkyOptions(JobOptions):
 
 
 def yaml(options: SkyOptions, train: list[str]) -> int:
-    """Prints the task. Nothing is asked of SkyPilot."""
+    """Print the task, without asking SkyPilot."""
     print(task(make_job(options, train), options), end="")
     return 0
 
@@ -44,7 +44,7 @@ def task(job: Job, options: SkyOptions) -> str:
         raise UserError(f"--hardware={hardware}: SkyPilot has no job of several slices; `tpu` and `k8s` do")
     if "sky" not in facts:
         raise UserError(f"--hardware={hardware}: tools/launch/catalog.toml has no SkyPilot name for {hardware.kind}")
-    require_bucket(job, "a node's disk goes with it")
+    require_bucket(job, "a node's disk disappears with it")
     size, run = hardware.devices_per_group, join([".venv/bin/python", "train.py", *job.train])
     extra = "tpu,gcs" if hardware.is_tpu else "cuda,gcs"
     if hardware.is_tpu:

@@ -1,8 +1,8 @@
-"""TPU VMs of Google Cloud, as queued resources: python -m tools.launch tpu up|run|status|logs|stop|down.
+"""Run on TPU VMs of Google Cloud, as queued resources: python -m tools.launch tpu up|run|status|logs|stop|down.
 
-`up` gets slices and starts the run on their hosts, where a loop keeps it going without this machine. `run` does that
-too, and stays: it replaces a slice that was taken away, brings the record back when the run is complete, and deletes
-all at the end or at the deadline. It must live somewhere that stays on (a small VM); what it leaves, `down` deletes.
+`up` gets slices and starts the run on their hosts, where a loop keeps it running without this machine. `run` also
+stays: it replaces a slice that was taken away, copies the record here when the run is complete, and deletes all at the
+end or at the deadline. Start it on a machine that stays on (a small VM); `down` deletes what it leaves.
 """
 
 import time
@@ -34,7 +34,7 @@ from tools.launch.tpu_run import (
 
 
 def up(options: TpuOptions, train: list[str]) -> int:
-    """Gets slices, sends the code, and starts the run. The same command again goes on where this one ended."""
+    """Get slices, send the code, and start the run. The same command again continues where this one ended."""
     launch, places = prepared(options, train)
     if options.dry_run:
         return show(launch, places[0], ())
@@ -45,7 +45,7 @@ def up(options: TpuOptions, train: list[str]) -> int:
         if not begin(launch, slices, FIRST):
             raise Trouble(f"{TAKEN} while they were being set up")
     except Trouble as trouble:  # no host may have a limit
-        warn(f"error: {trouble}; what this command asked for is deleted")
+        warn(f"error: {trouble}; this command's requests are deleted")
         delete_all(new, until=launch.limit)
         return Exit.FAILED
     rest = f"--project={options.project} --zones {slices.zone} --name={launch.job.name}"
@@ -57,7 +57,7 @@ def up(options: TpuOptions, train: list[str]) -> int:
 
 
 def run(options: TpuOptions, train: list[str]) -> int:
-    """As `up`, and stays: replaces slices that are taken, and deletes all when the run is over or at the deadline."""
+    """Do as `up`, and stay: replace slices that are taken away, and delete all at the end or at the deadline."""
     launch, places = prepared(options, train)
     if options.dry_run:
         return show(launch, places[0], places)
@@ -65,19 +65,19 @@ def run(options: TpuOptions, train: list[str]) -> int:
     states = look(places)
     try:
         outcome = run_to_the_end(launch, states)
-    except Exception as error:  # whatever it is, what was asked for must not be left
+    except Exception as error:  # after any error, no request may remain
         warn(f"error: {error}" if isinstance(error, UserError | Trouble) else traceback.format_exc())
         outcome = f"ended {int(Exit.FAILED)}"
     say(f"# the run is over: {outcome}")
-    give_back(list(states), options)  # in every zone, whatever happened: a request may still wait in one
+    give_back(list(states), options)  # in every zone: a request may still wait in one
     say("nothing is left in " + ", ".join(slices.zone for slices in states))
     notify(launch.job, "over", outcome)
     return Exit.PREEMPTED if outcome == DEADLINE else int(outcome.split()[1])
 
 
 def prepared(options: TpuOptions, train: list[str]) -> tuple[Launch, list[Slices]]:
-    """Return what is to be launched, and where it may be: a queued resource in each zone, which need not be there.
-    UserError before anything is made."""
+    """Return the launch, and the queued resource of each zone, which need not exist. UserError before anything is
+    created."""
     job = make_job(options, train)
     if not job.hardware.is_tpu:
         raise UserError(f"--hardware={job.hardware} is no TPU; `python -m tools.launch slurm` or `k8s` take it")
@@ -88,11 +88,11 @@ def prepared(options: TpuOptions, train: list[str]) -> tuple[Launch, list[Slices
             f"--zones {others.pop()} has no {job.hardware.kind}: tools/launch/catalog.toml has {', '.join(known)}; add "
             "it there if that is wrong"
         )
-    bucket = require_bucket(job, "the hosts' disks go with them")
+    bucket = require_bucket(job, "the hosts' disks disappear with them")
     if is_given("run_dir", train):
         raise UserError(f"--run_dir cannot be given: on the hosts the run is in {host_scripts.ROOT}/NAME/runs/NAME")
     if options.reservation and options.capacity != "reserved":
-        raise UserError("--reservation is of --capacity=reserved")
+        raise UserError("--reservation needs --capacity=reserved")
     if options.capacity == "flex_start" and options.hours > 168:
         raise UserError(f"--hours={options.hours:g}: flex_start gives slices for 168 hours at most")
     # Shows at once a bucket that is not there, or that this user may not write to.
@@ -110,7 +110,7 @@ def require_project(options: TpuOptions) -> None:
 
 
 def show(launch: Launch, first: Slices, deleted: Sequence[Slices]) -> int:
-    """Print the dry run: as if the first zone had the slices."""
+    """Print the dry run, as if the first zone had the slices."""
     first.create(launch.job.hardware, launch.deadline)
     start(launch, first)
     give_back(deleted, launch.options)
@@ -120,11 +120,10 @@ def show(launch: Launch, first: Slices, deleted: Sequence[Slices]) -> int:
 def look(
     places: Sequence[Slices], named: bool = False, act: Callable[[Slices, str], object] = lambda slices, state: None
 ) -> dict[Slices, str]:
-    """Return the state in each zone that answers, after `act` with those that have the resource.
+    """Return the state in each zone that answers, and call `act` with those that have the resource.
 
-    It names the zones that this project may not look at, if others answer and the user `named` none: not every project
-    has every zone. Trouble for one that does not answer, UserError if none may be looked at: what costs money may be
-    there."""
+    Print the zones that this project may not read, if others answer and the user `named` none: not every project has
+    every zone. Trouble for one that does not answer, UserError if none may be read: something there may cost money."""
     states: dict[Slices, str] = {}
     hidden: dict[Slices, Trouble] = {}
     for slices in places:
@@ -133,7 +132,7 @@ def look(
                 with attempt:
                     try:
                         states[slices] = slices.state()
-                    except Denied as denied:  # which no second question changes
+                    except Denied as denied:  # a second query does not change that
                         hidden[slices] = denied
         except Trouble as trouble:
             hidden[slices] = trouble
@@ -151,8 +150,8 @@ def look(
 
 
 def in_each_zone(options: TpuOptions, act: Callable[[Slices, str], object]) -> int:
-    """Do `act` with the job's resource, and its state, in each zone that is named, or in every one of
-    tools/launch/catalog.toml, if it is there. Raises as `look` does."""
+    """Call `act` with the job's resource and its state in each named zone that has it, by default in every zone of
+    tools/launch/catalog.toml. Raises as `look` does."""
     require_project(options)
     name, shell = job_name(options.name), Shell(options.dry_run)
     every = sorted({zone for facts in catalog().values() for zone in facts.get("zones", [])})
@@ -166,7 +165,7 @@ def in_each_zone(options: TpuOptions, act: Callable[[Slices, str], object]) -> i
 
 
 def status(options: TpuOptions, train: list[str]) -> int:
-    """Shows where the job has slices, their state, and each host's."""
+    """Show the zones in which the job has slices, their state, and each host's."""
 
     def act(slices: Slices, state: str) -> None:
         if options.dry_run:
@@ -179,7 +178,7 @@ def status(options: TpuOptions, train: list[str]) -> int:
 
 
 def logs(options: TpuOptions, train: list[str]) -> int:
-    """Follows the log lines of all hosts, each with its host's name, until Ctrl-C."""
+    """Follow the log lines of all hosts, each with its host's name, until Ctrl-C."""
 
     def act(slices: Slices, state: str) -> None:
         slices.shell.become(slices.ssh_words(host_scripts.logs(slices.name, 100)))
@@ -191,7 +190,7 @@ def logs(options: TpuOptions, train: list[str]) -> int:
 
 
 def stop(options: TpuOptions, train: list[str]) -> int:
-    """Saves and ends the run on its hosts. The slices stay, and cost; `up` goes on."""
+    """Save and end the run on its hosts. The slices stay, and cost; `up` resumes."""
 
     def act(slices: Slices, state: str) -> None:
         save(slices, options)
@@ -202,7 +201,7 @@ def stop(options: TpuOptions, train: list[str]) -> int:
 
 
 def down(options: TpuOptions, train: list[str]) -> int:
-    """Saves and ends the run, and deletes whatever of the job is left in any zone. What is in the bucket stays."""
+    """Save and end the run, and delete the job's resources in every zone. The bucket stays."""
     places: list[Slices] = []
     try:
         in_each_zone(options, lambda slices, state: places.append(slices))

@@ -1,4 +1,4 @@
-"""A run on TPU slices, until it is over: got, started, watched, replaced when they are taken away, and given back."""
+"""Run on TPU slices until the end: get them, start, watch, replace those that are taken away, and delete them."""
 
 import math
 import re
@@ -15,13 +15,13 @@ from tools.launch.job import Job
 from tools.launch.queued import STATES, Slices, TpuOptions, delete_all
 from tools.launch.shell import Trouble, patient, pause, say, warn
 
-FIRST = 3  # tries of a start before any has worked, after which the set-up is taken for wrong
+FIRST = 3  # tries of a start before any has worked; then the set-up counts as wrong
 TAKEN, DEADLINE = "the slices were taken away", "the deadline"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A job on its way: what to start, with what, and until when."""
+    """Describe a launch: the job, its options, and its deadline."""
 
     job: Job
     options: TpuOptions
@@ -35,12 +35,12 @@ class Launch:
 
     @property
     def limit(self) -> int:
-        """When the hosts end by themselves: later than `run` has them do so, if it is there."""
+        """Return when the hosts end by themselves: after `run` would end them."""
         return round(self.deadline + 60 * self.options.save_minutes + 600)
 
 
 def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
-    """Return `ended CODE` or DEADLINE, whatever slices are taken meanwhile. Trouble if no start works."""
+    """Return `ended CODE` or DEADLINE; replace slices that are taken away. Trouble if no start works."""
     tries = FIRST
     while True:
         try:
@@ -59,7 +59,7 @@ def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
                 tries, outcome = math.inf, watch(launch, slices)
             if outcome != TAKEN:
                 return outcome
-            warn(f"{TAKEN} in {slices.zone}; new ones are asked for")
+            warn(f"{TAKEN} in {slices.zone}; new ones are requested")
             notify(launch.job, "preempted", f"{TAKEN} in {slices.zone}")
             delete_all([slices], until=launch.deadline)
             states[slices] = queued.GONE
@@ -70,8 +70,8 @@ def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
 
 
 def get(launch: Launch, states: dict[Slices, str]) -> Slices:
-    """Return slices of the first zone that has them: those that have the job come first, then the zones' order. Trouble
-    if none has; a request that got nothing is deleted, and GONE in `states`."""
+    """Return slices of the first zone that has them: first zones with this job, then the given order. Trouble if none
+    has; a request that got nothing is deleted, and GONE in `states`."""
     for slices in sorted(states, key=lambda slices: ["active", "waits", "over", "gone"].index(STATES[states[slices]])):
         if time.time() >= launch.deadline:
             break
@@ -91,8 +91,8 @@ def get(launch: Launch, states: dict[Slices, str]) -> Slices:
 
 
 def begin(launch: Launch, slices: Slices, tries: float) -> bool:
-    """Start the run on all hosts. Return False if the slices were taken meanwhile. Trouble if that fails `tries` times,
-    or until the deadline."""
+    """Start the run on all hosts. Return False if the slices were taken away. Trouble after `tries` failures, or at the
+    deadline."""
     for attempt in patient(launch.deadline, tries):
         with attempt:
             if STATES[slices.state()] != "active":
@@ -135,7 +135,7 @@ def states_of(slices: Slices) -> dict[str, tuple[str, str]]:
 
 
 def watch(launch: Launch, slices: Slices) -> str:
-    """Wait until the run is over. Return `ended CODE`, TAKEN or DEADLINE. What does not answer is asked again."""
+    """Wait until the run is over. Return `ended CODE`, TAKEN or DEADLINE. Repeat queries without an answer."""
     while time.time() < launch.deadline:
         try:
             if STATES[slices.state()] in ("over", "gone"):
@@ -160,7 +160,7 @@ def watch(launch: Launch, slices: Slices) -> str:
 
 
 def give_back(places: Sequence[Slices], options: TpuOptions) -> None:
-    """Stop the run, which saves, keep the hosts' logs, and delete all: again and again until all is gone."""
+    """Stop the run, which saves, copy the hosts' logs, and delete all, until all is gone."""
 
     def close(slices: Slices) -> None:
         save(slices, options)

@@ -414,7 +414,7 @@ def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, caps
         (["--project=project", "--", "--config=tiny.py", "--checkpoint.folder=gs://none/x"], "does not exist"),
         (["--project=p", "--hardware=h200:8", "--", "--config=tiny.py", BUCKET], "no TPU"),
         (["--project=p", "--", "--config=tiny.py", BUCKET, "--run_dir=x"], "--run_dir cannot be given"),
-        (["--project=p", "--reservation=r", "--", "--config=tiny.py", BUCKET], "of --capacity=reserved"),
+        (["--project=p", "--reservation=r", "--", "--config=tiny.py", BUCKET], "needs --capacity=reserved"),
         (["--project=p", "--capacity=flex_start", "--hours=200", "--", "--config=tiny.py", BUCKET], "168 hours"),
     ],
 )
