@@ -74,7 +74,7 @@ def listed(root: Path, *which: str) -> set[Path]:
 
 def unpack(code: Code, archive: str, folder: str) -> str:
     """Return shell that unpacks the file `archive` as `folder`/<hash>, checked. It is harmless if it runs twice, or at
-    the same time twice: the folder appears complete, and stays as it is. `folder` may begin with $HOME."""
+    the same time twice: the folder appears complete and does not change. `folder` may begin with $HOME."""
     there = f'"{folder}/{code.name}"'
     return (
         f'test -d {there} || {{ echo "{code.digest}  {archive}" | sha256sum --check --quiet && '

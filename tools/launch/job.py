@@ -112,7 +112,7 @@ def make_job(given: JobOptions, train: list[str], *mounts: str) -> Job:
 
 def require_seen(config: Config, train: Sequence[str], code: Collection[str], mounts: Sequence[str]) -> None:
     """Raise UserError if the hosts cannot see the text or another file of the run, or if no text is named."""
-    shared = ["the whole path of a shared folder" if mount == "/" else f"a path below {mount}" for mount in mounts]
+    shared = ["the absolute path of a shared folder" if mount == "/" else f"a path below {mount}" for mount in mounts]
     places = ", or ".join(["gs://BUCKET/FOLDER", *shared, "a file of the code"])
     if config.data.source == DataConfig.source and not is_given("data.source", train):
         raise UserError(f"--data.source is missing: give {places}, or stdlib to train on Python's own library")
@@ -122,7 +122,7 @@ def require_seen(config: Config, train: Sequence[str], code: Collection[str], mo
         remote = "://" in path and not path.startswith(("file://", "local://"))
         seen = remote or path.startswith(("hf:", "tiktoken:", *(mount.rstrip("/") + "/" for mount in mounts)))
         if path not in ("", "stdlib", "chat-stdlib") and not (travels or seen):
-            raise UserError(f"--{option}={path} is on this machine, where the hosts cannot see it; give {places}")
+            raise UserError(f"--{option}={path} is on this machine, and the hosts cannot see it; give {places}")
 
 
 def variables(names: Sequence[str], option: str) -> dict[str, str]:

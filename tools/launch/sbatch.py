@@ -167,7 +167,7 @@ for attempt in 1 2 3 4 5; do
     scontrol requeue "$SLURM_JOB_ID" && {{ leave_out; exit "$code"; }}
     sleep $((attempt * ${{LAUNCH_PAUSE:-10}}))
 done
-echo "scontrol requeue failed: the same launch command goes on with the run"
+echo "scontrol requeue failed: the same launch command continues the run"
 exit "$code"
 """
 
@@ -189,7 +189,7 @@ def folder_of(options: SlurmOptions, name: str) -> Path:
         raise UserError("--folder is missing: a folder on a disk that all nodes share")
     path = Path(options.folder).expanduser()
     if not path.is_absolute() or not re.fullmatch(r"[\w./+@=-]+", str(path)):
-        raise UserError(f"--folder={options.folder}: give the whole path, from /, without spaces, quotes or the like")
+        raise UserError(f"--folder={options.folder}: give an absolute path without spaces, quotes or the like")
     return path / name
 
 

@@ -172,7 +172,7 @@ def test_a_job_is_checked_as_train_py_would(monkeypatch):
         (["--data.source=gs://b/text", "--data.tokenizer=tiktoken:gpt2"], ""),
         (
             ["--data.source=/home/me/text"],
-            "--data.source=/home/me/text is on this machine, where the hosts cannot see it",
+            "--data.source=/home/me/text is on this machine, and the hosts cannot see it",
         ),
         (["--data.source=0.5:/data/a,0.5:/home/b"], "--data.source=/home/b is on this machine"),
         (["--data.source=0.5:/data/a,0.5:s3://b"], ""),

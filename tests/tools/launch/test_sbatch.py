@@ -183,7 +183,7 @@ def test_without_slurm_nothing_is_made(repository, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--folder=jobs"], "give the whole path"),
+        (["--folder=jobs"], "give an absolute path"),
         ([], "--folder is missing"),
         (["--folder=/proc/none"], "/proc/none/.* cannot be written"),
         (["--folder=/tmp/x", "--hardware=v5e:4x4"], "TPUs are launched by"),
