@@ -29,7 +29,8 @@ def evaluate(
 ) -> dict[str, float | None]:
     """Return `val_loss` in nats a token, and `val_bpb` in bits a byte with its standard error `val_bpb_stderr`.
 
-    They are over every target that stands for text (the BOS does not, as in nanochat). The two means are the same
+    They are over every target that stands for text (the BOS does not, as in nanochat); of conversations, over every
+    token that an assistant writes, its ends included. The two means are the same
     whatever the batches' shape and the mesh. The error is over micro-batches, each a stretch of the held-out text: None
     for a single one. `text_bytes` has each micro-batch's. `watched` shows how far it is.
     """

@@ -52,10 +52,18 @@ def test_an_option_that_cannot_work_is_named(made, monkeypatch):
 def folder_of(tmp_path: Path) -> Path:
     """Tokens of 9 documents, of which some stand there more than once; token 0 is the BOS."""
     train_tokenizer(["some words of text " * 50], 266).save(tmp_path)
-    documents = [[0, 1, 2, 3], [0, 4], [0, 1, 2, 3], [0, 5, 6, 7, 8, 1, 2, 3, 4], [0, 4], [0, 4], [0, 5]]
+    documents = [
+        [0, 11, 12, 13],
+        [0, 14],
+        [0, 11, 12, 13],
+        [0, 15, 16, 17, 18, 11, 12, 13, 14],
+        [0, 14],
+        [0, 14],
+        [0, 15],
+    ]
     write_shard(tmp_path / "train_0.bin", np.concatenate(documents[:4]), 266)
     write_shard(tmp_path / "train_1.bin", np.concatenate(documents[4:]), 266)
-    write_shard(tmp_path / "val_0.bin", np.array([0, 5, 0, 1, 1]), 266)
+    write_shard(tmp_path / "val_0.bin", np.array([0, 15, 0, 11, 11]), 266)
     return tmp_path
 
 
@@ -126,6 +134,23 @@ def test_listed_documents_name_their_files_while_the_source_is_what_it_was(tmp_p
     assert inspect(monkeypatch, tmp_path / "data", *SIZES[:1]) == 0
     page = (tmp_path / "data" / "dataset.html").read_text()
     assert "tokens: file not known" in page and ".txt</p>" not in page
+
+
+def test_of_conversations_it_says_what_is_learned_and_marks_it(tmp_path, monkeypatch, capsys):
+    turn = lambda i: [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "answer"}]
+    lines = [json.dumps({"messages": turn(i) * (1 + i % 3)}) for i in range(60)]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines))
+    settings = Preparation(source=f"{tmp_path}/chat.jsonl", vocab_size=266, val_fraction=0.3, conversations=True)
+    prepare(settings, tmp_path / "data")
+    assert inspect(monkeypatch, tmp_path / "data", "--sequence_length=40") == 0
+    printed, page = capsys.readouterr().out, (tmp_path / "data" / "dataset.html").read_text()
+    dataset = open_dataset(str(tmp_path / "data"), DataConfig(), 0, tmp_path / "cache")
+    facts, (answer,) = read_facts(dataset, 40), dataset.tokenizer.encode(["answer"])
+    assert facts.train.learned.sum() + facts.val.learned.sum() == 120 * (len(answer) + 1)  # with its end
+    assert re.search(r"learned   [\d,]+ of [\d,]+ tokens .* assistant's", printed) and "whole  " in printed
+    assert "stream" not in printed and "chat.jsonl line " in page and "file not known" not in page
+    assert inspect(monkeypatch, tmp_path / "data", *SIZES, "--step=0", "--packing=whole", "--rows=1") == 0
+    assert re.search(r"'q\d+«answer»", capsys.readouterr().out)
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
