@@ -92,11 +92,9 @@ class Corpus:
         except (OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException) as error:
             raise UserError(f"{file.url}: cannot be read to its end: {error}") from error
 
-    def texts(self, document: str | bytes) -> list[str] | list[str | bytes]:
+    def texts(self, document: str) -> list[str]:
         """Return what is written in a document: of a conversation, the texts of its messages."""
-        if self.conversations:
-            return texts_of(document if isinstance(document, str) else document.decode())
-        return [document]
+        return texts_of(document) if self.conversations else [document]
 
     def name(self, file: SourceFile, number: int) -> str:
         """Return the name of the document of this number, from 1, of a file."""
@@ -199,7 +197,7 @@ def _text_of(file: SourceFile, content: bytes, column: str, conversations: bool)
                 text = document_of(text)
             elif not isinstance(text, str):
                 is_chat = isinstance(record, dict) and "messages" in record
-                return "", f"no text under {column!r}" + "; conversations need --conversations" * is_chat
+                return "", f"no text under {column!r}" + "; conversations need data.prepare's --conversations" * is_chat
             text.encode()
     except UnicodeDecodeError:
         return "", "not UTF-8"

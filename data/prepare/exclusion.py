@@ -27,12 +27,11 @@ class Exclusion:
         self.shares, self.grams, self.source = set(shares.tolist()), grams, source
         self.numbers = {word: i for i, word in enumerate(words, 1)}
 
-    def problem(self, document: str | bytes, texts: Sequence[str | bytes]) -> str:
+    def problem(self, document: str, texts: Sequence[str]) -> str:
         """Why a document with these texts is left out."""
-        decoded = lambda text: text if isinstance(text, str) else text.decode()
-        if self.shares and hash_share(decoded(document)) in self.shares:
+        if self.shares and hash_share(document) in self.shares:
             return "the text of a held-out document"
-        if len(self.grams) and any(np.isin(_grams(decoded(text), self.numbers), self.grams).any() for text in texts):
+        if len(self.grams) and any(np.isin(_grams(text, self.numbers), self.grams).any() for text in texts):
             return f"{WORDS} words of {self.source}"
         return ""
 

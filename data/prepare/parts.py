@@ -188,7 +188,8 @@ def _encode(task: Task) -> None:
             for number, text, problem in task.corpus.read(*span):
                 place[:] = struct.pack("<qq", i, number)
                 if exclusion and text and not span.file.held_out:
-                    problem = exclusion.problem(text, task.corpus.texts(text))
+                    decoded = text if isinstance(text, str) else text.decode()
+                    problem = exclusion.problem(decoded, task.corpus.texts(decoded))
                 problems[problem] += bool(problem)
                 if problem or not text:
                     continue

@@ -167,7 +167,7 @@ def _contents(column: pyarrow.Array) -> Iterator[bytes]:
     """Yield a column's rows: its text, or JSON of what is in it."""
     if _is_text(column.type):
         return (value.as_py() or b"" for value in column.cast(pyarrow.large_binary()))
-    return (json.dumps(value.as_py()).encode() for value in column)
+    return (json.dumps(value.as_py(), default=lambda _: None).encode() for value in column)  # a time is no message's
 
 
 def _require_text(file: SourceFile, column: str, columns: dict[str, pyarrow.DataType], nested: bool) -> None:
@@ -176,7 +176,7 @@ def _require_text(file: SourceFile, column: str, columns: dict[str, pyarrow.Data
         what = "text" if not nested else "conversations"
         wrong = f"has no column {column!r}" if kind is None else f"has {kind} in its column {column!r}, not {what}"
         texts = ", ".join(name for name in columns if _is_text(columns[name], nested))
-        is_chat = "; conversations need --conversations" * ("messages" in columns and not nested)
+        is_chat = "; conversations need data.prepare's --conversations" * ("messages" in columns and not nested)
         raise UserError(
             f"{file.url} {wrong}; " + (f"give --text_column, one of: {texts}" if texts else "nor elsewhere") + is_chat
         )

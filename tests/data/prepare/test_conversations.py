@@ -5,6 +5,7 @@ import json
 import sysconfig
 from collections import Counter
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -70,8 +71,9 @@ def test_documents_are_rendered_and_held_out_by_their_text_whatever_the_workers(
 
 
 def test_every_kind_of_file_gives_the_same_conversations(tmp_path):
-    messages = [one["messages"] for one in PLAIN]
+    messages = [[{**message, "at": date(2026, 1, 1)} for message in one["messages"]] for one in PLAIN]
     table = pa.table({"id": [*range(len(messages))], "messages": messages})
+    messages = [one["messages"] for one in PLAIN]
     write_lines(tmp_path / "a.jsonl", PLAIN)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     pq.write_table(table, tmp_path / "c.parquet", row_group_size=7)
@@ -112,9 +114,10 @@ def test_what_is_given_as_text_or_as_conversations_by_mistake_is_refused(tmp_pat
     lines = write_lines(tmp_path / "a.jsonl", PLAIN)
     pq.write_table(pa.table({"messages": [[U, A]] * 9}), tmp_path / "b.parquet")
     pq.write_table(pa.table({"text": ["x", "y"]}), tmp_path / "c.parquet")
+    need = "conversations need data.prepare's --conversations"
     refused = {
-        (lines, False): "a.jsonl line 1: no text under 'text'; conversations need --conversations",
-        (f"{tmp_path}/b.parquet", False): r"no column 'text'; nor elsewhere; conversations need --conversations",
+        (lines, False): f"a.jsonl line 1: no text under 'text'; {need}",
+        (f"{tmp_path}/b.parquet", False): f"no column 'text'; nor elsewhere; {need}",
         (f"{tmp_path}/c.parquet", True): "has no column 'messages'",
         ("stdlib", True): "stdlib is text; conversations made of it are --source=chat-stdlib",
         (str(tmp_path / "*.txt"), True): "no file of text found",
@@ -122,7 +125,7 @@ def test_what_is_given_as_text_or_as_conversations_by_mistake_is_refused(tmp_pat
     for (source, conversations), message in refused.items():
         with pytest.raises(UserError, match=message):
             prepare(Preparation(source=source, vocab_size=270, conversations=conversations), tmp_path / "out")
-    with pytest.raises(UserError, match="conversations need --conversations"):
+    with pytest.raises(UserError, match=need):
         open_text(DataConfig(lines, packing="whole"), 270, 64, 1, tmp_path / "cache")
 
 

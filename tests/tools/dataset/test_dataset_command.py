@@ -52,18 +52,10 @@ def test_an_option_that_cannot_work_is_named(made, monkeypatch):
 def folder_of(tmp_path: Path) -> Path:
     """Tokens of 9 documents, of which some stand there more than once; token 0 is the BOS."""
     train_tokenizer(["some words of text " * 50], 266).save(tmp_path)
-    documents = [
-        [0, 11, 12, 13],
-        [0, 14],
-        [0, 11, 12, 13],
-        [0, 15, 16, 17, 18, 11, 12, 13, 14],
-        [0, 14],
-        [0, 14],
-        [0, 15],
-    ]
+    documents = [[0, 9, 10, 11], [0, 12], [0, 9, 10, 11], [0, 13, 14, 15, 16, 9, 10, 11, 12], [0, 12], [0, 12], [0, 13]]
     write_shard(tmp_path / "train_0.bin", np.concatenate(documents[:4]), 266)
     write_shard(tmp_path / "train_1.bin", np.concatenate(documents[4:]), 266)
-    write_shard(tmp_path / "val_0.bin", np.array([0, 15, 0, 11, 11]), 266)
+    write_shard(tmp_path / "val_0.bin", np.array([0, 13, 0, 9, 9]), 266)
     return tmp_path
 
 
