@@ -333,7 +333,7 @@ def test_a_dataset_is_prepared_in_the_working_folder(prepared, tmp_path, monkeyp
 
 
 def test_a_tokenizer_that_changed_under_a_preparation_is_refused(folder):
-    (folder / "made" / "val_000001.bin").unlink()
+    (folder / "made" / "train_000001.bin").unlink()
     path = folder / "made" / "tokenizer" / "tokenizer.json"
     path.write_text(path.read_text().replace("{", "{ ", 1))
     with pytest.raises(UserError, match="tokenizer is not what the dataset's first shards were made with"):
