@@ -225,3 +225,30 @@ def test_muon_s_update_is_the_same_whatever_the_split_and_mesh():
     for size in ((4, ONE), (1, (8, 1, 1)), (2, (2, 2, 2))):
         divided, devices = on_mesh(config, *size)
         assert distance(run_steps(divided, rows, devices)[0], whole) < 1e-6, size
+
+
+def conversation_rows(seed: int, kind: str) -> dict:
+    """16 rows of two conversations each, of which answers of 1 to 5 tokens are learned; with "no answer", none."""
+    generator = np.random.default_rng(seed)
+    segments, answers = np.zeros((16, 16), np.int32), np.zeros((16, 16), np.float32)
+    for row in range(16 if kind == "all rows" else 4):  # with "one micro-batch", the first four rows have any
+        border = generator.integers(6, 11)
+        segments[row, border:] = 1
+        for end in (border, 16):
+            answers[row, end - generator.integers(1, 6) : end] = kind != "no answer"
+    return random_rows(tiny_config(), seed, answers) | {"segment_ids": segments}
+
+
+def test_conversations_give_muon_s_update_whatever_the_split_and_a_step_without_answers_changes_nothing():
+    matrices = MatricesConfig(0.01, kind="muon")
+    config = tiny_config(heads=4, kv_heads=4)
+    config = replace(config, optimizer=replace(OPTIMIZER, matrices=matrices, schedule=ScheduleConfig("constant")))
+    rows = [conversation_rows(step, kind) for step, kind in enumerate(("all rows", "one micro-batch", "no answer"))]
+    whole, metrics = run_steps(config, rows)
+    assert [m["skipped_steps"] for m in metrics] == [0, 0, 1] and metrics[2]["valid_tokens"] == 0
+    assert distance(run_steps(config, rows[:2])[0], whole) == 0
+    for size in ((4, ONE), (2, (2, 2, 2))):
+        divided, devices = on_mesh(config, *size)
+        params, parts = run_steps(divided, rows, devices)
+        assert distance(params, whole) < 1e-6, size
+        assert [m["loss"] for m in parts] == pytest.approx([m["loss"] for m in metrics], rel=1e-6)

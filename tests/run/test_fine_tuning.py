@@ -1,0 +1,59 @@
+"""configs/chat.py on a tiny run and a few conversations: an epoch, killed, resumed, and resumed on another mesh."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.run.test_continuing import CONFIG
+from tests.test_train import ROOT, assert_as_untouched, run, summary, write_folder
+
+BASE = CONFIG.replace("MatricesConfig(0.002)", 'MatricesConfig(0.002, kind="muon")').replace("kv_heads=1", "kv_heads=2")
+CHAT = (f"--config={ROOT}/configs/chat.py", "--init_from=base", "--data.source=chats", "--steps=0")
+OFTEN = ("--checkpoint.every_steps=4", "--log.every_steps=1", "--batch.rows_per_device=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a run, conversations in its tokens, and a run that was fine-tuned on them."""
+    folder = write_folder(tmp_path_factory.mktemp("user"), BASE)
+    words = (ROOT / "tests/words.txt").read_text().split()
+    said = lambda role, start, count: {"role": role, "content": " ".join(words[start : start + count])}
+    chats = [[said("user", i, 1 + i % 3), said("assistant", 2 * i, 1 + i % 5)] for i in range(120)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+        assert run("train", patch, "--config=tiny.py", "--run_dir=base", devices=1) == 0
+        made = ("--source=chats.jsonl", "--conversations", "--out=chats", "--tokenizer=base/tokenizer")
+        assert run("prepare", patch, *made, "--val_fraction=0.2") == 0
+        assert run("train", patch, *CHAT, *OFTEN, "--init_optimizer", "--run_dir=chat", devices=1) == 0
+    return folder
+
+
+def test_an_epoch_is_resolved_and_complete(folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    record = json.loads(Path("chat/config.json").read_text())["config"]
+    assert record["steps"] == summary(Path("chat"))["steps"] > 8 and record["model"]["width"] == 32
+    again = ("--init_optimizer", "--run_dir=chat")
+    assert run("train", monkeypatch, *CHAT, *again, devices=1) == 0
+    said = capfd.readouterr().out
+    assert f"chat is complete: {record['steps']} steps" in said and "goes through chats 1" in said
+    assert run("train", monkeypatch, *CHAT, "--run_dir=chat", devices=1) == 2
+    assert "init_optimizer: True -> False" in capfd.readouterr().err
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("devices", "mesh"), [(1, "--mesh.fsdp=1"), (2, "--mesh.tensor=2")])
+def test_it_is_resumed_to_the_bit_and_on_another_mesh_to_rounding(folder, monkeypatch, capfd, devices, mesh):
+    monkeypatch.chdir(folder)
+    again = Path(shutil.copytree("chat", f"again-{devices}"))
+    shutil.rmtree(again / "checkpoints" / str(summary(again)["steps"]))
+    (again / "summary.json").unlink()
+    arguments = ("--init_optimizer", f"--run_dir={again}", mesh)
+    assert run("train", monkeypatch, *CHAT, *OFTEN, *arguments, devices=devices) == 0
+    assert "continuing after step" in capfd.readouterr().out
+    if devices == 1:
+        assert_as_untouched(again, Path("chat"))
+    for name in ("loss", "val_loss"):
+        assert summary(again)[name] == pytest.approx(summary(Path("chat"))[name], rel=1e-5)
