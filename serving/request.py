@@ -1,0 +1,90 @@
+"""Requests of OpenAI's chat completions API. What is not supported is refused by name."""
+
+import re
+import secrets
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.exceptions import HTTPException
+
+from configs.schema import NotNegative, Positive
+from data.conversation import messages_of, render
+from data.tokenizer import TextTokenizer
+from evaluation.engine import Sampling
+
+DEFAULT = Sampling()
+# Fields that change no answer, and values that ask for nothing: many clients send them with every request.
+IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+NOTHING = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "tools": [], "tool_choice": "none"}
+NOTHING |= {"logit_bias": {}, "response_format": {"type": "text"}, "modalities": ["text"]}
+
+
+class Refused(HTTPException):
+    """A request that is not answered, for what `param` says."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
+        super().__init__(status, message, {"Retry-After": "1"} if status == 429 else None)
+        self.param, self.code = param, code
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool = False
+
+
+class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields that change an answer. `top_k` is not OpenAI's; other servers have it too."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] = DEFAULT.temperature
+    top_k: NotNegative[int] = DEFAULT.top_k
+    top_p: Annotated[float, Meta(gt=0, le=1)] = DEFAULT.top_p
+    seed: int | None = None
+    max_tokens: Positive[int] | None = None
+    max_completion_tokens: Positive[int] | None = None
+    stop: str | list[str] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+
+    @property
+    def sampling(self) -> Sampling:
+        seed = secrets.randbits(31) if self.seed is None else self.seed % (1 << 31)
+        return Sampling(self.temperature, self.top_k, self.top_p, seed)
+
+    def prompt(self, tokenizer: TextTokenizer, capacity: int) -> list[int]:
+        """Return the tokens before an answer. Refused if the messages are no conversation, or fill the row."""
+        for message in self.messages:  # clients may send a text in parts
+            parts = message.get("content")
+            if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+                message["content"] = "".join(str(part.get("text")) for part in parts)
+        try:
+            messages = messages_of(self.messages)
+        except ValueError as error:
+            raise Refused(f"messages: {error}", "messages") from error
+        if messages[-1]["role"] != "user":
+            raise Refused("messages: the last one is the assistant's; an answer follows one of the user", "messages")
+        tokens = render(tokenizer, messages, ask=True)
+        if len(tokens) >= capacity:
+            problem = f"messages: they have {len(tokens)} tokens; the network's sequence has {capacity}, so at most "
+            advice = f"{capacity - 1} leave room for an answer; shorten them or start a new conversation"
+            raise Refused(problem + advice, "messages", code="context_length_exceeded")
+        return tokens
+
+
+def read_request(body: bytes) -> ChatRequest:
+    """Return the request in a body of JSON. Refused, with the field, for what is wrong or not supported."""
+    try:
+        given = msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(f"the body is no JSON object: {error}") from error
+    fields = {name: value for name, value in given.items() if value is not None and name not in IGNORED}
+    fields = {name: value for name, value in fields.items() if name not in NOTHING or value != NOTHING[name]}
+    for name in sorted(fields.keys() - set(ChatRequest.__struct_fields__)):
+        value = f"give {msgspec.json.encode(NOTHING[name]).decode()} or " if name in NOTHING else ""
+        raise Refused(f"{name} is not supported by this server; {value}leave it out", name)
+    try:
+        return msgspec.convert(fields, ChatRequest)
+    except msgspec.ValidationError as error:
+        where = re.search(r"(?:\$\.|field `)(\w+)", str(error))
+        raise Refused(str(error), where and where[1]) from error

@@ -1,0 +1,185 @@
+"""OpenAI's chat completions API, and a page to chat on: python chat.py --run_dir=runs/chat --serve."""
+
+import asyncio
+import json
+import signal
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from configs.schema import UserError
+from data.tokenizer import TextTokenizer
+from evaluation.engine import Engine
+from serving.batching import Batcher, Job
+from serving.request import ChatRequest, Refused, read_request
+from serving.text import AnswerText
+
+MOST_BYTES = 1 << 20  # of a request
+SECONDS_TO_FINISH = 10  # for unfinished answers when the server is to stop
+
+
+class AnswerResponse(StreamingResponse):
+    """Sends an answer as it comes. When it is sent, or its client has gone, its slot becomes free."""
+
+    def __init__(self, job: Job, content: AsyncIterator[str], media_type: str):
+        super().__init__(content, media_type=media_type)
+        self.job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.job.dropped = True
+
+
+class Service:
+    """What the server answers at each address."""
+
+    def __init__(self, batcher: Batcher, tokenizer: TextTokenizer, model: str):
+        self.batcher, self.tokenizer, self.model = batcher, tokenizer, model
+
+    async def page(self, _: Request) -> Response:
+        return FileResponse(Path(__file__).parent / "page.html")
+
+    async def health(self, _: Request) -> Response:
+        outstanding, slots = self.batcher.outstanding, self.batcher.slots
+        return JSONResponse({"slots": slots, "busy": min(outstanding, slots), "waiting": max(outstanding - slots, 0)})
+
+    async def models(self, _: Request) -> Response:
+        facts = {"id": self.model, "object": "model", "created": 0, "owned_by": "tokensum"}
+        length = self.batcher.engine.capacity
+        return JSONResponse({"object": "list", "data": [facts | {"max_model_len": length}]})
+
+    async def chat(self, request: Request) -> Response:
+        if "json" not in request.headers.get("content-type", ""):  # pages of other sites cannot send it unasked
+            raise Refused("the header Content-Type must be application/json", status=415)
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MOST_BYTES:
+                raise Refused(f"the request has more than {MOST_BYTES:,} bytes", status=413)
+        asked = read_request(body)
+        if asked.model not in (None, self.model):
+            message = f"model: there is no {asked.model!r} here; this server answers with {self.model!r}"
+            raise Refused(message, "model", 404, "model_not_found")
+        prompt = asked.prompt(self.tokenizer, self.batcher.engine.capacity)
+        job = Job(prompt, asked.sampling, asked.max_completion_tokens or asked.max_tokens)
+        if not self.batcher.submit(job):
+            message = f"{self.batcher.slots} requests are being answered and {self.batcher.queue} wait, as many as may"
+            raise Refused(f"{message}; try again later", status=429, code="queue_full")
+        if asked.stream:
+            return AnswerResponse(job, self._events(job, asked), "text/event-stream")
+        return AnswerResponse(job, self._completion(job, asked), "application/json")
+
+    async def _chunks(self, job: Job, asked: ChatRequest) -> AsyncIterator[dict[str, Any]]:
+        """Yield an answer's chunks: the first with its role, the last but one with `finish_reason`, the last with
+        `usage`."""
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
+        head["object"] = "chat.completion.chunk"
+
+        def chunk(delta: dict[str, str], reason: str | None = None) -> dict[str, Any]:
+            return head | {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+
+        yield chunk({"role": "assistant", "content": ""})
+        text = AnswerText(self.tokenizer, [asked.stop] if isinstance(asked.stop, str) else asked.stop)
+        count, reason = 0, ""
+        while not reason:
+            match await job.events.get():
+                case int(token):
+                    new, count = text.add(token), count + 1
+                    reason = "stop" if text.stopped else ""
+                case str(end):
+                    new, reason = text.kept, end
+                case failure:
+                    raise RuntimeError("the engine has failed") from failure
+            if new:
+                yield chunk({"content": new})
+        yield chunk({}, reason)
+        assert job.answer
+        prompt, cached = len(job.prompt), len(job.prompt) - job.answer.read
+        usage = {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+        yield head | {"choices": [], "usage": usage | {"prompt_tokens_details": {"cached_tokens": cached}}}
+
+    async def _events(self, job: Job, asked: ChatRequest) -> AsyncIterator[str]:
+        """Yield a streamed answer."""
+        async for chunk in self._chunks(job, asked):
+            if chunk["choices"] or asked.stream_options.include_usage:
+                yield f"data: {json.dumps(chunk)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def _completion(self, job: Job, asked: ChatRequest) -> AsyncIterator[str]:
+        """Yield an answer when it is complete."""
+        *chunks, last, usage = [chunk async for chunk in self._chunks(job, asked)]
+        content = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
+        choice = {"index": 0, "message": {"role": "assistant", "content": content}}
+        choice["finish_reason"] = last["choices"][0]["finish_reason"]
+        yield json.dumps(usage | {"object": "chat.completion", "choices": [choice]})
+
+
+async def refuse(request: Request, error: Exception) -> Response:
+    """Return an error in the form of OpenAI's API."""
+    assert isinstance(error, HTTPException)
+    facts = {"type": "rate_limit_error" if error.status_code == 429 else "invalid_request_error"}
+    facts |= {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
+    message = error.detail if isinstance(error, Refused) else f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse({"error": facts | {"message": message}}, error.status_code, error.headers)
+
+
+def make_server(batcher: Batcher, tokenizer: TextTokenizer, model: str) -> uvicorn.Server:
+    """Return a server that is not started."""
+    service = Service(batcher, tokenizer, model)
+    routes = [
+        Route("/", service.page),
+        Route("/health", service.health),
+        Route("/v1/models", service.models),
+        Route("/v1/chat/completions", service.chat, methods=["POST"]),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: refuse})
+    quiet = {"log_level": "warning", "access_log": False, "lifespan": "off"}
+    return uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_FINISH, **quiet))
+
+
+def listener(host: str, port: int) -> socket.socket:
+    """Return a socket that has this address. UserError if it cannot."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--host={host} --port={port}: no server can listen there: {error}; try another port"
+        ) from error
+    return bound
+
+
+async def run_server(server: uvicorn.Server, batcher: Batcher, bound: socket.socket) -> None:
+    """Serve until the server is to stop; unfinished answers then have some seconds. An exception of the engine stops
+    the server, and is raised."""
+    answering = asyncio.create_task(asyncio.to_thread(batcher.run))
+    answering.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    try:
+        await server.serve([bound])
+    finally:
+        batcher.stop()
+        await answering
+
+
+def serve(engine: Engine, tokenizer: TextTokenizer, model: str, bound: socket.socket, queue: int) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
+    batcher = Batcher(engine, queue)
+    server = make_server(batcher, tokenizer, model)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.handle_exit)  # which uvicorn calls for both, and again at its end
+    asyncio.run(run_server(server, batcher, bound))

@@ -1,0 +1,253 @@
+"""The server, asked by OpenAI's own client and by its page in a browser."""
+
+import asyncio
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import cycle
+
+import openai
+import pytest
+
+from data.conversation import messages_of, render
+from data.tokenizer import train_tokenizer
+from serving.batching import Batcher
+from serving.server import listener, make_server, run_server
+from tests.chromium import PROGRAM, Chromium
+from tests.serving.fake_engine import FakeEngine
+
+TOKENIZER = train_tokenizer(["some words, and others"], 266)
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def spell(*pieces: str) -> list[int]:
+    """Return tokens, of special tokens and of texts."""
+    special = TOKENIZER.special_tokens
+    return [i for piece in pieces for i in ([special[piece]] if piece in special else TOKENIZER.encode([piece])[0])]
+
+
+def echo(prompt: list[int]) -> list[int]:
+    """Answer with the prompt's text, in capitals."""
+    return spell(TOKENIZER.decode(prompt).upper())
+
+
+def endless(prompt: list[int]) -> Iterator[int]:
+    return cycle(spell("word "))
+
+
+@contextmanager
+def served(engine, queue: int = 8) -> Iterator[openai.OpenAI]:
+    """A client, which tries nothing again, of a server that answers by `engine`. What stops the server is raised."""
+    batcher = Batcher(engine, queue)
+    server, bound = make_server(batcher, TOKENIZER, "tiny"), listener("127.0.0.1", 0)
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(lambda: asyncio.run(run_server(server, batcher, bound)))
+        wait_until(lambda: server.started)
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1"
+        try:
+            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            serving.result(60)
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def ask(client: openai.OpenAI, text: str = "hello", **options):
+    return client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": text}], **options)
+
+
+def texts(stream) -> list[str]:
+    return [part.choices[0].delta.content or "" for part in stream]
+
+
+def fetch(client: openai.OpenAI, path: str, body: bytes | None = None) -> tuple[int, dict]:
+    """Return the status and the answer, without OpenAI's client."""
+    request = urllib.request.Request(str(client.base_url.join(path)), body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def load(client: openai.OpenAI) -> tuple[int, int]:
+    """Return how many requests are answered, and how many wait."""
+    health = fetch(client, "/health")[1]
+    return health["busy"], health["waiting"]
+
+
+def test_an_answer_streamed_or_not_has_its_text_reason_and_counts():
+    text, call = "naïve 😀 <b>text</b>", ("<|python_start|>", "2+2", "<|python_end|>", "<|output_start|>", "4")
+    with served(FakeEngine(lambda prompt: spell(text, *call))) as client:
+        answer = ask(client, user="someone", frequency_penalty=0, stop=None)
+        *parts, counts = ask(client, stream=True, stream_options={"include_usage": True})
+        assert [model.id for model in client.models.list()] == ["tiny"]
+    assert answer.choices[0].message.content == "".join(texts(parts)) == text + "`2+2` = `4"
+    assert "😀" in texts(parts) and len(parts) > len(text)  # a character comes complete, of its four tokens
+    assert answer.choices[0].finish_reason == parts[-1].choices[0].finish_reason == "stop"
+    prompt, new = len(render(TOKENIZER, messages_of(HELLO), ask=True)), len(spell(text, *call))
+    for usage in (answer.usage, counts.usage):
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (prompt, new, prompt + new)
+        assert usage.prompt_tokens_details.cached_tokens == 1
+
+
+def test_what_is_asked_of_the_engine_follows_from_the_request():
+    engine = FakeEngine(lambda prompt: spell("many words"))
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
+    with served(engine) as client:
+        client.chat.completions.create(model="tiny", messages=turns, seed=5, temperature=0.5, top_p=0.9)
+        cut = [ask(client, **{name: 4}).choices[0] for name in ("max_tokens", "max_completion_tokens")]
+    assert [(choice.message.content, choice.finish_reason) for choice in cut] == [("many ", "length")] * 2
+    (tokens, sampling), (_, one), (_, other) = engine.begun
+    assert tokens == render(TOKENIZER, messages_of([{"role": "user", "content": "s\n\nhello"}]), ask=True)
+    assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.9, 5)
+    assert one.seed != other.seed
+
+
+STOPS = [("cd", "ab"), (["zz", "f"], "abcde"), ("gh", "abcdefg"), ("a", ""), (["cdx", "e"], "abcd"), ("", "abcdefg")]
+
+
+def test_a_text_ends_before_the_first_of_its_stops():
+    engine = FakeEngine(lambda prompt: spell("abcdefg"))
+    with served(engine) as client:
+        for stop, expected in STOPS:
+            choice = ask(client, stop=stop).choices[0]
+            assert (choice.message.content, choice.finish_reason) == (expected, "stop")
+            assert "".join(texts(ask(client, stop=stop, stream=True))) == expected
+        wait_until(lambda: engine.free == 1)
+
+
+def test_several_are_answered_at_once_each_with_its_own_text_and_beyond_the_queue_none():
+    engine = FakeEngine(echo, slots=3)
+    engine.gate.clear()
+    questions = [f"question {i} of several" for i in range(5)]
+    with served(engine, queue=2) as client, ThreadPoolExecutor(5) as pool:
+        answers = [pool.submit(lambda text: "".join(texts(ask(client, text, stream=True))), text) for text in questions]
+        wait_until(lambda: load(client) == (3, 2))
+        with pytest.raises(openai.RateLimitError, match="3 requests are being answered and 2 wait") as refused:
+            ask(client)
+        assert refused.value.response.headers["retry-after"] == "1"
+        engine.gate.set()
+        assert [answer.result() for answer in answers] == [text.upper() for text in questions]
+        assert ask(client).choices[0].message.content == "HELLO"
+    assert engine.together == 3
+
+
+def test_what_a_client_no_longer_waits_for_frees_its_slot_or_its_place():
+    engine = FakeEngine(endless)
+    with served(engine, queue=1) as client:
+        stream = ask(client, stream=True)
+        while not next(stream).choices[0].delta.content:
+            pass
+        with pytest.raises(openai.APITimeoutError):
+            ask(client.with_options(timeout=0.5), "while it waits")
+        wait_until(lambda: load(client) == (1, 0))
+        stream.close()
+        wait_until(lambda: engine.free == 1)
+        with pytest.raises(openai.APITimeoutError):
+            ask(client.with_options(timeout=0.5), "while it is answered")
+        wait_until(lambda: engine.free == 1 and load(client) == (0, 0))
+    assert [TOKENIZER.decode(prompt) for prompt, _ in engine.begun] == ["hello", "while it is answered"]
+
+
+def test_a_failure_of_the_engine_reaches_the_client_and_ends_the_server():
+    engine = FakeEngine(echo)
+    engine.fails = True
+    ends = pytest.raises(MemoryError, match="no room for a step")
+    with ends, served(engine) as client, pytest.raises(openai.APIConnectionError):
+        ask(client)
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[openai.OpenAI]:
+    with served(FakeEngine(echo)) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    "changes, param, words",
+    [
+        ({"temperature": 3}, "temperature", "<= 2"),
+        ({"top_p": "much"}, "top_p", "`float`"),
+        ({"max_tokens": 0}, "max_tokens", ">= 1"),
+        ({"n": 2}, "n", "n is not supported by this server; give 1 or leave it out"),
+        ({"tools": [{}]}, "tools", r"give \[\] or leave it out"),
+        ({"colour": "red"}, "colour", "colour is not supported by this server; leave it out"),
+        ({"messages": None}, "messages", "required"),
+        ({"messages": [*HELLO, *HELLO]}, "messages", "has, after the user's, another message of user"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "messages", "the last one is the assistant's"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "has no text"),
+        ({"messages": [{"role": "user", "content": "w" * 196}]}, "messages", "200 tokens; .* at most 199"),
+    ],
+)
+def test_a_request_that_is_wrong_is_refused_by_name(refusing, changes, param, words):
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
+        refusing.post("/chat/completions", body={"messages": HELLO} | changes, cast_to=object)
+    assert refused.value.param == param and refused.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "status, path, body, words",
+    [
+        (400, "chat/completions", b"[1]", "no JSON object"),
+        (400, "chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "no JSON object"),
+        (404, "chat/completions", b'{"model": "gpt-4", "messages": []}', "this server answers with 'tiny'"),
+        (413, "chat/completions", b" " * (1 << 21), "more than 1,048,576 bytes"),
+        (404, "completions", b"{}", "POST /v1/completions"),
+    ],
+)
+def test_what_is_no_request_is_refused_in_openai_s_form(refusing, status, path, body, words):
+    code, answer = fetch(refusing, path, body)
+    assert code == status and words in answer["error"]["message"]
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
+def test_a_conversation_on_the_page(tmp_path):
+    first = "a <b>bold</b>\n```python\nif x:\n    y\n```\nend"
+    engine = FakeEngine(lambda prompt: spell(first) if TOKENIZER.decode(prompt).endswith("first") else endless(prompt))
+    with served(engine) as client, Chromium(tmp_path) as browser:
+
+        def press(key: str, **more: object) -> None:
+            browser.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **more)
+
+        def say(text: str) -> None:
+            browser.call("Input.insertText", text=text)
+            press("Enter")
+
+        browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+        browser.open(root := str(client.base_url.join("/")))
+        browser.value("set.click(), system.value = 'Be brief.', temperature.value = 0.3")
+        say("first")
+        browser.wait_for("messages.length == 2")
+        assert browser.value("log.querySelector('pre').textContent") == "if x:\n    y"
+        assert browser.value("log.querySelector('b') == null && log.textContent.includes('<b>bold</b>')")
+        assert browser.value("document.documentElement.scrollWidth <= innerWidth")
+        (tokens, sampling), *_ = engine.begun
+        assert TOKENIZER.decode(tokens) == "Be brief.\n\nfirst" and sampling.temperature == 0.3
+        browser.value("again.click()")
+        browser.wait_for("!running && messages.length == 2")
+        assert engine.begun[1][0] == tokens
+        say("second")
+        browser.wait_for("log.textContent.includes('word word word')")
+        press("Escape")
+        browser.wait_for("!running && messages.length == 4")
+        wait_until(lambda: engine.free == 1)
+        say("third" + "x" * 200)
+        browser.wait_for("document.getElementById('status').textContent.includes('leave room for an answer')")
+        assert browser.value("messages.length == 4 && text.value.startsWith('third')")
+        browser.value("document.getElementById('new').click()")
+        assert browser.value("messages.length == 0 && log.textContent == ''")
+        urls = {event["request"]["url"] for event in browser.seen("Network.requestWillBeSent")}
+        assert urls == {root, f"{root}v1/models", f"{root}v1/chat/completions"}
