@@ -7,13 +7,14 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -38,7 +39,8 @@ class AnswerResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            with suppress(asyncio.CancelledError):  # by uvicorn, which has said so, when it stops
+                await super().__call__(scope, receive, send)
         finally:
             self.job.dropped = True
 
@@ -129,6 +131,8 @@ class Service:
 
 async def refuse(request: Request, error: Exception) -> Response:
     """Return an error in the form of OpenAI's API."""
+    if isinstance(error, ClientDisconnect):
+        return Response()  # which nobody reads
     assert isinstance(error, HTTPException)
     facts = {"type": "rate_limit_error" if error.status_code == 429 else "invalid_request_error"}
     facts |= {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
@@ -145,7 +149,7 @@ def make_server(batcher: Batcher, tokenizer: TextTokenizer, model: str) -> uvico
         Route("/v1/models", service.models),
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
     ]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: refuse})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: refuse, ClientDisconnect: refuse})
     quiet = {"log_level": "warning", "access_log": False, "lifespan": "off"}
     return uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_FINISH, **quiet))
 
