@@ -1,6 +1,7 @@
 """The model card (README.md) of an exported network."""
 
 from configs.schema import Config
+from interchange.transformers import converses
 from model.shapes import kinds
 
 LOAD = """```python
@@ -10,6 +11,13 @@ model = AutoModelForCausalLM.from_pretrained(FOLDER{trust})
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 text = tokenizer("Once upon a time", return_tensors="pt")  # with the token that starts a document
 print(tokenizer.decode(model.generate(**text, max_new_tokens=50)[0]))
+```"""
+CHAT = """```python
+from transformers import pipeline
+
+chat = pipeline("text-generation", model=FOLDER{trust})
+messages = [{{"role": "user", "content": "What does sorted() do?"}}]
+print(chat(messages, max_new_tokens=200)[0]["generated_text"][-1]["content"])
 ```"""
 
 
@@ -29,7 +37,8 @@ def model_card(config: Config, step: int, tokens: int, val_bpb: float | None, li
     }
     header = f"---\n{f'license: {license}' + chr(10) if license else ''}library_name: transformers\n---\n"
     table = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
-    return (
-        f"{header}\n# {config.name}\n\nA language model that continues text. It was pretrained and follows no "
-        f"instructions.\n\n{table}\n\n{LOAD.format(trust=trust)}\n"
-    )
+    if converses(config):
+        about, load = "answers the user of a conversation. It was fine-tuned on conversations.", CHAT
+    else:
+        about, load = "continues text. It was pretrained and follows no instructions.", LOAD
+    return f"{header}\n# {config.name}\n\nA language model that {about}\n\n{table}\n\n{load.format(trust=trust)}\n"

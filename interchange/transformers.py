@@ -20,11 +20,12 @@ import numpy as np
 from jaxtyping import Float
 
 from configs.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, Config, ModelConfig, UserError, roles
-from data.tokenizer import TextTokenizer
+from data.tokenizer import CHAT_TOKENS, TextTokenizer
 from interchange.safetensors import Arrays, function_options, write_folder
 from model.attention import has_value_embedding, window_of
 
 MODELING = Path(__file__).with_name("modeling_tokensum.py")
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 HF_TABLE, OWN_TABLE = "model.embed_tokens.weight", "embed.weight"  # each tells its names from others
 HF_NAMES = {
     "embed.table": HF_TABLE,
@@ -135,6 +136,12 @@ def beyond_hf(model: ModelConfig, known: Set[str] = frozenset(IN_HF)) -> list[st
     return [f.name for f in fields(model) if f.name in change and getattr(model, f.name) != f.default]
 
 
+def converses(config: Config) -> bool:
+    """Return whether a run was trained on conversations. Their packing says so: a tokenizer has their tokens, and a
+    base network rows of them, before any is learned."""
+    return config.data.packing == "whole"
+
+
 def write_hf(
     out: Path,
     shards: Iterable[Arrays],
@@ -155,18 +162,24 @@ def write_hf(
     own = bool(beyond_hf(config.model))
     named, described = (own_name, own_config) if own else (hf_name, hf_config)
     bos = next(token for token, i in tokenizer.special_tokens.items() if i == tokenizer.bos)
+    chat = converses(config)
     # A document ends where the next one starts. With a pad token the network's row of it would never learn.
-    ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.bos}
+    eos, ends = (
+        (CHAT_TOKENS[3], [tokenizer.special_tokens[CHAT_TOKENS[3]], tokenizer.bos]) if chat else (bos, tokenizer.bos)
+    )
+    ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.special_tokens[eos]}
     contents = {
         "config.json": described(config) | ids | {"pad_token_id": None, "dtype": dtype},
-        "generation_config.json": ids | {"pad_token_id": tokenizer.bos},
+        "generation_config.json": ids | {"eos_token_id": ends, "pad_token_id": tokenizer.bos},
         "tokenizer_config.json": {
-            **{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": bos, "pad_token": bos},
+            **{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos, "pad_token": bos},
             **{"model_max_length": config.batch.sequence_length, "clean_up_tokenization_spaces": False},
+            **({"extra_special_tokens": [*CHAT_TOKENS]} if chat else {}),
         },
     }
     files = {name: json.dumps(content, indent=2) for name, content in contents.items()}
     files |= {"tokenizer.json": tokenizer.json_with_bos} | ({MODELING.name: MODELING.read_text()} if own else {})
+    files |= {CHAT_TEMPLATE.name: CHAT_TEMPLATE.read_text()} if chat else {}
     files |= {"README.md": card(own)} if card else {}
     written = (
         {named(name): turned(name, array).astype(dtype, copy=False) for name, array in arrays.items()}

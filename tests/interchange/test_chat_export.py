@@ -1,0 +1,149 @@
+"""A network that was trained on conversations leaves for transformers with them: the template gives our tokens, and
+the pipeline our answer. Needs `make setup EXTRA=interop`."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from configs.schema import BatchConfig, Config, MeshConfig
+from configs.validation import resolved
+from data.conversation import PARTS, learned, messages_of, render
+from data.tokenizer import CHAT_TOKENS, TextTokenizer, train_tokenizer
+from evaluation.generation import make_generate, new_tokens
+from interchange.safetensors import arrays_of
+from interchange.transformers import beyond_hf, write_hf
+from model.gpt import GPT
+from tests.helpers import TINY, perturbed
+from tests.interchange.test_transformers import ALL_EXPORTED, modules_of_their_own  # noqa: F401
+from training.mesh import make_mesh
+
+LENGTH = 64
+TEXTS = ["to be or not to be, that is the question. " * 8, "naïve 你好\n\n  x <|pad|> {{ x }} {% y %}"]
+TOKENIZER = train_tokenizer(TEXTS, 272)
+
+
+def without_chat_tokens(tokenizer: TextTokenizer) -> TextTokenizer:
+    """With other names, so that `with_chat_tokens` adds them."""
+    text = tokenizer.json
+    for name in CHAT_TOKENS:
+        text = text.replace(name, name.replace("<|", "<|old_"))
+    return TextTokenizer(text)
+
+
+GROWN = without_chat_tokens(TOKENIZER).with_chat_tokens
+
+
+def written(folder: Path, tokenizer: TextTokenizer = TOKENIZER, packing: str = "whole", **features):
+    """A config, parameters, and the folder that they are written to."""
+    model = replace(TINY, vocab_size=tokenizer.vocab_size, **features)
+    config = resolved(Config(name="one", model=model, batch=BatchConfig(sequence_length=LENGTH)))
+    config = replace(config, data=replace(config.data, packing=packing))
+    params = perturbed(nnx.to_pure_dict(nnx.state(GPT(config.model, jnp.dtype("float32"), rngs=nnx.Rngs(0)))))
+    head = params["lm_head"]
+    head["kernel"] = head["kernel"].at[:, tokenizer.special_tokens["<|assistant_end|>"]].mul(2)  # some answers end
+    write_hf(folder, [arrays_of(params)], config, tokenizer)
+    return config, params, folder
+
+
+@pytest.fixture(scope="module", params=[{}, ALL_EXPORTED], ids=["NanoChatForCausalLM", "the modeling file"])
+def chat(request, tmp_path_factory):
+    return written(tmp_path_factory.mktemp("chat") / "out", **request.param)
+
+
+def conversations(special: bool) -> list[list[dict]]:
+    """Of one to seven messages, some with a system's, some with calls; texts that hold special tokens, or not."""
+    rng = random.Random(0)
+    words = " ".join(TEXTS).split(" ") + [" ", "\n", "\n\n", "", "'", "7"] + [*CHAT_TOKENS, "<|bos|>"] * special
+    text = lambda: "".join(rng.choices([word + " " for word in words] + words, k=rng.randint(1, 9))) + "x"
+
+    def answer() -> str | list[dict]:
+        if rng.random() < 0.6:
+            return text()
+        kinds = [rng.choice(list(PARTS)) for _ in range(rng.randint(1, 6))]
+        # Two texts in a row are one text to a template.
+        return [{"type": kind, "text": text()} for i, kind in enumerate(kinds) if kinds[i - 1 : i + 1] != ["text"] * 2]
+
+    made = []
+    for i in range(150):
+        system = [{"role": "system", "content": text()}] * (i % 3 == 0)
+        turns = [({"role": "user", "content": text()}, {"role": "assistant", "content": answer()}) for _ in range(3)]
+        made.append((system + [message for turn in turns for message in turn])[: 1 + bool(system) + i % 6])
+    return made
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, GROWN], ids=["reserved", "added"])
+def test_the_template_gives_our_tokens_and_what_is_learned_of_them(tokenizer, tmp_path):
+    theirs = transformers.AutoTokenizer.from_pretrained(written(tmp_path / "out", tokenizer)[2])
+    for messages in conversations(special=False):
+        for ask in (False, True):
+            ours = render(tokenizer, messages_of(messages), ask)
+            got = theirs.apply_chat_template(messages, add_generation_prompt=ask, return_assistant_tokens_mask=True)
+            assert got["input_ids"] == ours, messages
+            assert got["assistant_masks"] == learned(np.array(ours), tokenizer.special_tokens).astype(int).tolist()
+
+
+def test_special_tokens_in_a_text_are_letters_only_if_transformers_is_asked(chat):
+    theirs = transformers.AutoTokenizer.from_pretrained(chat[2])
+    options, differ = {"return_dict": False, "add_generation_prompt": True}, 0
+    for messages in conversations(special=True):
+        ours = render(TOKENIZER, messages_of(messages), ask=True)
+        assert theirs.apply_chat_template(messages, sanitize_control_tokens=True, **options) == ours, messages
+        differ += theirs.apply_chat_template(messages, **options) != ours
+    assert differ > 100
+
+
+@pytest.mark.parametrize("roles", ["system", "user user", "assistant", "user assistant system"])
+def test_what_is_no_conversation_is_refused_by_the_template_too(chat, roles):
+    theirs = transformers.AutoTokenizer.from_pretrained(chat[2])
+    messages = [{"role": role, "content": "x"} for role in roles.split()]
+    with pytest.raises(ValueError):
+        messages_of(messages)
+    with pytest.raises(Exception, match=r"roles alternate|has no message of a user"):
+        theirs.apply_chat_template(messages)
+
+
+def test_the_pipeline_gives_our_greedy_answer(chat):
+    config, params, folder = chat
+    pipeline = transformers.pipeline("text-generation", model=str(folder), trust_remote_code=True)
+    generate = make_generate(config.model, jnp.dtype("float32"), make_mesh(MeshConfig(), jax.devices()[:1]))
+    ended = 0
+    for question in ["to be?", "what", "that is", "not?", "or", "question", "x", "7"]:
+        messages = [{"role": "system", "content": "be"}, {"role": "user", "content": question}]
+        prompt = render(TOKENIZER, messages_of(messages), ask=True)
+        sizes = {"shape": (1, LENGTH), "tokens": LENGTH - len(prompt), "prefill": 8, "temperature": 0.0, "top_k": 0}
+        (ours,) = new_tokens(generate, params, [prompt], [0], **sizes)
+        end = TOKENIZER.special_tokens["<|assistant_end|>"]
+        ended += end in ours
+        text = TOKENIZER.decode(ours[: ours.index(end)] if end in ours else ours)
+        got = pipeline(messages, do_sample=False, max_new_tokens=LENGTH - len(prompt))[0]["generated_text"]
+        assert got == [*messages, {"role": "assistant", "content": text}]
+    assert 0 < ended < 8
+
+
+def test_more_tokens_find_room_in_every_table(chat):
+    config, _, folder = chat
+    theirs, tokens = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True), torch.arange(40)
+    before, size = theirs(tokens[None]).logits, config.model.vocab_size + 5
+    theirs.resize_token_embeddings(size)
+    tables = [module for module in theirs.modules() if isinstance(module, torch.nn.Embedding)]
+    assert (len(tables) > 1) == bool(beyond_hf(config.model))
+    assert {table.num_embeddings for table in tables} == {size} == {theirs.config.vocab_size}
+    torch.testing.assert_close(theirs(tokens[None]).logits[..., : size - 5], before)
+    assert theirs(torch.full((1, 3), size - 1)).logits.shape[-1] == size
+
+
+def test_a_network_that_saw_no_conversation_has_no_template_and_ends_with_its_document(tmp_path):
+    folder = written(tmp_path / "out", packing="stream")[2]
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    assert theirs.chat_template is None and theirs.eos_token_id == TOKENIZER.bos
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == TOKENIZER.bos
