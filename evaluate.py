@@ -19,6 +19,7 @@ from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
 from data.dataset import open_text
 from data.loader import held_out_batches
 from evaluation.bits_per_byte import evaluate
+from evaluation.chat_core import ChatCore, read_chat_tasks
 from evaluation.core import READS, Core, Task, read_bundle
 from evaluation.documents import read_sources
 from evaluation.item_log import ItemLog, write_json
@@ -60,22 +61,32 @@ class Arguments:
     against: AnyPath = ""
     """Folder of another run or network: both are compared on the documents of `source`, whatever their tokenizers."""
     tasks: str = ""
-    """Benchmarks in place of held-out text: `core`, of the bundle that DCLM and nanochat use; or tasks of EleutherAI's
-    lm-evaluation-harness by their names there: `hellaswag,arc_easy`. Each item's result is kept; the same command again
-    continues where it was."""
+    """Benchmarks in place of held-out text: `core`, of the bundle that DCLM and nanochat use; `chatcore`, of a network
+    that was trained on conversations; or tasks of EleutherAI's lm-evaluation-harness by their names there:
+    `hellaswag,arc_easy`. Each item's result is kept; the same command again continues where it was."""
     bundle: FilePath = ""
-    """Folder of CORE's bundle: core.yaml, eval_meta_data.csv and eval_data/."""
+    """Folder of CORE's bundle: core.yaml, eval_meta_data.csv and eval_data/. Of `chatcore`: arc/, mmlu/ and gsm8k/, as
+    docs/evaluation.md downloads them."""
+    chat: bool = False
+    """Tasks of the harness are asked as conversations: shots are turns, and the network answers."""
+    system: str = ""
+    """With `chat`: a system message before each."""
+    unsafe_code: bool = False
+    """Let tasks of the harness run code that the network writes, as `humaneval` does, on this machine."""
     task_files: FilePath = ""
     """Folder of more task files (.yaml) for the harness."""
     items: Positive[int] | None = None
     """Take this many items of each task, always the same; default: all."""
     prompt_tokens: Annotated[int, Meta(ge=2)] | None = None
-    """A longer prompt loses its first tokens. Default: as many as the run's rows have; for `core` ten times as many, as
-    nanochat. A token sees as many tokens back as the rows have, at most."""
+    """A longer prompt loses its first tokens. Default: as many as the run's rows have; for `core` and `chatcore` ten
+    times as many, as nanochat. A token sees as many tokens back as the rows have, at most."""
     mesh: MeshConfig = MeshConfig()
     """Arrangement of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large for one."""
     json: bool = False
     """Print one line of JSON in place of a table."""
+
+
+BENCHMARKS = {"core": read_bundle, "chatcore": read_chat_tasks}
 
 
 def main() -> int:
@@ -95,7 +106,7 @@ def main() -> int:
 def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, Any]]:
     """Return the evaluation that is asked for. UserError for options that do not go together, or that it ignores."""
     run_dir, from_, tasks, source = arguments.run_dir, arguments.from_, arguments.tasks, arguments.source
-    evaluation = texts if source else core if tasks == "core" else harness if tasks else held_out
+    evaluation = texts if source else core if tasks in BENCHMARKS else harness if tasks else held_out
     folder, keeps = run_dir or from_, evaluation is not held_out
     mistakes = [
         (bool(run_dir) == bool(from_), "give one of them: --run_dir=RUN, or --from=FOLDER of a network"),
@@ -106,21 +117,23 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, A
         (from_ and arguments.step, f"--step is of a run's checkpoints; --from={from_} holds one network"),
         (from_ and not keeps, "--from needs --source=PATH or --tasks: a network in a folder has no text of its own"),
         (
-            evaluation is harness and "core" in tasks.split(","),
-            "core is measured by itself, and lm-evaluation-harness' tasks by another command: --tasks=core",
+            evaluation is harness and BENCHMARKS.keys() & tasks.split(","),
+            "core and chatcore are measured by themselves, and lm-evaluation-harness' tasks by another command",
         ),
-        (evaluation is core and not arguments.bundle, "--tasks=core needs --bundle=DIR, the folder with core.yaml"),
+        (evaluation is core and not arguments.bundle, f"--tasks={tasks} needs --bundle=DIR, the folder of its items"),
+        (arguments.system and not arguments.chat, "--system is a message of a conversation; it needs --chat"),
         (tasks and source, "--tasks and --source are two evaluations; give one of them at a time"),
         (arguments.against and not source, "--against compares two networks on the same text; give it: --source=PATH"),
     ]
     for is_made, message in mistakes:
         if is_made:
             raise UserError(message)
+    of_chat = ("chat", "system", "unsafe_code")
     kind, *looked_at = {
         held_out: ("the run's own held-out text", "tokens"),
         texts: ("other text (--source)", "source", "documents", "text_column", "against", "out"),
-        core: ("CORE (--tasks=core)", "tasks", "bundle", "items", "prompt_tokens", "out"),
-        harness: ("lm-evaluation-harness' --tasks", "tasks", "task_files", "items", "prompt_tokens", "out"),
+        core: (f"--tasks={tasks}", "tasks", "bundle", "items", "prompt_tokens", "out"),
+        harness: ("lm-evaluation-harness' --tasks", "tasks", "task_files", "items", "prompt_tokens", *of_chat, "out"),
     }[evaluation]
     given = {name for name, value in vars(arguments).items() if value != getattr(Arguments, name)}
     if others := sorted(given - {"run_dir", "from_", "step", "mesh", "json", *looked_at}):
@@ -163,28 +176,31 @@ def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
 
 
 def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
-    """Return CORE and its tasks' figures."""
-    tasks = read_bundle(arguments.bundle, arguments.items)
+    """Return CORE or ChatCORE, and its tasks' figures."""
+    benchmark = arguments.tasks
+    tasks = BENCHMARKS[benchmark](arguments.bundle, arguments.items)
     network = open_network(folder, mesh, arguments.step)
     name = network.label + (f"_items_{arguments.items}" if arguments.items else "")
-    out = Path(arguments.out or folder) / "core" / name
-    return network.step_line | evaluate_core(network, tasks, arguments.prompt_tokens, out)
+    out = Path(arguments.out or folder) / benchmark / name
+    return network.step_line | evaluate_core(network, tasks, arguments.prompt_tokens, out, benchmark)
 
 
-def evaluate_core(network: Network, tasks: Sequence[Task], prompt_tokens: int | None, folder: Path) -> dict[str, Any]:
+def evaluate_core(
+    network: Network, tasks: Sequence[Task], prompt_tokens: int | None, folder: Path, benchmark: str = "core"
+) -> dict[str, Any]:
     """Return `figures`; write to `folder` a line an item, the figures, and a picture of them. Items of an earlier start
     are not scored again. Every process must call it."""
-    longest = prompt_tokens or READS * network.config.batch.sequence_length
-    core = Core(tasks, network.tokenizer, network.scorer(longest))
+    scorer = network.scorer(prompt_tokens or READS * network.config.batch.sequence_length)
+    core = ChatCore(tasks, network, scorer) if benchmark == "chatcore" else Core(tasks, network.tokenizer, scorer)
     check_hosts_agree("their bundle", json.dumps(core.facts))
     facts = core.facts | network.facts
     say = partial(print, file=sys.stderr) if jax.process_index() == 0 else lambda text: None
     results = core(network.params, ItemLog(folder / "items.jsonl", facts), say)
     if jax.process_index() == 0:
-        write_json(folder / "core.json", facts | results)
+        write_json(folder / f"{benchmark}.json", facts | results)
         points = {name: (task["accuracy"], task["stderr"], task["baseline"]) for name, task in results["tasks"].items()}
-        title = f"{network.config.name}, {network.title}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}"
-        plot_accuracies(points, title, folder / "core.png")
+        figure = f"{benchmark.upper()} {results[benchmark]:.4f} +- {results[f'{benchmark}_stderr']:.4f}"
+        plot_accuracies(points, f"{network.config.name}, {network.title}: {figure}", folder / f"{benchmark}.png")
     return results
 
 
@@ -192,12 +208,14 @@ def harness(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     """Return figures of lm-evaluation-harness' tasks, of any network that transformers loads, too."""
     from evaluation.harness_tasks import evaluate_tasks, load_tasks
 
-    loaded = load_tasks(arguments.tasks.split(","), arguments.task_files)
+    loaded = load_tasks(arguments.tasks.split(","), arguments.task_files, arguments.unsafe_code)
     is_ours = not is_network(folder) or architecture_of(folder) in OURS
     network = open_network(folder, mesh, arguments.step) if is_ours else Path(folder)
     out, items, prompt_tokens = Path(arguments.out or folder) / "harness", arguments.items, arguments.prompt_tokens
     step = network.step_line if isinstance(network, Network) else {}
-    return {**step, "tasks": evaluate_tasks(network, loaded, items, prompt_tokens, out)}
+    asking = {"apply_chat_template": arguments.chat, "system_instruction": arguments.system or None}
+    asking |= {"confirm_run_unsafe_code": arguments.unsafe_code}
+    return {**step, "tasks": evaluate_tasks(network, loaded, items, prompt_tokens, out, asking)}
 
 
 if __name__ == "__main__":

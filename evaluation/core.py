@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,6 +175,8 @@ def judge(task: Task, question: Question, scores: Scores, tie: float) -> dict[st
 class Core:
     """Tasks, and what scores them on a mesh. Called with parameters, it returns `figures`."""
 
+    name = "core"
+
     def __init__(self, tasks: Sequence[Task], tokenizer: TextTokenizer, scorer: Scorer):
         self.tasks, self.tokenizer, self.scorer = tasks, tokenizer, scorer
         bundle = hashlib.sha256(json.dumps([tuple(task) for task in tasks]).encode()).hexdigest()
@@ -187,21 +189,28 @@ class Core:
         """`params`: float32, as a step leaves them. Items that `log` has are not scored. Every process must call it."""
         log = log or ItemLog()
         finished = {(line["task"], line["item"]) for line in log.lines}
-        tie = TIES[self.facts["dtype"]]
         for task in self.tasks:
             left = [index for index in range(len(task.items)) if (task.label, index) not in finished]
             if left:
-                scored = self.scorer(params, encode(task, left, self.tokenizer, self.scorer.longest))
-                log.extend(judge(task, question, scores, tie) for question, scores in scored)
+                log.extend(self.answered(params, task, left))
             result = figures([task], log.lines)["tasks"][task.label]
             say(f"{task.label}: {result['accuracy']:.4f} +- {result['stderr']:.4f} of {result['items']} items")
-        return figures(self.tasks, log.lines)
+        return figures(self.tasks, log.lines, self.name)
+
+    def answered(self, params: dict, task: Task, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yield the lines of these items."""
+        tie = TIES[self.facts["dtype"]]
+        for question, scores in self.scorer(params, self.questions(task, indices)):
+            yield judge(task, question, scores, tie)
+
+    def questions(self, task: Task, indices: Sequence[int]) -> list[Question]:
+        return encode(task, indices, self.tokenizer, self.scorer.longest)
 
 
-def figures(tasks: Sequence[Task], lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return CORE and each task's accuracy, with their standard errors over items, from the lines of all items.
+def figures(tasks: Sequence[Task], lines: Sequence[dict[str, Any]], name: str = "core") -> dict[str, Any]:
+    """Return `name` and each task's accuracy, with their standard errors over items, from the lines of all items.
 
-    Centred, guessing is 0 and all right is 1; CORE is the mean of the tasks' centred accuracies.
+    Centred, guessing is 0 and all right is 1; `name` is the mean of the tasks' centred accuracies.
     """
     results = {}
     for task in tasks:
@@ -216,7 +225,7 @@ def figures(tasks: Sequence[Task], lines: Sequence[dict[str, Any]]) -> dict[str,
         }
     of_tasks = lambda name: [result[name] for result in results.values()]
     return {
-        "core": sum(of_tasks("centered")) / len(results),
-        "core_stderr": math.hypot(*of_tasks("centered_stderr")) / len(results),
+        name: sum(of_tasks("centered")) / len(results),
+        f"{name}_stderr": math.hypot(*of_tasks("centered_stderr")) / len(results),
         "tasks": results,
     }

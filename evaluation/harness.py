@@ -9,13 +9,16 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count, groupby
 from typing import Any
 
 import numpy as np
 
 from configs.schema import UserError
+from data.conversation import messages_of, render
 from data.tokenizer import TextTokenizer
+from evaluation.chat_core import require_chat_tokens
 from evaluation.generation import Generate, new_tokens
 from evaluation.item_log import ItemLog
 from evaluation.scorer import Question, Scorer, size_down
@@ -29,11 +32,41 @@ except ImportError as error:
 
 class HarnessNetwork(LM):
     """Our network, as the harness calls it. Every text is read after a BOS, as in training. Requests that `log` has are
-    not answered again."""
+    not answered again. With `chat` the harness spells conversations in its texts, and an answer ends at
+    <|assistant_end|>."""
 
-    def __init__(self, params: dict, tokenizer: TextTokenizer, scorer: Scorer, generate: Generate, log: ItemLog):
+    def __init__(
+        self,
+        params: dict,
+        tokenizer: TextTokenizer,
+        scorer: Scorer,
+        generate: Generate,
+        log: ItemLog,
+        chat: bool = False,
+    ):
+        """UserError for a tokenizer that cannot spell conversations, with `chat`."""
         super().__init__()
-        self.params, self.tokenizer, self.scorer, self.generate, self.log = params, tokenizer, scorer, generate, log
+        self.params, self.scorer, self.generate, self.log = params, scorer, generate, log
+        self.tokenizer = replace(tokenizer)
+        self.tokenizer.library.encode_special_tokens = not chat  # True: they stay letters
+        if chat:
+            require_chat_tokens(tokenizer)
+        self.end = tokenizer.special_tokens["<|assistant_end|>"] if chat else tokenizer.bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name the tokenizer for the harness' cache of requests."""
+        return self.tokenizer.sha256
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a conversation's text, up to the answer, or without `add_generation_prompt` in its last message."""
+        try:
+            tokens = render(self.tokenizer, messages_of(chat_history), ask=add_generation_prompt)
+        except ValueError as error:
+            raise UserError(f"--chat: an item of the tasks is no conversation: {error}") from error
+        # Without the BOS, which every text gets, and the end of a message that goes on.
+        tokens = tokens[1:] if add_generation_prompt else tokens[1:-1]
+        return self.tokenizer.library.decode(tokens, skip_special_tokens=False)
 
     @property
     def answers(self) -> dict[str, dict]:
@@ -144,7 +177,7 @@ class HarnessNetwork(LM):
                 rows, draws = [prompt for _, prompt, *_ in batch], [seeds[i] for i, *_ in batch]
                 new_ids = new_tokens(self.generate, self.params, rows, draws, shape=shape, prefill=prefill, **options)
                 for ids, (i, _, until, cut) in zip(new_ids, batch):
-                    text = self.tokenizer.decode(ids)
+                    text = self.tokenizer.decode(ids[: ids.index(self.end)] if self.end in ids else ids)
                     for end in until:
                         text = text.split(end)[0] if end else text
                     yield i, {"text": text, "cut": cut}

@@ -2,9 +2,11 @@
 """Tasks of EleutherAI's lm-evaluation-harness: its prompts and metrics, and what they leave of a network in files."""
 
 import difflib
+import importlib
 import math
 import os
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,15 @@ from evaluation.pictures import plot_accuracies
 BOOTSTRAP = 1000  # draws for the standard error of a metric that is no mean; the harness' 100,000 take minutes a task
 
 
-def load_tasks(names: Sequence[str], folder: str | None) -> Mapping[str, Any]:
+def load_tasks(names: Sequence[str], folder: str | None, unsafe_code: bool = False) -> Mapping[str, Any]:
     """Return the harness' tasks of these names, of its own or of the task files in `folder`. UserError for an unknown
-    name, and for a task whose data cannot be loaded."""
+    name, for a task whose data cannot be loaded, and without `unsafe_code` for one that runs what the network
+    writes."""
     from lm_eval.tasks import TaskManager
 
+    _import_metrics()
+    if unsafe_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # else the metric refuses
     manager = TaskManager(include_path=folder or None, include_defaults=False)
     if not set(names) <= set(manager.all_tasks):
         manager = TaskManager(include_path=folder or None)  # to read its 14,000 files takes some 15 s
@@ -39,28 +45,49 @@ def load_tasks(names: Sequence[str], folder: str | None) -> Mapping[str, Any]:
                 "--task_files=DIR names a folder of more, and core is a benchmark of its own"
             )
     try:
-        return manager.load(list(names))
+        loaded = manager.load(list(names))
     except Exception as error:  # of whatever the task's own code and the source of its data raise
         raise UserError(f"--tasks={','.join(names)} cannot be loaded: {type(error).__name__}: {error}") from error
+    for name, task in loaded["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False) and not unsafe_code:
+            raise UserError(f"{name} runs code that the network writes; let it, on this machine, by --unsafe_code")
+    return loaded
+
+
+def _import_metrics() -> None:
+    """Import the package `evaluate`, by which tasks load metrics. Our command of that name would be found first."""
+    if "evaluate" not in sys.modules:
+        root, path = Path(__file__).resolve().parents[1], sys.path
+        sys.path = [entry for entry in path if Path(entry).resolve() != root]
+        importlib.import_module("evaluate")
+        sys.path = path
 
 
 def evaluate_tasks(
-    network: Network | Path, loaded: Mapping[str, Any], items: int | None, prompt_tokens: int | None, out: Path
+    network: Network | Path,
+    loaded: Mapping[str, Any],
+    items: int | None,
+    prompt_tokens: int | None,
+    out: Path,
+    asking: Mapping[str, Any] | None = None,
 ) -> dict[str, dict]:
     """Return the figures of loaded tasks, of one of our networks or of another's folder. Write to `out` a line a
-    request, a line an item, the figures, and a picture of them. Every process must call it."""
-    name = "+".join(sorted(loaded["tasks"]))[:100] + (f"_items_{items}" if items else "")
+    request, a line an item, the figures, and a picture of them. Every process must call it. `asking`: options of
+    `simple_evaluate` that say how items are asked."""
+    asking = asking or {}
+    chat = asking.get("apply_chat_template", False)
+    name = "+".join(sorted(loaded["tasks"]))[:100] + (f"_items_{items}" if items else "") + "_chat" * chat
     if isinstance(network, Path):
         folder, facts, title = out / "network" / name, {}, f"{network.resolve().name}, network"
         folder.mkdir(parents=True, exist_ok=True)
-        results, lines = measure(_others_network(network), loaded, items, TIES["float32"], str(out / "answers"))
+        results, lines = measure(_others_network(network), loaded, items, TIES["float32"], str(out / "answers"), asking)
     else:
         folder, title = out / network.label / name, f"{network.config.name}, {network.title}"
         scorer = network.scorer(prompt_tokens)
         facts = {"tokenizer": network.tokenizer.sha256} | scorer.facts | network.facts
         log = ItemLog(folder.parent / "requests.jsonl", facts)
-        model = HarnessNetwork(network.params, network.tokenizer, scorer, network.generate(), log)
-        results, lines = measure(model, loaded, items, TIES[network.dtype.name])
+        model = HarnessNetwork(network.params, network.tokenizer, scorer, network.generate(), log, chat)
+        results, lines = measure(model, loaded, items, TIES[network.dtype.name], asking=asking)
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         for task, of_task in lines.items():
@@ -83,7 +110,12 @@ def _others_network(folder: Path) -> LM:
 
 
 def measure(
-    network: LM, loaded: Mapping[str, Any], items: int | None, tie: float, cache: str | None = None
+    network: LM,
+    loaded: Mapping[str, Any],
+    items: int | None,
+    tie: float,
+    cache: str | None = None,
+    asking: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, dict], dict[str, list[dict]]]:
     """Return each task's figures and standard errors, as the harness computes them, and a line for each of its items.
 
@@ -107,6 +139,7 @@ def measure(
         bootstrap_iters=BOOTSTRAP,
         use_cache=cache,
         task_manager=TaskManager(include_defaults=False),  # else it reads its 14,000 files, which it needs for nothing
+        **(asking or {}),
     )
     answers = getattr(network, "answers", {})
     lines = {name: [line_of(sample, tie, answers) for sample in evaluated["samples"][name]] for name in tasks}

@@ -12,7 +12,7 @@ from configs.files import append_whole, write_whole
 from configs.schema import UserError
 from hosts.runtime import on_first_process
 
-AT_A_TIME = 256  # lines that a kill may lose
+AT_A_TIME = 32  # lines that a kill may lose; a generated answer may take seconds
 
 
 class ItemLog:

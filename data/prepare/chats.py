@@ -14,7 +14,7 @@ A row that makes no conversation is left out and counted. docs/fine-tuning.md mi
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -58,12 +58,16 @@ def of_chitchat(row: Row) -> list[Message]:
 
 
 def of_mmlu(row: Row) -> list[Message]:
-    """Return a question with its choices before their letters, and the right letter: nanochat's `render_mc`."""
-    choices = "".join(f"- {choice}={letter}\n" for letter, choice in zip("ABCD", row["choices"], strict=True))
-    question = f"Multiple Choice question: {row['question']}\n{choices}\n"
-    question += "Respond only with the letter of the correct answer."
+    """Return a question, and the letter of its answer."""
     letter = dict(enumerate("ABCD"))[row["answer"]]
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": letter}]
+    return [multiple_choice(row["question"], "ABCD", row["choices"]), {"role": "assistant", "content": letter}]
+
+
+def multiple_choice(question: str, letters: Sequence[str], choices: Sequence[str]) -> Message:
+    """Return a question with its choices before their letters: nanochat's `render_mc`."""
+    lines = "".join(f"- {choice}={letter}\n" for letter, choice in zip(letters, choices, strict=True))
+    content = f"Multiple Choice question: {question}\n{lines}\nRespond only with the letter of the correct answer."
+    return {"role": "user", "content": content}
 
 
 def of_gsm8k(row: Row) -> list[Message]:

@@ -4,11 +4,13 @@ Needs `make setup EXTRA=harness`, and for the comparison `interop`.
 """
 
 import json
+import os
 import sys
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 
 pytest.importorskip("lm_eval")
@@ -45,9 +47,9 @@ def requests(loaded):
     return found
 
 
-def answering(devices=1, longest=None, log=None):
+def answering(devices=1, longest=None, log=None, chat=False):
     ours = network(devices, LENGTH, short_window=64)
-    return HarnessNetwork(ours.params, tokenizer(), ours.scorer(longest), ours.generate(), log or ItemLog())
+    return HarnessNetwork(ours.params, tokenizer(), ours.scorer(longest), ours.generate(), log or ItemLog(), chat)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +92,57 @@ def test_whole_texts_are_those_of_the_harness_own_model(requests, answered, hf):
 def test_texts_are_those_that_the_harness_own_model_writes(requests, answered, hf):
     ours, theirs = answered[0]["generate_until"], hf().generate_until(requests["generate_until"])
     assert ours == theirs and len(set(ours)) > 1
+
+
+@pytest.mark.medium
+def test_a_conversation_s_answers_are_those_of_the_harness_own_model_with_the_template(loaded, tmp_path):
+    """With a system message, shots as turns, and an answer that the task begins."""
+    pytest.importorskip("torch")
+    from lm_eval.models.huggingface import HFLM
+
+    params_of_answers, end = params(), tokenizer().special_tokens["<|assistant_end|>"]
+    head = np.array(params_of_answers["lm_head"]["kernel"])
+    head[:, end] *= 2  # some answers end
+    params_of_answers["lm_head"]["kernel"] = head
+    ours = answering(chat=True)
+    ours.params = params_of_answers
+    config = network(1, LENGTH, short_window=64).config
+    config = replace(config, data=replace(config.data, packing="whole"))
+    write_hf(tmp_path / "out", [arrays_of(params_of_answers)], config, tokenizer())
+    theirs = HFLM(pretrained=str(tmp_path / "out"), trust_remote_code=True, device="cpu", batch_size=4)
+    tasks = {name: loaded["tasks"][name] for name in ("tiny_choices", "tiny_writing")}
+    ended = set()
+    for prefix in ("or", None):
+        for task in tasks.values():
+            task.config.gen_prefix = prefix
+        options = {"apply_chat_template": True, "system_instruction": "be brief"}
+        both = [
+            measure(model, {"tasks": tasks, "groups": {}}, None, 1e-4, asking=options)[1] for model in (ours, theirs)
+        ]
+        for name in tasks:
+            for own, other in zip(both[0][name], both[1][name], strict=True):
+                if name == "tiny_writing":
+                    assert own["answers"] == other["answers"]
+                    ended |= {len(tokenizer().encode([own["answers"][0]])[0]) < 12}
+                else:
+                    for (one, greedy), (two, too) in zip(own["answers"], other["answers"], strict=True):
+                        assert one == pytest.approx(two, abs=1e-4) and greedy == too
+    assert ended == {True, False}
+    assert "<|user_start|>" in ours.apply_chat_template([{"role": "user", "content": "x"}])
+    with pytest.raises(UserError, match="is no conversation: no message of a user"):
+        ours.apply_chat_template([])
+
+
+def test_a_task_that_runs_code_needs_its_switch(tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_ALLOW_CODE_EVAL", raising=False)
+    file = make_tasks(tmp_path) / "tiny_writing.yaml"
+    file.write_text(file.read_text() + "unsafe_code: true\n")
+    with pytest.raises(UserError, match=r"tiny_writing runs code that the network writes; .*--unsafe_code"):
+        load_tasks(["tiny_writing"], str(tmp_path))
+    only, ours = load_tasks(["tiny_writing"], str(tmp_path), unsafe_code=True), answering()
+    assert os.environ.pop("HF_ALLOW_CODE_EVAL") == "1"
+    ours.generate_until = lambda requests: ["x" for _ in requests]
+    assert measure(ours, only, None, 1e-4, asking={"confirm_run_unsafe_code": True})[0]["tiny_writing"]["items"] == 5
 
 
 @pytest.mark.slow

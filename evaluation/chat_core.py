@@ -1,0 +1,160 @@
+"""ChatCORE: what a network knows when it is asked in conversations, as nanochat's scripts/chat_eval.py measures it.
+
+ARC and MMLU are questions with letters: the likeliest letter as the answer's first token is chosen. GSM8K's answers are
+written, with the calculator, and right if the number after #### is. The items are the hub's files in a folder.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from configs.progress import progress
+from configs.schema import UserError
+from data.conversation import render
+from data.prepare.chats import COLUMNS, Row, multiple_choice, of_gsm8k, of_mmlu, parquet_rows
+from data.tokenizer import CHAT_TOKENS, TextTokenizer
+from evaluation.core import Core, Task
+from evaluation.engine import Answer, Engine, Sampling
+from evaluation.network import Network
+from evaluation.scorer import Question, Scorer
+from training.mesh import batch_devices
+
+NEW_TOKENS = 512  # of a written answer, at most
+NUMBER = re.compile(r"#### (-?[0-9.,]+)")
+
+
+def arc_item(row: Row) -> dict[str, Any]:
+    letters, answer = row["choices"]["label"], row["answerKey"]
+    question = multiple_choice(row["question"], letters, row["choices"]["text"])
+    messages = [question, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "letters": letters, "gold": letters.index(answer)}
+
+
+def mmlu_item(row: Row) -> dict[str, Any]:
+    return {"messages": of_mmlu(row), "letters": list("ABCD"), "gold": row["answer"]}
+
+
+def gsm8k_item(row: Row) -> dict[str, Any]:
+    messages = of_gsm8k(row)
+    if (number := number_of(messages[-1]["content"][-1]["text"])) is None:
+        raise ValueError("no number after ####")
+    return {"messages": messages, "gold": number}
+
+
+ARC_COLUMNS = ("question", "choices", "answerKey")
+SETS: dict[str, tuple[str, tuple[str, ...], Callable[[Row], dict[str, Any]], str]] = {
+    "ARC-Easy": ("arc/ARC-Easy/test*", ARC_COLUMNS, arc_item, "letters"),
+    "ARC-Challenge": ("arc/ARC-Challenge/test*", ARC_COLUMNS, arc_item, "letters"),
+    "MMLU": ("mmlu/all/test*", COLUMNS["mmlu"], mmlu_item, "letters"),
+    "GSM8K": ("gsm8k/main/test*", COLUMNS["gsm8k"], gsm8k_item, "written"),
+}
+"""Of each task: its files, their columns, what makes an item of a row, and its kind."""
+BASELINES = {"letters": 0.25, "written": 0.0}
+"""What guessing reaches, as nanochat has it."""
+
+
+def read_chat_tasks(folder: str, items: int | None) -> list[Task]:
+    """Return the tasks of a folder, each with all of its items or the first `items`, in nanochat's order. UserError,
+    naming the file or row, for whatever is missing or of another schema."""
+    return [_read_task(folder, label, items) for label in SETS]
+
+
+def _read_task(folder: str, label: str, items: int | None) -> Task:
+    files, columns, item_of, kind = SETS[label]
+    made = []
+    for number, row in enumerate(parquet_rows(f"{folder}/{files}", columns), 1):
+        try:
+            made.append(item_of(row))
+        except (LookupError, TypeError, ValueError) as error:
+            raise UserError(f"{folder}/{files}: row {number} is no item of {label} ({error!r})") from error
+    order = np.random.default_rng(42).permutation(len(made))[:items]
+    if len(order) < 2:
+        raise UserError(f"{label} has a standard error, so it needs 2 items at least; {len(order)} are taken")
+    return Task(label, kind, 0, "", BASELINES[kind], [made[place] for place in order])
+
+
+def number_of(text: str) -> str | None:
+    """Return the number after ####, without commas. None if there is none."""
+    found = NUMBER.search(text)
+    return found[1].replace(",", "") if found else None
+
+
+def require_chat_tokens(tokenizer: TextTokenizer) -> None:
+    """UserError if conversations cannot be spelled."""
+    if missing := [token for token in CHAT_TOKENS if token not in tokenizer.special_tokens]:
+        raise UserError(
+            f"the network's tokenizer has no {', '.join(missing)}: it was not trained on conversations; fine-tune it "
+            "first (docs/fine-tuning.md)"
+        )
+
+
+class ChatCore(Core):
+    """Called with the network's parameters, it returns `figures`."""
+
+    name = "chatcore"
+
+    def __init__(self, tasks: Sequence[Task], network: Network, scorer: Scorer):
+        """UserError for a tokenizer that cannot spell the conversations, or a letter as one token."""
+        require_chat_tokens(network.tokenizer)
+        super().__init__(tasks, network.tokenizer, scorer)
+        self.network = network
+        letters = sorted({letter for task in tasks for item in task.items for letter in item.get("letters", ())})
+        self.letters = dict(zip(letters, network.tokenizer.encode(letters)))
+        if several := [letter for letter, ids in self.letters.items() if len(ids) != 1]:
+            raise UserError(f"the tokenizer takes several tokens for {', '.join(several)}; an answer is one token")
+
+    def answered(self, params: dict, task: Task, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
+        return (self.written if task.kind == "written" else super().answered)(params, task, indices)
+
+    def prompt(self, task: Task, index: int) -> list[int]:
+        """Return the tokens of an item's question."""
+        return render(self.tokenizer, task.items[index]["messages"][:-1], ask=True)
+
+    def questions(self, task: Task, indices: Sequence[int]) -> list[Question]:
+        """Return items whose options are the letters. A longer prompt loses its end, as nanochat's."""
+        made = []
+        for index in indices:
+            prompt = self.prompt(task, index)
+            kept = [*prompt[: self.scorer.longest - 1], prompt[-1]] if len(prompt) > self.scorer.longest else prompt
+            rows = [np.array([*kept, *self.letters[letter]], np.int32) for letter in task.items[index]["letters"]]
+            spans = [(len(kept), len(kept) + 1)] * len(rows)
+            made.append(Question(index, rows, spans, len(prompt) - len(kept)))
+        return made
+
+    def written(self, params: dict, task: Task, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yield the lines of items as their greedy answers end. Every slot of the engine is kept full. A question that
+        leaves no room in the row is wrong."""
+        engine = Engine(self.network, min(self.slots, len(indices)))
+        waiting = [(index, self.prompt(task, index)) for index in reversed(indices)]
+        writing: dict[Answer, int] = {}
+        bar = progress(total=len(indices), unit="answers", desc="writing", leave=False, disable=jax.process_index() > 0)
+        while waiting or writing:
+            while waiting and engine.free:
+                index, prompt = waiting.pop()
+                if len(prompt) < engine.capacity:
+                    writing[engine.begin(prompt, Sampling(temperature=0.0), NEW_TOKENS)] = index
+                else:
+                    yield self.line(task, index, [], cut=True)
+                    bar.update()
+            engine.step()
+            for answer in [answer for answer in writing if answer.finished]:
+                yield self.line(task, writing.pop(answer), answer.tokens, cut=answer.finished == "length")
+                bar.update()
+        bar.close()
+
+    @property
+    def slots(self) -> int:
+        """Return how many answers are written together: as many as rows are trained on together."""
+        return self.network.config.batch.rows_per_device * batch_devices(self.network.mesh)
+
+    def line(self, task: Task, index: int, tokens: Sequence[int], cut: bool) -> dict[str, Any]:
+        """Return the line of a written answer."""
+        text = self.tokenizer.library.decode(list(tokens), skip_special_tokens=False)  # as nanochat reads it
+        number, gold = number_of(text), task.items[index]["gold"]
+        return {
+            **{"task": task.label, "item": index, "correct": number == gold, "number": number, "gold": gold},
+            **{"text": text, "tokens": len(tokens), "tie": False, "cut": int(cut), "unscored": 0},
+        }
