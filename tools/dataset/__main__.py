@@ -1,4 +1,4 @@
-"""What is in a dataset, as text and as a page, or what a step sees: python -m tools.dataset DIR_OR_RUN."""
+"""Show what is in a dataset, as text and as a page, or what a step sees: python -m tools.dataset DIR_OR_RUN."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,27 +27,27 @@ from tools.dataset.facts import Facts, read_facts
 
 @dataclass(frozen=True)
 class Arguments:
-    """What is in a dataset, or what a step sees."""
+    """Options of this command."""
 
     path: Annotated[str, tyro.conf.Positional]
-    """A dataset folder, here or at a URL, or a run's, whose own text, seed, packing and sizes are used then."""
+    """A dataset folder, here or at a URL, or a run's folder, whose text, seed, packing and sizes are then used."""
     out: FilePath = ""
-    """The page with a dataset's facts; by default dataset.html in the folder, of one at a URL in the working folder."""
+    """The page with a dataset's facts. Default: dataset.html in the folder, or here for a dataset at a URL."""
     step: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    """Show the batch of this step (the first is 0), in place of the page. Of a run: what it saw there, after rollbacks
-    too."""
+    """Show the batch of this step (the first is 0) instead of the page. For a run: what the step saw, also after
+    rollbacks."""
     rows: Positive[int] = 4
-    """Rows of the batch that are shown."""
+    """Rows of the batch to show."""
     packing: Packing = "stream"
-    """Of a dataset folder: how its rows are made."""
+    """How rows are made from a dataset folder."""
     sequence_length: Annotated[int, Meta(ge=2)] = 2048
-    """Of a dataset folder: tokens of a row."""
+    """Tokens of a row of a dataset folder."""
     tokens_per_step: Positive[int] = 524_288
-    """Of a dataset folder: tokens of a step."""
+    """Tokens of a step on a dataset folder."""
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
-    """Of a dataset folder: seed of the order."""
+    """Seed of the order of a dataset folder's rows."""
     tokenizer: str = ""
-    """Of a folder of .bin shards without a dataset.json: what their tokens mean."""
+    """The tokenizer of a folder of .bin shards without a dataset.json."""
 
 
 def describe(facts: Facts, place: str) -> str:
@@ -61,16 +61,16 @@ def describe(facts: Facts, place: str) -> str:
             f"90% under {np.quantile(part.tokens, 0.9):,.0f}, longest {part.tokens.max():,}"
         )
     lines.append(
-        f"repeated  {facts.repeats.sum():,} documents to train on are as one before; {facts.leaked.sum():,} that are "
-        "held out are trained on too"
+        f"repeated  {facts.repeats.sum():,} training documents repeat an earlier one; {facts.leaked.sum():,} held-out "
+        "documents are trained on, too"
     )
     lines.append(f"held out  {facts.dataset.held_out}")
     if facts.dataset.conversations:
         learned, tokens = int(facts.train.learned.sum()), int(facts.train.tokens.sum())
         longer = np.count_nonzero(facts.train.tokens > len(facts.packed["whole"].seen))
         lines.append(
-            f"learned   {learned:,} of {tokens:,} tokens to train on are an assistant's ({learned / tokens:.1%}); "
-            f"{longer:,} conversations to train on are longer than a row"
+            f"learned   {learned:,} of {tokens:,} training tokens are an assistant's ({learned / tokens:.1%}); "
+            f"{longer:,} training conversations are longer than a row"
         )
     for packing, packed in facts.packed.items():
         lines.append(
@@ -82,7 +82,7 @@ def describe(facts: Facts, place: str) -> str:
 
 
 def describe_row(row: Row, tokenizer: TextTokenizer) -> str:
-    """Return a row's documents, one a line: positions, targets that count, and how the text begins and ends."""
+    """Return a row's documents, one per line: positions, targets that count, and the text's beginning and end."""
     starts = np.union1d(0, np.flatnonzero(row["inputs"] == tokenizer.bos))
     filled = np.flatnonzero((row["weights"] > 0) | (row["inputs"] != tokenizer.bos))
     padding = len(row["weights"]) - filled.max(initial=-1) - 1
@@ -98,7 +98,7 @@ def describe_row(row: Row, tokenizer: TextTokenizer) -> str:
 
 
 def _text(row: Row, of: slice, tokenizer: TextTokenizer) -> str:
-    """Return a document's text; of a conversation, with marks around what counts."""
+    """Return a document's text; in a conversation, marks surround the tokens that count."""
     if tokenizer.special_tokens.get("<|assistant_start|>") not in row["inputs"][of]:
         return tokenizer.decode(row["inputs"][of].tolist())
     bounds = np.flatnonzero(np.diff(row["weights"][of])) + 1
@@ -108,12 +108,12 @@ def _text(row: Row, of: slice, tokenizer: TextTokenizer) -> str:
 
 
 def _config(arguments: Arguments) -> tuple[Config, bool]:
-    """Return the run's config, or one for a dataset folder, and which of the two it is."""
+    """Return the run's config, or one for a dataset folder, and whether it is a run's."""
     record = Path(arguments.path) / "config.json"
     if record.exists():
         return read_record(record)[1], True
     if "://" not in arguments.path and not Path(arguments.path).is_dir():
-        raise UserError(f"{arguments.path} is no folder: give a dataset's, or a run's")
+        raise UserError(f"{arguments.path} is not a folder: give a dataset's, or a run's")
     batch = BatchConfig(arguments.sequence_length, arguments.tokens_per_step)
     source = DataConfig(arguments.path, arguments.tokenizer, packing=arguments.packing)
     return Config(name="inspect", seed=arguments.seed, data=source, batch=batch), False
@@ -122,7 +122,7 @@ def _config(arguments: Arguments) -> tuple[Config, bool]:
 def show_facts(config: Config, is_run: bool, out: Path, cache: Path) -> None:
     """Print the facts of each dataset, and write the page."""
     (names, stages), length = read_source(config.data.source), config.batch.sequence_length
-    options = replace(config.data, packing="best_fit")  # which needs to know where documents begin
+    options = replace(config.data, packing="best_fit")  # needs the beginnings of documents
     facts, places = [], []
     for name in names:
         facts.append(read_facts(open_dataset(name, options, config.model.vocab_size, cache), length))
@@ -133,7 +133,7 @@ def show_facts(config: Config, is_run: bool, out: Path, cache: Path) -> None:
         write_whole(out, dataset_page(shortest(places), facts, length, mixture, tokens))
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}); give --out=PATH") from error
-    print(f"{out}: the same with pictures")
+    print(f"{out}: the same, with pictures")
 
 
 def show_step(config: Config, path: str, step: int, most: int, cache: Path) -> None:
@@ -142,7 +142,7 @@ def show_step(config: Config, path: str, step: int, most: int, cache: Path) -> N
     position, tokens = batch_of(Events(path).read(), step, Ramp.of(config.batch))
     first, size = position // length, tokens // length
     first_of = open_dataset(read_source(config.data.source)[0][0], config.data, config.model.vocab_size, cache)
-    vocab_size = max(config.model.vocab_size, first_of.tokenizer.vocab_size)  # a dataset folder knows its own
+    vocab_size = max(config.model.vocab_size, first_of.tokenizer.vocab_size)  # a dataset folder has its own
     text = open_text(config.data, vocab_size, length, size, cache)
     sequence = RowSequence(text.train, text.mixture, config.seed)
     shown = min(most, size)

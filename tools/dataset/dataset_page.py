@@ -1,4 +1,4 @@
-"""The facts of datasets as one HTML page that needs nothing else, as tools.report's."""
+"""Write the facts of datasets as one self-contained HTML page, like tools.report's."""
 
 import time
 from html import escape
@@ -17,14 +17,14 @@ from tools.report.sentences import percent
 EXAMPLES = 8  # documents of each kind whose beginnings are shown
 POINTS = 200  # of a curve
 PACKING = (
-    "In rows of {length} tokens. Cut: documents that would fit a row, but lie in two. Padding: positions that no "
+    "In rows of {length} tokens. Cut: documents that would fit a row, but are in two. Padding: positions that no "
     "document fills. Own tokens: how many tokens of its own document a target sees on average; without "
-    "--data.mask_documents it sees what stands before its document in the row, too."
+    "--data.mask_documents it sees the earlier documents of its row, too."
 )
 
 
 def dataset_page(names: list[str], datasets: list[Facts], length: int, mixture: Mixture | None, tokens: int) -> str:
-    """Return the page of datasets by these names. `mixture`: of a run on `tokens` tokens, with rows of `length`."""
+    """Return the page of datasets by these names. `mixture`: a run's, on `tokens` tokens, with rows of `length`."""
     facts = dict(zip(names, datasets))
     plots = [_lengths(facts), _bytes(facts), _split(facts), _seen(facts)]
     if mixture and len(names) > 1:
@@ -54,7 +54,7 @@ def _sources(facts: dict[str, Facts]) -> str:
         row += [f"{len(val.tokens):,} ({percent(val.tokens.sum() / tokens)} of the tokens)"]
         row += [f"{repeats.sum():,} ({percent(train.tokens[repeats].sum() / train.tokens.sum())} of the tokens)"]
         rows.append([*row, f"{leaked.sum():,}"])
-    first, *facts_by_row = map(list, zip(head, *rows))  # a column a dataset: a narrow page has room for it
+    first, *facts_by_row = map(list, zip(head, *rows))  # a column per dataset fits a narrow page
     return table(first, facts_by_row) + "".join(_origin(name, each) for name, each in facts.items())
 
 
@@ -78,8 +78,8 @@ def _packing(facts: dict[str, Facts]) -> str:
 
 
 def _examples(name: str, facts: Facts) -> str:
-    """Return how the longest documents begin, those whose text the tokenizer knows best and least, those that repeat
-    most, and those on both sides."""
+    """Return the beginnings of the longest documents, of those with the most and fewest bytes a token, of the most
+    repeated ones, and of those that are both trained on and held out."""
     train, val = facts.train, facts.val
     ratio = train.bytes / train.tokens
     _, first, copies = np.unique(train.hashes, return_index=True, return_counts=True)
@@ -91,7 +91,7 @@ def _examples(name: str, facts: Facts) -> str:
         ("the longest", "train", in_tokens(train, np.argsort(-train.tokens))),
         ("most bytes a token", "train", in_ratio(np.argsort(-ratio))),
         ("fewest bytes a token", "train", in_ratio(np.argsort(ratio))),
-        ("those that stand there most often", "train", often),
+        ("the most repeated", "train", often),
         ("held out, but trained on too", "val", in_tokens(val, np.flatnonzero(facts.leaked))),
     ]
     parts = {"train": train, "val": val}
@@ -104,7 +104,7 @@ def _examples(name: str, facts: Facts) -> str:
     for n, (kind, part, chosen) in enumerate(groups):
         texts = ""
         for i, about in chosen.items():
-            file = names.get(beginnings[part, i], "file not known, as the source is not here or has changed")
+            file = names.get(beginnings[part, i], "file not known: the source is not here, or has changed")
             texts += f"<p>{escape(about)}: {escape(file)}</p><pre>{escape(beginnings[part, i][1])}</pre>"
         shown += details(f"{name}, {kind}", texts, f"{name}-{n}") if chosen else ""
     return shown
@@ -174,7 +174,7 @@ def _epochs(facts: dict[str, Facts], mixture: Mixture, length: int, tokens: int)
     for i, ((name, each), color) in enumerate(zip(facts.items(), cycle(COLORS))):
         epochs = [count[i] / max(next(iter(each.packed.values())).rows, 1) for count in counts]
         traces.append(_line(name, [rows * length for rows in at], epochs, color, DASHES[0]))
-    return Figure("epochs", "Epochs", "times gone through, by tokens seen", traces, _layout("tokens of the run", ""))
+    return Figure("epochs", "Epochs", "passes over the text, by tokens seen", traces, _layout("tokens of the run", ""))
 
 
 def _steps(name: str, counts: np.ndarray, bins: np.ndarray, color: str, dash: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is in a dataset: its documents, what repeats, and what becomes of it in rows. Read once, a part at a time."""
+"""Read what is in a dataset: its documents, repeats, and how they pack into rows. Read once, a part at a time."""
 
 import time
 from collections.abc import Collection, Iterator
@@ -17,7 +17,7 @@ from data.prepare.corpus import Corpus
 from data.prepare.listing import find_corpus
 from data.record import read_record
 
-AT_ONCE = 2**22  # tokens that are read at a time, or one document where that is longer
+AT_ONCE = 2**22  # tokens that are read at a time, or one document if that is longer
 
 
 class Documents(NamedTuple):
@@ -26,17 +26,17 @@ class Documents(NamedTuple):
     starts: Int[np.ndarray, "documents"]
     """Where each is in the stream of tokens."""
     tokens: Int[np.ndarray, "documents"]
-    """Of each, its BOS included."""
+    """Tokens of each, including its BOS."""
     bytes: Int[np.ndarray, "documents"]
-    """Of text that they stand for."""
+    """Bytes of each document's text."""
     hashes: Integer[np.ndarray, "documents"]
-    """64 bits of BLAKE2 over its tokens: equal ones are taken for the same document."""
+    """64 bits of BLAKE2 over its tokens: documents with equal hashes count as equal."""
     learned: Int[np.ndarray, "documents"]
-    """Tokens of each that are trained on: all, or of a conversation what an assistant writes."""
+    """Tokens of each that are trained on: all, or an assistant's in a conversation."""
 
 
 class Packed(NamedTuple):
-    """What becomes of the documents to train on in rows of `length` tokens."""
+    """The training documents packed into rows of `length` tokens."""
 
     rows: int
     padding: float
@@ -47,17 +47,17 @@ class Packed(NamedTuple):
     """Share of the targets that see at least 1, 2, ... tokens of their own document."""
     mean_seen: float
     seconds: float
-    """That it took to plan the rows here; `stream` needs no plan."""
+    """Seconds that planning the rows took here; `stream` needs no plan."""
 
 
 class Facts(NamedTuple):
-    """What is in one dataset."""
+    """The facts of one dataset."""
 
     dataset: Dataset
     train: Documents
     val: Documents
     repeats: Bool[np.ndarray, "documents"]
-    """Which documents to train on are the same as one before."""
+    """Which training documents repeat an earlier one."""
     leaked: Bool[np.ndarray, "documents"]
     """Which held-out documents are trained on, too."""
     packed: dict[str, Packed]
@@ -75,15 +75,15 @@ def read_facts(dataset: Dataset, length: int) -> Facts:
 
 
 def text_of(dataset: Dataset, part: str, document: int, documents: Documents, most: int = 300) -> str:
-    """Return how a document begins."""
+    """Return the beginning of a document's text."""
     start = int(documents.starts[document])
     ids = dataset.stream(part).read(start, start + min(most, int(documents.tokens[document])))
     return dataset.tokenizer.decode(ids[int(ids[0] == dataset.tokenizer.bos) :].tolist())
 
 
 def names_of(dataset: Dataset, beginnings: Collection[tuple[int, str]]) -> dict[tuple[int, str], str]:
-    """Return the names that documents have in the source, by their bytes and how their text begins. Reads the source;
-    names none if that is not on this machine or has changed."""
+    """Return documents' names in the source, by their bytes and their text's beginning. Read the source, and return
+    nothing if it is not on this machine or has changed."""
     by_size: dict[int, list[str]] = {}
     for size, beginning in beginnings:
         by_size.setdefault(size, []).append(beginning)
@@ -94,13 +94,13 @@ def names_of(dataset: Dataset, beginnings: Collection[tuple[int, str]]) -> dict[
                 text = "".join(corpus.texts(document.text)) if document.text else ""
                 size = len(text.encode())
                 for beginning in by_size.get(size, ()):
-                    if text.startswith(beginning.rstrip("\ufffd")):  # of a letter whose other bytes follow
+                    if text.startswith(beginning.rstrip("\ufffd")):  # the cut may be inside a letter
                         names.setdefault((size, beginning), document.name)
     return names
 
 
 def _sources(dataset: Dataset) -> Iterator[Corpus]:
-    """Yield what the dataset was made from, if it is here and is what it was."""
+    """Yield the dataset's sources that are here and unchanged."""
     made_from = read_record(dataset.folder)["made_from"] if (dataset.folder / "dataset.json").exists() else {}
     for option, version in (("source", "version"), ("val_source", "val_version")):
         source = made_from.get(option, "")
@@ -108,7 +108,7 @@ def _sources(dataset: Dataset) -> Iterator[Corpus]:
             column, *options = (made_from.get(name, "") for name in ("text_column", "separator", "text_extensions"))
             try:
                 corpus = find_corpus(source, column, "skip", *options, conversations=dataset.conversations)
-            except UserError:  # it is not there any more
+            except UserError:  # it is gone
                 continue
             if corpus.version == made_from[version]:
                 yield corpus

@@ -1,4 +1,4 @@
-"""XLA's text of a compiled program (`compiled.as_text()`), read: its instructions, its loops, its estimated cycles."""
+"""Read XLA's text of a compiled program (`compiled.as_text()`): its instructions, loops and estimated cycles."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)$")
 CALLS = re.compile(r"\b(?:calls|to_apply|body|condition|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)")
 
-# Instructions that name what others have made.
+# Instructions that only refer to the results of others.
 LINKS = ("get-tuple-element", "tuple", "parameter", "constant", "while", "call", "bitcast", "opt-barrier")
 
 
@@ -25,40 +25,40 @@ Program = dict[str, list[Instruction]]
 
 
 def estimated_cycles(hlo_text: str) -> int:
-    """The sum of XLA:TPU's estimates over a step, loop bodies times their trip counts; 0 for other programs."""
+    """Return the sum of XLA:TPU's estimates over a step, loop bodies times their trip counts; 0 for other programs."""
     program, entry = read_program(hlo_text)
     total = 0
     for name, times, _, caller in visits(program, entry, entry):
-        for instruction in program[name] if name == caller else []:  # a fusion's estimate covers all that is in it
+        for instruction in program[name] if name == caller else []:  # a fusion's estimate covers its instructions
             total += times * instruction_cycles(instruction)
     return total
 
 
 def instruction_cycles(instruction: Instruction) -> int:
-    """XLA:TPU's estimate of one instruction, once; 0 where it has none."""
+    """Return XLA:TPU's estimate of one execution of an instruction; 0 if it has none."""
     cycles = re.search(r'"estimated_cycles":"?(\d+)', instruction.attributes)
     return int(cycles[1]) if cycles else 0
 
 
 def traffic(hlo_text: str, of: Callable[[Instruction], bool] = lambda instruction: True) -> int:
-    """Bytes a step that instructions (those that are `of` interest) read and write in memory, loop bodies times their
-    trip counts: each operand and each result once, as a fusion's kernel does. On a GPU that bounds the time from below.
-    """
+    """Return the bytes that instructions (those that are `of` interest) read and write in memory a step, loop bodies
+    times their trip counts. Each operand and result counts once, as in a fusion's kernel. On a GPU that bounds the time
+    from below."""
     return sum(times * sum(map(type_bytes, (i.type, *reads))) for i, times, reads in kernels(hlo_text) if of(i))
 
 
 def kernels(hlo_text: str) -> Iterator[tuple[Instruction, int, list[str]]]:
-    """The instructions that read or write memory, how often a step, and the types of what each reads."""
+    """Yield instructions that read or write memory, how often a step, and the types of what each reads."""
     program, entry = read_program(hlo_text)
     for name, times, _, caller in visits(program, entry, entry):
         types = {instruction.name: instruction.type for instruction in program[name]}
-        for i in program[name] if name == caller else []:  # what is in a fusion stays in registers
+        for i in program[name] if name == caller else []:  # values inside a fusion stay in registers
             if i.opcode not in LINKS and not i.opcode.endswith(("-done", "-update")):
                 yield i, times, [types[operand] for operand in set(names(i.operands)) & types.keys()]
 
 
 def read_program(hlo_text: str) -> tuple[Program, str]:
-    """The instructions of each computation, and the name of the entry computation."""
+    """Return the instructions of each computation, and the name of the entry computation."""
     program, entry, current = {}, "", []
     for line in hlo_text.splitlines():
         if match := COMPUTATION.match(line):
@@ -72,7 +72,7 @@ def read_program(hlo_text: str) -> tuple[Program, str]:
 def visits(
     program: Program, name: str, caller: str, times: int = 1, in_loop: bool = False
 ) -> Iterator[tuple[str, int, bool, str]]:
-    """(computation, times a step, in a loop, the computation itself or what its fusion is in), here and below."""
+    """Yield (computation, times a step, in a loop, the computation or the one around its fusion), recursively."""
     yield name, times, in_loop, caller
     for instruction in program[name]:
         fusion, loop = instruction.opcode == "fusion", instruction.opcode == "while"
@@ -84,7 +84,8 @@ def visits(
 
 
 def trip_count(program: Program, loop: Instruction) -> int:
-    """What XLA noted, or the one constant of the condition: JAX's loops count from 0 by 1."""
+    """Return a loop's trip count: XLA's note, or the only constant of the condition, since JAX's loops count from 0 by
+    1. Raise ValueError if the program has neither."""
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
         return int(known[1])
     condition = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
@@ -103,6 +104,6 @@ def names(text: str) -> list[str]:
 
 
 def type_bytes(text: str) -> int:
-    """Bytes of an HLO type, tuples included; tokens have none."""
+    """Return the bytes of an HLO type, tuples included; tokens have none."""
     bits = lambda dtype: 8 if dtype == "pred" else next(iter(numbers(dtype)), 0)
     return sum(bits(dtype) * prod(numbers(sizes)) for dtype, sizes in re.findall(r"(\w+)\[([\d,<=]*)\]", text)) // 8

@@ -1,4 +1,4 @@
-"""The collectives of a compiled program: what crosses which axis of the mesh, how often, and with how many bytes."""
+"""Read the collectives of a compiled program: what crosses which axis of the mesh, how often, with how many bytes."""
 
 import re
 from collections import defaultdict
@@ -17,18 +17,18 @@ class Collective(NamedTuple):
 
     kind: str  # one of KINDS
     dtype: str  # f32, bf16, ...
-    axes: tuple[str, ...]  # along which devices of one of its groups differ
-    in_loop: bool  # in the scan over micro-batches, or in any other loop
-    times: int  # a step
+    axes: tuple[str, ...]  # those along which devices of one of its groups differ
+    in_loop: bool  # in the scan over micro-batches or any other loop
+    times: int  # executions a step
     bytes_each: int  # payload of one execution on one chip
-    label: str  # the end of the name that JAX gave it, or XLA's where it has none
+    label: str  # the end of its name in JAX, or XLA's name if it has none
 
 
 def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
-    """Those of a program (`compiled.as_text()`, or `lowered.as_text("hlo")`).
+    """Return the collectives of a program (`compiled.as_text()`, or `lowered.as_text("hlo")`).
 
-    `mesh_shape` is `training.mesh.sizes_of(mesh)`; replica groups hold positions in `mesh.devices.flat`. What is
-    asynchronous counts once, and groups of one device not at all. ValueError for a loop whose trip count is not in the
+    `mesh_shape` is `training.mesh.sizes_of(mesh)`; replica groups are positions in `mesh.devices.flat`. Asynchronous
+    ones count once, and groups of one device do not count. Raise ValueError for a loop whose trip count is not in the
     program.
     """
     program, entry = read_program(hlo_text)
@@ -37,7 +37,7 @@ def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
         types = {instruction.name: instruction.type for instruction in program[name]}
         for instruction in program[name]:
             kind, attributes = instruction.opcode.removesuffix("-start"), instruction.attributes
-            # XLA:TPU writes one collective into each of the fusions that it overlaps with, as links of a chain.
+            # XLA:TPU repeats a collective in each fusion that it overlaps with, as links of a chain.
             chain = re.search(r'chain_id="\d+"', attributes)
             if kind not in KINDS or (chain and (caller, chain[0]) in seen):
                 continue
@@ -54,7 +54,8 @@ def collectives(hlo_text: str, mesh_shape: dict[str, int]) -> list[Collective]:
 
 
 def device_groups(attributes: str, devices: int) -> list[list[int]]:
-    """Which devices talk with each other, from any of XLA's notations (xla/hlo/ir: replica_group, mesh_and_axis).
+    """Return the groups of devices that communicate, from any of XLA's notations (xla/hlo/ir: replica_group,
+    mesh_and_axis).
 
     `{{0,1},{2,3}}`, `{}` (all), `[4,2]<=[2,2,2]T(0,2,1)`, `mesh['data'=2,'fsdp'=4] {'fsdp':(1)2}`; also the pairs of
     source_target_pairs.
@@ -68,7 +69,7 @@ def device_groups(attributes: str, devices: int) -> list[list[int]]:
     axes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text.split("]")[0])}
     permuted = re.match(r"[^{]*device_ids=\(((\[)?.*?\)?)\) \{", text)
     ids = np.arange(devices) if not permuted else iota(permuted[1]) if permuted[2] else np.array(numbers(permuted[1]))
-    # A group's devices agree in all coordinates but those of the named axes, or of the named parts of axes.
+    # A group's devices differ only in the coordinates of the named axes, or of the named parts of axes.
     place = np.indices(tuple(axes.values())).reshape(len(axes), -1)
     for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", re.findall(r"\{(.*?)\}", text)[0]):
         along, part = list(axes).index(name), int(size or axes[name])
@@ -81,12 +82,12 @@ def device_groups(attributes: str, devices: int) -> list[list[int]]:
 
 
 def iota(text: str) -> np.ndarray:
-    """`[2,4]T(1,0)`: 0, 1, 2, ... in that shape, transposed."""
+    """Return 0, 1, 2, ... in the shape that `[2,4]T(1,0)` names, transposed."""
     shape, order = re.findall(r"^\[([\d,]+)\](?:T\(([\d,]+)\))?", text)[0]
     return np.arange(prod(numbers(shape))).reshape(numbers(shape)).transpose(numbers(order) or None)
 
 
 def axes_crossed(groups: list[list[int]], mesh_shape: dict[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which devices of one group differ."""
+    """Return the mesh axes along which devices of one group differ."""
     places = [np.unravel_index(group, tuple(mesh_shape.values())) for group in groups]
     return tuple(name for i, name in enumerate(mesh_shape) if any(np.ptp(place[i]) for place in places))

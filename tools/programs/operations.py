@@ -1,4 +1,4 @@
-"""Which instructions of a compiled program take the time, from a trace of jax.profiler."""
+"""Measure which instructions of a compiled program take the time, from a trace of jax.profiler."""
 
 import re
 import tempfile
@@ -11,14 +11,13 @@ import jax
 
 from tools.programs.hlo import read_program
 
-CONTAINERS = ("while", "call", "conditional")  # whose time is that of what they hold
+CONTAINERS = ("while", "call", "conditional")  # their time is their instructions'
 
 
 def top_operations(compiled: jax.stages.Compiled, run: Callable[[], Any], steps: int, top: int = 25) -> str:
-    """A table of the `top` instructions by time, over `steps` calls of `run`, which runs the program and waits for it.
+    """Return a table of the `top` instructions by time, over `steps` calls of `run`, which runs the program and waits.
 
-    Milliseconds a step are summed over the threads or the devices that worked on the instruction. Beside each stands
-    the name that JAX gave it.
+    Milliseconds a step are summed over the threads or devices of an instruction. Each row ends with its name in JAX.
     """
     program, _ = read_program(compiled.as_text() or "")
     known = {instruction.name: instruction for instructions in program.values() for instruction in instructions}
@@ -30,7 +29,7 @@ def top_operations(compiled: jax.stages.Compiled, run: Callable[[], Any], steps:
         for file in Path(folder).rglob("*.xplane.pb"):
             for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
                 for event in (event for line in plane.lines for event in line.events):
-                    # A GPU's events are kernels that name their instruction, a TPU's whole lines of the program.
+                    # A GPU's events are kernels that name their instruction; a TPU's are complete lines of the program.
                     named = dict(event.stats).get("hlo_op", event.name) if "GPU" in plane.name else event.name
                     name = re.match(r"%?([\w.\-]*)", str(named))[1]  # pyright: ignore[reportOptionalSubscript]
                     if name in known and known[name].opcode not in CONTAINERS:

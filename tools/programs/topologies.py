@@ -1,4 +1,4 @@
-"""Devices as commands name them, and as programs can be compiled for without having them."""
+"""Parse topologies, and describe their devices to XLA, so that programs compile for devices that are not here."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from hosts.machines import machines
 
 TWO_DIMENSIONS = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # beyond these, every side is a multiple of four
-# What XLA:GPU asks of the GPU that it compiles for: a GpuTargetConfigProto, as text.
+# What XLA:GPU needs to know about the GPU that it compiles for: a GpuTargetConfigProto, as text.
 H200 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 }
@@ -40,49 +40,48 @@ runtime_version { major: 13 }
 
 
 class Topology(NamedTuple):
-    """Devices as a command names them."""
+    """Slices of chips, or machines with GPUs, as a command names them."""
 
     slices: int
-    """TPU slices, or GPU machines."""
+    """Number of TPU slices, or GPU machines."""
     kind: str
     """`v5e`, `v5p`, `v6e`, ...; `h200`."""
     chips: tuple[int, ...]
-    """A slice's chips in each direction; (GPUs of one machine,)."""
+    """A slice's chips in each direction; or (GPUs of one machine,)."""
 
     @property
     def is_gpu(self) -> bool:
-        """Whether `chips` are GPUs."""
+        """Return whether `chips` are GPUs."""
         return self.kind in machines() and machines()[self.kind].gpu
 
     @property
     def inside(self) -> int:
-        """JAX devices of a slice, or GPUs of a machine."""
+        """Return the number of a slice's JAX devices, or of a machine's GPUs."""
         return prod(self.chips) * (machines()[self.kind].per_chip if self.kind in machines() else 1)
 
     @property
     def devices(self) -> int:
-        """Those of all slices, or machines."""
+        """Return the number of devices of all slices, or machines."""
         return self.slices * self.inside
 
 
 def parse_topology(text: str, option: str = "--topology") -> Topology:
-    """`v5e:4x4`, `2x v5e:4x4`, `h200:8`, `64x h200:8`; without the number before, it is one. UserError, which names the
-    `option`, for others."""
+    """Parse `v5e:4x4`, `2x v5e:4x4`, `h200:8`, `64x h200:8`. Raise UserError, which names the `option`, for others."""
     words = _of_google(text.strip().lower())
     form = re.fullmatch(r"(?:([1-9]\d*)x\s*)?([a-z]\w*):([1-9]\d*(?:x[1-9]\d*)*)", words)
     if form is None:
         raise UserError(
             f"{option}={text}: give a TPU slice (v5e:4x4, v5p:4x4x4), GPUs of a machine (h200:8), or several of them "
-            "('2x v5e:4x4', '64x h200:8'); v6e-8 and the like, as Google Cloud names slices, are understood, too"
+            "('2x v5e:4x4', '64x h200:8'); Google Cloud's names (v6e-8) work, too"
         )
     topology = Topology(int(form[1] or 1), form[2], tuple(map(int, form[3].split("x"))))
     if topology.is_gpu and len(topology.chips) > 1:
-        raise UserError(f"{option}={text}: GPUs of a machine are one number, as h200:8")
+        raise UserError(f"{option}={text}: give the GPUs of a machine as one number, as h200:8")
     return topology
 
 
 def _of_google(text: str) -> str:
-    """`v5p-128`, an accelerator type of Google Cloud, as `v5p:4x4x4`; other words as they are."""
+    """Return `v5p-128`, an accelerator type of Google Cloud, as `v5p:4x4x4`, and other text unchanged."""
     named = re.fullmatch(r"((?:[1-9]\d*x\s*)?)(v4|v5p|v5e|v5litepod|v6e)-([1-9]\d*)", text)
     if named is None:
         return text
@@ -99,7 +98,7 @@ def _of_google(text: str) -> str:
 
 
 def shapes_of(topology: Topology, dimensions: int) -> str:
-    """Return what shapes a TPU's slice may have, or nothing where `topology` has one of them."""
+    """Return the shapes that a TPU's slice may have, or nothing if `topology` has one of them."""
     shape = "x".join(map(str, topology.chips))
     if dimensions == 2:
         return "" if shape in TWO_DIMENSIONS else ", ".join(TWO_DIMENSIONS)
@@ -109,8 +108,8 @@ def shapes_of(topology: Topology, dimensions: int) -> str:
 
 
 def devices_of(topology: str) -> Any:
-    """The chips of TPU slices, or the GPUs of machines, that need not be there; or the devices here (empty). UserError
-    for a topology that there is not."""
+    """Return the devices of a topology, which need not be there, or the devices here if it is empty. Raise UserError
+    for a topology that does not exist."""
     import jax  # here: `python -m tools.launch` reads topologies on machines without JAX
     from jax._src.cudnn import fused_attention_stablehlo
     from jax.experimental import topologies
@@ -118,14 +117,14 @@ def devices_of(topology: str) -> Any:
     if not topology:
         return jax.devices()
     slices, kind, chips = asked = parse_topology(topology)
-    # Before JAX first looks for devices: else it, and libtpu, would wait for a TPU.
+    # Before JAX first looks for devices: otherwise JAX and libtpu would wait for a TPU.
     jax.config.update("jax_platforms", "cpu")
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     try:
         if asked.is_gpu:
             if kind != "h200":
-                raise ValueError("of GPUs the h200 alone is described to the compiler")
-            # All that JAX asks before a program runs: cuDNN's version and the compute capability, H200's above.
+                raise ValueError("h200 is the only GPU that can be compiled for without having it")
+            # JAX asks only for these before a program runs: cuDNN's version, and the compute capability of H200.
             fused_attention_stablehlo.check_cudnn_version = lambda: 91200
             fused_attention_stablehlo.check_compute_capability = lambda least: float(least) <= 9.0
             options = {"topology": f"{slices}x1x{chips[0]}", "target_config": H200}  # slices x machines x GPUs of one

@@ -1,6 +1,6 @@
-"""One page on one or more runs: python -m tools.report RUN [RUN...].
+"""Write a self-contained HTML page about one or more runs: python -m tools.report RUN [RUN...].
 
-It needs no accelerator and does not start JAX. --follow serves the page on this machine alone, and keeps it up to date.
+It needs no accelerator and does not start JAX. --follow serves the page to this machine only, and keeps it up to date.
 """
 
 import json
@@ -23,23 +23,23 @@ from tools.report.runs import read_runs
 
 @dataclass(frozen=True)
 class Arguments:
-    """One page on one or more runs."""
+    """Options of this command."""
 
     runs: Annotated[AnyPaths, tyro.conf.Positional]
     """Folders of runs, here or at gs://, each with a config.json."""
     out: FilePath = ""
-    """The page: it opens from the disk, without a network. Without one it is report.html in the first run's folder, or
-    here if that run is at gs://."""
+    """The page, which opens from the disk, without a network. Default: report.html in the first run's folder, or here
+    if that run is at gs://."""
     follow: bool = False
-    """Serve the page at http://localhost:PORT in place of writing it, and read the runs again while it is open."""
+    """Serve the page at http://localhost:PORT instead of writing it, and read the runs again while it is open."""
     port: NotNegative[int] = 8420
-    """Of `follow`; 0: any that is free."""
+    """Port of `follow`; 0: any free port."""
     every_seconds: Positive[int] = 10
-    """Of `follow`: between two looks."""
+    """Seconds between two readings of the runs, for `follow`."""
 
 
 def serve(folders: list[str], port: int, every_seconds: int) -> None:
-    """Serve the page to this machine until somebody interrupts. UserError if the port is taken."""
+    """Serve the page to this machine until an interrupt. Raise UserError if the port is taken."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -48,7 +48,7 @@ def serve(folders: list[str], port: int, every_seconds: int) -> None:
                 return self.send_error(404)
             try:
                 shown = contents(read_runs(folders), time.time())
-            except UserError as error:  # a run that is being moved, or deleted
+            except UserError as error:  # a run that is being moved or deleted
                 return self.send_error(503, explain=str(error))
             body = (page(shown, every_seconds) if self.path == "/" else json.dumps(shown)).encode()
             self.send_response(200)
@@ -58,12 +58,12 @@ def serve(folders: list[str], port: int, every_seconds: int) -> None:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Nothing: a line a look would hide what matters."""
+            """Print nothing: a line per request would hide what matters."""
 
     try:
         server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except (OSError, OverflowError) as error:
-        raise UserError(f"--port={port} cannot be served ({error}); 0 takes any that is free") from error
+        raise UserError(f"--port={port} cannot be served ({error}); 0 takes any free port") from error
     with server:
         print(f"http://localhost:{server.server_port}  (Ctrl-C ends it)", flush=True)
         server.serve_forever()

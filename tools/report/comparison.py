@@ -1,4 +1,4 @@
-"""Runs beside each other: what differs in how they were made, and what a person should know of how they compare."""
+"""Compare runs: what differs in how they were made, and what a person should know about their results."""
 
 import json
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from typing import Any
 from tools.report.runs import Run, flat
 from tools.report.sentences import Sentence, counted, percent, quantity
 
-OWN = ("name", "run_dir", "checkpoint.folder")  # options that every run has for itself
+OWN = ("name", "run_dir", "checkpoint.folder")  # options whose difference says nothing
 
 
 def compared(runs: list[Run]) -> list[Sentence]:
-    """Return what a person should know of several runs beside each other."""
+    """Return what a person should know about several runs, compared."""
     differing = differences(runs)
     names = [name for name in differing if name in runs[0].options]
     listed = ", ".join(names[:6]) + ", ..." * (len(names) > 6)
@@ -24,7 +24,7 @@ def compared(runs: list[Run]) -> list[Sentence]:
         "eval.tokens": "amounts of held-out text",
     }
     if what := next((what for name, what in reasons.items() if name in differing), ""):
-        group.append(Sentence(f"Their losses are of different {what}, and cannot be compared as they are.", True))
+        group.append(Sentence(f"Their losses are of different {what}, so they cannot be compared.", True))
     else:
         group += _losses(runs)
     if all(rates := [run.course("tokens_per_second").values for run in runs]):
@@ -35,7 +35,7 @@ def compared(runs: list[Run]) -> list[Sentence]:
 
 
 def _losses(runs: list[Run]) -> Iterator[Sentence]:
-    """Yield losses at the same tokens, and how soon the best run is where the others end."""
+    """Yield losses at the same tokens, and how soon the best run reaches the last loss of the others."""
     points = {run.name: _by_tokens(run) for run in runs}
     most = min(course[-1][0] if course else 0 for course in points.values())
     if not most:
@@ -72,8 +72,8 @@ def _first_reach(points: list[tuple[float, float]], goal: float) -> float | None
 
 
 def differences(runs: list[Run]) -> dict[str, list[str]]:
-    """Return each option that is not the same in all runs, with each run's value, and in the same way the dataset, the
-    devices and the versions. What only some runs have is empty in the others."""
+    """Return each option, dataset, device and version that differs between runs, with each run's value. It is empty for
+    runs that do not have it."""
     facts = [_comparable(run) for run in runs]
     names = dict.fromkeys(name for each in facts for name in each)
     rows = {name: [each.get(name, "") for each in facts] for name in names}
@@ -87,5 +87,5 @@ def _comparable(run: Run) -> dict[str, str]:
 
 
 def as_text(value: Any) -> str:
-    """Return an option's value as JSON, a text as it is."""
+    """Return an option's value as JSON; text stays unquoted."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -1,6 +1,6 @@
-"""The plots of a report, and of which runs' lines.
+"""Build the plots of a report from the runs' lines.
 
-The x of a course is the steps of its points: the page puts them on the axis that a reader chooses, by each run's table
+The x of a course is the steps of its points. The page puts them on the axis that a reader chooses, by each run's table
 of steps, tokens and seconds (`axes`).
 """
 
@@ -19,31 +19,31 @@ NOISE = {
     "from AdamW's moments": "dots: roughly, from AdamW's moments",
     "batch": "dashed: the batch",
 }
-"""Lines of the plot of the noise scale, and how they are drawn."""
-FEW = 3  # points of a line, up to which they are marked
+"""Lines of the noise scale's plot, and how they are drawn."""
+FEW = 3  # a line of at most this many points has markers
 LOGGED, MEASURED = "a logged step", "--diagnostics.every_steps=10"  # what a plot needs
 
 
 class Line(NamedTuple):
-    """A line of a plot, of one run."""
+    """A line of a plot, from one run."""
 
     run: Run
     name: str
     course: Course
     color: str
     style: dict[str, Any] = {}  # noqa: RUF012
-    """Of plotly's trace, over the defaults; its `line` is merged with the default one."""
+    """Options of plotly's trace, over the defaults; its `line` is merged with the default one."""
     legend: str = ""
-    """What the legend calls this line and all others of the same, which it shows and hides together; else its name."""
+    """The legend's name of this line; lines of one name are shown and hidden together. Empty: the line's `name`."""
 
 
 def figures(runs: list[Run]) -> list[Figure]:
-    """Return all plots, those without a line included."""
+    """Return all plots, including those without a line."""
     return [*_of_training(runs), *_of_diagnostics(runs), *_of_speed(runs)]
 
 
 def axes(run: Run) -> dict[str, list[float]]:
-    """Return where each step that a line may have is on each axis."""
+    """Return the position on each axis of every step that a line may have."""
     steps = sorted({line["step"] for line in run.lines})
     return {axis: short(run.along(axis, steps)) for axis in AXES}
 
@@ -76,7 +76,7 @@ def _of_training(runs: list[Run]) -> list[Figure]:
         _figure("bits", "Validation", "bits per byte", "", _each(runs, "val_bpb"), "an evaluation"),
         _figure("gradients", "Norms of gradients", "norm", f"before the clip, {by_group}", norms, LOGGED, log=True),
         _figure("rates", "Learning rates", "rate", by_group, rates, LOGGED, log=True),
-        _figure("epochs", "Epochs", "times gone through", _by(runs, "source"), epochs, LOGGED),
+        _figure("epochs", "Epochs", "passes over the text", _by(runs, "source"), epochs, LOGGED),
         _figure("core", "CORE", "CORE", about_core, core, "--eval.tasks=core"),
         _figure("tasks", "CORE's tasks", "centred accuracy", about_tasks, tasks, "--eval.tasks=core"),
     ]
@@ -143,7 +143,7 @@ def _of_speed(runs: list[Run]) -> list[Figure]:
         _figure("waiting", "Waiting for data", "share of the time", "", _each(runs, "data_wait"), LOGGED),
         _figure("memory", "Peak memory of a device", "GiB", "", memory, "a device that reports it"),
     ]
-    for plot in plots:  # what is small against itself shall not look large
+    for plot in plots:  # from zero, so that small changes do not look large
         plot.layout["yaxis"]["rangemode"] = "tozero"
     spent = [run.goodput for run in runs]
     parts = {
@@ -159,7 +159,7 @@ def _of_speed(runs: list[Run]) -> list[Figure]:
 
 
 def _figure(id: str, title: str, unit: str, about: str, lines: list[Line], missing: str, log: bool = False) -> Figure:
-    """Return a plot of lines over the training's course, of those that have points. `about` explains what is drawn."""
+    """Return a plot of those lines that have points, over the training. `about` explains what is drawn."""
     runs = list(dict.fromkeys(line.run.name for line in lines))
     drawn = [line._replace(legend=line.legend or line.name) for line in lines if line.course.steps]
     traces: list[dict] = []
@@ -188,13 +188,13 @@ def _figure(id: str, title: str, unit: str, about: str, lines: list[Line], missi
 
 
 def _each(runs: list[Run], *path: str, scale: float = 1.0) -> list[Line]:
-    """Return one line a run."""
+    """Return one line for each run."""
     scaled = lambda course: Course(course.steps, [scale * value for value in course.values])
     return [Line(run, run.name, scaled(run.course(*path)), color) for run, color in zip(runs, cycle(COLORS))]
 
 
 def _groups(runs: list[Run], *path: str, inner: str | None = None) -> list[Line]:
-    """Return one line a run and group: a color a group, a dash a run."""
+    """Return one line for each run and group: a color per group, a dash per run."""
     groups = list(dict.fromkeys(group for run in runs for group in run.names(*path)))
     colors = dict(zip(groups, cycle(COLORS)))
     if all(group.isdecimal() for group in groups):  # blocks, in their order: from light to dark

@@ -1,4 +1,4 @@
-"""What HTML pages with plots have in common: a document that needs no other file, tables, texts to open, plots."""
+"""Build the parts of HTML pages with plots: a self-contained document, tables, texts to open, plots."""
 
 import json
 from html import escape
@@ -29,7 +29,7 @@ def in_script(data: Any) -> str:
 
 
 def place(figure: dict[str, Any]) -> str:
-    """Return where the page draws a figure. Its height grows with its legend, so that the plot keeps its room."""
+    """Return the element that the page draws a figure in. It grows with the legend, so that the plot keeps its size."""
     names = figure["layout"]["showlegend"] and sum(trace.get("showlegend", True) for trace in figure["traces"])
     return (
         f"<section{' class=wide' * (figure['id'] == 'loss')}><h3>{escape(figure['title'])} "

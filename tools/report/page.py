@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: no network, no server, no other file."""
+"""Write a report as one self-contained HTML page: it needs no network, no server and no other file."""
 
 import time
 from html import escape
@@ -12,11 +12,11 @@ from tools.report.plots import Figure
 from tools.report.runs import AXES, Run
 from tools.report.sentences import sentences
 
-SHOWN_SPIKES = 20  # the newest; each has texts
+SHOWN_SPIKES = 20  # only the newest, since each has texts
 
 
 def contents(runs: list[Run], now: float) -> dict[str, Any]:
-    """Return what the page shows, as JSON can hold it: sections of HTML by their ids, and what page.js draws."""
+    """Return what the page shows, as JSON: sections of HTML by their ids, and what page.js draws."""
     plots = figures(runs)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
     return {
@@ -37,7 +37,7 @@ def contents(runs: list[Run], now: float) -> dict[str, Any]:
 
 
 def page(shown: dict[str, Any], follow: int = 0) -> str:
-    """Return the page that shows `contents`; `follow`: seconds between two looks for newer ones, 0: none."""
+    """Return the page that shows `contents`. `follow`: seconds between two requests for newer ones, or 0."""
     section = lambda id: f'<div id="{id}">{shown["sections"][id]}</div>'
     choice = "".join(
         f'<label><input type="radio" name="axis" value="{axis}"{" checked" * (axis == "tokens")}> {name}</label>'
@@ -55,7 +55,7 @@ def page(shown: dict[str, Any], follow: int = 0) -> str:
 
 
 def _know(runs: list[Run], now: float) -> str:
-    parts = [("Beside each other", compared(runs))] if len(runs) > 1 else []
+    parts = [("Comparison", compared(runs))] if len(runs) > 1 else []
     parts += [(run.name if len(runs) > 1 else "What to know", sentences(run, now)) for run in runs]
     mark = ' class="heed"'
     item = lambda sentence: f"<li{mark * sentence.heed}>{escape(sentence.text)}</li>"
@@ -68,13 +68,13 @@ def _differences(runs: list[Run]) -> str:
 
 
 def _missing(plots: list[Figure]) -> str:
-    """Return what is not drawn, in a sentence for each reason."""
+    """Return a sentence for each reason why plots are not drawn."""
     by_reason: dict[str, list[str]] = {}
     for plot in plots:
         if not plot.traces:
             by_reason.setdefault(plot.missing, []).append(plot.title)
     return "".join(
-        f'<p class="muted">Not drawn, for want of {escape(reason)}: {escape(", ".join(dict.fromkeys(titles)))}.</p>'
+        f'<p class="muted">Not drawn without {escape(reason)}: {escape(", ".join(dict.fromkeys(titles)))}.</p>'
         for reason, titles in by_reason.items()
     )
 
@@ -83,7 +83,7 @@ def _spikes(run: Run) -> str:
     parts = []
     for i, spike in enumerate(run.spikes[-SHOWN_SPIKES:]):
         loss, usual = (f"{value:.4f}" if value is not None else "unknown" for value in (spike.loss, spike.median))
-        where = f"back to step {spike.step:,}, for a jump" if spike.rolled_back else f"step {spike.step:,}: a jump"
+        where = f"back to step {spike.step:,}, after a jump" if spike.rolled_back else f"step {spike.step:,}: a jump"
         batch = f", in batch {spike.batch:,}" if spike.batch is not None else ""
         shown = "".join(f"<pre>{escape(text)}</pre>" for text in spike.texts)
         if not spike.rolled_back:

@@ -1,4 +1,4 @@
-"""What plots have in common: plain dicts that plotly.js draws (plotly.com/javascript/reference)."""
+"""Build plots as plain dicts that plotly.js draws (plotly.com/javascript/reference)."""
 
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 class Figure(NamedTuple):
-    """A plot, or why there is none."""
+    """A plot, or the reason why there is none."""
 
     id: str
     title: str
@@ -17,7 +17,7 @@ class Figure(NamedTuple):
     traces: list[dict]
     layout: dict[str, Any]
     missing: str = ""
-    """What would have to be known for it; shown if there are no traces."""
+    """What the plot needs; shown if there are no traces."""
 
 
 def plot_layout(log: bool) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def plot_layout(log: bool) -> dict[str, Any]:
         "xaxis": {**axis, "title": {"standoff": 8}},
         "yaxis": {**axis, "type": "log", "tickformat": "~g"} if log else {**axis, "type": "linear"},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "font": {"size": 11}, "tracegroupgap": 0},
-        "uirevision": "kept",  # zoom and hidden lines stay when a page that is followed is drawn again
+        "uirevision": "kept",  # zoom and hidden lines stay when --follow draws the page again
     }
 
 
@@ -57,5 +57,5 @@ def stacked_bars(names: list[str], parts: dict[str, list], hover: str) -> tuple[
 
 
 def short(values: list[float]) -> list[float]:
-    """Return six digits of each value, which no eye can tell from the value itself: half of the page's size."""
+    """Return each value with six digits, which look the same and halve the page's size."""
     return [float(f"{value:.6g}") for value in values]

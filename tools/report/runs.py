@@ -1,8 +1,8 @@
-"""What runs record, read from their folders: facts for sentences (tools/report/sentences.py) and for plots
+"""Read what runs recorded in their folders: facts for sentences (tools/report/sentences.py) and plots
 (tools/report/page.py).
 
-It needs neither JAX nor the text, the checkpoints or the devices of a run, only config.json, metrics.jsonl,
-events.jsonl and summary.json, so that a laptop can look at what a pod trained. What no line has is missing from a plot.
+It needs only config.json, metrics.jsonl, events.jsonl and summary.json, so that a laptop can show what a pod trained.
+It needs no JAX, and no text, checkpoints or devices of the run. A plot lacks what no line has.
 """
 
 import json
@@ -37,17 +37,17 @@ class Spike(NamedTuple):
     step: int
     loss: float | None
     median: float | None
-    """Of the steps before."""
+    """Median loss of the steps before."""
     batch: int | None
     texts: list[str]
     """Beginnings of rows that the step saw; a rollback has none."""
     rolled_back: bool
-    """Whether the run went back to the checkpoint of `step`, and left the batches up to the jump out."""
+    """Whether the run went back to the checkpoint of `step`, and skipped the batches up to the jump."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as its folder records it."""
+    """A run, as its folder records it."""
 
     name: str
     folder: str
@@ -57,45 +57,46 @@ class Run:
     record: dict[str, Any]
     """config.json: `versions`, `devices`, `dataset`, `changes`."""
     lines: list[dict]
-    """Of metrics.jsonl."""
+    """Lines of metrics.jsonl."""
     events: list[dict]
     summary: dict[str, Any] | None
-    """None: the run is not complete."""
+    """None if the run is not complete."""
 
     def course(self, *path: str) -> Course:
-        """Return the values that metrics.jsonl has at this place of its lines: course("grad_norms", "embed")."""
+        """Return the values at this place of metrics.jsonl's lines, as course("grad_norms", "embed")."""
         return course_of((line["step"], number(line, *path)) for line in self.lines)
 
     def names(self, *path: str) -> list[str]:
-        """Return the keys that metrics.jsonl has at this place of its lines: names("grad_norms"), the groups."""
+        """Return the keys at this place of metrics.jsonl's lines: names("grad_norms") are the groups."""
         names = {name for line in self.lines for name in at(line, *path) or ()}
         return sorted(names, key=lambda name: (int(name) if name.isdecimal() else -1, name))
 
     def along(self, axis: str, steps: list[int]) -> list[float]:
-        """Return where steps are on an axis of AXES. Lines of evaluations have no seconds, and those of spikes no
-        tokens: these get a value between those of the logged lines around them."""
+        """Return the positions of steps on an axis of AXES. Lines of evaluations have no seconds, and lines of spikes
+        no tokens: these are interpolated between the logged lines around them."""
         known = self.course(axis)
         marks = Course([0, *known.steps], [0.0, *known.values])
         return [float(step) if axis == "step" else _between(marks, step) for step in steps]
 
     @property
     def last_step(self) -> int:
-        """The newest step that anything was written of."""
+        """Return the newest step that has a line."""
         return max((line["step"] for line in self.lines), default=0)
 
     @property
     def last_sign(self) -> float:
-        """When anything was last written, in seconds since 1970; 0: never."""
+        """Return when something was last written, in seconds since 1970; 0 for never."""
         return max((entry["time"] for entry in (*self.lines[-1:], *self.events[-1:])), default=0.0)
 
     @property
     def goodput(self) -> dict[str, float]:
-        """Seconds of all starts, by what they went to (run/goodput.py)."""
+        """Return the seconds of all starts, by their use (run/goodput.py)."""
         return goodput(self.events)
 
     @property
     def spikes(self) -> list[Spike]:
-        """Jumps of the loss, rollbacks among them: those leave a line of their own, as their steps' lines go."""
+        """Return jumps of the loss, including rollbacks, which have their own line since their steps' lines are
+        removed."""
         return [
             Spike(
                 line["step"],
@@ -112,7 +113,7 @@ class Run:
 
     @property
     def samples(self) -> list[tuple[int, list[str]]]:
-        """Continuations of the run's prompts, by the step they were made at."""
+        """Return continuations of the run's prompts, by their step."""
         return [(line["step"], line["samples"]) for line in self.lines if line.get("samples")]
 
 
@@ -123,7 +124,7 @@ def course_of(pairs: Iterable[tuple[int, float | None]]) -> Course:
 
 
 def at(line: dict, *path: str) -> Any:
-    """Return what is at this place of nested dicts; None if nothing is there."""
+    """Return the value at this place of nested dicts, or None."""
     value: Any = line
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
@@ -131,13 +132,13 @@ def at(line: dict, *path: str) -> Any:
 
 
 def number(line: dict, *path: str) -> float | None:
-    """Return the finite number at this place of nested dicts; None if there is none."""
+    """Return the finite number at this place of nested dicts, or None."""
     value = at(line, *path)
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _between(marks: Course, step: int) -> float:
-    """Return the value at a step, on a straight line between the marks around it; after them the last one's."""
+    """Return the value at a step, interpolated between the marks around it; after the last mark, the last value."""
     after = bisect_left(marks.steps, step)
     if after == len(marks.steps) or marks.steps[after] == step:
         return marks.values[min(after, len(marks.values) - 1)]
@@ -147,7 +148,7 @@ def _between(marks: Course, step: int) -> float:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Return the run in a folder. UserError if there is none, or one that this version cannot read."""
+    """Return the run in a folder. Raise UserError if there is none, or one that this version cannot read."""
     given, folder = str(folder), at_hand(folder)
     record_file, summary_file = folder / "config.json", folder / "summary.json"
     if not record_file.is_file():
@@ -175,7 +176,7 @@ def flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_runs(folders: list[str]) -> list[Run]:
-    """Return the runs in these folders, each under a name of its own: its folder, if two have one name."""
+    """Return the runs in these folders, each with a unique name: its folder if two have the same name."""
     runs = [read_run(folder) for folder in {place(folder): folder for folder in folders}.values()]
     names = [run.name for run in runs]
     return [run if names.count(run.name) == 1 else replace(run, name=run.folder) for run in runs]

@@ -1,4 +1,4 @@
-"""What a person should know of a run, in sentences with figures; those that ask for something are marked."""
+"""Write what a person should know about a run, in sentences with figures; those that ask for action are marked."""
 
 import math
 from collections.abc import Iterator
@@ -9,28 +9,28 @@ from typing import NamedTuple
 from configs.exit_codes import Exit
 from tools.report.runs import Course, Run, course_of, number
 
-ALIVE = 300  # seconds without a line after which a run that has not stopped is reported, or three times the usual
-WAITING = 0.05  # share of the time that waiting for data, or steps done again, may take before it is worth a thought
-SLOWER = 0.85  # of its first rate: the run has become slower
-UNCHANGED = 0.1  # share of a group's parameters that an update is too small for
+ALIVE = 300  # seconds without a line after which a run may be dead, or three times the usual gap
+WAITING = 0.05  # share of the time that waiting for data, or repeated steps, may take without a warning
+SLOWER = 0.85  # of its first rate: below it, the run became slower
+UNCHANGED = 0.1  # share of a group's parameters that an update may be too small to change
 
 
 class Sentence(NamedTuple):
-    """A sentence, or two."""
+    """One sentence or two."""
 
     text: str
     heed: bool = False
-    """Whether somebody may want to do something about it."""
+    """Whether it asks for action."""
 
 
 def sentences(run: Run, now: float) -> list[Sentence]:
-    """Return what a person should know of one run, at the time `now` (seconds since 1970)."""
+    """Return what a person should know about one run, at the time `now` (seconds since 1970)."""
     subjects = (sizes, made_with, losses, benchmarks, jumps, sources, speed, time_spent, noise, coherence, updates)
     return [state(run, now), *(sentence for subject in subjects for sentence in subject(run))]
 
 
 def state(run: Run, now: float) -> Sentence:
-    """Return how far the run is, and whether it runs."""
+    """Return how far the run is, and whether it is running."""
     steps, step = run.options["steps"], run.last_step
     if run.summary:
         tokens, seconds = run.summary["tokens"], run.summary["seconds"]
@@ -64,7 +64,7 @@ def sizes(run: Run) -> Iterator[Sentence]:
 
 
 def made_with(run: Run) -> Iterator[Sentence]:
-    """Yield what later starts were made with that differs from the one before."""
+    """Yield how code, devices and versions of later starts differ from the start before."""
     starts = [event for event in run.events if event["event"] == "start" and "code_hash" in event]
     facts = [
         {"code": f"{start['code_hash']}{' (git: changed files)' * start.get('dirty', False)}"}
@@ -77,11 +77,11 @@ def made_with(run: Run) -> Iterator[Sentence]:
             f"{name} {before.get(name)} -> {value}" for name, value in after.items() if before.get(name) != value
         ]
         if changed:
-            yield Sentence(f"From step {start['step']:,} on it was made with other things: {'; '.join(changed)}.", True)
+            yield Sentence(f"From step {start['step']:,} on these differ: {'; '.join(changed)}.", True)
 
 
 def losses(run: Run) -> Iterator[Sentence]:
-    """Yield where the losses are, and where they go."""
+    """Yield the losses and their trend."""
     loss, val = run.course("loss"), run.course("val_loss")
     if val.values:
         last, best = val.values[-1], min(val.values)
@@ -108,7 +108,7 @@ def losses(run: Run) -> Iterator[Sentence]:
 
 
 def benchmarks(run: Run) -> Iterator[Sentence]:
-    """Yield CORE, if the run measured it."""
+    """Yield CORE if the run measured it."""
     core, errors = run.course("core"), run.course("core_stderr").values
     if core.values:
         first = f"; it was {core.values[0]:.4f} at step {core.steps[0]:,}" * (len(core.values) > 1)
@@ -121,12 +121,12 @@ def jumps(run: Run) -> Iterator[Sentence]:
     for rolled_back in (False, True):
         if steps := sorted({spike.step for spike in run.spikes if spike.rolled_back == rolled_back}):
             listed = ", ".join(f"{step:,}" for step in steps[:6]) + ", ..." * (len(steps) > 6)
-            jumped = f"The loss jumped at {counted(len(steps), 'step')} ({listed}); the text of each stands below."
+            jumped = f"The loss jumped at {counted(len(steps), 'step')} ({listed}); the text of each is below."
             back = f"A jump of the loss made the run go back {counted(len(steps), 'time')}, to step {listed}."
             yield Sentence(back if rolled_back else jumped, True)
     if skipped := int(max(run.course("skipped_steps").values, default=0)):
-        why = "for want of a finite gradient, or of a valid token"
-        yield Sentence(f"{counted(skipped, 'step')} changed nothing, {why}.", True)
+        why = "no finite gradient, or no valid token"
+        yield Sentence(f"{counted(skipped, 'step')} changed nothing: {why}.", True)
     norms, bound = run.course("grad_norm").values, run.options["optimizer.clip_norm"]
     if bound and norms and (share := sum(norm > bound for norm in norms) / len(norms)) >= 0.1:
         yield Sentence(f"The gradient was clipped to a norm of {bound:g} at {percent(share)} of the logged steps.")
@@ -139,7 +139,7 @@ def sources(run: Run) -> Iterator[Sentence]:
     if epochs:
         listed = ", ".join(f"{name} {times:.3g} times" for name, times in epochs.items())
         again = ", ".join(name for name, times in epochs.items() if times > 1)
-        yield Sentence(f"It went through {listed}" + (f": rows of {again} came again." if again else "."))
+        yield Sentence(f"It read {listed}" + (f": rows of {again} were repeated." if again else "."))
 
 
 def speed(run: Run) -> Iterator[Sentence]:
@@ -153,9 +153,9 @@ def speed(run: Run) -> Iterator[Sentence]:
     early, late = (median(part) if quarter >= 4 else 0 for part in (rates[:quarter], rates[-quarter:]))
     if late < SLOWER * early:
         rates_now = f"{quantity(late)} tokens a second in its last quarter, {quantity(early)} before"
-        yield Sentence(f"It has become slower: {rates_now}.", True)
+        yield Sentence(f"It became slower: {rates_now}.", True)
     if memory := run.course("peak_memory_bytes").values:
-        yield Sentence(f"A device held {max(memory) / 2**30:.1f} GiB at most.")
+        yield Sentence(f"A device used at most {max(memory) / 2**30:.1f} GiB.")
 
 
 def time_spent(run: Run) -> Iterator[Sentence]:
@@ -168,7 +168,7 @@ def time_spent(run: Run) -> Iterator[Sentence]:
         yield Sentence(f"Steps took {percent(spent['steps'] / wall)} of {duration(wall)} of wall time{others}.")
         lost, down = spent["lost"] / wall, spent["down"] / wall
         if lost + down > WAITING:
-            text = f"{percent(lost)} of the wall time went to steps that were done again, {percent(down)} to no process"
+            text = f"{percent(lost)} of the wall time went to repeated steps, {percent(down)} to no process"
             yield Sentence(f"{text} (--checkpoint.every_minutes bounds the first).", True)
     if (waits := run.course("data_wait").values) and (waited := mean(waits)) > WAITING:
         repair = f"more --data.workers ({run.options['data.workers']} now), or text on a faster disk, would help"
@@ -176,8 +176,8 @@ def time_spent(run: Run) -> Iterator[Sentence]:
 
 
 def noise(run: Run) -> Iterator[Sentence]:
-    """Yield the batch against the gradient noise scale, by the rule of arXiv:1812.06162: with batch b and noise scale B
-    a loss takes 1 + B/b times the fewest possible steps, and 1 + b/B times the fewest possible tokens."""
+    """Yield the batch compared with the gradient noise scale, by the rule of arXiv:1812.06162: with batch b and noise
+    scale B, a loss takes 1 + B/b times the fewest possible steps, and 1 + b/B times the fewest possible tokens."""
     measured = lambda name: [line for line in run.lines if number(line, "diagnostics", name) is not None]
     name = "noise_scale" if measured("noise_scale_low") or measured("noise_scale") else "noise_scale_moments"
     lines = measured(f"{name}_low") or measured(name)
@@ -199,16 +199,16 @@ def noise(run: Run) -> Iterator[Sentence]:
     if ratio >= 2:
         steps, tokens = (1 + 2 / ratio) / (1 + 1 / ratio) - 1, 1 - (1 + ratio / 2) / (1 + ratio)
         cost = f"{percent(steps)} more steps and {percent(tokens)} fewer tokens"
-        advice = f"half of it would lose little: by arXiv:1812.06162, {cost} for the same loss"
+        advice = f"half the batch would lose little: by arXiv:1812.06162, {cost} for the same loss"
     elif ratio <= 0.5:
         steps, tokens = 1 - (1 + 0.5 / ratio) / (1 + 1 / ratio), (1 + 2 * ratio) / (1 + ratio) - 1
         cost = f"{percent(steps)} fewer steps for {percent(tokens)} more tokens"
-        advice = f"twice of it would take, by arXiv:1812.06162, {cost}"
+        advice = f"twice the batch would take, by arXiv:1812.06162, {cost}"
     yield Sentence(f"The batch of {quantity(batch)} tokens is {times}: {advice}.", ratio >= 2)
 
 
 def coherence(run: Run) -> Iterator[Sentence]:
-    """Yield how far the micro-batches of a step agree."""
+    """Yield how much the micro-batches of a step agree."""
     cosines = run.course("diagnostics", "coherence_running").values
     if not cosines:
         return
@@ -222,9 +222,9 @@ def coherence(run: Run) -> Iterator[Sentence]:
 
 
 def updates(run: Run) -> Iterator[Sentence]:
-    """Yield sizes of updates against those of their parameters, by group, after the first tenth of the measured steps.
+    """Yield sizes of updates over sizes of their parameters, by group, after the first tenth of the measured steps.
 
-    They come without a verdict: what is usual depends on the group, the optimizer and the network.
+    There is no verdict: what is usual depends on the group, the optimizer and the network.
     """
     ratios = {group: ratio(run, "groups", group).values for group in run.names("diagnostics", "groups")}
     medians = {group: median(values[len(values) // 10 :]) for group, values in ratios.items() if values}
@@ -237,7 +237,7 @@ def updates(run: Run) -> Iterator[Sentence]:
             why = "a step changes nothing, since float32 rounds their updates away, or there are none"
             yield Sentence(f"In {percent(share)} of the parameters of {group} {why}.")
     if run.lines and not any(line.get("diagnostics") for line in run.lines):
-        switch = "--diagnostics.every_steps=10 switches them on"
+        switch = "--diagnostics.every_steps=10 turns them on"
         yield Sentence(f"Noise scale, coherence and sizes of updates were not measured: {switch}.")
 
 
@@ -262,7 +262,7 @@ def quantity(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share: 62%, 3.1%, 0.0042%."""
+    """Return a share as text: 62%, 3.1%, 0.0042%."""
     return f"{100 * share:.0f}%" if abs(share) >= 0.1 else f"{100 * share:.2g}%"
 
 

@@ -1,9 +1,9 @@
-"""Chooses a run's micro-batch, rates and batch: python -m tools.tune --config=FILE --budget=3%.
+"""Choose a run's micro-batch, rates and batch: python -m tools.tune --config=FILE --budget=3%.
 
-Five stages, each of which stops by its own rule: fit compiles what may fit the memory; time takes steps of it in turn;
-noise measures the gradient noise scale along the run's beginning; rate trains short runs with other rates; branch
-trains on from one checkpoint with other batches. The same command goes on where it was stopped. It writes tuned.py, a
-config that train.py takes, tune.json and pictures. docs/tuning.md shows one from end to end.
+Each of five stages stops by its own rule: fit compiles what may fit the memory; time takes steps of it in turn; noise
+measures the gradient noise scale along the run's beginning; rate trains short runs with other rates; branch trains on
+from one checkpoint with other batches. The same command resumes. It writes tuned.py, a config that train.py takes,
+tune.json and pictures. docs/tuning.md shows an example.
 """
 
 import math
@@ -34,7 +34,7 @@ from tools.tune.trial import Context, evaluation_cost
 from tools.tune.tune_json import STAGES, Record
 from training.build import build
 
-OF_RATE = 0.5  # the share of the remaining budget that `rate` may spend where `branch` comes after it
+OF_RATE = 0.5  # the share of the remaining budget that `rate` may spend if `branch` comes after it
 
 
 @dataclass(frozen=True)
@@ -42,40 +42,41 @@ class Arguments:
     """Options of this command, not of the run."""
 
     stages: str = ",".join(STAGES)
-    """Which of them, in their order. `time` takes what `fit` found."""
+    """The stages to run, in their order. `time` needs the results of `fit`."""
     budget: str = "3%"
-    """The share of the run's FLOPs that the stages may spend together; 0 is without limit. Compiling is not in it."""
+    """The share of the run's FLOPs that the stages may spend together; 0 is no limit. Compiling does not count."""
     memory: NotNegative[float] = 0.0
-    """GiB of a device, in place of what it says; for a `topology` that is not known, or to leave room for others."""
+    """GiB of a device, instead of what it reports: for an unknown `topology`, or to leave memory to other programs."""
     topology: str = ""
-    """Only with `--stages=fit`: a TPU slice (`v5e:4x4`) or GPUs (`h200:8`) that need not be here."""
+    """A TPU slice (`v5e:4x4`) or GPUs (`h200:8`) to compile for, which need not be here. Only with `--stages=fit`."""
     out: FilePath = ""
-    """The folder of all that it writes; `runs/NAME-tune` unless given."""
+    """The folder for all results; `runs/NAME-tune` unless given."""
 
 
 def stages_of(text: str) -> list[str]:
-    """The stages that were asked for. UserError for others."""
+    """Parse names of stages. Raise UserError for others."""
     asked = text.split(",")
     if unknown := [stage for stage in asked if stage not in STAGES]:
-        raise UserError(f"--stages={text}: {', '.join(map(repr, unknown))} is none of {', '.join(STAGES)}")
+        wrong = ", ".join(map(repr, unknown))
+        raise UserError(f"--stages={text}: {wrong} is not one of {', '.join(STAGES)}")
     return [stage for stage in STAGES if stage in asked]
 
 
 def budget_of(text: str) -> float:
-    """`3%` or `0.03` as a share; 0 for no limit. UserError for others."""
+    """Parse `3%` or `0.03` as a share; 0 is no limit. Raise UserError for others."""
     try:
         share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
         share = math.nan
     if not 0 <= share < math.inf:
-        raise UserError(f"--budget={text} is no share of the run's FLOPs; as 3%, or 0 for no limit")
+        raise UserError(f"--budget={text} is not a share of the run's FLOPs; give 3%, or 0 for no limit")
     return share
 
 
 def needs(config: Config, record: Record, candidates: int = 2) -> dict[str, float]:
-    """The least tokens that each stage can do anything with, beyond what is on record of it."""
+    """Return the fewest tokens that each stage needs to do anything, beyond what is recorded of it."""
     size, evaluation = config.batch.tokens_per_step, evaluation_cost(config)
-    begun = bool(record.pieces_of("noise")) and record.decided("rate", "rate", 1.0) == 1  # else `branch` begins anew
+    begun = bool(record.pieces_of("noise")) and record.decided("rate", "rate", 1.0) == 1  # else its own beginning
     least = {
         "time": candidates * (timing.MIN_ROUNDS + 1) * size if candidates > 1 else 0,
         "noise": noise.needed(config.steps, size),
@@ -86,13 +87,13 @@ def needs(config: Config, record: Record, candidates: int = 2) -> dict[str, floa
 
 
 def too_little(record: Record, stage: str, tokens: float) -> str:
-    """What a stage that the budget is not enough for would need."""
-    left = "" if math.isinf(record.left) else f", and {record.share(record.left)} of it are left"
+    """Return a message: what a stage needs that the budget is too small for."""
+    left = "" if math.isinf(record.left) else f", and {record.share(record.left)} are left"
     return f"{stage} needs at least {record.share(tokens)} of the run's FLOPs{left}"
 
 
 def require_enough(config: Config, record: Record, stages: list[str]) -> None:
-    """UserError if the budget is too small for every stage that was asked for. (`fit` runs nothing.)"""
+    """Raise UserError if the budget is too small for every requested stage. (`fit` runs nothing.)"""
     least = needs(config, record)
     if all(stage in least and least[stage] > record.left for stage in stages):
         missing = "; ".join(too_little(record, stage, least[stage]) for stage in stages)
@@ -100,22 +101,22 @@ def require_enough(config: Config, record: Record, stages: list[str]) -> None:
 
 
 def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit:
-    """The stages, one after the other; each says what it decides as soon as it does."""
+    """Run the stages, one after the other. Each prints its decision when it ends."""
     stages, say = stages_of(arguments.stages), tqdm.write
     require_steps(config)
     if config.batch.ramp:
-        raise UserError(f"--batch.ramp={config.batch.ramp}: a constant batch is what is tuned; leave the ramp out")
+        raise UserError(f"--batch.ramp={config.batch.ramp}: tools.tune tunes a constant batch; leave the ramp out")
     if arguments.topology and stages != ["fit"]:
-        raise UserError(f"--topology={arguments.topology} is compiled for, not run on: give --stages=fit")
+        raise UserError(f"--topology={arguments.topology} can be compiled for, not run on: give --stages=fit")
     devices = devices_of(arguments.topology)
     limit = device_memory(arguments, devices)
-    built = build(config, devices)  # which refuses sizes that do not divide
+    built = build(config, devices)  # raises UserError for sizes that do not divide
     record = Record(folder, config, budget_of(arguments.budget), devices[0], len(devices))
     if {"noise", "branch"} & {*stages} and not noise.points(config.steps):
-        raise UserError(f"--steps={config.steps}: noise and branch need a run of {BLOCKS} steps at least")
+        raise UserError(f"--steps={config.steps}: noise and branch need a run of at least {BLOCKS} steps")
     require_enough(config, record, stages)
     if "time" in stages and "fit" not in stages and not fit.that_fit(record, limit):
-        raise UserError("--stages: time takes what fit found to fit, and there is nothing of it yet; give fit, too")
+        raise UserError("--stages: time needs the results of fit, and there are none yet; give fit, too")
     programs = fit.fit(config, record, limit, say, devices) if "fit" in stages else {}
     if "fit" in stages:
         say_decision(record, "fit", say)
@@ -149,22 +150,20 @@ def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit
 
 
 def say_decision(record: Record, stage: str, say: Callable[[str], Any]) -> None:
-    """Says in a line what a stage decided."""
+    """Print a stage's decision as a line."""
     decision = record.decisions[stage]
     say(f"{stage}: {decision.says} ({decision.kind}; cost {record.share(record.cost(stage))} of the run)")
 
 
 def device_memory(arguments: Arguments, devices: list) -> int:
-    """Bytes of a device. UserError for a topology that is not known to have so much."""
+    """Return the bytes of a device. Raise UserError for a topology whose memory is not known."""
     if arguments.memory:
         return int(arguments.memory * GIB)
     if not arguments.topology:
         return device_bytes(devices[0], len(devices))
     kind = parse_topology(arguments.topology).kind
     if kind not in machines():
-        raise UserError(
-            f"--topology={arguments.topology}: how much memory a {kind} has is not known; give --memory=GIB"
-        )
+        raise UserError(f"--topology={arguments.topology}: the memory of a {kind} is not known; give --memory=GIB")
     return machines()[kind].for_programs
 
 
@@ -175,7 +174,7 @@ def main() -> int:
         if not arguments.topology:
             start_jax()
         if jax.process_count() > 1:
-            raise UserError("python -m tools.tune runs in one process, whose times all decisions come from")
+            raise UserError("python -m tools.tune runs in one process: times of several would disagree")
         try:
             lock.take()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""branch: the batch times 1/2, 1, 2 and 4, from one checkpoint, over the same tokens: the critical batch, measured."""
+"""branch: measure the critical batch: 1/2, 1, 2 and 4 times the batch, from one checkpoint, over the same tokens."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,25 +18,26 @@ BRANCHES: list[tuple[float, Rule]] = [
     (1.0, RULES[0]),
     *((factor, rule) for rule in RULES for factor in FACTORS if factor != 1),
 ]
-TOLERANCE = 0.01  # nats that a batch may lose on the best, and still be called no waste
+TOLERANCE = 0.01  # nats that a batch may lose on the best without wasting tokens
 MIN_STEPS = 16  # of the run's own batch, in a branch
 
 
 def needed(steps: int, tokens_per_step: int, evaluation: int, trunk: bool) -> int:
-    """Tokens of the shortest branches from the first point on, which is trained before where there is no `trunk`."""
+    """Return the tokens of the shortest branches from the first point on. Without a `trunk`, add those up to the
+    point."""
     before = 0 if trunk else next(iter(points(steps)), 0) * tokens_per_step
     return before + len(BRANCHES) * (MIN_STEPS * tokens_per_step + evaluation)
 
 
 def length(start: int, tokens_per_step: int, allowed: float, evaluation: int) -> int:
-    """Steps of the run's own batch that a branch takes: as many as led to the checkpoint, or what the budget allows."""
+    """Return a branch's steps of the run's own batch: as many as led to the checkpoint, or what the budget allows."""
     affordable = int(min(allowed / len(BRANCHES) - evaluation, 2.0**62) // tokens_per_step)
     return max(MIN_STEPS, min(start, affordable) // DIVISOR * DIVISOR)
 
 
 def branch(context: Context, rate: float) -> None:
-    """Trains from the beginning that `noise` left (with the rate that `rate` chose, if it chose another: from a
-    beginning of its own), with each batch and rule, and decides for the largest batch that loses next to nothing."""
+    """Train with each batch and rule from the beginning that `noise` trained, and choose the largest batch that loses
+    at most TOLERANCE. If `rate` chose another rate, train a new beginning with it."""
     record, say = context.record, context.say
     rate = record.pieces.get("branch/plan", {}).get("rate", rate)
     config = with_rates(with_options(context.config, record.speed), rate)
@@ -58,7 +59,7 @@ def branch(context: Context, rate: float) -> None:
             say(f"branch: {name} would pass the budget")
             break
         origin, until = Origin(trunk, plan["start"], int(first)), int(first + last)
-        branched = with_options(branched, {"steps": until})  # so that schedules end with it, as the run's will
+        branched = with_options(branched, {"steps": until})  # schedules end with the branch
         work = lambda name=name, branched=branched, until=until, origin=origin: context.losses(
             name, branched, until, origin
         )
@@ -71,7 +72,7 @@ def branch(context: Context, rate: float) -> None:
 
 
 def _trunk(context: Context, config: Config, rate: float) -> tuple[int, Path]:
-    """The steps of the checkpoint to branch from, and its folder; trained, where `noise` did not."""
+    """Return the step of the checkpoint to branch from, and its folder. Train it if `noise` did not."""
     record, size = context.record, config.batch.tokens_per_step
     if rate == 1 and record.pieces_of("noise"):
         return max(map(int, record.pieces_of("noise"))), context.folder / TRUNK
@@ -88,8 +89,8 @@ def _trunk(context: Context, config: Config, rate: float) -> tuple[int, Path]:
 
 
 def fitting(config: Config, devices: Sequence[Any] | None = None) -> Config | None:
-    """The config with rows of a micro-batch that its batch can be divided into, on all devices here or those given;
-    None if there are none."""
+    """Return the config with rows of a micro-batch that divide its batch, on all devices here or those given; None if
+    there are none."""
     for rows in (config.batch.rows_per_device >> n for n in range(config.batch.rows_per_device.bit_length())):
         if divides(of_rows := with_options(config, {"batch.rows_per_device": rows}), devices):
             return of_rows
@@ -97,8 +98,8 @@ def fitting(config: Config, devices: Sequence[Any] | None = None) -> Config | No
 
 
 def decision(losses: dict[tuple[float, Rule], list[float]], batch: int, share: float, noise: dict) -> Decision:
-    """From the losses of each branch; `noise`: the noise scale after as many steps as the checkpoint's, as
-    a piece."""
+    """Return the decision from each branch's losses. `noise`: the piece with the noise scale at the checkpoint's
+    step."""
     if len(losses) < 2 or not better_half(losses):
         return Decision("branch", "no two batches were compared", "not done", {})
     (factor, rule), behind = critical_batch(losses, TOLERANCE)
@@ -112,5 +113,5 @@ def decision(losses: dict[tuple[float, Rule], list[float]], batch: int, share: f
         f"over held-out text, not over seeds: {shown}"
     )
     if factor < 1:  # the critical batch grows along the run
-        says += "; the batch stays: a smaller one would be too small later, and a ramp (--batch.ramp) can start small"
+        says += "; the batch stays: a smaller one would be too small later; a ramp (--batch.ramp) can start small"
     return Decision("branch", says, "extrapolated", {"batch": factor, "rule": rule} if factor > 1 else {})

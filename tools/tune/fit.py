@@ -1,5 +1,5 @@
-"""fit: which rows a device, recomputation, chunks of the loss and mesh fit its memory. Programs are compiled, none is
-run."""
+"""fit: find which rows a device, recomputation, chunks of the loss and mesh fit its memory. It compiles, and runs
+nothing."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,14 +15,14 @@ from training.build import build
 from training.mesh import batch_devices, islands, make_mesh
 
 REMAT = ("none", "products", "block")  # each with more work than the one before
-MORE_CHUNKS = 8  # tried beside 1 where the config has 1
+MORE_CHUNKS = 8  # tried as well if the config has 1
 
 
 class Candidate(NamedTuple):
-    """What changes speed and memory, and no result."""
+    """Options that change speed and memory, but no result."""
 
     rows: int
-    """Of a micro-batch on one device."""
+    """Rows of a micro-batch on one device."""
     remat: str
     loss_chunks: int
     fsdp: int = 1
@@ -32,7 +32,7 @@ class Candidate(NamedTuple):
         return f"{self.rows}-{self.remat}-{self.loss_chunks}-{self.fsdp}"
 
     def options(self) -> dict[str, Any]:
-        """By the options' names."""
+        """Return the values by the options' names."""
         return {
             "batch.rows_per_device": self.rows,
             "model.remat": self.remat,
@@ -41,19 +41,19 @@ class Candidate(NamedTuple):
         }
 
     def applied_to(self, config: Config) -> Config:
-        """The config with it."""
+        """Return the config with these options."""
         return with_options(config, self.options())
 
 
 def named(name: str) -> Candidate:
-    """The candidate of this name."""
+    """Return the candidate of this name."""
     rows, remat, chunks, fsdp = name.split("-")
     return Candidate(int(rows), remat, int(chunks), int(fsdp))
 
 
 def meshes(config: Config, devices: Sequence[Any] | None = None) -> list[int]:
-    """The sizes of `fsdp` that there are for the config's `tensor`, from the one that sends least: the powers of two
-    that divide the devices and the network, inside a slice or node. The config's alone, where it sets `mesh.data`."""
+    """Return the sizes of `fsdp` for the config's `tensor`, the one that sends least first: powers of two that divide
+    the devices and the network, inside a slice or node. Only the config's if it sets `mesh.data`."""
     mesh = make_mesh(config.mesh, devices)
     if config.mesh.data != -1:
         return [config.mesh.fsdp]
@@ -73,8 +73,8 @@ def divides(config: Config, devices: Sequence[Any] | None = None) -> bool:
 
 
 def kinds(config: Config) -> list[list[tuple[str, int]]]:
-    """(remat, loss_chunks), by levels of recomputation from the config's on, its own chunks first: what is chosen is
-    timed beside the config as it is."""
+    """Return (remat, loss_chunks) by levels of recomputation from the config's on, its own chunks first, so that the
+    unchanged config is among the candidates that are timed."""
     length, chunks = config.batch.sequence_length, config.model.loss_chunks
     other = 1 if chunks > 1 else MORE_CHUNKS
     tried = [chunks] if length % other else [chunks, other]
@@ -88,11 +88,10 @@ def frontier(
     share: int,
     fits: Callable[[Candidate], bool],
 ) -> None:
-    """Asks of candidates whether they fit: from `rows` up by doubling to the `share` of rows that a device has of a
-    step, or down by halving, until what fits and what does not are neighbours. Each kind starts where the one before
-    ended. Once a level takes the whole share, the next ones are left out: they recompute more, and there is no memory
-    that they would have to save. So it goes for each size of `fsdp`, until one takes the whole share without more
-    recomputation than the config's: the next ones would send more."""
+    """Ask which candidates fit, until the largest that fits and the smallest that does not are neighbours. Rows double
+    from `rows` up to a device's `share` of a step, or halve. Each kind starts at the rows of the one before. Once a
+    level fits the complete share, skip the next ones, which recompute more. Do so for each size of `fsdp`, until one
+    fits the complete share without more recomputation than the config's: the next ones would send more."""
     for fsdp in sizes_of_fsdp:
         if _frontier(levels, rows, share, lambda candidate: fits(candidate._replace(fsdp=fsdp))):  # noqa: B023
             return
@@ -101,7 +100,7 @@ def frontier(
 def _frontier(
     levels: Sequence[Sequence[tuple[str, int]]], rows: int, share: int, fits: Callable[[Candidate], bool]
 ) -> bool:
-    """Whether the first level takes the whole share."""
+    """Return whether the first level fits the complete share."""
     sizes = sorted({*halvings(share), *(n for n in halvings(rows) if share % n == 0)})
     at = sizes.index(max((n for n in sizes if n <= rows), default=sizes[0]))
     for level in levels:
@@ -129,8 +128,8 @@ def halvings(n: int) -> list[int]:
 def fit(
     config: Config, record: Record, limit: int, say: Callable[[str], Any], devices: Sequence[Any] | None = None
 ) -> dict[str, Any]:
-    """Compiles the candidates for all devices here or those given, until the frontier is known, and decides for the
-    most rows with the least recomputation. Returns the programs that were compiled now. UserError if none fits."""
+    """Compile candidates for all devices here or those given, until the frontier is known, and choose the most rows
+    with the least recomputation. Return the programs that were compiled now. Raise UserError if none fits."""
     mesh = make_mesh(config.mesh, devices)
     replicas = batch_devices(mesh)
     share = config.batch.tokens_per_step // config.batch.sequence_length // replicas
@@ -140,8 +139,8 @@ def fit(
         piece = record.piece(f"fit/{wanted.name}", lambda: _compile(wanted, config, devices, programs))
         size = piece["bytes"]
         verdict = size is not None and size <= HEADROOM * limit
-        asks = f"{size / GIB:.3g} GiB" if size else f"more than there is ({piece['problem']})"
-        say(f"fit: {describe(wanted)}: {asks}; " + ("it fits" if verdict else "it does not fit, and is not run"))
+        asks = f"{size / GIB:.3g} GiB" if size else f"more than the device has ({piece['problem']})"
+        say(f"fit: {describe(wanted)}: {asks}; " + ("it fits" if verdict else "it does not fit"))
         return verdict
 
     frontier(kinds(config), meshes(config, devices), min(config.batch.rows_per_device, share), share, fits)
@@ -157,7 +156,7 @@ def fit(
     record.decide(
         Decision(
             "fit",
-            f"{describe(best)} is the largest that fits with the least recomputation: {size / GIB:.3g} of "
+            f"{describe(best)} has the most rows that fit with the least recomputation: {size / GIB:.3g} of "
             f"{limit / GIB:.3g} GiB a device, of which {HEADROOM:.0%} may be taken; {len(fitting)} of "
             f"{len(record.pieces_of('fit'))} programs fit",
             "measured",
@@ -168,13 +167,13 @@ def fit(
 
 
 def that_fit(record: Record, limit: int) -> list[Candidate]:
-    """The candidates on record that fit."""
+    """Return the recorded candidates that fit."""
     sizes = {name: piece["bytes"] for name, piece in record.pieces_of("fit").items()}
     return [named(name) for name, size in sizes.items() if size and size <= HEADROOM * limit]
 
 
 def describe(candidate: Candidate) -> str:
-    """As the options that make it."""
+    """Return the candidate as options."""
     rows, remat, chunks, fsdp = candidate
     return f"rows_per_device={rows} remat={remat} loss_chunks={chunks} fsdp={fsdp}"
 
@@ -182,7 +181,7 @@ def describe(candidate: Candidate) -> str:
 def _compile(wanted: Candidate, config: Config, devices: Sequence[Any] | None, programs: dict[str, Any]) -> dict:
     try:
         programs[wanted.name] = compile_step(build(wanted.applied_to(config), devices))
-    except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what its memory cannot hold
+    except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what exceeds its memory
         if exceeds_vector_memory(str(error)):
             raise UserError(f"{VECTOR_MEMORY}\n{str(error).splitlines()[0]}") from error
         if not str(error).startswith("RESOURCE_EXHAUSTED"):

@@ -1,4 +1,4 @@
-"""noise: the gradient noise scale along the run's first tenth, which is what batch to think of."""
+"""noise: measure the gradient noise scale along the run's first tenth, a proxy of the critical batch."""
 
 from configs.schema import UserError, with_options
 from run.diagnosis import BLOCKS, NoiseScale, noise_scale
@@ -10,29 +10,29 @@ from training.build import build
 from training.mesh import batch_devices, make_mesh
 
 POINTS = (0.01, 0.02, 0.05, 0.1)  # shares of the run's tokens
-UNITS = 8  # gradients of a step that are compared, at least: micro-batches x replicas
+UNITS = 8  # the fewest gradients of a step that are compared: micro-batches x replicas
 TRUNK = "trunk"  # the folder of the run's beginning, which `branch` starts from too
 DIVISOR = 4  # steps at a point are a multiple of it, so that a batch four times as large can start there
 
 
 def points(steps: int) -> list[int]:
-    """Steps of the run at which the noise scale is read, at least so many as one needs."""
+    """Return the steps of the run at which the noise scale is read, each at least as late as a noise scale needs."""
     rounded = [-(-round(share * steps) // DIVISOR) * DIVISOR for share in POINTS]
     return sorted({max(point, BLOCKS) for point in rounded if max(point, BLOCKS) <= steps})
 
 
 def every(steps: int) -> int:
-    """Steps between measured ones: sixteen at least up to the first point, or all."""
+    """Return the steps between measured ones: at least sixteen are measured up to the first point, or all."""
     return max(1, points(steps)[0] // 16)
 
 
 def needed(steps: int, tokens_per_step: int) -> int:
-    """Tokens up to the first point."""
+    """Return the tokens up to the first point."""
     return next(iter(points(steps)), 0) * tokens_per_step
 
 
 def read(lines: list[dict], step: int) -> NoiseScale | None:
-    """The noise scale at `step`, of the later half of the measured steps up to there, and of 8 at least."""
+    """Return the noise scale at `step`, from the later half of the steps measured so far, but at least 8."""
     measured = [line["diagnostics"] for line in lines if "diagnostics" in line and line["step"] <= step]
     window = measured[-max(BLOCKS, len(measured) // 2) :]
     pairs = [(piece["signal"]["all"], piece["noise"]["all"]) for piece in window]
@@ -41,15 +41,15 @@ def read(lines: list[dict], step: int) -> NoiseScale | None:
 
 
 def units_of(share: int, rows: int, replicas: int) -> int:
-    """Rows of a micro-batch on a device that make a step 8 units or more, as far as a device's `share` can be halved:
-    how the noise is told apart, and no part of the result."""
+    """Return the rows of a micro-batch on a device that divide a step into 8 units or more, as far as a device's
+    `share` can be halved. The noise is measured between units; the step's result does not depend on them."""
     sizes = [n for n in sorted(halvings(share), reverse=True) if n <= rows]
     return next((n for n in sizes if share // n * replicas >= UNITS), sizes[-1])
 
 
 def noise(context: Context) -> None:
-    """Trains the run's beginning, measuring itself, from point to point as far as the budget reaches, and says what
-    the noise scale is there. It changes no batch: what it grows to later is not known; `branch` measures one."""
+    """Train the run's beginning, measuring itself, from point to point as far as the budget reaches, and print the
+    noise scale there. Change no batch: the later noise scale is not known; `branch` measures a batch."""
     record, config = context.record, context.config
     mesh = make_mesh(config.mesh)
     replicas = batch_devices(mesh)
@@ -58,15 +58,15 @@ def noise(context: Context) -> None:
     measured = with_options(config, {"batch.rows_per_device": rows, "diagnostics.every_steps": every(config.steps)})
     micro_batches = build(measured).batch_shape[0]
     if micro_batches * replicas == 1:
-        says = "a step of one row on one device has one gradient, which says nothing of its noise; give it two rows"
+        says = "a step of one row on one device has one gradient, and shows no noise; give it two rows"
         record.decide(Decision("noise", says, "not done", {}))
         return
     size, done = config.batch.tokens_per_step, max(map(int, record.pieces_of("noise")), default=0)
     reached = [point for point in points(config.steps) if (point - done) * size <= record.left]
     for point in points(config.steps)[len(reached) :][:1]:
-        context.say(f"noise: going on to {record.share(point * size)} of the tokens would pass the budget")
+        context.say(f"noise: training to {record.share(point * size)} of the tokens would exceed the budget")
     if reached and reached[-1] > done and context.train(TRUNK, measured, reached[-1]) is None:
-        raise UserError("the run itself gives up before its first tenth; find rates that it bears: --stages=rate")
+        raise UserError("the run gives up in its first tenth; find lower rates: --stages=rate")
     lines = read_metrics(context.folder / TRUNK)
     for before, point in zip([0, *reached], reached):
         scale = read(lines, point)
@@ -78,7 +78,7 @@ def noise(context: Context) -> None:
 
 
 def interval(piece: dict) -> str:
-    """A noise scale in words."""
+    """Return a noise scale as text, with its interval."""
     if piece["value"] is None:
         return "not known"
     low, high = float(piece["low"]), float(piece["high"])
@@ -86,8 +86,8 @@ def interval(piece: dict) -> str:
 
 
 def decision(pieces: dict[int, dict], batch: int, steps: int) -> Decision:
-    """Return what noise scales at steps say of a batch of so many tokens. It stays as it is: these are of the run's
-    first tenth, and a constant batch is of all of it."""
+    """Return what the noise scales say about the batch, in tokens. It stays: these are of the run's first tenth, and
+    the batch is for the complete run."""
     if not pieces:
         return Decision("noise", "no point was reached at which the noise scale is known", "not done", {})
     last = max(pieces)
@@ -100,7 +100,7 @@ def decision(pieces: dict[int, dict], batch: int, steps: int) -> Decision:
     elif low > batch:
         what = f"the config's {batch:,} is below it: a larger batch may cost few tokens, which branch measures"
     else:
-        what = f"the config's {batch:,} lies within its interval, and stays"
+        what = f"the config's {batch:,} is within its interval, and stays"
     says = (
         f"B is {interval(pieces[last])} tokens at {last / steps:.1%} of the run; {what}. It mostly grows as the loss "
         "falls (arXiv:1812.06162), and it is a proxy of the critical batch"

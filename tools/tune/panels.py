@@ -1,4 +1,4 @@
-"""The panels: memory against speed, loss against rate, noise scale against tokens, loss against batch."""
+"""Draw the stages: memory against speed, loss against rate, noise scale against tokens, loss against batch."""
 
 import io
 import math
@@ -17,7 +17,7 @@ from tools.tune.tune_json import Record
 
 
 def draw(config: Config, record: Record, limit: float) -> list[str]:
-    """Draws the panels of the stages on record, each a picture beside tune.json. Returns their names."""
+    """Draw a picture for each recorded stage, next to tune.json. Return their names."""
     panels = {"memory": _memory, "noise": _noise, "rate": _rate, "branch": _branch}
     return [name for name, panel in panels.items() if panel(config, record, limit)]
 
@@ -99,13 +99,13 @@ def _branch(config: Config, record: Record, limit: float) -> bool:
 
 
 def _losses(record: Record, stage: str) -> list[tuple[str, list[float]]]:
-    """The losses of a stage's trials, by name; JSON has "inf" in place of what is not finite."""
+    """Return the losses of a stage's trials, by name. JSON has "inf" for numbers that are not finite."""
     trials = [(name, piece) for name, piece in record.pieces_of(stage).items() if "losses" in piece]
     return [(name, [float(loss) for loss in piece["losses"]]) for name, piece in trials]
 
 
 def _curves(record: Record, name: str, title: str, x: str, curves: dict[str, dict], own: float | None = None) -> bool:
-    """Draw losses by factor; the bars are of the difference to the best, which is what decides. `own`: the config's."""
+    """Draw losses by factor, with intervals of the difference to the best, which decides. `own`: the config's."""
     if not curves:
         return False
     axes, save = _picture(record, name, title, x, "held-out loss (nats a token)")

@@ -1,4 +1,4 @@
-"""rate: every peak rate times 1/4 to 4, by successive halving of whole short runs on the same batches."""
+"""rate: try every peak rate times 1/4 to 4, by successive halving of short runs on the same batches."""
 
 import math
 from collections.abc import Mapping
@@ -10,28 +10,28 @@ from tools.tune.tune_json import Decision
 from training.scaling import with_rates, with_steps
 
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
-WIDEST = 16.0  # times the config's rates, or its inverse: how far the grid grows where its edge is the best
+WIDEST = 16.0  # times the config's rates, or its inverse: how far the grid grows if its edge is the best
 RUNGS = 3  # each of twice the steps of the one before, with half of the rates
-OF_RUN = 0.025  # share of the run's steps that the first rung takes where the budget allows it
+OF_RUN = 0.025  # share of the run's steps that the first rung takes if the budget allows it
 MIN_STEPS = 16  # of the first rung
 UNITS = 5 * 1 + 3 * 2 + 2 * 4  # of the first rung's steps, that all rungs take
 
 
 def needed(tokens_per_step: int, evaluation: int) -> int:
-    """Tokens of the least that halving can be done with."""
+    """Return the fewest tokens that halving needs."""
     return MIN_STEPS * UNITS * tokens_per_step + (5 + 3 + 2) * evaluation
 
 
 def first_rung(steps: int, tokens_per_step: int, allowed: float, evaluation: int) -> int:
-    """Steps of the first rung: a fortieth of the run, or what the budget allows of it."""
+    """Return the steps of the first rung: a fortieth of the run, or what the budget allows."""
     affordable = (allowed - 10 * evaluation) / (UNITS * tokens_per_step)
     return max(MIN_STEPS, min(round(OF_RUN * steps), math.floor(min(affordable, 2.0**31))))
 
 
 def rate(context: Context, allowed: float) -> None:
-    """Trains on the same batches with each rate, and keeps the better half for twice as long: each time a run of its
-    own from the start, with its schedule to the end, as the whole run would have it. Where the best is at the grid's
-    edge, the grid grows. `allowed`: tokens that the stage may take."""
+    """Train on the same batches with each rate, then the better half for twice as long. Each trial is a new run with
+    its complete schedule. If the best is at the grid's edge, the grid grows. `allowed`: tokens that the stage may
+    take."""
     record, config = context.record, with_options(context.config, context.record.speed)
     size, evaluation = config.batch.tokens_per_step, evaluation_cost(context.config)
     first = record.pieces.get("rate/first", {}).get("steps") or first_rung(config.steps, size, allowed, evaluation)
@@ -45,7 +45,7 @@ def rate(context: Context, allowed: float) -> None:
             factor = alive.pop(0)
             name = f"rate/{steps}/x{factor:g}"
             if name not in record.pieces and record.spent + steps * size + evaluation > most:
-                context.say(f"rate: {name} would pass what the stage may take of the budget")
+                context.say(f"rate: {name} would exceed the stage's share of the budget")
                 break
             trial = with_steps(with_rates(config, factor), steps)
             piece = record.piece(name, lambda trial=trial, name=name: context.losses(name, trial, trial.steps))
@@ -65,7 +65,7 @@ def rate(context: Context, allowed: float) -> None:
 
 
 def beyond(losses: Mapping[float, list[float]]) -> list[float]:
-    """The next factor beyond the grid's edge, where that edge is the best so far."""
+    """Return the next factor beyond the grid's edge if that edge is the best so far."""
     best = better_half(losses)
     if not best or not max(losses) < WIDEST or not min(losses) > 1 / WIDEST:
         return []
@@ -73,18 +73,18 @@ def beyond(losses: Mapping[float, list[float]]) -> list[float]:
 
 
 def decision(rungs: list[tuple[int, dict[float, list[float]]]], steps: int) -> Decision:
-    """From the losses of each rung that was finished, by factor."""
+    """Return the decision from the losses of each finished rung, by factor."""
     sound = [(at, losses) for at, losses in rungs if better_half(losses)]
     if not sound:
-        return Decision("rate", "no rung was finished, or no rate of it gave a finite loss", "not done", {})
+        return Decision("rate", "no rung was finished, or no rate gave a finite loss", "not done", {})
     at, losses = sound[-1]
     factor, behind = lowest_of_the_best(losses)
     others = ", ".join(f"x{other:g} {more.shown('+.4f')}" for other, more in sorted(behind.items()) if more.value)
     course = ", ".join(f"x{better_half(losses)[0]:g} at {n} steps" for n, losses in sound)
     share = at / steps
-    warning = "" if share >= 1 else "; a short horizon favours high rates (arXiv:2409.19913): take half where in doubt"
+    warning = "" if share >= 1 else "; a short horizon favours high rates (arXiv:2409.19913): if in doubt, take half"
     says = (
-        f"every peak rate x{factor:g}, the smallest that cannot be told from the best in runs of {share:.1%} of the "
+        f"every peak rate x{factor:g}, the smallest not worse for certain than the best, in runs of {share:.1%} of the "
         f"steps; nats above the best, with intervals of 95% over held-out text, not over seeds: {others or 'none'}. "
         f"The best was {course}{warning}"
     )

@@ -1,4 +1,4 @@
-"""Means with intervals, and what they decide: pure functions of numbers."""
+"""Compute means with intervals, and what they decide: pure functions of numbers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ class Estimate(NamedTuple):
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Of independent values. Of a single one the interval has no bounds; where one is not finite, all are infinite: the
-    run failed."""
+    """Return the mean of independent values. A single one has an unbounded interval. If one is not finite, the run
+    failed and all are infinite."""
     array = np.asarray(values, float)
     if not np.isfinite(array).all():
         return Estimate(math.inf, math.inf, math.inf)
@@ -36,14 +36,13 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
-    """Of a - b, whose values belong together pair by pair: what both share, as a hard text, is in no difference."""
+    """Return the mean of a - b, paired: what both share, as a hard text, cancels."""
     return mean([x - y for x, y in zip(a, b, strict=True)])
 
 
 def slowdowns(seconds: Mapping[T, Sequence[float]]) -> dict[T, Estimate]:
-    """How much longer each takes than the one that takes least, as a share of it: a geometric mean over rounds, in each
-    of which all were measured, so that a slow minute of the machine is in no difference. Those with fewer rounds, which
-    were dropped, are compared over the rounds that they have."""
+    """Return how much longer each takes than the fastest, as a share of it: a geometric mean over rounds. A round
+    measures all, so a slow minute of the machine cancels. Dropped ones are compared over the rounds that they have."""
     most = max(len(values) for values in seconds.values())
     total = {name: sum(map(math.log, values)) for name, values in seconds.items() if len(values) == most}
     best = min(total, key=lambda name: total[name])
@@ -55,24 +54,24 @@ def slowdowns(seconds: Mapping[T, Sequence[float]]) -> dict[T, Estimate]:
 
 
 def better_half(losses: Mapping[T, Sequence[float]]) -> list[T]:
-    """The half with the lowest mean losses, rounded up, the lowest first (successive halving, arXiv:1502.07943). Those
-    whose loss is not finite are out."""
+    """Return the half with the lowest mean losses, rounded up, the lowest first (successive halving, arXiv:1502.07943).
+    Those with a loss that is not finite are left out."""
     finite = [name for name in losses if all(map(math.isfinite, losses[name]))]
     ranked = sorted(finite, key=lambda name: float(np.mean(losses[name])))
     return ranked[: max(1, -(-len(losses) // 2))]
 
 
 def lowest_of_the_best(losses: Mapping[float, Sequence[float]]) -> tuple[float, dict[float, Estimate]]:
-    """The smallest factor that cannot be told from the best one, and how much more each loses than the best. A tie is
-    decided for the smaller rate, since the best rate falls as runs grow longer (arXiv:2409.19913)."""
+    """Return the smallest factor that is not worse for certain than the best, and how much more each loses than the
+    best. A tie goes to the smaller rate, since the best rate falls as runs grow longer (arXiv:2409.19913)."""
     best = better_half(losses)[0]
     behind = {factor: difference(losses[factor], losses[best]) for factor in losses}
     return min([best, *(factor for factor, more in behind.items() if factor < best and more.low <= 0)]), behind
 
 
 def critical_batch(losses: Mapping[Branch, Sequence[float]], tolerance: float) -> tuple[Branch, dict[Branch, Estimate]]:
-    """The largest batch that loses at most `tolerance` nats on the best of all (after arXiv:2505.23971), as its factor
-    and its rule, the rule that loses less where both do; and how much more each loses than the best."""
+    """Return the largest batch that loses at most `tolerance` nats on the best (after arXiv:2505.23971), as its factor
+    and rule, and how much more each loses than the best. If both rules qualify, the one that loses less counts."""
     best = better_half(losses)[0]
     behind = {branch: difference(losses[branch], losses[best]) for branch in losses}
     within = [branch for branch, more in behind.items() if more.value <= tolerance]

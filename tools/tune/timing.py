@@ -1,4 +1,4 @@
-"""time: steps of the candidates that fit, in turn, until it is clear which is the fastest."""
+"""time: take steps of the candidates that fit, in turn, until it is clear which is the fastest."""
 
 import math
 import time
@@ -18,31 +18,31 @@ from training.state import stored_as
 
 MAX_CANDIDATES = 6
 MIN_ROUNDS, MAX_ROUNDS = 4, 16
-TIE = 0.02  # a share of the time that is not worth a choice
+TIE = 0.02  # the largest difference in time that does not matter
 OF_STAKE = 0.25  # timing ends once it has cost this share of the most that its choice could still save
 
 
 def chosen(fitting: list[Candidate]) -> list[Candidate]:
-    """The best few, before any is timed: those with the least recomputation and the most rows."""
+    """Return the few to time: those with the least recomputation and the most rows."""
     return sorted(fitting, key=lambda c: (REMAT.index(c.remat), -c.rows, c.fsdp, c.loss_chunks))[:MAX_CANDIDATES]
 
 
 def time_steps(context: Context, candidates: list[Candidate], programs: dict[str, Any]) -> None:
-    """Times whole steps on the run's first batch, one of each candidate in a round, drops those that are slower for
-    certain, and stops when one is left, or those that are left are alike within 2%, or when the steps timed have cost
-    a quarter of what a choice among them could still save of the run, or after 16 rounds, or before the budget is
-    passed. Decides for the one of those left that asks for the least memory."""
+    """Time complete steps on the run's first batch, one of each candidate in a round, and drop those that are slower
+    for certain. Stop when one is left, when those left are within 2%, once the timed steps cost a quarter of what a
+    choice could still save of the run, after 16 rounds, or before the budget is exceeded. Choose, of those left, the
+    one that asks for the least memory."""
     record, config = context.record, context.config
     kept = {c.name: record.pieces.get(f"time/{c.name}", {}).get("seconds", []) for c in candidates}
     left, alike = _left(kept)
     state, steps = None, {}
     while len(left) > 1 and not alike and len(kept[left[0]]) < MAX_ROUNDS:
         if sum(map(len, kept.values())) >= OF_STAKE * at_stake({name: kept[name] for name in left}) * config.steps:
-            context.say("time: more rounds would cost too much of what the choice can save of this run")
+            context.say("time: more rounds would cost too much of what the choice can save")
             break
         first = [name for name in left if name not in steps]
         if (len(left) + len(first)) * config.batch.tokens_per_step > record.left:
-            context.say("time: the next round would pass the budget")
+            context.say("time: the next round would exceed the budget")
             break
         if state is None:
             state = build(config).create_state()
@@ -63,7 +63,7 @@ def time_steps(context: Context, candidates: list[Candidate], programs: dict[str
 
 
 def _left(kept: dict[str, list[float]]) -> tuple[list[str], bool]:
-    """The candidates that are not slower for certain, and whether they are alike."""
+    """Return the candidates that are not slower for certain, and whether they are equally fast."""
     most = max(len(seconds) for seconds in kept.values())
     running = [name for name in kept if len(kept[name]) == most]
     if most < MIN_ROUNDS:
@@ -74,16 +74,15 @@ def _left(kept: dict[str, list[float]]) -> tuple[list[str], bool]:
 
 
 def at_stake(kept: dict[str, list[float]]) -> float:
-    """The share of its time that the run could still lose or win by a choice among candidates: the upper bound of how
-    much slower than the fastest so far any of them may be, or of how much faster. Without bound before the fourth
-    round."""
+    """Return the share of its time that the run could still lose or win by a choice among candidates: the upper bound
+    of how much slower or faster than the fastest so far any may be. Infinite before the fourth round."""
     if len(next(iter(kept.values()))) < MIN_ROUNDS:
         return math.inf
     return max(max(slower.high, -slower.low) for slower in slowdowns(kept).values())
 
 
 def _prepared(context: Context, name: str, programs: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """A candidate's program, the run's first batch in its shape, and how its state is stored."""
+    """Return a candidate's program, the run's first batch in its shape, and its abstract state."""
     made = build(named(name).applied_to(context.config))
     if name not in programs:
         programs[name] = compile_step(made)
@@ -92,7 +91,7 @@ def _prepared(context: Context, name: str, programs: dict[str, Any]) -> tuple[An
 
 
 def _seconds(program: Callable, batch: Any, abstract: Any, state: Any) -> tuple[Any, float]:
-    """The state after a step, and what it took, once the state lies where the program expects it."""
+    """Return the state after a step, and the step's seconds, which do not include moving the state to its devices."""
     state = jax.block_until_ready(stored_as(state, abstract))
     start = time.perf_counter()
     state, _ = jax.block_until_ready(program(state, batch))
@@ -100,12 +99,12 @@ def _seconds(program: Callable, batch: Any, abstract: Any, state: Any) -> tuple[
 
 
 def decide(context: Context, kept: dict[str, list[float]], left: list[str]) -> None:
-    """Decide for the candidate that asks for the least memory, of those that are left."""
+    """Choose the candidate that asks for the least memory, of those left."""
     record = context.record
     memory = {name: piece["bytes"] for name, piece in record.pieces_of("fit").items()}
     best = min(left, key=lambda name: memory[name])
     if not kept:
-        only = f"{describe(named(best))} is the only one that fits, so nothing was timed"
+        only = f"only {describe(named(best))} fits, so nothing was timed"
         says = only if len(left) == 1 else "no round was timed within the budget"
         record.decide(Decision("time", says, "not done", {}))
         return
@@ -115,7 +114,7 @@ def decide(context: Context, kept: dict[str, list[float]], left: list[str]) -> N
         if more.value or more.high
     )
     per_second = context.config.batch.tokens_per_step / mean(kept[best]).value
-    tied = f"; {len(left)} could not be told apart, and it asks for the least memory of them" if len(left) > 1 else ""
+    tied = f"; {len(left)} are tied, and it asks for the least memory" if len(left) > 1 else ""
     says = (
         f"{describe(named(best))}: {per_second:,.0f} tokens/s{tied}. Time of the others over the fastest, with "
         f"intervals of 95%: {others}"

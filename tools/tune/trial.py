@@ -1,5 +1,4 @@
-"""A short run, in the loop of train.py: it saves checkpoints, is continued where it was stopped, and says how it does
-on held-out text."""
+"""Train a short run, in the loop of train.py: it saves checkpoints, resumes, and evaluates on held-out text."""
 
 import math
 import shutil
@@ -32,7 +31,7 @@ from training.build import Build, build
 from training.mesh import batch_shape, make_mesh
 from training.state import stored_as
 
-HELD_OUT = 32  # batches of held-out text at most, whose losses are compared pair by pair
+HELD_OUT = 32  # the most batches of held-out text, whose losses are compared pair by pair
 LOGGED = 4  # lines that a trial leaves in metrics.jsonl
 
 
@@ -49,14 +48,14 @@ class Until(Stop):
 
 
 class Origin(NamedTuple):
-    """Where a trial starts that does not start at step 0: a checkpoint of another one."""
+    """The checkpoint of another trial that a trial starts from."""
 
     folder: Path
-    """The other's."""
+    """The other trial's folder."""
     saved: int
     """The checkpoint's step."""
     step: int
-    """How the trial numbers that checkpoint's step: its own steps may be of other sizes."""
+    """The checkpoint's step in the trial's own steps, which may have another size."""
 
 
 class Context:
@@ -73,7 +72,7 @@ class Context:
 
     @cached_property
     def held_out(self) -> tuple[Any, list[Any], Any]:
-        """The program that evaluates, held-out batches of a micro-batch's rows, and how its parameters are stored."""
+        """Return the evaluation's program, held-out batches of a micro-batch's rows, and its abstract parameters."""
         built = build(self.config)
         shape, token_bytes = (1, *built.batch_shape[1:]), self.text.tokenizer.token_bytes
         tokens, text = held_out_tokens(self.config), self.text
@@ -83,16 +82,16 @@ class Context:
         return built.eval_step, batches, built.abstract_state.params
 
     def evaluated(self, params: dict) -> list[float]:
-        """The mean loss of each held-out batch."""
+        """Return the mean loss of each held-out batch."""
         eval_step, batches, abstract = self.held_out
         params = stored_as(params, abstract)  # a trial's mesh may be another
         sums = [eval_step(params, batch) for batch in batches]
         return [float(loss.sum()) / max(int(tokens.sum()), 1) for loss, tokens in sums]
 
     def train(self, name: str, config: Config, until: int, origin: Origin | None = None) -> dict | None:
-        """Trains in the folder `name` up to step `until` of `config.steps`: a run as train.py's, which tools.report
-        shows, and which is continued where it was stopped. Returns its parameters, or None if so many steps were
-        skipped that it makes no sense to go on. SystemExit where the command was asked to stop."""
+        """Train in the folder `name` up to step `until` of `config.steps`: a run like train.py's, which tools.report
+        shows and which resumes. Return its parameters, or None if it gave up because too many steps were skipped. Raise
+        SystemExit if the command was asked to stop."""
         run_dir = self.folder / name
         built = build(trial_config(config, run_dir, until - (origin.step if origin else 0)))
         with RunLock(run_dir) as lock:
@@ -125,7 +124,7 @@ class Context:
             say(gave_up)
             return None
         if run.step < until:
-            self.say(f"stopped in {name} after step {run.step}; the same command goes on from there")
+            self.say(f"stopped in {name} after step {run.step}; the same command continues from there")
             raise SystemExit(self.stop.agreed_code())
         return run.state.params
 
@@ -138,14 +137,14 @@ class Context:
             return Start(initial_state(built, self.text.tokenizer))
         theirs = Checkpoints(origin.folder)
         if origin.saved not in theirs.steps:
-            raise UserError(f"{origin.folder} holds no checkpoint of step {origin.saved} any more; give another --out")
+            raise UserError(f"{origin.folder} no longer has the checkpoint of step {origin.saved}; give another --out")
         state, facts = theirs.restore(origin.saved, built.abstract_state)
         theirs.close()
         state = state._replace(step=np.int32(origin.step))
         return Start(stored_as(state, built.abstract_state), origin.step, facts["tokens"], facts["position"])
 
     def losses(self, name: str, config: Config, until: int, origin: Origin | None = None) -> dict:
-        """Trains, and evaluates: a piece, with the losses of the held-out batches, infinite where it gave up."""
+        """Train and evaluate. Return a piece with the losses of the held-out batches, infinite if the run gave up."""
         params = self.train(name, config, until, origin)
         batches = len(self.held_out[1])
         losses = self.evaluated(params) if params is not None else [math.inf] * batches
@@ -153,24 +152,24 @@ class Context:
         return {"losses": losses, "tokens": steps * config.batch.tokens_per_step + evaluation_cost(self.config)}
 
     def forget(self, name: str) -> None:
-        """Deletes the checkpoints of a trial whose piece is on record."""
+        """Delete the checkpoints of a trial whose piece is recorded."""
         shutil.rmtree(self.folder / name / "checkpoints", ignore_errors=True)
 
 
 def held_out_tokens(config: Config) -> int:
-    """Tokens of the held-out text that trials are compared on."""
+    """Return the tokens of held-out text that trials are compared on."""
     _, rows, length = batch_shape(config.batch, make_mesh(config.mesh))
     return min(config.eval.tokens, HELD_OUT * rows * length)
 
 
 def evaluation_cost(config: Config) -> int:
-    """What evaluating once costs, in tokens of training: a forward pass is a third of a step."""
+    """Return the cost of an evaluation in tokens of training: a forward pass is a third of a step."""
     return held_out_tokens(config) // 3
 
 
 def trial_config(config: Config, run_dir: Path, steps: int) -> Config:
-    """The config of a trial of so many steps: one checkpoint, no evaluation in between, nobody told of it, and no way
-    back from a jump, which would change its data."""
+    """Return a trial's config: one checkpoint and no evaluation in between. Notifications and rollback are off: a
+    rollback would change its data."""
     return with_options(
         config,
         {

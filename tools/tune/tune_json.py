@@ -1,4 +1,4 @@
-"""What tools.tune has found out: tune.json, written whole after each finished piece of work."""
+"""Record the results of tools.tune in tune.json, which is rewritten after each finished piece of work."""
 
 import json
 import math
@@ -18,23 +18,23 @@ STAGES = ("fit", "time", "noise", "rate", "branch")
 
 @dataclass(frozen=True)
 class Decision:
-    """What a stage says."""
+    """What a stage decides."""
 
     stage: str
     says: str
-    """The choice, or that there is none, with its interval and its reason."""
+    """The choice, or that there is none, with its interval and reason."""
     kind: Literal["measured", "extrapolated", "not done"]
     options: dict[str, Any]
-    """What it would have the config say, by the options' names; of a rate or batch, the factors."""
+    """The chosen values by the options' names; for rate and batch, the factors."""
 
 
 class Record:
-    """Pieces of work by name (`rate/1/x2`), each with `tokens` that it cost, in a folder. A piece that is there is not
-    done again."""
+    """Pieces of work by name (`rate/1/x2`) in a folder, each with its cost in `tokens`. A recorded piece is not
+    repeated."""
 
     def __init__(self, folder: Path, config: Config, budget: float, device: Any, devices: int):
-        """`budget`: a share of the run's FLOPs; 0 is without limit. UserError if the folder is of another config,
-        machine or version."""
+        """Read the folder's record. `budget`: a share of the run's FLOPs; 0 is no limit. Raise UserError if the record
+        is of another config, machine or version."""
         self.path = folder / "tune.json"
         self.run_tokens = config.steps * config.batch.tokens_per_step
         self.allowed = budget * self.run_tokens if budget else math.inf
@@ -48,7 +48,7 @@ class Record:
         }
         self.pieces: dict[str, dict] = {}
         self.decisions: dict[str, Decision] = {}
-        """By stage, in the order of the stages, those of earlier starts included."""
+        """By stage, in the order of the stages, including earlier starts."""
         if self.path.exists():
             before = json.loads(self.path.read_text())
             self._require_same(before)
@@ -56,74 +56,74 @@ class Record:
             self.decisions = {decision["stage"]: Decision(**decision) for decision in before["decisions"]}
 
     def _require_same(self, before: dict) -> None:
-        now = json.loads(json.dumps(self.facts))  # which knows no tuples
+        now = json.loads(json.dumps(self.facts))  # JSON has no tuples
         old, new = ({**facts["machine"], **facts["config"]} for facts in (before, now))
         names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         if names:
             different = "\n  ".join(f"{name}: {old.get(name)}, now {new.get(name)}" for name in names)
             raise UserError(
-                f"{self.path} is of another config, machine or version; give another --out. Different are:\n  "
-                f"{different}"
+                f"{self.path} is of another config, machine or version; give another --out. Differences:\n  {different}"
             )
 
     def pieces_of(self, stage: str) -> dict[str, dict]:
-        """The pieces of a stage, by the rest of their names."""
+        """Return the pieces of a stage, by the rest of their names."""
         return {name[len(stage) + 1 :]: piece for name, piece in self.pieces.items() if name.startswith(f"{stage}/")}
 
     def piece(self, name: str, work: Callable[[], dict]) -> dict:
-        """What `work` returns (JSON can hold it; `tokens`: its cost), once: from then on what is on record."""
+        """Return the recorded piece, or do the `work`, which returns it as JSON with its cost in `tokens`, and record
+        it."""
         if name not in self.pieces:
             self.put(name, work())
         return self.pieces[name]
 
     def put(self, name: str, piece: dict) -> None:
-        """Puts a piece on record, or one that has grown."""
+        """Record a piece, or one that has grown."""
         self.pieces[name] = piece
         self.write()
 
     def decide(self, decision: Decision) -> None:
-        """Puts what a stage decides on record, in place of what it decided before."""
+        """Record a stage's decision, instead of its earlier one."""
         made = {**self.decisions, decision.stage: decision}
         self.decisions = {stage: made[stage] for stage in STAGES if stage in made}
         self.write()
 
     def decided(self, stage: str, option: str, default: Any) -> Any:
-        """What a stage decided for an option, in this start or an earlier one."""
+        """Return what a stage decided for an option, in this start or an earlier one."""
         return self.decisions[stage].options.get(option, default) if stage in self.decisions else default
 
     @property
     def speed(self) -> dict[str, Any]:
-        """The options of speed that were decided, as timed, else as what fits."""
+        """Return the chosen options of speed: those of `time`, or else of `fit`."""
         made = [self.decisions[stage].options for stage in ("fit", "time") if stage in self.decisions]
         return {name: value for options in made for name, value in options.items()}
 
     def write(self) -> None:
-        """The whole file."""
+        """Write the complete file."""
         decisions = [vars(decision) for decision in self.decisions.values()]
         whole = {**self.facts, "spent": self.spent / self.run_tokens, "decisions": decisions, "pieces": self.pieces}
         write_whole(self.path, json.dumps(_finite(whole), indent=1, allow_nan=False) + "\n")
 
     @property
     def spent(self) -> float:
-        """Tokens that the pieces cost."""
+        """Return the tokens that the pieces cost."""
         return sum(piece.get("tokens", 0) for piece in self.pieces.values())
 
     @property
     def left(self) -> float:
-        """Tokens that may still be spent."""
+        """Return the tokens that may still be spent."""
         return max(0.0, self.allowed - self.spent)
 
     def cost(self, stage: str) -> float:
-        """Tokens that a stage took."""
+        """Return the tokens that a stage cost."""
         return sum(piece.get("tokens", 0) for piece in self.pieces_of(stage).values())
 
     def share(self, tokens: float) -> str:
-        """Tokens as a share of the run, for messages: `1.25%`."""
+        """Return tokens as a share of the run, for messages: `1.25%`."""
         return f"{100 * tokens / self.run_tokens:.3g}%"
 
 
 def _finite(value: Any) -> Any:
-    """The same, with "inf" in place of numbers that JSON does not have; `float` reads them back."""
+    """Return the value with "inf" for numbers that JSON does not have; `float` parses it."""
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""tuned.py: a config that train.py takes, made of what the stages decided."""
+"""Write tuned.py: a config that train.py takes, with what the stages decided."""
 
 import time
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from training.scaling import with_batch, with_rates
 
 
 def tuned(config: Config, record: Record, devices: Sequence[Any] | None) -> Config:
-    """The config with what was decided: of speed as it was timed, else as it fits; the rates' factor; and the batch's,
-    as `branch` measured it."""
+    """Return the config with the decisions: options of speed by `time`, or else by `fit`; the factor of the rates; and
+    the batch that `branch` chose."""
     decided: dict[str, Any] = {}
-    for decision in record.decisions.values():  # of a later stage, over an earlier one's
+    for decision in record.decisions.values():  # a later stage's replace an earlier one's
         decided |= decision.options
     factor, rule, rates = decided.pop("batch", 1.0), decided.pop("rule", "root"), decided.pop("rate", 1.0)
     changed = with_batch(with_rates(with_options(config, decided), rates), factor, rule)
@@ -23,7 +23,7 @@ def tuned(config: Config, record: Record, devices: Sequence[Any] | None) -> Conf
 
 
 def source(config: Config, result: Config, record: Record, command: str) -> str:
-    """The file's text. Every option that is not the schema's default stands in it, those that were tuned apart."""
+    """Return the file's text. It lists every option that differs from the schema's default; tuned ones separately."""
     name = f"{config.name}-tuned"
     default, before, after = options(Config(name=name)), options(config), options(result)
     hidden = ("name", "run_dir", "resume")
@@ -32,7 +32,7 @@ def source(config: Config, result: Config, record: Record, command: str) -> str:
     decisions = [f"{made.stage} ({made.kind}): {made.says}" for made in record.decisions.values()]
     says = "\n".join(decisions).replace("\\", "/").replace('"""', "'''")
     lines = [
-        f'"""{config.name}, as tools.tune would have it ({time.strftime("%Y-%m-%d")}).',
+        f'"""{config.name}, as tools.tune chose it ({time.strftime("%Y-%m-%d")}).',
         "",
         f"{command}",
         "",
@@ -58,6 +58,6 @@ def source(config: Config, result: Config, record: Record, command: str) -> str:
 
 
 def write(config: Config, record: Record, command: str, devices: Sequence[Any] | None) -> None:
-    """Writes tuned.py beside tune.json, for all devices here, or those given."""
+    """Write tuned.py next to tune.json, for all devices here or those given."""
     result = tuned(config, record, devices)
     write_whole(record.path.with_name("tuned.py"), source(config, result, record, command))

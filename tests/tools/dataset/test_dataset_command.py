@@ -102,7 +102,7 @@ def test_the_page_says_it_and_stands_alone(made, monkeypatch, capsys, tmp_path):
     assert inspect(monkeypatch, made, *SIZES[:1]) == 0
     output, page = capsys.readouterr().out, (made / "dataset.html").read_text()
     assert "repeated  " in output and "stream  " in output and "best_fit  " in output
-    assert "one.txt" in page and "stand there most often" in page
+    assert "one.txt" in page and "the most repeated" in page
     with pytest.raises(UserError, match=r"/x/y\.html cannot be written .*give --out=PATH"):
         inspect(monkeypatch, made, "--out=/x/y.html")
 

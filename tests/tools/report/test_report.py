@@ -59,12 +59,12 @@ def scale(noise: float | None, low: float | None, high: float | None) -> dict:
         ),
         ({"slope": 0.0}, "In the newest tenth of the steps the training loss changed by less than its noise", False),
         ({"line": {"loss": 2.0}}, "Validation loss is 1.24 nats above training loss", True),
-        ({}, "The loss jumped at 1 step (205); the text of each stands below.", True),
-        ({"line": {"skipped_steps": 2}}, "2 steps changed nothing, for want of a finite gradient", True),
+        ({}, "The loss jumped at 1 step (205); the text of each is below.", True),
+        ({"line": {"skipped_steps": 2}}, "2 steps changed nothing: no finite gradient", True),
         ({"line": {"grad_norm": 7.0}}, "The gradient was clipped to a norm of 1 at 100% of the logged steps.", False),
         ({"line": {"tokens_per_second": 3000.0}}, "It trains on 3,000 tokens a second, an MFU of 41%.", False),
         ({"line": {"mfu": None}}, "the device's peak is not known, so there is no MFU", False),
-        ({"line": {"peak_memory_bytes": 2**36}}, "A device held 64.0 GiB at most.", False),
+        ({"line": {"peak_memory_bytes": 2**36}}, "A device used at most 64.0 GiB.", False),
         ({}, "Steps took 84% of 7.17 min of wall time; the rest is mostly evaluation 5.6%", False),
         (
             {"line": {"data_wait": 0.12}, "data": DataConfig(workers=3)},
@@ -73,13 +73,13 @@ def scale(noise: float | None, low: float | None, high: float | None) -> dict:
         ),
         (
             {"batch": 65_536, "line": scale(16_384, 12_000, 20_000)},
-            "The batch of 65,536 tokens is 4 times the noise scale (16,384, between 12,000 and 20,000): half of it "
+            "The batch of 65,536 tokens is 4 times the noise scale (16,384, between 12,000 and 20,000): half the batch "
             "would lose little: by arXiv:1812.06162, 20% more steps and 40% fewer tokens for the same loss.",
             True,
         ),
         (
             {"line": scale(262_144, 2e5, 3e5)},
-            "is 0.25 times the noise scale (262,144, between 200,000 and 300,000): twice of it would take, by "
+            "is 0.25 times the noise scale (262,144, between 200,000 and 300,000): twice the batch would take, by "
             "arXiv:1812.06162, 40% fewer steps for 20% more tokens.",
             False,
         ),
@@ -105,10 +105,10 @@ def scale(noise: float | None, low: float | None, high: float | None) -> dict:
             False,
         ),
         ({}, "In 25% of the parameters of embed a step changes nothing", False),
-        ({"line": {"epochs": {"web": 0.5, "code": None}}}, "It went through web 0.5 times.", False),
+        ({"line": {"epochs": {"web": 0.5, "code": None}}}, "It read web 0.5 times.", False),
         (
             {"diagnostics": False},
-            "sizes of updates were not measured: --diagnostics.every_steps=10 switches them on.",
+            "sizes of updates were not measured: --diagnostics.every_steps=10 turns them on.",
             False,
         ),
     ],
@@ -148,7 +148,7 @@ def test_steps_done_again_and_time_without_a_process_are_reported(tmp_path):
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps(start) + "\n")
     (lost,) = (text for text, heed in marks(run).items() if "done again" in text and heed)
-    assert lost.startswith("4.5% of the wall time went to steps that were done again, 86% to no process")
+    assert lost.startswith("4.5% of the wall time went to repeated steps, 86% to no process")
 
 
 def test_runs_beside_each_other(tmp_path):

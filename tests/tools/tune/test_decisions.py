@@ -120,7 +120,7 @@ def test_noise_is_of_the_later_half_of_the_measured_steps():
     ("low", "high", "expected", "says"),
     [
         (900, 1500, {}, "the config's 4,096 is above it there, and stays"),
-        (3000, 9000, {}, "lies within its interval"),
+        (3000, 9000, {}, "is within its interval"),
         (5000, math.inf, {}, "B is at least 5,000 tokens"),
         (2000, "inf", {}, "B is at least 2,000 tokens"),  # as tune.json has it
     ],

@@ -140,15 +140,15 @@ def test_another_config_in_the_same_folder_is_refused(tuned, folder, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--stages=fit,speed",), "--stages=fit,speed: 'speed' is none of fit, time, noise, rate, branch"),
-        (("--budget=much",), "--budget=much is no share of the run's FLOPs; as 3%, or 0 for no limit"),
-        (("--budget=-1%",), "--budget=-1% is no share"),
-        (("--batch.ramp=0:256,1e3:512",), "a constant batch is what is tuned; leave the ramp out"),
-        (("--stages=time",), "time takes what fit found to fit, and there is nothing of it yet; give fit, too"),
-        (("--stages=fit,time", "--topology=v5e:2x2"), "is compiled for, not run on: give --stages=fit"),
+        (("--stages=fit,speed",), "--stages=fit,speed: 'speed' is not one of fit, time, noise, rate, branch"),
+        (("--budget=much",), "--budget=much is not a share of the run's FLOPs; give 3%, or 0 for no limit"),
+        (("--budget=-1%",), "--budget=-1% is not a share"),
+        (("--batch.ramp=0:256,1e3:512",), "tools.tune tunes a constant batch; leave the ramp out"),
+        (("--stages=time",), "time needs the results of fit, and there are none yet; give fit, too"),
+        (("--stages=fit,time", "--topology=v5e:2x2"), "can be compiled for, not run on: give --stages=fit"),
         (
             ("--stages=noise,rate", "--budget=1%"),
-            "noise needs at least 2% of the run's FLOPs, and 1% of it are left; rate",
+            "noise needs at least 2% of the run's FLOPs, and 1% are left; rate",
         ),
         (
             ("--stages=fit",),
@@ -176,7 +176,7 @@ def test_a_stage_that_the_budget_is_too_small_for_is_left_out_and_told(folder, m
     monkeypatch.chdir(folder)
     monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2**30})
     assert run(monkeypatch, *TUNE, "--out=small", "--stages=fit,noise", "--budget=1%") == 0
-    assert "noise needs at least 2% of the run's FLOPs, and 1% of it are left: left out" in capsys.readouterr().out
+    assert "noise needs at least 2% of the run's FLOPs, and 1% are left: left out" in capsys.readouterr().out
     assert json.loads((folder / "small" / "tune.json").read_text())["spent"] == 0
 
 
