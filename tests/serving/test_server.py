@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import openai
 import pytest
-from tests.evaluation.test_engine import network
 
 from data.conversation import messages_of, render
 from data.tokenizer import train_tokenizer
@@ -23,6 +22,7 @@ from evaluation.engine import Engine, Sampling
 from serving.batching import Batcher
 from serving.server import listener, make_server, run_server
 from tests.chromium import PROGRAM, Chromium
+from tests.evaluation.test_engine import network
 
 TOKENIZER = train_tokenizer(["some words, and others"], 272)
 HELLO = [{"role": "user", "content": "hello"}]
