@@ -55,7 +55,7 @@ class Arguments:
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     out = Path(arguments.out)
-    if os.path.exists(out):  # unlike Path.exists, False where it may not look
+    if os.path.exists(out):  # unlike Path.exists, False if it may not look
         raise UserError(f"--out={out} is there already; give a new folder")
     plain = arguments.format == "safetensors"
     if plain and (arguments.verify or arguments.license or arguments.dtype != "float32"):

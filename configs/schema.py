@@ -420,7 +420,7 @@ def options(config: object, prefix: str = "") -> dict[str, object]:
 
 @cache
 def hints(section: type = Config, prefix: str = "") -> dict[str, Any]:
-    """The type of every option by its command-line name; a section's roles are those of all its options."""
+    """Return the type of every option by its command-line name; a section's roles are those of all its options."""
     flat: dict[str, Any] = {}
     for name, hint in get_type_hints(section, include_extras=True).items():
         kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -432,7 +432,7 @@ def hints(section: type = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def roles(section: type = Config) -> dict[str, set[Role]]:
-    """The roles of every option by its command-line name."""
+    """Return the roles of every option by its command-line name."""
     roles_in = lambda hint: {extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Role)}
     return {name: roles_in(hint) for name, hint in hints(section).items()}
 
@@ -443,7 +443,7 @@ def free_to_change(name: str) -> bool:
 
 
 def with_options(config: T, values: Mapping[str, object]) -> T:
-    """The config with other values, by their command-line names."""
+    """Return the config with other values, by their command-line names."""
     for name, value in values.items():
         first, _, rest = name.partition(".")
         value = with_options(getattr(config, first), {rest: value}) if rest else value

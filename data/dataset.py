@@ -49,7 +49,7 @@ class Text:
         return said
 
     def seen(self, rows: list[tuple[int, int]]) -> dict[str, list]:
-        """A step's rows (dataset, row of it), and how the first of them begin, for a person to read."""
+        """Return a step's rows (dataset, row of it), and how the first of them begin, for a person to read."""
         inputs = [self.train[part][row]["inputs"][:BEGINNING] for part, row in rows[:SHOWN]]
         return {"rows": rows, "texts": [self.tokenizer.decode(ids.tolist()) for ids in inputs]}
 

@@ -83,7 +83,7 @@ class StagedBatches:
     """Random access by step to the batches of a ramp: stages of one size each, which go on in each other's rows."""
 
     def __init__(self, stages: Mapping[int, StepBatches]):
-        """The stages by the number of their first batch, in order; the first is 0."""
+        """Take the stages by the number of their first batch, in order; the first is 0."""
         self.firsts, self.stages = list(stages), list(stages.values())
 
     def __len__(self) -> int:

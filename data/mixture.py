@@ -98,7 +98,7 @@ def join_source(stages: list[tuple[str, list[tuple[str, str]]]]) -> str:
 
 
 def read_source(source: str) -> tuple[list[str], list[Stage]]:
-    """Sources and stages of `--data.source`. UserError for a share of 0, and for stages out of order."""
+    """Return the sources and stages of `--data.source`. UserError for a share of 0, and for stages out of order."""
 
     def require(condition: bool, expectation: str) -> None:
         if not condition:

@@ -16,7 +16,7 @@ class Outage:
         """For how long the outage had lasted when it was last reported."""
 
     def failed(self, name: str, error: Exception) -> None:
-        """A request failed, and will be repeated."""
+        """Note that a request failed, and will be repeated."""
         with self.lock:
             self.since = self.since or time.monotonic()
             if self.seconds >= self.said + 30:

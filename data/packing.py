@@ -47,7 +47,7 @@ class StreamRows:
         return [(index * self.length, (index + 1) * self.length + 1)]
 
     def row(self, spans: list[tuple[int, int]], pieces: list[Integer[np.ndarray, "_"]]) -> Row:
-        """A row, of the tokens of its spans."""
+        """Return a row, of the tokens of its spans."""
         window = pieces[0].astype(np.int32)
         return Row(inputs=window[:-1], targets=window[1:], weights=np.ones(self.length, np.float32))
 
@@ -97,7 +97,7 @@ class PlannedRows:
         return [(start, start + length + 1) for start, length in zip(starts, lengths)]
 
     def row(self, spans: list[tuple[int, int]], pieces: list[Integer[np.ndarray, "_"]]) -> Row:
-        """A row, of the tokens of its spans."""
+        """Return a row, of the tokens of its spans."""
         inputs, targets = np.full((2, self.length), self.bos, np.int32)
         weights = np.zeros(self.length, np.float32)
         at = 0

@@ -54,7 +54,8 @@ class _Complete(_WithTokenizer):
 
 
 def read_record(folder: Path) -> dict:
-    """What the folder's dataset.json says. UserError where it cannot be read, or is not what data.prepare writes."""
+    """Return what the folder's dataset.json says. UserError if it cannot be read, or is not what data.prepare
+    writes."""
     path = folder / "dataset.json"
     try:
         facts = json.loads(path.read_bytes())

@@ -91,8 +91,8 @@ class Store:
         return repr((self.url, sorted((key, str(fact)) for key, fact in self.facts[name].items())))
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """A file's bytes, however often a request must be repeated. UserError if it is gone, may not be read, or is
-        shorter than it was."""
+        """Return a file's bytes, however often a request must be repeated. UserError if it is gone, may not be read, or
+        is shorter than it was."""
         if stop <= start:
             return b""
         for _ in range(READ_AGAIN):

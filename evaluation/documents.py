@@ -78,7 +78,7 @@ def _require_text(source: str, conversations: bool) -> None:
 
 
 def _held_out(source: str, config: DataConfig, most: int, cache: Path) -> Iterator[Document]:
-    """A dataset's held-out documents, decoded by its own tokenizer."""
+    """Return a dataset's held-out documents, decoded by its own tokenizer."""
     dataset = open_dataset(source, replace(config, source=source), 0, cache)
     _require_text(source, dataset.conversations)
     stream, starts = dataset.stream("val"), dataset.document_starts("val")

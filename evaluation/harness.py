@@ -102,7 +102,8 @@ class HarnessNetwork(LM):
         return [known[key] for key in keys]
 
     def _loglikelihoods(self, new: dict) -> Iterator[tuple[int, dict]]:
-        """The continuations of one item share what they begin with alike, so an item's requests are one question."""
+        """Yield the place and the line of each request. An item's requests are one question, since its continuations
+        share their beginning."""
         requests = list(new.values())
         pairs = [pair_of(*request.args) for request in requests]
         encode = lambda texts: iter(self.tokenizer.encode(texts))

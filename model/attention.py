@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
     tokens: Int[Array, "batch length"]
     positions: Int[Array, "*rows length"] | None
-    """Of all rows, or of each. None where nothing came before: without a cache, or to fill one."""
+    """Of all rows, or of each. None if nothing came before: without a cache, or to fill one."""
     angles: Angles
     segment_ids: Int[Array, "batch length"] | None
 

@@ -71,8 +71,8 @@ class Corpus:
                 yield Document(self.name(file, number), text if isinstance(text, str) else text.decode(), problem)
 
     def read(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, str | bytes, str]]:
-        """Number, text (a long one in UTF-8) and problem of each document of a span of the file, and of each empty
-        line, which has neither. Raises as `documents` does."""
+        """Yield number, text (a long one in UTF-8) and problem of each document of a span of the file, and of each
+        empty line, which has neither. Raises as `documents` does."""
         if file.problem:
             yield 1, "", file.problem
             return
@@ -131,7 +131,7 @@ class Corpus:
         return is_text and (bool(self.separator) or len(self.files) == 1 or file.size > CUT_BYTES)
 
     def contents(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
-        """Number and raw content of each document."""
+        """Yield the number and the raw content of each document."""
         with open_source(file) as opened:
             if file.name.endswith(".parquet"):
                 yield from rows(file, opened, self.text_column, start, stop, self.conversations)
@@ -181,7 +181,7 @@ def ask(what: str, ask: Callable[[], Any], refusal: Callable[[Exception], str]) 
 
 
 def _text_of(file: SourceFile, content: bytes, column: str, conversations: bool) -> tuple[str | bytes, str]:
-    """A document's text, in UTF-8 where it is long, and why there is none."""
+    """Return a document's text, in UTF-8 where it is long, and why there is none."""
     is_line = file.name.endswith(LINE_SUFFIXES)
     if len(content) > LONG and not conversations:
         text = _value(content, column) if is_line else content
@@ -213,7 +213,7 @@ def _text_of(file: SourceFile, content: bytes, column: str, conversations: bool)
 
 
 def _value(line: bytes, column: str) -> bytes | None:
-    """A column of a long line of JSON, in UTF-8, empty where it is not there; None if `json` is to say what is
+    """Return a column of a long line of JSON, in UTF-8, empty if it is not there; None if `json` is to say what is
     wrong. `json` would hold the characters of line and value."""
     schema = pyarrow.schema([(column, pyarrow.large_string())])
     options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")

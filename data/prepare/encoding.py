@@ -39,7 +39,7 @@ class Encoder:
         return np.array(self.tokenizer.encode([text])[0], np.uint32)
 
     def windows(self, text: str | bytes) -> Iterator[str]:
-        """A text (a long one in UTF-8) in parts, whose tokens side by side are the text's. A stretch of `WINDOW`
+        """Yield a text (a long one in UTF-8) in parts, whose tokens side by side are the text's. A stretch of `WINDOW`
         characters without a blank between two letters is cut all the same: a token in a million may then be another."""
         if not self.is_byte_level:
             yield text if isinstance(text, str) else text.decode()

@@ -89,7 +89,7 @@ def _words(text: str) -> list[str]:
 
 
 def _grams(text: str, numbers: dict[str, int]) -> UInt64[np.ndarray, "grams"]:
-    """A hash of each 13 words in a row, from the words' numbers; words without one count as the number 0."""
+    """Return a hash of each 13 words in a row, from the words' numbers; words without one count as the number 0."""
     words = np.array([numbers.get(word, 0) for word in _words(text)], np.uint64)
     count = max(len(words) - WORDS + 1, 0)
     mixed = np.zeros(count, np.uint64)

@@ -240,7 +240,7 @@ def _remote_files(source: str) -> Found:
 
 
 def _version(found: Found) -> str:
-    """A digest of each file's name, size and times of change."""
+    """Return a digest of each file's name, size and times of change."""
     facts = (repr((file.name, file.size, changed)) for file, changed in found)
     return hashlib.sha256("".join(facts).encode()).hexdigest()
 

@@ -266,6 +266,6 @@ class Part:
         return np.fromfile(self.path, dtype, max(stop - start, 0), offset=at + start * dtype.itemsize)
 
     def mapped(self, column: str) -> Shaped[np.ndarray, "documents"]:
-        """A column with an item for each document, to be searched."""
+        """Return a column with an item for each document, to be searched."""
         dtype, at = self.columns[column]
         return np.memmap(self.path, dtype, "r", at, self.documents) if self.documents else np.zeros(0, dtype)

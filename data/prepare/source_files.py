@@ -193,7 +193,7 @@ def _is_text(kind: pyarrow.DataType, nested: bool = False) -> bool:
 
 
 def chunks(opened: Any, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-    """A single text, cut into documents every `CHUNK_BYTES` bytes: there, or as soon as `_cut` allows."""
+    """Yield a single text, cut into documents every `CHUNK_BYTES` bytes: there, or as soon as `_cut` allows."""
     for i in count(-(-start // CHUNK_BYTES)):
         opened.seek(i * CHUNK_BYTES)
         content = opened.read(2 * CHUNK_BYTES)
