@@ -33,7 +33,7 @@ RECIPE = ("optimizer.rate_factor", "optimizer.schedule.", "optimizer.muon.moment
 def get_config() -> Config:
     return Config(
         name="chat",
-        steps=300,
+        steps=0,  # one epoch
         data=DataConfig(source="chat-stdlib", packing="whole", mask_documents=True),
         batch=BatchConfig(sequence_length=2048, tokens_per_step=524_288, rows_per_device=32),
         optimizer=OptimizerConfig(
@@ -43,7 +43,7 @@ def get_config() -> Config:
             schedule=ScheduleConfig(warmdown=0.5, final=0.0),
         ),
         checkpoint=CheckpointConfig(every_steps=100),
-        eval=EvalConfig(every_steps=150, tokens=65_536, prompts=()),
+        eval=EvalConfig(every_steps=100, tokens=1_048_576, prompts=()),
     )
 
 

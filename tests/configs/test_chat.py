@@ -58,7 +58,7 @@ def test_after_an_export_network_and_row_follow(base, tmp_path):
 def test_a_vocabulary_without_the_tokens_of_conversations_grows(base, size, grown):
     write_record(base / "config.json", with_options(BASE, {"model.vocab_size": size}), "", [])
     OLD.save(base / "tokenizer")
-    config = chat(f"--init_from={base}", "--steps=0")
+    config = chat(f"--init_from={base}")
     assert config.model.vocab_size == grown and config.steps == 0
     tokens = load_tokenizer(config.data.tokenizer).special_tokens
     assert [tokens[name] for name in CHAT_TOKENS] == list(range(261, 269))

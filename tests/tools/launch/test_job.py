@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from configs.exit_codes import Exit
+from configs.files import cache_dir
 from configs.schema import UserError
 from tools.launch.code import LARGEST, pack, unpack
 from tools.launch.hardware import catalog, parse_hardware
@@ -181,6 +182,7 @@ def test_a_job_is_checked_as_train_py_would(monkeypatch):
         (["--data.source=datasets/mine"], "--data.source=datasets/mine is on this machine"),
         (["--data.source=file:///home/me"], "--data.source=file:///home/me is on this machine"),
         (["--data.source=/data/a", "--data.tokenizer=/home/me/t"], "--data.tokenizer=/home/me/t is on this machine"),
+        (["--data.source=/data/a", f"--data.tokenizer={cache_dir()}/tokenizers/0"], ""),
         (["--data.source=/data/a", "--init_from=runs/first"], "--init_from=runs/first is on this machine"),
         (["--data.source=/data/a", "--eval.bundle=/data/bundle"], ""),
     ],
