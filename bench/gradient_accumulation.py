@@ -1,14 +1,12 @@
 """Measure what goes wrong in gradient accumulation: the figures of docs/gradient-accumulation.md.
 
     python -m bench.gradient_accumulation types      # optax issue 1567: bfloat16 parameters under optax.MultiSteps
-    python -m bench.gradient_accumulation means      # the mean of micro-batch means against the sum over tokens
     python -m bench.gradient_accumulation notebook   # optax's own notebook: 9 examples at once, or 3 times 3
 
 A network of 1.8 M parameters (depth 4, width 128, vocabulary 4096) learns rows of 128 tokens of the standard library.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -64,7 +62,7 @@ DTYPE = jnp.dtype("float32")
 class Arguments:
     """Which figures."""
 
-    part: Annotated[Literal["types", "means", "notebook"], tyro.conf.Positional]
+    part: Annotated[Literal["types", "notebook"], tyro.conf.Positional]
     """What is measured."""
     steps: Positive[int] = 200
     """Optimizer steps of each training run."""
@@ -92,11 +90,12 @@ class Experiment:
     def held_out_loss(self, params: dict) -> float:
         return float(jax.jit(self.mean_loss)(jax.tree.map(lambda p: p.astype(DTYPE), params), self.held_out))
 
-    def ours(self, reweigh: Callable[[dict], Any] = lambda batch: batch) -> dict:
+    def ours(self) -> dict:
         """Train through this project's step. Return the parameters."""
         state = self.built.create_state()
         for i in range(self.config.steps):
-            state, _ = self.built.train_step(state, reweigh(self.batches[i]))
+            batch: Any = self.batches[i]
+            state, _ = self.built.train_step(state, batch)
         return state.params
 
     def plain(self, params_type: str, moments: str, accumulator: str, micro_batches: int = 4) -> tuple[dict, float]:
@@ -168,54 +167,6 @@ def types(steps: int) -> dict:
     return results
 
 
-def ragged(batch: dict, seed: int, power: float) -> dict:
-    """Return the batch with a random part of each row valid: a share u^power of it, u uniform; at least one token."""
-    length = batch["weights"].shape[-1]
-    shares = np.random.default_rng(seed).uniform(size=batch["weights"].shape[:-1]) ** power
-    valid = np.maximum(np.ceil(shares * length), 1)
-    return {**batch, "weights": (np.arange(length) < valid[..., None]).astype(np.float32)}
-
-
-def means(batch: dict) -> dict:
-    """Return the batch with weights that make the step compute the mean of its micro-batches' means: N / (K n_k) for
-    the tokens of micro-batch k."""
-    weights = batch["weights"]
-    counts = weights.sum(axis=(1, 2), keepdims=True)
-    return {**batch, "weights": weights * counts.sum() / (len(counts) * counts)}
-
-
-def means_against_sums(steps: int) -> dict:
-    """Return the gradient's error by rows of a micro-batch and spread of lengths, and both rules' held-out losses."""
-    config = replace(CONFIG, steps=steps, batch=replace(CONFIG.batch, rows_per_device=2))  # K = 16 micro-batches of 2
-    experiment = Experiment(config)
-    short = lambda batch: ragged(batch, int(batch["inputs"].sum()), 3)
-    params = experiment.ours(short)
-    losses = {"sum over tokens": params, "mean of means": experiment.ours(lambda batch: means(short(batch)))}
-    losses = {name: experiment.held_out_loss(trained) for name, trained in losses.items()}
-
-    @jax.jit
-    def gradient(params: dict, batch: dict) -> Float[Array, "parameters"]:
-        rows = {name: array.reshape(-1, array.shape[-1]) for name, array in batch.items()}
-        loss = lambda params: loss_sums(nnx.merge(experiment.graphdef, params), **rows)[0]
-        return jnp.concatenate([g.ravel() for g in jax.tree.leaves(jax.grad(loss)(params))])
-
-    errors: dict[str, list[float]] = {}
-    for label, power in (("10% to 100%", None), ("u", 1.0), ("u^3", 3.0)):
-        errors[label] = []
-        for rows in (1, 2, 4, 8, 16, 32):
-            sizes = []
-            for seed in range(4):
-                batch = {name: array.reshape(32 // rows, rows, -1) for name, array in experiment.batches[seed].items()}
-                batch = ragged(batch, seed, power or 1.0)
-                if power is None:
-                    valid = np.random.default_rng(seed).uniform(0.1, 1, batch["weights"].shape[:-1]) * 128
-                    batch["weights"] = (np.arange(128) < valid[..., None]).astype(np.float32)
-                exact = gradient(params, batch)
-                sizes.append(float(jnp.linalg.norm(gradient(params, means(batch)) - exact) / jnp.linalg.norm(exact)))
-            errors[label].append(float(np.mean(sizes)))
-    return {"losses": losses, "errors": errors}
-
-
 def notebook(schedule: str) -> float:
     """Return the relative difference, after 2 updates, of 9 rows through our step with K = 3, and of 3 x 3 rows under
     MultiSteps(3) over their means; `schedule` is a ScheduleConfig kind, counted in updates by both."""
@@ -262,7 +213,7 @@ def main() -> int:
     if arguments.part == "notebook":
         results = {kind: notebook(kind) for kind in ("constant", "warmup_cosine", "warmup_constant_warmdown")}
     else:
-        results = (types if arguments.part == "types" else means_against_sums)(arguments.steps)
+        results = types(arguments.steps)
     print(json.dumps(results))
     return 0
 
