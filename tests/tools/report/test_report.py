@@ -147,7 +147,7 @@ def test_steps_done_again_and_time_without_a_process_are_reported(tmp_path):
     start = {"event": "start", "step": 50, "began": BEGAN + 1000, "seconds": seconds, "time": BEGAN + 1010}
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps(start) + "\n")
-    (lost,) = (text for text, heed in marks(run).items() if "done again" in text and heed)
+    (lost,) = (text for text, heed in marks(run).items() if "repeated steps" in text and heed)
     assert lost.startswith("4.5% of the wall time went to repeated steps, 86% to no process")
 
 
