@@ -15,7 +15,7 @@ RESTART = 600.0
 """Seconds from a preemption to the next step: getting the machine, starting, compiling or reading the program,
 restoring. Assumed; `python -m tools.goodput RUN` measures it."""
 WRITES = 1e9
-"""Bytes/s that a host writes of a checkpoint, assumed. Training goes on meanwhile."""
+"""Bytes/s that a host writes of a checkpoint, assumed. Training continues meanwhile."""
 DEVICES_OF_A_HOST = {False: 4, True: 8}
 """TPU chips, and GPUs."""
 COMPILING = {False: (75.0, 8.0, 1.5), True: (5.0, 1.0, 2.5)}
