@@ -7,6 +7,7 @@ NANOCHAT_DIR=... python -m tests.evaluation.nanochat_chat
 import importlib
 import json
 import random
+import re
 import sys
 from dataclasses import replace
 from functools import cache
@@ -93,40 +94,27 @@ def their_answers(patch) -> dict[str, list]:
     chat_eval, common = (importlib.import_module(name) for name in ("scripts.chat_eval", "tasks.common"))
     model = their_network(gpt, CONFIG, params(), LONGEST)
 
-    class Tokenizer(spelling.RustBPETokenizer):
-        """nanochat's rendering, of our tokens."""
-
-        def __init__(self):
-            pass
-
-        def encode(self, text: str) -> list[int]:
-            return tokenizer().encode([text])[0]
-
-        def encode_special(self, name: str) -> int:
-            return tokenizer().special_tokens[name]
-
-        def get_bos_token_id(self) -> int:
-            return tokenizer().bos
-
-        def decode(self, ids: list[int]) -> str:
-            return tokenizer().library.decode(ids, skip_special_tokens=False)
-
+    ours = tokenizer()
+    methods = {
+        "__init__": lambda self: None,
+        "encode": lambda self, text: ours.encode([text])[0],
+        "encode_special": lambda self, name: ours.special_tokens[name],
+        "get_bos_token_id": lambda self: ours.bos,
+        "decode": lambda self, ids: ours.library.decode(ids, skip_special_tokens=False),
+    }
+    theirs = type("Ours", (spelling.RustBPETokenizer,), methods)()  # nanochat's rendering, of our tokens
     answers = {}
     for label in FOLDERS:
         kind = getattr(chat_eval, label.partition("-")[0])
         data = common.HubDataset(pyarrow.table(columns(label)))
         patch.setattr(importlib.import_module(kind.__module__), "load_hub_dataset", lambda *a, data=data, **k: data)
         answers[label] = kept = []
-        judge = kind.evaluate
-
-        def evaluate(self, problem, answer, judge=judge, kept=kept):
-            right = judge(self, problem, answer)
-            kept.append([bool(right), answer])
-            return right
-
-        patch.setattr(kind, "evaluate", evaluate)
-        chat_eval.run_chat_eval(label, model, Tokenizer(), engine.Engine(model, Tokenizer()), batch_size=4)
-        patch.setattr(kind, "evaluate", judge)
+        judge = lambda self, item, answer, judge=kind.evaluate, kept=kept: (
+            kept.append([bool(judge(self, item, answer)), answer]) or kept[-1][0]
+        )
+        with patch.context() as inner:
+            inner.setattr(kind, "evaluate", judge)
+            chat_eval.run_chat_eval(label, model, theirs, engine.Engine(model, theirs), batch_size=4)
     return answers
 
 
@@ -135,6 +123,4 @@ if __name__ == "__main__":
 
     with pytest.MonkeyPatch.context() as patch:
         found = their_answers(patch)
-    lines = [f"{json.dumps(label)}: [\n" + ",\n".join(map(json.dumps, items)) + "\n]" for label, items in found.items()]
-    RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    print({label: f"{sum(right for right, _ in items)} of {len(items)}" for label, items in found.items()})
+    RESULTS.write_text(re.sub(r"(\[\[|\],|\]\])", r"\1\n", json.dumps(found)) + "\n")

@@ -25,21 +25,18 @@ def sets(tmp_path_factory):
     return make_sets(tmp_path_factory.mktemp("sets"))
 
 
-@pytest.fixture(scope="module")
-def nanochat_s():
-    """Its answers, which tests/evaluation/nanochat_chat.py kept."""
-    return json.loads(nanochat_chat.RESULTS.read_text())
+NANOCHAT_S = json.loads(nanochat_chat.RESULTS.read_text())
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("devices", [1, 8])
-def test_every_item_is_as_nanochat_s_chat_eval_has_it_on_any_mesh(sets, nanochat_s, devices):
+def test_every_item_is_as_nanochat_s_chat_eval_has_it_on_any_mesh(sets, devices):
     ours, log = network(devices), ItemLog()
     tasks = read_chat_tasks(str(sets), None)
     ChatCore(tasks, ours, ours.scorer())(ours.params, log)
     for task in tasks:
         lines = sorted((line for line in log.lines if line["task"] == task.label), key=lambda line: line["item"])
-        for line, item, (right, answer) in zip(lines, task.items, nanochat_s[task.label], strict=True):
+        for line, item, (right, answer) in zip(lines, task.items, NANOCHAT_S[task.label], strict=True):
             too_long = len(item["messages"][0]["content"]) > 500
             assert line["cut"] == too_long
             assert line["correct"] == (right and not too_long)
@@ -51,13 +48,9 @@ def test_every_item_is_as_nanochat_s_chat_eval_has_it_on_any_mesh(sets, nanochat
 
 @pytest.mark.slow
 @pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="NANOCHAT_DIR names no checkout of nanochat")
-def test_what_was_kept_is_what_nanochat_beside_us_answers(nanochat_s, monkeypatch):
+def test_what_was_kept_is_what_nanochat_beside_us_answers(monkeypatch):
     pytest.importorskip("torch")
-    assert nanochat_chat.their_answers(monkeypatch) == nanochat_s
-
-
-class Killed(Exception):
-    pass
+    assert nanochat_chat.their_answers(monkeypatch) == NANOCHAT_S
 
 
 @pytest.mark.medium
@@ -72,9 +65,9 @@ def test_the_command_goes_on_after_a_kill(sets, tmp_path, monkeypatch, capsys):
     def append_until_killed(path, text):
         append(path, text)
         if "GSM8K" in text:
-            raise Killed
+            raise InterruptedError
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):
         patch.setattr(item_log, "append_whole", append_until_killed)
         evaluate.main()
     assert len((folder / "items.jsonl").read_text().splitlines()) == 1 + 3 * 6 + 4

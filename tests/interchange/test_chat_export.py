@@ -32,15 +32,7 @@ TEXTS = ["to be or not to be, that is the question. " * 8, "naïve 你好\n\n  x
 TOKENIZER = train_tokenizer(TEXTS, 272)
 
 
-def without_chat_tokens(tokenizer: TextTokenizer) -> TextTokenizer:
-    """With other names, so that `with_chat_tokens` adds them."""
-    text = tokenizer.json
-    for name in CHAT_TOKENS:
-        text = text.replace(name, name.replace("<|", "<|old_"))
-    return TextTokenizer(text)
-
-
-GROWN = without_chat_tokens(TOKENIZER).with_chat_tokens
+GROWN = TextTokenizer(TOKENIZER.json.replace("_start|>", "_old|>")).with_chat_tokens
 
 
 def written(folder: Path, tokenizer: TextTokenizer = TOKENIZER, packing: str = "whole", **features):
@@ -61,24 +53,16 @@ def chat(request, tmp_path_factory):
 
 
 def conversations(special: bool) -> list[list[dict]]:
-    """Of one to seven messages, some with a system's, some with calls; texts that hold special tokens, or not."""
+    """Of one to six messages, some with a system's, half of the answers with calls; texts may hold special tokens."""
     rng = random.Random(0)
-    words = " ".join(TEXTS).split(" ") + [" ", "\n", "\n\n", "", "'", "7"] + [*CHAT_TOKENS, "<|bos|>"] * special
-    text = lambda: "".join(rng.choices([word + " " for word in words] + words, k=rng.randint(1, 9))) + "x"
-
-    def answer() -> str | list[dict]:
-        if rng.random() < 0.6:
-            return text()
-        kinds = [rng.choice(list(PARTS)) for _ in range(rng.randint(1, 6))]
-        # Two texts in a row are one text to a template.
-        return [{"type": kind, "text": text()} for i, kind in enumerate(kinds) if kinds[i - 1 : i + 1] != ["text"] * 2]
-
-    made = []
-    for i in range(150):
-        system = [{"role": "system", "content": text()}] * (i % 3 == 0)
-        turns = [({"role": "user", "content": text()}, {"role": "assistant", "content": answer()}) for _ in range(3)]
-        made.append((system + [message for turn in turns for message in turn])[: 1 + bool(system) + i % 6])
-    return made
+    words = [*" ".join(TEXTS).split(" "), " ", "\n", "\n\n", "'", "7", *[*CHAT_TOKENS, "<|bos|>"] * special]
+    text = lambda: rng.choice(["", " "]).join(rng.choices(words, k=rng.randint(1, 9))) + "x"
+    # Two texts in a row would be one to the template.
+    kinds = lambda: [kind for _ in range(rng.randint(1, 3)) for kind in ("text", *rng.choices([*PARTS][1:], k=2))]
+    answer = lambda: rng.choice([text(), [{"type": kind, "text": text()} for kind in kinds()]])
+    turns = lambda: [{"role": role, "content": of()} for role, of in (("user", text), ("assistant", answer))]
+    system = lambda i: [{"role": "system", "content": text()}] * (i % 3 == 0)
+    return [system(i) + [*turns(), *turns(), *turns()][: 1 + i % 6] for i in range(150)]
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, GROWN], ids=["reserved", "added"])
