@@ -118,7 +118,7 @@ def require_seen(config: Config, train: Sequence[str], code: Collection[str], mo
     if config.data.source == DataConfig.source and not is_given("data.source", train):
         raise UserError(f"--data.source is missing: give {places}, or stdlib to train on Python's own library")
     others = {name: options(config)[name] for name in ("data.tokenizer", "init_from", "eval.bundle")}
-    if Path(others["data.tokenizer"]).is_relative_to(cache_dir()):  # which each host makes for itself: configs/chat.py
+    if Path(config.data.tokenizer).is_relative_to(cache_dir()):  # which each host makes for itself: configs/chat.py
         del others["data.tokenizer"]
     for option, path in [*(("data.source", name) for name in read_source(config.data.source)[0]), *others.items()]:
         travels = any(fnmatch(name, normpath(path)) or name.startswith(normpath(path) + "/") for name in code)
