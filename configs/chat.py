@@ -8,6 +8,9 @@ is given on the command line stays as given.
 
 The recipe is nanochat's chat_sft: 0.8 of pretraining's rates, no warmup, and a fall to 0 over the last half. Muon does
 not decay, and its momentum rises from 0.85 to 0.95.
+
+After small.py's run, an epoch of chat-stdlib is 145 steps. Validation loss falls from 5.75 to 2.35 nats per token of an
+assistant, 2.79 to 1.14 bits per byte with a standard error of 0.06 (2026-11-26, Python 3.12, JAX 0.12.0.1, bfloat16).
 """
 
 from configs.schema import (
