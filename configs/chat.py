@@ -3,14 +3,15 @@
 python train.py --config=configs/chat.py --init_from=runs/small
 
 The network's options, the length of a row and the tokenizer follow the network in --init_from: a run, a folder
-that export.py wrote, or a published nanochat. After a run the rates and the sizes of a step follow it, too. Whatever
-is given on the command line stays as given.
+that export.py wrote, or a published nanochat. After a run the rates and the sizes of a step follow it, too, and the
+optimizer starts from its moments. Whatever is given on the command line stays as given.
 
 The recipe is nanochat's chat_sft: 0.8 of pretraining's rates, no warmup, and a fall to 0 over the last half. Muon does
 not decay, and its momentum rises from 0.85 to 0.95.
 
-After small.py's run, an epoch of chat-stdlib is 145 steps. Validation loss falls from 5.75 to 2.35 nats per token of an
-assistant, 2.79 to 1.14 bits per byte with a standard error of 0.06 (2026-11-26, Python 3.12, JAX 0.12.0.1, bfloat16).
+After small.py's run, an epoch of chat-stdlib is 145 steps. Validation loss falls from 5.75 to 2.30 nats per token of an
+assistant, 2.79 to 1.12 bits per byte with a standard error of 0.05 (2026-11-26, Python 3.12, JAX 0.12.0.1, bfloat16).
+Without the run's moments (--init_optimizer=False) it falls to 2.35.
 """
 
 from configs.schema import (
@@ -74,4 +75,6 @@ def following(config: Config, base: Config, run: bool, given: set[str]) -> Confi
     }
     if run and "optimizer.rate_factor" not in given:
         values["optimizer.rate_factor"] = config.optimizer.rate_factor * base.optimizer.rate_factor
+    if run and not given & {"init_optimizer", "no_init_optimizer"}:
+        values["init_optimizer"] = True
     return with_options(config, values)

@@ -133,5 +133,5 @@ def require_moments(config: Config) -> None:
     if theirs != ours:
         raise UserError(
             f"--init_optimizer takes moments of the same optimizer, and {config.init_from} was trained with "
-            f"--optimizer.matrices.kind={theirs}, not {ours}: give that, or leave --init_optimizer out"
+            f"--optimizer.matrices.kind={theirs}, not {ours}: give that, or --init_optimizer=False"
         )

@@ -37,6 +37,7 @@ def test_it_follows_a_run_but_for_the_recipe_and_for_what_is_given(base):
     assert config.batch == BASE.batch and config.data.tokenizer == str(base / "tokenizer")
     tuned = config.optimizer
     assert tuned.embed == BASE.optimizer.embed and tuned.matrices.kind == "muon" and tuned.rate_factor == 0.8 * 0.5
+    assert config.init_optimizer and not chat(f"--init_from={base}", "--init_optimizer=False").init_optimizer
     assert tuned.schedule == recipe.optimizer.schedule
     assert tuned.muon == replace(recipe.optimizer.muon, peak_rate=0.03)
     given = ("--batch.sequence_length=8", "--optimizer.rate_factor=0.1", "--optimizer.embed.peak_rate=0.7")
@@ -51,7 +52,7 @@ def test_after_an_export_network_and_row_follow(base, tmp_path):
     config, recipe = chat(f"--init_from={tmp_path}/export"), load_config("configs/chat.py")[0]
     assert (config.model.width, config.model.qk_scale, config.batch.sequence_length) == (32, 1.2, 16)
     assert config.batch.tokens_per_step == recipe.batch.tokens_per_step and config.optimizer == recipe.optimizer
-    assert config.data.tokenizer == f"{tmp_path}/export"
+    assert config.data.tokenizer == f"{tmp_path}/export" and not config.init_optimizer
 
 
 @pytest.mark.parametrize(("size", "grown"), [(266, 320), (272, 272)])

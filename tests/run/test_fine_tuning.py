@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
         assert run("train", patch, "--config=tiny.py", "--run_dir=base", devices=1) == 0
         made = ("--source=chats.jsonl", "--conversations", "--out=chats", "--tokenizer=base/tokenizer")
         assert run("prepare", patch, *made, "--val_fraction=0.2") == 0
-        assert run("train", patch, *CHAT, *OFTEN, "--init_optimizer", "--run_dir=chat", devices=1) == 0
+        assert run("train", patch, *CHAT, *OFTEN, "--run_dir=chat", devices=1) == 0
     return folder
 
 
@@ -35,11 +35,10 @@ def test_an_epoch_is_resolved_and_complete(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     record = json.loads(Path("chat/config.json").read_text())["config"]
     assert record["steps"] == summary(Path("chat"))["steps"] > 8 and record["model"]["width"] == 32
-    again = ("--init_optimizer", "--run_dir=chat")
-    assert run("train", monkeypatch, *CHAT, *again, devices=1) == 0
+    assert run("train", monkeypatch, *CHAT, "--run_dir=chat", devices=1) == 0
     said = capfd.readouterr().out
     assert f"chat is complete: {record['steps']} steps" in said and "goes through chats 1" in said
-    assert run("train", monkeypatch, *CHAT, "--run_dir=chat", devices=1) == 2
+    assert run("train", monkeypatch, *CHAT, "--run_dir=chat", "--init_optimizer=False", devices=1) == 2
     assert "init_optimizer: True -> False" in capfd.readouterr().err
 
 
@@ -50,7 +49,7 @@ def test_it_is_resumed_to_the_bit_and_on_another_mesh_to_rounding(folder, monkey
     again = Path(shutil.copytree("chat", f"again-{devices}"))
     shutil.rmtree(again / "checkpoints" / str(summary(again)["steps"]))
     (again / "summary.json").unlink()
-    arguments = ("--init_optimizer", f"--run_dir={again}", mesh)
+    arguments = (f"--run_dir={again}", mesh)
     assert run("train", monkeypatch, *CHAT, *OFTEN, *arguments, devices=devices) == 0
     assert "continuing after step" in capfd.readouterr().out
     if devices == 1:
