@@ -12,11 +12,11 @@ from configs.schema import DataConfig
 from tests.helpers import ALL_FEATURES, perturbed, random_rows, tiny_config
 from training.build import build
 
-BOS, ROWS = 0, 32
+BOS, ROWS = 0, 8
 
 
 def rows_of_conversations() -> dict[str, np.ndarray]:
-    """Return 32 rows of 32 tokens, of which 1 to 31 are valid."""
+    """Return 8 rows of 32 tokens, of which 1 to 31 are valid."""
     valid = np.geomspace(1, 31, ROWS).astype(int)
     weights = (np.arange(32) < np.random.default_rng(0).permutation(valid)[:, None]).astype(np.float32)
     return random_rows(tiny_config(rows=ROWS, length=32), seed=0, weights=weights)
@@ -36,11 +36,11 @@ def test_our_gradient_is_the_same_for_every_split_and_that_of_means_is_not(ours)
     rows = rows_of_conversations()
     assert max(gradient_errors(ours.summed, rows, ROWS).values()) < 1e-5
     errors = gradient_errors(ours.multi_steps, rows, ROWS)
-    assert list(errors) == [2, 4, 8, 16, 32] and errors[2] > 0.01 and errors[32] > 0.2
+    assert list(errors) == [2, 4, 8] and errors[2] > 0.01 and errors[8] > 0.2
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("micro_batches", [2, 32])
+@pytest.mark.parametrize("micro_batches", [2, 8])
 def test_the_reweighed_sum_is_what_multi_steps_makes_of_means(ours, micro_batches):
     batch = split(rows_of_conversations(), micro_batches)
     theirs = ours.multi_steps(batch)
