@@ -43,7 +43,7 @@ def network(devices=1, **options) -> Network:
 
 def expected(sampling, tokens=12):
     """What model.generate writes after each of PROMPTS up to the first end."""
-    ours, rows = network(), np.zeros((len(PROMPTS), 162), np.int32)
+    ours, rows = network(), np.zeros((len(PROMPTS), 163), np.int32)
     for row, prompt in zip(rows, PROMPTS):
         row[: len(prompt)] = prompt
     lengths, seeds = np.array([*map(len, PROMPTS)], np.int32), np.full(len(PROMPTS), sampling.seed, np.int32)

@@ -1,0 +1,128 @@
+"""Tokens a second of evaluation/engine.py and of nanochat's engine, on the same weights, as a JSON line a batch size:
+
+NANOCHAT_DIR=... python -m bench.generation --config=configs/small.py
+
+Both compute in float32, draw with temperature 0.8 and the top 50, and take turns. Their medians are compared. The
+weights are random. A rate counts the tokens after the first one of each text. So it leaves out reading the prompt,
+which nanochat's engine reads once for all texts. `first` is the time to the first token.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+
+from configs.command_line import parse
+from configs.schema import MeshConfig, ModelConfig, Positive, UserError
+from data.tokenizer import train_tokenizer
+from evaluation.engine import Engine
+from evaluation.network import Network
+from hosts.runtime import run_command
+from interchange.transformers import turned
+from model.sampling import Sampling
+from tests.nanochat_checkout import their_name
+from training.build import build
+from training.mesh import make_mesh
+from training.optimizer import path_name
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What is measured."""
+
+    batches: tuple[Positive[int], ...] = (1, 16)
+    """Texts that are written together."""
+    prompt: Positive[int] = 16
+    """Tokens of the prompt."""
+    tokens: Positive[int] = 200
+    """New tokens of each text."""
+    rounds: Positive[int] = 7
+    """Texts of each engine, in turn; one more is not counted."""
+
+
+def their_engine(model: ModelConfig, length: int, params: dict) -> Any:
+    """Return nanochat's engine, with these parameters."""
+    os.environ["NANOCHAT_DTYPE"] = "float32"
+    sys.path.append(os.environ["NANOCHAT_DIR"])
+    sys.modules["rustbpe"] = ModuleType("rustbpe")  # of its tokenizer, which its engine's module imports
+    import torch
+    from nanochat.engine import Engine as Theirs  # pyright: ignore[reportMissingImports]
+    from nanochat.gpt import GPT, GPTConfig  # pyright: ignore[reportMissingImports]
+
+    sizes = {"n_layer": model.depth, "n_head": model.heads, "n_kv_head": model.kv_heads, "n_embd": model.width}
+    theirs = GPT(
+        GPTConfig(**sizes, vocab_size=model.vocab_size, sequence_len=length, window_pattern=model.window_pattern)
+    )
+    theirs.init_weights()
+    by_name = dict(theirs.named_parameters())
+    with torch.no_grad():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            name = path_name(path)
+            by_name.pop(their_name(name)).copy_(torch.tensor(turned(name, np.asarray(leaf))))
+    if by_name:
+        raise UserError(f"nanochat's network has what the config leaves out: {', '.join(by_name)}")
+    nowhere = SimpleNamespace(encode_special=lambda name: -1, get_bos_token_id=lambda: -1)  # no text ends early
+    return Theirs(theirs, nowhere)
+
+
+def our_columns(engine: Engine, prompt: list[int], texts: int, tokens: int, seed: int) -> Iterator[None]:
+    """Yield after each token of all texts."""
+    for text in range(texts):
+        engine.begin(prompt, Sampling(0.8, 50, 1.0, seed * texts + text), tokens)
+    while engine.free < texts:
+        engine.step()
+        yield
+
+
+def their_columns(engine: Any, prompt: list[int], texts: int, tokens: int, seed: int) -> Iterator[None]:
+    """Yield after each token of all texts."""
+    for _ in engine.generate(prompt, texts, tokens, 0.8, 50, seed):
+        yield
+
+
+def main() -> int:
+    config, arguments = parse(__doc__, Arguments)
+    if "NANOCHAT_DIR" not in os.environ:
+        raise UserError("NANOCHAT_DIR names no checkout of nanochat")
+    config = replace(config, model=replace(config.model, dtype="float32"))
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    length, vocab = config.batch.sequence_length, config.model.vocab_size
+    noise = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda p: p + 0.05 * noise.standard_normal(p.shape, np.float32), build(config).create_state().params
+    )
+    network = Network(config, train_tokenizer(["text"], 270), params, mesh)
+    theirs = their_engine(config.model, length, params)
+    for texts in arguments.batches:
+        ours = Engine(network, texts)
+        ours.ends = set()
+        rates, firsts = {"ours": [], "nanochat": []}, {"ours": [], "nanochat": []}
+        for turn in range(arguments.rounds + 1):
+            prompt = noise.integers(9, vocab, arguments.prompt).tolist()
+            for name, columns in ("ours", our_columns), ("nanochat", their_columns):
+                started = time.perf_counter()
+                written = columns(ours if name == "ours" else theirs, prompt, texts, arguments.tokens, turn)
+                next(written)
+                first = time.perf_counter()
+                count = sum(1 for _ in written)
+                if turn:
+                    rates[name].append(texts * count / (time.perf_counter() - first))
+                    firsts[name].append(first - started)
+        median = {name: statistics.median(of_name) for name, of_name in rates.items()}
+        line = {"config": config.name, "texts": texts, "jax": jax.__version__}
+        line |= {f"{name}_tokens_per_second": round(rate) for name, rate in median.items()}
+        line |= {f"{name}_first_ms": round(1000 * statistics.median(of_name), 1) for name, of_name in firsts.items()}
+        print(json.dumps(line | {"ratio": round(median["ours"] / median["nanochat"], 2)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,76 @@
+"""Talk to a network that was fine-tuned on conversations: python chat.py --run_dir=runs/chat."""
+
+from dataclasses import dataclass
+
+import jax
+
+from configs.command_line import parse_arguments
+from configs.schema import AnyPath, MeshConfig, NotNegative, Positive, UserError
+from data.tokenizer import CHAT_TOKENS
+from evaluation.engine import Engine
+from evaluation.network import open_network
+from hosts.runtime import run_command, start_jax
+from model.flops import parameter_counts
+from model.sampling import Sampling
+from run.record import at_hand
+from serving.terminal import Terminal, note
+from training.mesh import make_mesh
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Talk to a network that was fine-tuned on conversations."""
+
+    run_dir: AnyPath
+    """Folder of the run whose newest checkpoint is used, or of an exported network, here or at gs://."""
+    step: Positive[int] | None = None
+    """The checkpoint of this step in place of the newest."""
+    prompt: str = ""
+    """A message to answer, and nothing else. Without it, messages come from the terminal, a line each."""
+    system: str = ""
+    """How to answer, for the network: it goes before the first message."""
+    tokens: Positive[int] | None = None
+    """Most tokens of an answer. Default: as many as the row has room for."""
+    temperature: NotNegative[float] = 0.8
+    """0 takes the likeliest token; higher is more varied."""
+    top_k: NotNegative[int] = 50
+    """Draw from this many likeliest tokens; 0 draws from all."""
+    top_p: Positive[float] = 1.0
+    """Draw from the fewest likeliest tokens that have this probability together."""
+    seed: NotNegative[int] = 0
+    """Seed of the draws. `/regenerate` takes the next one."""
+    mesh: MeshConfig = MeshConfig(data=1)
+    """Arrangement of so many of the devices here; `fsdp` and `tensor` for a network too large for one."""
+
+
+def main() -> int:
+    arguments = parse_arguments(__doc__, Arguments)
+    start_jax()
+    sizes = arguments.mesh
+    mesh = make_mesh(sizes, jax.devices()[: sizes.fsdp * sizes.tensor * sizes.data] if sizes.data > 0 else None)
+    network = open_network(at_hand(arguments.run_dir), mesh, arguments.step)
+    if not set(CHAT_TOKENS) <= network.tokenizer.special_tokens.keys():
+        raise UserError(
+            f"{arguments.run_dir} has no tokens of conversations ({CHAT_TOKENS[0]}, ...); fine-tune it first: "
+            f"python train.py --config=configs/chat.py --init_from={arguments.run_dir}"
+        )
+    if network.step is not None and network.config.data.packing != "whole":  # which conversations are packed by
+        note(f"{arguments.run_dir} was not fine-tuned on conversations; --init_from={arguments.run_dir} does that")
+    engine = Engine(network)
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    terminal = Terminal(engine, sampling, arguments.system, arguments.tokens)
+    if arguments.prompt:
+        terminal.say(arguments.prompt)
+        return 0
+    size = sum(parameter_counts(network.config.model).values()) / 1e6
+    note(
+        f"{arguments.run_dir}, {network.title}: {size:.1f} M parameters, {network.dtype.name} on "
+        f"{jax.default_backend()}; {engine.capacity} tokens a row, and beyond {terminal.limit} the oldest turns are "
+        "left out; /help"
+    )
+    terminal.run()
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

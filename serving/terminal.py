@@ -1,0 +1,169 @@
+"""A conversation in a terminal."""
+
+import re
+import signal
+import sys
+from dataclasses import dataclass, field
+
+from configs.schema import UserError
+from data.conversation import render
+from data.tokenizer import CHAT_TOKENS
+from evaluation.engine import Answer, Engine
+from model.sampling import Sampling
+
+HELP = """/regenerate  another answer to your last message
+/reset       a new conversation
+/help        this
+/quit        the end, as Ctrl-D
+Ctrl-C stops an answer."""
+ROOM = 1 / 4  # of a row, which an answer finds at least: the oldest turns make way for it
+NEAR = 0.8  # of what the turns may take: from here on it is said that the oldest will make way
+MARKS = dict(zip(CHAT_TOKENS[4:], ("`", "`", " = ", "")))  # `6*7` = 42
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass
+class Turn:
+    """What a user wrote, and the answer's tokens, when there is one."""
+
+    text: str
+    answer: list[int] | None = None
+
+
+def note(text: str) -> None:
+    """Say what no answer says."""
+    print(f"({text})", file=sys.stderr, flush=True)
+
+
+@dataclass
+class Terminal:
+    """A conversation with an engine of one slot, which keeps what it has read from turn to turn."""
+
+    engine: Engine
+    sampling: Sampling
+    system: str = ""
+    """Goes before the first message."""
+    most: int | None = None
+    """Tokens of an answer."""
+    turns: list[Turn] = field(default_factory=list)
+    warned: bool = False
+    """Whether it was said that turns will be left out."""
+
+    def prompt(self) -> list[int]:
+        """Return the tokens of the conversation, up to the start of the answer that comes next."""
+        tokenizer = self.engine.tokenizer
+        tokens = [tokenizer.bos]
+        for number, turn in enumerate(self.turns):
+            text = f"{self.system}\n\n{turn.text}" if self.system and number == 0 else turn.text
+            tokens += render(tokenizer, [{"role": "user", "content": text}], ask=True)[1:]
+            if turn.answer is not None:
+                tokens += [*turn.answer, tokenizer.special_tokens["<|assistant_end|>"]]
+        return tokens
+
+    def say(self, text: str) -> None:
+        """Answer a message. UserError, and no turn, if there is no room for it."""
+        before = self.turns.copy()
+        self.turns.append(Turn(text))
+        try:
+            self.answer()
+        except UserError:
+            self.turns = before
+            raise
+
+    def answer(self) -> None:
+        """Write an answer to the last turn while it is drawn. Oldest turns are left out if they leave no room."""
+        limit, left_out = self.limit, 0
+        while len(self.turns) > 1 and len(self.prompt()) > limit:
+            del self.turns[0]
+            left_out += 1
+        if left_out:
+            note(f"the oldest {left_out} of {left_out + len(self.turns)} turns are left out from here on")
+            self.warned = False
+        answer = self.engine.begin(self.prompt(), self.sampling, self.most)
+        self.turns[-1].answer = answer.tokens
+        if self.stream(answer):
+            note("stopped")
+        elif answer.finished == "length":
+            full = len(answer.tokens) != self.most
+            note("the row is full: the answer ends here" if full else f"an answer has at most {self.most} tokens")
+        used = len(self.prompt())
+        if used > NEAR * limit and not self.warned:
+            note(f"the conversation has {used} tokens: beyond {limit} its oldest turns are left out")
+            self.warned = True
+
+    @property
+    def limit(self) -> int:
+        """Return how many tokens the turns may have."""
+        return self.engine.capacity - max(1, int(ROOM * self.engine.capacity))
+
+    def stream(self, answer: Answer) -> bool:
+        """Write the text of an answer as far as its characters are complete. Return whether Ctrl-C stopped it."""
+        stopped, shown = False, 0
+
+        def stop(*_: object) -> None:
+            nonlocal stopped
+            stopped = True
+            signal.signal(signal.SIGINT, before)  # which another Ctrl-C gets, if the engine takes long
+
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            while not (answer.finished or stopped):
+                self.engine.step()  # not to be interrupted: its cache would be lost
+                text = self.text(answer)
+                print(text[shown:], end="", flush=True)
+                shown = len(text)
+        finally:
+            signal.signal(signal.SIGINT, before)
+            self.engine.drop(answer)
+        print(flush=True)
+        return stopped
+
+    def text(self, answer: Answer) -> str:
+        """Return what can be shown of an answer: without half a character, and without codes that move a cursor."""
+        text = self.engine.tokenizer.library.decode(answer.tokens, skip_special_tokens=False)
+        for token, mark in MARKS.items():
+            text = text.replace(token, mark)
+        return CONTROL.sub("\ufffd", text.rstrip("\ufffd"))
+
+    def obey(self, command: str) -> None:
+        """Do what a line that begins with / says."""
+        if command == "/reset":
+            self.turns, self.warned = [], False
+            note("a new conversation")
+        elif command == "/regenerate" and self.turns:
+            self.sampling = self.sampling._replace(seed=self.sampling.seed + 1)
+            self.turns[-1].answer = None
+            self.answer()
+        elif command == "/regenerate":
+            note("there is no answer yet")
+        else:
+            print(HELP if command == "/help" else f"{command} is unknown\n{HELP}", file=sys.stderr, flush=True)
+
+    def run(self) -> None:
+        """Answer each line until the input ends."""
+        typed = sys.stdin.isatty()
+        if typed:
+            import readline  # noqa: F401  (input() edits lines with it)
+        sys.stdin.reconfigure(errors="replace")  # pyright: ignore[reportAttributeAccessIssue]
+        leaving = False
+        while True:
+            try:
+                line = input("> " if typed else "").strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if leaving:
+                    return
+                leaving = True
+                note("Ctrl-C again ends the chat")
+                continue
+            leaving = False
+            if line == "/quit":
+                return
+            try:
+                if line.startswith("/"):
+                    self.obey(line)
+                elif line:
+                    self.say(line)
+            except UserError as error:
+                note(str(error))
