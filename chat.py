@@ -1,6 +1,7 @@
 """Talk to a network that was fine-tuned on conversations: python chat.py --run_dir=runs/chat."""
 
 from dataclasses import dataclass
+from pathlib import PurePath
 
 import jax
 
@@ -13,6 +14,7 @@ from hosts.runtime import run_command, start_jax
 from model.flops import parameter_counts
 from model.sampling import Sampling
 from run.record import at_hand
+from serving.server import listener, serve
 from serving.terminal import Terminal, note
 from training.mesh import make_mesh
 
@@ -39,12 +41,26 @@ class Arguments:
     """Draw from the fewest likeliest tokens that have this probability together."""
     seed: NotNegative[int] = 0
     """Seed of the draws. `/regenerate` takes the next one."""
+    serve: bool = False
+    """Answer over HTTP: a page to chat on, and OpenAI's chat completions API (docs/chat.md). Requests without a
+    temperature, top_k or top_p take those above."""
+    host: str = "127.0.0.1"
+    """Address of the server. Any other lets other machines in."""
+    port: NotNegative[int] = 8000
+    """Port of the server; 0 takes a free one."""
+    slots: Positive[int] = 4
+    """Answers that the server writes at once."""
+    queue: NotNegative[int] = 16
+    """Requests that may wait for a slot. Any more are refused."""
     mesh: MeshConfig = MeshConfig(data=1)
     """Arrangement of so many of the devices here; `fsdp` and `tensor` for a network too large for one."""
 
 
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
+    if arguments.serve and (arguments.prompt or arguments.system or arguments.tokens):
+        raise UserError("--serve takes no --prompt, --system or --tokens: each request has its own")
+    address = listener(arguments.host, arguments.port) if arguments.serve else None
     start_jax()
     sizes = arguments.mesh
     mesh = make_mesh(sizes, jax.devices()[: sizes.fsdp * sizes.tensor * sizes.data] if sizes.data > 0 else None)
@@ -56,8 +72,12 @@ def main() -> int:
         )
     if network.step is not None and network.config.data.packing != "whole":  # which conversations are packed by
         note(f"{arguments.run_dir} was not fine-tuned on conversations; --init_from={arguments.run_dir} does that")
-    engine = Engine(network)
+    engine = Engine(network, arguments.slots if arguments.serve else 1)
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    if address:
+        note(f"{arguments.run_dir}, {network.title}: http://{arguments.host}:{address.getsockname()[1]}, until Ctrl-C")
+        serve(engine, network.tokenizer, PurePath(arguments.run_dir).name, sampling, address, arguments.queue)
+        return 0
     terminal = Terminal(engine, sampling, arguments.system, arguments.tokens)
     if arguments.prompt:
         terminal.say(arguments.prompt)

@@ -3,7 +3,8 @@
 import asyncio
 import threading
 
-from evaluation.engine import Answer, Engine, Sampling
+from evaluation.engine import Answer, Engine
+from model.sampling import Sampling
 
 
 class Job:
@@ -16,10 +17,10 @@ class Job:
         """Set it when nobody waits for the answer any more."""
         self.sent = 0
         self.loop = asyncio.get_running_loop()
-        self.events: asyncio.Queue[int | str | BaseException] = asyncio.Queue()
-        """The answer's tokens, then why it ended ("stop" or "length"), or the engine's exception."""
+        self.events: asyncio.Queue[int | str] = asyncio.Queue()
+        """The answer's tokens, then why it ended: "stop" or "length"."""
 
-    def send(self, event: int | str | BaseException) -> None:
+    def send(self, event: int | str) -> None:
         """Put an event, from any thread."""
         self.loop.call_soon_threadsafe(self.events.put_nowait, event)
 
@@ -47,18 +48,11 @@ class Batcher:
             return accepted
 
     def run(self) -> None:
-        """Answer jobs until `stop`. An exception of the engine reaches every job, and is raised again."""
-        try:
-            while True:
-                with self.changed:
-                    self.changed.wait_for(lambda: self.jobs or self.stopped)
-                if self.stopped:
-                    return
-                self._step()
-        except BaseException as error:
-            for job in self.jobs:
-                job.send(error)
-            raise
+        """Answer jobs until `stop`."""
+        while not self.stopped:
+            with self.changed:
+                self.changed.wait_for(lambda: self.jobs or self.stopped)
+            self._step()
 
     def stop(self) -> None:
         """End `run` after its present step."""

@@ -11,9 +11,8 @@ from starlette.exceptions import HTTPException
 from configs.schema import NotNegative, Positive
 from data.conversation import messages_of, render
 from data.tokenizer import TextTokenizer
-from evaluation.engine import Sampling
+from model.sampling import Sampling
 
-DEFAULT = Sampling()
 # Fields that change no answer, and values that ask for nothing: many clients send them with every request.
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 NOTHING = {"n": 1, "frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "tools": [], "tool_choice": "none"}
@@ -37,9 +36,9 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
 
     messages: list[dict[str, Any]]
     model: str | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] = DEFAULT.temperature
-    top_k: NotNegative[int] = DEFAULT.top_k
-    top_p: Annotated[float, Meta(gt=0, le=1)] = DEFAULT.top_p
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_k: NotNegative[int] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     seed: int | None = None
     max_tokens: Positive[int] | None = None
     max_completion_tokens: Positive[int] | None = None
@@ -47,10 +46,11 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
-    @property
-    def sampling(self) -> Sampling:
-        seed = secrets.randbits(31) if self.seed is None else self.seed % (1 << 31)
-        return Sampling(self.temperature, self.top_k, self.top_p, seed)
+    def sampling(self, default: Sampling) -> Sampling:
+        """Return how tokens are drawn: without a seed, by one of its own."""
+        given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
+        given["seed"] = secrets.randbits(31) if self.seed is None else self.seed % (1 << 31)
+        return default._replace(**{name: value for name, value in given.items() if value is not None})
 
     def prompt(self, tokenizer: TextTokenizer, capacity: int) -> list[int]:
         """Return the tokens before an answer. Refused if the messages are no conversation, or fill the row."""

@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from configs.schema import UserError
 from data.tokenizer import TextTokenizer
 from evaluation.engine import Engine
+from model.sampling import Sampling
 from serving.batching import Batcher, Job
 from serving.request import ChatRequest, Refused, read_request
 from serving.text import AnswerText
@@ -39,7 +40,7 @@ class AnswerResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(asyncio.CancelledError):  # by uvicorn, which has said so, when it stops
+            with suppress(asyncio.CancelledError):  # when the server stops, which says so
                 await super().__call__(scope, receive, send)
         finally:
             self.job.dropped = True
@@ -48,8 +49,8 @@ class AnswerResponse(StreamingResponse):
 class Service:
     """What the server answers at each address."""
 
-    def __init__(self, batcher: Batcher, tokenizer: TextTokenizer, model: str):
-        self.batcher, self.tokenizer, self.model = batcher, tokenizer, model
+    def __init__(self, batcher: Batcher, tokenizer: TextTokenizer, model: str, sampling: Sampling):
+        self.batcher, self.tokenizer, self.model, self.sampling = batcher, tokenizer, model, sampling
 
     async def page(self, _: Request) -> Response:
         return FileResponse(Path(__file__).parent / "page.html")
@@ -76,7 +77,7 @@ class Service:
             message = f"model: there is no {asked.model!r} here; this server answers with {self.model!r}"
             raise Refused(message, "model", 404, "model_not_found")
         prompt = asked.prompt(self.tokenizer, self.batcher.engine.capacity)
-        job = Job(prompt, asked.sampling, asked.max_completion_tokens or asked.max_tokens)
+        job = Job(prompt, asked.sampling(self.sampling), asked.max_completion_tokens or asked.max_tokens)
         if not self.batcher.submit(job):
             message = f"{self.batcher.slots} requests are being answered and {self.batcher.queue} wait, as many as may"
             raise Refused(f"{message}; try again later", status=429, code="queue_full")
@@ -101,10 +102,8 @@ class Service:
                 case int(token):
                     new, count = text.add(token), count + 1
                     reason = "stop" if text.stopped else ""
-                case str(end):
+                case end:
                     new, reason = text.kept, end
-                case failure:
-                    raise RuntimeError("the engine has failed") from failure
             if new:
                 yield chunk({"content": new})
         yield chunk({}, reason)
@@ -140,9 +139,8 @@ async def refuse(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": facts | {"message": message}}, error.status_code, error.headers)
 
 
-def make_server(batcher: Batcher, tokenizer: TextTokenizer, model: str) -> uvicorn.Server:
+def make_server(service: Service) -> uvicorn.Server:
     """Return a server that is not started."""
-    service = Service(batcher, tokenizer, model)
     routes = [
         Route("/", service.page),
         Route("/health", service.health),
@@ -170,9 +168,9 @@ def listener(host: str, port: int) -> socket.socket:
 
 async def run_server(server: uvicorn.Server, batcher: Batcher, bound: socket.socket) -> None:
     """Serve until the server is to stop; unfinished answers then have some seconds. An exception of the engine stops
-    the server, and is raised."""
+    the server at once, and is raised."""
     answering = asyncio.create_task(asyncio.to_thread(batcher.run))
-    answering.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    answering.add_done_callback(lambda _: vars(server).update(should_exit=True, force_exit=True))
     try:
         await server.serve([bound])
     finally:
@@ -180,10 +178,12 @@ async def run_server(server: uvicorn.Server, batcher: Batcher, bound: socket.soc
         await answering
 
 
-def serve(engine: Engine, tokenizer: TextTokenizer, model: str, bound: socket.socket, queue: int) -> None:
-    """Serve until SIGTERM or Ctrl-C."""
+def serve(
+    engine: Engine, tokenizer: TextTokenizer, model: str, sampling: Sampling, bound: socket.socket, queue: int
+) -> None:
+    """Serve until SIGTERM or Ctrl-C. `sampling` is of requests that say nothing else."""
     batcher = Batcher(engine, queue)
-    server = make_server(batcher, tokenizer, model)
+    server = make_server(Service(batcher, tokenizer, model, sampling))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)  # which uvicorn calls for both, and again at its end
     asyncio.run(run_server(server, batcher, bound))

@@ -1,7 +1,10 @@
-"""The server, asked by OpenAI's own client and by its page in a browser."""
+"""The server, asked by OpenAI's own client."""
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -13,16 +16,21 @@ from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
 
+import jax
 import openai
 import pytest
 
+import chat
+from configs.schema import UserError
 from data.conversation import messages_of, render
 from data.tokenizer import train_tokenizer
-from evaluation.engine import Engine, Sampling
+from evaluation.engine import Engine
+from interchange.safetensors import arrays_of, write_safetensors
+from model.sampling import Sampling
 from serving.batching import Batcher
-from serving.server import listener, make_server, run_server
-from tests.chromium import PROGRAM, Chromium
+from serving.server import Service, listener, make_server, run_server
 from tests.evaluation.test_engine import network
+from tests.ports import free_ports
 
 TOKENIZER = train_tokenizer(["some words, and others"], 272)
 HELLO = [{"role": "user", "content": "hello"}]
@@ -88,7 +96,7 @@ def endless(prompt: list[int]) -> Iterator[int]:
 def served(engine, queue: int = 8) -> Iterator[openai.OpenAI]:
     """A client, which tries nothing again, of a server that answers by `engine`. What stops the server is raised."""
     batcher = Batcher(engine, queue)
-    server, bound = make_server(batcher, TOKENIZER, "tiny"), listener("127.0.0.1", 0)
+    server, bound = make_server(Service(batcher, TOKENIZER, "tiny", Sampling(top_k=40))), listener("127.0.0.1", 0)
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(lambda: asyncio.run(run_server(server, batcher, bound)))
         wait_until(lambda: server.started)
@@ -159,8 +167,7 @@ def test_what_is_asked_of_the_engine_follows_from_the_request():
     ] * 2
     (tokens, sampling), (_, one), (_, other) = engine.begun
     assert tokens == render(TOKENIZER, messages_of([{"role": "user", "content": "s\n\nhello"}]), ask=True)
-    assert (sampling.temperature, sampling.top_p, sampling.seed) == (0.5, 0.9, 5)
-    assert one.seed != other.seed
+    assert sampling == (0.5, 40, 0.9, 5) and one[:3] == (0.8, 40, 1.0) and one.seed != other.seed
 
 
 STOPS = [("cd", "ab"), (["zz", "f"], "abcde"), ("gh", "abcdefg"), ("a", ""), (["cdx", "e"], "abcd"), ("", "abcdefg")]
@@ -225,7 +232,7 @@ def refusing() -> Iterator[openai.OpenAI]:
     "body, param, words",
     [
         ({"temperature": 3}, "temperature", "<= 2"),
-        ({"top_p": "much"}, "top_p", "`float`"),
+        ({"top_p": "much"}, "top_p", "got `str`"),
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
         ({"n": 2}, "n", "n is not supported by this server; give 1 or leave it out"),
         ({"tools": [{}]}, "tools", "give [] or leave it out"),
@@ -248,46 +255,6 @@ def test_what_is_wrong_with_a_request_is_named_in_openai_s_form(refusing, body, 
     assert words in answer["error"]["message"] and answer["error"]["param"] == param
 
 
-@pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
-def test_a_conversation_on_the_page(tmp_path):
-    first = "a <b>bold</b>\n```python\nif x:\n    y\n```\nend"
-    engine = FakeEngine(lambda prompt: spell(first) if TOKENIZER.decode(prompt).endswith("first") else endless(prompt))
-    with served(engine) as client, Chromium(tmp_path) as browser:
-
-        def press(key: str, **more: object) -> None:
-            browser.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **more)
-
-        def say(text: str) -> None:
-            browser.call("Input.insertText", text=text)
-            press("Enter")
-
-        browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
-        browser.open(root := str(client.base_url.join("/")))
-        browser.value("set.click(), system.value = 'Be brief.', temperature.value = 0.3")
-        say("first")
-        browser.wait_for("messages.length == 2")
-        assert browser.value("log.querySelector('pre').textContent") == "if x:\n    y"
-        assert browser.value("log.querySelector('b') == null && log.textContent.includes('<b>bold</b>')")
-        assert browser.value("document.documentElement.scrollWidth <= innerWidth")
-        (tokens, sampling), *_ = engine.begun
-        assert TOKENIZER.decode(tokens) == "Be brief.\n\nfirst" and sampling.temperature == 0.3
-        browser.value("again.click()")
-        browser.wait_for("!running && messages.length == 2")
-        assert engine.begun[1][0] == tokens
-        say("second")
-        browser.wait_for("log.textContent.includes('word word word')")
-        press("Escape")
-        browser.wait_for("!running && messages.length == 4")
-        wait_until(lambda: engine.free == 1)
-        say("third" + "x" * 200)
-        browser.wait_for("document.getElementById('status').textContent.includes('leave room for an answer')")
-        assert browser.value("messages.length == 4 && text.value.startsWith('third')")
-        browser.value("document.getElementById('new').click()")
-        assert browser.value("messages.length == 0 && log.textContent == ''")
-        urls = {event["request"]["url"] for event in browser.seen("Network.requestWillBeSent")}
-        assert urls == {root, f"{root}v1/models", f"{root}v1/chat/completions"}
-
-
 def test_the_engine_answers_several_at_once_as_it_answers_each_alone():
     with served(Engine(replace(network(), tokenizer=TOKENIZER), 4)) as client, ThreadPoolExecutor(6) as pool:
         answer = lambda text: ask(client, text, seed=7, max_tokens=30).choices[0].message.content
@@ -296,3 +263,22 @@ def test_the_engine_answers_several_at_once_as_it_answers_each_alone():
         assert list(pool.map(answer, questions)) == alone and len(set(alone)) > 1
         _, again = [ask(client, max_tokens=1).usage for _ in range(2)]
         assert again.prompt_tokens_details.cached_tokens == again.prompt_tokens - 1
+
+
+@pytest.mark.medium
+def test_chat_py_serves_a_network_until_it_is_asked_to_stop(tmp_path, monkeypatch):
+    ours, (port,) = network(), free_ports(1)
+    write_safetensors(tmp_path / "tiny", [arrays_of(jax.device_get(ours.params))], ours.config, ours.tokenizer)
+    command = ["chat.py", f"--run_dir={tmp_path}/tiny", "--serve", f"--port={port}"]
+    url = f"http://127.0.0.1:{port}/v1"
+    with (
+        subprocess.Popen([sys.executable, *command]) as server,
+        openai.OpenAI(base_url=url, api_key="none", max_retries=99) as client,
+    ):
+        assert ask(client, max_tokens=3).usage.completion_tokens <= 3
+        for options, problem in ([], f"--port={port}: no server can listen"), (["--prompt=x"], "each request has its"):
+            monkeypatch.setattr(sys, "argv", command + options)
+            with pytest.raises(UserError, match=problem):
+                chat.main()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0

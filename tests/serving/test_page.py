@@ -1,0 +1,50 @@
+"""The server's page in a browser."""
+
+import pytest
+
+from tests.chromium import PROGRAM, Chromium
+from tests.serving.test_server import TOKENIZER, FakeEngine, endless, served, spell, wait_until
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="chromium is not installed")
+def test_a_conversation_on_the_page(tmp_path):
+    first = "a <b>bold</b>\n```python\nif x:\n    y\n```\nend"
+    engine = FakeEngine(lambda prompt: spell(first) if TOKENIZER.decode(prompt).endswith("first") else endless(prompt))
+    with served(engine) as client, Chromium(tmp_path) as browser:
+
+        def press(key: str, **more: object) -> None:
+            browser.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **more)
+
+        def say(text: str) -> None:
+            browser.call("Input.insertText", text=text)
+            press("Enter")
+
+        browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+        browser.open(root := str(client.base_url.join("/")))
+        browser.value("set.click(), system.value = 'Be brief.', temperature.value = 0.3")
+        say("first")
+        browser.wait_for("messages.length == 2")
+        assert browser.value("log.querySelector('pre').textContent") == "if x:\n    y"
+        assert browser.value("log.querySelector('b') == null && log.textContent.includes('<b>bold</b>')")
+        assert browser.value("document.documentElement.scrollWidth <= innerWidth")
+        (tokens, sampling), *_ = engine.begun
+        assert TOKENIZER.decode(tokens) == "Be brief.\n\nfirst" and sampling.temperature == 0.3
+        browser.value("again.click()")
+        browser.wait_for("!running && messages.length == 2")
+        assert engine.begun[1][0] == tokens
+        say("second")
+        browser.wait_for("log.textContent.includes('word word word')")
+        press("Escape")
+        browser.wait_for("!running && messages.length == 4")
+        browser.value("again.click()")
+        browser.wait_for("log.textContent.includes('word word word')")
+        browser.value("send.click()")
+        browser.wait_for("!running && messages.length == 4")
+        wait_until(lambda: engine.free == 1)
+        say("third" + "x" * 200)
+        browser.wait_for("document.getElementById('status').textContent.includes('leave room for an answer')")
+        assert browser.value("messages.length == 4 && text.value.startsWith('third')")
+        browser.value("document.getElementById('new').click()")
+        assert browser.value("messages.length == 0 && log.textContent == ''")
+        urls = {event["request"]["url"] for event in browser.seen("Network.requestWillBeSent")}
+        assert urls == {root, f"{root}v1/models", f"{root}v1/chat/completions"}
