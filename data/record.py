@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import NotRequired, TypedDict
 
 import msgspec
 
@@ -33,8 +33,12 @@ class _Tokenizer(TypedDict):
     sha256: str
 
 
+class _MadeFrom(TypedDict):
+    conversations: NotRequired[bool]
+
+
 class _Begun(TypedDict):
-    made_from: dict[str, Any]
+    made_from: _MadeFrom
     files: int
     shards: list[_Shard]
     complete: bool
