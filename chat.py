@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Annotated
 
 import jax
+from msgspec import Meta
 
 from configs.command_line import parse_arguments
 from configs.schema import AnyPath, MeshConfig, NotNegative, Positive, UserError
@@ -37,7 +39,7 @@ class Arguments:
     """0 takes the likeliest token; higher is more varied."""
     top_k: NotNegative[int] = 50
     """Draw from this many likeliest tokens; 0 draws from all."""
-    top_p: Positive[float] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Draw from the fewest likeliest tokens that have this probability together."""
     seed: NotNegative[int] = 0
     """Seed of the draws. `/regenerate` takes the next one."""

@@ -51,8 +51,6 @@ class Answer:
     """Those of the answer so far, without its end."""
     finished: str = ""
     """`stop`: it has ended. `length`: it has its `most` tokens, or the row is full. Empty: it is being written."""
-    ahead: list[int] = field(default_factory=list)
-    """Tokens that come next: drawn already, or a calculator's output."""
     call: list[int] | None = None
     """Tokens since <|python_start|>."""
 
@@ -63,6 +61,9 @@ class Slot:
 
     index: int
     row: list[int] = field(default_factory=list)
+    """A prompt, the answer's tokens, and those that come next: drawn already, or a calculator's output."""
+    given: int = 0
+    """Tokens of the row before those that come next."""
     cached: int = 0
     """Tokens of the row that are in the cache."""
     answer: Answer | None = None
@@ -74,14 +75,10 @@ class Slot:
         most = min(self.cached, len(tokens) - 1)
         return next((i for i in range(most) if self.row[i] != tokens[i]), most)
 
-    @property
-    def known(self) -> list[int]:
-        """Return the row with the tokens that come next."""
-        return [*self.row, *self.answer.ahead] if self.answer else self.row
-
-    @property
-    def unread(self) -> list[int]:
-        return self.known[self.cached :]
+    def follow_with(self, tokens: Sequence[int]) -> None:
+        """Replace the tokens that come next."""
+        self.row[self.given :] = tokens
+        self.cached = min(self.cached, self.given)
 
 
 class Parts(NamedTuple):
@@ -175,8 +172,8 @@ class Engine:
         worth = lambda slot: shared[slot.index] if 2 * shared[slot.index] > slot.cached else 0
         slot = max(free, key=lambda slot: (worth(slot), -slot.used))
         self.begun += 1
-        slot.used, slot.row, slot.cached = self.begun, list(tokens), shared[slot.index]
-        slot.answer = Answer(slot.row.copy(), sampling, most or self.capacity, len(tokens) - slot.cached)
+        slot.used, slot.row, slot.given, slot.cached = self.begun, list(tokens), len(tokens), shared[slot.index]
+        slot.answer = Answer(list(tokens), sampling, most or self.capacity, len(tokens) - slot.cached)
         return slot.answer
 
     def drop(self, answer: Answer) -> None:
@@ -188,20 +185,20 @@ class Engine:
     def step(self) -> list[tuple[Answer, int]]:
         """Return a new token of each answer that is being written. One that ends here has none, and is finished."""
         writing = [slot for slot in self.slots if slot.answer]
-        while any(not slot.answer.ahead for slot in writing):
+        while any(len(slot.row) == slot.given for slot in writing):
             self._advance(writing)
         new = []
         for slot in writing:
             answer = slot.answer
-            token = answer.ahead.pop(0)
+            token = slot.row[slot.given]
             if token in self.ends:
                 answer.finished = "stop"
             else:
-                slot.row.append(token)
+                slot.given += 1
                 answer.tokens.append(token)
                 new.append((answer, token))
                 self._follow_call(slot, answer, token)
-                if len(answer.tokens) == answer.most or len(slot.row) == self.capacity:
+                if len(answer.tokens) == answer.most or slot.given == self.capacity:
                     answer.finished = "length"
             if answer.finished:
                 self._leave(slot)
@@ -209,7 +206,7 @@ class Engine:
 
     def _leave(self, slot: Slot) -> None:
         slot.answer = None
-        slot.cached = min(slot.cached, len(slot.row))
+        slot.follow_with([])
 
     def _follow_call(self, slot: Slot, answer: Answer, token: int) -> None:
         """Let the calculator's output follow the end of a call."""
@@ -220,32 +217,32 @@ class Engine:
             result = calculate(self.tokenizer.decode(answer.call))
             answer.call = None
             if result is not None:
-                answer.ahead = [output_start, *self.tokenizer.encode([result])[0], output_end]
-                slot.cached = min(slot.cached, len(slot.row))
+                slot.follow_with([output_start, *self.tokenizer.encode([result])[0], output_end])
         elif answer.call is not None:
             answer.call.append(token)
 
     def _advance(self, writing: Sequence[Slot]) -> None:
         """Read parts of prompts, of one slot on each device; if none is left to read, draw for all slots."""
-        unread = {slot.index // self.each: slot for slot in reversed(writing) if len(slot.unread) > 1}
+        unread = {slot.index // self.each: slot for slot in reversed(writing) if len(slot.row) - slot.cached > 1}
         if unread:
-            most = max(len(slot.unread) for slot in unread.values())
+            most = max(len(slot.row) - slot.cached for slot in unread.values())
             length = LONG if most > LONG // 2 else SHORT
             tokens = self._call(self._read, unread, self.devices, length)
             for place, slot in unread.items():
-                self._take(slot, min(len(slot.unread), length), tokens[place : place + 1])
+                self._take(slot, length, tokens[place : place + 1])
             return
-        rows = {slot.index: slot for slot in writing if len(slot.answer.ahead) < AHEAD}
+        rows = {slot.index: slot for slot in writing if len(slot.row) - slot.given < AHEAD}
         tokens = self._call(self._write, rows, len(self.slots), 1)
         for place, slot in rows.items():
             self._take(slot, AHEAD, tokens[place])
 
     def _take(self, slot: Slot, read: int, tokens: np.ndarray) -> None:
-        """Count what was read of a slot; after all of it, drawn tokens come next."""
-        last = len(slot.unread) <= read
-        slot.cached += read
-        if last:
-            slot.answer.ahead += tokens.tolist()
+        """Count what was read of a slot; after all of its row, drawn tokens come next."""
+        if len(slot.row) - slot.cached <= read:
+            slot.row += tokens.tolist()
+            slot.cached = len(slot.row) - 1
+        else:
+            slot.cached += read
 
     def _call(self, program: Callable, slots: dict[int, Slot], rows: int, length: int) -> np.ndarray:
         """Continue the slots' rows with at most `length` tokens that are unread. Return the tokens that follow."""
@@ -255,18 +252,14 @@ class Engine:
             ints(rows), ints(rows, 1 + length), np.full(rows, self.capacity, np.int32), np.ones(rows, np.int32), of
         )
         for place, slot in slots.items():
-            tokens, sampling = slot.unread[:length], slot.answer.sampling
+            tokens, sampling = slot.row[slot.cached :][:length], slot.answer.sampling
             parts.slot[place], parts.start[place], parts.length[place] = (
                 slot.index % self.each,
                 slot.cached,
                 len(tokens),
             )
-            parts.tokens[place, : 1 + len(tokens)] = [slot.known[slot.cached - 1] if slot.cached else 0, *tokens]
-            of.temperature[place], of.top_k[place], of.top_p[place] = (
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-            )
-            of.seed[place] = sampling.seed % (1 << 32)
+            parts.tokens[place, : 1 + len(tokens)] = [slot.row[slot.cached - 1] if slot.cached else 0, *tokens]
+            for array, value in zip(of, sampling._replace(seed=sampling.seed % (1 << 32))):
+                array[place] = value
         self.cache, tokens = program(self.params, self.cache, parts)
         return np.asarray(tokens)

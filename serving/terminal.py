@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from configs.schema import UserError
 from data.conversation import render
-from data.tokenizer import CHAT_TOKENS
 from evaluation.engine import Answer, Engine
 from model.sampling import Sampling
+from serving.text import AnswerText
 
 HELP = """/regenerate  another answer to your last message
 /reset       a new conversation
@@ -18,8 +18,7 @@ HELP = """/regenerate  another answer to your last message
 Ctrl-C stops an answer."""
 ROOM = 1 / 4  # of a row, which an answer finds at least: the oldest turns make way for it
 NEAR = 0.8  # of what the turns may take: from here on it is said that the oldest will make way
-MARKS = dict(zip(CHAT_TOKENS[4:], ("`", "`", " = ", "")))  # `6*7` = 42
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # codes that move a cursor, and the like
 
 
 @dataclass
@@ -98,7 +97,7 @@ class Terminal:
 
     def stream(self, answer: Answer) -> bool:
         """Write the text of an answer as far as its characters are complete. Return whether Ctrl-C stopped it."""
-        stopped, shown = False, 0
+        stopped, text = False, AnswerText(self.engine.tokenizer)
 
         def stop(*_: object) -> None:
             nonlocal stopped
@@ -108,22 +107,13 @@ class Terminal:
         before = signal.signal(signal.SIGINT, stop)
         try:
             while not (answer.finished or stopped):
-                self.engine.step()  # not to be interrupted: its cache would be lost
-                text = self.text(answer)
-                print(text[shown:], end="", flush=True)
-                shown = len(text)
+                for _, token in self.engine.step():  # not to be interrupted: its cache would be lost
+                    print(CONTROL.sub("\ufffd", text.add(token)), end="", flush=True)
         finally:
             signal.signal(signal.SIGINT, before)
             self.engine.drop(answer)
         print(flush=True)
         return stopped
-
-    def text(self, answer: Answer) -> str:
-        """Return what can be shown of an answer: without half a character, and without codes that move a cursor."""
-        text = self.engine.tokenizer.library.decode(answer.tokens, skip_special_tokens=False)
-        for token, mark in MARKS.items():
-            text = text.replace(token, mark)
-        return CONTROL.sub("\ufffd", text.rstrip("\ufffd"))
 
     def obey(self, command: str) -> None:
         """Do what a line that begins with / says."""
