@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from bench.nanochat_names import their_name
 from configs.command_line import parse
 from configs.schema import MeshConfig, ModelConfig, Positive, UserError
 from data.tokenizer import train_tokenizer
@@ -28,7 +29,6 @@ from evaluation.network import Network
 from hosts.runtime import run_command
 from interchange.transformers import turned
 from model.sampling import Sampling
-from tests.nanochat_checkout import their_name
 from training.build import build
 from training.mesh import make_mesh
 from training.optimizer import path_name
