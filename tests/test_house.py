@@ -3,13 +3,13 @@
 from tests.house import closure, counts
 
 BOUNDS = {
-    "lines outside tests": 24_000,
-    "lines of tests": 19_000,
+    "lines outside tests": 26_650,
+    "lines of tests": 21_200,
     "lines of train.py": 180,
     "names that train.py imports": 40,
-    "modules that train.py needs": 96,
-    "lines that train.py needs": 11_800,
-    "options on the command line": 90,
+    "modules that train.py needs": 99,
+    "lines that train.py needs": 12_260,
+    "options on the command line": 92,
 }
 
 
@@ -19,5 +19,5 @@ def test_nothing_is_larger_than_its_bound():
 
 
 def test_train_py_needs_no_tool_and_no_preparation_of_text():
-    rooms = ("tools/", "bench/", "tests/", "data/prepare/")
+    rooms = ("tools/", "serving/", "bench/", "tests/", "data/prepare/")
     assert not [path for path in closure("train.py") if path.startswith(rooms)]
