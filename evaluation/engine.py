@@ -7,7 +7,7 @@ tokens are drawn for all slots together, so there are three programs, whatever t
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -189,8 +189,8 @@ class Engine:
             self._advance(writing)
         new = []
         for slot in writing:
-            answer = slot.answer
-            token = slot.row[slot.given]
+            answer, token = slot.answer, slot.row[slot.given]
+            assert answer
             if token in self.ends:
                 answer.finished = "stop"
             else:
@@ -247,11 +247,16 @@ class Engine:
     def _call(self, program: Callable, slots: dict[int, Slot], rows: int, length: int) -> np.ndarray:
         """Continue the slots' rows with at most `length` tokens that are unread. Return the tokens that follow."""
         ints = lambda *shape: np.zeros(shape, np.int32)
-        of = Sampling(np.zeros(rows, np.float32), ints(rows), np.ones(rows, np.float32), np.zeros(rows, np.uint32))
-        parts = Parts(
-            ints(rows), ints(rows, 1 + length), np.full(rows, self.capacity, np.int32), np.ones(rows, np.int32), of
+        options: Any = np.zeros(rows, np.float32), ints(rows), np.ones(rows, np.float32), np.zeros(rows, np.uint32)
+        places: Any = (
+            ints(rows),
+            ints(rows, 1 + length),
+            np.full(rows, self.capacity, np.int32),
+            np.ones(rows, np.int32),
         )
+        parts: Any = Parts._make([*places, Sampling(*options)])
         for place, slot in slots.items():
+            assert slot.answer
             tokens, sampling = slot.row[slot.cached :][:length], slot.answer.sampling
             parts.slot[place], parts.start[place], parts.length[place] = (
                 slot.index % self.each,
@@ -259,7 +264,7 @@ class Engine:
                 len(tokens),
             )
             parts.tokens[place, : 1 + len(tokens)] = [slot.row[slot.cached - 1] if slot.cached else 0, *tokens]
-            for array, value in zip(of, sampling._replace(seed=sampling.seed % (1 << 32))):
+            for array, value in zip(options, sampling._replace(seed=sampling.seed % (1 << 32))):
                 array[place] = value
         self.cache, tokens = program(self.params, self.cache, parts)
         return np.asarray(tokens)

@@ -292,5 +292,5 @@ class Attention(nnx.Module):
         if cache is None or positions is None:  # nothing came before
             y = attend(q, k, v, segment_ids=segment_ids, window=self.window)
         else:
-            y = attend(q, *(kept.swapaxes(1, 2) for kept in cache), positions, window=self.window)
+            y = attend(q, cache.keys.swapaxes(1, 2), cache.values.swapaxes(1, 2), positions, window=self.window)
         return psum_over_tensor(self.out(y)), cache
