@@ -2,6 +2,7 @@
 
 import ast
 import operator
+import warnings
 
 OPERATORS = {
     **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
@@ -16,7 +17,9 @@ def calculate(expression: str) -> str | None:
     `'strawberry'.count('r')`. Commas are left out, as those of 1,000. None for all else. Nothing is executed."""
     expression = expression.replace(",", "").strip()
     try:
-        body = ast.parse(expression, mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a text with an unknown escape
+            body = ast.parse(expression, mode="eval").body
         return str(_number(body) if set(expression) <= ARITHMETIC else _count(body))
     except (ValueError, SyntaxError, ArithmeticError, RecursionError, MemoryError):
         return None

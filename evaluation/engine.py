@@ -264,7 +264,8 @@ class Engine:
                 len(tokens),
             )
             parts.tokens[place, : 1 + len(tokens)] = [slot.row[slot.cached - 1] if slot.cached else 0, *tokens]
-            for array, value in zip(options, sampling._replace(seed=sampling.seed % (1 << 32))):
+            sampling = sampling._replace(top_k=min(sampling.top_k, 2**31 - 1), seed=sampling.seed % (1 << 32))
+            for array, value in zip(options, sampling):
                 array[place] = value
         self.cache, tokens = program(self.params, self.cache, parts)
         return np.asarray(tokens)

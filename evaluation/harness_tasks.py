@@ -59,8 +59,10 @@ def _import_metrics() -> None:
     if "evaluate" not in sys.modules:
         root, path = Path(__file__).resolve().parents[1], sys.path
         sys.path = [entry for entry in path if Path(entry).resolve() != root]
-        importlib.import_module("evaluate")
-        sys.path = path
+        try:
+            importlib.import_module("evaluate")
+        finally:
+            sys.path = path
 
 
 def evaluate_tasks(

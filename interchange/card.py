@@ -1,7 +1,6 @@
 """The model card (README.md) of an exported network."""
 
 from configs.schema import Config
-from interchange.transformers import converses
 from model.shapes import kinds
 
 LOAD = """```python
@@ -21,8 +20,11 @@ print(chat(messages, max_new_tokens=200)[0]["generated_text"][-1]["content"])
 ```"""
 
 
-def model_card(config: Config, step: int, tokens: int, val_bpb: float | None, license: str, remote: bool) -> str:
+def model_card(
+    config: Config, step: int, tokens: int, val_bpb: float | None, license: str, remote: bool, chat: bool
+) -> str:
     """Return what people ask of a network after `step` steps on `tokens` tokens. `remote`: its code is in its folder.
+    `chat`: it was trained on conversations.
     `license`: as Hugging Face names it; empty: none is stated."""
     model, parameters = config.model, sum(p.size * count for p, count in kinds(config.model))
     bits = "not measured at this step" if val_bpb is None else f"{val_bpb:.4f} of held-out text"
@@ -37,7 +39,7 @@ def model_card(config: Config, step: int, tokens: int, val_bpb: float | None, li
     }
     header = f"---\n{f'license: {license}' + chr(10) if license else ''}library_name: transformers\n---\n"
     table = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
-    if converses(config):
+    if chat:
         about, load = "answers the user of a conversation. It was fine-tuned on conversations.", CHAT
     else:
         about, load = "continues text. It was pretrained and follows no instructions.", LOAD

@@ -1,6 +1,8 @@
 """The state that a run with `init_from` starts with, which may have rows for tokens that the network there lacks."""
 
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -48,7 +50,11 @@ def base_of_chat(config: Config) -> Base:
     tokenizer = load_tokenizer(home).with_chat_tokens
     if tokenizer != load_tokenizer(home) or config.init_from.startswith("gs://"):
         home = cache_dir() / "tokenizers" / tokenizer.sha256[:16]
-        tokenizer.save(home)
+        if not home.exists():
+            made = home.with_name(f"{home.name}.{os.getpid()}")  # several processes of a host may make it
+            tokenizer.save(made)
+            with suppress(OSError):  # another process has made it
+                made.rename(home)
     if tokenizer.vocab_size > base.model.vocab_size:
         base = with_options(base, {"model.vocab_size": padded(tokenizer.vocab_size, ROWS)})
     return Base(base, str(home), is_run(folder))
@@ -74,9 +80,9 @@ def describe_growth(config: Config, tokenizer: TextTokenizer) -> str:
 def initial_state(built: Build, tokenizer: TextTokenizer) -> TrainState:
     """Return the state before step 0: from the seed, or from the network in `init_from`. The tokens that it lacks get
     the mean of the rows that its tokenizer uses, and moments of 0; so do rows beyond its vocabulary."""
-    config, state = built.config, built.create_state()
+    config = built.config
     if not config.init_from:
-        return state
+        return built.create_state()
     folder = at_hand(config.init_from)
     theirs, size = network_config(folder), config.model.vocab_size
     # As the folder has them, on this mesh.
@@ -86,19 +92,22 @@ def initial_state(built: Build, tokenizer: TextTokenizer) -> TrainState:
     used = np.isin(np.arange(size), list(tokenizer.library.get_vocab().values()))
     added = list(new_tokens(config, tokenizer).values())
     new[added], used[added] = True, False
-    params = read_params(config, stored.params)
-    state = state._replace(params=with_rows(params, built.abstract_state.params, config.model, new, used))
-    if config.init_optimizer:
-        checkpoints = Checkpoints(theirs.checkpoint.folder or folder)
-        try:
-            moments = checkpoints.restore(checkpoints.newest, stored)[0].opt_state
-        except Damaged as error:
-            raise NoCheckpoint(
-                f"checkpoint {checkpoints.newest} in {checkpoints.folder} is damaged: {error}"
-            ) from error
-        nothing = np.zeros(size, bool)
-        state = state._replace(opt_state=with_rows(moments, built.abstract_state.opt_state, config.model, new, nothing))
-    return state
+    grown = lambda tree, abstract, used: with_rows(tree, abstract, config.model, new, used)
+    if not config.init_optimizer:
+        params = grown(read_params(config, stored.params), built.abstract_state.params, used)
+        return built.create_state()._replace(params=params)
+    checkpoints = Checkpoints(theirs.checkpoint.folder or folder)
+    try:
+        state, _ = checkpoints.restore(checkpoints.newest, stored)
+    except Damaged as error:
+        raise NoCheckpoint(f"checkpoint {checkpoints.newest} in {checkpoints.folder} is damaged: {error}") from error
+    zero = lambda array: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)
+    return TrainState(
+        step=zero(state.step),
+        params=grown(state.params, built.abstract_state.params, used),
+        opt_state=grown(state.opt_state, built.abstract_state.opt_state, np.zeros(size, bool)),
+        skipped_steps=zero(state.skipped_steps),
+    )
 
 
 def with_rows(

@@ -136,10 +136,10 @@ def beyond_hf(model: ModelConfig, known: Set[str] = frozenset(IN_HF)) -> list[st
     return [f.name for f in fields(model) if f.name in change and getattr(model, f.name) != f.default]
 
 
-def converses(config: Config) -> bool:
+def converses(config: Config, tokenizer: TextTokenizer) -> bool:
     """Return whether a run was trained on conversations. Their packing says so: a tokenizer has their tokens, and a
     base network rows of them, before any is learned."""
-    return config.data.packing == "whole"
+    return config.data.packing == "whole" and set(CHAT_TOKENS) <= tokenizer.special_tokens.keys()
 
 
 def write_hf(
@@ -148,11 +148,12 @@ def write_hf(
     config: Config,
     tokenizer: TextTokenizer,
     dtype: str = "float32",
-    card: Callable[[bool], str] | None = None,
+    card: Callable[[bool, bool], str] | None = None,
 ) -> None:
     """Write a folder for `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, of arrays by their
     dotted names, in `dtype`. A network that transformers' own class cannot express comes with the code that reads it,
-    and needs `trust_remote_code=True`; `card` takes whether it does, and returns README.md. UserError if that code
+    and needs `trust_remote_code=True`; `card` takes whether it does, and whether
+    it was trained on conversations, and returns README.md. UserError if that code
     lacks an option, too."""
     if unknown := beyond_hf(config.model, IN_HF | REMOTE):
         raise UserError(
@@ -162,7 +163,7 @@ def write_hf(
     own = bool(beyond_hf(config.model))
     named, described = (own_name, own_config) if own else (hf_name, hf_config)
     bos = next(token for token, i in tokenizer.special_tokens.items() if i == tokenizer.bos)
-    chat = converses(config)
+    chat = converses(config, tokenizer)
     # A document ends where the next one starts. With a pad token the network's row of it would never learn.
     eos, ends = (
         (CHAT_TOKENS[3], [tokenizer.special_tokens[CHAT_TOKENS[3]], tokenizer.bos]) if chat else (bos, tokenizer.bos)
@@ -180,7 +181,7 @@ def write_hf(
     files = {name: json.dumps(content, indent=2) for name, content in contents.items()}
     files |= {"tokenizer.json": tokenizer.json_with_bos} | ({MODELING.name: MODELING.read_text()} if own else {})
     files |= {CHAT_TEMPLATE.name: CHAT_TEMPLATE.read_text()} if chat else {}
-    files |= {"README.md": card(own)} if card else {}
+    files |= {"README.md": card(own, chat)} if card else {}
     written = (
         {named(name): turned(name, array).astype(dtype, copy=False) for name, array in arrays.items()}
         for arrays in shards

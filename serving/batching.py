@@ -37,7 +37,8 @@ class Batcher:
     @property
     def outstanding(self) -> int:
         """Return the number of jobs that are being answered or wait."""
-        return sum(not job.dropped for job in self.jobs)
+        with self.changed:
+            return sum(not job.dropped for job in self.jobs)
 
     def submit(self, job: Job) -> bool:
         """Return whether the job is answered in its turn. False: too many wait already."""
@@ -62,7 +63,7 @@ class Batcher:
 
     def _step(self) -> None:
         for job in [job for job in self.jobs if job.dropped]:
-            self.jobs.remove(job)
+            self._remove(job)
             if job.answer is not None:
                 self.engine.drop(job.answer)
         # One prompt is read between two steps: many new ones do not interrupt the other answers for long.
@@ -74,5 +75,9 @@ class Batcher:
                 job.send(token)
             job.sent = len(answer.tokens)
             if answer.finished:
-                self.jobs.remove(job)
+                self._remove(job)
                 job.send(answer.finished)
+
+    def _remove(self, job: Job) -> None:
+        with self.changed:  # another thread counts them
+            self.jobs.remove(job)

@@ -42,7 +42,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     seed: int | None = None
     max_tokens: Positive[int] | None = None
     max_completion_tokens: Positive[int] | None = None
-    stop: str | list[str] = []
+    stop: str | Annotated[list[str], Meta(max_length=4)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
 
@@ -57,7 +57,8 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
         for message in self.messages:  # clients may send a text in parts
             parts = message.get("content")
             if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-                message["content"] = "".join(str(part.get("text")) for part in parts)
+                texts = [part.get("text") for part in parts]
+                message["content"] = "".join(texts) if all(isinstance(text, str) for text in texts) else None
         try:
             messages = messages_of(self.messages)
         except ValueError as error:
@@ -76,7 +77,7 @@ def read_request(body: bytes) -> ChatRequest:
     """Return the request in a body of JSON. Refused, with the field, for what is wrong or not supported."""
     try:
         given = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(f"the body is no JSON object: {error}") from error
     fields = {name: value for name, value in given.items() if value is not None and name not in IGNORED}
     fields = {name: value for name, value in fields.items() if name not in NOTHING or value != NOTHING[name]}

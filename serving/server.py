@@ -65,7 +65,8 @@ class Service:
         return JSONResponse({"object": "list", "data": [facts | {"max_model_len": length}]})
 
     async def chat(self, request: Request) -> Response:
-        if "json" not in request.headers.get("content-type", ""):  # pages of other sites cannot send it unasked
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # which pages of other sites cannot send without being asked for it
             raise Refused("the header Content-Type must be application/json", status=415)
         body = b""
         async for part in request.stream():

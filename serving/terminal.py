@@ -75,10 +75,10 @@ class Terminal:
         while len(self.turns) > 1 and len(self.prompt()) > limit:
             del self.turns[0]
             left_out += 1
+        answer = self.engine.begin(self.prompt(), self.sampling, self.most)
         if left_out:
             note(f"the oldest {left_out} of {left_out + len(self.turns)} turns are left out from here on")
             self.warned = False
-        answer = self.engine.begin(self.prompt(), self.sampling, self.most)
         self.turns[-1].answer = answer.tokens
         if self.stream(answer):
             note("stopped")

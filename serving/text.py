@@ -25,7 +25,12 @@ class AnswerText:
         """Return what the text gains by a token."""
         self.kept += self.shown.get(token) or self.decoder.step(self.library, token) or ""
         ends = [self.kept.find(stop) for stop in self.stops if stop in self.kept]
-        begun = [n for stop in self.stops for n in range(1, len(stop)) if self.kept.endswith(stop[:n])]
+        begun = [
+            n
+            for stop in self.stops
+            for n in range(1, min(len(stop), len(self.kept) + 1))
+            if self.kept.endswith(stop[:n])
+        ]
         self.stopped = bool(ends)
         certain = min(ends) if ends else len(self.kept) - max(begun, default=0)
         text, self.kept = self.kept[:certain], self.kept[certain:]
