@@ -27,6 +27,8 @@ COMMANDS = {
     "tools.dataset": ["x"],
     "tools.inspect": ["x"],
     "tools.goodput": ["x"],
+    "chat": [],
+    "data.prepare.chats": ["mmlu"],
     "tools.doctor": [CONFIG],
     **{f"bench.{name}": [] for name in ("accelerator", "chaos", "exactness", "quality")},
 }
@@ -54,6 +56,8 @@ OTHERS = {
         "budget",
         "sbatch",
         "path",
+        "system",
+        "host",
     ),
     *("options", "beside", "parts", "only", "configs", "splits", "variants", "window_pattern", "ramp", "prompts"),
     *(
