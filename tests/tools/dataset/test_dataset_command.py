@@ -139,7 +139,7 @@ def test_of_conversations_it_says_what_is_learned_and_marks_it(tmp_path, monkeyp
     dataset = open_dataset(str(tmp_path / "data"), DataConfig(), 0, tmp_path / "cache")
     facts, (answer,) = read_facts(dataset, 40), dataset.tokenizer.encode(["answer"])
     assert facts.train.learned.sum() + facts.val.learned.sum() == 120 * (len(answer) + 1)  # with its end
-    assert re.search(r"learned   [\d,]+ of [\d,]+ tokens .* assistant's", printed) and "whole  " in printed
+    assert re.search(r"learned   [\d,]+ of [\d,]+ training tokens are an assistant's", printed) and "whole  " in printed
     assert "stream" not in printed and "chat.jsonl line " in page and "file not known" not in page
     assert inspect(monkeypatch, tmp_path / "data", *SIZES, "--step=0", "--packing=whole", "--rows=1") == 0
     assert re.search(r"'q\d+«answer»", capsys.readouterr().out)
