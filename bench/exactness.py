@@ -3,9 +3,9 @@
 Every config in configs/ runs with its own features, optimizer and schedule, from its own start, at the sizes of
 configs/small.py, on that config's text and tokenizer. One micro-batch on one device is compared with 2, 4 and 8
 micro-batches, with every arrangement of eight CPU devices that the four heads allow, and with two processes of four
-devices. The valid tokens of a step's rows differ a hundredfold. chat.py runs on conversations, as if it fine-tuned
-small.py's run. A table shows the largest relative differences of the loss and of the gradient's norm over the first
-eight steps. The exit code is 1 if one passes its bound.
+devices. Rows of text have half to all of their tokens valid. chat.py runs on conversations, as if it fine-tuned
+small.py's run, and the valid tokens of its rows differ a hundredfold. A table shows the largest relative differences of
+the loss and of the gradient's norm over the first eight steps. The exit code is 1 if one passes its bound.
 """
 
 import json
@@ -108,13 +108,16 @@ def text_of(data: DataConfig, vocab_size: int, length: int, rows: int) -> Text:
 
 
 def batch_of(built: Build, step: int) -> Batch:
-    """Return a step's batch. Its rows' valid tokens differ a hundredfold, so that a mean of means would show."""
+    """Return a step's batch. Rows have different numbers of valid tokens, so that a mean of means would show."""
     config, shape, length = built.config, built.batch_shape, built.batch_shape[2]
     rows = config.batch.tokens_per_step // length
     text = text_of(config.data, config.model.vocab_size, length, rows)
     undivided, every = (1, rows, length), np.arange(rows)
     batch = StepBatches(text.train, text.mixture, config.seed, undivided, every, text.document_bos)[step]
-    valid = np.random.default_rng(step).permutation(np.geomspace(length / 100, length, rows))
+    generator = np.random.default_rng(step)
+    valid = generator.integers(length // 2, length + 1, rows)
+    if config.data.packing == "whole":
+        valid = generator.permutation(np.geomspace(length / 100, length, rows))
     batch["weights"] *= np.arange(length) < valid[:, None]
     place = lambda array: jax.make_array_from_callback(shape, built.batch_sharding, array.reshape(shape).__getitem__)
     return {name: place(array) for name, array in batch.items()}  # pyright: ignore[reportReturnType]
