@@ -8,7 +8,7 @@ BOUNDS = {
     "lines of train.py": 180,
     "names that train.py imports": 40,
     "modules that train.py needs": 99,
-    "lines that train.py needs": 12_260,
+    "lines that train.py needs": 12_270,
     "options on the command line": 92,
 }
 
