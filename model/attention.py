@@ -25,6 +25,7 @@ from model.rotary import Angles, rotate_and_norm
 from model.splash import splash_attention
 
 ROWS = 2  # of a batch, and
+READ = 64  # positions of a cache whose keys are read at a time
 QUERIES = 256  # queries whose scores exist at a time, at most, where the backward pass computes them again
 
 
@@ -230,6 +231,43 @@ def _rows(blocks: Array, rows: slice) -> Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : rows.stop - rows.start]
 
 
+def attend_to_cache(
+    q: Float[Array, "batch length heads head_dim"],
+    cache: LayerCache,
+    positions: Int[Array, "batch length"],
+    window: int | None,
+) -> Float[Array, "batch length heads head_dim"]:
+    """Return `attend(q, keys, values, positions, window=window)` of rows that each have positions of their own. Only
+    blocks of keys that some row sees are read, and summed up as in arXiv:2205.14135: what others read changes no bit
+    of a row. A row at positions beyond the capacity gets anything finite."""
+    batch, length, _, head_dim = q.shape
+    _, kv_heads, capacity, _ = cache.keys.shape
+    size = min(READ, capacity)
+    grouped = q.reshape(batch, length, kv_heads, -1, head_dim)
+    far = jnp.where(positions < capacity, positions, 0)
+    near = 0 if window is None else jnp.min(jnp.where(positions < capacity, positions, capacity)) - window
+    lowest = jnp.float32(-1e30)  # finite: a block of which a row sees nothing leaves its sums as they are
+
+    def add_block(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        highest, total, y = sums
+        start = jnp.minimum(i * size, capacity - size)
+        keys, values = (jax.lax.dynamic_slice_in_dim(kept, start, size, axis=2) for kept in cache)
+        places = start + jnp.arange(size)
+        seen = Places(positions, None).see(Places(places, None), window) & (places >= i * size)
+        scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
+        scores = jnp.where(seen[:, :, None], scores, lowest)
+        higher = jnp.maximum(highest, jnp.max(scores, axis=-1))
+        shares, kept = jnp.exp(scores - higher[..., None]), jnp.exp(highest - higher)
+        new = jnp.einsum("bkgts,bksd->bkgtd", shares.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        return higher, total * kept + jnp.sum(shares, axis=-1), y * kept[..., None] + new
+
+    none = jnp.zeros((batch, kv_heads, grouped.shape[3], length), jnp.float32)
+    sums = varying_as(q, (none + lowest, none, jnp.zeros((*none.shape, head_dim), jnp.float32)))
+    last = jnp.max(far) // size
+    _, total, y = jax.lax.fori_loop(jnp.minimum(jnp.maximum(near, 0) // size, last), last + 1, add_block, sums)
+    return (y / total[..., None]).transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+
+
 def write(
     cached: Float[Array, "batch kv_heads capacity head_dim"],
     new: Float[Array, "batch length kv_heads head_dim"],
@@ -291,6 +329,8 @@ class Attention(nnx.Module):
             cache = LayerCache(*(write(old, new, positions) for old, new in zip(cache, (k, v))))
         if cache is None or positions is None:  # nothing came before
             y = attend(q, k, v, segment_ids=segment_ids, window=self.window)
+        elif positions.ndim == 2:
+            y = attend_to_cache(q, cache, positions, self.window)
         else:
             y = attend(q, cache.keys.swapaxes(1, 2), cache.values.swapaxes(1, 2), positions, window=self.window)
         return psum_over_tensor(self.out(y)), cache
