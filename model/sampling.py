@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int, Num, UInt32
 
 
 class Sampling(NamedTuple):
@@ -26,7 +26,8 @@ def draw(logits: Float[Array, "rows vocab"], positions: Int[Array, "rows"], samp
     def drawn() -> Int[Array, "rows"]:
         scaled = logits / jnp.where(hot, sampling.temperature, 1)[:, None]
         order = ordered(scaled)
-        lowest = threshold(order, jnp.ones_like(scaled), jnp.where(sampling.top_k == 0, jnp.inf, sampling.top_k))
+        most = jnp.where(sampling.top_k == 0, scaled.size, sampling.top_k)
+        lowest = threshold(order, jnp.ones_like(order, int), most)  # a CPU counts integers in half the time
         shares = jnp.exp(scaled - jnp.max(scaled, axis=1, keepdims=True))
         shares = jnp.where(order >= lowest, shares, 0)
 
@@ -52,7 +53,7 @@ def ordered(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 
 def threshold(
-    order: UInt32[Array, "rows vocab"], weights: Float[Array, "rows vocab"], enough: Float[Array, "rows"]
+    order: UInt32[Array, "rows vocab"], weights: Num[Array, "rows vocab"], enough: Num[Array, "rows"]
 ) -> UInt32[Array, "rows 1"]:
     """Return the highest number such that the weights of all in `order` from it on sum to `enough`, else 0.
 
