@@ -21,8 +21,8 @@ from data.tokenizer import CHAT_TOKENS
 from evaluation.calculator import calculate
 from evaluation.network import Network
 from evaluation.on_mesh import on_mesh
-from model.attention import LayerCache
 from model.axes import BATCH_AXES
+from model.cache import LayerCache
 from model.gpt import GPT, KVCache
 from model.loss import softcap
 from model.parallel import all_gather_vocabulary, pmax_over_tensor

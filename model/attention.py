@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
+from model.cache import LayerCache, attend_to_cache, write
 from model.kernels import attention_kernel, query_spans, window_of
 from model.layers import Embedding, Linear, matmul, saved, symmetric_uniform
 from model.parallel import (
@@ -25,16 +26,7 @@ from model.rotary import Angles, rotate_and_norm
 from model.splash import splash_attention
 
 ROWS = 2  # of a batch, and
-READ = 64  # positions of a cache whose keys are read at a time
 QUERIES = 256  # queries whose scores exist at a time, at most, where the backward pass computes them again
-
-
-class LayerCache(NamedTuple):
-    """Keys (turned and normed) and values of the positions seen so far. Heads come before positions, as the products
-    take them: a CPU would copy the cache for each token otherwise."""
-
-    keys: Float[Array, "batch kv_heads capacity head_dim"]
-    values: Float[Array, "batch kv_heads capacity head_dim"]
 
 
 class Inputs(NamedTuple):
@@ -48,9 +40,9 @@ class Inputs(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Positions in a row, of all rows or of each, and the segments there."""
+    """Positions in a row, and the segments there."""
 
-    positions: Int[Array, "*rows length"]
+    positions: Int[Array, "length"]
     segment_ids: Int[Array, "batch length"] | None
 
     def of(self, part: slice) -> "Places":
@@ -58,10 +50,10 @@ class Places(NamedTuple):
 
     def see(self, keys: "Places", window: int | None) -> Bool[Array, "#batch 1 length keys"]:
         """Which keys the queries at these places see."""
-        distance = self.positions[..., None] - keys.positions
+        distance = self.positions[:, None] - keys.positions
         seen = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
         if self.segment_ids is None or keys.segment_ids is None:
-            return seen.reshape(-1, 1, *seen.shape[-2:])
+            return seen[None, None]
         return (seen & (self.segment_ids[:, :, None] == keys.segment_ids[:, None]))[:, None]
 
 
@@ -69,7 +61,7 @@ def attend(
     q: Float[Array, "batch length heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],
     v: Float[Array, "batch keys kv_heads head_dim"],
-    positions: Int[Array, "*rows length"] | None = None,
+    positions: Int[Array, "length"] | None = None,
     segment_ids: Int[Array, "batch length"] | None = None,
     window: int | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
@@ -229,56 +221,6 @@ def _rows(blocks: Array, rows: slice) -> Array:
     """`_blocks` undone."""
     x = jnp.moveaxis(blocks, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : rows.stop - rows.start]
-
-
-def attend_to_cache(
-    q: Float[Array, "batch length heads head_dim"],
-    cache: LayerCache,
-    positions: Int[Array, "batch length"],
-    window: int | None,
-) -> Float[Array, "batch length heads head_dim"]:
-    """Return `attend(q, keys, values, positions, window=window)` of rows that each have positions of their own. Only
-    blocks of keys that some row sees are read, and summed up as in arXiv:2205.14135: what others read changes no bit
-    of a row. A row at positions beyond the capacity gets anything finite."""
-    batch, length, _, head_dim = q.shape
-    _, kv_heads, capacity, _ = cache.keys.shape
-    size = min(READ, capacity)
-    grouped = q.reshape(batch, length, kv_heads, -1, head_dim)
-    far = jnp.where(positions < capacity, positions, 0)
-    near = 0 if window is None else jnp.min(jnp.where(positions < capacity, positions, capacity)) - window
-    lowest = jnp.float32(-1e30)  # finite: a block of which a row sees nothing leaves its sums as they are
-
-    def add_block(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        highest, total, y = sums
-        start = jnp.minimum(i * size, capacity - size)
-        keys, values = (jax.lax.dynamic_slice_in_dim(kept, start, size, axis=2) for kept in cache)
-        places = start + jnp.arange(size)
-        seen = Places(positions, None).see(Places(places, None), window) & (places >= i * size)
-        scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
-        scores = jnp.where(seen[:, :, None], scores, lowest)
-        higher = jnp.maximum(highest, jnp.max(scores, axis=-1))
-        shares, kept = jnp.exp(scores - higher[..., None]), jnp.exp(highest - higher)
-        new = jnp.einsum("bkgts,bksd->bkgtd", shares.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        return higher, total * kept + jnp.sum(shares, axis=-1), y * kept[..., None] + new
-
-    none = jnp.zeros((batch, kv_heads, grouped.shape[3], length), jnp.float32)
-    sums = varying_as(q, (none + lowest, none, jnp.zeros((*none.shape, head_dim), jnp.float32)))
-    last = jnp.max(far) // size
-    _, total, y = jax.lax.fori_loop(jnp.minimum(jnp.maximum(near, 0) // size, last), last + 1, add_block, sums)
-    return (y / total[..., None]).transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
-
-
-def write(
-    cached: Float[Array, "batch kv_heads capacity head_dim"],
-    new: Float[Array, "batch length kv_heads head_dim"],
-    positions: Int[Array, "*rows length"] | None,
-) -> Float[Array, "batch kv_heads capacity head_dim"]:
-    """Return the cache with new keys or values: at its start, from the first position on, or where each row has its own
-    positions, there. Of those, what is beyond the capacity is dropped."""
-    if positions is not None and positions.ndim == 2:
-        return cached.at[jnp.arange(len(cached))[:, None], :, positions].set(new, mode="drop")
-    start = 0 if positions is None else positions[0]
-    return jax.lax.dynamic_update_slice(cached, new.swapaxes(1, 2), (0, 0, start, 0))
 
 
 def has_value_embedding(config: ModelConfig, layer: int) -> bool:

@@ -12,7 +12,8 @@ from jax.extend.core import Primitive
 from jaxtyping import Array, Float, Int
 
 from configs.schema import SMEAR_CHANNELS, ModelConfig
-from model.attention import Attention, Inputs, LayerCache
+from model.attention import Attention, Inputs
+from model.cache import LayerCache
 from model.layers import SAVED, Embedding, Linear, Scalars, relu_squared, rms_norm
 from model.parallel import own_heads, psum_over_tensor, vary_over_tensor
 from model.rotary import rotary_angles

@@ -1,0 +1,70 @@
+"""The cache of keys and values that sampling writes and reads."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from model.parallel import varying_as
+
+READ = 64  # positions whose keys are read at a time
+
+
+class LayerCache(NamedTuple):
+    """Keys (turned and normed) and values of the positions seen so far. Heads come before positions, as the products
+    take them: a CPU would copy the cache for each token otherwise."""
+
+    keys: Float[Array, "batch kv_heads capacity head_dim"]
+    values: Float[Array, "batch kv_heads capacity head_dim"]
+
+
+def attend_to_cache(
+    q: Float[Array, "batch length heads head_dim"],
+    cache: LayerCache,
+    positions: Int[Array, "batch length"],
+    window: int | None,
+) -> Float[Array, "batch length heads head_dim"]:
+    """Return `attend(q, keys, values, positions, window=window)` of rows that each have positions of their own. Only
+    blocks of keys that some row sees are read, and summed up as in arXiv:2205.14135: what others read changes no bit
+    of a row. A row at positions beyond the capacity gets anything finite."""
+    batch, length, _, head_dim = q.shape
+    _, kv_heads, capacity, _ = cache.keys.shape
+    size = min(READ, capacity)
+    grouped = q.reshape(batch, length, kv_heads, -1, head_dim)
+    far = jnp.where(positions < capacity, positions, 0)
+    near = 0 if window is None else jnp.min(jnp.where(positions < capacity, positions, capacity)) - window
+    lowest = jnp.float32(-1e30)  # finite: a block of which a row sees nothing leaves its sums as they are
+
+    def add_block(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        highest, total, y = sums
+        start = jnp.minimum(i * size, capacity - size)
+        keys, values = (jax.lax.dynamic_slice_in_dim(kept, start, size, axis=2) for kept in cache)
+        places = start + jnp.arange(size)
+        distance = positions[:, None, None, :, None] - places
+        seen = (distance >= 0) & (distance <= (capacity if window is None else window)) & (places >= i * size)
+        scores = jnp.einsum("btkgd,bksd->bkgts", grouped, keys, preferred_element_type=jnp.float32)
+        scores = jnp.where(seen, scores, lowest)
+        higher = jnp.maximum(highest, jnp.max(scores, axis=-1))
+        shares, kept = jnp.exp(scores - higher[..., None]), jnp.exp(highest - higher)
+        new = jnp.einsum("bkgts,bksd->bkgtd", shares.astype(values.dtype), values, preferred_element_type=jnp.float32)
+        return higher, total * kept + jnp.sum(shares, axis=-1), y * kept[..., None] + new
+
+    none = jnp.zeros((batch, kv_heads, grouped.shape[3], length), jnp.float32)
+    sums = varying_as(q, (none + lowest, none, jnp.zeros((*none.shape, head_dim), jnp.float32)))
+    last = jnp.max(far) // size
+    _, total, y = jax.lax.fori_loop(jnp.minimum(jnp.maximum(near, 0) // size, last), last + 1, add_block, sums)
+    return (y / total[..., None]).transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype)
+
+
+def write(
+    cached: Float[Array, "batch kv_heads capacity head_dim"],
+    new: Float[Array, "batch length kv_heads head_dim"],
+    positions: Int[Array, "*rows length"] | None,
+) -> Float[Array, "batch kv_heads capacity head_dim"]:
+    """Return the cache with new keys or values: at its start, from the first position on, or where each row has its own
+    positions, there. Of those, what is beyond the capacity is dropped."""
+    if positions is not None and positions.ndim == 2:
+        return cached.at[jnp.arange(len(cached))[:, None], :, positions].set(new, mode="drop")
+    start = 0 if positions is None else positions[0]
+    return jax.lax.dynamic_update_slice(cached, new.swapaxes(1, 2), (0, 0, start, 0))
