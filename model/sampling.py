@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Num, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 
 class Sampling(NamedTuple):
@@ -26,8 +26,8 @@ def draw(logits: Float[Array, "rows vocab"], positions: Int[Array, "rows"], samp
     def drawn() -> Int[Array, "rows"]:
         scaled = logits / jnp.where(hot, sampling.temperature, 1)[:, None]
         order = ordered(scaled)
-        most = jnp.where(sampling.top_k == 0, scaled.size, sampling.top_k)
-        lowest = threshold(order, jnp.ones_like(order, int), most)  # a CPU counts integers in half the time
+        most = jnp.where(sampling.top_k == 0, jnp.inf, sampling.top_k)
+        lowest = threshold(order, jnp.ones_like(scaled), most)
         shares = jnp.exp(scaled - jnp.max(scaled, axis=1, keepdims=True))
         shares = jnp.where(order >= lowest, shares, 0)
 
@@ -38,7 +38,7 @@ def draw(logits: Float[Array, "rows vocab"], positions: Int[Array, "rows"], samp
         lowest = jax.lax.cond(jnp.any(sampling.top_p < 1), of_top_p, lambda: jnp.zeros_like(lowest))
         shares = jnp.where(order >= lowest, shares, 0)
         uniform = lambda seed, position: jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position))
-        place = jax.vmap(uniform)(sampling.seed, positions) * jnp.sum(shares, axis=1)
+        place = jax.vmap(uniform)(sampling.seed, positions) * sums(shares)[:, 0]
         return place_in(shares, place)
 
     likeliest = jnp.argmax(logits, axis=1)
@@ -53,7 +53,7 @@ def ordered(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 
 
 def threshold(
-    order: UInt32[Array, "rows vocab"], weights: Num[Array, "rows vocab"], enough: Num[Array, "rows"]
+    order: UInt32[Array, "rows vocab"], weights: Float[Array, "rows vocab"], enough: Float[Array, "rows"]
 ) -> UInt32[Array, "rows 1"]:
     """Return the highest number such that the weights of all in `order` from it on sum to `enough`, else 0.
 
@@ -61,9 +61,7 @@ def threshold(
 
     def with_bit(i: Array, low: Array) -> Array:
         high = low | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-        return jnp.where(
-            jnp.sum(jnp.where(order >= high, weights, 0), axis=1, keepdims=True) >= enough[:, None], high, low
-        )
+        return jnp.where(sums(jnp.where(order >= high, weights, 0)) >= enough[:, None], high, low)
 
     return jax.lax.fori_loop(0, 32, with_bit, jnp.zeros_like(order[:, :1]))
 
@@ -76,7 +74,11 @@ def place_in(shares: Float[Array, "rows vocab"], places: Float[Array, "rows"]) -
 
     def with_bit(i: Array, low: Array) -> Array:
         high = low + (most >> (i + 1))
-        before = jnp.sum(jnp.where(token < high, shares, 0), axis=1, keepdims=True)
-        return jnp.where(before <= places[:, None], high, low)
+        return jnp.where(sums(jnp.where(token < high, shares, 0)) <= places[:, None], high, low)
 
     return jax.lax.fori_loop(0, most.bit_length() - 1, with_bit, jnp.zeros_like(shares[:, :1], int))[:, 0]
+
+
+def sums(x: Float[Array, "rows vocab"]) -> Float[Array, "rows 1"]:
+    """Return the sum of each row: by a product, which takes a CPU half the time of `jnp.sum`."""
+    return jnp.matmul(x, jnp.ones((x.shape[1], 1)), precision=jax.lax.Precision.HIGHEST)
