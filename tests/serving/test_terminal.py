@@ -12,6 +12,7 @@ import termios
 import time
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
@@ -77,6 +78,12 @@ class Typed:
     def types(self, text: str) -> None:
         os.write(self.screen, text.encode())
 
+    def interrupts(self) -> None:
+        """Press Ctrl-C at the prompt, once readline waits for a key: between the two it would see no signal."""
+        while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
+            time.sleep(0.01)
+        self.types("\x03")
+
 
 @contextmanager
 def typed(arguments):
@@ -103,9 +110,9 @@ def test_ctrl_c_stops_an_answer_and_then_at_the_prompt_the_chat(folders):
             terminal.until("> ")
         terminal.types("/help\n")
         terminal.until("/regenerate  another answer(.|\n)*> ")
-        terminal.types("\x03")
+        terminal.interrupts()
         terminal.until(r"Ctrl-C again ends the chat\)\r\n> ")
-        terminal.types("\x03")
+        terminal.interrupts()
         assert terminal.process.wait(60) == 0
 
 
