@@ -9,7 +9,6 @@ from msgspec import Meta
 
 from configs.command_line import parse_arguments
 from configs.schema import AnyPath, MeshConfig, NotNegative, Positive, UserError
-from data.tokenizer import CHAT_TOKENS
 from evaluation.engine import Engine
 from evaluation.network import open_network
 from hosts.runtime import run_command, start_jax
@@ -67,9 +66,9 @@ def main() -> int:
     sizes = arguments.mesh
     mesh = make_mesh(sizes, jax.devices()[: sizes.fsdp * sizes.tensor * sizes.data] if sizes.data > 0 else None)
     network = open_network(at_hand(arguments.run_dir), mesh, arguments.step)
-    if not set(CHAT_TOKENS) <= network.tokenizer.special_tokens.keys():
+    if missing := network.tokenizer.missing_chat_tokens:
         raise UserError(
-            f"{arguments.run_dir} has no tokens of conversations ({CHAT_TOKENS[0]}, ...); fine-tune it first: "
+            f"{arguments.run_dir} has no tokens of conversations ({missing[0]}, ...); fine-tune it first: "
             f"python train.py --config=configs/chat.py --init_from={arguments.run_dir}"
         )
     if network.step is not None and network.config.data.packing != "whole":  # which conversations are packed by

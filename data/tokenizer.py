@@ -117,10 +117,14 @@ class TextTokenizer:
         return self.library.decode(list(ids))
 
     @property
+    def missing_chat_tokens(self) -> list[str]:
+        """Return those of `CHAT_TOKENS` that the tokenizer lacks."""
+        return [token for token in CHAT_TOKENS if token not in self.special_tokens]
+
+    @property
     def with_chat_tokens(self) -> "TextTokenizer":
         """Return the tokenizer with all of `CHAT_TOKENS`: those that it lacks have the ids from `vocab_size` on."""
-        missing = [token for token in CHAT_TOKENS if token not in self.special_tokens]
-        if not missing:
+        if not (missing := self.missing_chat_tokens):
             return self
         library = Tokenizer.from_str(self.json)
         library.add_special_tokens([AddedToken(token, special=True) for token in missing])

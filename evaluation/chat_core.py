@@ -15,7 +15,7 @@ from configs.progress import progress
 from configs.schema import UserError
 from data.conversation import render
 from data.prepare.chats import COLUMNS, Row, multiple_choice, of_gsm8k, of_mmlu, parquet_rows
-from data.tokenizer import CHAT_TOKENS, TextTokenizer
+from data.tokenizer import TextTokenizer
 from evaluation.core import Core, Task
 from evaluation.engine import Answer, Engine, Sampling
 from evaluation.network import Network
@@ -84,7 +84,7 @@ def number_of(text: str) -> str | None:
 
 def require_chat_tokens(tokenizer: TextTokenizer) -> None:
     """UserError if conversations cannot be spelled."""
-    if missing := [token for token in CHAT_TOKENS if token not in tokenizer.special_tokens]:
+    if missing := tokenizer.missing_chat_tokens:
         raise UserError(
             f"the network's tokenizer has no {', '.join(missing)}: it was not trained on conversations; fine-tune it "
             "first (docs/fine-tuning.md)"

@@ -139,7 +139,7 @@ def beyond_hf(model: ModelConfig, known: Set[str] = frozenset(IN_HF)) -> list[st
 def converses(config: Config, tokenizer: TextTokenizer) -> bool:
     """Return whether a run was trained on conversations. Their packing says so: a tokenizer has their tokens, and a
     base network rows of them, before any is learned."""
-    return config.data.packing == "whole" and set(CHAT_TOKENS) <= tokenizer.special_tokens.keys()
+    return config.data.packing == "whole" and not tokenizer.missing_chat_tokens
 
 
 def write_hf(

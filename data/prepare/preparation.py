@@ -23,7 +23,7 @@ from data.prepare.parts import Recipe
 from data.prepare.sampling import held_out_threshold, sampled_tokenizer
 from data.prepare.source_files import SourceFile
 from data.record import read_record
-from data.tokenizer import CHAT_TOKENS, load_tokenizer
+from data.tokenizer import load_tokenizer
 
 FORMAT = 3  # raise it when the same text becomes another dataset: what is in the cache is then made again
 
@@ -206,7 +206,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
             options = settings.vocab_size, settings.sample_bytes, threshold, excluded
             given = settings.tokenizer and load_tokenizer(settings.tokenizer)
             tokenizer = given or sampled_tokenizer(corpus, files, *options)
-            if corpus.conversations and not set(CHAT_TOKENS) <= tokenizer.special_tokens.keys():
+            if corpus.conversations and tokenizer.missing_chat_tokens:
                 lacking, tokenizer = tokenizer.vocab_size, tokenizer.with_chat_tokens
                 added = f"{lacking:,} to {tokenizer.vocab_size - 1:,} are added to it in {out}/tokenizer"
                 print(f"{settings.tokenizer} lacks special tokens of conversations: ids {added}", file=sys.stderr)
