@@ -12,12 +12,13 @@ from configs.schema import AnyPath, MeshConfig, NotNegative, Positive, UserError
 from evaluation.engine import Engine
 from evaluation.network import open_network
 from hosts.runtime import run_command, start_jax
+from interchange.transformers import converses
 from model.flops import parameter_counts
 from model.sampling import Sampling
 from run.record import at_hand
 from serving.server import listener, serve
 from serving.terminal import Terminal, note
-from training.mesh import make_mesh
+from training.mesh import mesh_of_first
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Arguments:
     queue: NotNegative[int] = 16
     """Requests that may wait for a slot. Any more are refused."""
     mesh: MeshConfig = MeshConfig(data=1)
-    """Arrangement of so many of the devices here; `fsdp` and `tensor` for a network too large for one."""
+    """Mesh of as many devices as its sizes need, whatever the run's own; `fsdp` and `tensor` for a network too large
+    for one."""
 
 
 def main() -> int:
@@ -63,15 +65,13 @@ def main() -> int:
         raise UserError("--serve takes no --prompt, --system or --tokens: each request has its own")
     address = listener(arguments.host, arguments.port) if arguments.serve else None
     start_jax()
-    sizes = arguments.mesh
-    mesh = make_mesh(sizes, jax.devices()[: sizes.fsdp * sizes.tensor * sizes.data] if sizes.data > 0 else None)
-    network = open_network(at_hand(arguments.run_dir), mesh, arguments.step)
+    network = open_network(at_hand(arguments.run_dir), mesh_of_first(arguments.mesh), arguments.step)
     if missing := network.tokenizer.missing_chat_tokens:
         raise UserError(
             f"{arguments.run_dir} has no tokens of conversations ({missing[0]}, ...); fine-tune it first: "
             f"python train.py --config=configs/chat.py --init_from={arguments.run_dir}"
         )
-    if network.step is not None and network.config.data.packing != "whole":  # which conversations are packed by
+    if network.step is not None and not converses(network.config, network.tokenizer):
         note(f"{arguments.run_dir} was not fine-tuned on conversations; --init_from={arguments.run_dir} does that")
     engine = Engine(network, arguments.slots if arguments.serve else 1)
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)

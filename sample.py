@@ -2,15 +2,13 @@
 
 from dataclasses import dataclass
 
-import jax
-
 from configs.command_line import parse_arguments
 from configs.schema import AnyPath, MeshConfig, NotNegative, Positive, UserError
 from evaluation.generation import continuations, encode_prompts
 from evaluation.network import open_network
 from hosts.runtime import run_command, start_jax
 from run.record import at_hand
-from training.mesh import make_mesh
+from training.mesh import mesh_of_first
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,7 @@ def main() -> int:
     if not arguments.prompt:
         raise UserError("--prompt is given without a text; leave it out to start a document")
     start_jax()
-    sizes = arguments.mesh
-    mesh = make_mesh(sizes, jax.devices()[: sizes.fsdp * sizes.tensor * sizes.data] if sizes.data > 0 else None)
-    network = open_network(at_hand(arguments.run_dir), mesh, arguments.step)
+    network = open_network(at_hand(arguments.run_dir), mesh_of_first(arguments.mesh), arguments.step)
     capacity = network.config.batch.sequence_length
     prompts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
     encoded = encode_prompts(network.tokenizer, prompts, capacity)
