@@ -14,8 +14,6 @@ nanochat    both for nanochat's own network, loss and optimizer, as its scripts/
 """
 
 import json
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,15 +25,13 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from bench.nanochat_names import their_name
+from bench.nanochat_names import their_network
 from configs.command_line import parse
 from configs.files import cache_dir
 from configs.schema import Config
 from data.dataset import open_text
 from hosts.runtime import run_command, start_jax
 from interchange.init_from import read_params
-from interchange.safetensors import arrays_of
-from interchange.transformers import turned
 from model.loss import loss_sums
 from training.build import Build, build
 from training.mesh import parameter_places
@@ -197,26 +193,10 @@ class Theirs:
     """nanochat's network with the run's parameters, its loss and its optimizer."""
 
     def __init__(self, config: Config, params: dict):
-        os.environ |= {"NANOCHAT_DTYPE": "float32", "TORCHDYNAMO_DISABLE": "1"}
-        sys.path.insert(0, os.environ["NANOCHAT_DIR"])
         import torch
-        from nanochat.gpt import GPT, GPTConfig  # pyright: ignore[reportMissingImports]
 
-        model = config.model
-        self.torch, self.config, self.params, self.count = torch, config, arrays_of(params), count_of(config)
-        sizes = {"n_layer": model.depth, "n_head": model.heads, "n_kv_head": model.kv_heads, "n_embd": model.width}
-        sizes |= {"vocab_size": model.vocab_size, "sequence_len": config.batch.sequence_length}
-        self.make = lambda: GPT(GPTConfig(**sizes, window_pattern=model.window_pattern))
-
-    def network(self) -> Any:
-        """Return the network at the run's parameters."""
-        network = self.make()
-        network.init_weights()
-        by_name = dict(network.named_parameters())
-        with self.torch.no_grad():
-            for name, array in self.params.items():
-                by_name[their_name(name)].copy_(self.torch.tensor(turned(name, array)))
-        return network
+        self.torch, self.config, self.count = torch, config, count_of(config)
+        self.network = partial(their_network, config, params)
 
     def targets(self, rows: Any) -> np.ndarray:
         """Return the targets, and -1 for those that do not count."""

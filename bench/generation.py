@@ -8,7 +8,6 @@ which nanochat's engine reads once for all texts. `first` is the time to the fir
 """
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -20,18 +19,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from bench.nanochat_names import their_name
+from bench.nanochat_names import their_network
 from configs.command_line import parse
-from configs.schema import MeshConfig, ModelConfig, Positive, UserError
+from configs.schema import MeshConfig, Positive
 from data.tokenizer import train_tokenizer
 from evaluation.engine import Engine
 from evaluation.network import Network
 from hosts.runtime import run_command
-from interchange.transformers import turned
 from model.sampling import Sampling
 from training.build import build
 from training.mesh import make_mesh
-from training.optimizer import path_name
 
 
 @dataclass(frozen=True)
@@ -48,29 +45,12 @@ class Arguments:
     """Texts of each engine, in turn; one more is not counted."""
 
 
-def their_engine(model: ModelConfig, length: int, params: dict) -> Any:
-    """Return nanochat's engine, with these parameters."""
-    os.environ["NANOCHAT_DTYPE"] = "float32"
-    sys.path.append(os.environ["NANOCHAT_DIR"])
+def their_engine(network: Any) -> Any:
+    """Return nanochat's engine, whose texts do not end early."""
     sys.modules["rustbpe"] = ModuleType("rustbpe")  # of its tokenizer, which its engine's module imports
-    import torch
     from nanochat.engine import Engine as Theirs  # pyright: ignore[reportMissingImports]
-    from nanochat.gpt import GPT, GPTConfig  # pyright: ignore[reportMissingImports]
 
-    sizes = {"n_layer": model.depth, "n_head": model.heads, "n_kv_head": model.kv_heads, "n_embd": model.width}
-    theirs = GPT(
-        GPTConfig(**sizes, vocab_size=model.vocab_size, sequence_len=length, window_pattern=model.window_pattern)
-    )
-    theirs.init_weights()
-    by_name = dict(theirs.named_parameters())
-    with torch.no_grad():
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            name = path_name(path)
-            by_name.pop(their_name(name)).copy_(torch.tensor(turned(name, np.asarray(leaf))))
-    if by_name:
-        raise UserError(f"nanochat's network has what the config leaves out: {', '.join(by_name)}")
-    nowhere = SimpleNamespace(encode_special=lambda name: -1, get_bos_token_id=lambda: -1)  # no text ends early
-    return Theirs(theirs, nowhere)
+    return Theirs(network, SimpleNamespace(encode_special=lambda name: -1, get_bos_token_id=lambda: -1))
 
 
 def our_columns(engine: Engine, prompt: list[int], texts: int, tokens: int, seed: int) -> Iterator[None]:
@@ -90,17 +70,14 @@ def their_columns(engine: Any, prompt: list[int], texts: int, tokens: int, seed:
 
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
-    if "NANOCHAT_DIR" not in os.environ:
-        raise UserError("NANOCHAT_DIR names no checkout of nanochat")
     config = replace(config, model=replace(config.model, dtype="float32"))
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    length, vocab = config.batch.sequence_length, config.model.vocab_size
-    noise = np.random.default_rng(0)
+    vocab, noise = config.model.vocab_size, np.random.default_rng(0)
     params = jax.tree.map(
         lambda p: p + 0.05 * noise.standard_normal(p.shape, np.float32), build(config).create_state().params
     )
     network = Network(config, train_tokenizer(["text"], 270), params, mesh)
-    theirs = their_engine(config.model, length, params)
+    theirs = their_engine(their_network(config, params))
     for texts in arguments.batches:
         ours = Engine(network, texts)
         ours.ends = set()

@@ -1,4 +1,12 @@
-"""nanochat's names of our parameters."""
+"""nanochat's names of our parameters, and its network with them."""
+
+import os
+import sys
+from typing import Any
+
+from configs.schema import Config, UserError
+from interchange.safetensors import arrays_of
+from interchange.transformers import turned
 
 NAMES = {
     "embed.table": "transformer.wte.weight",
@@ -24,3 +32,27 @@ def their_name(name: str) -> str:
     if name.endswith("attention.value_embedding.table"):
         return f"value_embeds.{name.split('.')[2]}.weight"
     return name
+
+
+def their_network(config: Config, params: dict) -> Any:
+    """Return nanochat's network (torch) in float32, not compiled, with our parameters. UserError if NANOCHAT_DIR names
+    no checkout, or if the config leaves out a feature of nanochat's."""
+    if "NANOCHAT_DIR" not in os.environ:
+        raise UserError("NANOCHAT_DIR names no checkout of nanochat")
+    os.environ |= {"NANOCHAT_DTYPE": "float32", "TORCHDYNAMO_DISABLE": "1"}
+    sys.path.append(os.environ["NANOCHAT_DIR"])
+    import torch
+    from nanochat.gpt import GPT, GPTConfig  # pyright: ignore[reportMissingImports]
+
+    model = config.model
+    sizes = {"n_layer": model.depth, "n_head": model.heads, "n_kv_head": model.kv_heads, "n_embd": model.width}
+    sizes |= {"vocab_size": model.vocab_size, "sequence_len": config.batch.sequence_length}
+    network = GPT(GPTConfig(**sizes, window_pattern=model.window_pattern))
+    network.init_weights()
+    by_name = dict(network.named_parameters())
+    with torch.no_grad():
+        for name, array in arrays_of(params).items():
+            by_name.pop(their_name(name)).copy_(torch.tensor(turned(name, array)))
+    if by_name:
+        raise UserError(f"nanochat's network has what the config leaves out: {', '.join(by_name)}")
+    return network
