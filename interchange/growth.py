@@ -14,10 +14,9 @@ from configs.files import cache_dir
 from configs.schema import Config, ModelConfig, UserError, with_options
 from data.tokenizer import TextTokenizer, load_tokenizer
 from hosts.runtime import Damaged, NoCheckpoint
-from interchange.init_from import is_run, network_config, read_params, tokenizer_in
+from interchange.init_from import is_run, network_config, origin, read_params, tokenizer_in
 from model.shapes import parameters
 from run.checkpoint import Checkpoints
-from run.record import at_hand
 from training.build import Build, build
 from training.layout import padded
 from training.mesh import resized
@@ -43,12 +42,13 @@ class Base(NamedTuple):
 def base_of_chat(config: Config) -> Base:
     """Return the network in `config.init_from`, with `data.tokenizer` or else its own tokenizer, to which the tokens of
     conversations are added if it lacks them. UserError if either is missing."""
-    folder = at_hand(config.init_from)
+    folder = origin(config.init_from)
     base = network_config(folder)
     if not (home := config.data.tokenizer or tokenizer_in(folder)):
         raise UserError(f"{config.init_from} has no tokenizer.json: give its tokenizer as --data.tokenizer")
-    tokenizer = load_tokenizer(home).with_chat_tokens
-    if tokenizer != load_tokenizer(home) or config.init_from.startswith("gs://"):
+    given = load_tokenizer(home)
+    tokenizer = given.with_chat_tokens
+    if tokenizer != given or config.init_from.startswith("gs://"):
         home = cache_dir() / "tokenizers" / tokenizer.sha256[:16]
         if not home.exists():
             made = home.with_name(f"{home.name}.{os.getpid()}")  # several processes of a host may make it
@@ -62,7 +62,7 @@ def base_of_chat(config: Config) -> Base:
 
 def new_tokens(config: Config, tokenizer: TextTokenizer) -> dict[str, int]:
     """Return the tokens that the network in `config.init_from` lacks, and their ids."""
-    folder = tokenizer_in(at_hand(config.init_from))
+    folder = tokenizer_in(origin(config.init_from))
     known = load_tokenizer(folder).library.get_vocab() if folder else tokenizer.library.get_vocab()
     return {token: i for token, i in tokenizer.library.get_vocab().items() if token not in known}
 
@@ -71,7 +71,7 @@ def describe_growth(config: Config, tokenizer: TextTokenizer) -> str:
     """Return which rows the network in `config.init_from` is given, in a line; empty if none."""
     if not (new := new_tokens(config, tokenizer)):
         return ""
-    before, after = network_config(at_hand(config.init_from)).model.vocab_size, config.model.vocab_size
+    before, after = network_config(origin(config.init_from)).model.vocab_size, config.model.vocab_size
     size = f"; --model.vocab_size: {before:,} -> {after:,}" * (before != after)
     tokens = ", ".join(sorted(new, key=lambda token: new[token]))
     return f"rows are added for {tokens}: the mean of the {tokenizer.vocab_size - len(new):,} that were trained{size}"
@@ -83,7 +83,7 @@ def initial_state(built: Build, tokenizer: TextTokenizer) -> TrainState:
     config = built.config
     if not config.init_from:
         return built.create_state()
-    folder = at_hand(config.init_from)
+    folder = origin(config.init_from)
     theirs, size = network_config(folder), config.model.vocab_size
     # As the folder has them, on this mesh.
     there = with_options(config, {"model.vocab_size": theirs.model.vocab_size})
@@ -135,7 +135,7 @@ def with_rows(
 
 def require_moments(config: Config) -> None:
     """Raise UserError if `config.init_from` has no moments that `config.init_optimizer` could bring."""
-    folder = at_hand(config.init_from)
+    folder = origin(config.init_from)
     if not is_run(folder):
         raise UserError(f"--init_optimizer takes the moments of a run, and --init_from={config.init_from} is none")
     theirs, ours = network_config(folder).optimizer.matrices.kind, config.optimizer.matrices.kind

@@ -4,6 +4,7 @@ transformers' format."""
 import json
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ from training.state import split_model
 OURS = ("nanochat", "tokensum")
 """Architectures that our network computes, as config.json names them."""
 TOKENS_AT_A_TIME = 16_384  # of a network that is measured, on a device
+
+
+@cache
+def origin(init_from: str) -> Path:
+    """Return `at_hand(init_from)`. This process copies a folder in a bucket once: a start needs it some nine times."""
+    return at_hand(init_from)
 
 
 def is_network(folder: str | Path) -> bool:
@@ -88,7 +95,7 @@ def tokenizer_in(folder: Path) -> Path | None:
 def require_same_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
     """Raise UserError if `config.init_from` has another vocabulary than the data, but for tokens of conversations that
     it lacks."""
-    folder = tokenizer_in(at_hand(config.init_from))
+    folder = tokenizer_in(origin(config.init_from))
     theirs = load_tokenizer(folder) if folder else tokenizer
     known = [it.library.get_vocab() for it in (theirs, theirs.with_chat_tokens)]
     if tokenizer.library.get_vocab() not in known:
@@ -100,16 +107,18 @@ def require_same_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
 
 def why_no_training(config: Config) -> str:
     """Return why no tokenizer may be trained for a run that starts from `config.init_from`, or "" if one may be."""
-    if not (folder := tokenizer_in(at_hand(config.init_from))):
+    if not (folder := tokenizer_in(origin(config.init_from))):
         return ""
-    origin = f"--init_from={config.init_from}"
-    return f"{origin} has a tokenizer, and the text would get another: give --data.tokenizer={folder}"
+    return (
+        f"--init_from={config.init_from} has a tokenizer, and the text would get another: give "
+        f"--data.tokenizer={folder}"
+    )
 
 
 def require_same_network(config: Config) -> None:
     """Raise UserError if `config.init_from` has a network that computes another function than the options ask for, but
     for rows that tokens of conversations need."""
-    config, folder = resolved(config), at_hand(config.init_from)
+    config, folder = resolved(config), origin(config.init_from)
     arrays = {} if is_run(folder) else stored_arrays(folder)
     theirs, asked = network_config(folder).model, config.model
     if theirs.vocab_size < asked.vocab_size and (tokenizer := tokenizer_in(folder)):
@@ -150,7 +159,7 @@ def _differences(theirs: ModelConfig, asked: ModelConfig) -> list[str]:
 
 def read_params(config: Config, abstract: dict) -> dict:
     """Return the parameters in `config.init_from`, whose network is the same, padded and sharded as `abstract` is."""
-    folder = at_hand(config.init_from)
+    folder = origin(config.init_from)
     if is_run(folder):
         return Checkpoints(record_of(folder)[1].checkpoint.folder or folder).restore_params(abstract)[0]
     stored = stored_arrays(folder)

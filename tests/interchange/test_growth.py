@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from configs.schema import CheckpointConfig, MeshConfig, UserError, with_options
-from data.tokenizer import CHAT_TOKENS, SPLIT, convert_tiktoken
-from interchange.growth import describe_growth, initial_state, new_tokens, require_moments
+from data.tokenizer import CHAT_TOKENS, SPLIT, convert_tiktoken, load_tokenizer
+from interchange.growth import base_of_chat, describe_growth, initial_state, new_tokens, require_moments
 from interchange.init_from import require_same_network, require_same_vocabulary
 from interchange.safetensors import arrays_of, write_safetensors
 from model.shapes import parameter_shapes
 from run.checkpoint import Checkpoints
 from run.folder import write_record
+from run.record import Record
 from tests.helpers import perturbed, tiny_config
 from training.build import build
 from training.mesh import resized
@@ -101,6 +102,21 @@ def test_a_network_that_has_the_tokens_is_left_as_it_is(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before.params)
     with pytest.raises(UserError, match="vocab_size: 272, not 280"):  # it needs no more rows
         require_same_network(with_options(config, {"model.vocab_size": 280}))
+
+
+def test_a_start_copies_a_run_in_a_bucket_once(tmp_path, gcs, monkeypatch):
+    monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path / "cache"))
+    write_record(tmp_path / "run/config.json", CONFIG, "", [])
+    OLD["fits"].save(tmp_path / "run/tokenizer")
+    Record(tmp_path / "run", "gs://bucket/copied-once").copy()
+    config = replace(CONFIG, init_from="gs://bucket/copied-once")
+    gcs.asked.clear()
+    tokenizer = load_tokenizer(base_of_chat(config).tokenizer)
+    require_same_network(config)
+    require_moments(config)
+    require_same_vocabulary(config, tokenizer)
+    assert describe_growth(config, tokenizer)
+    assert sum("tokenizer.json" in asked and "alt=media" in asked for asked in gcs.asked) == 1
 
 
 def test_moments_are_a_run_s_with_the_same_optimizer(tmp_path):
