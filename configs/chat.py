@@ -28,9 +28,10 @@ from configs.schema import (
     options,
     with_options,
 )
-from interchange.growth import base_of_chat
+from interchange.growth import base_of_chat, begun_run
 
-OF_A_RUN = ("optimizer.", "batch.sequence_length", "batch.tokens_per_step", "batch.rows_per_device")
+OF_BASE = ("model.", "batch.sequence_length")
+OF_A_RUN = ("optimizer.", "batch.tokens_per_step", "batch.rows_per_device")
 RECIPE = ("optimizer.rate_factor", "optimizer.schedule.", "optimizer.muon.momentum", "optimizer.muon.weight_decay")
 
 
@@ -58,7 +59,14 @@ def derive(config: Config, given: set[str]) -> Config:
             "--init_from is missing: configs/chat.py fine-tunes a network that is there; --init_from=runs/small takes "
             "that of `make train`"
         )
-    base = base_of_chat(config)
+    if "no_init_optimizer" in given:
+        given = given | {"init_optimizer"}
+    try:
+        base = base_of_chat(config)
+    except UserError:
+        if begun := begun_run(config):  # which no longer needs its base
+            return with_options(config, taken(begun, (*OF_BASE, *OF_A_RUN, "init_optimizer", "data.tokenizer"), given))
+        raise
     config = with_options(config, {"data.tokenizer": base.tokenizer})
     return following(config, base.config, base.is_run, given)
 
@@ -66,15 +74,16 @@ def derive(config: Config, given: set[str]) -> Config:
 def following(config: Config, base: Config, run: bool, given: set[str]) -> Config:
     """Return the config with the options of `base` that it follows, but for those that are `given`. `run`: those of a
     run, its optimizer's included."""
-    taken = ("model.", *OF_A_RUN) if run else ("model.", "batch.sequence_length")
-    left = given | {"model.dtype"}  # which suits the machine
-    values = {
-        name: value
-        for name, value in options(base).items()
-        if name.startswith(taken) and not name.startswith(RECIPE) and name not in left
-    }
+    values = taken(base, OF_BASE + OF_A_RUN * run, given)
+    values = {name: value for name, value in values.items() if not name.startswith(RECIPE)}
     if run and "optimizer.rate_factor" not in given:
         values["optimizer.rate_factor"] = config.optimizer.rate_factor * base.optimizer.rate_factor
-    if run and not given & {"init_optimizer", "no_init_optimizer"}:
+    if run and "init_optimizer" not in given:
         values["init_optimizer"] = True
     return with_options(config, values)
+
+
+def taken(base: Config, names: tuple[str, ...], given: set[str]) -> dict[str, object]:
+    """Return the options of `base` that begin with `names`, but for those that are `given`."""
+    left = given | {"model.dtype"}  # which suits the machine
+    return {name: value for name, value in options(base).items() if name.startswith(names) and name not in left}

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -12,11 +13,14 @@ from jaxtyping import Array, Bool
 
 from configs.files import cache_dir
 from configs.schema import Config, ModelConfig, UserError, with_options
+from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer
 from hosts.runtime import Damaged, NoCheckpoint
 from interchange.init_from import is_run, network_config, origin, read_params, tokenizer_in
 from model.shapes import parameters
-from run.checkpoint import Checkpoints
+from run.checkpoint import Checkpoints, whole_steps
+from run.folder import checkpoint_folder, record_of
+from run.record import at_hand
 from training.build import Build, build
 from training.layout import padded
 from training.mesh import resized
@@ -49,15 +53,30 @@ def base_of_chat(config: Config) -> Base:
     given = load_tokenizer(home)
     tokenizer = given.with_chat_tokens
     if tokenizer != given or config.init_from.startswith("gs://"):
-        home = cache_dir() / "tokenizers" / tokenizer.sha256[:16]
-        if not home.exists():
-            made = home.with_name(f"{home.name}.{os.getpid()}")  # several processes of a host may make it
-            tokenizer.save(made)
-            with suppress(OSError):  # another process has made it
-                made.rename(home)
+        home = kept(tokenizer)
     if tokenizer.vocab_size > base.model.vocab_size:
         base = with_options(base, {"model.vocab_size": padded(tokenizer.vocab_size, ROWS)})
     return Base(base, str(home), is_run(folder))
+
+
+def begun_run(config: Config) -> Config | None:
+    """Return the options of the run that `config` resumes, and its tokenizer. None if the run has no checkpoint."""
+    config = resolved(config)
+    if not whole_steps(checkpoint_folder(config)):
+        return None
+    folder = at_hand(config.checkpoint.folder or config.run_dir)
+    return with_options(record_of(folder)[1], {"data.tokenizer": str(kept(load_tokenizer(folder / "tokenizer")))})
+
+
+def kept(tokenizer: TextTokenizer) -> Path:
+    """Return the folder in the cache that has a tokenizer of no other folder that stays."""
+    home = cache_dir() / "tokenizers" / tokenizer.sha256[:16]
+    if not home.exists():
+        made = home.with_name(f"{home.name}.{os.getpid()}")  # several processes of a host may make it
+        tokenizer.save(made)
+        with suppress(OSError):  # another process has made it
+            made.rename(home)
+    return home
 
 
 def new_tokens(config: Config, tokenizer: TextTokenizer) -> dict[str, int]:

@@ -43,6 +43,24 @@ def test_an_epoch_is_resolved_and_complete(folder, monkeypatch, capfd):
 
 
 @pytest.mark.medium
+def test_it_is_resumed_without_its_base(folder, monkeypatch, capfd):
+    monkeypatch.chdir(folder)
+    again = Path(shutil.copytree("chat", "without-base"))
+    shutil.rmtree(again / "checkpoints" / str(summary(again)["steps"]))
+    (again / "summary.json").unlink()
+    Path("base").rename("gone")
+    try:
+        assert run("train", monkeypatch, *CHAT, *OFTEN, "--run_dir=new", devices=1) == 2
+        assert "base holds no run" in capfd.readouterr().err
+        assert run("train", monkeypatch, *CHAT, *OFTEN, f"--run_dir={again}", devices=1) == 0
+        assert run("train", monkeypatch, *CHAT, f"--run_dir={again}", "--init_optimizer=False", devices=1) == 2
+        assert "init_optimizer: True -> False" in capfd.readouterr().err
+    finally:
+        Path("gone").rename("base")
+    assert_as_untouched(again, Path("chat"))
+
+
+@pytest.mark.medium
 @pytest.mark.parametrize(("devices", "mesh"), [(1, "--mesh.fsdp=1"), (2, "--mesh.tensor=2")])
 def test_it_is_resumed_to_the_bit_and_on_another_mesh_to_rounding(folder, monkeypatch, capfd, devices, mesh):
     monkeypatch.chdir(folder)
