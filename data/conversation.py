@@ -72,9 +72,12 @@ def document_of(conversation: object) -> str:
 
 def texts_of(document: str) -> list[str]:
     """Return the texts of what `document_of` returns."""
-    contents = [message["content"] for message in json.loads(document)]
-    parts = [[{"text": content}] if isinstance(content, str) else content for content in contents]
-    return [part["text"] for of_message in parts for part in of_message]
+    return [part["text"] for message in json.loads(document) for part in _parts(message["content"])]
+
+
+def _parts(content: str | list[Message]) -> list[Message]:
+    """Return a message's content as parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def render(
@@ -88,9 +91,9 @@ def render(
     special = tokenizer.special_tokens
     pieces: list[str | int] = [tokenizer.bos]
     for message in messages:
-        role, content = message["role"], message["content"]
+        role = message["role"]
         pieces.append(special[f"<|{role}_start|>"])
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        for part in _parts(message["content"]):
             before, after = PARTS[part["type"]]
             pieces += [special[before], part["text"], special[after]] if before else [part["text"]]
         pieces.append(special[f"<|{role}_end|>"])
