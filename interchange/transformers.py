@@ -165,10 +165,9 @@ def write_hf(
     bos = next(token for token, i in tokenizer.special_tokens.items() if i == tokenizer.bos)
     chat = converses(config, tokenizer)
     # A document ends where the next one starts. With a pad token the network's row of it would never learn.
-    eos, ends = (
-        (CHAT_TOKENS[3], [tokenizer.special_tokens[CHAT_TOKENS[3]], tokenizer.bos]) if chat else (bos, tokenizer.bos)
-    )
+    eos = "<|assistant_end|>" if chat else bos
     ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.special_tokens[eos]}
+    ends = [ids["eos_token_id"], tokenizer.bos] if chat else tokenizer.bos
     contents = {
         "config.json": described(config) | ids | {"pad_token_id": None, "dtype": dtype},
         "generation_config.json": ids | {"eos_token_id": ends, "pad_token_id": tokenizer.bos},
