@@ -42,7 +42,6 @@ class NoSlot(Exception):
 class Answer:
     """An answer that is being written, or was."""
 
-    prompt: list[int]
     sampling: Sampling
     most: int
     """Tokens of the answer."""
@@ -177,7 +176,7 @@ class Engine:
         slot = max(free, key=lambda slot: (worth(slot), -slot.used))
         self.begun += 1
         slot.used, slot.row, slot.given, slot.cached = self.begun, list(tokens), len(tokens), shared[slot.index]
-        slot.answer = Answer(list(tokens), sampling, most or self.capacity, len(tokens) - slot.cached)
+        slot.answer = Answer(sampling, most or self.capacity, len(tokens) - slot.cached)
         return slot.answer
 
     def drop(self, answer: Answer) -> None:

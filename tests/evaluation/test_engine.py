@@ -110,8 +110,8 @@ def test_slots_are_taken_and_freed_and_a_conversation_keeps_its_own():
     engine.drop(other)
     engine.drop(one)
     assert engine.free == 2 and len(one.tokens) == 1
-    for answer in one, other, one:
-        again = engine.begin([*answer.prompt, *answer.tokens, 9], GREEDY, 12)
+    for prompt, answer in zip([*PROMPTS[2:], PROMPTS[2]], (one, other, one)):
+        again = engine.begin([*prompt, *answer.tokens, 9], GREEDY, 12)
         assert again.read <= 2
         engine.step()
         engine.drop(again)

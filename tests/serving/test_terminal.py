@@ -138,17 +138,23 @@ def engine():
 
 @pytest.mark.medium
 def test_a_turn_reads_its_own_tokens_and_regenerate_draws_with_the_next_seed(engine, monkeypatch, capsys):
-    answers, begin = [], engine.begin
-    monkeypatch.setattr(engine, "begin", lambda *arguments: answers.append(begin(*arguments)) or answers[-1])
+    prompts, answers, begin = [], [], engine.begin
+
+    def noted(prompt, *arguments):
+        prompts.append(prompt)
+        answers.append(begin(prompt, *arguments))
+        return answers[-1]
+
+    monkeypatch.setattr(engine, "begin", noted)
     terminal = Terminal(engine, Sampling(1.0, 0, seed=7), "sys", 10)
     terminal.say("to be")
-    assert answers[0].prompt == render(TOKENIZER, [{"role": "user", "content": "sys\n\nto be"}], ask=True)
+    assert prompts[0] == render(TOKENIZER, [{"role": "user", "content": "sys\n\nto be"}], ask=True)
     terminal.say("or not")
-    turn = [*answers[0].prompt, *answers[0].tokens, END]
-    assert answers[1].prompt == turn + render(TOKENIZER, [{"role": "user", "content": "or not"}], ask=True)[1:]
-    assert answers[1].read <= len(answers[1].prompt) - len(turn) + 2
+    turn = [*prompts[0], *answers[0].tokens, END]
+    assert prompts[1] == turn + render(TOKENIZER, [{"role": "user", "content": "or not"}], ask=True)[1:]
+    assert answers[1].read <= len(prompts[1]) - len(turn) + 2
     terminal.obey("/regenerate")
-    assert answers[2].prompt == answers[1].prompt and answers[2].read == 1 and answers[2].sampling.seed == 8
+    assert prompts[2] == prompts[1] and answers[2].read == 1 and answers[2].sampling.seed == 8
     assert answers[2].tokens != answers[1].tokens and terminal.turns[1].answer == answers[2].tokens
     terminal.obey("/reset")
     assert terminal.turns == []
