@@ -6,6 +6,7 @@ written, with the calculator, and right if the number after #### is. The items a
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,9 +18,10 @@ from data.conversation import render
 from data.prepare.chats import COLUMNS, Row, multiple_choice, of_gsm8k, of_mmlu, parquet_rows
 from data.tokenizer import TextTokenizer
 from evaluation.core import Core, Task
-from evaluation.engine import Answer, Engine, Sampling
+from evaluation.engine import Answer, Engine
 from evaluation.network import Network
 from evaluation.scorer import Question, Scorer
+from model.sampling import Sampling
 from training.mesh import batch_devices
 
 NEW_TOKENS = 512  # of a written answer, at most
@@ -127,7 +129,7 @@ class ChatCore(Core):
     def written(self, params: dict, task: Task, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yield the lines of items as their greedy answers end. Every slot of the engine is kept full. A question that
         leaves no room in the row is wrong."""
-        engine = Engine(self.network, min(self.slots, len(indices)))
+        engine = Engine(replace(self.network, params=params), min(self.slots, len(indices)))
         waiting = [(index, self.prompt(task, index)) for index in reversed(indices)]
         writing: dict[Answer, int] = {}
         bar = progress(total=len(indices), unit="answers", desc="writing", leave=False, disable=jax.process_index() > 0)
