@@ -48,16 +48,16 @@ def open_training(config: Config, say: Callable[[str], Any]) -> tuple[list[Build
     no_training = why_no_training(config) if starts_from else ""
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir(), no_training)
     check_hosts_agree("their text", text.fingerprint)
-    epochs = config.data.max_epochs
+    ramp = Ramp.of(config.batch)
+    rows = ramp.tokens(config.steps) // length
     if not config.steps:
-        epochs = max(epochs, 2.0) if epochs else 0.0  # an epoch that is rounded up to a step is more than one
-        ramp, tokens = Ramp.of(config.batch), sum(map(len, text.train)) * length
-        steps = ramp.steps_in(tokens)
-        config = replace(config, steps=steps + (ramp.tokens(steps) < tokens))
+        rows = sum(map(len, text.train))  # the last step may go beyond them
+        steps = ramp.steps_in(rows * length)
+        config = replace(config, steps=steps + (ramp.tokens(steps) < rows * length))
         validate(config)
         builds = build_stages(config)
         built = builds[-1]
-    say(text.outlook(Ramp.of(config.batch).tokens(config.steps) // length, length, epochs))
+    say(text.outlook(rows, length, config.data.max_epochs))
     if text.too_long:
         say(text.too_long)
     say(text.validation(config.eval.tokens, length))

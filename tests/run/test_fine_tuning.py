@@ -40,6 +40,10 @@ def test_an_epoch_is_resolved_and_complete(folder, monkeypatch, capfd):
     assert f"chat is complete: {record['steps']} steps" in said and "goes through chats 1" in said
     assert run("train", monkeypatch, *CHAT, "--run_dir=chat", "--init_optimizer=False", devices=1) == 2
     assert "init_optimizer: True -> False" in capfd.readouterr().err
+    assert run("train", monkeypatch, *CHAT, "--run_dir=chat", "--data.max_epochs=1", devices=1) == 0
+    capfd.readouterr()
+    assert run("train", monkeypatch, *CHAT, "--run_dir=half", "--data.max_epochs=0.5", devices=1) == 2
+    assert "--data.max_epochs=0.5, but the run goes through chats 1 times" in capfd.readouterr().err
 
 
 @pytest.mark.medium
