@@ -30,7 +30,6 @@ from data.prepare.source_files import (
 )
 
 CUT_BYTES = 2**20  # of a text, above which it is cut into documents
-CHAT_STDLIB = "chat-stdlib"
 LONG = 2**24  # bytes of a document, above which it is not kept as characters: with one emoji each takes 4 bytes
 
 
@@ -98,7 +97,7 @@ class Corpus:
 
     def name(self, file: SourceFile, number: int) -> str:
         """Return the name of the document of this number, from 1, of a file."""
-        if self.source == CHAT_STDLIB:
+        if self._is_code(file):
             return f"{file.name} conversation {number}"
         if file.problem or not (file.name.endswith(TABLE_SUFFIXES) or self._is_cut(file)):
             return file.name
@@ -126,6 +125,10 @@ class Corpus:
         is_cut = self._is_cut(file) and "://" not in file.url and not overlaps
         return file.name.endswith((".jsonl", ".parquet")) or is_cut
 
+    def _is_code(self, file: SourceFile) -> bool:
+        """Return whether conversations are made of the file."""
+        return self.conversations and file.name.endswith(".py")
+
     def _is_cut(self, file: SourceFile) -> bool:
         is_text = not (file.problem or file.name.endswith(TABLE_SUFFIXES) or self.conversations)
         return is_text and (bool(self.separator) or len(self.files) == 1 or file.size > CUT_BYTES)
@@ -139,7 +142,7 @@ class Corpus:
                 yield from lines(file, opened, start, stop)
             elif file.name.endswith(TABLE_SUFFIXES):
                 yield from values(file, opened, self.text_column, self.conversations)
-            elif self.source == CHAT_STDLIB:
+            elif self._is_code(file):
                 module = file.name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
                 made = conversations_of(opened.read().decode(errors="replace"), module)
                 yield from enumerate((json.dumps(conversation).encode() for conversation in made), 1)

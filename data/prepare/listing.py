@@ -19,9 +19,10 @@ from fsspec.utils import glob_translate
 
 from configs.schema import UserError
 from data.held_out import HELD_OUT, name_words
-from data.prepare.corpus import CHAT_STDLIB, Corpus, ask
+from data.prepare.corpus import Corpus, ask
 from data.prepare.source_files import COMPRESSIONS, TABLE_SUFFIXES, TEXT_SUFFIXES, SourceFile
 
+CHAT_STDLIB = "chat-stdlib"
 LIBRARY = ("stdlib", CHAT_STDLIB)
 NO_TEXT, SHOWN = "no text", 8
 BINARY = (".bin", ".npy", ".npz", ".pt", ".safetensors", ".pyc", ".so", ".o")
@@ -85,7 +86,13 @@ def find_corpus(
 
 def hold_out(corpus: Corpus, given: Corpus | None) -> Corpus:
     """Return the corpus with the files first that are held out: `given`'s, and those whose names say so. If the names
-    of all files do, none is. UserError for a test split among others: it is for a network's last measurement."""
+    of all files do, none is. UserError for a test split among others: it is for a network's last measurement. And if one
+    source is text, and one conversations."""
+    if given and given.conversations != corpus.conversations:
+        raise UserError(
+            f"--source={corpus.source} and --val_source={given.source}: one is text, and one conversations; "
+            "give --conversations if both are"
+        )
     words = lambda file: name_words(file.name) if file.name.endswith((".txt", *TABLE_SUFFIXES)) else set()
     held_out = {file.url for file in given.files} if given else set()
     files = [file for file in corpus.files if file.url not in held_out]

@@ -155,13 +155,33 @@ def test_words_of_an_evaluation_are_found_across_the_lines_of_a_message(tmp_path
     assert facts_of(tmp_path / "out")["skipped"] == {f"13 words of {evaluation}": 1}
 
 
-def test_chat_stdlib_is_prepared_in_the_cache_from_the_files_of_the_library(tmp_path, monkeypatch):
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "lib"))
-    monkeypatch.setattr("data.dataset_folder._prepare_raw", data.prepare.preparation.prepare_raw)
-    (tmp_path / "lib" / "package").mkdir(parents=True)
+def write_library(root: Path, monkeypatch) -> None:
+    """Make four modules that stand for Python's standard library."""
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(root))
+    (root / "package").mkdir(parents=True)
     for name in ("a", "b", "package/__init__", "package/c"):
         functions = "".join(f'def f{i}(x: int) -> int:\n    """Return {i} + x, for {name}."""\n' for i in range(9))
-        (tmp_path / "lib" / f"{name}.py").write_text(f'"""About {name}."""\n{functions}')
+        (root / f"{name}.py").write_text(f'"""About {name}."""\n{functions}')
+
+
+def test_chat_stdlib_is_held_out_of_other_conversations_but_not_of_text(tmp_path, monkeypatch):
+    write_library(tmp_path / "lib", monkeypatch)
+    source, expected = write_lines(tmp_path / "a.jsonl", PLAIN), find_corpus("chat-stdlib")
+    settings = Preparation(source=source, vocab_size=270, conversations=True, val_source="chat-stdlib")
+    prepare(settings, tmp_path / "out")
+    facts = facts_of(tmp_path / "out")
+    assert facts["train"]["documents"] == len(PLAIN)
+    assert facts["val"]["documents"] == sum(1 for file in expected.files for _ in expected.documents(file)) > 30
+    (tmp_path / "b.txt").write_text("to be " * 999)
+    text = f"{tmp_path}/b.txt"
+    for sources in ({"source": text}, {"source": "chat-stdlib", "val_source": text}):
+        with pytest.raises(UserError, match="one is text, and one conversations"):
+            prepare(replace(settings, conversations=False, **sources), tmp_path / "text")
+
+
+def test_chat_stdlib_is_prepared_in_the_cache_from_the_files_of_the_library(tmp_path, monkeypatch):
+    write_library(tmp_path / "lib", monkeypatch)
+    monkeypatch.setattr("data.dataset_folder._prepare_raw", data.prepare.preparation.prepare_raw)
     corpus = find_corpus("chat-stdlib")
     names = [document.name for file in corpus.files for document in corpus.documents(file)]
     assert {name.partition(" ")[0] for name in names} == {"a.py", "b.py", "package/__init__.py", "package/c.py"}
