@@ -1,5 +1,5 @@
 # make train [CONFIG=configs/small.py] [ARGS="--steps=100"]    set up, then train
-# make chat                                                    train the small run, fine-tune it, and talk to it
+# make chat [ARGS="--name=mine"]                               train the small run, fine-tune it, and talk to it
 # make test [ARGS="-m ''"]                                     set up, then run the quick tests [all]
 # make check                                                   lint, format, types, and which room imports which
 # make house                                                   how large the house is
@@ -20,11 +20,14 @@ STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 train: setup
 	$(BIN)/python train.py --config=$(CONFIG) $(ARGS)
 
+# The run that ARGS name.
+TUNED := $(or $(patsubst --run_dir=%,%,$(filter --run_dir=%,$(ARGS))),runs/$(or $(patsubst --name=%,%,$(filter --name=%,$(ARGS))),chat))
+
 # A run that is complete has a summary.
 chat: setup
 	test -f runs/small/summary.json || $(BIN)/python train.py --config=configs/small.py
 	$(BIN)/python train.py --config=configs/chat.py --init_from=runs/small $(ARGS)
-	$(BIN)/python chat.py --run_dir=runs/chat
+	$(BIN)/python chat.py --run_dir=$(TUNED)
 
 test: setup
 	$(BIN)/python -m pytest -m "not (medium or slow)" $(ARGS)

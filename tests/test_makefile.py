@@ -98,3 +98,6 @@ def test_chat_trains_the_small_run_unless_it_is_complete_and_fine_tunes_it(setup
     (tmp_path / "runs/small").mkdir(parents=True)
     (tmp_path / "runs/small/summary.json").write_text("{}")
     assert setup({}, "ARGS=--steps=9", goal="chat")[2] == [f"{tune[0]} --steps=9", tune[1]]
+    for name, folder in ("--name=mine", "runs/mine"), ("--run_dir=here", "here"):
+        log = setup({}, f"ARGS={name} --steps=9", goal="chat")[2]
+        assert log == [f"{tune[0]} {name} --steps=9", f"chat.py --run_dir={folder}"]
