@@ -1,7 +1,6 @@
 """Talk to a network that was fine-tuned on conversations: python chat.py --run_dir=runs/chat."""
 
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Annotated
 
 import jax
@@ -38,7 +37,7 @@ class Arguments:
     temperature: NotNegative[float] = 0.8
     """0 takes the likeliest token; higher is more varied."""
     top_k: NotNegative[int] = 50
-    """Draw from this many likeliest tokens; 0 draws from all."""
+    """Draw from this many likeliest tokens, and from all that are as likely as the last of them; 0 draws from all."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Draw from the fewest likeliest tokens that have this probability together."""
     seed: NotNegative[int] = 0
@@ -65,7 +64,8 @@ def main() -> int:
         raise UserError("--serve takes no --prompt, --system or --tokens: each request has its own")
     address = listener(arguments.host, arguments.port) if arguments.serve else None
     start_jax()
-    network = open_network(at_hand(arguments.run_dir), mesh_of_first(arguments.mesh), arguments.step)
+    folder = at_hand(arguments.run_dir)
+    network = open_network(folder, mesh_of_first(arguments.mesh), arguments.step)
     if missing := network.tokenizer.missing_chat_tokens:
         raise UserError(
             f"{arguments.run_dir} has no tokens of conversations ({missing[0]}, ...); fine-tune it first: "
@@ -77,7 +77,7 @@ def main() -> int:
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     if address:
         note(f"{arguments.run_dir}, {network.title}: http://{arguments.host}:{address.getsockname()[1]}, until Ctrl-C")
-        serve(engine, network.tokenizer, PurePath(arguments.run_dir).name, sampling, address, arguments.queue)
+        serve(engine, network.tokenizer, folder.resolve().name, sampling, address, arguments.queue)
         return 0
     terminal = Terminal(engine, sampling, arguments.system, arguments.tokens)
     if arguments.prompt:

@@ -29,7 +29,7 @@ class Arguments:
     temperature: NotNegative[float] = 0.8
     """0 takes the likeliest token; higher is more varied."""
     top_k: NotNegative[int] = 50
-    """Draw from this many likeliest tokens; 0 draws from all."""
+    """Draw from this many likeliest tokens, and from all that are as likely as the last of them; 0 draws from all."""
     seed: NotNegative[int] = 0
     """Seed of the draws."""
     mesh: MeshConfig = MeshConfig(data=1)

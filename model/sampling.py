@@ -13,9 +13,10 @@ class Sampling(NamedTuple):
     temperature: float | Float[Array, "rows"] = 0.8
     """0 takes the likeliest token; higher is more varied."""
     top_k: int | Int[Array, "rows"] = 50
-    """Draw from this many likeliest tokens; 0 draws from all."""
+    """Draw from this many likeliest tokens, and from all that are as likely as the last of them; 0 draws from all."""
     top_p: float | Float[Array, "rows"] = 1.0
-    """Draw from the fewest likeliest tokens that have this probability together, after `top_k`."""
+    """Draw from the fewest likeliest tokens that have this probability together, after `top_k`, and from all that are
+    as likely as the last of them."""
     seed: int | Int[Array, "rows"] = 0
 
 
