@@ -86,8 +86,8 @@ def find_corpus(
 
 def hold_out(corpus: Corpus, given: Corpus | None) -> Corpus:
     """Return the corpus with the files first that are held out: `given`'s, and those whose names say so. If the names
-    of all files do, none is. UserError for a test split among others: it is for a network's last measurement. So is
-    text next to conversations."""
+    of all files do, none is. UserError for text next to conversations, and for a test split among others: it is for a
+    network's last measurement."""
     if given and given.conversations != corpus.conversations:
         raise UserError(
             f"--source={corpus.source} and --val_source={given.source}: one is text, and one conversations; "
