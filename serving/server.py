@@ -77,7 +77,8 @@ class Service:
         if asked.model not in (None, self.model):
             message = f"model: there is no {asked.model!r} here; this server answers with {self.model!r}"
             raise Refused(message, "model", 404, "model_not_found")
-        prompt = asked.prompt(self.tokenizer, self.batcher.engine.capacity)
+        # In a thread: of a long text the others' answers would wait for the tokens.
+        prompt = await asyncio.to_thread(asked.prompt, self.tokenizer, self.batcher.engine.capacity)
         job = Job(prompt, asked.sampling(self.sampling), asked.max_completion_tokens or asked.max_tokens)
         if not self.batcher.submit(job):
             message = f"{self.batcher.slots} requests are being answered and {self.batcher.queue} wait, as many as may"

@@ -199,6 +199,22 @@ def test_several_are_answered_at_once_each_with_its_own_text_and_beyond_the_queu
     assert engine.together == 3
 
 
+def test_others_are_answered_while_a_long_text_becomes_tokens(monkeypatch):
+    begun, others = threading.Event(), threading.Event()
+
+    def slow(*arguments, **options):
+        begun.set()
+        assert others.wait(10)
+        return render(*arguments, **options)
+
+    monkeypatch.setattr("serving.request.render", slow)
+    with served(FakeEngine(echo)) as client, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, client)
+        assert begun.wait(60) and load(client) == (0, 0)
+        others.set()
+        assert answer.result().choices[0].message.content == "HELLO"
+
+
 def test_what_a_client_no_longer_waits_for_frees_its_slot_or_its_place():
     engine = FakeEngine(endless)
     with served(engine, queue=1) as client:
