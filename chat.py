@@ -74,6 +74,8 @@ def main() -> int:
     if network.step is not None and not converses(network.config, network.tokenizer):
         note(f"{arguments.run_dir} was not fine-tuned on conversations; --init_from={arguments.run_dir} does that")
     engine = Engine(network, arguments.slots if arguments.serve else 1)
+    if not arguments.prompt:
+        engine.compile()
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     if address:
         note(f"{arguments.run_dir}, {network.title}: http://{arguments.host}:{address.getsockname()[1]}, until Ctrl-C")

@@ -154,6 +154,12 @@ class Engine:
         self._read = of_slots(over(read, (CACHE, ROWS), (CACHE, ROWS)))
         self._write = of_slots(over(write, (CACHE, ROWS), (CACHE, ROWS)))
 
+    def compile(self) -> None:
+        """Compile the programs, for which the first answers would wait."""
+        for length in (SHORT, LONG):
+            self._call(self._read, {}, self.devices, length)
+        self._call(self._write, {}, len(self.slots), 1)
+
     @property
     def free(self) -> int:
         """Return the number of free slots."""

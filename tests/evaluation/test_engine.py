@@ -78,6 +78,7 @@ def test_tokens_are_those_of_generate_whoever_else_is_answered(devices, sampling
 def test_a_shared_prefix_is_not_read_and_nothing_compiles_for_another_prompt():
     """Turns of a conversation, another answer to one, and a conversation that leaves off in the middle of it."""
     engine, fresh = Engine(network()), Engine(network())
+    fresh.compile()
     first = engine.begin(PROMPTS[3], DRAWN, 10)
     assert first.read == len(PROMPTS[3])
     finish(engine, first)
@@ -94,7 +95,8 @@ def test_a_shared_prefix_is_not_read_and_nothing_compiles_for_another_prompt():
         other = fresh.begin(prompt, answer.sampling, 10)
         assert finish(engine, answer) == finish(fresh, other)
         fresh.slots[0].cached = 0
-    assert (engine._read._cache_size(), engine._write._cache_size()) == (2, 1)
+    for one in engine, fresh:
+        assert (one._read._cache_size(), one._write._cache_size()) == (2, 1)
 
 
 @pytest.mark.medium
