@@ -2,6 +2,7 @@
 # make chat [ARGS="--name=mine"]                               train the small run, fine-tune it, and talk to it
 # make test [ARGS="-m ''"]                                     set up, then run the quick tests [all]
 # make check                                                   lint, format, types, and which room imports which
+# make docs                                                    check every link, and build the site: build/site/index.html
 # make house                                                   how large the house is
 # make setup [EXTRA=cuda|tpu] [PYTHON=python3.12]              set up alone, with the newest Python here unless named
 
@@ -15,7 +16,7 @@ EXTRAS := dev$(if $(EXTRA),$(comma)$(EXTRA))
 # One stamp for each choice of extras, made again when pyproject.toml changes.
 STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: train chat test setup check house
+.PHONY: train chat test setup check docs house
 
 train: setup
 	$(BIN)/python train.py --config=$(CONFIG) $(ARGS)
@@ -37,6 +38,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-cache
+
+docs:
+	$(MAKE) setup EXTRA=docs
+	$(BIN)/python -m tools.reference
+	$(BIN)/zensical build --clean --strict
 
 house: setup
 	$(BIN)/python -m tests.house
