@@ -36,40 +36,40 @@ COLUMNS = ("tokens_per_second", "mfu", "peak_gib", "step_seconds", "compile_seco
 
 @dataclass(frozen=True)
 class Arguments:
-    """What is measured on the devices here, and for how long."""
+    """Measurements to make on the devices here, and their time limit."""
 
     minutes: Positive[float] = 9.0
-    """No part starts that might not end within them."""
+    """Time for all parts. A part starts only if its own limit still fits."""
     out: FilePath = "runs/accelerator"
-    """Folder of the results. Parts whose results it holds are not measured again."""
+    """Folder of the results. A part with a result there is not measured again."""
     plain: FilePath = "configs/d12.py"
     """Config of the plain network."""
     full: FilePath = "configs/nanochat.py"
     """Config of the network with all options and Muon."""
     depths: tuple[Positive[int], ...] = (12, 20)
-    """The first is what all parts but the throughput of both networks are measured at."""
+    """Depths at which the throughput of both networks is measured. All other parts use the first."""
     rows: tuple[Positive[int], ...] = (32, 16)
     """Rows of a micro-batch on a device at each depth."""
     micro_batches: Positive[int] = 8
     """Micro-batches of a step."""
     options: str = ""
-    """Further options of every config, as they are typed: `--options="--data.source=FOLDER --mesh.fsdp=2"`."""
+    """More options for every config, as typed: `--options="--data.source=FOLDER --mesh.fsdp=2"`."""
     beside: str = ""
     """A shell command that measures another program on the same network and prints a JSON line with tokens_per_second.
-    It runs between the throughputs. Empty: left out."""
+    It runs between the throughputs. Empty: none."""
     parts: tuple[str, ...] = ()
-    """Only these, by their names. Empty: all."""
+    """Names of the parts to run. Empty: all."""
 
 
 class Part(NamedTuple):
-    """One thing that is measured."""
+    """One measurement."""
 
     name: str
     command: list[str]
     limit: int
-    """Seconds after which it is ended. It starts only if they are left."""
+    """Time limit in seconds. The part starts only if as much is left."""
     read: Callable[[str], dict[str, Any]]
-    """Its result, from what the command printed."""
+    """Reads the result from the command's output."""
 
 
 def last_json(output: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def profiled(output: str) -> dict[str, Any]:
 
 
 def parts_of(arguments: Arguments) -> list[Part]:
-    """Return all parts, the most telling first."""
+    """Return all parts, the most useful first."""
     out, plain, full, options = Path(arguments.out), arguments.plain, arguments.full, shlex.split(arguments.options)
     depth, rows, step = arguments.depths[0], arguments.rows[0], f"--micro_batches={arguments.micro_batches}"
 
@@ -117,7 +117,7 @@ def parts_of(arguments: Arguments) -> list[Part]:
 
 
 def of_run(run_dir: Path) -> dict[str, Any]:
-    """Return the rate of a run's logged steps, after the first, and the seconds that a save holds the run up for."""
+    """Return the rate of a run's logged steps, after the first, and the seconds that a save delays the run."""
     rates = [line["tokens_per_second"] for line in read_metrics(run_dir) if "tokens_per_second" in line][1:]
     summary = json.loads((run_dir / "summary.json").read_text())
     saves = sum(event["event"] == "saved" for event in Events(run_dir).read())
@@ -126,7 +126,7 @@ def of_run(run_dir: Path) -> dict[str, Any]:
 
 
 def carry_out(part: Part, log: Path, limit: float) -> dict[str, Any]:
-    """Run a part and whatever it starts, and end them all at the limit. Return its result, or its last lines."""
+    """Run a part. At its time limit, end it and its children. Return its result, or its last lines."""
     begin = time.monotonic()
     with log.open("w+") as file:
         process = subprocess.Popen(part.command, stdout=subprocess.PIPE, stderr=file, text=True, start_new_session=True)
@@ -150,7 +150,7 @@ def carry_out(part: Part, log: Path, limit: float) -> dict[str, Any]:
 
 
 def summary_of(record: dict[str, Any], names: list[str]) -> str:
-    """Return accelerator.json's contents in words and a table; `names`: the parts', in order."""
+    """Return the contents of accelerator.json as text and a table; `names`: those of the parts, in order."""
     results = {name: record["parts"].get(name, {}).get("result", {}) for name in names}
     lines = [f"# {record['device']['devices']} x {record['device']['device']}, JAX {record['device']['jax']}", ""]
     lines += [f"- {text}" for text in comparisons(results)]
@@ -165,7 +165,7 @@ def summary_of(record: dict[str, Any], names: list[str]) -> str:
 
 
 def comparisons(results: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield each part's tokens a second over those of the part that it is to be compared with, and other figures."""
+    """Yield the ratio of each part's throughput to its reference's, and other figures."""
     rate = {name: result["tokens_per_second"] for name, result in results.items() if "tokens_per_second" in result}
     plain = next((name for name in rate if name.startswith("plain ")), "")
     pairs = [(name, name.replace("full", "plain")) for name in rate if name.startswith("full ") and "," not in name]
@@ -175,7 +175,7 @@ def comparisons(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         if name in rate and other in rate:
             yield f"{name}: {rate[name] / rate[other]:.3f} of the tokens a second of {other}"
     if "train.py" in rate:
-        yield f"a save holds train.py up for {results['train.py']['seconds_of_a_save']:.2f} s"
+        yield f"a save delays train.py by {results['train.py']['seconds_of_a_save']:.2f} s"
     if killed := results["kill and resume"]:
         yield f"runs killed {killed['faults']} times ended with the parameters of one that was not, to the bit"
 
@@ -197,7 +197,7 @@ def main() -> int:
         raise UserError("JAX finds no device here:\n" + "\n".join(here["last_lines"]))
     device = here["result"]
     if record.setdefault("device", device) != device:
-        raise UserError(f"{path} was measured on {record['device']}, and this is {device}; give another --out")
+        raise UserError(f"{path} was measured on {record['device']}, not on {device} as here; give --out")
 
     def wanted(part: Part) -> bool:
         if part.name not in (arguments.parts or names) or (part.name == "beside" and not arguments.beside):
@@ -206,13 +206,13 @@ def main() -> int:
         return "result" not in before or before["command"] != shlex.join(part.command)
 
     todo = [part for part in parts if wanted(part)]
-    todo.sort(key=lambda part: "failed" in record["parts"].get(part.name, {}))  # those that failed come last
+    todo.sort(key=lambda part: "failed" in record["parts"].get(part.name, {}))  # failed parts come last
     record["no_time_for"] = [part.name for part in todo]
     for part in todo:
         if time.monotonic() + part.limit > deadline:
             continue
         for folder in ("run", "chaos") if part.name in ("train.py", "kill and resume") else ():
-            shutil.rmtree(out / folder, ignore_errors=True)  # of an attempt that failed
+            shutil.rmtree(out / folder, ignore_errors=True)  # from a failed attempt
         print(f"{part.name} ...", flush=True)
         record["parts"][part.name] = carry_out(part, out / f"{part.name}.log", part.limit)
         record["no_time_for"].remove(part.name)

@@ -1,11 +1,11 @@
-"""Harm a run again and again until it completes: python -m bench.chaos --faults=100. Exit code 1 if that changed it.
+"""Inject faults into a run until it completes: python -m bench.chaos --faults=100. Exit code 1 if its result changed.
 
-A small run completes once without trouble, then again under SIGKILL: at random moments, and at the most delicate ones:
-in compilation, while a checkpoint is written, while it is completed, while an old one is deleted. With `--processes=4`
-the run has four hosts. Each fault is of one of them: it is killed, preempted (SIGTERM), stopped (SIGSTOP), cut off from
-process 0, or gets I/O errors from the checkpoints' disk. All are started again after exit codes that ask for it. At the
-end parameters, metrics and TensorBoard's series must be those of the untouched run, no checkpoint may have been put
-aside, and nothing incomplete may be left.
+A small run completes once without faults. A second run gets SIGKILL at random moments and at the most delicate ones: in
+compilation, while a checkpoint is written or completed, and while an old one is deleted. With `--processes=4` the run
+has four hosts. Each fault hits one of them: it is killed, preempted (SIGTERM), stopped (SIGSTOP), cut off from process
+0, or gets I/O errors from the checkpoints' disk. All are restarted after exit codes that ask for it. At the end,
+parameters, metrics and TensorBoard's series must equal the undisturbed run's. No checkpoint may have been put aside,
+and nothing incomplete may remain.
 """
 
 import json
@@ -34,14 +34,14 @@ from hosts.runtime import run_command
 from run.lines import read_metrics
 
 TIMES = ("seconds", "tokens_per_second", "mfu", "data_wait", "hosts", "peak_memory_bytes", "time")
-SHORT, LONG = 3, 45  # seconds: less, and more, than a process may be silent (hosts.peers.HEARTBEAT_TIMEOUT)
-LONE = 90  # seconds after the end of one process until it is started again alone, if others still run
+SHORT, LONG = 3, 45  # seconds: below and above the limit of silence (hosts.peers.HEARTBEAT_TIMEOUT)
+LONE = 90  # seconds until a process that ended is restarted alone, if others still run
 BOUND = 240  # seconds within which a run must save a newer checkpoint, or end
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Harms a run again and again until it completes, and compares it with one that was left alone."""
+    """Injects faults into a run until it completes, and compares it with a run without faults."""
 
     out: FilePath = "runs/chaos"
     """A folder for the runs."""
@@ -52,17 +52,17 @@ class Arguments:
         "--batch.tokens_per_step=512 --checkpoint.every_steps=10 --checkpoint.keep_every=100 --eval.every_steps=100 "
         "--eval.tokens=4096 --log.every_steps=5"
     )
-    """What makes it short, as it is typed. Checkpoints are frequent, so that faults find them."""
+    """Options, as typed, that keep the run short. Frequent checkpoints give faults something to hit."""
     processes: Positive[int] = 1
     """Hosts of the run."""
     faults: NotNegative[int] = 100
-    """Of one process SIGKILLs, of several all kinds in turn. The last run then completes."""
+    """Number of faults: SIGKILLs for one process, all kinds in turn for several. The last run then completes."""
     seed: NotNegative[int] = 0
-    """Seed of the moments."""
+    """Seed of the moments of faults."""
 
 
 class Wire:
-    """Carries a host's connections to process 0. While it is cut, nothing passes, and no end learns of it."""
+    """Carries a host's connections to process 0. While it is cut, nothing passes, and neither end notices."""
 
     def __init__(self, target: int):
         self.target, self.connected = target, threading.Event()
@@ -122,7 +122,7 @@ class Hosts:
 
     @property
     def running(self) -> int:
-        """Processes that have not ended."""
+        """Number of processes that still run."""
         return sum(process.poll() is None for process in self.processes)
 
     @property
@@ -137,13 +137,13 @@ class Hosts:
 
 
 class Fault(NamedTuple):
-    """What is done to one of the processes, for some seconds."""
+    """A fault: an action on one process, for some seconds."""
 
     begin: Callable[[Hosts, subprocess.Popen, int], object]
     end: Callable[[Hosts, subprocess.Popen, int], object] = lambda hosts, process, victim: None
     seconds: tuple[int, ...] = (0,)
     codes: tuple[int, ...] = (Exit.COMPLETE, Exit.PEER_LOST)
-    """With which processes may end."""
+    """Exit codes that processes may end with."""
 
 
 FAULTS = {
@@ -168,7 +168,7 @@ FAULTS = {
 
 
 def moments(hosts: Hosts, generator: random.Random) -> dict[str, Callable[[float], bool]]:
-    """When to harm it: a question that is asked all the time, given the seconds since the start or the last fault."""
+    """Return conditions by name. Each is polled with the seconds since the start or the last fault."""
     run_dir, checkpoints = hosts.run_dir, hosts.run_dir / "checkpoints"
     several = hosts.newest + 10 * generator.randint(0, 2)
     delay = generator.uniform(0, 8)
@@ -184,7 +184,7 @@ def moments(hosts: Hosts, generator: random.Random) -> dict[str, Callable[[float
 
 
 def state_of(run_dir: Path, processes: int) -> dict:
-    """All that a fault must not change."""
+    """Everything that a fault must not change."""
     lines = [{key: value for key, value in line.items() if key not in TIMES} for line in read_metrics(run_dir)]
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     series = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in ("loss", "val_bpb")}
@@ -201,7 +201,7 @@ def state_of(run_dir: Path, processes: int) -> dict:
 
 
 def wait(happened: Callable[[], bool], seconds: float, pause: float = 0.05) -> bool:
-    """Wait until it happened, `seconds` at most. Return whether it did."""
+    """Wait for an event, `seconds` at most. Return whether it happened."""
     until = time.monotonic() + seconds
     while not happened() and time.monotonic() < until:
         time.sleep(pause)
@@ -209,8 +209,8 @@ def wait(happened: Callable[[], bool], seconds: float, pause: float = 0.05) -> b
 
 
 def harm(arguments: Arguments, run_dir: Path, generator: random.Random, record: Counter[str], faults: int) -> list[str]:
-    """Harm one run until it completes, at most so often that there were `faults` in all. A run that survives a fault is
-    harmed again once it has saved a newer checkpoint. Return which fault ended it with a wrong code, or not in time."""
+    """Inject faults into one run until it completes, or until `faults` were injected in total. After a fault, wait for
+    a newer checkpoint before the next. Return which fault ended the run with a wrong code, or too late."""
     hosts = Hosts(arguments, run_dir)
     while True:
         hosts.processes, begin = [hosts.start(i) for i in range(hosts.count)], time.monotonic()
@@ -239,14 +239,15 @@ def harm(arguments: Arguments, run_dir: Path, generator: random.Random, record: 
 
 
 def harm_once(hosts: Hosts, generator: random.Random, record: Counter[str]) -> set[int]:
-    """Wait for a moment, and harm one process, unless one ends before. Return the codes that processes may end with."""
+    """Wait for a moment, and inject a fault into one process, unless one ends before. Return the codes that processes
+    may end with."""
     kinds, victim = moments(hosts, generator), generator.randrange(hosts.count)
     moment, begin = generator.choice(sorted(kinds)), time.monotonic()
     name = sorted(FAULTS)[record.total() % len(FAULTS)] if hosts.count > 1 else "killed"
     fault = FAULTS[name]
     if name == "cut off" and victim == 0:
         victim = hosts.count - 1
-    # If no such moment comes, it is harmed all the same.
+    # If no such moment comes, the fault is injected all the same.
     wait(lambda: not hosts.all_run or kinds[moment](time.monotonic() - begin), BOUND, pause=0.002)
     if not hosts.all_run:
         return set()

@@ -1,16 +1,17 @@
-"""Print what the compiled training step sends between chips, read from XLA's program. Nothing is run.
+"""Print what the compiled training step sends between chips, from XLA's program. Nothing runs.
 
 python -m bench.collectives --config=configs/d12.py --topology=v5e:4x4 --mesh.data=-1
 
-With --topology the step is compiled ahead of time for that TPU slice or those GPUs, which need not be there (but what
-drives them must be installed: EXTRA=tpu or cuda), else for the devices here. The exit code is 1 if anything crosses the
-mesh axis `data` inside the scan over micro-batches: gradients should cross it once a step.
+With --topology the step is compiled ahead of time for that TPU slice or those GPUs. The devices need not be present,
+but their driver library must be installed (EXTRA=tpu or cuda). Without it, the step is compiled for the devices here.
+The exit code is 1 if anything crosses the mesh axis `data` inside the scan over micro-batches: gradients should cross
+it once a step.
 
-Bytes are a chip's payload, not what a ring sends for it: the result of an all-gather, the operand of everything else
-(of a reduce-scatter, the tensor before it is scattered). The TPU compiler may make all-reduces of reduce-scatters
-and, with zeros around each share, of all-gathers: the type and the bytes tell which. Cycles are the TPU compiler's
-estimate of its own scheduled work: not of collectives, attention kernels or asynchronous copies. For other programs,
-the bytes that their instructions read and write in memory stand there.
+Bytes are a chip's payload, not the traffic of a ring: the result of an all-gather, the operand of any other collective
+(for a reduce-scatter, the tensor before it is scattered). The TPU compiler may turn reduce-scatters into all-reduces,
+and all-gathers into all-reduces of shares padded with zeros; type and bytes identify them. Cycles are the TPU
+compiler's estimate of its own scheduled work, without collectives, attention kernels and asynchronous copies. Other
+programs have the bytes that their instructions read and write in memory instead.
 """
 
 import time
@@ -34,7 +35,7 @@ from training.mesh import sizes_of
 
 @dataclass(frozen=True)
 class Arguments(Sizes):
-    """For which machine, and the sizes that differ from the config's."""
+    """The machine, and the sizes that differ from the config's."""
 
     topology: str = ""
     """A TPU slice, as `v5e:4x4`, `v5p:4x4x4`, `v6e:4x4`; GPUs of a machine, as `h200:8`; or several of them, as
@@ -42,7 +43,7 @@ class Arguments(Sizes):
     rows: Positive[int] | None = 4
     """Rows of a micro-batch on one device."""
     micro_batches: Positive[int] | None = 4
-    """Micro-batches of a step; of a single one the compiler would leave no loop to look into."""
+    """Micro-batches of a step. With a single one the compiler would leave no loop to look into."""
 
 
 def report(crossed: list[Collective]) -> None:

@@ -1,4 +1,4 @@
-"""Measure the data path: python -m bench.data. One JSON line: what prepare, plan and loader do in a second.
+"""Measure the data path: python -m bench.data. Print one JSON line with the rates of prepare, plan and loader.
 
 The loader is measured at d12's shapes (256 rows of 2048 tokens a step, two reading threads), from a warm page cache, up
 to arrays on the device; the plan, on documents of log-normal length (median 400 tokens, as web text).
@@ -46,7 +46,7 @@ class Arguments:
     source: str = "stdlib"
     """Raw text to prepare."""
     vocab_size: Positive[int] = 4096
-    """Tokens of the tokenizer that is trained on it first, untimed."""
+    """Vocabulary size of the tokenizer, which is trained on the text first, untimed."""
     documents: Positive[int] = 2_000_000
     """Documents to plan, or to simulate."""
     files: Positive[int] = 300_000
@@ -58,7 +58,7 @@ class Arguments:
 
 
 def rates(arguments: Arguments, folder: Path) -> dict[str, Any]:
-    """Return what prepare, plan and loader do in a second or a minute."""
+    """Return the rates of prepare, plan and loader, per second or minute."""
     settings = Preparation(source=arguments.source, vocab_size=arguments.vocab_size, on_error="skip")
     prepare(settings, folder / "first")
     tokenizer = str(folder / "first" / "tokenizer")
@@ -81,7 +81,7 @@ def rates(arguments: Arguments, folder: Path) -> dict[str, Any]:
     for packing in ("stream", "best_fit"):
         rows = dataset.rows("train", DataConfig(packing=packing), shape[2], folder / "cache")
         batches = train_batches(StepBatches([rows], mixture, 0, shape, here), sharding, DataConfig().workers)
-        jax.block_until_ready([next(batches) for _ in range(3)])  # the files are in memory now, the threads awake
+        jax.block_until_ready([next(batches) for _ in range(3)])  # the page cache is warm, the threads run
         start = time.perf_counter()
         for batch in islice(batches, arguments.steps):
             jax.block_until_ready(batch)
@@ -91,8 +91,9 @@ def rates(arguments: Arguments, folder: Path) -> dict[str, Any]:
 
 
 def simulate(arguments: Arguments, folder: Path) -> dict[str, Any]:
-    """Return seconds and peak memory (GB) of each phase of a preparation of 1 TB, deduplicated and shuffled, with sizes
-    in place of text: lengths are log-normal, one document in 166 is a duplicate, tokens are holes in sparse files."""
+    """Return seconds and peak memory (GB) of each phase of a preparation of 1 TB, deduplicated and shuffled, from sizes
+    instead of text. Lengths are log-normal, one document in 166 is a duplicate, and tokens are holes in sparse
+    files."""
     spawn, facts = multiprocessing.get_context("spawn"), {}
     documents, files = arguments.documents, arguments.files
     for phase in (_tasks, _simulate_parts, _lay_out_one, _plan):

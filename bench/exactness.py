@@ -38,9 +38,9 @@ from training.step import Batch
 
 STEPS = 8
 BOUNDS = {"loss": 1e-5, "grad_norm": 1e-4}
-"""Of the relative differences over these steps, in float32."""
+"""Bounds on the relative differences over these steps, in float32."""
 SIZES = ("depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "loss_chunks")
-CANCELLED = ("x0_lambdas", "resid_lambdas", "scalars")  # groups whose first gradient cancels, but for rounding
+CANCELLED = ("x0_lambdas", "resid_lambdas", "scalars")  # groups whose first gradient is zero, except for rounding
 
 
 class Split(NamedTuple):
@@ -64,14 +64,14 @@ SPLITS = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """Which configs, divided how."""
+    """The configs to run, and the ways to divide their steps."""
 
     configs: tuple[str, ...] = ()
-    """Names of files in configs/; none: all."""
+    """Names of files in configs/. Empty: all."""
     splits: tuple[str, ...] = tuple(SPLITS)
     """Micro-batches on one device (K), data x fsdp x tensor of eight, or `processes`."""
     eps: float | None = None
-    """In place of the `eps` of x0_lambdas, resid_lambdas and scalars."""
+    """Value for the `eps` of x0_lambdas, resid_lambdas and scalars."""
 
 
 def shipped() -> list[str]:
@@ -108,7 +108,7 @@ def text_of(data: DataConfig, vocab_size: int, length: int, rows: int) -> Text:
 
 
 def batch_of(built: Build, step: int) -> Batch:
-    """Return a step's batch. Rows have different numbers of valid tokens, so that a mean of means would show."""
+    """Return a step's batch. Rows have different numbers of valid tokens, which exposes a mean of means."""
     config, shape, length = built.config, built.batch_shape, built.batch_shape[2]
     rows = config.batch.tokens_per_step // length
     text = text_of(config.data, config.model.vocab_size, length, rows)

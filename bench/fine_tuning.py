@@ -1,4 +1,4 @@
-"""Measure what the mean of micro-batch means does to fine-tuning: the figures of docs/fine-tuning.md.
+"""Measure the effect of averaging micro-batch means on fine-tuning: the figures of docs/fine-tuning.md.
 
     python -m bench.fine_tuning --config=configs/chat.py --init_from=runs/small --batch.tokens_per_step=8192
     python -m bench.fine_tuning --config=configs/chat.py --init_from=runs/small --part=runs --steps=60
@@ -47,18 +47,18 @@ Gradient = Callable[[Any], Float[np.ndarray, "parameters"]]
 
 @dataclass(frozen=True)
 class Arguments:
-    """What is measured."""
+    """The measurement."""
 
     part: Literal["means", "sum", "runs", "nanochat"] = "means"
-    """What is measured."""
+    """The measurement."""
     alone: bool = False
-    """Whether each conversation has a row of its own."""
+    """Give each conversation a row of its own."""
     seeds: int = 3
-    """Runs by each rule, which differ in the order of the rows."""
+    """Runs with each rule. They differ in the order of the rows."""
 
 
 def load_rows(config: Config, alone: bool) -> tuple[Rows, Rows]:
-    """Return the rows [rows, T] to train on, and those held out."""
+    """Return the training rows and the held-out rows, each [rows, T]."""
     text = open_text(config.data, config.model.vocab_size, config.batch.sequence_length, 1, cache_dir())
 
     def rows(part: Any) -> Rows:
@@ -71,7 +71,8 @@ def load_rows(config: Config, alone: bool) -> tuple[Rows, Rows]:
 
 
 def each_alone(rows: Rows, bos: int) -> Rows:
-    """Return the conversations of packed rows [rows, T], each in a row of its own; those without a valid token not."""
+    """Return the conversations of packed rows [rows, T], each in a row of its own. Leave out those without a valid
+    token."""
     starts = np.flatnonzero(rows["inputs"] == bos)  # of conversations, and of each position of padding
     index = starts[:, None] + np.arange(rows["inputs"].shape[1])
     inside = index < np.append(starts[1:], rows["inputs"].size)[:, None]
@@ -99,7 +100,7 @@ def means(batch: Any) -> Any:
 
 
 def step_rows(rows: Rows, count: int, step: int, seed: int) -> Rows:
-    """Return the `count` rows of a step: the next of an order drawn from the seed, which begins again at its end."""
+    """Return the `count` rows of a step: the next ones in an order drawn from the seed, which repeats."""
     shuffled = np.random.default_rng(seed).permutation(len(rows["inputs"]))
     chosen = shuffled.take(range(step * count, step * count + count), mode="wrap")
     return {name: array[chosen] for name, array in rows.items()}
@@ -119,7 +120,7 @@ def gradient_errors(gradient: Gradient, rows: Rows, count: int) -> dict[int, flo
 
 @partial(jax.jit, static_argnums=0)
 def handed_on(micro_batches: int, sums: dict, tokens: Int[Array, "rows"]) -> dict:
-    """Return what optax.MultiSteps makes of the micro-batches' mean gradients, of each row's sum and valid tokens."""
+    """Return the result of optax.MultiSteps over micro-batch means, from each row's gradient sum and valid tokens."""
     of_micro_batch = lambda array: array.reshape(micro_batches, -1, *array.shape[1:]).sum(1)
     counts = of_micro_batch(tokens)
     means = jax.tree.map(lambda g: of_micro_batch(g) / counts.reshape(-1, *[1] * (g.ndim - 1)), sums)
@@ -158,19 +159,19 @@ class Ours:
         return _flat(sums.gradients) / int(sums.tokens)
 
     def multi_steps(self, batch: Any) -> Float[np.ndarray, "parameters"]:
-        """Return the gradient that optax.MultiSteps hands on if each micro-batch gives it the gradient of its mean."""
+        """Return the output of optax.MultiSteps whose inputs are the gradients of micro-batch means."""
         rows = {name: array.reshape(-1, array.shape[-1]) for name, array in batch.items()}
         return _flat(handed_on(len(batch["inputs"]), *self.of_rows(rows)))
 
     def of_rows(self, rows: Rows) -> tuple[dict, Array]:
-        """Return each row's gradient of its sum of losses, and its valid tokens; the last rows' are kept."""
+        """Return each row's gradient of its loss sum, and its valid tokens. The latest rows are cached."""
         key = rows["inputs"].tobytes()
         if self.kept[0] != key:
             self.kept = key, self.row_gradients(self.params, rows)
         return self.kept[1]
 
     def trained(self, rows: Rows, held_out: Rows, seed: int, micro_batches: int, rule: Callable) -> float:
-        """Return the held-out loss, in nats a valid token, after a run by a rule of a step's batch."""
+        """Return the held-out loss, in nats a valid token, after a run with one rule for a step's batch."""
         state = self.built.create_state()._replace(params=jax.tree.map(jax.numpy.copy, self.params))
         for step in range(self.built.config.steps):
             state, _ = self.built.train_step(state, rule(split(step_rows(rows, self.count, step, seed), micro_batches)))

@@ -4,7 +4,7 @@ NANOCHAT_DIR=... python -m bench.generation --config=configs/small.py
 
 Both compute in float32, draw with temperature 0.8 and the top 50, and take turns. Their medians are compared. The
 weights are random. A rate counts the tokens after the first one of each text. So it leaves out reading the prompt,
-which nanochat's engine reads once for all texts. `first` is the time to the first token.
+since nanochat's engine reads the prompt once for all texts. `first` is the time to the first token.
 """
 
 import json
@@ -33,7 +33,7 @@ from training.mesh import make_mesh
 
 @dataclass(frozen=True)
 class Arguments:
-    """What is measured."""
+    """The measurement."""
 
     batches: tuple[Positive[int], ...] = (1, 16)
     """Texts that are written together."""
@@ -42,7 +42,7 @@ class Arguments:
     tokens: Positive[int] = 200
     """New tokens of each text."""
     rounds: Positive[int] = 7
-    """Texts of each engine, in turn; one more is not counted."""
+    """Texts of each engine, in turn. One more warms up."""
 
 
 def their_engine(network: Any) -> Any:

@@ -63,13 +63,13 @@ class Arguments:
     """Which figures."""
 
     part: Annotated[Literal["types", "notebook"], tyro.conf.Positional]
-    """What is measured."""
+    """The measurement."""
     steps: Positive[int] = 200
     """Optimizer steps of each training run."""
 
 
 class Experiment:
-    """The network, its batches and its held-out rows, the same for every way of accumulating."""
+    """The network, its batches and its held-out rows, equal for every way of accumulating."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -99,8 +99,8 @@ class Experiment:
         return state.params
 
     def plain(self, params_type: str, moments: str, accumulator: str, micro_batches: int = 4) -> tuple[dict, float]:
-        """Train as the issue does: parameters of one type, optax's AdamW for each group, one mean loss a call, and
-        optax.MultiSteps if there are several micro-batches.
+        """Train as in the issue: parameters of one type, optax's AdamW for each group, one mean loss per call, and
+        optax.MultiSteps over several micro-batches.
 
         Return the parameters, and the share of them whose last update was not zero but changed nothing.
         """
@@ -135,7 +135,7 @@ def plain_adamw(config: Config, moments: str = "float32") -> optax.GradientTrans
         peak = peak_rates(config.optimizer, config.model.width)[name]
         schedule = make_schedule(config.optimizer.schedule, config.steps)
         adam = optax.scale_by_adam(options.beta1, options.beta2, options.eps)
-        in_type = optax.GradientTransformation(  # both moments take their type from what they are given
+        in_type = optax.GradientTransformation(  # both moments take the type of their input
             lambda params: adam.init(optax.tree.cast(params, moments)),
             lambda updates, state, params=None: adam.update(optax.tree.cast(updates, moments), state, params),
         )
@@ -170,7 +170,7 @@ def types(steps: int) -> dict:
 def notebook(schedule: str) -> float:
     """Return the relative difference, after 2 updates, of 9 rows through our step with K = 3, and of 3 x 3 rows under
     MultiSteps(3) over their means; `schedule` is a ScheduleConfig kind, counted in updates by both."""
-    # An eps above the gradients' rounding, which Adam would otherwise blow up to whole updates.
+    # An eps above the gradients' rounding. Adam would otherwise amplify rounding to full updates.
     group = GroupConfig(peak_rate=0.01, eps=1e-4)
     shape = ScheduleConfig(schedule, warmup_steps=0, warmdown=1.0)  # pyright: ignore
     config = replace(

@@ -26,7 +26,7 @@ NAMES = {
 
 
 def their_name(name: str) -> str:
-    """nanochat's name of a parameter of ours."""
+    """Return nanochat's name of a parameter of ours."""
     for ours, theirs in NAMES.items():
         name = name.replace(ours, theirs)
     if name.endswith("attention.value_embedding.table"):

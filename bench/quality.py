@@ -1,8 +1,8 @@
-"""Measure what each option of the network gives: python -m bench.quality --out=runs/quality. It writes table.md.
+"""Measure the effect of each option of the network: python -m bench.quality --out=runs/quality. It writes table.md.
 
 configs/plain.py trains on 2 M tokens: unchanged; with each of nanochat's later features alone; with all; and with Muon;
-three seeds each, the same data. Each run is train.py's, so the same command continues where it was stopped. Tokens/s
-are measured apart, one network after the other, when all runs are done.
+three seeds each, the same data. train.py makes each run, so the same command resumes. Tokens/s are measured after all
+runs, one network at a time.
 """
 
 import json
@@ -41,7 +41,7 @@ VARIANTS = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """What each option gives."""
+    """The effect of each option."""
 
     out: FilePath = "runs/quality"
     """A folder for the runs and the table."""
@@ -76,7 +76,7 @@ def run_dir_of(arguments: Arguments, name: str, seed: int) -> Path:
 
 
 def tokens_per_second(options: Sequence[str]) -> int:
-    """Return the rate of the training step, alone on the machine."""
+    """Return the training step's tokens/s, with nothing else running."""
     command = [sys.executable, "-m", "bench.throughput", "--config=configs/plain.py", *options]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return json.loads(output.splitlines()[-1])["tokens_per_second"]

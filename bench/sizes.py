@@ -8,7 +8,7 @@ from configs.validation import validate
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured, where it differs from the config."""
+    """Sizes that replace the config's."""
 
     depth: Positive[int] | None = None
     """Blocks; the width becomes 64 x depth, rounded up to whole heads, as in nanochat."""
@@ -26,7 +26,7 @@ def sized(config: Config, sizes: Sizes, devices: int) -> Config:
         model = replace(model, depth=sizes.depth, width=heads * model.head_dim, heads=heads, kv_heads=heads)
     if sizes.rows or sizes.micro_batches:
         rows = sizes.rows or batch.rows_per_device
-        # Where tensor does not divide the devices, the mesh is refused.
+        # If tensor does not divide the devices, the mesh is refused.
         unit = rows * max(devices // config.mesh.tensor, 1) * batch.sequence_length
         micro_batches = sizes.micro_batches or max(batch.tokens_per_step // unit, 1)
         batch = replace(batch, rows_per_device=rows, tokens_per_step=unit * micro_batches, ramp="")

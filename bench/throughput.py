@@ -1,8 +1,8 @@
-"""Tokens a second of the training step on random tokens, as one JSON line: what speed is quoted from.
+"""Tokens a second of the training step on random tokens, as one JSON line: the source of the quoted speeds.
 
 python -m bench.throughput --config=configs/d12.py --depth=20 --rows=16 --micro_batches=4 --profile
 
---program takes another program in the step's place. Parameters are those of the start, and nothing is read or saved.
+--program measures another program. Parameters are freshly initialized, and nothing is read or saved.
 """
 
 import json
@@ -34,14 +34,14 @@ PROMPTS, SAMPLED = 16, 128  # prompts of one token that `sampling` continues tog
 
 @dataclass(frozen=True)
 class Arguments(Sizes):
-    """What is measured, where it differs from the config."""
+    """The program to measure, and how."""
 
     program: Literal["step", "measuring_step", "evaluation", "sampling"] = "step"
     """The training step; the step that measures itself; an evaluation of the step's batch; or sampling (16 prompts)."""
     timed_steps: Positive[int] = 9
-    """Calls whose median is taken, after 3 that are not."""
+    """Timed calls, after 3 to warm up. The median is reported."""
     profile: bool = False
-    """Before the line, a table of the instructions that take the most time, from calls that are not timed."""
+    """Print a table of the slowest instructions before the line, from calls that are not timed."""
 
 
 def random_batch(built: Build) -> Batch:
@@ -71,7 +71,7 @@ def program_of(built: Build, name: str) -> tuple[Any, tuple, int]:
 
 def measure(config: Config, arguments: Arguments) -> dict[str, Any]:
     """Compile the program, without the cache of compiled programs (unless JAX_COMPILATION_CACHE_DIR names one), and
-    time it. The seconds of the first step are those of tracing, compiling or loading, and taking it."""
+    time it. The first step's seconds include tracing, compiling or loading, and running it."""
     built = build(config)
     mesh, device = built.mesh, built.mesh.devices.flat[0]
     jitted, arrays, tokens = program_of(built, arguments.program)

@@ -10,8 +10,8 @@ from training.step import Batch, EvalStep
 
 
 def ratio(bits: Sequence[float], sizes: Sequence[float | int]) -> tuple[float, float | None]:
-    """Return the sum of bits over the sum of bytes, and its standard error over documents, as of a ratio of two sums
-    (Cochran, Sampling Techniques, 1977, 6.3): None for a single document."""
+    """Return total bits over total bytes, and the standard error of this ratio over documents (Cochran, Sampling
+    Techniques, 1977, 6.3). The error is None for a single document."""
     numerators, denominators = np.array(bits, np.float64), np.array(sizes, np.float64)
     count, value = len(bits), float(numerators.sum() / denominators.sum())
     if count < 2:
@@ -29,10 +29,10 @@ def evaluate(
 ) -> dict[str, float | None]:
     """Return `val_loss` in nats a token, and `val_bpb` in bits a byte with its standard error `val_bpb_stderr`.
 
-    They are over every target that stands for text (the BOS does not, as in nanochat); of conversations, over every
-    token that an assistant writes, its ends included. The two means are the same
-    whatever the batches' shape and the mesh. The error is over micro-batches, each a stretch of the held-out text: None
-    for a single one. `text_bytes` has each micro-batch's. `watched` shows how far it is.
+    They count every target that represents text (not the BOS, as in nanochat). In conversations they count every token
+    that an assistant writes, end tokens included. The shape of the batches and the mesh do not change the two means.
+    The standard error is over micro-batches, each a stretch of the held-out text; it is None for a single one.
+    `text_bytes` has the bytes of each micro-batch. `watched` shows the progress.
     """
     sums = [eval_step(params, batch) for batch in batches]
     losses, counts = (np.concatenate(parts) for parts in zip(*(map(np.asarray, of) for of in watched(sums))))

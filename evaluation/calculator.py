@@ -1,4 +1,4 @@
-"""The calculator that an answer may call, between <|python_start|> and <|python_end|>: what nanochat's computes."""
+"""The calculator that an answer may call, between <|python_start|> and <|python_end|>, as in nanochat."""
 
 import ast
 import operator
@@ -14,11 +14,11 @@ ARITHMETIC = set("0123456789*+-/.() ")
 
 def calculate(expression: str) -> str | None:
     """Return the result of an expression of numbers and + - * / // ( ), or of one text's `.count` of another, as in
-    `'strawberry'.count('r')`. Commas are left out, as those of 1,000. None for all else. Nothing is executed."""
+    `'strawberry'.count('r')`. Commas, as in 1,000, are removed. Return None for anything else. Nothing is executed."""
     expression = expression.replace(",", "").strip()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a text with an unknown escape
+            warnings.simplefilter("ignore")  # a text with an unknown escape
             body = ast.parse(expression, mode="eval").body
         return str(_number(body) if set(expression) <= ARITHMETIC else _count(body))
     except (ValueError, SyntaxError, ArithmeticError, RecursionError, MemoryError):

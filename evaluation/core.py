@@ -1,7 +1,7 @@
-"""CORE (DCLM, arXiv:2406.11794) as nanochat computes it: a bundle's tasks, their prompts, and what answers are worth.
+"""CORE (DCLM, arXiv:2406.11794) as nanochat computes it: a bundle's tasks, their prompts, and the scores of answers.
 
-A bundle is a folder: core.yaml names the tasks, eval_meta_data.csv what guessing would reach in each, eval_data/ holds
-their items, a JSON object a line. Three kinds of task, after a few solved items (shots) as examples:
+A bundle is a folder: core.yaml names the tasks, eval_meta_data.csv has each task's accuracy of guessing, eval_data/ has
+their items, one JSON object per line. There are three kinds of task, after a few solved items (shots) as examples:
 
     multiple_choice     one query, several choices: the likeliest choice a token is the answer
     schema              several contexts, one continuation: the context after which it is likeliest is the answer
@@ -28,11 +28,11 @@ from evaluation.item_log import ItemLog
 from evaluation.scorer import Question, Scorer, Scores, common_prefix
 
 TIES = {"float32": 1e-4, "bfloat16": 0.05}
-"""Nats, by compute type: a margin below it may be rounding, and fall out the other way on another mesh."""
+"""Nats, by compute type. A smaller margin may be rounding, and another mesh may decide otherwise."""
 READS = 10
-"""Rows of training that a prompt may be long: as many as nanochat's network has rotary angles for."""
+"""The longest prompt, in training rows: nanochat's network has rotary angles for this many."""
 COUNTS = {"ties": "tie", "cut": "cut", "unscored": "unscored"}
-"""What is counted of a task's items, and the field of their lines."""
+"""The counts over a task's items, and the field of their lines."""
 
 
 KINDS = ("multiple_choice", "schema", "language_modeling")
@@ -45,7 +45,7 @@ class Task(NamedTuple):
     kind: str
     shots: int
     delimiter: str
-    """Between a query and its answer."""
+    """Text between a query and its answer."""
     baseline: float
     """Accuracy of a guess."""
     items: list[dict[str, Any]]
@@ -53,7 +53,7 @@ class Task(NamedTuple):
 
 def read_bundle(folder: str, items: int | None) -> list[Task]:
     """Return the tasks of a bundle, each with all of its items or the first `items` of the shuffled ones; its shots are
-    drawn from these, too. UserError, naming the file, for whatever is missing or cannot be meant."""
+    drawn from these, too. Raise UserError, naming the file, for anything missing or invalid."""
     root = Path(folder)
     try:
         entries = yaml.safe_load((root / "core.yaml").read_text(encoding="utf-8"))["icl_tasks"]
@@ -84,13 +84,13 @@ def _read_task(root: Path, entry: dict[str, Any], percent: dict[str, float], mos
                 item = json.loads(line)
                 texts, right = options(task, item)
                 if not 0 <= right < len(texts):
-                    raise ValueError(f"gold={right} is none of its options")
+                    raise ValueError(f"gold={right} is not one of its options")
                 task.items.append(item)
         except (ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path}, item {number}: not one of a {kind} task ({error!r})") from error
     random.Random(1337).shuffle(task.items)
     items = task.items[:most]
-    least = max(2, shots + 1)  # of one item there is no standard error
+    least = max(2, shots + 1)  # one item has no standard error
     if len(items) < least:
         of = f" ({most} are taken)" if most else ""
         why = f"shows {shots} others before each item" if shots else "has a standard error"
@@ -99,8 +99,8 @@ def _read_task(root: Path, entry: dict[str, Any], percent: dict[str, float], mos
 
 
 def options(task: Task, item: dict[str, Any]) -> tuple[list[str], int]:
-    """Return the texts of an item's options, and which is right. Language modelling has two: without the continuation,
-    and with it."""
+    """Return the texts of an item's options, and the index of the right one. Language modelling has two: without and
+    with the continuation."""
     if task.kind == "multiple_choice":
         return [f"{item['query']}{task.delimiter}{choice}" for choice in item["choices"]], item["gold"]
     if task.kind == "schema":
@@ -111,7 +111,7 @@ def options(task: Task, item: dict[str, Any]) -> tuple[list[str], int]:
 
 def prompts(task: Task, index: int) -> list[str]:
     """Return the texts of an item's options after its shots."""
-    # Drawn from the places of all items but this one.
+    # Drawn from the indices of all items except this one.
     places = random.Random(1234 + index).sample(range(len(task.items) - 1), task.shots)
     before = ""
     for place in places:
@@ -125,7 +125,7 @@ def prompts(task: Task, index: int) -> list[str]:
 def encode(task: Task, indices: Sequence[int], tokenizer: TextTokenizer, longest: int) -> list[Question]:
     """Return these items as tokens. Rows of more than `longest` tokens lose the first ones, the BOS among them.
 
-    A row of which that leaves nothing before its answer has an empty span: its first token cannot be predicted.
+    A row with nothing left before its answer has an empty span: its first token cannot be predicted.
     """
     texts = [prompts(task, index) for index in indices]
     ids = iter(tokenizer.encode([text for of_item in texts for text in of_item]))
@@ -138,7 +138,7 @@ def encode(task: Task, indices: Sequence[int], tokenizer: TextTokenizer, longest
         elif task.kind == "schema":
             suffix = common_prefix([row[::-1] for row in rows])
             starts = [len(row) - suffix for row in rows]
-        else:  # where the last tokens without it are others than with it, the span starts with the first that differs
+        else:  # if the last tokens without it differ from those with it, the span starts with the first that differs
             rows, starts = rows[1:], [alike]
         cuts = [max(0, len(row) - longest) for row in rows]
         ends = [len(row) - cut for row, cut in zip(rows, cuts)]
@@ -150,8 +150,8 @@ def encode(task: Task, indices: Sequence[int], tokenizer: TextTokenizer, longest
 def judge(task: Task, question: Question, scores: Scores, tie: float) -> dict[str, Any]:
     """Return an item's line of the log, from the scores of its rows.
 
-    `margin` is what decided, in nats: by how much the second best option's mean loss lies above the best one's; or, of
-    the continuation's tokens, the least by which one lies above the likeliest other (below 0: wrong).
+    `margin`, in nats, is the distance to another decision: the second best option's mean loss less the best one's. For
+    a continuation it is the smallest lead of a token over the likeliest other one (below 0: wrong).
     """
     lengths = [end - start for start, end in question.spans]
     means = [float(np.sum(nats)) / length if length else math.nan for nats, length in zip(scores.losses, lengths)]
@@ -159,7 +159,7 @@ def judge(task: Task, question: Question, scores: Scores, tie: float) -> dict[st
         margin = float(scores.margins[0]) if lengths[0] else math.nan
         answer = {"correct": bool(scores.likeliest[0]) and lengths[0] > 0}
     else:
-        # The first of the lowest, as Python's min finds it: an option without a mean only where it is the first one.
+        # The first of the lowest, as Python's min finds it. An option without a mean wins only as the first one.
         choice = min(range(len(means)), key=means.__getitem__)
         best = sorted(loss for loss in means if not math.isnan(loss))[:2]
         margin = best[1] - best[0] if len(best) == 2 else math.nan
@@ -173,7 +173,7 @@ def judge(task: Task, question: Question, scores: Scores, tie: float) -> dict[st
 
 
 class Core:
-    """Tasks, and what scores them on a mesh. Called with parameters, it returns `figures`."""
+    """Tasks and their scorer on a mesh. Called with parameters, it returns `figures`."""
 
     name = "core"
 
@@ -181,12 +181,13 @@ class Core:
         self.tasks, self.tokenizer, self.scorer = tasks, tokenizer, scorer
         bundle = hashlib.sha256(json.dumps([tuple(task) for task in tasks]).encode()).hexdigest()
         self.facts = {"bundle": bundle, "tokenizer": tokenizer.sha256, **scorer.facts}
-        """What the figures depend on besides the parameters."""
+        """The facts, other than the parameters, that the figures depend on."""
 
     def __call__(
         self, params: dict, log: ItemLog | None = None, say: Callable[[str], Any] = lambda text: None
     ) -> dict[str, Any]:
-        """`params`: float32, as a step leaves them. Items that `log` has are not scored. Every process must call it."""
+        """Return the figures. `params`: float32, as after a step. Items in `log` are not scored again. Every process
+        must call it."""
         log = log or ItemLog()
         finished = {(line["task"], line["item"]) for line in log.lines}
         for task in self.tasks:
@@ -208,9 +209,9 @@ class Core:
 
 
 def figures(tasks: Sequence[Task], lines: Sequence[dict[str, Any]], name: str = "core") -> dict[str, Any]:
-    """Return `name` and each task's accuracy, with their standard errors over items, from the lines of all items.
+    """Return `name` and each task's accuracy, with standard errors over items, from all items' lines.
 
-    Centred, guessing is 0 and all right is 1; `name` is the mean of the tasks' centred accuracies.
+    A centred accuracy is 0 for guessing and 1 if all are right. `name` is the mean of the tasks' centred accuracies.
     """
     results = {}
     for task in tasks:

@@ -1,7 +1,7 @@
-"""Documents to measure networks on, and their bits. They are text, so that networks with other tokenizers read the
-same: of raw text, of the held-out part of a dataset, or of several with their shares.
+"""Documents to measure networks on, and their bits. They are text, so networks with other tokenizers read the same.
+They come from raw text, from the held-out part of a dataset, or from several sources with their shares.
 
-A document's tokens are cut into rows of its own, each after a BOS, and every token counts once: its figure depends on
+A document's tokens are cut into rows of its own, each after a BOS. Every token counts once. So its figure depends on
 the document and the network only.
 """
 
@@ -32,16 +32,16 @@ class Source(NamedTuple):
 
     name: str
     share: float
-    """Of the figure of all sources."""
+    """Weight of this source in the figure over all sources."""
     documents: list[Document]
     skipped: int
-    """Documents that were met and have no text, or none that can be read."""
+    """Documents without readable text."""
 
 
 def read_sources(source: str, most: int, text_column: str, tokenizer: Path, cache: Path) -> list[Source]:
-    """Return up to `most` documents of each source, always the same ones: of raw text, files in the order of a hash of
-    their names; of a dataset, spread evenly over its held-out part. `tokenizer`: of shards that have no record of their
-    own. UserError if a source gives none."""
+    """Return up to `most` documents of each source, always the same ones. Files of raw text are taken in the order of a
+    hash of their names; documents of a dataset are spread evenly over its held-out part. `tokenizer`: for shards
+    without a dataset.json. Raise UserError if a source gives none."""
     sources = []
     names, stages = read_source(source)
     for share, name in zip(mean_shares(stages), names):
@@ -97,7 +97,7 @@ def digest(sources: list[Source]) -> str:
 
 
 def measure_documents(network: Network, scorer: Scorer, sources: Sequence[Source], log: ItemLog) -> list[dict]:
-    """Return a line for each document, of which `log` may have some. Every process must call it."""
+    """Return a line for each document. Those in `log` are not measured again. Every process must call it."""
     finished = {(line["source"], line["document"]) for line in log.lines}
     for source in sources:
         left = [document for document in source.documents if (source.name, document.name) not in finished]
@@ -129,7 +129,7 @@ def _line(document: Document, bits: np.ndarray, sizes: np.ndarray, length: int) 
         "tokens": len(bits),
         "bits": float(bits.sum()),
         "full": len(bits) >= length,
-        # Of its first row: by how many tokens come before one, in octaves: 0, 1, 2-3, 4-7, ...
+        # Of its first row, by the number of preceding tokens, in octaves: 0, 1, 2-3, 4-7, ...
         "bits_by_octave": np.bincount(octaves, bits[: len(octaves)]).tolist(),
         "bytes_by_octave": np.bincount(octaves, sizes[: len(octaves)]).tolist(),
     }

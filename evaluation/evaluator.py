@@ -1,4 +1,4 @@
-"""What a run measures of its network while it trains: loss and bits per byte of held-out text, samples, benchmarks."""
+"""The evaluation of a run during training: loss and bits per byte of held-out text, samples, benchmarks."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from training.build import Build
 
 
 class Evaluator:
-    """Held-out rows and prompts, on the devices; called with parameters, it gives `val_loss`, `val_bpb`, `samples`, and
-    `tasks` gives the figures of benchmarks."""
+    """Held-out rows and prompts, on the devices. Called with parameters, it returns `val_loss`, `val_bpb` and
+    `samples`; `tasks` returns the figures of benchmarks."""
 
     def __init__(self, built: Build, text: Text):
-        """UserError for a prompt that leaves no room for a continuation, and for a bundle that is not whole."""
+        """Raise UserError for a prompt that leaves no room for a continuation, and for an incomplete bundle."""
         config = built.config
         self.built, self.tokenizer = built, text.tokenizer
         self.prompts = encode_prompts(text.tokenizer, config.eval.prompts, config.batch.sequence_length)
@@ -36,7 +36,7 @@ class Evaluator:
             self.benchmarks = Core(tasks, text.tokenizer, scorer)
 
     def __call__(self, params: dict) -> dict[str, Any]:
-        """Of float32 parameters as a step leaves them. Every process must call it."""
+        """Return the figures of float32 parameters, as after a step. Every process must call it."""
         config = self.built.config
         results = evaluate(self.built.eval_step, params, self.batches, self.text_bytes)
         samples = continuations(
@@ -51,7 +51,7 @@ class Evaluator:
         return {**results, "samples": samples}
 
     def tasks(self, params: dict) -> dict[str, Any]:
-        """`core` and `core_stderr`, and of each task `core_tasks`: its centred accuracy. Where `eval.tasks` says so.
+        """Return `core`, `core_stderr` and each task's centred accuracy (`core_tasks`), if `eval.tasks` asks for them.
         Every process must call it."""
         results = self.benchmarks(params)
         centered = {label: task["centered"] for label, task in results["tasks"].items()}

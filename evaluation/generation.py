@@ -1,4 +1,4 @@
-"""Prompts, and what a network continues them with."""
+"""Prompts and their continuations by a network."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,8 +19,8 @@ Generate = Callable[..., Int[Array, "batch length"]]
 
 def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate:
     """Return `generate(params, prompts, prompt_lengths, seeds, *, prefill, temperature, top_k) -> tokens`, jitted:
-    compiled once for prompts of one shape. See `model.generate.generate` for all but `params`: the float32 shares of
-    the state. Every device writes all texts; only `fsdp` and `tensor` share that work."""
+    compiled once per shape of prompts. `params` are the state's float32 shares; `model.generate.generate` describes the
+    rest. Every device writes all texts; only `fsdp` and `tensor` share that work."""
     everywhere = PartitionSpec()
 
     @partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"))
@@ -32,7 +32,8 @@ def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate
 
 
 def encode_prompts(tokenizer: TextTokenizer, prompts: Sequence[str], capacity: int) -> list[list[int]]:
-    """Return each prompt's tokens after a BOS. UserError for one that leaves no room for more in `capacity`."""
+    """Return each prompt's tokens after a BOS. Raise UserError for one that leaves no room for a continuation in
+    `capacity`."""
     encoded = [[tokenizer.bos, *ids] for ids in tokenizer.encode(prompts)]
     for prompt, ids in zip(prompts, encoded):
         if len(ids) >= capacity:
@@ -55,7 +56,7 @@ def new_tokens(
     temperature: float,
     top_k: int,
 ) -> list[list[int]]:
-    """Return up to `tokens` tokens after each prompt, which ends where the network starts another document. Every
+    """Return up to `tokens` tokens after each prompt. A text ends when the network starts another document. Every
     prompt starts with a BOS. `shape`: rows and tokens of the arrays, which may be more than the prompts need."""
     buffer, lengths = np.zeros(shape, np.int32), np.full(shape[0], prefill, np.int32)
     for row, ids in enumerate(prompts):

@@ -1,8 +1,8 @@
 # pyright: reportMissingImports=false
 """Our network on the mesh as a model of EleutherAI's lm-evaluation-harness; evaluation/harness_tasks.py runs its tasks.
 
-The harness asks three things of a model: the log-likelihood of a continuation after a context, that of a whole text,
-and what it would write after a context. Nothing else of it is used; it comes with `make setup EXTRA=harness`.
+The harness asks three things of a model: the log-likelihood of a continuation after a context, the log-likelihood of a
+complete text, and a continuation of a context. `make setup EXTRA=harness` installs it.
 """
 
 import hashlib
@@ -31,9 +31,8 @@ except ImportError as error:
 
 
 class HarnessNetwork(LM):
-    """Our network, as the harness calls it. Every text is read after a BOS, as in training. Requests that `log` has are
-    not answered again. With `chat` the harness spells conversations in its texts, and an answer ends at
-    <|assistant_end|>."""
+    """Our network, as the harness calls it. It reads every text after a BOS, as in training. Requests in `log` are not
+    answered again. With `chat`, texts contain conversations, and an answer ends at <|assistant_end|>."""
 
     def __init__(
         self,
@@ -44,11 +43,11 @@ class HarnessNetwork(LM):
         log: ItemLog,
         chat: bool = False,
     ):
-        """UserError for a tokenizer that cannot spell conversations, with `chat`."""
+        """Raise UserError if, with `chat`, the tokenizer cannot encode conversations."""
         super().__init__()
         self.params, self.scorer, self.generate, self.log = params, scorer, generate, log
         self.tokenizer = replace(tokenizer)
-        self.tokenizer.library.encode_special_tokens = not chat  # True: they stay letters
+        self.tokenizer.library.encode_special_tokens = not chat  # True: they stay text
         if chat:
             require_chat_tokens(tokenizer)
         self.end = tokenizer.special_tokens["<|assistant_end|>"] if chat else tokenizer.bos
@@ -64,7 +63,7 @@ class HarnessNetwork(LM):
             tokens = render(self.tokenizer, messages_of(chat_history), ask=add_generation_prompt)
         except ValueError as error:
             raise UserError(f"--chat: an item of the tasks is no conversation: {error}") from error
-        # Without the BOS, which every text gets, and the end of a message that goes on.
+        # Without the BOS, which every text gets, and without the end of a message that continues.
         tokens = tokens[1:] if add_generation_prompt else tokens[1:-1]
         return self.tokenizer.library.decode(tokens, skip_special_tokens=False)
 
@@ -74,22 +73,24 @@ class HarnessNetwork(LM):
         return {line["request"]: line for line in self.log.lines}
 
     def loglikelihood(self, requests: list) -> list[tuple[float, bool]]:
-        """Return it of each (context, continuation), and whether the likeliest tokens spell the continuation."""
+        """Return the log-likelihood of each (context, continuation), and whether greedy decoding gives the
+        continuation."""
         lines = self._answered("loglikelihood", requests, self._loglikelihoods)
         return [(line["loglikelihood"], line["greedy"]) for line in lines]
 
     def loglikelihood_rolling(self, requests: list) -> list[float]:
-        """Return it of each (text,): a longer one than the row is cut into rows, each with the token before it."""
+        """Return the log-likelihood of each (text,). A text longer than the row is cut into rows, each with the token
+        before it."""
         return [line["loglikelihood"] for line in self._answered("rolling", requests, self._rolling)]
 
     def generate_until(self, requests: list) -> list[str]:
-        """Return what comes after each (context, options), up to a stop sequence or the document's end."""
+        """Return the continuation of each (context, options), up to a stop sequence or the document's end."""
         return [line["text"] for line in self._answered("generate", requests, self._generated)]
 
     def _answered(self, kind: str, requests: list, answer: Callable[[dict], Iterator[tuple[int, dict]]]) -> list[dict]:
         """Return each request's line. `answer` takes the new requests by key, and yields their places and lines."""
         keys = [digest(request.args) for request in requests]
-        if kind == "generate":  # a text that is asked for several times is drawn several times
+        if kind == "generate":  # a repeated request is drawn several times
             draws = defaultdict(count)
             keys = [f"{key}-{next(draws[key])}" for key in keys]
         check_hosts_agree(f"their {kind} requests", digest(keys))
@@ -115,9 +116,9 @@ class HarnessNetwork(LM):
             rows, spans, cut = [], [], 0
             for _ in group:
                 row = np.array([self.tokenizer.bos, *next(wholes)], np.int32)
-                # As the harness has it: as many tokens as the whole has more than the context.
+                # As in the harness: as many tokens as the complete text has beyond the context.
                 scored = max(len(row) - 1 - len(next(contexts)), 1)
-                kept = row[-(self.scorer.longest + 1) :]  # nothing is read of the last one
+                kept = row[-(self.scorer.longest + 1) :]  # the last token is not read
                 rows, cut = [*rows, kept], max(cut, len(row) - len(kept))
                 spans.append((max(len(kept) - scored, 1), len(kept)))
             questions.append(Question(start, rows, spans, cut))
@@ -156,8 +157,8 @@ class HarnessNetwork(LM):
                 yield text, lines[text]
 
     def _generated(self, new: dict) -> Iterator[tuple[int, dict]]:
-        """Prompts of like length and equal options are read together. A context loses its first tokens if the new ones
-        find no room. What is drawn follows from the request, not from what is written in the same batch."""
+        """Yield continuations. Prompts of similar length and equal options share a batch. A context loses its first
+        tokens if the new ones need the room. A sample depends on its request, not on the others in its batch."""
         groups, seeds = defaultdict(list), [int(digest(key)[:7], 16) for key in new]
         encoded = self.tokenizer.encode([request.args[0] for request in new.values()])
         for i, (request, ids) in enumerate(zip(new.values(), encoded)):
@@ -173,7 +174,7 @@ class HarnessNetwork(LM):
             for first in range(0, len(prompts), width):
                 batch = prompts[first : first + width]
                 shape = width, coarse_size(len(batch[-1][1])) + options["tokens"]
-                # The rest of a prompt is read token by token; rounded down, so that there are few programs.
+                # The rest of a prompt is read token by token. Rounding down keeps the programs few.
                 prefill = max(1, size_down(len(batch[0][1])) // 64 * 64)
                 rows, draws = [prompt for _, prompt, *_ in batch], [seeds[i] for i, *_ in batch]
                 new_ids = new_tokens(self.generate, self.params, rows, draws, shape=shape, prefill=prefill, **options)
@@ -184,7 +185,8 @@ class HarnessNetwork(LM):
                     yield i, {"text": text, "cut": cut}
 
     def _generation(self, request: Any) -> tuple[list[str], dict[str, Any]]:
-        """Return where a task's text ends, and `new_tokens`' options for it. UserError for an option that we lack."""
+        """Return where a task's text ends, and `new_tokens`' options for it. Raise UserError for an unsupported
+        option."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
         asked: dict[str, Any] = dict(normalize_gen_kwargs(request.args[1]))
@@ -195,7 +197,9 @@ class HarnessNetwork(LM):
             "top_k": asked.pop("top_k", 50) if sampled else 0,
         }
         if asked and sampled:
-            raise UserError(f"{request.task_name} draws its text with {asked}; there is temperature and top_k alone")
+            raise UserError(
+                f"{request.task_name} draws its text with {asked}; it has only temperature and top_k"
+            )
         if options["tokens"] >= self.scorer.longest:
             raise UserError(
                 f"{request.task_name} asks for {options['tokens']} new tokens, and a row of the network has "

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Tasks of EleutherAI's lm-evaluation-harness: its prompts and metrics, and what they leave of a network in files."""
+"""Tasks of EleutherAI's lm-evaluation-harness: its prompts and metrics, and the files of results."""
 
 import difflib
 import importlib
@@ -22,18 +22,20 @@ from evaluation.item_log import ItemLog, to_lines, write_json
 from evaluation.network import Network
 from evaluation.pictures import plot_accuracies
 
-BOOTSTRAP = 1000  # draws for the standard error of a metric that is no mean; the harness' 100,000 take minutes a task
+BOOTSTRAP = (
+    1000  # resamples for a standard error that has no formula; the harness' 100,000 take minutes a task
+)
 
 
 def load_tasks(names: Sequence[str], folder: str | None, unsafe_code: bool = False) -> Mapping[str, Any]:
-    """Return the harness' tasks of these names, of its own or of the task files in `folder`. UserError for an unknown
-    name, for a task whose data cannot be loaded, and without `unsafe_code` for one that runs what the network
-    writes."""
+    """Return the harness' tasks of these names, of its own or of the task files in `folder`. Raise UserError for an
+    unknown name, for a task whose data cannot be loaded, and, without `unsafe_code`, for a task that runs code from the
+    network."""
     from lm_eval.tasks import TaskManager
 
     _import_metrics()
     if unsafe_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # else the metric refuses
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the metric refuses otherwise
     manager = TaskManager(include_path=folder or None, include_defaults=False)
     if not set(names) <= set(manager.all_tasks):
         manager = TaskManager(include_path=folder or None)  # to read its 14,000 files takes some 15 s
@@ -46,16 +48,16 @@ def load_tasks(names: Sequence[str], folder: str | None, unsafe_code: bool = Fal
             )
     try:
         loaded = manager.load(list(names))
-    except Exception as error:  # of whatever the task's own code and the source of its data raise
+    except Exception as error:  # anything that the task's own code and the source of its data raise
         raise UserError(f"--tasks={','.join(names)} cannot be loaded: {type(error).__name__}: {error}") from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) and not unsafe_code:
-            raise UserError(f"{name} runs code that the network writes; let it, on this machine, by --unsafe_code")
+            raise UserError(f"{name} runs code that the network writes; --unsafe_code allows it, on this machine")
     return loaded
 
 
 def _import_metrics() -> None:
-    """Import the package `evaluate`, by which tasks load metrics. Our command of that name would be found first."""
+    """Import the package `evaluate`, which tasks use to load metrics, before our command of the same name is found."""
     if "evaluate" not in sys.modules:
         root, path = Path(__file__).resolve().parents[1], sys.path
         sys.path = [entry for entry in path if Path(entry).resolve() != root]
@@ -73,9 +75,9 @@ def evaluate_tasks(
     out: Path,
     asking: Mapping[str, Any] | None = None,
 ) -> dict[str, dict]:
-    """Return the figures of loaded tasks, of one of our networks or of another's folder. Write to `out` a line a
-    request, a line an item, the figures, and a picture of them. Every process must call it. `asking`: options of
-    `simple_evaluate` that say how items are asked."""
+    """Return the figures of loaded tasks, for one of our networks or a folder of another architecture. Write one line
+    per request, one per item, the figures and a picture of them to `out`. Every process must call it. `asking`: options
+    of `simple_evaluate` for the form of the items."""
     asking = asking or {}
     chat = asking.get("apply_chat_template", False)
     name = "+".join(sorted(loaded["tasks"]))[:100] + (f"_items_{items}" if items else "") + "_chat" * chat
@@ -121,13 +123,15 @@ def measure(
 ) -> tuple[dict[str, dict], dict[str, list[dict]]]:
     """Return each task's figures and standard errors, as the harness computes them, and a line for each of its items.
 
-    `items`: take at most so many of each task, always the same. `tie`: nats, below which an item's two best options are
-    too close to call. `cache`: a file of answers, for a network that keeps none."""
+    `items`: the most items of each task, always the same. `tie`: a distance in nats; an item whose two best options are
+    closer is too close to call. `cache`: a file of answers, for a network that keeps none."""
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    os.environ["DISABLE_MULTIPROC"] = "1"  # else the harness forks to bootstrap, which JAX's threads do not survive
-    os.environ.pop("LOCAL_RANK", None)  # with which, as torchrun sets it, all processes but the first get no figures
+    os.environ["DISABLE_MULTIPROC"] = (
+        "1"  # it would fork to bootstrap, which JAX's threads do not survive
+    )
+    os.environ.pop("LOCAL_RANK", None)  # torchrun sets it; all processes but the first would get no figures
     tasks, members = loaded["tasks"], {name for group in loaded["groups"].values() for name in group.child_names}
     top = [*loaded["groups"].values(), *tasks.values()]
     chosen = {}
@@ -140,7 +144,7 @@ def measure(
         samples=chosen or None,
         bootstrap_iters=BOOTSTRAP,
         use_cache=cache,
-        task_manager=TaskManager(include_defaults=False),  # else it reads its 14,000 files, which it needs for nothing
+        task_manager=TaskManager(include_defaults=False),  # otherwise it reads its 14,000 files without need
         **(asking or {}),
     )
     answers = getattr(network, "answers", {})
@@ -150,11 +154,12 @@ def measure(
 
 
 def line_of(sample: dict[str, Any], tie: float, known: Mapping[str, dict]) -> dict[str, Any]:
-    """Return an item's line: its metrics, the network's answers, and of ours, whose lines are `known`, what was cut."""
+    """Return an item's line: its metrics and the network's answers. For our networks, whose lines are `known`, add what
+    was cut."""
     answers = [answer[0] if len(answer) == 1 else answer for answer in sample["resps"]]
     own = [known.get(key, known.get(f"{key}-0", {})) for key in map(digest, sample["arguments"])]
     likelihoods = sorted((a[0] for a in answers if isinstance(a, tuple)), reverse=True)
-    if len(likelihoods) == 1:  # of which counts whether its tokens are the likeliest
+    if len(likelihoods) == 1:  # which counts if its tokens are the likeliest
         margin = abs(own[0].get("margin", math.inf))
     else:
         margin = likelihoods[0] - likelihoods[1] if likelihoods else math.inf
@@ -171,8 +176,8 @@ def line_of(sample: dict[str, Any], tie: float, known: Mapping[str, dict]) -> di
 
 def result_of(result: dict[str, Any], lines: list[dict] | None) -> dict[str, Any]:
     """Return figures by shorter names: `acc,none` is `acc`; with a filter, `exact_match,strict-match` stays. A task
-    (no group) also has `items`, how many of them are `ties` or were `cut`, and, if items choose from several options,
-    what guessing would reach: `baseline`."""
+    (not a group) also has the numbers of `items`, `ties` and `cut` items. If items have several options, `baseline` is
+    the accuracy of guessing."""
     short = lambda key: key.removesuffix(",none")
     figures = {short(key): number(value) for key, value in result.items() if "," in key}
     if lines is None:
@@ -186,14 +191,14 @@ def result_of(result: dict[str, Any], lines: list[dict] | None) -> dict[str, Any
 
 
 def number(value: Any) -> Any:
-    """Return a value of JSON; the harness writes N/A if there is no standard error."""
+    """Return a value for JSON: None for the harness' N/A of a missing standard error."""
     if isinstance(value, str):
         return None if value == "N/A" else value
     return value.item() if isinstance(value, np.generic) else value
 
 
 def points(results: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[float, float | None, float]]:
-    """Return what `plot_accuracies` draws: of each task its accuracy, its error, and what guessing gives."""
+    """Return the input of `plot_accuracies`: each task's accuracy, its error, and the accuracy of guessing."""
     drawn = {}
     for name, result in results.items():
         metric = next((key for key in result if key.startswith(("acc", "exact_match")) and "_stderr" not in key), None)

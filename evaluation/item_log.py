@@ -1,4 +1,4 @@
-"""What an evaluation leaves in files: a log with a line an item, which continues after a kill, and its results."""
+"""The files of an evaluation: a log with one line per item, which resumes after a kill, and the results."""
 
 import json
 from collections.abc import Iterable
@@ -12,15 +12,15 @@ from configs.files import append_whole, write_whole
 from configs.schema import UserError
 from hosts.runtime import on_first_process
 
-AT_A_TIME = 32  # lines that a kill may lose; a generated answer may take seconds
+AT_A_TIME = 32  # lines that a kill may lose. A generated answer may take seconds
 
 
 class ItemLog:
-    """Every process has the lines; the first one writes them to the file, if there is one."""
+    """A log of lines. Every process has them; the first one writes them to the file, if there is one."""
 
     def __init__(self, path: Path | None = None, facts: dict[str, Any] | None = None):
         """Open the log at `path`. Its first line is the `facts` that its items depend on. The lines of an earlier start
-        are kept if its facts are the same. UserError if the file cannot be read or written."""
+        are kept if its facts are the same. Raise UserError if the file cannot be read or written."""
         self.path = path
         self.lines: list[dict] = on_first_process(lambda: _open(path, facts or {})) if path else []
 
@@ -49,7 +49,7 @@ def _open(path: Path, facts: dict[str, Any]) -> list[dict]:
 
 
 def to_lines(values: Iterable[dict]) -> str:
-    """Return a JSON object a line."""
+    """Return one JSON object per line."""
     return "".join(json.dumps(value) + "\n" for value in values)
 
 

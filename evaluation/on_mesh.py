@@ -22,8 +22,8 @@ def on_mesh(
     in_specs: Sequence[PartitionSpec],
     out_specs: Any,
 ) -> Callable[..., Any]:
-    """Return `function(model, *arrays)`, which is written for one device, as a function of the float32 parameters as
-    they are sharded, and of complete arrays or trees of them, which the specs divide over the mesh.
+    """Return `function(model, *arrays)`, written for one device, as a function on the mesh. It takes the sharded
+    float32 parameters, and complete arrays or trees of them, which the specs divide over the mesh.
 
     Parameters are gathered over `data` in the compute type. They stay divided over `fsdp` and `tensor`, as in a step.
     """

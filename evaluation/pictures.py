@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def plot_accuracies(points: Mapping[str, tuple[float, float | None, float]], title: str, path: Path) -> None:
-    """Draw each task's accuracy with two standard errors to both sides, against what guessing reaches."""
+    """Draw each task's accuracy with two standard errors to both sides, against the accuracy of guessing."""
     from matplotlib.figure import Figure  # a second to import
 
     labels = list(points)[::-1]

@@ -1,8 +1,8 @@
 """Questions to a network on the mesh: the losses of their answers' tokens.
 
-Parameters stay sharded, as in a step; questions are divided over `data` and `fsdp`. What the options of a question
-begin with alike is read once, into a cache of keys and values from which each option continues. Lengths are rounded to
-a few sizes, so that few programs are compiled; the logits of scored tokens alone are computed.
+Parameters stay sharded, as in a step; questions are divided over `data` and `fsdp`. The common beginning of a
+question's options is read once, into a cache of keys and values from which each option continues. Lengths are rounded
+to a few sizes, so few programs are compiled. Only scored tokens get logits.
 """
 
 from collections import defaultdict
@@ -31,10 +31,10 @@ ROWS = PartitionSpec(BATCH_AXES)
 
 
 class Question(NamedTuple):
-    """Options as tokens, a row each. Some tokens of each row are scored."""
+    """A question: options as tokens, one row each. Some tokens of each row are scored."""
 
     index: int
-    """Its number, for the caller."""
+    """The question's number, for the caller."""
     rows: list[Int[np.ndarray, "_"]]
     spans: list[tuple[int, int]]
     """First token of each row that is scored, and the one after the last."""
@@ -43,14 +43,14 @@ class Question(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Of each option of one or several questions."""
+    """Scores of the options of one or several questions."""
 
     losses: Float[Array, "*options length"]
     """Nats of the scored tokens, in their order; 0 after them."""
     likeliest: Bool[Array, "*options"]
-    """Whether each scored token is the likeliest at its place (the first one of several), as argmax finds it."""
+    """True for each scored token that is the likeliest at its place (the first of several), as argmax finds it."""
     margins: Float[Array, "*options"]
-    """The least, of the scored tokens, by which the capped logit is above the highest of all others."""
+    """The smallest lead of a scored token's capped logit over the highest other one."""
 
 
 Score = Callable[..., Scores]
@@ -69,13 +69,13 @@ def size_down(length: int) -> int:
 
 
 def chunk_of(rows: int) -> int:
-    """Return of how many scored tokens a device computes the logits at a time, for so many rows."""
+    """Return the number of scored tokens whose logits a device computes at a time, for this number of rows."""
     return min(256, 16 * rows)
 
 
 def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, row: int) -> Score:
     """Return `score(params, prefixes [B, P], rows [B, C, T + 1], starts [B, C], ends [B, C], chunks) -> Scores [B, C]`,
-    compiled once for arrays of one shape, of which every process gives the same and gets all scores.
+    compiled once per shape of the arrays. Every process gives the same arrays and gets all scores.
 
     Each of C options of a question is its prefix and then its row, of which the tokens from `starts` (at least 1) up to
     `ends` are scored, on a device at most `chunks` times `chunk_of` its rows. B divides over `data` and `fsdp`. A token
@@ -122,16 +122,16 @@ def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, row: int) -> S
 
 
 class Scorer:
-    """Called with parameters and questions, it yields each question with its scores, those of one shape together.
-    Every process must go through all of it."""
+    """Scores questions. Called with parameters and questions, it yields each question with its scores, grouped by
+    shape. Every process must consume all of it."""
 
     def __init__(
         self, config: ModelConfig, batch: BatchConfig, dtype: jnp.dtype, mesh: Mesh, longest: int | None = None
     ):
-        """`longest`: most tokens that the network reads, as many as a row of `batch` has unless it is given."""
+        """`longest`: the most tokens that the network reads; by default the length of a row of `batch`."""
         self.longest = longest or batch.sequence_length
         self.facts = {"dtype": dtype.name, "longest": self.longest, "window": batch.sequence_length}
-        """What scores depend on besides parameters and questions."""
+        """The facts, other than parameters and questions, that scores depend on."""
         self.tokens_per_device = batch.rows_per_device * batch.sequence_length
         self.replicas = batch_devices(mesh)
         self.score = make_score(config, dtype, mesh, batch.sequence_length)
@@ -142,7 +142,7 @@ class Scorer:
         for shape, alike in by_shape(questions).items():
             fit = self.replicas * max(1, self.tokens_per_device // tokens_of(shape, 1))
             batches = -(-len(alike) // fit)
-            a_device = -(-len(alike) // (self.replicas * batches))  # as many in each, so that few rows are empty
+            a_device = -(-len(alike) // (self.replicas * batches))  # equal numbers, so that few rows are empty
             for first in range(0, len(alike), self.replicas * a_device):
                 batch = alike[first : first + self.replicas * a_device]
                 arrays = arrays_of(batch, self.replicas * a_device, *shape)
@@ -158,19 +158,19 @@ class Scorer:
 def token_scores(
     logits: Float[Array, "tokens vocab_share"], targets: Int[Array, "tokens"], cap: float
 ) -> tuple[Float[Array, "tokens"], Bool[Array, "tokens"], Float[Array, "tokens"]]:
-    """Return each target's loss, whether it is the likeliest token, and by how much its capped logit is above all
+    """Return each target's loss, whether it is the likeliest token, and the lead of its capped logit over all
     others."""
     log_sum, target = log_sum_and_target(logits, targets, cap)
     token = tensor_index() * logits.shape[-1] + jnp.arange(logits.shape[-1])
-    # The cap keeps the order, so the highest alone are capped.
+    # The cap keeps the order, so only the highest are capped.
     highest = lambda among: softcap(pmax_over_tensor(jnp.max(jnp.where(among, logits, -jnp.inf), axis=-1)), cap)
     before, after = highest(token < targets[:, None]), highest(token > targets[:, None])
     return log_sum - target, (target > before) & (target >= after), target - jnp.maximum(before, after)
 
 
 Shape = tuple[int, int, int]
-"""`(C, P, T)` of questions computed together: options, tokens of the prefix that is read once, tokens that are read of
-a row after it, which is one less than it has: nothing comes after the last one."""
+"""The shape `(C, P, T)` of questions computed together: options, tokens of the common prefix, and tokens read of each
+row after it. The last token of a row is not read."""
 
 
 def shape_of(question: Question) -> Shape:
@@ -181,15 +181,15 @@ def shape_of(question: Question) -> Shape:
 
 
 def common_prefix(rows: Sequence[Int[np.ndarray, "_"]]) -> int:
-    """Return how many first tokens all rows share."""
+    """Return the number of first tokens that all rows share."""
     shortest = min(map(len, rows))
     differ = np.any([row[:shortest] != rows[0][:shortest] for row in rows], axis=0)
     return int(np.argmax(differ)) if differ.any() else shortest
 
 
 def by_shape(questions: Sequence[Question]) -> dict[Shape, list[Question]]:
-    """Return questions by the shape that they are computed in. Each shape is a program. So that these are few,
-    neighbours are joined for as long as that costs a sixteenth more tokens in all, or `WORTH`."""
+    """Return questions by the shape of their program. To keep programs few, neighbouring shapes are joined while that
+    costs at most a sixteenth more tokens in total, or `WORTH`."""
     fitting, grouped = defaultdict(list), defaultdict(list)
     for question in questions:
         fitting[shape_of(question)].append(question)
@@ -212,7 +212,7 @@ def by_shape(questions: Sequence[Question]) -> dict[Shape, list[Question]]:
 
 
 def tokens_of(shape: Shape, questions: int) -> int:
-    """Return the tokens that are read of so many questions."""
+    """Return the tokens that are read of this number of questions."""
     choices, prefix, length = shape
     return questions * (prefix + choices * length)
 
@@ -224,8 +224,8 @@ def joined(one: Shape, other: Shape) -> Shape:
 
 
 def arrays_of(batch: Sequence[Question], width: int, choices: int, prefix: int, length: int) -> tuple[np.ndarray, ...]:
-    """Return what `make_score`'s function takes between the parameters and `chunks`. Rows are padded with 0, and
-    questions with rows of which nothing is scored."""
+    """Return the arguments of `make_score`'s function between the parameters and `chunks`. Rows are padded with 0, and
+    questions with rows without scored tokens."""
     prefixes = np.zeros((width, prefix), np.int32)
     rows = np.zeros((width, choices, length + 1), np.int32)
     starts, ends = np.ones((2, width, choices), np.int32)

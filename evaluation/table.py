@@ -1,11 +1,11 @@
-"""Results of an evaluation as people read them; `--json` gives programs the same."""
+"""Results of an evaluation as text for people. `--json` gives programs the same."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def as_table(results: Mapping[str, Any], title: str = "") -> str:
-    """Return a line for each figure, and after them a table for each group of figures: a row a task, source, ..."""
+    """Return a line for each figure, then a table for each group of figures, with a row for each task, source, ..."""
     single = {name: value for name, value in results.items() if not isinstance(value, Mapping)}
     if not single and all(isinstance(value, Mapping) for value in results.values()):
         columns = list(dict.fromkeys(name for row in results.values() for name in row))

@@ -1,5 +1,4 @@
-"""Bits per byte of other text than the run's own: the figures and their errors, what they depend on, and how two
-networks compare on it."""
+"""Bits per byte of text other than the run's own: the figures, their errors, and comparisons of two networks."""
 
 import math
 import sys
@@ -20,20 +19,20 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 class Measured(NamedTuple):
-    """What a network gives on the text. Its parameters are not kept."""
+    """A network's results on the text. Its parameters are not kept."""
 
     given: str
-    """Its folder, as a user names it."""
+    """The network's folder, as the user wrote it."""
     name: str
     facts: dict[str, Any]
-    """What the lines depend on."""
+    """The facts that the lines depend on."""
     folder: Path
     lines: list[dict]
-    """One for each document."""
+    """One line for each document."""
 
 
 def measure_text(network: Network, given: str, sources: list[Source], out: str | Path) -> Measured:
-    """Measure a network on the sources' documents, except those that an earlier start has left in `out`. Every process
+    """Measure a network on the sources' documents, except those that an earlier start wrote to `out`. Every process
     must call it."""
     text, scorer = digest(sources), network.scorer()
     check_hosts_agree("their text", text)
@@ -44,7 +43,7 @@ def measure_text(network: Network, given: str, sources: list[Source], out: str |
 
 
 def results_of(sources: list[Source], ours: Measured, theirs: Measured | None) -> dict[str, Any]:
-    """Return a network's figures, and how another one compares. Write them, and a picture, beside our lines."""
+    """Return a network's figures, and a comparison with another one. Write them and a picture next to our lines."""
     step = lambda measured: {name: value for name, value in measured.facts.items() if name == "step"}
     curves = {one.name: figures(sources, one.lines) for one in (ours, theirs) if one}
     results = {**step(ours), "skipped": sum(source.skipped for source in sources), **curves[ours.name]}
@@ -64,16 +63,16 @@ def results_of(sources: list[Source], ours: Measured, theirs: Measured | None) -
 def in_words(name: str, other: str, comparison: dict[str, Any]) -> str:
     """Return a comparison as a sentence."""
     difference, noise = comparison["difference"], comparison["noise"]
-    verdict = "no more than noise" if noise else f"{name if difference < 0 else other} is better"
+    verdict = "within noise" if noise else f"{name if difference < 0 else other} is better"
     verdict = "one document has no standard error" if noise is None else verdict
     verdict = "rounding, since the parameters are the same" if comparison["same_parameters"] else verdict
     return f"{name} less {other}: {difference:+.4f} bits per byte, {verdict}"
 
 
 def figures(sources: Sequence[Source], lines: Lines) -> dict[str, Any]:
-    """Return `bits_per_byte` of all sources by their shares, of each source, by size of the documents in bytes, and by
-    how many tokens come before one in its row. The last is of all documents' first rows, and of those of documents that
-    fill it alone, so that each position is of the same documents."""
+    """Return `bits_per_byte` of all sources by their shares, of each source, by the documents' size in bytes, and by a
+    token's position in its row. Positions are given for all documents' first rows, and for documents that fill their
+    first row, so that all positions count the same documents."""
     of_sources = {source.name: _sums([line for line in lines if line["source"] == source.name]) for source in sources}
     sizes = sorted({line["bytes"].bit_length() for line in lines})
     return {
@@ -108,7 +107,7 @@ def _by_position(lines: Lines) -> list[dict[str, Any]]:
 
 
 def _by_share(sources: Sequence[Source], values: Sequence[tuple[float, float | None]]) -> dict[str, Any]:
-    """Return the sources' figures together. No standard error where one of them has none."""
+    """Return the sources' figures together. There is no standard error if one of them has none."""
     errors = [error for _, error in values]
     known = [source.share * error for source, error in zip(sources, errors) if error is not None]
     return {
@@ -118,9 +117,9 @@ def _by_share(sources: Sequence[Source], values: Sequence[tuple[float, float | N
 
 
 def compared(sources: Sequence[Source], ours: Lines, theirs: Lines, same: bool = False) -> dict[str, Any]:
-    """Return the `difference` in bits per byte, ours less theirs, paired by document: what makes a document hard for
-    both is no part of its standard error. `interval`: 95%, by Student's t; `noise`: it holds 0, or both are the `same`
-    network, which differs by rounding alone."""
+    """Return the `difference` in bits per byte, ours less theirs. It is paired by document, so a document that is hard
+    for both adds nothing to its standard error. `interval`: 95%, by Student's t. `noise`: the interval contains 0, or
+    both are the `same` network and differ by rounding only."""
     from scipy.stats import t  # half a second to import
 
     bits = [{(line["source"], line["document"]): line["bits"] for line in lines} for lines in (ours, theirs)]
