@@ -54,7 +54,7 @@ class Arguments:
     """Micro-batches of a step."""
     options: str = ""
     """More options for every config, as typed: `--options="--data.source=FOLDER --mesh.fsdp=2"`."""
-    beside: str = ""
+    reference: str = ""
     """A shell command that measures another program on the same network and prints a JSON line with tokens_per_second.
     It runs between the throughputs. Empty: none."""
     parts: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ def parts_of(arguments: Arguments) -> list[Part]:
     return [
         *both(depth, rows),
         throughput(f"full d{depth}, not deterministic", full, step, "--deterministic=False"),
-        Part("beside", ["bash", "-c", arguments.beside], 180, last_json),
+        Part("reference", ["bash", "-c", arguments.reference], 180, last_json),
         Part("kill and resume", [sys.executable, "-m", "bench.chaos", *chaos], 300, last_json),
         *(part for sizes in list(zip(arguments.depths, arguments.rows))[1:] for part in both(*sizes)),
         Part("train.py", train, 300, lambda _: of_run(run_dir)),
@@ -170,7 +170,7 @@ def comparisons(results: dict[str, dict[str, Any]]) -> Iterator[str]:
     plain = next((name for name in rate if name.startswith("plain ")), "")
     pairs = [(name, name.replace("full", "plain")) for name in rate if name.startswith("full ") and "," not in name]
     pairs += [(name, name.split(",")[0]) for name in rate if "," in name] + [("train.py", plain)]
-    pairs += [(name, "beside") for name in rate if "," not in name and name.startswith(("plain ", "full "))]
+    pairs += [(name, "reference") for name in rate if "," not in name and name.startswith(("plain ", "full "))]
     for name, other in pairs:
         if name in rate and other in rate:
             yield f"{name}: {rate[name] / rate[other]:.3f} of the tokens a second of {other}"
@@ -200,7 +200,7 @@ def main() -> int:
         raise UserError(f"{path} was measured on {record['device']}, not on {device} as here; give --out")
 
     def wanted(part: Part) -> bool:
-        if part.name not in (arguments.parts or names) or (part.name == "beside" and not arguments.beside):
+        if part.name not in (arguments.parts or names) or (part.name == "reference" and not arguments.reference):
             return False
         before = record["parts"].get(part.name, {})
         return "result" not in before or before["command"] != shlex.join(part.command)

@@ -29,24 +29,24 @@ def test_it_continues_where_it_ended_and_says_what_is_missing(monkeypatch, tmp_p
     monkeypatch.setattr(accelerator, "parts_of", lambda *a: [part._replace(limit=1800) for part in parts_of(*a)])
     none = run(monkeypatch, tmp_path, "--minutes=0.001")
     assert none["parts"] == {} and "plain d2" in none["no_time_for"]
-    beside = "--beside=echo noise >&2; echo one; echo '{\"tokens_per_second\": 5}'"
-    first = run(monkeypatch, tmp_path, "--minutes=99", beside, "--parts", "beside", "plain d2")
-    assert first["parts"]["beside"]["result"] == {"tokens_per_second": 5}
+    reference = "--reference=echo noise >&2; echo one; echo '{\"tokens_per_second\": 5}'"
+    first = run(monkeypatch, tmp_path, "--minutes=99", reference, "--parts", "reference", "plain d2")
+    assert first["parts"]["reference"]["result"] == {"tokens_per_second": 5}
     measured = first["parts"]["plain d2"]["result"]
     assert measured["depth"] == 2 and measured["rows"] == 2 and "dot_general" in measured["profile"]
     capsys.readouterr()
     again = run(
-        monkeypatch, tmp_path, "--minutes=99", "--beside=echo broken >&2; exit 3", "--parts", "beside", "plain d2"
+        monkeypatch, tmp_path, "--minutes=99", "--reference=echo broken >&2; exit 3", "--parts", "reference", "plain d2"
     )
     assert "plain d2 ..." not in capsys.readouterr().out  # it is not measured again
-    failed = again["parts"]["beside"]
+    failed = again["parts"]["reference"]
     assert failed["failed"] == "exit code 3" and failed["last_lines"] == ["broken"]
     summary = (tmp_path / "summary.md").read_text()
-    assert "- beside failed: exit code 3" in summary and "| plain d2 | " in summary
+    assert "- reference failed: exit code 3" in summary and "| plain d2 | " in summary
 
 
 def test_each_part_is_compared_with_the_one_that_it_varies():
-    rates = {"plain d12": 100, "full d12": 90, "plain d12, windows": 110, "beside": 80, "train.py": 99}
+    rates = {"plain d12": 100, "full d12": 90, "plain d12, windows": 110, "reference": 80, "train.py": 99}
     results = {name: {"tokens_per_second": rate, "seconds_of_a_save": 0.5} for name, rate in rates.items()}
     lines = "\n".join(accelerator.comparisons(results | {"kill and resume": {}}))
     for text in (
@@ -78,7 +78,7 @@ def test_every_part_is_a_command_that_parses(monkeypatch, tmp_path):
         "plain d12, 8 rows",
     }
     for part in parts:
-        if part.name in ("beside", "kill and resume"):
+        if part.name in ("reference", "kill and resume"):
             continue
         _, *program, config = part.command[: [word[:9] for word in part.command].index("--config=") + 1]
         module = importlib.import_module(program[-1].removesuffix(".py"))
