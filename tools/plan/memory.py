@@ -70,17 +70,17 @@ def memory(candidate: Candidate) -> dict[str, float]:
         # memory is fast relative to the vector units (v5p, v6e), and the logits are small and at most halved.
         small = sizes["tensor"] <= 2 and parts["logits"] * sizes["tensor"] ** 2 < 2**31
         apart = small and candidate.machine.bandwidth > 0.65 * candidate.machine.vector
-        beside = parts["logits"] if apart else 0.0
+        alive = parts["logits"] if apart else 0.0
         sums = (
             parts["gradient sums"] if micro_batches > 1 else 0.0
         )  # those before and those after an iteration of the scan
         if model.remat == "block":  # the head's backward pass, or a block's, without logits
             gathered_head = width * model.width * model.vocab_size / sizes["tensor"] if sizes["fsdp"] > 1 else 0.0
-            most = max(beside + sums + head + gathered_head, again - parts["logits"])
+            most = max(alive + sums + head + gathered_head, again - parts["logits"])
             parts["temporaries"] = most + stream + softmaxes + gathered / depth
         else:
             parts["activations"] += depth * softmaxes
-            parts["temporaries"] = gathered + stream + beside + sums
+            parts["temporaries"] = gathered + stream + alive + sums
             if model.remat == "products":
                 parts["temporaries"] += head + again
             elif sizes["fsdp"] > 1 and candidate.machine.cores == 1:  # v5e, v6e: more than is live at once
