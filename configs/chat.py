@@ -4,7 +4,7 @@ python train.py --config=configs/chat.py --init_from=runs/small
 
 The network's options, the length of a row and the tokenizer follow the network in --init_from: a run, a folder
 that export.py wrote, or a published nanochat. After a run the rates and the sizes of a step follow it, too, and the
-optimizer starts from its moments. Whatever is given on the command line stays as given.
+optimizer starts from its moments. Options on the command line stay as given.
 
 The recipe is nanochat's chat_sft: 0.8 of pretraining's rates, no warmup, and a fall to 0 over the last half. Muon does
 not decay, and its momentum rises from 0.85 to 0.95.
@@ -53,11 +53,11 @@ def get_config() -> Config:
 
 
 def derive(config: Config, given: set[str]) -> Config:
-    """Return the config for the network in `init_from`. UserError if none is named, or none is there."""
+    """Return the config for the network in `init_from`. Raise UserError if it is empty or has no network."""
     if not config.init_from:
         raise UserError(
-            "--init_from is missing: configs/chat.py fine-tunes a network that is there; --init_from=runs/small takes "
-            "that of `make train`"
+            "--init_from is missing: configs/chat.py fine-tunes an existing network; --init_from=runs/small is the "
+            "one from `make train`"
         )
     if "no_init_optimizer" in given:
         given = given | {"init_optimizer"}

@@ -1,4 +1,4 @@
-"""From the words of a command to a validated Config."""
+"""The command line, parsed to a validated Config."""
 
 import argparse
 import importlib.util
@@ -24,12 +24,12 @@ Derive = Callable[[Config, set[str]], Config]
 
 @dataclass(frozen=True)
 class _NoMore:
-    """Options of a command that has none beyond the config's."""
+    """Options of a command that has only the config's."""
 
 
 def load_config(path: str) -> tuple[Config, Derive]:
-    """Run the config file's `get_config()`, and find its `derive(config, given)`, which fills in what follows from
-    the options that were given. UserError if the file is missing, fails, or gives no Config."""
+    """Run the config file's `get_config()`, and find its `derive(config, given)`, which sets options that depend on the
+    given ones. Raise UserError if the file is missing, fails, or returns no Config."""
     if not Path(path).is_file():
         known = ", ".join(sorted(str(p) for p in Path("configs").glob("*.py") if "\ndef get_config(" in p.read_text()))
         raise UserError(f"--config={path}: there is no such file; configs here: {known or 'none'}")
@@ -50,7 +50,7 @@ def load_config(path: str) -> tuple[Config, Derive]:
 def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | None = None) -> tuple[Config, T]:
     """Parse `--config=FILE`, overrides of its fields, and the fields of the dataclass `extra`.
 
-    tyro prints what is wrong with an option, or the help, and exits (codes 2 and 0). UserError for the rest.
+    tyro prints a wrong option, or the help, and exits (codes 2 and 0). Raise UserError for other mistakes.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     known = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -82,14 +82,14 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
 def parse_arguments(
     description: str | None, arguments: type[T], argv: list[str] | None = None, program: str | None = None
 ) -> T:
-    """Parse the fields of the dataclass `arguments` alone, for a command that has no config. UserError for a value
-    that its field's type does not allow."""
+    """Parse the fields of the dataclass `arguments` alone, for a command that has no config. Raise UserError for a
+    value that its field's type does not allow."""
     words = _in_tyro_s_spelling(sys.argv[1:] if argv is None else argv, arguments)
     return with_homes(check_types(_read(arguments, words, description, program)))
 
 
 def _read(kind: type[T], words: list[str], description: str | None, program: str | None = None) -> T:
-    """Return the words as a `kind`. tyro's messages name `program`, or else the command as a user types it."""
+    """Return the words as a `kind`. tyro's messages name `program`, by default the command as typed."""
     if {"-h", "--help"} & set(words):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends without a traceback
     spec = sys.modules["__main__"].__spec__
@@ -100,7 +100,7 @@ def _read(kind: type[T], words: list[str], description: str | None, program: str
 
 def exit_code_of(main: Callable[[], int], interrupted: str) -> int:
     """Run a command that does not start JAX (hosts/runtime.py runs those that do); a UserError becomes its message and
-    code 2. `interrupted`: what is said after Ctrl-C."""
+    code 2. `interrupted`: the message after Ctrl-C."""
     try:
         return main()
     except UserError as error:
@@ -132,22 +132,22 @@ def _in_tyro_s_spelling(words: Sequence[str], *sections: type) -> list[str]:
 
 
 def _listed(option: str, value: str) -> list[str]:
-    """Return the texts of a JSON list. UserError for any other: a shell takes quotes away that are not quoted."""
+    """Return the texts of a JSON list. Raise UserError for anything else: a shell removes unquoted quotes."""
     try:
         return [str(text) for text in json.loads(value)]
     except ValueError as error:
         raise UserError(
-            f"{option}={value} is no list of texts; give them one after the other: {option} 'first text' 'second text'"
+            f"{option}={value} is not a list of texts; give one after the other: {option} 'first text' 'second text'"
         ) from error
 
 
 def config_from_json(text: str) -> Config:
-    """Return the Config that `json.dumps(dataclasses.asdict(config))` wrote. UserError for another version's
+    """Return the Config that `json.dumps(dataclasses.asdict(config))` wrote. Raise UserError for another version's
     options."""
     try:
         config = msgspec.json.decode(text, type=Config)
     except msgspec.ValidationError as error:
-        raise UserError(f"config.json is not of this version: {error}") from error
+        raise UserError(f"config.json is from another version: {error}") from error
     if unknown := _names(json.loads(text)) - options(config).keys():
         names = sorted(unknown)
         more = f" and {len(names) - 3} more" if names[3:] else ""

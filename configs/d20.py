@@ -3,7 +3,7 @@
 9,960 steps are 5.2 B tokens: 12 for each parameter of a matrix product, nanochat's ratio. Point it at your own
 text with --data.source=FOLDER; a tokenizer of 32,768 tokens is trained on it.
 
-Not run yet, so its loss and hours are not known. Its step was compiled for an H200, and read: docs/performance.md.
+Not run yet: its loss and hours are unknown. docs/performance.md describes its step, compiled for an H200.
 """
 
 from configs.schema import BatchConfig, Config, ModelConfig

@@ -1,11 +1,11 @@
-"""How commands end, for shells, schedulers and the commands themselves."""
+"""Exit codes, for shells, schedulers and the commands themselves."""
 
 from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """How a command ends: the one table that everything reads (docs/checkpoints.md). All processes of a run end with
-    one code. Other codes are not ours (134, 137, 139: signals), and may be worth a few new starts."""
+    """Exit codes: the one table that everything reads (docs/checkpoints.md). All processes of a run end with one code.
+    Other codes come from the system (134, 137, 139: signals); a few restarts may help."""
 
     COMPLETE = 0
     FAILED = 1
@@ -17,11 +17,11 @@ class Exit(IntEnum):
     PEER_LOST = 42
     """Another process has stopped or cannot be reached, or a step hangs: start all of them again."""
     INTERRUPTED = 130
-    """By a person, with Ctrl-C; saved."""
+    """Stopped by Ctrl-C; saved."""
     PREEMPTED = 143
-    """By SIGTERM; saved: start again."""
+    """Stopped by SIGTERM; saved: start again."""
 
     @property
     def start_again(self) -> bool:
-        """Whether what started the command is to start it again, all processes of it, however often."""
+        """Return whether a launcher should restart all processes of the command, however often."""
         return self in (Exit.PEER_LOST, Exit.PREEMPTED)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and where those are kept that can be made again."""
+"""Atomic writes, and the cache folder."""
 
 import os
 from pathlib import Path
@@ -7,8 +7,8 @@ from configs.schema import UserError
 
 
 def cache_dir() -> Path:
-    """Where prepared datasets and compiled programs are kept: TOKENSUM_CACHE, or ~/.cache/tokensum. UserError if
-    there is no home folder."""
+    """Return the folder of prepared datasets and compiled programs: TOKENSUM_CACHE, or ~/.cache/tokensum. Raise
+    UserError if there is no home folder."""
     try:
         return Path(os.environ.get("TOKENSUM_CACHE") or "~/.cache/tokensum").expanduser()
     except RuntimeError as error:
@@ -16,8 +16,8 @@ def cache_dir() -> Path:
 
 
 def write_whole(path: Path, *parts: bytes | memoryview | str) -> None:
-    """Write a file of these parts under another name, on disk for certain, then rename it: a kill or a power cut
-    leaves the old file or the new one. OSError if that is impossible; the old file stays then."""
+    """Write a file of these parts atomically: under another name, synced to disk, then renamed. A kill or a power cut
+    leaves the old file or the new one. Raise OSError if that is impossible; the old file stays then."""
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:
@@ -33,7 +33,7 @@ def write_whole(path: Path, *parts: bytes | memoryview | str) -> None:
 
 
 def append_whole(path: Path, text: str) -> None:
-    """Append to a file, on disk for certain. If that is impossible (OSError), the file stays unchanged."""
+    """Append to a file, and sync it to disk. If that is impossible, raise OSError and leave the file unchanged."""
     file = path.open("ab")
     size = file.tell()
     try:
@@ -42,7 +42,7 @@ def append_whole(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        os.truncate(path, size)  # once it is closed, which writes what a failed flush has left
+        os.truncate(path, size)  # after closing, which writes the rest of a failed flush
         error.filename = str(path)
         raise
 

@@ -1,4 +1,4 @@
-"""A command of the user's that is started when something happens to a run: --log.on_event=COMMAND."""
+"""The user's command that events of a run start: --log.on_event=COMMAND."""
 
 import os
 import subprocess
@@ -20,8 +20,8 @@ def start_hook(
     wait: float = 0,
 ) -> None:
     """Start the command with TOKENSUM_EVENT, TOKENSUM_MESSAGE, TOKENSUM_STEP, TOKENSUM_RUN (`name`, else the config's)
-    and TOKENSUM_RUN_DIR in its environment, and waits for it no longer than `wait` seconds. What it prints is appended
-    to `log`, or comes out here. Whatever goes wrong is said and changes nothing."""
+    and TOKENSUM_RUN_DIR in its environment. Wait for it, `wait` seconds at most. Append its output to `log`, or print
+    it. A failure is printed and changes nothing."""
     if not config.log.on_event:
         return
     facts = {"EVENT": event, "MESSAGE": message, "STEP": "" if step is None else str(step)}
@@ -36,11 +36,11 @@ def start_hook(
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                start_new_session=True,  # a Ctrl-C that ends the run is not for it
+                start_new_session=True,  # a Ctrl-C that ends the run must not reach it
             )
     except (OSError, ValueError) as error:
         print(f"--log.on_event was not started: {error}", file=sys.stderr)
         return
-    threading.Thread(target=started.wait, daemon=True).start()  # or it would stay in the system's table
+    threading.Thread(target=started.wait, daemon=True).start()  # otherwise it would stay as a zombie
     with suppress(subprocess.TimeoutExpired):
         started.wait(wait)

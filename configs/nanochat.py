@@ -1,12 +1,12 @@
-"""nanochat's one dial: everything follows from the depth.
+"""nanochat's single dial: everything follows from the depth.
 
 python train.py --config=configs/nanochat.py --model.depth=12 --data.source=FOLDER
 
-Network and recipe are nanochat's of mid 2026, all its later features and Muon included. What follows from the depth is
-printed with its reason; whatever is given on the command line stays as given, and what depends on it follows.
+Network and recipe are nanochat's of mid 2026, all its later features and Muon included. Derived values are printed with
+their reasons. Options on the command line stay as given, and values that depend on them follow.
 
-Not run yet, so its loss and hours are not known. Depth 12 was compiled for a TPU slice, and read (docs/mesh.md); a
-small network with its options takes its first steps on a CPU in bench.exactness.
+Not run yet: its loss and hours are unknown. docs/mesh.md describes the step of depth 12, compiled for a TPU slice.
+bench.exactness runs the first steps of a small network with these options on a CPU.
 """
 
 import math
@@ -58,7 +58,7 @@ def get_config() -> Config:
 
 
 def derive(config: Config, given: set[str]) -> Config:
-    """Width, heads, horizon, batch size, rates and decay, but for the options that are `given`."""
+    """Return the config with width, heads, horizon, batch size, rates and decay derived, except the options `given`."""
 
     def derived(values: dict[str, tuple[float, str]]) -> None:
         nonlocal config
@@ -69,7 +69,7 @@ def derive(config: Config, given: set[str]) -> Config:
 
     depth = config.model.depth
     if min(depth, config.model.head_dim, config.model.vocab_size) < 1:
-        return config  # which is refused
+        return config  # invalid, and refused later
     heads = math.ceil(64 * depth / config.model.head_dim)
     width = heads * config.model.head_dim
     derived(
@@ -105,6 +105,6 @@ def network_of_depth(model: ModelConfig, depth: int) -> ModelConfig:
 
 
 def scaling_parameters(model: ModelConfig) -> int:
-    """Parameters of blocks and head, which nanochat's horizon counts."""
-    counts = parameter_counts(replace(model, window_pattern="L"))  # windows, which have none, are not yet resolved
+    """Return the number of parameters of blocks and head, which nanochat's horizon counts."""
+    counts = parameter_counts(replace(model, window_pattern="L"))  # windows add no parameters
     return counts["matrices"] + counts["lm_head"]

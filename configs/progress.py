@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar in a terminal, else a line every ten seconds, with the time left."""
+"""The progress of long work, with the time left: a bar in a terminal, otherwise a line every ten seconds."""
 
 import sys
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ EVERY = 10  # seconds between two lines
 
 
 class _Lines:
-    """Writes what tqdm draws as lines of a log."""
+    """Writes tqdm's output as lines of a log."""
 
     def write(self, text: str) -> None:
         if line := text.strip():

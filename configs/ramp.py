@@ -1,8 +1,8 @@
-"""A batch that grows along the run: the size of each step, and the tokens of the steps up to it.
+"""A batch that grows during the run: the size of each step, and the tokens of the steps before it.
 
-`batch.ramp` names thresholds in tokens and sizes of a step. A stage begins with the first step before which the run
-has seen as many tokens as its threshold, so borders lie between steps, and everything here follows from a step's number
-alone. A constant batch is a ramp of one stage. Nothing here needs JAX: reports and launchers read ramps, too.
+`batch.ramp` names thresholds in tokens and sizes of a step. A stage begins with the first step after the run has seen
+its threshold of tokens. So stages change between steps, and everything here is a function of a step's number. A
+constant batch is a ramp of one stage. Nothing here needs JAX: reports and launchers read ramps, too.
 """
 
 import math
@@ -14,10 +14,10 @@ from configs.validation import nearest_multiples
 
 
 class Stage(NamedTuple):
-    """Steps of one size, one after the other."""
+    """Consecutive steps of one size."""
 
     step: int
-    """Steps before its first."""
+    """Steps before the stage."""
     tokens: int
     """Tokens of those."""
     tokens_per_step: int
@@ -30,17 +30,17 @@ class Ramp(NamedTuple):
 
     @classmethod
     def read(cls, text: str, tokens_per_step: int) -> "Ramp":
-        """`0:65536,2e8:131072` (tokens: tokens a step); of an empty text, a constant batch of `tokens_per_step`.
-        ValueError, with what is wrong, where it is no ramp."""
+        """Parse `0:65536,2e8:131072` (tokens: tokens per step). An empty text is a constant batch of `tokens_per_step`.
+        Raise ValueError, with the reason, if it is not a ramp."""
         pairs = [_pair(part) for part in text.split(",")] if text else [(0, tokens_per_step)]
         (first, size), *later = pairs
         if first != 0:
-            raise ValueError(f"the first stage begins at {first} tokens, and it must at 0: 0:{size},...")
+            raise ValueError(f"the first stage begins at {first} tokens; it must begin at 0: 0:{size},...")
         stages = [Stage(0, 0, size)]
         for threshold, size in later:
             before = stages[-1]
             if size <= before.tokens_per_step:
-                raise ValueError(f"stages must grow, and {threshold}:{size} follows {before.tokens_per_step} a step")
+                raise ValueError(f"stages must grow, but {threshold}:{size} follows {before.tokens_per_step}")
             if threshold <= before.tokens:
                 begins = f"the stage before begins at {before.tokens:,} tokens"
                 raise ValueError(f"{threshold}:{size} leaves no step to the stage before; {begins}")
@@ -51,7 +51,7 @@ class Ramp(NamedTuple):
 
     @classmethod
     def of(cls, batch: BatchConfig) -> "Ramp":
-        """Return the ramp of a config's batch. UserError if it is none, or if its rows are not integers."""
+        """Return the ramp of a config's batch. Raise UserError if it is invalid, or if its rows are not integers."""
         try:
             ramp = cls.read(batch.ramp, batch.tokens_per_step)
         except ValueError as error:
@@ -79,7 +79,7 @@ class Ramp(NamedTuple):
         return stage.tokens + (step - stage.step) * stage.tokens_per_step
 
     def steps_in(self, tokens: int) -> int:
-        """Return how many complete steps the run's first `tokens` tokens are."""
+        """Return the number of complete steps in the run's first `tokens` tokens."""
         stage = self.stages[bisect_right(self.stages, tokens, key=lambda stage: stage.tokens) - 1]
         return stage.step + (tokens - stage.tokens) // stage.tokens_per_step
 
@@ -89,7 +89,7 @@ class Ramp(NamedTuple):
 
 
 def with_ramp_spelled_out(config: Config) -> Config:
-    """Return the config with its ramp in integers, so that 2e8 equals 200000000. UserError as `Ramp.of`."""
+    """Return the config with its ramp in integers, so that 2e8 equals 200000000. Raise UserError as `Ramp.of` does."""
     Ramp.of(config.batch)
     pairs = (_pair(part) for part in config.batch.ramp.split(",") if part)
     return with_options(config, {"batch.ramp": ",".join(f"{threshold}:{size}" for threshold, size in pairs)})

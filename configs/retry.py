@@ -1,4 +1,4 @@
-"""Disks, stores and networks that misbehave for a while: which errors may pass by themselves, and the wait for it."""
+"""Temporary errors of disks, stores and networks: which ones may pass, and retries with growing pauses."""
 
 import errno
 import re
@@ -19,9 +19,9 @@ from tenacity import (
 
 T = TypeVar("T")
 
-SECONDS = 300  # for which a disk or a store that misbehaves is asked again
-LONGEST = 30  # seconds between two attempts
-# Of the file systems' errors, those that come again until somebody changes something.
+SECONDS = 300  # retries of a failing disk or store last this long
+LONGEST = 30  # seconds between attempts
+# Errors of file systems that persist until somebody changes something.
 LASTING = {
     *(
         errno.EACCES,
@@ -35,7 +35,7 @@ LASTING = {
     ),
     *(errno.EINVAL, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOSYS, errno.EOPNOTSUPP),
 }
-# Of tensorstore's, which are all ValueErrors that begin with a status.
+# Errors of tensorstore, which are all ValueErrors that begin with a status.
 PASSING = re.compile(
     "(UNAVAILABLE|UNAUTHENTICATED|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL|UNKNOWN|CANCELLED)\\b"
 )
@@ -44,11 +44,11 @@ CLIENTS = ("aiohttp", "botocore", "google.auth", "httpx")  # libraries whose err
 
 
 class StorageLost(Exception):
-    """A disk or a store misbehaves for longer than it is waited for: start all again."""
+    """A disk or a store failed for longer than retries last: start all processes again."""
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """Return the exception, and those that it was raised from."""
+    """Return the exception and its causes."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause and cause not in chain:
@@ -89,10 +89,10 @@ def _passes(error: BaseException) -> bool:
 
 
 def patiently(what: str, function: Callable[[], T], seconds: float | None = None) -> T:
-    """Return what `function` returns. An error that may pass is waited for, up to `seconds` (SECONDS) and for three
-    attempts at least, with growing random pauses; then StorageLost. Other exceptions are raised at once."""
+    """Return the result of `function`. Retry after an error that may pass, with growing random pauses, for up to
+    `seconds` (SECONDS) and at least three attempts; then raise StorageLost. Raise other exceptions at once."""
     again = Retrying(
-        # A read that fails after longer than that deserves another one.
+        # A read may take longer than that to fail, and deserves a retry.
         stop=stop_all(stop_after_delay(SECONDS if seconds is None else seconds), stop_after_attempt(3)),
         wait=wait_random_exponential(multiplier=0.5, max=LONGEST),
         retry=retry_if_exception(passes),

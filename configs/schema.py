@@ -2,7 +2,7 @@
 
 A config file (`configs/small.py`) defines `get_config() -> Config`; the command line overrides single fields of it
 (`--batch.rows_per_device=16`). A field's type says which values it takes, and what a change of it changes;
-configs/validation.py checks them. Those of type `InFile` are a config file's alone. Nothing here imports from the rest
+configs/validation.py checks them. Only a config file sets options of type `InFile`. Nothing here imports from the rest
 of the project, and nothing here computes.
 """
 
@@ -18,20 +18,20 @@ from msgspec import Meta
 
 
 class UserError(Exception):
-    """A mistake the user can mend: every command prints the message, without a traceback, and ends with code 2."""
+    """A mistake that the user can correct: every command prints the message, without a traceback, and exits with 2."""
 
 
 class Role(Enum):
-    """What an option is for, if other modules need to know."""
+    """The role of an option, for modules that need it."""
 
     FREE = "speed, reporting, or a path whose content a fingerprint holds: it may differ when a run is continued"
-    TRAINING = "how the network is trained: whatever it is, the network computes the same function"
+    TRAINING = "how the network is trained; the network computes the same function"
     PATH = "a file or folder: ~ is the home folder; a URL is refused"
-    STORE = "a path that may lead to a bucket, too: gs://BUCKET/FOLDER"
-    FILE = "a config file alone sets it: it is no option of the command line"
+    STORE = "a path, or a bucket: gs://BUCKET/FOLDER"
+    FILE = "set only by a config file, not on the command line"
 
 
-SMEAR_CHANNELS, VALUE_GATE_CHANNELS = 24, 12  # of the residual stream, that gates read: nanochat's
+SMEAR_CHANNELS, VALUE_GATE_CHANNELS = 24, 12  # channels of the residual stream that gates read, as in nanochat
 MIN_VOCAB_SIZE = 266  # the 256 bytes, the BOS, the eight tokens of conversations, and a merge
 
 T = TypeVar("T")
@@ -60,115 +60,118 @@ class ModelConfig:
     """Query heads."""
     kv_heads: Positive[int] = 6
     """Key and value heads; fewer than `heads` is grouped-query attention (arXiv:2305.13245). Must divide `heads`.
-    `mesh.tensor` divides them, or is a multiple: then devices share a head."""
+    `mesh.tensor` must divide them or be a multiple of them. With a multiple, several devices share a head."""
     head_dim: Annotated[int, Meta(gt=0, multiple_of=2)] = 128
     """Channels of one head; even, since rotary positions turn pairs of channels."""
     vocab_size: Annotated[int, Meta(ge=MIN_VOCAB_SIZE)] = 32768
     """Tokens of the tokenizer, the BOS included."""
     softcap: Positive[float] = 15.0
-    """Logits are capped to `softcap * tanh(logits / softcap)`. The loss has no maximum pass because of this bound. At
-    most 88.7 - log(vocab_size): the loss sums exp(logit) over the vocabulary, and float32 overflows at exp(88.7)."""
+    """Logits are capped to `softcap * tanh(logits / softcap)`. The bound saves the loss a pass for the maximum. At most
+    88.7 - log(vocab_size): the loss sums exp(logit) over the vocabulary, and float32 overflows at exp(88.7)."""
     z_loss: OfTraining[NotNegative[float]] = 0.0
     """Factor of the squared log-sum-exp of the logits that training adds to the loss (arXiv:2204.02311). The logged
-    `loss` is without it, as validation's; `z_loss` is what it adds."""
+    `loss` and the validation loss exclude it; `z_loss` is the added term."""
     loss_chunks: Free[Positive[int]] = 1
-    """The head and the loss process a micro-batch's tokens in this many parts: only one part's logits exist. Less
+    """Parts in which the head and the loss process a micro-batch's tokens. Only one part's logits exist at a time: less
     memory, more time, the same result. Must divide `batch.sequence_length`."""
     rotary_base: Positive[float] = 100_000.0
     """Base of the rotary wavelengths (arXiv:2104.09864)."""
     qk_scale: Positive[float] = 1.0
-    """Factor of queries and of keys after their norm, to sharpen attention; 1.2 in nanochat's later networks."""
+    """Factor of queries and keys after their norm, to sharpen attention; 1.2 in nanochat's later networks."""
     window_pattern: str = "L"
-    """Attention of block after block, repeated as often as it fits: L sees the whole row up to its position, S
-    `short_window` tokens back (nanochat: SSSL). The last block is always L."""
+    """Attention window of each block; the pattern repeats. L sees all earlier tokens of the row, S sees `short_window`
+    tokens back (nanochat: SSSL). The last block is always L."""
     short_window: NotNegative[int] = 0
-    """Tokens before its own that a position sees in S blocks. 0: a quarter of `batch.sequence_length`, rounded up to
-    128."""
+    """Earlier tokens that a position sees in S blocks. 0: a quarter of `batch.sequence_length`, rounded up to a
+    multiple of 128."""
     value_embeddings: bool = False
-    """Every other block, the last one included, adds to its values a vector a token, read from a table of its own and
-    gated per head by the input (after arXiv:2410.17897)."""
+    """Every other block, the last one included, adds a vector per token to its values. It comes from the block's own
+    table, gated per head by the input (after arXiv:2410.17897)."""
     resid_lambdas: bool = False
-    """A learned factor of the residual stream before each block."""
+    """Multiply the residual stream by a learned factor before each block."""
     x0_lambdas: bool = False
-    """A learned share of the first embedding, added to the residual stream before each block."""
+    """Add a learned share of the first embedding to the residual stream before each block."""
     smear: bool = False
-    """Adds the embedding of the token before, gated."""
+    """Add the previous token's embedding, gated."""
     backout: bool = False
-    """Takes a learned share of the middle block's residual stream away before the head."""
+    """Subtract a learned share of the middle block's residual stream before the head."""
     dtype: OfTraining[Literal["auto", "bfloat16", "float32"]] = "auto"
-    """Type of activations and of the parameters' copy in a step. `auto`: bfloat16, but float32 on a CPU with JAX before
-    0.12, where that is as fast. Parameters, gradients and moments are float32 whatever it is. `float32`: products are
-    float32 on every platform, without TF32 or passes in bfloat16: some six times the work on a TPU."""
+    """Type of activations and of the parameters' copy in a step. `auto`: bfloat16, except float32 on a CPU with JAX
+    before 0.12, which is as fast there. Parameters, gradients and moments are always float32. `float32`: products are
+    float32 on every platform, without TF32 or bfloat16 passes, which is about six times the work on a TPU."""
     remat: Free[Literal["none", "products", "block"]] = "none"
-    """What a block keeps for its backward pass: everything; all but the MLP's hidden layer, for which one product of
-    six is computed again; or its input alone. Less memory, more time, the same result."""
+    """Activations that a block keeps for its backward pass: all; all except the MLP's hidden layer, which recomputes
+    one product of six; or only its input. Less memory, more time, the same result."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The text, and how it becomes rows."""
+    """The text, and its packing into rows."""
 
     source: Free[str] = "stdlib"
-    """A dataset folder that data.prepare made; a folder of .bin token shards (llm.c, modded-nanogpt), with `tokenizer`;
-    either at a URL that fsspec reads (gs://BUCKET/FOLDER, s3://, hf://datasets/...);
-    several of these with their shares of the rows (`0.7:DIR,0.3:DIR`), which may change once this many tokens of the
-    run's data are seen (`0.9:DIR,0.1:DIR;from=8e9,0.4:DIR,0.6:DIR`); or raw text, prepared once in the cache:
-    `stdlib` (this Python's standard library, its .py files), `chat-stdlib` (conversations made of it), or a file, a
-    folder or a glob of .txt, .md, .py, .jsonl, .parquet, .csv and .arrow."""
+    """A dataset folder from data.prepare, or a folder of .bin token shards (llm.c, modded-nanogpt) with `tokenizer`.
+    Either may be at a URL that fsspec reads (gs://BUCKET/FOLDER, s3://, hf://datasets/...). A mixture gives each
+    dataset's share of the rows (`0.7:DIR,0.3:DIR`). The shares may change after a number of tokens
+    (`0.9:DIR,0.1:DIR;from=8e9,0.4:DIR,0.6:DIR`). Raw text is prepared once in the cache: `stdlib` (this Python's
+    standard library), `chat-stdlib` (conversations made of it), or a file, a folder or a glob of .txt, .md, .py,
+    .jsonl, .parquet, .csv and .arrow."""
     tokenizer: Free[str] = ""
-    """A tokenizer.json, a folder with one, or `tiktoken:gpt2`. Empty: the dataset's own; for raw text a byte-level BPE
-    of `model.vocab_size` tokens is trained."""
+    """A tokenizer.json, a folder with one, or `tiktoken:gpt2`. Empty: the dataset's own. Raw text trains a byte-level
+    BPE of `model.vocab_size` tokens."""
     val_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.05
-    """Of raw text: the share of the documents, chosen by a hash of their texts, that is never trained on."""
+    """Share of raw text's documents to hold out, chosen by a hash of their texts."""
     max_epochs: Free[NotNegative[float]] = 0.0
-    """Refuse to start a run that would go through the rows of a source more often than this; 0: it may."""
+    """Most epochs of a source in a run; a run with more is refused. 0: no limit."""
     packing: Packing = "stream"
-    """`stream`: documents, each after a BOS, in one long stream that is cut into rows; nothing is padded or lost.
-    `best_fit`: whole documents side by side, every row starting with a BOS; longer ones are cut into rows.
-    `whole`: likewise, but no document is in two rows; conversations need this."""
+    """`stream`: documents, each after a BOS, form one long stream that is cut into rows; nothing is padded or lost.
+    `best_fit`: complete documents share rows, and every row starts with a BOS; documents longer than a row are cut.
+    `whole`: likewise, but no document spans two rows; conversations need this."""
     too_long: Literal["cut", "drop"] = "cut"
-    """With `whole`, of a document longer than a row: train on its beginning, which fills the row, or leave it out."""
+    """With `whole`, a document longer than a row: `cut` trains on its beginning, `drop` leaves it out."""
     mask_documents: bool = False
-    """Attention stays within a document. On a GPU it then runs without cuDNN's kernel (docs/performance.md)."""
+    """Restrict attention to a document. On a GPU it then runs without cuDNN's kernel (docs/performance.md)."""
     workers: Free[NotNegative[int]] = 2
-    """Threads that read batches ahead; from a URL 8 at least."""
+    """Threads that read batches ahead; at least 8 from a URL."""
     copy: Free[Literal["none", "all"]] = "none"
-    """Of a dataset at a URL: `none`: rows are read from there, and up to 20 GB of what was read stay in this machine's
-    cache; `all`: it is copied whole to this machine first."""
+    """For a dataset at a URL. `none`: read rows from there, and cache up to 20 GB of them on this machine. `all`: first
+    copy the complete dataset to this machine."""
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """The sizes of a step. The number of micro-batches K follows from them and from the mesh."""
+    """The sizes of a step. They and the mesh determine the number of micro-batches, K."""
 
     sequence_length: Annotated[int, Meta(ge=2)] = 2048
-    """Tokens of a row."""
+    """Tokens per row."""
     tokens_per_step: Positive[int] = 524_288
-    """Tokens of one optimizer step, over all devices and micro-batches; with a `ramp`, those that the optimizer's
-    options are given for."""
+    """Tokens of one optimizer step, over all devices and micro-batches. With a `ramp`, the size of step that the
+    optimizer's options refer to."""
     rows_per_device: Free[Positive[int]] = 32
-    """Rows of a micro-batch on one device: what fits its memory; it never changes the result. Where a whole step has
-    fewer rows a device, the step is one micro-batch of those."""
+    """Rows of a micro-batch on one device: as many as fit its memory. It never changes the result. If a complete step
+    has fewer rows per device, the step is one micro-batch."""
     ramp: str = ""
-    """A batch that grows, `0:65536,2e8:131072`: 65,536 tokens a step, and 131,072 once the run has seen 2e8. Each stage
-    is a program, and all are compiled at the start (docs/batch-ramp.md). Empty: `tokens_per_step` all along."""
+    """A batch that grows. `0:65536,2e8:131072`: 65,536 tokens per step, and 131,072 once the run has seen 2e8 tokens.
+    Each stage is a program; all are compiled at the start (docs/batch-ramp.md). Empty: always `tokens_per_step`."""
     ramp_scaling: Literal["none", "root", "linear"] = "none"
-    """What follows a `ramp`: nothing; or rates, by the root of a stage's size over `tokens_per_step` or linearly, and
-    second moments, which forget half in as many tokens as at `tokens_per_step` (arXiv:2507.07101)."""
+    """Scaling with a `ramp`: none; or rates scale with the square root of a stage's size over `tokens_per_step`, or
+    linearly. Second moments then keep their half-life in tokens (arXiv:2507.07101)."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The course of every group's learning rate, as a factor of its peak rate."""
+    """The schedule of every group's learning rate, as a factor of its peak rate."""
 
     kind: Literal["constant", "warmup_cosine", "warmup_constant_warmdown"] = "warmup_constant_warmdown"
-    """After the warmup: stay; fall by a half cosine; or stay, and fall linearly over the last `warmdown` of the run."""
+    """After the warmup: stay constant; fall by a half cosine; or stay, then fall linearly over the last `warmdown` of
+    the run."""
     warmup_steps: NotNegative[int] = 0
-    """Steps of linear rise: step t has (t + 1) / warmup_steps of the peak. With `batch.ramp`, the tokens of as many."""
+    """Steps of linear warmup: step t has (t + 1) / warmup_steps of the peak. With `batch.ramp`, the warmup lasts for
+    the tokens of as many steps."""
     warmdown: Share = 0.65
-    """Share of the run's steps, with `batch.ramp` of its tokens, that fall (`warmup_constant_warmdown`)."""
+    """Share of the run's steps (with `batch.ramp`, of its tokens) in which the rate falls
+    (`warmup_constant_warmdown`)."""
     final: Share = 0.05
-    """Factor that the falling schedules end at."""
+    """Final factor of the falling schedules."""
 
 
 @dataclass(frozen=True)
@@ -183,17 +186,17 @@ class GroupConfig:
     beta2: InFile[Decay] = 0.95
     """Decay of the second moment."""
     eps: InFile[Positive[float]] = 1e-10
-    """Added to the root of the second moment."""
+    """Number added to the root of the second moment."""
     weight_decay: NotNegative[float] = 0.0
-    """Decoupled: a step takes `rate * weight_decay * parameter` away."""
+    """Decoupled weight decay: a step subtracts `rate * weight_decay * parameter`."""
 
 
 @dataclass(frozen=True)
 class X0LambdasConfig(GroupConfig):
-    """`model.x0_lambdas`, whose rate is high."""
+    """The group of `model.x0_lambdas`, whose rate is high."""
 
     warmup_steps: NotNegative[int] = 0
-    """Steps of linear rise of this group's rate, if they are more than `optimizer.schedule.warmup_steps`."""
+    """Steps of linear warmup of this group's rate, if more than `optimizer.schedule.warmup_steps`."""
 
 
 @dataclass(frozen=True)
@@ -201,41 +204,43 @@ class MatricesConfig(GroupConfig):
     """The matrices of the blocks."""
 
     kind: Literal["adamw", "muon"] = "adamw"
-    """`muon`: `optimizer.muon` holds for them, and this group's other options for none."""
+    """`muon` uses the options of `optimizer.muon`, and ignores this group's other ones."""
 
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """Muon for the matrices: momentum, orthogonalised (kellerjordan.github.io/posts/muon), as nanochat does it."""
+    """Muon for the matrices: orthogonalised momentum (kellerjordan.github.io/posts/muon), as in nanochat."""
 
     peak_rate: Positive[float] = 0.02
-    """Learning rate that the schedule multiplies; a matrix with more outputs than inputs has it times the root of their
-    ratio."""
+    """Learning rate that the schedule multiplies. For a matrix with more outputs than inputs, it is multiplied by the
+    root of their ratio."""
     momentum: Decay = 0.97
     """Decay of the first moment (Nesterov), after its own warmup and until the rate's warmdown."""
     momentum_start: InFile[Decay] = 0.85
     """At step 0."""
     momentum_warmup_steps: InFile[NotNegative[int]] = 400
-    """Steps of its linear rise. If the warmdown begins earlier, it falls from where it has risen to."""
+    """Steps of linear rise of the momentum. If the warmdown begins earlier, it falls from its current value."""
     momentum_final: InFile[Decay] = 0.9
-    """At the end of the warmdown."""
+    """Momentum at the end of the warmdown."""
     beta2: InFile[Decay] = 0.9
-    """Decay of the second moment of a matrix's rows or columns, which evens out the update (arXiv:2510.05491)."""
+    """Decay of the second moment of a matrix's rows or columns, which normalizes the update (arXiv:2510.05491)."""
     weight_decay: NotNegative[float] = 0.28
-    """Decoupled, only where it and the update agree (arXiv:2411.16085), and falling to 0 by a half cosine."""
+    """Decoupled weight decay, only for elements where it agrees with the update (arXiv:2411.16085). It falls to 0 by a
+    half cosine."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """One group for each kind of parameter: AdamW, and for the matrices Muon if asked for.
 
-    `eps` is 1e-4 where the first gradient is zero but for rounding (docs/mesh.md): Adam would make a full step of it.
+    `eps` is 1e-4 for groups whose first gradient is zero except for rounding (docs/mesh.md): Adam would make a full
+    step of it.
     """
 
     embed: GroupConfig = GroupConfig(peak_rate=0.2, beta2=0.995)
     """The token embedding."""
     matrices: MatricesConfig = MatricesConfig(peak_rate=0.002, weight_decay=0.1)
-    """Every matrix of the blocks; the only group of the plain network that decays by default."""
+    """Every matrix of the blocks; the only group of the plain network with weight decay by default."""
     lm_head: GroupConfig = GroupConfig(peak_rate=0.004, beta2=0.96)
     """The head."""
     scalars: GroupConfig = GroupConfig(peak_rate=0.2, eps=1e-4)
@@ -247,11 +252,11 @@ class OptimizerConfig:
     x0_lambdas: X0LambdasConfig = X0LambdasConfig(peak_rate=0.5, beta1=0.96, eps=1e-4)
     """`model.x0_lambdas`."""
     muon: MuonConfig = MuonConfig()
-    """The matrices', with `optimizer.matrices.kind=muon`."""
+    """Muon's options, with `optimizer.matrices.kind=muon`."""
     rate_factor: Positive[float] = 1.0
-    """Factor of every group's rate. With `init_from` on new text 0.1 is a start (docs/recipe.md)."""
+    """Factor of every group's rate. Try 0.1 with `init_from` on new text (docs/recipe.md)."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """Course of every group's rate."""
+    """Schedule of every group's rate."""
     clip_norm: Positive[float] = 1.0
     """Bound on the global norm of the gradient, after its division by the step's valid tokens."""
 
@@ -261,62 +266,62 @@ class MeshConfig:
     """The devices' arrangement."""
 
     data: Annotated[int, Meta(ge=-1)] = -1
-    """Replicas. Each computes its share of every micro-batch's rows and keeps its share of the optimizer state;
-    gradients cross this axis once a step. -1: all devices that `fsdp` and `tensor` leave."""
+    """Replicas. Each computes its share of every micro-batch's rows and keeps its share of the optimizer state.
+    Gradients cross this axis once per step. -1: all devices that `fsdp` and `tensor` leave."""
     fsdp: Positive[int] = 1
-    """Devices that share a replica's rows and parameters (arXiv:2304.11277); each matrix is gathered where it is read.
-    Must divide the width."""
+    """Devices that share a replica's rows and parameters (arXiv:2304.11277); each matrix is gathered at each use. Must
+    divide the width."""
     tensor: Positive[int] = 1
     """Devices that share heads, MLP width and vocabulary (arXiv:1909.08053). Must divide each of them."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept of a run. A checkpoint is always saved at the end, on Ctrl-C, and on SIGTERM."""
+    """Checkpoints. One is always saved at the end, on Ctrl-C, and on SIGTERM."""
 
     folder: AnyPath = ""
-    """Where checkpoints go in place of the run's folder, with a copy of its record (config, metrics, events,
-    tokenizer, TensorBoard, summary): a disk that outlives the machine, or `gs://BUCKET/FOLDER`. A machine without the
-    run's folder continues from there, and sample.py and the like read a run there."""
+    """Folder of checkpoints instead of the run's own, with a copy of the run's record (config, metrics, events,
+    tokenizer, TensorBoard, summary). Give a disk that outlives the machine, or `gs://BUCKET/FOLDER`. A machine without
+    the run's folder resumes from there, and other commands read the run there."""
     every_steps: Free[Positive[int]] = 250
     """Steps between checkpoints, written while training continues."""
     every_minutes: Free[NotNegative[float]] = 0.0
-    """And a checkpoint once this many minutes have passed since the last one, checked when a step is logged;
-    what a kill can cost then does not depend on the speed of steps. 0: only `every_steps`."""
+    """Also save when this many minutes have passed since the last checkpoint, checked at logged steps. This bounds the
+    loss by a kill, whatever the speed of steps. 0: only `every_steps`."""
     keep: Free[Positive[int]] = 2
-    """Newest checkpoints kept; the best by val_bpb is kept too."""
+    """Number of newest checkpoints to keep; the best by val_bpb is kept too."""
     keep_every: Free[NotNegative[int]] = 0
-    """Keep those of steps that are multiples of this, too; 0: none."""
+    """Also keep checkpoints of steps that are multiples of this. 0: none."""
 
 
 @dataclass(frozen=True)
 class StabilityConfig:
-    """What happens when the loss jumps."""
+    """Reaction to a jump of the loss."""
 
     spike_factor: NotNegative[float] = 1.5
-    """A step is reported if its loss is more than this many times the median of the 64 steps before it, with the rows
-    it saw; 0: none is."""
+    """Report a step, with its rows, if its loss exceeds this many times the median of the 64 steps before it. 0:
+    none."""
     rollback: bool = False
-    """Then go back to the newest checkpoint, and skip the batches from there up to that step's. On record in
-    metrics.jsonl, and the same whenever the run is killed and continued. Three from one checkpoint end the run."""
+    """Then return to the newest checkpoint, and skip the batches up to and including that step's. metrics.jsonl records
+    it, and a resumed run repeats it exactly. Three rollbacks to one checkpoint end the run."""
 
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Evaluation on held-out text, always done once more at the end."""
+    """Evaluation on held-out text. One always follows the last step."""
 
     every_steps: Positive[int] = 250
     """Steps between evaluations."""
     tokens: Positive[int] = 10_485_760
-    """Tokens of the fixed held-out set, in rows spread evenly over the validation part; all of it where it is less."""
+    """Tokens of the fixed held-out set, in rows spread evenly over the validation part; all of it if it has fewer."""
     prompts: tuple[str, ...] = ("", "", "")
-    """Texts that are continued after each evaluation; an empty one starts a document."""
+    """Prompts to continue after each evaluation; an empty one starts a document."""
     sample_tokens: Positive[int] = 64
-    """Tokens of each continuation, or as many as the row has room for."""
+    """Tokens of each continuation, at most as many as the row has room for."""
     tasks: Literal["", "core"] = ""
-    """Benchmarks, too: `core`, of the bundle that DCLM and nanochat use (docs/evaluation.md). Empty: none."""
+    """Benchmarks: `core`, from the bundle that DCLM and nanochat use (docs/evaluation.md). Empty: none."""
     tasks_every_steps: Positive[int] = 2000
-    """Steps between evaluations of `tasks`, always done once more at the end."""
+    """Steps between evaluations of `tasks`. One always follows the last step."""
     bundle: FilePath = ""
     """Folder of that bundle: core.yaml, eval_meta_data.csv and eval_data/."""
     items: Positive[int] = 500
@@ -332,33 +337,34 @@ class LogConfig:
     on_event: str = ""
     """A command for the shell, started on the first process at a jump of the loss, a rollback, a failure and the end.
     TOKENSUM_EVENT (`spike`, `rollback`, `failure`, `end`), TOKENSUM_MESSAGE, TOKENSUM_STEP, TOKENSUM_RUN and
-    TOKENSUM_RUN_DIR tell it which. The run neither waits for it nor fails of it. `python -m tools.launch tpu run`
-    starts it too (docs/pods.md). config.json records it unchanged: let it take secrets from the environment
-    (`curl -d "$TOKENSUM_MESSAGE" "$HOOK"`)."""
+    TOKENSUM_RUN_DIR describe the event. It runs in the background; its failure does not stop training. `python -m
+    tools.launch tpu run` starts it too (docs/pods.md). config.json records the command unchanged, so take secrets from
+    the environment (`curl -d "$TOKENSUM_MESSAGE" "$HOOK"`)."""
     wandb: str = ""
-    """PROJECT or ENTITY/PROJECT of Weights & Biases (`pip install wandb`), which is sent the numbers too. Its key is
-    taken from WANDB_API_KEY, or from where `wandb login` put it. Empty: nothing is sent."""
+    """PROJECT or ENTITY/PROJECT of Weights & Biases (`pip install wandb`), which also gets the numbers. The key comes
+    from WANDB_API_KEY or `wandb login`. Empty: nothing is sent."""
 
 
 @dataclass(frozen=True)
 class DiagnosticsConfig:
-    """What a step measures of itself (docs/diagnostics.md): the gradient noise scale, whether micro-batches agree, and
+    """Measurements within a step (docs/diagnostics.md): the gradient noise scale, the agreement of micro-batches, and
     norms of gradients, parameters and updates."""
 
     every_steps: NotNegative[int] = 0
-    """Steps between measured ones; 0: none is. A second program is compiled for them; the result stays the same."""
+    """Steps between measured steps; 0: none. A second program is compiled for them; the result stays the same."""
 
 
 @dataclass(frozen=True)
 class HangConfig:
-    """When a step counts as hung. Then every thread's place is printed, and the run ends with code 42: start again."""
+    """Limits after which a run counts as hung. It then prints every thread's stack and exits with code 42: start
+    again."""
 
     seconds: NotNegative[int] = 600
-    """Seconds that a step may take in any case, the wait for its batch included (the first of a process six times as
-    long) and, if that is more, ten times the median step; 0: for ever. More than any step, any stall of a disk or of a
-    network that passes by itself. While a store that the data are read from does not answer, no time counts."""
+    """Least limit in seconds for a step and the wait for its batch; the limit is ten times the median step if that is
+    more. The first step of a process has six times as long. 0: no limit. Choose more than any step, and any stall of a
+    disk or network that passes. The clock stops while a data store does not answer."""
     other_seconds: NotNegative[float] = 7200.0
-    """Seconds that a restore, a save or an evaluation may take; 0: for ever. More than the longest of them."""
+    """Limit in seconds for a restore, a save or an evaluation; 0: none. Choose more than the longest of them."""
 
 
 @dataclass(frozen=True)
@@ -366,8 +372,8 @@ class ProfileConfig:
     """A trace of the devices and the host, for TensorBoard, XProf or Perfetto."""
 
     steps: str = ""
-    """FIRST:LAST, as 10:15: a trace of these steps, of the first process, in the run's folder under profile/. Not the
-    first steps of a process, which take longer. Empty: none."""
+    """FIRST:LAST, as 10:15: trace these steps on the first process, into profile/ in the run's folder. Avoid the first
+    steps of a process, which take longer. Empty: none."""
 
 
 @dataclass(frozen=True)
@@ -379,19 +385,19 @@ class Config:
     run_dir: Free[FilePath] = ""
     """The run's folder: checkpoints, metrics, config. The same command again continues the run in it."""
     seed: NotNegative[int] = 0
-    """Seed of the initial parameters, of the order of rows and of the samples."""
+    """Seed of the initial parameters, the order of rows and the samples."""
     steps: NotNegative[int] = 1000
-    """Optimizer steps of the whole run; with `batch.ramp` they differ in size, and the start says how many tokens they
-    are in all. 0: one epoch, rounded up to a step: as many rows as the datasets of `data.source` have together."""
+    """Optimizer steps of the complete run. With `batch.ramp` they differ in size, and the start prints their total
+    tokens. 0: one epoch, rounded up to a step: as many rows as all datasets of `data.source` have."""
     deterministic: Free[bool] = True
-    """On GPUs: no kernel that adds in an order of its own, and the kernels that XLA chooses by timing them are kept in
-    the run's folder, so that a run that is continued ends with the same bits (docs/checkpoints.md). False: whatever is
-    fastest. On CPUs and TPUs it changes nothing."""
+    """On GPUs, use no kernel whose order of additions varies, and keep XLA's autotuning choices in the run's folder. A
+    resumed run then ends with the same bits (docs/checkpoints.md). False: use the fastest kernels. On CPUs and TPUs it
+    changes nothing."""
     init_from: AnyPath = ""
     """Another run, a folder that export.py wrote, or a nanochat in transformers' format: start from its parameters. If
     its tokenizer lacks the tokens of conversations and the data's has them, rows for them are added."""
     init_optimizer: bool = False
-    """Start from the optimizer's moments of the run in `init_from`, too. Steps and schedule start at 0."""
+    """Also start from the optimizer's moments of the run in `init_from`. Steps and schedule start at 0."""
     resume: Free[Literal["auto", "never", "must"]] = "auto"
     """`auto`: continue the run in `run_dir` if there is one. `never`: refuse if there is one. `must`: refuse if not."""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -409,7 +415,7 @@ class Config:
 
 
 def options(config: object, prefix: str = "") -> dict[str, object]:
-    """Every option by its command-line name: `{"steps": 1000, "model.depth": 12, ...}`."""
+    """Return every option by its command-line name: `{"steps": 1000, "model.depth": 12, ...}`."""
     flat: dict[str, object] = {}
     for f in dataclasses.fields(config):  # pyright: ignore[reportArgumentType]
         value = getattr(config, f.name)
@@ -438,7 +444,7 @@ def roles(section: type = Config) -> dict[str, set[Role]]:
 
 
 def free_to_change(name: str) -> bool:
-    """Whether an option may differ when a run is continued; whatever is no option may not."""
+    """Return whether an option may differ when a run is resumed. A name that is not an option may not."""
     return Role.FREE in roles().get(name, ())
 
 

@@ -1,4 +1,4 @@
-"""Which configs can run: checks of every option's value, and of those that depend on each other.
+"""Validation of configs: each option's value, and options that depend on each other.
 
 msgspec checks what an option's type in configs/schema.py says.
 """
@@ -29,7 +29,8 @@ T = TypeVar("T")
 
 
 def check_types(config: T) -> T:
-    """Return `config`, with each number of its type. UserError, naming the option, for a value outside its type."""
+    """Return `config` with each number in its field's type. Raise UserError, naming the option, for a value outside its
+    type."""
     try:
         checked = msgspec.convert(dataclasses.asdict(config), type(config))  # pyright: ignore[reportArgumentType]
     except msgspec.ValidationError as error:
@@ -51,7 +52,7 @@ def check_types(config: T) -> T:
 
 
 def _problem(value: Any) -> str:
-    """Return why no option can have this value, whatever its type; empty if it can."""
+    """Return why no option of any type can have this value; empty if it can."""
     if isinstance(value, tuple):
         return next(filter(None, map(_problem, value)), "")
     if isinstance(value, float) and not abs(value) < 2.0**127:
@@ -64,8 +65,8 @@ def _problem(value: Any) -> str:
 
 
 def with_homes(config: T) -> T:
-    """Return the config with ~ as the home folder in its paths. UserError if there is none, or for a path that leads
-    where its option cannot go: a URL would become a folder of that name."""
+    """Return the config with ~ expanded in its paths. Raise UserError if there is no home folder, or for a URL in an
+    option that takes only local paths: it would become a folder of that name."""
 
     def home(name: str, value: str, store: bool) -> str:
         path = os.path.expanduser(value)

@@ -68,7 +68,7 @@ def test_a_vocabulary_without_the_tokens_of_conversations_grows(base, size, grow
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "--init_from=runs/small takes that of `make train`"),
+        ([], "--init_from=runs/small is the one from `make train`"),
         (["--init_from=missing"], "missing holds no run"),
         (["--init_optimizer"], "--init_from is missing"),
     ],

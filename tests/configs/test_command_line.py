@@ -155,7 +155,7 @@ def test_a_list_of_texts_may_be_json(value, texts, monkeypatch):
 
 
 def test_a_list_whose_quotes_the_shell_took_away_is_refused():
-    with pytest.raises(UserError, match=r"=\[a,b\] is no list of texts; .*: --eval\.prompts 'first text'"):
+    with pytest.raises(UserError, match=r"=\[a,b\] is not a list of texts; .*: --eval\.prompts 'first text'"):
         parse("", argv=[f"--config={SMALL}", "--eval.prompts=[a,b]"])
 
 

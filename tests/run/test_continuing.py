@@ -74,7 +74,7 @@ LONGER, FEWER = ("--steps=8", "--accept_changes"), ("--steps=4", "--accept_chang
         ("checkpoints", None, LONGER, "was saved up to step 6"),
         (None, None, FEWER, "has come to step 6 already"),
         *((None, text, (), "config.json cannot be read") for text in ("", "{", "[]")),
-        (None, '{"config": {}}', (), "config.json is not of this version"),
+        (None, '{"config": {}}', (), "config.json is from another version"),
     ],
 )
 def test_a_run_that_cannot_be_resumed_is_refused_and_keeps_its_record(
