@@ -197,9 +197,7 @@ class HarnessNetwork(LM):
             "top_k": asked.pop("top_k", 50) if sampled else 0,
         }
         if asked and sampled:
-            raise UserError(
-                f"{request.task_name} draws its text with {asked}; it has only temperature and top_k"
-            )
+            raise UserError(f"{request.task_name} draws its text with {asked}; known: temperature, top_k")
         if options["tokens"] >= self.scorer.longest:
             raise UserError(
                 f"{request.task_name} asks for {options['tokens']} new tokens, and a row of the network has "

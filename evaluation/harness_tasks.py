@@ -22,9 +22,7 @@ from evaluation.item_log import ItemLog, to_lines, write_json
 from evaluation.network import Network
 from evaluation.pictures import plot_accuracies
 
-BOOTSTRAP = (
-    1000  # resamples for a standard error that has no formula; the harness' 100,000 take minutes a task
-)
+BOOTSTRAP = 1000  # resamples for a standard error that has no formula; the harness' 100,000 take minutes a task
 
 
 def load_tasks(names: Sequence[str], folder: str | None, unsafe_code: bool = False) -> Mapping[str, Any]:
@@ -128,9 +126,7 @@ def measure(
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    os.environ["DISABLE_MULTIPROC"] = (
-        "1"  # it would fork to bootstrap, which JAX's threads do not survive
-    )
+    os.environ["DISABLE_MULTIPROC"] = "1"  # it would fork to bootstrap, which JAX's threads do not survive
     os.environ.pop("LOCAL_RANK", None)  # torchrun sets it; all processes but the first would get no figures
     tasks, members = loaded["tasks"], {name for group in loaded["groups"].values() for name in group.child_names}
     top = [*loaded["groups"].values(), *tasks.values()]
