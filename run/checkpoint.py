@@ -1,16 +1,16 @@
 """Saving and restoring the state with Orbax, asynchronously and sharded.
 
-checkpoints/<step>/params/     float32 parameters: all that sampling and evaluation read
+checkpoints/<step>/params/     float32 parameters: sampling and evaluation read only these
 checkpoints/<step>/rest/       optimizer state, skipped steps
 checkpoints/<step>/facts/      step, tokens, position in the data, config, versions, a checksum of each array
 
-On a disk Orbax writes a folder under another name and renames it when it is whole; in a bucket, where nothing can be
-renamed at once, it is whole when commit_success.txt is there. Orbax does not notice flipped bits in the file of an
-array, so the arrays' checksums are saved with them, and compared when they are read.
+On a disk Orbax writes a folder under another name and renames it when it is complete. A bucket has no atomic rename: a
+folder is complete when commit_success.txt exists. Orbax does not detect flipped bits in an array's file, so checksums
+are saved with the arrays, and compared at each read.
 
-Which checkpoints are kept is decided by Orbax's preservation policies. Deleting the others is not left to Orbax: it
-deletes in place, so that a kill leaves a part of a checkpoint under a checkpoint's name, and a deletion that fails (a
-bucket that forbids it) fails the save that came before it.
+Orbax's preservation policies choose which checkpoints to keep. This module deletes the others. Orbax would delete in
+place: a kill would leave a part of a checkpoint under a checkpoint's name, and a failed deletion (a bucket may forbid
+it) would fail the save before it.
 """
 
 import math
@@ -42,7 +42,8 @@ FORBIDDEN = re.compile("^Forbidden|PERMISSION_DENIED")  # gcsfs, tensorstore
 
 
 def is_there(path: epath.Path) -> bool:
-    """Whether a file or folder is there. OSError if the disk does not answer, which `exists` takes for a no."""
+    """Return whether a file or folder exists. Raise OSError if the disk does not answer; `exists` would return
+    False."""
     if str(path).startswith("gs://"):
         return path.exists()
     try:
@@ -62,7 +63,7 @@ def whole_steps(folder: epath.Path) -> list[int]:
 
 class Checkpoints:
     """The checkpoints in one folder, a run's or `checkpoint.folder`, on a disk or in a bucket (`gs://BUCKET/FOLDER`).
-    Without a config they are only read, while the run may go on."""
+    Without a config they are only read, and the run may continue meanwhile."""
 
     def __init__(
         self,
@@ -73,40 +74,40 @@ class Checkpoints:
         scores: Mapping[int, float] = MappingProxyType({}),
     ):
         """`record` is copied before each save. `on_saved` is called on the first process with the step of each
-        checkpoint that has become whole. `scores`: `val_bpb` of steps, on the first process. UserError if the folder
-        cannot be used. Every process must make one, and call its methods together."""
+        completed checkpoint. `scores`: `val_bpb` of steps, on the first process. Raise UserError if the folder cannot
+        be used. Every process must make one, and call its methods together."""
         self.config, self.record, self.on_saved, self.scores = config, record, on_saved, scores
         self.in_bucket = str(folder).startswith("gs://")
         self.folder = place(folder) / "checkpoints"
         self.not_whole: list[str] = []
-        """What had a checkpoint's name, and was put aside."""
+        """Names that looked like checkpoints, were not, and were put aside."""
         where = str(self.folder)
         try:
             if config:
                 self.not_whole = on_first_process(lambda: patiently(where, self._clear))
             self.infos = [Info(*info) for info in on_first_process(lambda: patiently(where, self._look))]
-            """The whole checkpoints, in order; every process has the same."""
+            """Steps of the complete checkpoints, in order; the same on every process."""
         except (UserError, StorageLost):
             raise
-        except Exception as error:  # of the disk or the store
+        except Exception as error:  # from the disk or the store
             raise UserError(f"checkpoints cannot be kept in {folder}: {first_line(error)}{role(error)}") from error
         self.pending: Info | None = None
-        """What is being saved."""
+        """The save in progress."""
         self.failed_saves = 0
-        """How many saves in a row have failed; the same on every process."""
+        """Number of consecutive failed saves; the same on every process."""
         self.failure, self.passing, self.failing_since = "", False, 0.0
-        """Why the last save failed, whether that may pass by itself, and since when saves fail."""
+        """Why the last save failed, whether that may pass by itself, and when saves began to fail."""
         self.messages: list[str] = []
-        """Each save that failed and each checkpoint that could not be deleted, until somebody says so."""
+        """Failed saves and deletions that were not reported yet."""
 
     @property
     def steps(self) -> list[int]:
-        """Steps of the whole checkpoints, in order."""
+        """Return the steps of the complete checkpoints, in order."""
         return [info.step for info in self.infos]
 
     @property
     def newest(self) -> int:
-        """The newest whole checkpoint's step; 0 where there is none."""
+        """Return the newest complete checkpoint's step; 0 if there is none."""
         return max(self.steps, default=0)
 
     def _look(self) -> list[Info]:
@@ -117,8 +118,8 @@ class Checkpoints:
         """Copy the state off the devices, and write it while training continues. `step` is `int(state.step)`; `facts`
         holds the parameters' `shapes` without padding (`model.shapes.parameter_shapes`).
 
-        A save that fails, at once or while it is written, is counted (`failing`). Older checkpoints are deleted when
-        there is a newer one that is whole.
+        A save that fails, at once or in the background, is counted (`failing`). Older checkpoints are deleted once a
+        newer one is complete.
         """
         rest = {"opt_state": state.opt_state, "skipped_steps": state.skipped_steps}
         facts = {"step": step, **facts, "time": time.time(), "versions": versions()}
@@ -145,20 +146,20 @@ class Checkpoints:
             self.pending = Info(step, None)
 
     def score(self, step: int, val_bpb: float) -> None:
-        """Note the bits per byte of a checkpoint that was saved, or is being saved: the best is kept. The run's metrics
-        have it on record."""
+        """Note the bits per byte of a checkpoint, saved or in progress. The best is kept. The run's metrics record
+        it."""
         if self.pending and self.pending.step == step:
             self.pending = Info(step, _metrics(val_bpb))
         self.infos = [Info(step, _metrics(val_bpb)) if info.step == step else info for info in self.infos]
 
     def failing(self, wait: bool = True) -> int:
-        """Return how many saves in a row have failed, the last one included: it is waited for, or, without `wait`,
-        counted if it failed already."""
+        """Return the number of consecutive failed saves, the last one included. With `wait`, wait for its end;
+        otherwise count it if it failed already."""
         self._settle(wait)
         return self.failed_saves
 
     def _settle(self, wait: bool = True) -> None:
-        """Find out what became of the last save. After one that succeeded, old checkpoints are deleted."""
+        """Check the result of the last save. After a success, delete old checkpoints."""
         if not self.pending or (not wait and highest(self.saving.is_alive())):
             return
         saved, self.pending = self.pending, None
@@ -171,13 +172,13 @@ class Checkpoints:
         self.failed_saves = 0
         self.infos.append(saved)
         if jax.process_index() == 0:
-            with suppress(OSError):  # the run's own disk is full: the checkpoint is whole all the same
+            with suppress(OSError):  # the run's own disk is full; the checkpoint is complete all the same
                 self.on_saved(saved.step)
         self._delete_old()
 
     def _failed(self, failure: str) -> None:
-        """Count a save that failed, and remove what it left, so that the disk has room: training can go on.
-        StorageLost if the disk or the store has not answered for `configs.retry.SECONDS`."""
+        """Count a failed save, and remove what it left, to free the disk: training continues. Raise StorageLost if the
+        disk or the store has not answered for `configs.retry.SECONDS`."""
         self.failing_since = self.failing_since if self.failed_saves else time.monotonic()
         self.failed_saves += 1
         self.passing, self.failure = failure[0] == "1", failure[2:]
@@ -187,22 +188,22 @@ class Checkpoints:
             raise StorageLost(f"saving in {self.folder}: {self.failure}")
 
     def _try_to_clear(self) -> None:
-        with suppress(Exception):  # while the disk is away; the next save that succeeds makes up for it
+        with suppress(Exception):  # the disk does not answer; the next successful save repeats this
             self._clear()
 
     def close(self) -> None:
-        """Wait until what was saved is written. Delete what an earlier start was killed before deleting."""
+        """Wait until the last save is written. Complete the deletions of an earlier start that was killed."""
         self._settle()
         if self.config:
             self._delete_old()
 
     def _clear(self) -> list[str]:
-        """Delete what a kill or a failure left half written or half deleted, and put aside what has a checkpoint's
-        name and is none, whose names it returns. On the first process."""
+        """Delete what a kill or a failure left half written or half deleted. Put aside what has a checkpoint's name but
+        is not one, and return these names. On the first process."""
         put_aside = []
         if not self.folder.exists():
             self.folder.mkdir(parents=True)
-        for path in self.folder.iterdir() if self.folder.exists() else ():  # an empty one is nothing in a bucket
+        for path in self.folder.iterdir() if self.folder.exists() else ():  # a bucket has no empty folders
             half_written = self.in_bucket and path.name.isdigit() and not (path / COMMITTED).exists()
             if half_written or path.name.endswith(LEFT_OVER):
                 path.rmtree()
@@ -214,8 +215,8 @@ class Checkpoints:
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict]:
         """Return the state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it.
 
-        The same exception on every process: UserError if it is of another network or optimizer, Damaged if it is
-        not what was saved, StorageLost if a disk or store does not answer for long.
+        Raise the same exception on every process: UserError for another network or optimizer, Damaged if the bytes
+        differ from the saved ones, StorageLost if a disk or store does not answer for long.
         """
         rest = {"opt_state": abstract.opt_state, "skipped_steps": abstract.skipped_steps}
         facts = self._facts_for_all(step)
@@ -228,11 +229,11 @@ class Checkpoints:
         ), facts
 
     def restore_newest(self, abstract: TrainState, say: Callable[[str], Any]) -> tuple[TrainState, dict] | None:
-        """Return the newest state that can be read, or None if there is no checkpoint at all. Those that are damaged
-        are named, and put aside in bad-checkpoints/. NoCheckpoint if all are; StorageLost if a disk or store does
-        not answer, which says nothing of a checkpoint."""
+        """Return the newest state that can be read, or None without any checkpoint. Report damaged ones, and move them
+        to bad-checkpoints/. Raise NoCheckpoint if all are damaged, and StorageLost if a disk or store does not answer,
+        which does not mean damage."""
         for name in self.not_whole:
-            say(f"checkpoint {name} cannot be read (it is not whole); it is in bad-checkpoints")
+            say(f"checkpoint {name} cannot be read (it is incomplete); it is in bad-checkpoints")
         bad = []
         for step in reversed(self.steps):
             try:
@@ -250,7 +251,7 @@ class Checkpoints:
         return None
 
     def asked(self, step: int | None) -> int:
-        """Return `step`, or the newest checkpoint's where it is None. UserError if there is no such checkpoint."""
+        """Return `step`, or the newest checkpoint's if it is None. Raise UserError if there is no such checkpoint."""
         if not self.steps:
             raise UserError(f"{self.folder} holds no checkpoint yet")
         if step is not None and step not in self.steps:
@@ -258,8 +259,8 @@ class Checkpoints:
         return self.newest if step is None else step
 
     def restore_params(self, abstract: dict, step: int | None = None) -> tuple[dict, int]:
-        """Return the parameters that `abstract` has, of the checkpoint of `step` or of the newest, and its step.
-        UserError if there is none; NoCheckpoint, which names a sound one, where it is damaged."""
+        """Return the parameters that `abstract` has, from the checkpoint of `step` or from the newest, and its step.
+        Raise UserError if there is none, and NoCheckpoint, naming a sound one, if it is damaged."""
         step = self.asked(step)
         try:
             return self._params(step, abstract), step
@@ -279,20 +280,20 @@ class Checkpoints:
         return params
 
     def facts(self, step: int) -> dict:
-        """Return what was saved with the arrays. Damaged if it is not what was saved."""
+        """Return the facts saved with the arrays. Raise Damaged if they differ from the saved ones."""
         with _damage():
             facts = orbax_calls.read_facts(self.folder / str(step))
             if facts.pop("sha256", None) != digest(facts):
-                raise Damaged("facts/metadata is not what was saved")
+                raise Damaged("facts/metadata differs from what was saved")
         return facts
 
     def _facts_for_all(self, step: int) -> dict:
-        """Read by the first process, for as long as its disk or store needs."""
+        """Read on the first process, for as long as its disk or store needs."""
         return on_first_process(lambda: patiently(f"checkpoint {step}", lambda: self.facts(step)))
 
     def _read(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
         """Return the arrays of a checkpoint's items. Each process reads its own parts, for as long as its disk or store
-        needs, and then all agree on what became of it."""
+        needs. Then all agree on the result."""
 
         def read() -> dict[str, Any]:
             with _damage():
@@ -301,17 +302,17 @@ class Checkpoints:
         return on_every_process(f"checkpoint {step}", lambda: patiently(f"checkpoint {step}", read))
 
     def _require_same_state(self, facts: dict, state: dict) -> None:
-        """UserError if the checkpoint's parameters have other shapes, or its optimizer other moments."""
+        """Raise UserError if the checkpoint's parameters have other shapes, or its optimizer other moments."""
         self._require_same_network(facts, state["params"])
         if others := sorted(facts["checksums"].keys() ^ _leaves(state).keys()):
             raise UserError(
                 f"checkpoint {facts['step']} in {self.folder} was made with another optimizer: {', '.join(others[:4])}"
-                f"{' and others' if len(others) > 4 else ''} are in one of the two alone; give the optimizer it was "
+                f"{' and others' if len(others) > 4 else ''} are in only one of the two; give the optimizer it was "
                 "made with, or start a new run from its network (export.py, then --init_from)"
             )
 
     def _require_same_network(self, facts: dict, params: dict, part: bool = False) -> None:
-        """UserError if the checkpoint's parameters have other shapes; `part`: it may have more of them."""
+        """Raise UserError if the checkpoint's parameters have other shapes. `part`: it may have more of them."""
         saved, leaves = facts["shapes"], _leaves(params)
         asked = {name: list(leaf.shape) for name, leaf in leaves.items()}
         in_place = lambda name, shape: _padded(shape, leaves[name].sharding) if name in leaves else shape
@@ -326,8 +327,9 @@ class Checkpoints:
             raise UserError(f"checkpoint {facts['step']} in {self.folder} is of another network:\n  {differences}")
 
     def _delete_old(self) -> None:
-        """Keep the newest, every n-th, and the best by bits per byte. The others are first made no checkpoints, so
-        that none is ever there in part. One that cannot be deleted stays, and does not hold up what comes after it."""
+        """Keep the newest, every n-th, and the best by bits per byte. The others are renamed before they are deleted,
+        so no partial checkpoint has a checkpoint's name. One that cannot be deleted stays, and does not block the next
+        ones."""
         assert self.config
         keep = orbax_calls.to_keep(self.config, self.infos)
         old = [info.step for info, kept in zip(self.infos, keep) if not kept]
@@ -345,12 +347,12 @@ class Checkpoints:
                 self.messages.append(f"checkpoint {path.name} could not be deleted: {first_line(error)}")
 
     def _put_aside(self, path: epath.Path) -> None:
-        """Move what cannot be read to bad-checkpoints/, on the first process."""
+        """Move an unreadable checkpoint to bad-checkpoints/, on the first process."""
         target = self.folder.parent / "bad-checkpoints"
         target.mkdir(exist_ok=True)
         if self.in_bucket:
             (path / COMMITTED).unlink(missing_ok=True)
-            (target / "README").write_text("Checkpoints that could not be read.")  # where no folder is empty
+            (target / "README").write_text("Checkpoints that could not be read.")  # a bucket has no empty folders
         path.rename(target / f"{path.name}-{int(time.time())}")
 
     def _forget(self, steps: list[int]) -> None:
@@ -359,8 +361,7 @@ class Checkpoints:
 
 @contextmanager
 def _damage() -> Iterator[None]:
-    """Raise Damaged for what is raised inside, while a checkpoint is read, unless it is of the disk, store or
-    memory."""
+    """Turn errors of reading a checkpoint into Damaged, except those of the disk, store or memory."""
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError):
@@ -370,11 +371,11 @@ def _damage() -> Iterator[None]:
             raise
         if FORBIDDEN.search(str(error)):
             raise UserError(f"a checkpoint may not be read: {first_line(error)}{role(error)}") from error
-        raise Damaged(first_line(causes(error)[-1])) from error  # Orbax's own names no array
+        raise Damaged(first_line(causes(error)[-1])) from error  # Orbax's message names no array
 
 
 def _metrics(val_bpb: float | None) -> dict[str, float] | None:
-    """NaN is no score: it would be the best."""
+    """Return the score for the policies. NaN is not a score: it would be the best."""
     return None if val_bpb is None or not math.isfinite(val_bpb) else {"val_bpb": val_bpb}
 
 

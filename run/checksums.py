@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's arrays and facts, by which flipped bits are noticed when it is read."""
+"""Checksums of a checkpoint's arrays and facts, which detect flipped bits when it is read."""
 
 import hashlib
 import json
@@ -18,10 +18,10 @@ from training.optimizer import path_name
 
 def checksums(tree: Any, shapes: Mapping[str, Sequence[int]] = MappingProxyType({})) -> dict[str, int]:
     """Return a number for each array [...] of elements of at most 4 bytes, the same on every mesh: the sum of its
-    elements' bits, each times an odd number of its own, modulo 2^32. So no single element can change unnoticed.
+    elements' bits, each multiplied by its own odd number, modulo 2^32. So it detects a change of any single element.
 
-    `shapes` are those of the parameters without the mesh's padding, which is zeros and adds nothing; a moment has its
-    parameter's.
+    `shapes` are the parameters' without the mesh's padding, whose zeros add nothing. A moment has its parameter's
+    shape.
     """
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     of = {name: tuple(shape) for name, shape in shapes.items()}
@@ -47,11 +47,11 @@ def _checksums(leaves: list[Array], shapes: tuple[tuple[int, ...], ...]) -> list
 
 
 def require_checksums(saved: dict[str, int], tree: Any, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Damaged, with the arrays' names, where a tree's checksums are not those that were saved."""
+    """Raise Damaged, with the arrays' names, if a tree's checksums differ from the saved ones."""
     if wrong := [name for name, total in checksums(tree, shapes).items() if saved.get(name) != total]:
-        raise Damaged(f"{len(wrong)} array(s) are not what was saved: {', '.join(wrong[:3])}")
+        raise Damaged(f"{len(wrong)} array(s) differ from what was saved: {', '.join(wrong[:3])}")
 
 
 def digest(facts: dict) -> str:
-    """SHA-256 of what JSON can hold."""
+    """Return the SHA-256 of a value as JSON."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What a run is and where it starts, in lines for a person."""
+"""Lines that describe a run and its start to a person."""
 
 from configs.ramp import Ramp
 from configs.schema import Config
@@ -10,14 +10,14 @@ from training.mesh import cost_of_slow_links
 
 
 def describe(builds: list[Build]) -> str:
-    """Return the run in a line, one for each stage of a ramp, its kernels, and what slow links cost, if they do."""
+    """Return lines for the run, each stage of a ramp, the kernels, and the cost of slow links, if any."""
     built = builds[-1]
     slow = cost_of_slow_links(built.mesh, built.config.model, built.batch_shape)
     return "\n".join(filter(None, [describe_sizes(builds), describe_attention(built), slow]))
 
 
 def describe_sizes(builds: list[Build]) -> str:
-    """Return the run in a line, and one more for each stage of a ramp."""
+    """Return a line for the run, and one for each stage of a ramp."""
     built, ramp = builds[-1], Ramp.of(builds[-1].config.batch)
     config, sizes = built.config, ["{} micro-batch(es) x {} rows x {} tokens".format(*of.batch_shape) for of in builds]
     run = (
@@ -44,9 +44,9 @@ def describe_attention(built: Build) -> str:
 
 
 def describe_start(config: Config) -> str:
-    """Return where a run with `init_from` starts and, at full rates without a warmup, what to try on new text."""
+    """Return a line on the start of a run with `init_from`. At full rates without a warmup, it advises on new text."""
     line, optimizer = f"starting from the network in {config.init_from}", config.optimizer
     if optimizer.rate_factor < 1 or optimizer.schedule.warmup_steps:
         return line
     gentle = f"--optimizer.rate_factor=0.1 --optimizer.schedule.warmup_steps={-(-config.steps // 20)}"
-    return f"{line}, at the full rates: it forgets much of its old text; to keep it, train on with {gentle}"
+    return f"{line}, at full rates: it forgets much of its old text; to keep it, train with {gentle}"

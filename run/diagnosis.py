@@ -11,7 +11,7 @@ from scipy.special import stdtrit
 from configs.schema import GroupConfig, OptimizerConfig
 from training.optimizer import group_config
 
-WINDOW = 64  # measured steps that a noise scale is of, at most
+WINDOW = 64  # most measured steps in a noise scale
 BLOCKS = 8  # of the jackknife: at least this many measured steps
 T = float(stdtrit(BLOCKS - 1, 0.975))  # Student's
 
@@ -22,13 +22,13 @@ class NoiseScale(NamedTuple):
     value: float
     low: float
     high: float
-    """Infinite if the true gradient may be zero: the noise scale is at least `low`."""
+    """Infinite if the true gradient may be zero; the noise scale is then at least `low`."""
 
 
 def noise_scale(signals: Sequence[float], noises: Sequence[float]) -> NoiseScale | None:
-    """Return the ratio of the means of |G|^2 and tr Sigma over several steps; a mean of ratios is biased. None for
-    fewer than 8 steps. The interval is 95%, by Student's t, of a jackknife over blocks of neighbouring steps: those
-    are alike."""
+    """Return the ratio of the means of |G|^2 and tr Sigma over several steps; a mean of ratios is biased. Return None
+    for fewer than 8 steps. The 95% interval is by Student's t, from a jackknife over blocks of neighbouring steps,
+    which are alike."""
     if len(signals) < BLOCKS:
         return None
     estimates = np.stack([signals, noises], 1)
@@ -45,18 +45,18 @@ def noise_scale(signals: Sequence[float], noises: Sequence[float]) -> NoiseScale
 
 
 ESTIMATES = {"noise_scale": ("signal", "noise"), "noise_scale_moments": ("moments_signal", "moments_noise")}
-"""Of each noise scale, the names of |G|^2 and tr Sigma that it is the ratio of."""
+"""Names of |G|^2 and tr Sigma, whose ratio is each noise scale."""
 
 
 def from_moments(
     moments: dict[str, dict[str, float]], optimizer: OptimizerConfig, step: int, tokens: int
 ) -> dict[str, dict[str, float]]:
     """Return |G|^2 and tr Sigma of each group that AdamW updates, and of `all` these, from its moments after `step`
-    steps of `tokens` tokens: for steps of one micro-batch, whose noise shows only in how steps differ.
+    steps of `tokens` tokens. It serves steps of one micro-batch, whose noise shows only as differences between steps.
 
-    A second moment is on average |G|^2 + tr Sigma / tokens, once its bias is taken away. A first moment is a mean over
-    the steps before, in which less of the noise is left. Both take steps to be of one size, unchanged by the clip, and
-    G to stay as it is for as long as a moment remembers: since it does not, this is a rough estimate."""
+    A second moment is on average |G|^2 + tr Sigma / tokens, once its bias is corrected. A first moment is a mean over
+    earlier steps, and has less noise. Both assume steps of one size, no clipping, and a constant G over a moment's
+    memory. G changes, so this is a rough estimate."""
     signal: dict[str, float] = {}
     noise: dict[str, float] = {}
     for group, first in moments["first"].items():
@@ -73,10 +73,10 @@ def from_moments(
 
 
 class Diagnosis:
-    """The newest measured steps."""
+    """The window of newest measured steps."""
 
     def __init__(self, lines: Iterable[dict], optimizer: OptimizerConfig):
-        """`lines`: those of metrics.jsonl, up to the step that the run continues from."""
+        """Take `lines`: those of metrics.jsonl, up to the step that the run resumes from."""
         self.optimizer = optimizer
         self.newest: deque[dict[str, dict[str, float]]] = deque(maxlen=WINDOW)
         for line in lines:
@@ -88,9 +88,9 @@ class Diagnosis:
         self.newest.append({name: measured[name] for name in names if name in measured})
 
     def line(self, measured: dict, step: int, tokens: int) -> dict:
-        """Return what metrics.jsonl records of the newest measured `step` of `tokens` valid tokens
-        (training/diagnostics.py, as numbers): norms by group and by block, and the noise scale of the window, of each
-        group and of all; from AdamW's moments if the step is one micro-batch."""
+        """Return the record for metrics.jsonl of the newest measured `step` of `tokens` valid tokens
+        (training/diagnostics.py, as numbers): norms by group and by block, and the window's noise scale, of each group
+        and of all. If the step is one micro-batch, the noise scale is from AdamW's moments."""
         measured = dict(measured)
         moments = measured.pop("moments")
         if tokens and moments["first"] and not math.isfinite(measured["signal"]["all"]):

@@ -1,11 +1,10 @@
-"""events.jsonl: what happened to a run, a line each, appended and never rewritten.
+"""events.jsonl: the events of a run, one per line, appended and never rewritten.
 
-`begun` (a process that is about to compile and restore), `start` (from which step, at how many tokens of the data, with
-how many a step or which ramp; the code's hash, versions, devices and mesh), `running` (at which step; each minute),
-`saved` (a checkpoint that is whole), `rollback` (to which checkpoint, and at how many tokens of the data it continues),
-`stop` (after which step, with which exit code). A run whose checkpoints have gone is known by it, the batch that each
-step saw, and where the time went: `start`, `running` and `stop` carry when their process began, and its seconds by what
-they went to (run/goodput.py).
+`begun`: a process is about to compile and restore. `start`: the step, the tokens of the data before it, tokens per step
+or the ramp, the code's hash, versions, devices and mesh. `running`: the step, each minute. `saved`: a complete
+checkpoint. `rollback`: the checkpoint, and the tokens of the data at which it continues. `stop`: the last step and the
+exit code. Events identify a run whose checkpoints are gone, the batch that each step saw, and the use of time: `start`,
+`running` and `stop` have their process's start time, and its seconds by activity (run/goodput.py).
 """
 
 import json
@@ -26,19 +25,19 @@ class Events:
     """The events of one run. Only the first process may write."""
 
     def __init__(self, run_dir: str | Path):
-        in_bucket = str(run_dir).startswith("gs://")  # a copy, which is only read
+        in_bucket = str(run_dir).startswith("gs://")  # a copy, only read
         self.path: Any = (epath.Path(run_dir) if in_bucket else Path(run_dir)) / "events.jsonl"
 
     def add(self, event: str, step: int, **facts: Any) -> None:
-        """Append one, on disk for certain, or not at all; a half line that a kill left is cut off before. OSError
-        where that is impossible."""
+        """Append an event, synced to disk, or nothing. First cut off a half line that a kill left. Raise OSError if
+        that is impossible."""
         if self.path.exists() and self.path.stat().st_size > (whole := len(self._whole_lines())):
             os.truncate(self.path, whole)
         line = json.dumps({"event": event, "step": step, **facts, "time": time.time()}) + "\n"
         append_whole(self.path, line)
 
     def read(self) -> list[dict]:
-        """All of them, but for a half line at the end. UserError for any other line that cannot be read."""
+        """Return all events, except a half line at the end. Raise UserError for any other line that cannot be read."""
         events = []
         for number, line in enumerate(self._whole_lines().splitlines(), 1):
             try:
@@ -57,13 +56,13 @@ class Events:
 
 
 def saved_up_to(events: list[dict]) -> int:
-    """Return the newest step that was ever saved, by these events; 0: none."""
+    """Return the newest step that was ever saved, by these events; 0 if none."""
     return max((event["step"] for event in events if event["event"] in ("saved", "start")), default=0)
 
 
 def another_went_on(mine: list[dict], copied: list[dict]) -> bool:
-    """Whether another machine has gone on from the copy of this one's events. UserError if both have saved what the
-    other has not."""
+    """Return whether another machine continued from the copy of this one's events. Raise UserError if each has saved a
+    step that the other has not."""
     common = next((i for i, (one, other) in enumerate(zip(mine, copied)) if one != other), min(len(mine), len(copied)))
     begins = [event["step"] for event in copied[common:] if event["event"] == "start"]
     if not begins:
@@ -77,8 +76,8 @@ def another_went_on(mine: list[dict], copied: list[dict]) -> bool:
 
 
 def starts_in_vain(events: list[dict], newest: int) -> int:
-    """Count the processes that have begun from the checkpoint `newest`, the newest there is, since it was saved, a
-    person stopped the run, or it was given up."""
+    """Count the processes that began from the newest checkpoint `newest`, since it was saved, a person stopped the run,
+    or it was given up."""
     count, again = 0, [code for code in Exit if code.start_again]
     for event in reversed(events):
         if event["event"] == "stop" and event.get("code") not in again:
@@ -91,8 +90,8 @@ def starts_in_vain(events: list[dict], newest: int) -> int:
 
 
 def batch_of(events: list[dict], step: int, ramp: Ramp) -> tuple[int, int]:
-    """Tokens of the data's sequence before the batch that is trained on after `step` steps, and tokens of that batch.
-    `ramp` holds where no start is on record."""
+    """Return the tokens of the data's sequence before the batch that follows `step` steps, and the tokens of that
+    batch. `ramp` applies if no start is recorded."""
     first = position = 0
     for event in events:
         if event["event"] == "start" and event["step"] <= step and "position" in event:

@@ -1,4 +1,4 @@
-"""The end of a run: what it says, and what a complete one leaves in its folder."""
+"""The end of a run: its last message, and the files of a complete run."""
 
 import math
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from training.state import params_sha256
 
 
 def finish(run: Progress, gave_up: str, stop: Stop, times: Times, say: Callable[[str], Any]) -> Exit:
-    """Say how the run ended, and return its exit code. Write the summary, the picture and the samples of a complete
-    run. `gave_up`: why another step makes no sense; empty otherwise."""
+    """Print how the run ended, and return its exit code. Write the summary, the picture and the samples of a complete
+    run. `gave_up`: why another step makes no sense, or empty."""
     config, run_dir, code = run.config, Path(run.config.run_dir), Exit.COMPLETE
     if gave_up:
         code = Exit.FAILED
@@ -32,7 +32,7 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times, say: Callable[
         digest = params_sha256(run.state.params, config.model)  # gathered from all processes
     if jax.process_index() > 0:
         return code
-    with suppress(OSError):  # a full disk may be why it stopped, which has been said
+    with suppress(OSError):  # a full disk may be why it stopped, as reported
         Events(run_dir).add("stop", run.step, code=code, **times.note())
     spent = goodput(Events(run_dir).read())
     if code != Exit.COMPLETE:

@@ -1,4 +1,4 @@
-"""A run's folder: who made it, whether this command continues it, and what it tells afterwards."""
+"""A run's folder: its owner, whether this command may continue it, and how other commands read it."""
 
 import dataclasses
 import errno
@@ -38,19 +38,19 @@ from training.mesh import islands, make_mesh, sizes_of
 from training.optimizer import path_name
 from training.state import TrainState, abstract_params
 
-STARTS = 10  # processes in a row that brought no newer checkpoint, after which the run is given up
-MADE = ("lock", "config.json")  # in a run's folder, by a start that is refused
-LEASE = 120  # seconds to wait for the lock of a machine that may be gone: servers of NFS keep it for 90
+STARTS = 10  # consecutive processes without a newer checkpoint, after which the run is given up
+MADE = ("lock", "config.json")  # files that a refused start makes in a run's folder
+LEASE = 120  # seconds to wait for the lock of a machine that may be gone: NFS servers keep it for 90
 
 
 class RunLock:
-    """Held by the process that writes to a run's folder; the system lets go of it when that process ends, however."""
+    """The lock of the process that writes to a run's folder. The system releases it when the process ends, however."""
 
     def __init__(self, run_dir: str | Path):
         self.path = Path(run_dir) / "lock"
         self.file: IO | None = None
         self.claimed = False
-        """Whether the folder holds no step, and so nothing that anybody would miss."""
+        """Return whether the folder has no step, and so nothing worth keeping."""
 
     def __enter__(self) -> "RunLock":
         return self
@@ -64,17 +64,17 @@ class RunLock:
         self.file.close()
 
     def _leave_nothing(self) -> None:
-        """Delete what a refused start has made, unless the folder holds more than that."""
+        """Delete the files of a refused start, unless the folder contains others."""
         folder, made = self.path.parent, MADE[: 1 + self.claimed]
         if {path.name for path in folder.iterdir()} <= {*made, "checkpoints"}:
             if (folder / "checkpoints").exists():
-                (folder / "checkpoints").rmdir()  # an OSError unless it is empty
+                (folder / "checkpoints").rmdir()  # OSError unless it is empty
             for name in made:
                 (folder / name).unlink(missing_ok=True)
             folder.rmdir()
 
     def take(self) -> None:
-        """Take it, if this process has not yet. UserError if another process has it."""
+        """Take the lock, if this process does not have it. Raise UserError if another process has it."""
         if self.file:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ class RunLock:
         try:
             waits(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = self._holder(file)[0] or "which has only just begun"
+            holder = self._holder(file)[0] or "which has just begun"
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
@@ -106,13 +106,13 @@ class RunLock:
         self.file = file
 
     def _holder(self, file: IO) -> list[str]:
-        """Who wrote into the file: a line for people, and the machine's boot."""
+        """Return the writer of the file: a line for people, and the machine's boot."""
         file.seek(0)
         return [*file.read().splitlines(), "", ""][:2]
 
     def _is_of_another(self, file: IO) -> bool:
-        """Whether a process of another machine has it, which may be gone: a server of NFS keeps its lock for a while.
-        One of this machine lives."""
+        """Return whether a process of another machine has the lock. It may be gone: an NFS server keeps its lock for a
+        while. A process of this machine is alive."""
         return self._holder(file)[1] not in ("", _boot())
 
     def _say_waiting(self, file: IO) -> None:
@@ -121,20 +121,20 @@ class RunLock:
 
 
 def _boot() -> str:
-    """Return what identifies this start of this machine."""
+    """Return the identity of this machine's boot."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return platform.node()
 
 
 class Past(NamedTuple):
-    """What a run's folder says of the run so far. JSON can hold it, so that one process reads for all."""
+    """The state of a run by its folder. It converts to JSON, so one process reads it for all."""
 
     changes: list[str]
-    """Options that differ from the first start's, and change the result."""
+    """Options that differ from the first start's and change the result."""
     events: list[dict]
     finished: int
-    """Steps of its summary; 0: it has none."""
+    """Steps in its summary; 0 without one."""
     saved: int
     """The newest step that was ever saved."""
     saved_in: str
@@ -142,11 +142,11 @@ class Past(NamedTuple):
 
 
 def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> Past:
-    """Claims `config.run_dir` for this config, before any compute, and returns what is known of the run.
+    """Claim `config.run_dir` for this config, before any compute, and return the run's past.
 
-    UserError if the folder holds something else or cannot be written, where an option that makes the result differs
-    and the change is not accepted, where `resume` forbids what was found, or another process writes to it. Nothing is
-    deleted, and no change is recorded yet (`accept`). Only the first process may call it.
+    Raise UserError if the folder contains something else or cannot be written, if an option that changes the result
+    differs and the change is not accepted, if `resume` forbids the folder's state, or if another process writes to it.
+    Delete nothing, and record no change yet (`accept`). Only the first process may call it.
     """
     try:
         return patiently(config.run_dir, lambda: _open_run(config, fingerprint, accept_changes, lock))
@@ -164,7 +164,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
         write_record(record, config_from_json(json.dumps(saved["config"])), saved["dataset"], [])
         print(f"{record} was missing: it is written again from checkpoint {saved['step']}")
     if not record.exists():
-        # A start that ended while it claimed the folder may have left these, and a preflight its file.
+        # A start that ended while it claimed the folder may leave these, and a preflight its file.
         harmless = {*MADE, f"{record.name}.partial", ".preflight-0", "on_event.log"}
         harmless |= {path.name for path in folder.glob("traceback-*.txt")}
         if copied:
@@ -176,7 +176,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     with reading(checkpoints) if elsewhere else nullcontext():
         others = Events(elsewhere).read() if copied else []
         fetching = copied and (not record.exists() or another_went_on(mine, others))
-        # Steps in the metrics alone: of a run before its first checkpoint, or of a version that wrote no events.
+        # Steps only in the metrics: a run before its first checkpoint, or a version without events.
         logged = max((line["step"] for line in read_metrics(folder) if "loss" in line), default=0)
         has_steps = saved_up_to(others if fetching else mine) or logged or whole_steps(checkpoint_folder(config))
     if config.resume == "must" and not has_steps:
@@ -189,7 +189,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
             print(f"another machine has continued this run: fetching its record from {elsewhere}")
         with reading(checkpoints):
             Record(folder, elsewhere).fetch()
-    if not has_steps:  # whatever a start before wrote, it binds nobody
+    if not has_steps:  # a start without a step does not bind later ones
         lock.claimed = True
         write_record(record, config, fingerprint, [])
         return Past([], [], 0, 0, "")
@@ -213,7 +213,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
 
 
 def _saved_facts(config: Config) -> dict[str, Any] | None:
-    """Return what the newest checkpoint that can be read says of the run."""
+    """Return the run's facts from its newest readable checkpoint."""
     folder = checkpoint_folder(config)
     for step in reversed(whole_steps(folder)):
         with suppress(ValueError, OSError):
@@ -224,17 +224,17 @@ def _saved_facts(config: Config) -> dict[str, Any] | None:
 def _finished(folder: Path) -> int:
     try:
         return int(json.loads((folder / "summary.json").read_text())["steps"])
-    except (OSError, ValueError, LookupError, TypeError):  # none, or damaged: it is made again
+    except (OSError, ValueError, LookupError, TypeError):  # missing or damaged: it is made again
         return 0
 
 
 def checkpoint_folder(config: Config) -> epath.Path:
-    """Where a run's checkpoints lie."""
+    """Return the folder of a run's checkpoints."""
     return place(config.checkpoint.folder or config.run_dir) / "checkpoints"
 
 
 def require_checkpoints(config: Config, past: Past) -> None:
-    """UserError if a run has got somewhere and its checkpoints are gone: to start again would erase its record."""
+    """Raise UserError if a run has saved checkpoints that are gone: a new start would erase its record."""
     folder = checkpoint_folder(config)
     if past.saved and not whole_steps(folder):
         raise UserError(
@@ -245,8 +245,8 @@ def require_checkpoints(config: Config, past: Past) -> None:
 
 
 def begin(config: Config, step: int) -> bool:
-    """Record that a process begins after `step`. Return False if `STARTS` have begun in a row without bringing a newer
-    checkpoint that one more would be in vain; the next start then counts from 0. Only the first process may call it."""
+    """Record that a process begins after `step`. Return False if `STARTS` consecutive starts brought no newer
+    checkpoint; the next start then counts from 0. Only the first process may call it."""
     events = Events(config.run_dir)
     if starts_in_vain(events.read(), step) >= STARTS:
         events.add("stop", step, code=Exit.FAILED)
@@ -256,7 +256,7 @@ def begin(config: Config, step: int) -> bool:
 
 
 def made_with(mesh: Mesh) -> dict[str, Any]:
-    """Return what a start is made with, for its event: the hash of the code, versions, devices, mesh."""
+    """Return the facts of a start for its event: the code's hash, versions, devices, mesh."""
     git = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
     with suppress(OSError, subprocess.SubprocessError):
         status = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout
@@ -270,8 +270,8 @@ def _made_with(mesh: Mesh) -> dict[str, Any]:
 
 
 def accept(config: Config, fingerprint: str, changes: list[str], step: int, position: int, **facts: Any) -> None:
-    """Record that the run continues from `step`, at `position` tokens of the data, what changed, and these facts. Only
-    the first process may call it, once the state has been restored."""
+    """Record that the run continues from `step`, at `position` tokens of the data, with the changes and these facts.
+    Only the first process may call it, once the state is restored."""
     folder = Path(config.run_dir)
     record = folder / "config.json"
     recorded, first = read_record(record)
@@ -279,13 +279,13 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int, posi
     if changes or respelled:
         write_record(record, config, fingerprint, recorded["changes"] + ([changes] if changes else []))
     if step < config.steps:
-        (folder / "summary.json").unlink(missing_ok=True)  # of a shorter run
+        (folder / "summary.json").unlink(missing_ok=True)  # from a shorter run
     batch = {"tokens_per_step": config.batch.tokens_per_step, **({"ramp": ramp} if (ramp := config.batch.ramp) else {})}
     Events(folder).add("start", step, position=position, **batch, **facts)
 
 
 class Run(NamedTuple):
-    """What a command needs of a run to use a checkpoint."""
+    """The parts of a run that a command needs to use a checkpoint."""
 
     config: Config
     dataset: str
@@ -297,8 +297,8 @@ class Run(NamedTuple):
 
 
 def load_run(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Run:
-    """Return the run in `run_dir` with the parameters of the checkpoint of `step`, or of the newest. UserError if
-    there is no run or checkpoint, or where the mesh cannot divide its network; NoCheckpoint if it is damaged."""
+    """Return the run in `run_dir` with the parameters of the checkpoint of `step`, or of the newest. Raise UserError if
+    there is no run or checkpoint, or if the mesh cannot divide its network, and NoCheckpoint if it is damaged."""
     facts, config = record_of(run_dir)
     validate(dataclasses.replace(config, mesh=MeshConfig(**sizes_of(mesh))))
     checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
@@ -308,9 +308,8 @@ def load_run(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Run:
 def read_in_shards(
     run_dir: str | Path, max_bytes: int, step: int | None = None
 ) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
-    """Return a run's Config, a checkpoint's step (`step`, or the newest), and its parameters by their dotted names: as
-    many at a time as `max_bytes` hold, or one that is larger, so that a network is read where it does not fit the
-    memory."""
+    """Return a run's Config, a checkpoint's step (`step`, or the newest), and its parameters by their dotted names: at
+    most `max_bytes` at a time, or one that is larger, so a network larger than the memory can be read."""
     _, config = record_of(run_dir)
     checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
     step = checkpoints.asked(step)
@@ -344,14 +343,14 @@ def _only(tree: dict, names: set[str], within: str = "") -> dict:
 
 
 def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
-    """Return a run's checkpoints, and what to restore them as on one device."""
+    """Return a run's checkpoints, and the abstract state to restore on one device."""
     _, config = record_of(run_dir)
     built = build(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
     return Checkpoints(config.checkpoint.folder or run_dir, scores=scores(run_dir)), built.abstract_state
 
 
 def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
-    """Return what a run's config.json says, and its Config. UserError if there is no run."""
+    """Return a run's config.json as a dict, and its Config. Raise UserError if there is no run."""
     record = Path(run_dir).expanduser() / "config.json"
     if not record.is_file() and whole_steps(epath.Path(record.parent) / "checkpoints"):
         raise UserError(f"{record} is missing; the train.py command of this run writes it again from its checkpoints")
@@ -362,7 +361,7 @@ def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:
 
 
 def read_record(record: Path) -> tuple[dict[str, Any], Config]:
-    """Return a run's config.json, and the Config in it. UserError if it cannot be read."""
+    """Return a run's config.json as a dict, and the Config in it. Raise UserError if it cannot be read."""
     try:
         facts = json.loads(record.read_text())
         config = config_from_json(json.dumps(facts["config"]))
@@ -370,16 +369,16 @@ def read_record(record: Path) -> tuple[dict[str, Any], Config]:
         return facts, config
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"{record} cannot be read ({type(error).__name__}: {error}); it says what the run is. Restore it: with "
+            f"{record} cannot be read ({type(error).__name__}: {error}); it describes the run. Restore it: with "
             "--checkpoint.folder there is a copy next to the checkpoints"
         ) from error
 
 
 def write_record(record: Path, config: Config, fingerprint: str, changes: list[list[str]]) -> None:
-    """Write a run's config.json: the options, and what they are run with."""
+    """Write a run's config.json: the options, versions and devices."""
     devices = jax.devices()
     facts = {
-        # With paths that hold from anywhere: other commands find the text, whatever folder they are typed in.
+        # With absolute paths: other commands find the text from any working folder.
         "config": dataclasses.asdict(dataclasses.replace(config, data=absolute(config.data))),
         "dataset": fingerprint,
         "versions": versions(),

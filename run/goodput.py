@@ -1,4 +1,4 @@
-"""Count where a run's time goes, over all its starts.
+"""Count the uses of a run's time, over all its starts.
 
     start         from the process's start on: imports, waiting for other hosts, the text, checks, the first state
     compilation   of the training step (`evaluation` includes its own)
@@ -6,12 +6,13 @@
     steps         training steps: goodput is their share
     data          waiting for the next batch while the devices had nothing to do
     evaluation    on held-out text, and sampling
-    saving        what a checkpoint holds training up for
-    lost          steps that were done again, after a kill or a rollback
-    down          between a process's last sign of life and the next one's start, unless the run was complete
+    saving        the delay of training by checkpoints
+    lost          steps repeated after a kill or a rollback
+    down          from a process's last sign of life to the next start, unless the run was complete
 
-A process notes its seconds in events.jsonl at its start, at its end, and once a minute between: what a kill leaves
-unnoted, at most a minute, counts as `down`. The parts sum to the wall time, which stops while the run is complete.
+A process records its seconds in events.jsonl at its start, at its end, and once a minute. The last seconds before a
+kill, at most a minute, are not recorded and count as `down`. The parts sum to the wall time, which stops while the run
+is complete.
 """
 
 import math
@@ -30,18 +31,18 @@ NOTED_EVERY = 60  # seconds
 
 
 class Times:
-    """Seconds of this process, in parts that sum to all that has passed since it began."""
+    """Seconds of this process, in parts that sum to the time since it began."""
 
     def __init__(self) -> None:
         passed = seconds_of_process()
         self.began = time.time() - passed
-        """By the clock: what tells one process's events from another's."""
+        """Start time by the clock, which identifies the process in events."""
         self.spent = dict.fromkeys(OF_A_PROCESS, 0.0)
         self.part, self.since = "start", time.monotonic() - passed
         self.noted = time.monotonic()
 
     def enter(self, part: str) -> str:
-        """From now on seconds are this part's. Returns the part before."""
+        """Count seconds from now on as this part's. Return the part before."""
         now = time.monotonic()
         self.spent[self.part] += now - self.since
         before, self.part, self.since = self.part, part, now
@@ -62,19 +63,19 @@ class Times:
             self.enter(before)
 
     def note(self) -> dict:
-        """Return what an event is to carry."""
+        """Return the entries for an event."""
         self.enter(self.part)
         self.noted = time.monotonic()
         return {"began": self.began, "seconds": {part: round(spent, 3) for part, spent in self.spent.items()}}
 
     @property
     def due(self) -> bool:
-        """Whether the last note is old."""
+        """Return whether the last record is old."""
         return time.monotonic() - self.noted > NOTED_EVERY
 
 
 def seconds_of_process() -> float:
-    """How long ago this process was started; 0 where Linux does not say (proc(5), starttime)."""
+    """Return the seconds since this process started; 0 if Linux does not provide them (proc(5), starttime)."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
@@ -83,7 +84,7 @@ def seconds_of_process() -> float:
 
 
 class Piece(NamedTuple):
-    """Steps that were taken one after the other, and their seconds."""
+    """Consecutive steps, and their seconds."""
 
     first: int
     last: int
@@ -91,11 +92,11 @@ class Piece(NamedTuple):
 
 
 def goodput(events: list[dict]) -> dict[str, float]:
-    """Seconds of each of PARTS, which sum to those from the first start to the last sign of life. Events without
-    seconds count for nothing."""
+    """Return the seconds of each of PARTS, which sum to the time from the first start to the last sign of life. Ignore
+    events without seconds."""
     spent = dict.fromkeys(PARTS, 0.0)
     pieces: list[Piece] = []
-    began, ended = math.nan, math.nan  # of the process whose events are read; nan: of none yet
+    began, ended = math.nan, math.nan  # start of the process whose events are read; nan: none yet
     step, before = 0, dict.fromkeys(OF_A_PROCESS, 0.0)
     for event in events:
         if "seconds" not in event:
@@ -110,7 +111,7 @@ def goodput(events: list[dict]) -> dict[str, float]:
             spent[part] += seconds
         if event["step"] > step:
             pieces.append(Piece(step, event["step"], passed["steps"]))
-        if event["event"] == "start":  # whatever came after that step is done again
+        if event["event"] == "start":  # steps after that one are repeated
             again = [piece for piece in pieces if piece.last > event["step"]]
             for piece in again:
                 share = (piece.last - max(piece.first, event["step"])) / (piece.last - piece.first)
@@ -132,10 +133,10 @@ def goodput(events: list[dict]) -> dict[str, float]:
 
 
 def summed_up(spent: dict[str, float]) -> str:
-    """Return a line: the share of steps in the wall time, and what the rest was."""
+    """Return a line with the share of steps in the wall time, and the other parts."""
     wall = sum(spent.values())
     if not wall:
-        return "goodput: nothing was noted"
+        return "goodput: nothing was recorded"
     rest = sorted(((seconds, part) for part, seconds in spent.items() if part != "steps" and seconds), reverse=True)
     parts = ", ".join(f"{part} {seconds / wall:.1%}" for seconds, part in rest)
     return f"goodput: {spent['steps'] / wall:.1%} of {wall:.0f} s were steps; {parts}"

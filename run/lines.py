@@ -1,4 +1,4 @@
-"""metrics.jsonl, read: without JAX and without what writes it, for who only looks at a run."""
+"""Reading metrics.jsonl, without JAX, for commands that only look at a run."""
 
 import json
 import sys
@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def read_metrics(run_dir: str | Path) -> list[dict]:
-    """Return the lines of metrics.jsonl, none if there is no such file. One that cannot be read is left out, and named,
-    but for the last, of which a kill may have left half."""
+    """Return the lines of metrics.jsonl, none if there is no such file. Skip and report a damaged line, except an
+    incomplete last one, which a kill may leave."""
     path = Path(run_dir) / "metrics.jsonl"
     texts = path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() else []
     lines = []
@@ -18,10 +18,10 @@ def read_metrics(run_dir: str | Path) -> list[dict]:
             lines.append(line)
         except (ValueError, TypeError, LookupError):
             if number < len(texts):
-                print(f"{path}: line {number} is damaged, and left out", file=sys.stderr)
+                print(f"{path}: line {number} is damaged, and skipped", file=sys.stderr)
     return lines
 
 
 def scores(run_dir: str | Path) -> dict[int, float]:
-    """`val_bpb` of each step that was evaluated, where it was finite."""
+    """Return `val_bpb` of each evaluated step, if finite."""
     return {line["step"]: bits for line in read_metrics(run_dir) if (bits := line.get("val_bpb")) is not None}

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, TensorBoard, summary.json, loss.png."""
+"""The metrics of a run: metrics.jsonl, TensorBoard, summary.json, loss.png."""
 
 import io
 import json
@@ -19,8 +19,8 @@ from configs.files import append_whole, write_whole
 from run.lines import read_metrics
 from run.weights_and_biases import Wandb
 
-# tensorboardX loads these where they are installed, which takes as long as all else that a run imports, and works as
-# well without: while it is imported, they are not to be found.
+# tensorboardX loads these if they are installed, which takes as long as all other imports of a run, and it does not
+# need them. So they are hidden while it is imported.
 _hidden = dict.fromkeys({"torch", "google.cloud.storage"} - sys.modules.keys())
 sys.modules |= _hidden
 from tensorboardX import summary as events  # noqa: E402
@@ -31,27 +31,27 @@ for _name in _hidden:
     del sys.modules[_name]
 
 
-RESULTS = ("loss", "val_loss", "val_bpb", "core")  # what TensorBoard shows with the options of each run
+RESULTS = ("loss", "val_loss", "val_bpb", "core")  # TensorBoard shows it with each run's options
 
 
 class Rates(NamedTuple):
-    """What a clock measured since it was last asked."""
+    """Measurements of a clock since its last reading."""
 
     tokens_per_second: float
     data_wait: float
-    """Share of the time in which the devices had nothing to do because the next batch was not there."""
+    """Share of the time in which the devices were idle because the next batch was not there."""
     own_seconds: float
-    """Seconds in which this process did not wait for its devices, and so, in their sums, for the others."""
+    """Seconds in which this process did not wait for its devices, whose collectives wait for other processes."""
 
 
 class Clock:
-    """Seconds of training, over all of a run's starts: compilation, evaluation and sampling are not in it."""
+    """Seconds of training over all of a run's starts, without compilation, evaluation and sampling."""
 
     def __init__(self, seconds: float, tokens: int):
         self.before = seconds
         self.last = (seconds, tokens)
         self.idle = self.on_devices = 0.0
-        """Seconds since this was last asked: of `data_wait`, and of waiting for the devices."""
+        """Seconds since the last reading: of `data_wait`, and of waiting for the devices."""
 
     def start(self) -> None:
         """Start to count."""
@@ -63,7 +63,7 @@ class Clock:
         return self.before + time.perf_counter() - self.origin
 
     def rates(self, tokens: int) -> Rates:
-        """Since this was last asked."""
+        """Return the measurements since the last reading."""
         (seconds, before), self.last = self.last, (self.seconds, tokens)
         passed, idle, on_devices = self.last[0] - seconds, self.idle, self.on_devices
         self.idle = self.on_devices = 0.0
@@ -71,25 +71,25 @@ class Clock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count what happens inside as waiting for the devices."""
+        """Count the time inside as waiting for the devices."""
         start = time.perf_counter()
         yield
         self.on_devices += time.perf_counter() - start
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out what happens inside."""
+        """Exclude the time inside."""
         start = time.perf_counter()
         yield
         self.origin += time.perf_counter() - start
 
 
 class MetricsWriter:
-    """Appends to a run's metrics.jsonl, and shows the same in TensorBoard.
+    """Appends to a run's metrics.jsonl, and writes the same for TensorBoard.
 
-    A continued run first drops the lines after the checkpoint that it continues from, and writes the rest again, so
-    that each step is in both once, whatever moment the run was killed at. Of several processes only the first writes.
-    Where the disk is full, lines wait in memory until there is room (`problem` says why), and training continues.
+    A resumed run first drops the lines after its checkpoint and writes later ones again, so each step is in both
+    exactly once, whenever the run was killed. Only the first process writes. If the disk is full, lines wait in memory
+    until there is room (`problem` is the reason), and training continues.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class MetricsWriter:
         wandb: Callable[[], Wandb] | None = None,
         hparams: Mapping[str, object] = MappingProxyType({}),
     ):
-        """`wandb`: makes what is sent the new lines, where there is to be one. `hparams`: the run's options, which
-        TensorBoard shows from the start."""
+        """Take `wandb`, which makes the sender of new lines, if any, and `hparams`: the run's options for
+        TensorBoard."""
         self.hparams = hparams
         self.writes = jax.process_index() == 0
         self.problem = ""
@@ -115,8 +115,8 @@ class MetricsWriter:
         self._show(kept)
 
     def write(self, line: dict) -> None:
-        """One line, with the time: of a logged step, an evaluation with its samples, or a change of the config. Numbers
-        that are not finite become null: JSON has none."""
+        """Write one line, with the time: a logged step, an evaluation with its samples, or a change of the config.
+        Numbers that are not finite become null, as JSON requires."""
         if not self.writes:
             return
         line = _finite({**line, "time": time.time()})
@@ -132,7 +132,7 @@ class MetricsWriter:
             self.wandb.show(line)
 
     def _show(self, lines: list[dict]) -> None:
-        """Show them in TensorBoard; all lines again at the start, and after its file could not be written."""
+        """Write lines for TensorBoard; all of them again at the start, and after its file could not be written."""
         try:
             if self.tensorboard is None:
                 lines = read_metrics(self.path.parent)
@@ -144,7 +144,7 @@ class MetricsWriter:
             self.problem = f"TensorBoard's file cannot be written: {error.strerror or error}"
 
     def close(self) -> None:
-        """End what the run writes."""
+        """Close the files."""
         if not self.writes:
             return
         if self.wandb:
@@ -152,13 +152,13 @@ class MetricsWriter:
         if self.tensorboard is not None:
             try:
                 self.tensorboard.close()
-            except OSError as error:  # which must not change how the run ends
+            except OSError as error:  # it must not change the run's exit code
                 print(f"TensorBoard's file cannot be written: {error.strerror or error}", file=sys.stderr)
 
 
 class TensorBoard:
-    """An event file, written at once: tensorboardX's own writer has a thread that dies of a full disk, and then a
-    queue that nobody empties, on which training would wait for ever."""
+    """An event file, written at once. tensorboardX's own writer has a thread that dies when the disk is full; training
+    would then wait for its queue for ever."""
 
     def __init__(self, folder: Path, hparams: Mapping[str, object]):
         shutil.rmtree(folder, ignore_errors=True)
@@ -166,12 +166,12 @@ class TensorBoard:
         self.writer = EventsWriter(str(folder / "events"))
         self.flushed = 0.0
         flat = {name: v if isinstance(v, bool | int | float) else str(v) for name, v in hparams.items()}
-        experiment, session, _ = events.hparams(flat, dict.fromkeys(RESULTS, 0.0))  # the third says that it has ended
+        experiment, session, _ = events.hparams(flat, dict.fromkeys(RESULTS, 0.0))  # the third marks its end
         for summary in (experiment, session) if hparams else ():
             self.add(summary, 0, time.time())
 
     def show(self, line: dict) -> None:
-        """Numbers as scalars, those of nested dicts as `key/subkey`; lists as texts."""
+        """Write numbers as scalars (nested ones as `key/subkey`) and lists as texts."""
         step, when = line["step"], line["time"]
         for key, value in line.items():
             if isinstance(value, list):
@@ -190,7 +190,7 @@ class TensorBoard:
         self.writer.write_event(event)
 
     def close(self) -> None:
-        """Write what is not on disk yet."""
+        """Flush to disk."""
         self.writer.close()
 
 
@@ -204,7 +204,7 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _finite(value: Any) -> Any:
-    """Return the same, with None in place of each number that is not finite."""
+    """Return the value with None for each number that is not finite."""
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -213,8 +213,7 @@ def _finite(value: Any) -> Any:
 
 
 def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:
-    """Return what a run's summary says, with the newest losses (and CORE) that metrics.jsonl has; and the newest
-    samples."""
+    """Return a run's summary, with the newest losses (and CORE) of metrics.jsonl, and the newest samples."""
     lines = read_metrics(run_dir)
     newest = lambda name: next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
     losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
@@ -225,12 +224,12 @@ def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **mo
 
 
 def write_summary(run_dir: str | Path, summary: dict) -> None:
-    """Write summary.json, which says that the run is complete: the last file, and never half of it."""
+    """Write summary.json atomically. It is the last file, and marks the run as complete."""
     write_whole(Path(run_dir) / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def plot_loss(run_dir: str | Path) -> Path:
-    """Draws training and validation loss against tokens, and returns the picture's path."""
+    """Draw training and validation loss against tokens. Return the picture's path."""
     from matplotlib.figure import Figure  # a second to import, and needed once, at the end
     from matplotlib.ticker import EngFormatter
 

@@ -1,7 +1,7 @@
-"""All that is asked of Orbax. What of its layout on the disk is relied on are the names below.
+"""All calls of Orbax. The names below are the only parts of its layout on disk that this project relies on.
 
-Orbax's own managers wait in barriers: a process that cannot read or write leaves the others there, for twenty minutes.
-So arrays are written and read by Orbax's handlers, which wait for nobody. The processes agree through JAX's service.
+Orbax's managers use barriers: a process that cannot read or write leaves the others waiting for twenty minutes. So this
+module uses Orbax's handlers, which do not wait. The processes agree through JAX's coordination service.
 """
 
 import asyncio
@@ -22,26 +22,26 @@ from configs.schema import CheckpointConfig
 from hosts.peers import exchange, from_first
 
 COMMITTED = "commit_success.txt"  # in a bucket: written last
-FACTS = "facts/metadata"  # a JSON file; on a disk the folder is renamed when all is written
-HALF_DONE = ".orbax-checkpoint-tmp"  # ends the name of a folder that is being written
+FACTS = "facts/metadata"  # a JSON file; on a disk the folder is renamed when it is complete
+HALF_DONE = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
 
 
 class Info(NamedTuple):
-    """What the preservation policies ask of a checkpoint."""
+    """A checkpoint for the preservation policies."""
 
     step: int
     metrics: dict[str, float] | None
-    """`val_bpb`, where it was evaluated."""
+    """`val_bpb`, if evaluated."""
     time: datetime | None = None
 
 
 def unfinished(folder: epath.Path) -> epath.Path:
-    """Where a checkpoint is written: in a bucket, where nothing can be renamed, its own folder."""
+    """Return the folder that a checkpoint is written to: in a bucket, which cannot rename, its final one."""
     return folder if str(folder).startswith("gs://") else folder.with_name(folder.name + HALF_DONE)
 
 
 def make_room(folder: epath.Path) -> None:
-    """Make the empty folder that a checkpoint is written to. On the first process."""
+    """Make the empty folder for writing a checkpoint. On the first process."""
     target = unfinished(folder)
     if target.exists():
         target.rmtree()
@@ -49,14 +49,14 @@ def make_room(folder: epath.Path) -> None:
 
 
 def _writer() -> ocp.PyTreeCheckpointHandler:
-    """Write arrays, each process its own parts. It keeps no metadata of arrays: for their folder the other processes
-    would wait until the first has made it."""
+    """Write arrays, each process its own parts. Write no metadata of arrays: the other processes would wait until the
+    first has made their folder."""
     arrays = (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=ocp.type_handlers.create_type_handler_registry(arrays))
 
 
 class Saving(threading.Thread):
-    """Writes a checkpoint in the background: each process its parts, and then the first process makes it whole."""
+    """Writes a checkpoint in the background: each process its parts, then the first process completes it."""
 
     def __init__(self, folder: epath.Path, items: dict[str, Any], facts: dict):
         """Copy the arrays off the devices. `make_room` must have been called for the folder."""
@@ -65,7 +65,8 @@ class Saving(threading.Thread):
         self.handlers = {name: _writer() for name in items}
         self.parts: list[Any] = []
         self.failure = "0 it was not finished"
-        """Why it failed (`configs.retry.described`), the same on every process; empty once the checkpoint is whole."""
+        """Why it failed (`configs.retry.described`), the same on every process; empty once the checkpoint is
+        complete."""
 
         async def begin() -> None:
             for name, handler in self.handlers.items():
@@ -80,7 +81,7 @@ class Saving(threading.Thread):
     def run(self) -> None:
         for part in self.parts:  # all of them, so that nothing is written after a failure
             self.failed = _failure(part.result) or self.failed
-        self.parts.clear()  # which hold the arrays' copies
+        self.parts.clear()  # they keep the arrays' copies
         failures = exchange("parts of a checkpoint", self.failed, channel="saving")
         failed = next((f"{failure} (process {i})" for i, failure in enumerate(failures) if failure), "")
         if not failed and jax.process_index() == 0:
@@ -107,21 +108,22 @@ def _failure(function: Callable[[], Any]) -> str:
 
 
 def read_arrays(folder: epath.Path, abstract: Any) -> Any:
-    """Return this process's parts of the arrays in an item's folder, padded and sharded as `abstract` is, which may be
-    some of them. Waits for no other process."""
-    # Not strict: the mesh that saved the arrays may have padded them otherwise.
+    """Return this process's parts of the arrays in an item's folder, padded and sharded as `abstract`, which may have
+    only some of them. Wait for no other process."""
+    # Not strict: another mesh may have saved the arrays with other padding.
     arguments = ocp.checkpoint_utils.construct_restore_args(abstract, strict=False)
     restore = ocp.args.PyTreeRestore(abstract, arguments, partial_restore=True)  # pyright: ignore[reportCallIssue]
     return ocp.PyTreeCheckpointHandler().restore(folder, args=restore)
 
 
 def read_facts(folder: epath.Path) -> dict:
-    """Return what was saved as JSON in a checkpoint's folder."""
+    """Return the JSON in a checkpoint's folder."""
     return json.loads((folder / FACTS).read_text())
 
 
 def to_keep(config: CheckpointConfig, infos: Sequence[Info]) -> list[bool]:
-    """Which of the checkpoints, in order, are kept: the newest, every n-th, and the best by bits per byte."""
+    """Return, for each checkpoint in order, whether to keep it: the newest, every n-th, and the best by bits per
+    byte."""
     best: Callable[[Any], float] = lambda metrics: -metrics["val_bpb"]
     policies: list[managers.PreservationPolicy] = [
         managers.LatestN(config.keep),

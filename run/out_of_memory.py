@@ -1,4 +1,4 @@
-"""What a run says if the devices' memory does not hold its step."""
+"""The message of a run whose step does not fit the devices' memory."""
 
 import shlex
 import sys
@@ -15,8 +15,8 @@ from training.mesh import islands
 
 @contextmanager
 def explain_out_of_memory(mistake: bool = False) -> Iterator[None]:
-    """If the devices' memory does not hold what is done inside, name the command that plans what would fit: as a
-    UserError before anything was computed (`mistake`), later as a note on the error, which ends the run with code 1."""
+    """If the devices run out of memory inside, name the command that plans what would fit. With `mistake`, before any
+    compute, raise a UserError; later, add a note to the error, which ends the run with code 1."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -30,18 +30,18 @@ def explain_out_of_memory(mistake: bool = False) -> Iterator[None]:
 
 
 def too_large(devices: Sequence[Any]) -> str:
-    """Return that a step does not fit the devices, and the command that says what it would hold and what would fit."""
+    """Return a message that a step does not fit the devices, with the command that plans what would fit."""
     kind = devices[0].device_kind
     too_much = f"the step needs more memory than a {kind} has"
     if not (topology := topology_of(devices)):
         return f"{too_much}; hosts/machines.toml describes no such device, so what would fit cannot be planned"
     words = [word for word in sys.argv[1:] if not word.startswith("--accept")]
     plan = shlex.join(["python", "-m", "tools.plan", *words, f"--topology={topology}"])
-    return f"{too_much}. What it would hold, by part, and the nearest change that would fit: {plan}"
+    return f"{too_much}. Its memory by part, and the nearest change that would fit: {plan}"
 
 
 def topology_of(devices: Sequence[Any]) -> str:
-    """Return devices as `--topology` names them (`v5e:4x4`, `2x h200:8`); empty if none is described of their kind."""
+    """Return the devices as `--topology` names them (`v5e:4x4`, `2x h200:8`); empty for an unknown kind."""
     machine, groups = machine_of(devices[0].device_kind), islands(devices)
     if machine is None:
         return ""

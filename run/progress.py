@@ -1,4 +1,4 @@
-"""How far a run is: what the loop changes after each step, and what its hooks read."""
+"""The progress of a run: the loop updates it after each step, and hooks read it."""
 
 from collections import deque
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from data.loader import StagedBatches
 from run.metrics import Clock
 from training.state import TrainState
 
-WINDOW = 64  # steps whose losses are kept, to compare a loss with
+WINDOW = 64  # losses kept to compare a loss with
 
 
 class Start(NamedTuple):
-    """Where a run starts, or is resumed."""
+    """The start of a run, or of a resumed one."""
 
     state: TrainState
     step: int = 0
@@ -23,27 +23,27 @@ class Start(NamedTuple):
     tokens: int = 0
     """Tokens of those steps."""
     position: int = 0
-    """Tokens of the data's sequence before the next batch: those of the steps, and what rollbacks left out."""
+    """Tokens of the data's sequence before the next batch: the steps' tokens, and those that rollbacks skipped."""
     seconds: float = 0.0
-    """Of training."""
+    """Seconds of training."""
     losses: tuple[float, ...] = ()
-    """Of the newest steps: what a jump is compared with."""
+    """Losses of the newest steps, to compare a jump with."""
 
 
 class Progress:
-    """One run from one start on."""
+    """One run, from one start."""
 
     def __init__(self, config: Config, start: Start, batches: StagedBatches):
-        """`batches`: those of the steps after `start`, by number."""
+        """Take `batches`: the batches of the steps after `start`, by number."""
         self.config, self.start, self.batches = config, start, batches
         self.state, self.step = start.state, start.step
         self.clock = Clock(start.seconds, start.tokens)
         self.losses = deque(start.losses, WINDOW)
-        """Losses of the newest steps that are read."""
+        """Losses of the newest steps read so far."""
         self.stopping = False
-        """Whether somebody asked the run to stop after this step."""
+        """True if the run was asked to stop after this step."""
         self.save_soon = False
-        """Whether a save is due after the next step: the one before failed, or `checkpoint.every_minutes` passed."""
+        """True if a save is due after the next step: the last one failed, or `checkpoint.every_minutes` passed."""
 
     @property
     def is_last(self) -> bool:
@@ -69,7 +69,7 @@ class Progress:
 
 
 class Due(NamedTuple):
-    """What is to be done after a step."""
+    """The work due after a step."""
 
     log: bool
     evaluate: bool
@@ -78,7 +78,7 @@ class Due(NamedTuple):
 
 
 def due_after(step: int, config: Config, *, last: bool, soon: bool = False) -> Due:
-    """Return what is due after `step`. `last`: no step follows; `soon`: a save is due whatever the step."""
+    """Return the work due after `step`. `last`: no step follows. `soon`: a save is due in any case."""
     every = lambda interval: step % interval == 0 or step == config.steps
     return Due(
         log=every(config.log.every_steps),
@@ -89,11 +89,11 @@ def due_after(step: int, config: Config, *, last: bool, soon: bool = False) -> D
 
 
 class Jumped(Exception):
-    """The loss jumped at a step: the run is to go back to its newest checkpoint and to leave the batches out."""
+    """The loss jumped at a step: the run must return to its newest checkpoint and skip the batches."""
 
     def __init__(self, spike: dict, position: int):
-        """`spike`: the jump's step, loss, median and rows. `position`: tokens of the data's sequence up to its batch,
-        that batch included."""
+        """Take `spike`: the jump's step, loss, median and rows; and `position`: tokens of the data's sequence up to and
+        including its batch."""
         super().__init__(f"the loss jumped at step {spike['step']}")
         self.spike, self.position = spike, position
 

@@ -1,6 +1,6 @@
-"""A run's record: what its folder holds besides checkpoints, and the copy of it in `checkpoint.folder`.
+"""A run's record: its folder without checkpoints, and the copy in `checkpoint.folder`.
 
-Another machine continues from the copy, and any machine reads it: a run in a bucket needs no other disk.
+Another machine resumes from the copy, and any machine can read it: a run in a bucket needs no other disk.
 """
 
 import json
@@ -18,7 +18,7 @@ from configs.retry import first_line, passes, patiently, role
 from configs.schema import UserError
 
 KERNELS = "kernels.zip"
-# Events come last, in both directions: by them a start knows whether the copy has gone on.
+# Events come last, in both directions: they show a start whether the copy is newer.
 CONTINUES = (
     "config.json",
     "metrics.jsonl",
@@ -35,15 +35,15 @@ def place(folder: str | Path) -> epath.Path:
     """Return a folder's path, on a disk or in a bucket (`gs://`)."""
     if not str(folder).startswith("gs://"):
         return epath.Path(Path(folder).resolve())
-    # Other processes, and tensorstore, write to the bucket: a listing kept from before may be out of date.
+    # Other processes and tensorstore write to the bucket: a cached listing may be out of date.
     fsspec.config.conf["gcs"] = {**fsspec.config.conf.get("gcs", {}), "use_listings_cache": False}
     return epath.Path(folder)
 
 
 def copy(source: epath.Path, target: epath.Path) -> None:
-    """Copy a small file, whole or not at all."""
+    """Copy a small file atomically."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if str(target).startswith("gs://"):  # where an object appears whole
+    if str(target).startswith("gs://"):  # objects appear atomically
         target.write_bytes(source.read_bytes())
         return
     partial = target.with_name(f"{target.name}.partial")
@@ -53,7 +53,7 @@ def copy(source: epath.Path, target: epath.Path) -> None:
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Turn what a store answers into a UserError that names `what`, unless it may pass."""
+    """Turn an error of a store into a UserError that names `what`, unless it may pass."""
     try:
         yield
     except UserError:
@@ -65,7 +65,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 class Record:
-    """The record in `run_dir`, and its copy in `elsewhere`; empty: there is none. For the first process alone."""
+    """The record in `run_dir`, and its copy in `elsewhere` (empty: none). Only for the first process."""
 
     def __init__(self, run_dir: str | Path, elsewhere: str = ""):
         self.run_dir, self.elsewhere = Path(run_dir), elsewhere
@@ -73,14 +73,14 @@ class Record:
         """Size and time of the files that this process has copied."""
 
     def copy(self) -> None:
-        """Copy what has changed since the last time, and delete what is gone. TensorBoard's files are copied too."""
+        """Copy files that changed since the last time, and delete those that are gone. Copy TensorBoard's files too."""
         if not self.elsewhere:
             return
         target = place(self.elsewhere)
         board = sorted(path for path in (self.run_dir / "tensorboard").rglob("*") if path.is_file())
         known = any(name.startswith("tensorboard/") for name in self.copied)
         if board and not known and (old := target / "tensorboard").exists():
-            old.rmtree()  # of another process: each writes all of it again, under other names
+            old.rmtree()  # from another process: each writes all lines again, under other names
         present = {}
         for name in [*(str(path.relative_to(self.run_dir)) for path in board), *CONTINUES]:
             with suppress(FileNotFoundError):
@@ -93,8 +93,8 @@ class Record:
         self.copied = present
 
     def copy_events(self) -> None:
-        """Copy events.jsonl alone: a machine that is lost with its disk is known to have lived until now. If that
-        fails, the next copy makes up for it, and a save says why."""
+        """Copy only events.jsonl: it shows that this machine was alive until now. If that fails, the next copy repeats
+        it, and a save reports why."""
         if self.elsewhere:
             with suppress(Exception):
                 copy(epath.Path(self.run_dir / "events.jsonl"), place(self.elsewhere) / "events.jsonl")
@@ -113,8 +113,8 @@ def _copies() -> tempfile.TemporaryDirectory:
 
 
 def at_hand(folder: str | Path) -> Path:
-    """Return a folder on this machine with a run's record, or with a network that export.py wrote. Of one in a bucket
-    it is a copy, made by each call and deleted with this process, whose checkpoints are read from the bucket.
+    """Return a folder on this machine with a run's record, or with a network that export.py wrote. For one in a bucket,
+    each call makes a copy of the record, deleted with this process; checkpoints are read from the bucket. Raise
     UserError if nothing is there."""
     if not str(folder).startswith("gs://"):
         return Path(folder).expanduser()

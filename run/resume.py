@@ -1,4 +1,4 @@
-"""Where a run starts: from its newest checkpoint, from another network, or from step 0."""
+"""The start of a run: from its newest checkpoint, from another network, or from step 0."""
 
 from collections.abc import Callable
 from functools import partial
@@ -25,7 +25,7 @@ from training.build import Build
 
 
 def open_checkpoints(config: Config, record: Record) -> Checkpoints:
-    """Return the run's checkpoints. UserError if they have more steps than the run is to have."""
+    """Return the run's checkpoints. Raise UserError if they have more steps than the run should have."""
     run_dir = Path(config.run_dir)
     on_saved = lambda step: Events(run_dir).add("saved", step)
     checkpoints = Checkpoints(config.checkpoint.folder or run_dir, config.checkpoint, record, on_saved, scores(run_dir))
@@ -46,7 +46,7 @@ def resume(
         events = on_first_process(Events(config.run_dir).read)
         restored = checkpoints.restore_newest(built.abstract_state, say)
         if restored is None:
-            return Start(jax.block_until_ready(initial_state(built, tokenizer)))  # what makes it is no training
+            return Start(jax.block_until_ready(initial_state(built, tokenizer)))  # making it is not training
     state, facts = restored
     step = facts["step"]
     position = max([facts["position"], *(event["position"] for event in rollbacks_to(events, step))])
@@ -55,7 +55,7 @@ def resume(
 
 
 def record_start(built: Build, text: Text, changes: list[str], start: Start, times: Times) -> None:
-    """Put on record that the run continues from `start`, with which options changed, and its tokenizer."""
+    """Record that the run continues from `start`, the changed options, and its tokenizer."""
     config = built.config
     with times.during("start"):
         facts = times.note() | made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}

@@ -1,4 +1,4 @@
-"""The way back from a jump of the loss."""
+"""Rollback after a jump of the loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,15 @@ from run.hooks.save import Save
 from run.notify import tell
 from run.progress import GaveUp, Jumped, Progress
 
-MOST = 3  # rollbacks to one checkpoint
+MOST = 3  # most rollbacks to one checkpoint
 
 
 def roll_back(save: Save, times: Times, say: Callable[[str], Any], run: Progress, jump: Jumped) -> None:
-    """Put on record that the run is resumed from its newest checkpoint, without the batches up to the jump's. GaveUp
-    after MOST rollbacks to that checkpoint."""
+    """Record that the run resumes from its newest checkpoint, without the batches up to the jump's. Raise GaveUp after
+    MOST rollbacks to that checkpoint."""
     config, spike = run.config, jump.spike
     if jax.process_index() == 0:
-        Events(config.run_dir).add("running", run.step, **times.note())  # these steps will be done again
+        Events(config.run_dir).add("running", run.step, **times.note())  # these steps are repeated
     newest = save.newest()
     if len(rollbacks_to(on_first_process(Events(config.run_dir).read), newest)) >= MOST:
         run.step = spike["step"]

@@ -23,7 +23,7 @@ class Program(NamedTuple):
     """Steps of the run before the stage."""
     train_step: TrainStep
     measuring_step: TrainStep
-    """The same step, which measures itself."""
+    """The same step with diagnostics."""
 
 
 def stages_from(builds: list[Build], step: int) -> list[tuple[int, Build]]:
@@ -36,9 +36,9 @@ def stages_from(builds: list[Build], step: int) -> list[tuple[int, Build]]:
 def compile_stages(
     programs: list[Program], builds: list[Build], step: int, times: Times, say: Callable[[str], Any]
 ) -> None:
-    """Compile all that the run needs after `step` and that is not among `programs` yet, and add it to them, in order.
-    So whatever a later stage cannot do, memory included, is known now. A compiled program refuses other shapes: no step
-    can compile again. Every process must call it, together with the others."""
+    """Compile the programs that the run needs after `step`, and add those missing in `programs`, in order. So a later
+    stage's problems, memory included, show now. A compiled program refuses other shapes, so no step can recompile.
+    Every process must call it, together with the others."""
     compiled = {program.first_step for program in programs}
     new = [(first_step, built) for first_step, built in stages_from(builds, step) if first_step not in compiled]
     if not new:
@@ -63,8 +63,8 @@ def compile_stages(
 
 
 def step_after(programs: list[Program], step: int, measured_every: int) -> TrainStep:
-    """Return the compiled `train_step` of training/step.py that follows `step`. 0 for `measured_every`: none measures
-    itself."""
+    """Return the compiled `train_step` of training/step.py that follows `step`. With `measured_every` 0, none has
+    diagnostics."""
     program = [program for program in programs if program.first_step <= step][-1]
     return program.measuring_step if measured_every and (step + 1) % measured_every == 0 else program.train_step
 

@@ -1,4 +1,5 @@
-"""A run's numbers in Weights & Biases, where --log.wandb asks for it. Training never waits for it, nor fails of it."""
+"""A run's numbers in Weights & Biases, with --log.wandb. Training never waits for it, and its failure does not stop
+training."""
 
 import queue
 import sys
@@ -10,12 +11,12 @@ from configs.retry import first_line
 from configs.schema import Config, options
 from run.events import Events
 
-WAITING = 10_000  # lines that may wait while it cannot be reached; further ones are left out
-LAST = 30  # seconds that the end of a run waits for what is not sent yet
+WAITING = 10_000  # most lines that wait while it cannot be reached; further ones are dropped
+LAST = 30  # seconds that the end of a run waits for unsent lines
 
 
 class Wandb:
-    """Lines of metrics.jsonl, sent by a thread of its own. What goes wrong there is said once, and ends it."""
+    """Sends lines of metrics.jsonl in a thread. An error is reported once, and ends the thread."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -29,7 +30,7 @@ class Wandb:
             self.lines.put_nowait({name: value for name, value in line.items() if not isinstance(value, list)})
 
     def close(self) -> None:
-        """Send what waits, for LAST seconds at most."""
+        """Send the waiting lines, for at most LAST seconds."""
         with suppress(queue.Full):
             self.lines.put_nowait(None)
         self.thread.join(LAST)
@@ -40,7 +41,7 @@ class Wandb:
             import wandb  # pyright: ignore[reportMissingImports]
 
             entity, _, project = config.log.wandb.rpartition("/")
-            # One run there for all starts of this one, wherever they happen: events.jsonl travels with checkpoints.
+            # One run there for all starts of this one, on any machine: events.jsonl is stored with checkpoints.
             first = next((event["time"] for event in Events(config.run_dir).read()), time.time())
             run = wandb.init(
                 project=project,
@@ -52,7 +53,7 @@ class Wandb:
                 config=options(config),
                 settings=wandb.Settings(console="off", silent=True, login_timeout=LAST),
             )
-            run.define_metric("*", step_metric="step")  # steps that are done again after a kill may come again
+            run.define_metric("*", step_metric="step")  # steps repeated after a kill may come again
             while line := self.lines.get():
                 run.log(line)
             run.finish()

@@ -1,4 +1,4 @@
-"""What happens around a run's steps: hooks, which train.py lists in the order in which they run."""
+"""Hooks around a run's steps. train.py lists them in the order in which they run."""
 
 from run.hooks.evaluate import Evaluate
 from run.hooks.history import History

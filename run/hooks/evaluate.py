@@ -16,8 +16,8 @@ from training.step import Metrics
 
 
 class Evaluate(Hook):
-    """Evaluates and samples the network when that is due and not on record. A run that is asked to stop evaluates
-    nothing: the machine may be gone in seconds. Its next start makes up for it."""
+    """Evaluates and samples the network when that is due and not recorded yet. A run that is asked to stop skips it,
+    since the machine may be gone in seconds. The next start does it instead."""
 
     def __init__(
         self,
@@ -28,8 +28,8 @@ class Evaluate(Hook):
         log: Log,
         say: Callable[[str], Any],
     ):
-        """`measure(params)` returns the results on held-out text, with samples; `measure_tasks(params)` those of
-        `eval.tasks`."""
+        """Take `measure(params)`, which returns the results on held-out text with samples, and `measure_tasks(params)`,
+        which returns those of `eval.tasks`."""
         self.config, self.measure, self.measure_tasks = config, measure, measure_tasks
         self.checkpoints, self.log, self.say = checkpoints, log, say
 
@@ -56,7 +56,7 @@ class Evaluate(Hook):
             self.say(f"step {run.step}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}")
 
     def _measured(self, run: Progress, measure: Callable[[dict], dict]) -> dict:
-        """Return what `measure` finds, which is on record then. None of its time is training's."""
+        """Return the results of `measure`, and record them. Its time does not count as training."""
         jax.block_until_ready(run.state)
         with run.clock.paused(), self.log.watch.away("an evaluation", "evaluation"):
             results = measure(run.state.params)

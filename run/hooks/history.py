@@ -8,10 +8,10 @@ from run.progress import Progress
 
 
 class History(Hook):
-    """Writes each change and each rollback once, whenever the run was killed in between."""
+    """Writes each change and each rollback exactly once, even after kills."""
 
     def __init__(self, log: Log, changes: list[str]):
-        """Take `changes`: the options that differ from before; empty after the first `begin`."""
+        """Take `changes`: the options that changed; empty after the first `begin`."""
         self.log, self.changes = log, changes
 
     def begin(self, run: Progress) -> None:

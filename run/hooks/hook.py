@@ -1,11 +1,11 @@
-"""What is done around a run's steps, one subject a hook, in the order of the list in train.py."""
+"""The interface of hooks around a run's steps. Each has one subject. train.py lists them in order."""
 
 from run.progress import Due, Progress
 from training.step import Metrics
 
 
 class Hook:
-    """Does nothing; each hook does some of this. Every process calls every method, in the same order."""
+    """A hook that does nothing. Others override some methods. Every process calls every method, in the same order."""
 
     def begin(self, run: Progress) -> None:
         """Prepare for the steps of a run: at its start, when it is resumed, and after a rollback."""

@@ -1,4 +1,4 @@
-"""The hook that measures how long the devices wait for data."""
+"""The hook that measures the devices' wait for data."""
 
 import time
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from training.step import Metrics
 
 
 class Idle(Hook):
-    """Records, in a thread, when the devices end the newest step: a wait for data counts only after that."""
+    """Records, in a thread, when the devices complete the newest step. A wait for data counts only after that."""
 
     def __init__(self, times: Times):
         self.times = times

@@ -1,4 +1,4 @@
-"""The hook that judges the steps: skipped ones, and jumps of the loss."""
+"""The hook that detects skipped steps and jumps of the loss."""
 
 import math
 from collections.abc import Callable
@@ -14,16 +14,16 @@ from run.notify import tell
 from run.progress import Due, GaveUp, Jumped, Progress
 from training.step import Metrics
 
-MOST_SKIPPED = 10  # steps in a row that change nothing, until the run ends
-ENOUGH = 16  # losses, at least, that a loss is compared with
+MOST_SKIPPED = 10  # consecutive skipped steps that end the run
+ENOUGH = 16  # fewest losses to compare a loss with
 
 
 class Judge(Hook):
-    """Says which steps changed nothing and whose loss jumped. Raises GaveUp if too many steps in a row changed nothing,
-    and Jumped if `stability.rollback` is on and there is a checkpoint to go back to."""
+    """Reports skipped steps and jumps of the loss. Raises GaveUp after too many consecutive skipped steps, and Jumped
+    if `stability.rollback` is on and there is a checkpoint to return to."""
 
     def __init__(self, config: Config, log: Log, save: Save, seen: Callable[[Any], dict], say: Callable[[str], Any]):
-        """`seen(numbers)`: the rows and texts of a batch, by its rows' numbers."""
+        """Take `seen(numbers)`, which returns the rows and texts of a batch by its rows' numbers."""
         self.config, self.log, self.save, self.seen, self.say = config, log, save, seen, say
 
     def begin(self, run: Progress) -> None:
@@ -51,7 +51,7 @@ class Judge(Hook):
             self.say(f"step {read.step} changed nothing: {why}; {skipped} step(s) skipped so far")
 
     def _jumps(self, run: Progress, read: ReadStep) -> list[dict]:
-        """Compare a step's loss with those before it. Return what is on record of a jump."""
+        """Compare a step's loss with those before it. Return the record of a jump, if any."""
         loss, factor = read.values["loss"], self.config.stability.spike_factor
         usual = median(run.losses) if len(run.losses) >= ENOUGH else math.inf
         if math.isfinite(loss):
@@ -62,7 +62,7 @@ class Judge(Hook):
         seen = {"batch": batch, **self.seen(run.batches.row_numbers(read.step - 1 - run.start.step))}
         spike = {"step": read.step, "spike": {"loss": loss, "median": usual, **seen}}
         jumped = f"step {read.step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}"
-        self.say(f"{jumped}; what it saw: python -m tools.dataset {self.config.run_dir} --step={read.step - 1}")
+        self.say(f"{jumped}; its rows: python -m tools.dataset {self.config.run_dir} --step={read.step - 1}")
         self.log.writer.write(spike)
         tell(self.config, "spike", jumped, read.step)
         return [spike]

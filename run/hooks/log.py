@@ -1,4 +1,4 @@
-"""The hook that reads the metrics of steps and writes the logged steps' lines."""
+"""The hook that reads steps' metrics and writes the lines of logged steps."""
 
 import json
 import platform
@@ -30,15 +30,15 @@ from training.step import Metrics
 
 
 class ReadStep(NamedTuple):
-    """A step that the devices are done with, and its metrics as numbers."""
+    """A step that the devices completed, and its metrics as numbers."""
 
     step: int
     values: dict
 
 
 class Log(Hook):
-    """Writes a line for each logged step. It reads a step's metrics while the next step runs, so that the devices never
-    wait for the host; at once only if a checkpoint or an evaluation of the same step follows."""
+    """Writes a line for each logged step. It reads a step's metrics while the next step runs, so the devices never wait
+    for the host. It reads them at once only if a checkpoint or an evaluation of the same step follows."""
 
     def __init__(
         self,
@@ -48,13 +48,13 @@ class Log(Hook):
         record: Record | None,
         say: Callable[[str], Any],
     ):
-        """`epochs(position)` counts how often each source was read up to a position. `record`: where a sign of life is
-        copied to."""
+        """Take `epochs(position)`, which counts the epochs of each source up to a position, and `record`, which copies
+        signs of life."""
         self.config, self.watch, self.epochs, self.record, self.say = built.config, watch, epochs, record, say
         peak = peak_flops(built.mesh.devices.flat[0].device_kind)
         flops = flops_per_token(self.config.model, self.config.batch.sequence_length)
         self.flops_share = flops / (peak * built.mesh.size) if peak else None
-        """MFU of one token a second."""
+        """MFU at one token per second."""
         self.just_read: list[ReadStep] = []
         """Steps whose metrics the last call read, in order."""
 
@@ -65,7 +65,7 @@ class Log(Hook):
         self.diagnosis = Diagnosis((line for line in lines if line["step"] <= run.step), self.config.optimizer)
         self.unread: list[tuple[int, Metrics]] = []
         self.is_pending = False
-        # In tokens if steps differ in size, so that the time left is right.
+        # In tokens if steps differ in size, for a correct time left.
         ramp = Ramp.of(self.config.batch)
         self.work, unit = (ramp.tokens, "token") if self.config.batch.ramp else (lambda step: step, "step")
         self.bar = tqdm(
@@ -100,7 +100,7 @@ class Log(Hook):
                 measured = self.diagnosis.line(values.pop("diagnostics"), step, values["valid_tokens"])
                 self.writer.write({"step": step, "tokens": run.tokens_after(step), "diagnostics": measured})
         self.unread.clear()
-        # Once: steps that were done before they are read seem to take no time, and the first of them all of it.
+        # Once: steps completed before they are read would seem to take no time, and the first of them all of it.
         self.watch.watchdog.done_with(self.just_read[-1].step)
 
     def _write(self, run: Progress) -> None:
@@ -142,8 +142,8 @@ class Log(Hook):
 
 
 def of_all_hosts(ours: dict[str, float | None]) -> dict[str, dict]:
-    """Return, under `hosts`, the smallest and the largest of each measurement of all processes, and whose they are.
-    Nothing of one process. Every process must call it."""
+    """Return, under `hosts`, the minimum and maximum of each measurement over processes, and their processes. Return
+    nothing for one process. Every process must call it."""
     if jax.process_count() == 1:
         return {}
     answers = exchange("its measurements", json.dumps([f"{jax.process_index()} ({platform.node()})", ours]))

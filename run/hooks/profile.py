@@ -27,7 +27,7 @@ class Profile(Hook):
             self.say(f"--profile.steps={steps}: step {run.step} is done already; nothing is traced")
 
     def before_step(self, run: Progress) -> None:
-        """Start the trace at its first step, when the devices have done the steps before."""
+        """Start the trace at its first step, once the devices have completed the steps before."""
         if run.step + 1 == self.first and jax.process_index() == 0:
             jax.block_until_ready(run.state)
             jax.profiler.start_trace(self.folder)
@@ -40,7 +40,7 @@ class Profile(Hook):
             self.close()
 
     def close(self) -> None:
-        """Write what there is of a trace that was started."""
+        """Write an unfinished trace."""
         if self.tracing:
             self.tracing = False
             jax.profiler.stop_trace()

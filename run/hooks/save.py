@@ -17,14 +17,14 @@ from run.hooks.watch import Watch
 from run.progress import Due, GaveUp, Progress
 from training.step import Metrics
 
-MOST_FAILED = 10  # saves in a row, until the run ends
+MOST_FAILED = 10  # consecutive failed saves that end the run
 
 
 class Save(Hook):
-    """Saves what is due, asynchronously. Raises GaveUp if MOST_FAILED saves in a row have failed."""
+    """Saves due checkpoints asynchronously. Raises GaveUp after MOST_FAILED consecutive failures."""
 
     def __init__(self, config: Config, checkpoints: Checkpoints, dataset: str, watch: Watch, say: Callable[[str], Any]):
-        """`dataset`: the fingerprint that checkpoints carry."""
+        """Take `dataset`: the fingerprint that checkpoints contain."""
         self.config, self.checkpoints, self.dataset, self.watch, self.say = config, checkpoints, dataset, watch, say
 
     def begin(self, run: Progress) -> None:
@@ -37,7 +37,7 @@ class Save(Hook):
             failed = self._failed(wait=False)
             run.save_soon = (failed > 0 and not self.checkpoints.pending) or self._is_old()
         many = self.checkpoints.failed_saves >= MOST_FAILED and not self.checkpoints.passing
-        if many and not run.is_last:  # `finish` judges the last step's save, which is being written
+        if many and not run.is_last:  # `finish` waits for the last step's save
             raise GaveUp(f"{self.checkpoints.failed_saves} save(s) in a row failed: {self.checkpoints.failure}")
 
     def newest(self) -> int:
@@ -47,7 +47,7 @@ class Save(Hook):
         return self.checkpoints.newest
 
     def described(self) -> str:
-        """Return which checkpoint is the newest, in words."""
+        """Return a sentence about the newest checkpoint."""
         newest = self.newest()
         return f"the newest checkpoint is of step {newest}" if newest else "no checkpoint was saved"
 
@@ -76,13 +76,13 @@ class Save(Hook):
         self._say_failures()
 
     def _failed(self, wait: bool) -> int:
-        """Return how many saves in a row have failed (`Checkpoints.failing`)."""
+        """Return the number of consecutive failed saves (`Checkpoints.failing`)."""
         failed = self.checkpoints.failing(wait)
         self._say_failures()
         return failed
 
     def _say_failures(self) -> None:
-        """Say each failure once."""
+        """Report each failure once."""
         while self.checkpoints.messages:
             self.say(self.checkpoints.messages.pop(0))
 

@@ -1,4 +1,4 @@
-"""The hook that ends a run whose steps, or whose other work, hang."""
+"""The hook that ends a run whose steps or other work hang."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,8 @@ class Watch(Hook):
 
     @contextmanager
     def away(self, what: str, part: str) -> Iterator[None]:
-        """Inside, no step is taken: `what` has its own limit (`hang.other_seconds`). Its time counts as `part`."""
+        """Pause the limit on steps. Inside, `what` has its own limit (`hang.other_seconds`), and its time counts as
+        `part`."""
         with self.watchdog.elsewhere(what), self.times.during(part):
             yield
 

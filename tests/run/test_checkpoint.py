@@ -232,7 +232,7 @@ def test_a_changed_fact_is_noticed(tmp_path):
     path = tmp_path / "checkpoints" / "3" / "facts" / "metadata"
     facts = json.loads(path.read_text())
     path.write_text(json.dumps({**facts, "seconds": 2.5}))
-    with pytest.raises(ValueError, match="not what was saved"):
+    with pytest.raises(ValueError, match="differ from what was saved"):
         Checkpoints(tmp_path).facts(3)
 
 
@@ -254,7 +254,7 @@ def test_another_optimizer_is_refused_by_name(tmp_path):
     saved(tmp_path)
     abstract = state_on(1)[1]
     moments = {"mu": abstract.params["embed"]}
-    with pytest.raises(UserError, match=r"was made with another optimizer: .*and others are in one of the two"):
+    with pytest.raises(UserError, match=r"was made with another optimizer: .*and others are in only one of the two"):
         Checkpoints(tmp_path, KEEP_ALL).restore_newest(abstract._replace(opt_state=moments), print)
     assert names(tmp_path) == ["3"]
 

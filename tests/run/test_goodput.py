@@ -69,7 +69,7 @@ def test_events_of_older_versions_count_for_nothing():
     assert nonzero(goodput([{"event": "start", "step": 0, "time": 1.0}, event("start", 5, 10.0, start=2)])) == {
         "start": 2
     }
-    assert summed_up(goodput([])) == "goodput: nothing was noted"
+    assert summed_up(goodput([])) == "goodput: nothing was recorded"
 
 
 def test_the_parts_of_a_process_sum_to_the_time_since_it_began():
