@@ -25,16 +25,16 @@ from model.parallel import (
 from model.rotary import Angles, rotate_and_norm
 from model.splash import splash_attention
 
-ROWS = 2  # of a batch, and
-QUERIES = 256  # queries whose scores exist at a time, at most, where the backward pass computes them again
+ROWS = 2  # rows of a batch, and
+QUERIES = 256  # queries: the most whose scores exist at a time, if the backward pass recomputes them
 
 
 class Inputs(NamedTuple):
-    """What every block reads of the tokens besides the residual stream."""
+    """Inputs of every block other than the residual stream."""
 
     tokens: Int[Array, "batch length"]
     positions: Int[Array, "*rows length"] | None
-    """Of all rows, or of each. None if nothing came before: without a cache, or to fill one."""
+    """Positions, of all rows or of each. None if nothing came before: without a cache, or to fill one."""
     angles: Angles
     segment_ids: Int[Array, "batch length"] | None
 
@@ -49,7 +49,7 @@ class Places(NamedTuple):
         return Places(self.positions[part], None if self.segment_ids is None else self.segment_ids[:, part])
 
     def see(self, keys: "Places", window: int | None) -> Bool[Array, "#batch 1 length keys"]:
-        """Which keys the queries at these places see."""
+        """Return the mask of keys that the queries at these places see."""
         distance = self.positions[:, None] - keys.positions
         seen = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
         if self.segment_ids is None or keys.segment_ids is None:
@@ -65,8 +65,8 @@ def attend(
     segment_ids: Int[Array, "batch length"] | None = None,
     window: int | None = None,
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Softmax attention of queries that are scaled already: causal, or from `positions` of the queries to all keys up
-    to them; with `segment_ids`, only among positions of one segment; with `window`, only to so many positions back.
+    """Return softmax attention of scaled queries. It is causal, or with `positions` of the queries attends to all keys
+    up to them. With `segment_ids` it stays within a segment; with `window`, within this many positions back.
 
     `model.kernels.attention_kernel` chooses the kernel; a cache is read by plain products.
     """
@@ -104,9 +104,9 @@ def plain_attention(
     v: Float[Array, "batch keys kv_heads head_dim"],
     seen: Bool[Array, "#batch 1 length keys"],
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Return `softmax(q k) v` of the keys that are `seen`, at least one for each query. Written for few passes over the
-    matrix of scores: its rows are divided by their sums after the product with v, and it is kept once. As in
-    model/layers.py, `_plain_forward` is the plain expression."""
+    """Return `softmax(q k) v` over the keys `seen`, at least one for each query. It passes over the matrix of scores
+    few times: rows are divided by their sums after the product with v, and one matrix is kept. As in model/layers.py,
+    `_plain_forward` is the plain expression."""
     return _plain_forward(q, k, v, seen)[0]
 
 
@@ -128,7 +128,7 @@ def _plain_backward(residuals: tuple[Array, ...], dy: Array) -> tuple[Array, Arr
 
 
 def _plain_gradients(residuals: tuple[Array, ...], dy: Array) -> tuple[Array, Array, Array]:
-    """With respect to q, and in float32 to k and v."""
+    """Return the gradients of q, and in float32 of k and v."""
     q, k, v, shares, sums, y = residuals
     dy = dy.reshape(grouped_shape := q.shape) / sums
     along = jnp.sum(dy * y.reshape(grouped_shape).astype(jnp.float32), axis=-1).transpose(0, 2, 3, 1)[..., None]
@@ -152,15 +152,14 @@ def attention_in_blocks(
     places: Places,
     window: int | None,
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Return `plain_attention(q, k, v, places.see(places, window))`, in memory that is linear in the length: the scores
-    of QUERIES queries exist at a time, and the backward pass computes them again. It sums gradients of keys and values
-    in float32."""
+    """Return `plain_attention(q, k, v, places.see(places, window))`, in memory linear in the length. Scores of QUERIES
+    queries exist at a time, and the backward pass recomputes them. It sums gradients of keys and values in float32."""
     return _blocks_forward(q, k, v, places, window)[0]
 
 
 def _blocks_forward(q: Array, k: Array, v: Array, places: Places, window: int | None) -> tuple[Array, tuple]:
     q, positions = jax.lax.optimization_barrier((q, places.positions))
-    inside = places._replace(positions=positions)  # else XLA keeps the masks of all blocks, for all groups of rows
+    inside = places._replace(positions=positions)  # otherwise XLA keeps the masks of all blocks, for all groups of rows
 
     def of_span(rows: slice, keys: slice) -> Array:
         def of_block(block: tuple[Array, Places]) -> Array:
@@ -204,7 +203,7 @@ attention_in_blocks.defvjp(_blocks_forward, _blocks_backward)
 
 def _blocks(x: Array, axis: int = 1, mode: str = "constant") -> Array:
     """Return the positions in blocks of at most QUERIES, as even as can be: [batch, length, ...] to [blocks, batch,
-    block, ...]. `mode` says what fills the last one, as in `jnp.pad`: zeros, or the last position's (`edge`)."""
+    block, ...]. `mode` is `jnp.pad`'s for the last block: zeros, or the last position (`edge`)."""
     blocks = max(2, -(-x.shape[axis] // QUERIES))  # XLA would inline a loop of one, and keep the scores of several
     size = -(-x.shape[axis] // blocks)
     x = jnp.pad(x, [(0, blocks * size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)], mode)
@@ -212,7 +211,7 @@ def _blocks(x: Array, axis: int = 1, mode: str = "constant") -> Array:
 
 
 def _blocks_of(places: Places) -> Places:
-    """Return the places of `_blocks`. Each sees a key, those that fill the last block too."""
+    """Return the places of `_blocks`. Each sees a key, padding included."""
     ids = None if places.segment_ids is None else _blocks(places.segment_ids, mode="edge")
     return Places(_blocks(places.positions, 0, "edge"), ids)
 
@@ -224,7 +223,7 @@ def _rows(blocks: Array, rows: slice) -> Array:
 
 
 def has_value_embedding(config: ModelConfig, layer: int) -> bool:
-    """Every other block has one, the last included."""
+    """Return whether a block has value embeddings: every other one, the last included."""
     return config.value_embeddings and layer % 2 == (config.depth - 1) % 2
 
 
@@ -256,8 +255,8 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
         tokens, positions, angles, segment_ids = inputs
         x = vary_over_tensor(x)
-        # The scale of attention's scores is a factor of the queries here: applied later, it would round them twice.
-        # Of this device's heads, along `tensor`; if devices share a key head, each computes a part of it.
+        # The queries carry the scale of attention's scores: applied later, it would round them twice.
+        # For this device's heads along `tensor`. If devices share a key head, each computes a part of it.
         q: Array = rotate_and_norm(self.query(x), angles, self.qk_scale * self.head_dim**-0.5)
         k: Array = rotate_and_norm(all_gather_shared_head(self.key(x), self.kv_heads), angles, self.qk_scale)
         v: Array = self.value(x)

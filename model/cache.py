@@ -12,8 +12,8 @@ READ = 64  # positions whose keys are read at a time
 
 
 class LayerCache(NamedTuple):
-    """Keys (turned and normed) and values of the positions seen so far. Heads come before positions, as the products
-    take them: a CPU would copy the cache for each token otherwise."""
+    """Keys (rotated and normed) and values of earlier positions. Heads come before positions, in the order of the
+    products: otherwise a CPU would copy the cache for each token."""
 
     keys: Float[Array, "batch kv_heads capacity head_dim"]
     values: Float[Array, "batch kv_heads capacity head_dim"]
@@ -25,16 +25,16 @@ def attend_to_cache(
     positions: Int[Array, "batch length"],
     window: int | None,
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Return `attend(q, keys, values, positions, window=window)` of rows that each have positions of their own. Only
-    blocks of keys that some row sees are read, and summed up as in arXiv:2205.14135: what others read changes no bit
-    of a row. A row at positions beyond the capacity gets anything finite."""
+    """Return `attend(q, keys, values, positions, window=window)` for rows with their own positions. It reads only
+    blocks of keys that some row sees, with the online softmax of arXiv:2205.14135. Other rows' blocks change no bit of
+    a row. The result of a row beyond the capacity is arbitrary, but finite."""
     batch, length, _, head_dim = q.shape
     _, kv_heads, capacity, _ = cache.keys.shape
     size = min(READ, capacity)
     grouped = q.reshape(batch, length, kv_heads, -1, head_dim)
     far = jnp.where(positions < capacity, positions, 0)
     near = 0 if window is None else jnp.min(jnp.where(positions < capacity, positions, capacity)) - window
-    lowest = jnp.float32(-1e30)  # finite: a block of which a row sees nothing leaves its sums as they are
+    lowest = jnp.float32(-1e30)  # finite: a block that a row does not see leaves its sums unchanged
 
     def add_block(i: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, y = sums
@@ -62,8 +62,8 @@ def write(
     new: Float[Array, "batch length kv_heads head_dim"],
     positions: Int[Array, "*rows length"] | None,
 ) -> Float[Array, "batch kv_heads capacity head_dim"]:
-    """Return the cache with new keys or values: at its start, from the first position on, or where each row has its own
-    positions, there. Of those, what is beyond the capacity is dropped."""
+    """Return the cache with new keys or values: at its start, from the first position on, or at each row's own
+    positions. Positions beyond the capacity are dropped."""
     if positions is not None and positions.ndim == 2:
         return cached.at[jnp.arange(len(cached))[:, None], :, positions].set(new, mode="drop")
     start = 0 if positions is None else positions[0]

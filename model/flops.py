@@ -1,4 +1,4 @@
-"""Parameters and floating-point operations, counted from the network's shapes alone."""
+"""Counts of parameters and floating-point operations, from the network's shapes."""
 
 from collections import Counter
 
@@ -8,7 +8,8 @@ from model.shapes import kinds
 
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:
-    """Parameters by optimizer group; of `embed`, `matrices` and `lm_head` alone in the plain network."""
+    """Return the number of parameters of each optimizer group. The plain network has only `embed`, `matrices` and
+    `lm_head`."""
     counts = Counter()
     for parameter, count in kinds(config):
         counts[parameter.group] += count * parameter.size
@@ -16,11 +17,11 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
-    """FLOPs of one training token, forward and backward: 6 for each parameter of a matrix product (every `Linear`'s),
-    and 12 x heads x head_dim x sequence_length (or the window, where it is shorter) a block for attention, its causal
-    half not left out.
+    """Return the FLOPs of one training token, forward and backward: 6 for each parameter of a `Linear`, and for
+    attention 12 x heads x head_dim x sequence_length (or the window, if shorter) per block, without the causal
+    discount.
 
-    The convention of PaLM (arXiv:2204.02311, appendix B) and of nanochat, so that MFU compares with theirs.
+    PaLM (arXiv:2204.02311, appendix B) and nanochat count in the same way, so MFU is comparable.
     """
     products = sum(count * parameter.size for parameter, count in kinds(config) if parameter.product)
     seen = [min(window_of(config, layer) or sequence_length, sequence_length) for layer in range(config.depth)]

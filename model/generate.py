@@ -1,6 +1,6 @@
 """Sampling: one forward pass over the prompts, then one of a single position for each new token.
 
-Written for one device, as the step is: each holds the cache of its own heads along `tensor`, and all hold every row.
+It is written for one device, as the step is. Each device has the cache of its own heads along `tensor`, for all rows.
 """
 
 import jax
@@ -23,18 +23,18 @@ def generate(
     temperature: float,
     top_k: int,
 ) -> Int[Array, "batch length"]:
-    """Fill each row of `prompts` up from its own prompt's length.
+    """Return `prompts` with each row continued from its own prompt's length.
 
     `prefill` is the shortest prompt's length (at least 1): that many positions are read in one pass. `temperature` 0
-    takes the likeliest token; `top_k` draws from so many of the likeliest, 0 from all tokens. A row's tokens depend on
-    its own seed and prompt, not on the rows beside it.
+    takes the likeliest token; `top_k` draws from this many likeliest tokens, 0 from all. A row's tokens depend on its
+    own seed and prompt, not on other rows.
     """
     batch, length = prompts.shape
     of_rows = lambda value: jnp.full(batch, value)
     sampling = Sampling(of_rows(temperature), of_rows(top_k), of_rows(1.0), seeds)
 
     def next_tokens(logits: Float[Array, "batch vocab_share"], position: Int[Array, ""]) -> Int[Array, "batch"]:
-        """Return the token at `position`: the prompt's where it is that long, else a sample."""
+        """Return the token at `position`: the prompt's if it is that long, otherwise a sample."""
         sampled = draw(softcap(all_gather_vocabulary(logits), model.config.softcap), of_rows(position), sampling)
         return jnp.where(position < prompt_lengths, prompts[:, position], pmax_over_mesh(sampled.astype(prompts.dtype)))
 

@@ -20,7 +20,7 @@ from model.rotary import rotary_angles
 
 
 class KVCache(NamedTuple):
-    """What sampling keeps of the positions that it has read."""
+    """The state of sampling after the positions read so far."""
 
     layers: list[LayerCache]
     last: Float[Array, "batch width"]
@@ -42,7 +42,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Attention, then MLP, each on the normed residual stream and added to it. Both start as zero."""
+    """Attention, then MLP. Each reads the normed residual stream and adds to it. Both start as zero."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs | None):
         self.attention = Attention(config, layer, rngs=rngs)
@@ -58,8 +58,8 @@ class Block(nnx.Module):
 
 @jax.custom_vjp
 def widened(narrow: Float[Array, "..."], wide: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return `wide`, by casting `narrow`, which has the same values in another type: `wide` is not read, and the
-    gradient goes to it alone."""
+    """Return `wide` by casting `narrow`, which has the same values in another type. `wide` is not read, but only it
+    gets the gradient."""
     return narrow.astype(wide.dtype)
 
 
@@ -67,16 +67,16 @@ widened.defvjp(lambda narrow, wide: (widened(narrow, wide), None), lambda _, gra
 
 
 def is_saved(primitive: Primitive, *_: Any, **params: Any) -> bool:
-    """Whether `remat=products` saves what `primitive` gives: arrays that are `saved`, and what cuDNN's attention gives,
-    log-sum-exps included, which JAX does not let us name."""
+    """Return whether `remat=products` saves the output of `primitive`: arrays marked by `saved`, and outputs of cuDNN's
+    attention, log-sum-exps included, which JAX cannot name."""
     named = jax.checkpoint_policies.save_only_these_names(SAVED)
     return primitive.name == "dot_product_attention_fwd_wrapper" or named(primitive, **params)
 
 
 def rematerialized(block: Block, remat: str, dtype: jnp.dtype) -> Callable:
-    """`block`, by `remat`: the forward pass saves all activations (`none`), all but the MLP's hidden layer
-    (`products`), or the block's input alone (`block`), and the backward pass computes the rest again. The parameters
-    are saved in the activations' `dtype`: in float32, the type of their gradients, they would be kept a second time."""
+    """Return `block` with `remat`: the forward pass saves all activations (`none`), all except the MLP's hidden layer
+    (`products`), or only the block's input (`block`). The backward pass recomputes the rest. Parameters are saved in
+    the activations' `dtype`; float32, the type of their gradients, would keep a second copy."""
     if remat == "none":
         return block
     policy = is_saved if remat == "products" else jax.checkpoint_policies.nothing_saveable
@@ -92,7 +92,7 @@ def rematerialized(block: Block, remat: str, dtype: jnp.dtype) -> Callable:
 class GPT(nnx.Module):
     """nanochat's GPT: no biases, untied head, norms without parameters; its later features are options.
 
-    `dtype` is the type of the activations; parameters are float32. Without `rngs` these are shapes and types alone.
+    `dtype` is the type of the activations; parameters are float32. Without `rngs` they are only shapes and types.
     """
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype, *, rngs: nnx.Rngs | None):
@@ -105,8 +105,8 @@ class GPT(nnx.Module):
         if config.smear:
             gate = nnx.initializers.uniform(0.02)
             self.smear_gate = Linear(SMEAR_CHANNELS, 1, gate, axes=(None, None), group="scalars", rngs=rngs)
-        # The numbers come last: they use up random keys, which must not change what the matrices start from.
-        share = np.linspace(0, 1, config.depth)  # of the way up
+        # The numbers come last: they use random keys, which must not change the initial matrices.
+        share = np.linspace(0, 1, config.depth)  # share of the blocks below
         if config.resid_lambdas:
             self.resid_lambdas = Scalars(1.15 - 0.10 * share, group="resid_lambdas", rngs=rngs)
         if config.x0_lambdas:
@@ -123,7 +123,8 @@ class GPT(nnx.Module):
         start: Int[Array, ""] | Int[Array, "batch 1"] | int = 0,
         segment_ids: Int[Array, "batch length"] | None = None,
     ) -> tuple[Float[Array, "batch length vocab"], KVCache | None]:
-        """Logits *before* the softcap (`model.loss.softcap`), in the compute type; the cache as in `activations`."""
+        """Return the logits *before* the softcap (`model.loss.softcap`), in the compute type, and the cache as in
+        `activations`."""
         x, cache = self.activations(tokens, cache, start, segment_ids)
         return self.lm_head(x), cache
 
@@ -134,10 +135,10 @@ class GPT(nnx.Module):
         start: Int[Array, ""] | Int[Array, "batch 1"] | int = 0,
         segment_ids: Int[Array, "batch length"] | None = None,
     ) -> tuple[Float[Array, "batch length width"], KVCache | None]:
-        """Return what the head reads. The loss takes it from here, so that the logits need not exist as a whole.
+        """Return the head's input. The loss starts from it, so all logits need not exist at once.
 
-        With a `cache`, `tokens` stand at positions `start`, `start + 1`, ... after those already in it, and the cache
-        with them added is returned. `start` [batch, 1] gives each row a start of its own. With `segment_ids`, positions
+        With a `cache`, `tokens` are at positions `start`, `start + 1`, ... after those already in it; the extended
+        cache is returned, too. `start` [batch, 1] gives each row its own start. With `segment_ids`, positions
         attend within their own segment only.
         """
         config = self.config
@@ -163,7 +164,7 @@ class GPT(nnx.Module):
         return vary_over_tensor(rms_norm(x)), KVCache(grown, embedded[:, -1]) if cache else None
 
     def embedded(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length width"]:
-        """Return what the blocks start from, before `smear`."""
+        """Return the input of the blocks, before `smear`."""
         return rms_norm(psum_over_tensor(self.embed(tokens, self.dtype)))
 
     def _smeared(
@@ -172,7 +173,7 @@ class GPT(nnx.Module):
         cache: KVCache | None,
         segment_ids: Int[Array, "batch length"] | None,
     ) -> Float[Array, "batch length width"]:
-        """Add the embedding of the token before, of the same segment, gated by the token's own."""
+        """Add the embedding of the previous token of the same segment, gated by the token's own."""
         last = cache.last if cache else jnp.zeros_like(x[:, 0])
         before = jnp.concatenate([last[:, None], x[:, :-1]], axis=1)
         if segment_ids is not None:
@@ -182,7 +183,7 @@ class GPT(nnx.Module):
         return x + self.smear_lambda.times(0, gate).astype(self.dtype) * before
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
-        """Room for `capacity` positions of `batch` rows, for this device's heads along `tensor`."""
+        """Return an empty cache for `capacity` positions of `batch` rows, for this device's heads along `tensor`."""
         shape = (batch, own_heads(self.config.kv_heads)[1], capacity, self.config.head_dim)
         layers = [LayerCache(jnp.zeros(shape, self.dtype), jnp.zeros(shape, self.dtype)) for _ in self.blocks]
         return KVCache(layers, jnp.zeros((batch, self.config.width), self.dtype))
@@ -190,13 +191,13 @@ class GPT(nnx.Module):
 
 @cache
 def abstract_model(config: ModelConfig) -> GPT:
-    """Return the network with shapes and types in place of its parameters: nothing is computed. All who ask get the
-    same one; clone it to change it."""
+    """Return the network with shapes and types instead of parameters, without compute. All callers share it; clone it
+    to change it."""
     return GPT(config, jnp.dtype("float32"), rngs=None)
 
 
 def map_parameters(of: Callable[[nnx.Param], Any], config: ModelConfig) -> dict:
-    """Return a tree like the parameters', with `of(param)` in each one's place. `param` has a shape, a type, and what
-    it declared where it was made: `param.get_metadata("axes")` and `"group"`."""
+    """Return a tree like the parameters', with `of(param)` for each. `param` has a shape, a type, and the declarations
+    `param.get_metadata("axes")` and `"group"`."""
     state = nnx.state(abstract_model(config))
     return nnx.to_pure_dict(jax.tree.map(of, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))

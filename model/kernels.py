@@ -1,7 +1,7 @@
-"""Which kernel computes attention, and how many products of scores it runs; without JAX, so that planning reads it.
+"""The choice of attention's kernel, and the number of products of scores that it runs. Without JAX, for planning.
 
 Attention multiplies twice for each score forward (queries by keys, shares by values) and four times backward, where a
-kernel that keeps no scores computes them a second time: five (arXiv:2205.14135).
+kernel that keeps no scores recomputes them: five (arXiv:2205.14135).
 """
 
 from functools import cache
@@ -11,11 +11,11 @@ from configs.schema import ModelConfig
 
 Kernel = Literal["splash", "cudnn", "blocks", "plain"]
 """`splash` and `cudnn` are the libraries' of TPUs and GPUs. `blocks` and `plain` are in model/attention.py: products of
-some queries at a time, whose scores the backward pass computes again, or keeps."""
+some queries at a time whose scores the backward pass recomputes, or products whose scores it keeps."""
 
-LANES = 128  # of a TPU's vector unit: splash attention's blocks are multiples
+LANES = 128  # lanes of a TPU's vector unit: splash attention's blocks are multiples
 BLOCK = 512  # the most positions in one of its blocks of queries or keys
-SHORTEST_FOR_CUDNN = 64  # positions; a cache's prefill and scoring of fewer gain nothing by it
+SHORTEST_FOR_CUDNN = 64  # positions; for fewer, a cache's prefill and scoring gain nothing
 KEPT = 2048  # the longest rows whose scores a CPU keeps for the backward pass
 
 
@@ -43,14 +43,14 @@ def splash_block(length: int) -> int:
 
 
 def visible_blocks(length: int, window: int | None) -> int:
-    """Return how many of splash attention's blocks of scores hold at least one score that the mask leaves."""
+    """Return how many of splash attention's blocks contain a score that the mask leaves."""
     block, back = splash_block(length), length if window is None else window
     ends = range(block, length + 1, block)
     return sum((end - 1) // block - max(0, end - block - back) // block + 1 for end in ends)
 
 
 class Products(NamedTuple):
-    """Products for each score, times scores, of one head of a row."""
+    """Products per score times scores, for one head of a row."""
 
     forward: float
     backward: float
@@ -58,11 +58,11 @@ class Products(NamedTuple):
 
 @cache
 def products(kernel: Kernel, length: int, window: int | None) -> Products:
-    """Return what a kernel runs: masked scores of blocks that are partly masked count, as do scores computed again."""
-    if kernel == "splash":  # one backward kernel computes queries' gradients by 3, another keys' and values' by 4
+    """Return the products that a kernel runs, with masked scores of partly masked blocks and recomputed scores."""
+    if kernel == "splash":  # one backward kernel takes 3 for queries' gradients, another 4 for keys' and values'
         scores = visible_blocks(length, window) * splash_block(length) ** 2
         return Products(2 * scores, 7 * scores)
-    if kernel == "cudnn":  # whose blocks are small
+    if kernel == "cudnn":  # its blocks are small
         window = min(length if window is None else window, length)
         scores = window * (length - window / 2)
         return Products(2 * scores, 5 * scores)
@@ -79,14 +79,14 @@ def window_of(config: ModelConfig, layer: int) -> int | None:
 
 
 def query_spans(length: int, window: int | None) -> list[tuple[slice, slice]]:
-    """Return an eighth of the queries at a time, or 64, with the keys that they can see."""
+    """Return the chunks of queries (an eighth, at least 64) with the keys that they can see."""
     size, back = max(64, -(-length // 8)), length if window is None else window
     starts = range(0, length, size)
     return [(slice(i, min(i + size, length)), slice(max(0, i - back), min(i + size, length))) for i in starts]
 
 
 def described(kernel: Kernel, length: int, head_dim: int) -> str:
-    """Return a kernel for rows of `length` positions and heads of `head_dim`, in a line."""
+    """Return a line that describes a kernel for rows of `length` positions and heads of `head_dim`."""
     return {
         "splash": f"splash attention, in blocks of {splash_block(length)} positions",
         "cudnn": "cuDNN's",

@@ -1,12 +1,12 @@
 """The layers with parameters, and the norm without.
 
 Parameters are float32 `nnx.Param`s; a product casts its matrix to the activations' type. Its backward pass is written
-by hand so that, in bfloat16 compute, a matrix's gradient leaves the product in float32: automatic differentiation would
-give it the type of the cast matrix, and round every micro-batch's gradient to 8 bits before it is summed. A matrix is
-all-gathered where it is read, forward and backward, so that only one gathered matrix exists at a time.
+by hand so that, in bfloat16 compute, a matrix's gradient leaves the product in float32. Automatic differentiation would
+give it the type of the cast matrix, and round every micro-batch's gradient to 8 bits before the sum. A matrix is
+all-gathered at each use, forward and backward, so only one gathered matrix exists at a time.
 
-The function under each `jax.custom_vjp` is the plain expression: its automatic derivative is what the backward pass
-below it computes (tests/model/test_gradients.py).
+The function under each `jax.custom_vjp` is the plain expression. The backward pass below it equals its automatic
+derivative (tests/model/test_gradients.py).
 """
 
 import math
@@ -23,12 +23,12 @@ from jaxtyping import Array, Float, Int
 from model.parallel import Axes, all_gather_fsdp, order_gradients, platform, reduce_scatter_fsdp, tensor_index
 from model.segment_sum import segment_sum
 
-EPSILON = 1e-6  # added to the mean square by every norm
+EPSILON = 1e-6  # every norm adds it to the mean square
 SAVED = "saved"
 
 
 def saved(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Return the same array, which the backward pass keeps with `remat=products` (model.gpt.rematerialized)."""
+    """Return the array, marked to be saved with `remat=products` (model.gpt.rematerialized)."""
     return checkpoint_name(x, SAVED)
 
 
@@ -36,13 +36,13 @@ def saved(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 def rms_norm(x: Float[Array, "*shape channels"]) -> Float[Array, "*shape channels"]:
     """Return the root-mean-square norm (arXiv:1910.07467) over channels, without parameters; in float32.
 
-    The backward pass reads the result, which what follows keeps anyway, and a number a vector: x is not kept for it.
+    The backward pass reads the result, which the next operation keeps anyway, and one number per vector, but not x.
     """
     return (x.astype(jnp.float32) * inverse_rms(x)).astype(x.dtype)
 
 
 def inverse_rms(x: Float[Array, "*shape channels"]) -> Float[Array, "*shape 1"]:
-    """Return what rms_norm multiplies by."""
+    """Return the factor of rms_norm."""
     return jax.lax.rsqrt(jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True) + EPSILON)
 
 
@@ -63,8 +63,8 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 @jax.custom_vjp
 def relu_squared(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Return `max(x, 0)^2` (arXiv:2109.08668). The backward pass reads the root of the result, which the product that
-    follows keeps anyway: x is not kept for it."""
+    """Return `max(x, 0)^2` (arXiv:2109.08668). The backward pass reads the root of the result, which the next product
+    keeps anyway, but not x."""
     return jnp.square(jax.nn.relu(x))
 
 
@@ -81,21 +81,22 @@ relu_squared.defvjp(_relu_squared_forward, _relu_squared_backward)
 
 
 def symmetric_uniform(bound: float) -> nnx.Initializer:
-    """Uniform between minus and plus `bound`."""
+    """Return an initializer, uniform between minus and plus `bound`."""
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
 Cut = tuple[int | None, int | None]
-"""Channels of a head, for the inputs and the outputs of a product: that side of x, of the kernel and of the result is
-[heads, channels]. None: one dimension. A TPU keeps a head's channels along the lanes then. Reshaped after the product,
-they would be copied (bench/LOG.md)."""
+"""Channels of a head, for the inputs and the outputs of a product. That side of x, of the kernel and of the result is
+[heads, channels]. None: one dimension. This keeps a head's channels along a TPU's lanes; a reshape after the product
+would copy them (bench/LOG.md)."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def matmul(
     x: Float[Array, "*shape_and_inputs"], share: Float[Array, "i_share o_share"], axes: Axes, cut: Cut = (None, None)
 ) -> Float[Array, "*shape_and_outputs"]:
-    """Return `x @ kernel` in x's type; `kernel` is the shares, gathered over `fsdp`. `cut` says which side is heads.
+    """Return `x @ kernel` in x's type; `kernel` is gathered from the shares over `fsdp`. `cut` gives the sides with
+    heads.
 
     The gradient with respect to `share` (float32) is accumulated, reduce-scattered and returned in float32.
     """
@@ -103,7 +104,7 @@ def matmul(
 
 
 def _gathered_kernel(share: Array, axes: Axes, cut: Cut) -> Array:
-    """Return the kernel [*inputs, *outputs]. A share that is less than a head is a part of one."""
+    """Return the kernel [*inputs, *outputs]. A share smaller than a head is a part of one."""
     kernel = all_gather_fsdp(share, axes)
     sizes = lambda size, head: (size,) if head is None else (max(size // head, 1), min(size, head))
     return kernel.reshape(*sizes(kernel.shape[0], cut[0]), *sizes(kernel.shape[1], cut[1]))
@@ -133,7 +134,7 @@ matmul.defvjp(_matmul_forward, _matmul_backward)
 def embed(
     tokens: Int[Array, "*shape"], share: Float[Array, "v_share w_share"], axes: Axes, dtype: jnp.dtype
 ) -> Float[Array, "*shape width"]:
-    """Return the tokens' rows of the table, in `dtype`; zeros for those whose rows another device along `tensor` has.
+    """Return the tokens' rows of the table, in `dtype`; zeros for rows on another device along `tensor`.
 
     The gradient with respect to `share` (float32) is summed over the tokens in float32.
     """
@@ -158,8 +159,8 @@ def _embed_backward(axes: Axes, dtype: jnp.dtype, residuals: tuple[Array, Array]
 
 
 def _row(tokens: Array, rows: int, axes: Axes) -> Array:
-    """Return the tokens' row numbers in this device's share of the table; the number of rows for those of other
-    devices."""
+    """Return the tokens' row numbers in this device's share of the table. Rows on other devices get the number of
+    rows."""
     if axes[0] != "tensor":
         return tokens
     local = tokens - tensor_index() * rows
@@ -172,8 +173,8 @@ embed.defvjp(_embed_forward, _embed_backward)
 def parameter(
     init: nnx.Initializer, shape: tuple[int, ...], *, axes: Axes, group: str, rngs: nnx.Rngs | None
 ) -> nnx.Param:
-    """Return a float32 parameter, which declares the mesh axes that its dimensions are divided over, and its group: a
-    field of configs.schema.OptimizerConfig. Without `rngs` it is its shape and type alone."""
+    """Return a float32 parameter. It declares the mesh axes that divide its dimensions, and its group, a field of
+    configs.schema.OptimizerConfig. Without `rngs` it is only a shape and a type."""
     value = jax.ShapeDtypeStruct(shape, jnp.float32) if rngs is None else init(rngs.params(), shape, jnp.float32)
     return nnx.Param(value, axes=axes, group=group)
 
@@ -200,7 +201,7 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of a vector a token: a `parameter` [vocab_size, width]."""
+    """A table with one vector per token: a `parameter` [vocab_size, width]."""
 
     def __init__(
         self, vocab_size: int, width: int, init: nnx.Initializer, *, axes: Axes, group: str, rngs: nnx.Rngs | None
@@ -213,12 +214,12 @@ class Embedding(nnx.Module):
 
 
 class Scalars(nnx.Module):
-    """A few numbers that the residual stream is multiplied by, the same on every device."""
+    """Numbers that multiply the residual stream, equal on every device."""
 
     def __init__(self, values: Sequence[float] | np.ndarray, *, group: str, rngs: nnx.Rngs | None):
         init = lambda key, shape, dtype: jnp.array(values, dtype)
         self.values = parameter(init, (len(values),), axes=(None,), group=group, rngs=rngs)
 
     def times(self, i: int, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """x times the i-th, in float32."""
+        """Return x times the i-th number, in float32."""
         return self.values[...][i] * x.astype(jnp.float32)

@@ -1,9 +1,9 @@
-"""The loss, from the last activations on: sums over valid tokens, never means.
+"""The loss, from the last activations: sums over valid tokens, never means.
 
-The logits are the largest array of a step. The head, the loss and their gradients are computed together, a chunk of
-tokens at a time, so that one chunk's logits are all that ever exists of them: in the compute type and before the cap,
-read once for the loss, and read once more for their gradient, each in one fusion that widens and caps them. The cap
-bounds them, so exp() cannot overflow and no maximum is looked for.
+The logits are the largest array of a step. The head, the loss and their gradients are computed together, one chunk of
+tokens at a time, so only one chunk's logits exist at once. They are in the compute type, before the cap. The loss and
+the gradient each read them once, in one fusion that widens and caps them. The cap bounds them, so exp() cannot overflow
+and no maximum is needed.
 """
 
 from functools import partial
@@ -27,20 +27,22 @@ from model.parallel import (
 
 
 def softcap(logits: Float[Array, "*shape"], cap: float) -> Float[Array, "*shape"]:
-    """`cap * tanh(logits / cap)` in float32 (arXiv:2408.00118)."""
+    """Return `cap * tanh(logits / cap)` in float32 (arXiv:2408.00118)."""
     return cap * jnp.tanh(logits.astype(jnp.float32) / cap)
 
 
 def log_sum_and_target(
     logits: Float[Array, "*tokens vocab"], targets: Int[Array, "*tokens"], cap: float
 ) -> tuple[Float[Array, "*tokens"], Float[Array, "*tokens"]]:
-    """Return the log-sum-exp of the capped logits, and the target's: a token's loss is their difference. In float32.
+    """Return the log-sum-exp of the capped logits and the target's logit, in float32. A token's loss is their
+    difference.
 
-    In the step `logits` are this device's share of the vocabulary; two sums over `tensor` of a number a token suffice.
+    In the step `logits` are this device's share of the vocabulary; two sums over `tensor`, of one number per token,
+    suffice.
     """
     capped = softcap(logits, cap)
     log_sum = jnp.log(psum_over_tensor(jnp.sum(jnp.exp(capped), axis=-1)))
-    if platform() in ("gpu", "cuda"):  # XLA would write the capped logits, in float32, for a sum in place of the gather
+    if platform() in ("gpu", "cuda"):  # instead of the gather, a sum would make XLA write the capped logits in float32
         local = targets - tensor_index() * logits.shape[-1]
         target = softcap(jnp.take_along_axis(logits, local[..., None], axis=-1, mode="clip")[..., 0], cap)
         return log_sum, psum_over_tensor(jnp.where((local >= 0) & (local < logits.shape[-1]), target, 0))
@@ -60,7 +62,7 @@ def cross_entropy(
     z_loss: float,
 ) -> Float[Array, "2"]:
     """Return the objective, the sum over tokens of `weights * (-log softmax(softcap(logits))[targets] + z_loss *
-    log_sum_exp^2)`, and its first term alone, the loss: both in nats and float32."""
+    log_sum_exp^2)`, and its first term, the loss. Both are in nats and float32."""
     loss = jnp.sum(weights * (log_sum - target_logit))
     return jnp.stack([loss + z_loss * jnp.sum(weights * log_sum**2), loss])
 
@@ -76,12 +78,12 @@ def cross_entropy_and_gradient(
     log_sum, target_logit = log_sum_and_target(logits, targets, cap)
 
     def slope_of(logits: Array) -> Array:
-        """Of the exponential of the capped logits: all that the gradient needs of them but a factor."""
+        """Return the slope of the exponential of the capped logits: their gradient without a factor."""
         squashed = jnp.tanh(logits.astype(jnp.float32) / cap)
         return jnp.exp(cap * squashed) * (1 - squashed * squashed)
 
-    # XLA on a GPU makes the slope again from the logits, which it writes; without the barrier it would write float32.
-    # On other platforms the slope is what is kept of the logits: a TPU makes it at the end of their product.
+    # On a GPU XLA writes the logits and recomputes the slope; without the barrier it would write float32. Other
+    # platforms keep the slope instead of the logits: a TPU computes it at the end of their product.
     if platform() in ("gpu", "cuda"):
         slope = slope_of(jax.lax.optimization_barrier(logits))
     else:
@@ -103,8 +105,8 @@ def head_loss(
     axes: Axes,
     config: ModelConfig,
 ) -> Float[Array, "2"]:
-    """Return `cross_entropy` of the logits `x @ kernel`; `kernel` is the head's shares, gathered over `fsdp`. Only the
-    objective, the first of both sums, has a gradient. As in model/layers.py, this is the plain expression."""
+    """Return `cross_entropy` of the logits `x @ kernel`; `kernel` is gathered from the head's shares over `fsdp`. Only
+    the objective, the first sum, has a gradient. As in model/layers.py, this is the plain expression."""
     kernel = all_gather_fsdp(share.astype(x.dtype), axes)
 
     def chunk(rows: tuple[Array, Array, Array]) -> Array:
@@ -115,7 +117,7 @@ def head_loss(
 
 
 def _chunks(arrays: tuple[Array, ...], config: ModelConfig) -> Any:
-    """Return the arrays [tokens, ...] as [chunks, tokens of one, ...]."""
+    """Return the arrays [tokens, ...] as [chunks, tokens of a chunk, ...]."""
     return jax.tree.map(lambda a: a.reshape(config.loss_chunks, -1, *a.shape[1:]), arrays)
 
 
@@ -151,8 +153,8 @@ def loss_sums(
     weights: Float[Array, "batch length"],
     segment_ids: Int[Array, "batch length"] | None = None,
 ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Int[Array, ""]]]:
-    """`objective, (loss_sum, token_count)` of one micro-batch: what training differentiates, which is the loss and the
-    z-loss; the loss alone, in nats; how many targets have a weight other than 0."""
+    """Return `objective, (loss_sum, token_count)` of one micro-batch: the loss plus z-loss, which training
+    differentiates; the loss, in nats; and the number of targets with a weight other than 0."""
     x, _ = model.activations(inputs, segment_ids=segment_ids)
     head = model.lm_head
     x, flat_targets, flat_weights = x.reshape(-1, x.shape[-1]), targets.ravel(), weights.ravel()

@@ -1,4 +1,4 @@
-"""The choice of a token by its logits: of rows that each have options of their own, in one program for all options."""
+"""Sampling tokens from logits, for rows with their own options, in one program for all options."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn: of one text, or arrays of several rows."""
+    """Options of sampling: for one text, or arrays for several rows."""
 
     temperature: float | Float[Array, "rows"] = 0.8
     """0 takes the likeliest token; higher is more varied."""
@@ -21,7 +21,7 @@ class Sampling(NamedTuple):
 
 
 def draw(logits: Float[Array, "rows vocab"], positions: Int[Array, "rows"], sampling: Sampling) -> Int[Array, "rows"]:
-    """Return a token for each row, by float32 logits. It depends on the row's own options, seed and position alone."""
+    """Return a token for each row, from float32 logits. It depends only on the row's own options, seed and position."""
     hot = sampling.temperature > 0
 
     def drawn() -> Int[Array, "rows"]:
@@ -48,7 +48,7 @@ def draw(logits: Float[Array, "rows vocab"], positions: Int[Array, "rows"], samp
 
 
 def ordered(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Return numbers in the order of float32 numbers."""
+    """Return integers in the order of float32 numbers."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 
@@ -56,7 +56,7 @@ def ordered(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
 def threshold(
     order: UInt32[Array, "rows vocab"], weights: Float[Array, "rows vocab"], enough: Float[Array, "rows"]
 ) -> UInt32[Array, "rows 1"]:
-    """Return the highest number such that the weights of all in `order` from it on sum to `enough`, else 0.
+    """Return the highest number for which the weights of all in `order` from it on sum to `enough`, otherwise 0.
 
     It is found bit by bit: a sort would take longer, and `jax.lax.top_k` needs the largest `top_k` to be compiled."""
 
@@ -68,8 +68,8 @@ def threshold(
 
 
 def place_in(shares: Float[Array, "rows vocab"], places: Float[Array, "rows"]) -> Int[Array, "rows"]:
-    """Return the token at each place, if tokens follow each other with their shares as lengths. It is found bit by bit,
-    too: sums of fewer tokens have the same order, so no token of an empty share is found."""
+    """Return the token at each place, if tokens follow each other with their shares as lengths. It is also found bit by
+    bit. Sums of fewer tokens have the same order, so no token with an empty share is chosen."""
     vocab = shares.shape[1]
     token, most = jnp.arange(vocab), 1 << (vocab - 1).bit_length()
 
@@ -81,5 +81,5 @@ def place_in(shares: Float[Array, "rows vocab"], places: Float[Array, "rows"]) -
 
 
 def sums(x: Float[Array, "rows vocab"]) -> Float[Array, "rows 1"]:
-    """Return the sum of each row: by a product, which takes a CPU half the time of `jnp.sum`."""
+    """Return the sum of each row by a product, which takes a CPU half the time of `jnp.sum`."""
     return jnp.matmul(x, jnp.ones((x.shape[1], 1)), precision=jax.lax.Precision.HIGHEST)

@@ -1,6 +1,6 @@
-"""Rows summed by their number without a scatter-add, for GPUs: there XLA's adds in whatever order its threads come, so
-that two runs differ in their last bits. XLA's own cure (`ScatterDeterminismExpander`) sorts every element of every row,
-and passes over all of them for each power of two. Here the rows' numbers alone are sorted, and products do the sums.
+"""Sums of rows by their number without a scatter-add, for GPUs. XLA's scatter-add has no fixed order there, so two runs
+differ in their last bits. XLA's own remedy (`ScatterDeterminismExpander`) sorts every element of every row, and passes
+over all of them for each power of two. This module sorts only the rows' numbers, and sums by products.
 """
 
 import jax
@@ -13,10 +13,12 @@ BLOCK = 128
 def segment_sum(
     rows: Float[Array, "n width"], number: Int[Array, "n"], segments: int
 ) -> Float[Array, "segments width"]:
-    """`result[number[i]] += rows[i]`, in float32; numbers of `segments` or more are left out, and none may be negative.
+    """Return `result[number[i]] += rows[i]`, in float32. Numbers of `segments` or more are ignored; none may be
+    negative.
 
-    The order of the additions follows from `number` alone. Sorted by it, the rows lie in blocks: a product with "of the
-    same number" sums within each, and one with "of the number that this block begins with" what others end with.
+    `number` alone determines the order of the additions. Rows are sorted by it and divided into blocks. A product with
+    the mask "same number" sums within each block; one with the mask "number of this block's first row" adds the ends of
+    other blocks.
     """
     fill = -len(number) % BLOCK
     number = jnp.pad(number, (0, fill), constant_values=segments)

@@ -1,4 +1,4 @@
-"""The network's parameters as names and shapes: what counts them or plans with them needs no array."""
+"""The network's parameters as names and shapes, to count them or plan with them without arrays."""
 
 import math
 from collections import Counter
@@ -21,11 +21,11 @@ class Parameter(NamedTuple):
     """`blocks.0.mlp.up.kernel`"""
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    """For each dimension, the mesh axis that it is divided over."""
+    """For each dimension, the mesh axis that divides it."""
     group: str
-    """Of the optimizer."""
+    """Group of the optimizer."""
     product: bool
-    """Whether it is the matrix of a product with the activations (every `Linear`'s)."""
+    """True for the matrix of a product with the activations (every `Linear`'s)."""
 
     @property
     def size(self) -> int:
@@ -34,7 +34,7 @@ class Parameter(NamedTuple):
 
 def parameters(config: ModelConfig) -> tuple[Parameter, ...]:
     """Return all of a network's parameters, in the order of its tree."""
-    return _parameters(replace(config, remat="none", loss_chunks=1, dtype="auto", z_loss=0.0))  # which change none
+    return _parameters(replace(config, remat="none", loss_chunks=1, dtype="auto", z_loss=0.0))  # changes none
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -43,7 +43,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def kinds(config: ModelConfig) -> tuple[tuple[Parameter, int], ...]:
-    """Return the parameters and how many there are of each. Those that differ in their block alone count as one."""
+    """Return the parameters and their counts. Parameters that differ only in their block count as one."""
     return tuple(Counter(p._replace(name=p.name.rpartition(".")[2]) for p in parameters(config)).items())
 
 

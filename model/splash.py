@@ -23,7 +23,7 @@ def splash_attention(
     window: int | None,
     interpret: bool = False,
 ) -> Float[Array, "batch length heads head_dim"]:
-    """Causal attention of scaled queries, without the matrix of scores, forward or backward (arXiv:2205.14135).
+    """Return causal attention of scaled queries, without the matrix of scores, forward or backward (arXiv:2205.14135).
     In shard_map, q, k and v vary over the same mesh axes.
 
     Each key head serves its group of query heads: nothing is repeated. Blocks that the mask leaves empty are skipped.
@@ -70,7 +70,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _heads_first(x: Array) -> Array:
-    """[batch, length, heads..., head_dim] to [batch, heads..., length, head_dim], as the kernel reads it."""
+    """Return [batch, length, heads..., head_dim] as [batch, heads..., length, head_dim], the kernel's order."""
     return jnp.moveaxis(x, 1, -2)
 
 
@@ -80,17 +80,17 @@ def _rows_first(x: Array) -> Array:
 
 
 def _unchecked(function: Callable) -> Callable:
-    """Return `function` of this device's arrays, without jax.shard_map's check of the mesh axes that arrays vary over:
-    the kernel's results do not state theirs. Over no further axes, so nothing is divided and nothing is sent."""
+    """Return `function` of this device's arrays, without jax.shard_map's check of the mesh axes that arrays vary over,
+    since the kernel's results do not state theirs. It adds no axes, so nothing is divided or sent."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return function
     return jax.shard_map(function, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
 
 
 def _kernel(q_shape: tuple[int, ...], window: int | None, interpret: bool) -> Callable:
-    """Return the kernel of all rows and key heads, for grouped queries of `q_shape`: of queries [batch, kv_heads,
-    group, length, head_dim], keys and values [batch, kv_heads, length, head_dim], and segment ids [batch, length] or
-    None."""
+    """Return the kernel over all rows and key heads, for grouped queries of `q_shape`. It takes queries [batch,
+    kv_heads, group, length, head_dim], keys and values [batch, kv_heads, length, head_dim], and segment ids [batch,
+    length] or None."""
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
 
     _, length, _, group, _ = q_shape
@@ -102,15 +102,15 @@ def _kernel(q_shape: tuple[int, ...], window: int | None, interpret: bool) -> Ca
 @cache  # at 32,768 positions the library takes 10 s
 def of_one_key_head(length: int, group: int, window: int | None, interpret: bool) -> Any:
     """Return the library's `SplashAttentionKernel` for one key head and its `group` of query heads, in the blocks that
-    `model.kernels` chooses. Its mask infos say which blocks of scores it computes."""
-    # A twentieth of what a start imports, and wanted on TPUs alone.
+    `model.kernels` chooses. Its mask infos list the blocks of scores that it computes."""
+    # A twentieth of the imports of a start, needed only on TPUs.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     block, shape = splash_block(length), (length, length)
     mask = masks.CausalMask(shape) if window is None else masks.LocalMask(shape, (window, 0), 0)
     # The library's fused backward kernel writes a gradient of all queries for each block of keys. XLA takes longer to
-    # sum these than the second kernel takes (docs/performance.md).
+    # sum them than the second kernel takes (docs/performance.md).
     sizes = library.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -122,7 +122,7 @@ def of_one_key_head(length: int, group: int, window: int | None, interpret: bool
         block_kv_dq=block,
     )
     masks_of_group = masks.MultiHeadMask([mask] * group)
-    with jax.ensure_compile_time_eval():  # not as part of the trace that asks first
+    with jax.ensure_compile_time_eval():  # not as part of the first caller's trace
         kernel = library.make_splash_mqa(
             masks_of_group,
             block_sizes=sizes,
