@@ -1,4 +1,4 @@
-"""From a config and devices to all that a step needs: the one place where mesh, sizes, optimizer and programs meet."""
+"""The build of a run: from a config and devices, the mesh, sizes, optimizer and programs of a step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -21,22 +21,22 @@ from training.step import EvalStep, TrainStep, make_eval_step, make_train_step
 
 
 class Build(NamedTuple):
-    """What follows from a config on a mesh, for the steps of one stage of its ramp. Nothing in it is compiled or on a
-    device yet; mesh, state and `eval_step` are the same for all stages."""
+    """The mesh, sizes and programs of one stage of a config's ramp. Nothing in it is compiled or on a device yet. Mesh,
+    state and `eval_step` are the same for all stages."""
 
     config: Config
-    """With `model.dtype` as it is here."""
+    """The config, with `model.dtype` resolved."""
     mesh: Mesh
     batch_shape: tuple[int, int, int]
-    """(K, B, T): micro-batches of a step, rows of one over the whole mesh, tokens of a row."""
+    """(K, B, T): micro-batches of a step, rows of a micro-batch over the mesh, tokens of a row."""
     optimizer: optax.GradientTransformationExtraArgs
     rates: Mapping[str, Schedule]
     """Each parameter group's learning rate as a function of the step."""
     abstract_state: TrainState
-    """Shapes, types and shardings."""
+    """Shapes, types and shardings of the state."""
     train_step: TrainStep
     measuring_step: TrainStep
-    """The same step, which measures itself: its metrics hold `diagnostics`."""
+    """The same step with `diagnostics` in its metrics."""
     eval_step: EvalStep
 
     @property
@@ -46,7 +46,7 @@ class Build(NamedTuple):
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Return where a batch's arrays [K, B, T] belong."""
+        """Return the sharding of a batch's arrays [K, B, T]."""
         return batch_sharding(self.mesh)
 
     def create_state(self) -> TrainState:
@@ -62,14 +62,14 @@ class Build(NamedTuple):
 
 
 def build(config: Config, devices: Sequence[Any] | None = None, stage: int = -1) -> Build:
-    """Return the build for all devices here, or those given, and one stage of `batch.ramp`, of which a constant batch
-    has one: the last, whose steps are the largest. UserError if the config does not fit them."""
+    """Return the build for all devices here, or those given, and one stage of `batch.ramp`: by default the last, whose
+    steps are the largest. Raise UserError if the config does not fit them."""
     mesh = make_mesh(config.mesh, devices)
     dtype = compute_dtype(config.model, mesh.devices.flat[0].platform)
     config = replace(config, model=replace(config.model, dtype=dtype.name))
     of_ramp = Ramp.of(config.batch).stages[stage]
     here = of_stage(config, of_ramp)
-    offset = of_ramp.tokens / of_ramp.tokens_per_step - of_ramp.step  # of the steps before, had they been of this size
+    offset = of_ramp.tokens / of_ramp.tokens_per_step - of_ramp.step  # the steps before, counted in steps of this size
     optimizer, rates = make_optimizer(here.optimizer, config.model, here.steps, mesh, offset)
     state, clip_norm = abstract_state(config.model, optimizer, mesh), config.optimizer.clip_norm
     train_step, measuring_step = (
@@ -81,5 +81,5 @@ def build(config: Config, devices: Sequence[Any] | None = None, stage: int = -1)
 
 
 def build_stages(config: Config, devices: Sequence[Any] | None = None) -> list[Build]:
-    """Return the build of each stage of `batch.ramp`, in order. UserError if the rows of any do not divide."""
+    """Return the build of each stage of `batch.ramp`, in order. Raise UserError if the rows of any do not divide."""
     return [build(config, devices, stage) for stage in range(len(Ramp.of(config.batch).stages))]

@@ -1,20 +1,20 @@
-"""What a step knows of its gradient: how noisy it is, whether its micro-batches agree, and how far the update moves.
+"""Diagnostics of a step: the noise of its gradient, the agreement of its micro-batches, and the size of the update.
 
-A unit is one micro-batch of one replica: its gradient g_k is a sum over n_k valid tokens. With S and N the sums of all
-units' g_k and n_k, Q the sum of |g_k|^2 and M the sum of n_k^2, for units of any sizes (after arXiv:1812.06162, app.
-A):
+A unit is one micro-batch of one replica: its gradient g_k is a sum over n_k valid tokens. S and N are the sums of all
+units' g_k and n_k, Q is the sum of |g_k|^2, and M is the sum of n_k^2. For units of any sizes (after arXiv:1812.06162,
+app. A):
 
     |G|^2    = (|S|^2 - Q) / (N^2 - M)     the squared norm of the true gradient of a token's mean loss, unbiased
     tr Sigma = |S|^2 / N - N |G|^2         the variance of one token's gradient, unbiased
     B        = tr Sigma / |G|^2            the gradient noise scale, in tokens
 
-The scan of the measuring step keeps, of each micro-batch, two sums of squares a parameter (`training.step.Squares`): of
-its own gradient, and of the sum so far, from which follows the cosine between the two. Only these numbers cross the
-mesh, after the scan.
+For each micro-batch, the scan of the measuring step keeps two sums of squares per parameter (`training.step.Squares`):
+of its own gradient, and of the sum so far. They give the cosine between the two. Only these numbers cross the mesh,
+after the scan.
 
-Along `fsdp` a matrix's gradient is summed within a micro-batch, so a unit is the sum of all devices along it. What is
-too small to be divided over `fsdp` is summed after the scan: there each device has units of its own, and the formulas
-hold for its parameters with other n_k. The cosine leaves these out (a few hundred numbers).
+Along `fsdp` a matrix's gradient is summed within a micro-batch, so a unit is the sum of all devices along it.
+Parameters too small to divide over `fsdp` are summed after the scan. There each device has its own units, and the
+formulas apply with other n_k. The cosine omits these parameters (a few hundred numbers).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,21 +37,21 @@ from training.step import Measure, Squares, StepSums, Update
 
 
 class Leaves(NamedTuple):
-    """The leaves of a tree of parameters, in the tree's order."""
+    """Facts about the leaves of a tree of parameters, in the tree's order."""
 
     groups: list[str]
     blocks: list[str]
-    """The transformer block's number; empty for what is in none."""
+    """The transformer block's number; empty outside of blocks."""
     sizes: Float[np.ndarray, "leaves"]
-    """Without padding. Floats: an integer would have to fit in 32 bits."""
+    """Sizes without padding. Floats, since integers would be limited to 32 bits."""
     divided: Bool[np.ndarray, "leaves"]
-    """Over `fsdp`: the units are those of a replica, not of a device."""
+    """True if `fsdp` divides the leaf: a unit is then a replica, not a device."""
     copied: Bool[np.ndarray, "leaves"]
-    """Along `tensor`: its devices have the same gradient."""
+    """True if the devices along `tensor` have the same gradient."""
 
 
 def make_measure(config: ModelConfig, mesh: Mesh) -> Measure:
-    """Return what `training.step.make_train_step` takes: `measure`, for this network on this mesh."""
+    """Return `measure` for `training.step.make_train_step`, for this network on this mesh."""
     places = parameter_places(config, mesh)
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(places)]
     stored = jax.tree.leaves(places)
@@ -102,7 +102,7 @@ def square_sum(leaf: Float[Array, "..."]) -> Float[Array, ""]:
 
 
 def sums_by(names: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
-    """Return the sum of each name's values. Those of an empty name are left out."""
+    """Return the sum of each name's values. An empty name is ignored."""
     sums: dict[str, Any] = {}
     for name, value in zip(names, values):
         if name:
@@ -111,7 +111,7 @@ def sums_by(names: Sequence[str], values: Iterable[Any]) -> dict[str, Any]:
 
 
 def sum_over_tensor(squares: Squares, copied: Bool[np.ndarray, "leaves"]) -> Squares:
-    """Return the squares of [data, fsdp, K]: sums over `tensor`. What its devices have copies of counts once."""
+    """Return the squares [data, fsdp, K], summed over `tensor`. Replicated parameters count once."""
     factor = jnp.where(copied, 1 / squares.own.shape[2], 1)
     return Squares(squares.tokens[:, :, 0], *(jnp.sum(s * factor, axis=2) for s in squares[1:]))
 
@@ -122,7 +122,7 @@ def signal_and_noise(
     mean_squares: Float[Array, "leaves"],
     divided: Bool[np.ndarray, "leaves"],
 ) -> tuple[Float[Array, "leaves"], Float[Array, "leaves"]]:
-    """Return |G|^2 and tr Sigma of each leaf; nan if there is one unit. `squares` are summed over `tensor`;
+    """Return |G|^2 and tr Sigma of each leaf; nan for a single unit. `squares` are summed over `tensor`;
     `mean_squares` are |S|^2 / N^2."""
     count, of_devices = tokens.astype(jnp.float32), squares.tokens.astype(jnp.float32)
     token_squares = jnp.where(divided, jnp.sum(jnp.sum(of_devices, 1) ** 2), jnp.sum(of_devices**2))  # M
@@ -133,7 +133,7 @@ def signal_and_noise(
 
 def coherence(squares: Squares, divided: Bool[np.ndarray, "leaves"]) -> Float[Array, ""]:
     """Return the mean cosine between a micro-batch's gradient and the sum before it; nan if K = 1."""
-    own, running = (jnp.sum(s * divided, (1, 3)) for s in squares[1:])  # of each replica's micro-batches
+    own, running = (jnp.sum(s * divided, (1, 3)) for s in squares[1:])  # for each replica's micro-batches
     products = (jnp.diff(running) - own[:, 1:]) / 2  # |A + g|^2 = |A|^2 + |g|^2 + 2 A.g
     lengths = jnp.sqrt(running[:, :-1] * own[:, 1:])
     return jnp.mean(jnp.where(lengths > 0, products / jnp.where(lengths > 0, lengths, 1), 0))
@@ -141,9 +141,10 @@ def coherence(squares: Squares, divided: Bool[np.ndarray, "leaves"]) -> Float[Ar
 
 def signal_over_noise(opt_state: Any, gradient_norms: dict[str, Float[Array, ""]]) -> dict[str, Float[Array, ""]]:
     """Return |m| / sqrt(v) of each group: the norm of the optimizer's first moments m over the size of one step's
-    gradient. That is the root of the sum of AdamW's second moments v. Muon keeps none of the gradient: there it is the
-    norm of this step's own, as `gradient_norms` (after the clip) says. Near 1 gradients agree from step to step; where
-    they are noise it is near sqrt((1 - beta1) / (1 + beta1)); beta1 is Muon's momentum."""
+    gradient. That is the root of the sum of AdamW's second moments v. Muon keeps no second moment of the gradient, so
+    its size is the norm of this step's gradient, from `gradient_norms` (after the clip). The ratio is near 1 if
+    gradients agree from step to step, and near sqrt((1 - beta1) / (1 + beta1)) if they are noise; beta1 is Muon's
+    momentum."""
     sums = moment_sums(opt_state)
     snr = {name: jnp.sqrt(first / jnp.maximum(sums["second"][name], 1e-30)) for name, first in sums["first"].items()}
     for name, state in _states_of(MuonState, opt_state):

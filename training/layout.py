@@ -1,4 +1,4 @@
-"""Who holds what, in numbers: the arithmetic of training/mesh.py, without JAX. `sizes` are those of the mesh's axes."""
+"""The arithmetic of training/mesh.py, without JAX: how a mesh divides arrays. `sizes` are the sizes of its axes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ AXES = ("data", "fsdp", "tensor")
 
 
 def mesh_shape(config: MeshConfig, devices: int, described: str) -> tuple[int, int, int]:
-    """Return `(data, fsdp, tensor)` of a mesh of these devices, which are `described` for the message. UserError, with
-    what would work, where it is not of as many."""
+    """Return `(data, fsdp, tensor)` of a mesh of these devices, `described` in the message. Raise UserError, with what
+    would work, if the product is another number."""
     inner = config.fsdp * config.tensor
     data = devices // inner if config.data == -1 else config.data
     if data * inner != devices:
@@ -27,10 +27,10 @@ def mesh_shape(config: MeshConfig, devices: int, described: str) -> tuple[int, i
 
 
 def step_shape(config: BatchConfig, sizes: Mapping[str, int]) -> tuple[int, int, int]:
-    """`(K, B, T)` of a step's arrays: K micro-batches of B rows (over the whole mesh) of T tokens. The step is one of
+    """Return `(K, B, T)` of a step's arrays: K micro-batches of B rows (over the mesh) of T tokens. The step has
     `config.tokens_per_step`, whatever the ramp.
 
-    UserError, with the sizes that would work, where the step's rows do not divide.
+    Raise UserError, with the sizes that would work, if the step's rows do not divide.
     """
     replicas = sizes["data"] * sizes["fsdp"]
     rows, unit = config.tokens_per_step // config.sequence_length, config.sequence_length * replicas
@@ -60,7 +60,7 @@ def step_shape(config: BatchConfig, sizes: Mapping[str, int]) -> tuple[int, int,
 
 def data_parts(data: int, across: int) -> tuple[int, int, int]:
     """Return the sizes of the axes `DATA`, whose product is `data`: `across` slices or nodes, and the rest as two
-    factors that are as equal as can be, so that two dimensions of a matrix can share it."""
+    factors as equal as possible, which two dimensions of a matrix can share."""
     within = data // across
     minor = max(size for size in range(1, isqrt(within) + 1) if within % size == 0)
     return across, within // minor, minor
@@ -68,13 +68,13 @@ def data_parts(data: int, across: int) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Place:
-    """How a mesh stores a parameter, or a moment of it: divided over every axis, padded with zeros at the end of a
-    dimension if the axes do not divide it."""
+    """Storage of a parameter, or of its moment, on a mesh: divided over every axis, with zeros as padding at the end of
+    a dimension that the axes do not divide."""
 
     shape: tuple[int, ...]
     """Without padding."""
     axes: tuple[str | None, ...]
-    """For each dimension, the axis that the network divides it over."""
+    """For each dimension, the axis over which the network divides it."""
     stored: tuple[int, ...]
     """With padding."""
     spec: tuple[tuple[str, ...], ...]
@@ -88,9 +88,9 @@ class Place:
 def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[str, int]) -> Place:
     """Return how a mesh of these `sizes` stores a parameter that the network divides over `axes`.
 
-    Every axis of `DATA` divides one dimension. Of all ways the least padded one is taken. One that pads less than 1%
-    counts as not padded. Of these the one is taken that pads no dimension which `axes` divides, then the one that
-    divides fewest dimensions, then the one along the longest. Every device has a copy of a single number.
+    Every axis of `DATA` divides one dimension. The least padded way is taken; padding below 1% counts as none. Ties
+    prefer no padding in dimensions that `axes` divides, then the fewest divided dimensions, then the longest dimension.
+    Single numbers are replicated.
     """
     if not shape:
         return Place((), (), (), ())
@@ -118,13 +118,13 @@ def place(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: Mapping[s
 
 
 def padded(size: int, divisor: int) -> int:
-    """Return the smallest multiple of `divisor` that is not below `size`."""
+    """Return the smallest multiple of `divisor` that is at least `size`."""
     return -(-size // divisor) * divisor
 
 
 def inside(shape: tuple[int, int, int], size: int) -> tuple[int, int, int]:
-    """Return the part of a mesh [data, fsdp, tensor] of `shape` inside an island of `size` devices: `tensor` as far
-    as it fits, then `fsdp`; `data` takes what is left, and goes across."""
+    """Return the part of a mesh [data, fsdp, tensor] of `shape` inside an island of `size` devices: `tensor` as far as
+    it fits, then `fsdp`; `data` takes the rest, and crosses islands."""
     _, fsdp, tensor = shape
     tensor_inside = gcd(tensor, size)
     fsdp_inside = gcd(fsdp, size // tensor_inside)

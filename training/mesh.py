@@ -1,15 +1,15 @@
-"""Devices, and who holds what.
+"""The mesh of devices, and how it divides arrays.
 
     data     replicas: rows are divided over them, and once a step gradients are summed over them
              (three axes of the mesh, `model.axes.DATA`: between slices or nodes, and two inside one)
     fsdp     rows are divided over it too, and the parameters' width
     tensor   heads, MLP width and vocabulary are divided over it
 
-Parameters and optimizer state are divided over `data` besides (ZeRO stage 1, arXiv:1910.02054), whatever their sizes
-(`training.layout.place`): whole replicas exist only within a step, in the compute type.
+Parameters and optimizer state are also divided over `data` (ZeRO stage 1, arXiv:1910.02054), whatever their sizes
+(`training.layout.place`). Complete replicas exist only within a step, in the compute type.
 
-Devices of several TPU slices or GPU nodes: `data` spans them, `fsdp` and `tensor` stay inside one, on its fast links,
-as far as they fit.
+`data` spans several TPU slices or GPU nodes. `fsdp` and `tensor` stay inside one, on its fast links, as far as they
+fit.
 """
 
 from collections import defaultdict
@@ -34,7 +34,8 @@ ROWS = PartitionSpec(None, BATCH_AXES)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """Return a mesh of all devices (or those given), in their interconnect's order. UserError if it does not fit."""
+    """Return a mesh of all devices (or those given), in their interconnect's order. Raise UserError if it does not
+    fit."""
     devices = jax.devices() if devices is None else devices
     shape = mesh_shape(config, len(devices), f"{len(devices)} {devices[0].platform} device(s) here")
     groups = islands(devices)
@@ -59,8 +60,8 @@ def sizes_of(mesh: Mesh) -> dict[str, int]:
 
 def islands(devices: Sequence[Any]) -> list[list[Any]]:
     """Return the devices in groups that fast links join: by `slice_index`, which numbers TPU slices, and GPU nodes or
-    NVLink domains; by process on CPUs, which have none, and of GPUs that are only described, whose `slice_index` is 0
-    on every node. Described TPUs of one slice have none either, and are one group."""
+    NVLink domains; by process on CPUs, which have none, and for GPUs described without hardware, whose `slice_index` is
+    0 on every node. Described TPUs of one slice have none either, and are one group."""
     tells = all(hasattr(device, "slice_index") for device in devices)
     if devices[0].platform == "tpu" and not tells:
         return [list(devices)]
@@ -74,29 +75,29 @@ def islands(devices: Sequence[Any]) -> list[list[Any]]:
 
 def arrange(shape: tuple[int, int, int], groups: Sequence[Sequence[Any]]) -> np.ndarray:
     """Return the devices of several islands as an array [data, fsdp, tensor] of `shape`: `tensor` inside one as far as
-    it fits, then `fsdp`; `data` takes what is left inside, and goes across. UserError if islands differ in size."""
+    it fits, then `fsdp`; `data` takes the rest, and crosses islands. Raise UserError if islands differ in size."""
     sizes = {len(group) for group in groups}
     if len(sizes) > 1:
-        raise UserError(f"the {len(groups)} slices or nodes have {sorted(sizes)} devices; a mesh takes as many of each")
+        raise UserError(f"the {len(groups)} slices or nodes have {sorted(sizes)} devices; a mesh needs equal numbers")
     within = inside(shape, sizes.pop())
-    # As create_hybrid_device_mesh numbers them, whatever identified the islands.
+    # Numbered as create_hybrid_device_mesh expects them, whatever identified the islands.
     by_process = len({getattr(group[0], "slice_index", None) for group in groups}) == 1
     return mesh_utils.create_hybrid_device_mesh(
         within,
         tuple(whole // part for whole, part in zip(shape, within)),
         [device for group in groups for device in group],
         process_is_granule=by_process,
-        allow_split_physical_axes=groups[0][0].device_kind in ("TPU v5 lite", "TPU v5e"),  # as jax.make_mesh does
+        allow_split_physical_axes=groups[0][0].device_kind in ("TPU v5 lite", "TPU v5e"),  # as in jax.make_mesh
     )
 
 
 def batch_devices(mesh: Mesh) -> int:
-    """Return how many devices the rows of a batch are divided over."""
+    """Return the number of devices that divide the rows of a batch."""
     return prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def axes_between(mesh: Mesh) -> list[str]:
-    """Return the axes along which neighbours are in different islands: what crosses them takes slower links."""
+    """Return the axes along which neighbours are in different islands, with slower links."""
     groups = islands(list(mesh.devices.flat))
     island = {device: i for i, group in enumerate(groups) for device in group}
     index = np.vectorize(island.__getitem__, otypes=[int])(mesh.devices)
@@ -105,7 +106,7 @@ def axes_between(mesh: Mesh) -> list[str]:
 
 
 def cost_of_slow_links(mesh: Mesh, model: ModelConfig, batch: tuple[int, int, int]) -> str:
-    """Return in a line what it costs that `fsdp` or `tensor` cross islands; else empty. `batch` is K, B, T.
+    """Return a line on the cost if `fsdp` or `tensor` cross islands, otherwise an empty one. `batch` is K, B, T.
 
     Bytes are a device's payload a step, in a compute type of two bytes (docs/mesh.md): for `fsdp` each parameter
     gathered and its gradient scattered, for `tensor` four sums of the residual stream a block, in each micro-batch.
@@ -131,12 +132,12 @@ def cost_of_slow_links(mesh: Mesh, model: ModelConfig, batch: tuple[int, int, in
 
 
 def xla_options(mesh: Mesh, deterministic: bool) -> dict[str, bool]:
-    """Options of XLA that differ from its defaults, by platform.
+    """Return options of XLA that differ from its defaults, by platform.
 
-    On a GPU: to round to bfloat16 where the network says so. Left to itself XLA drops such roundings, and so keeps and
-    reads float32 copies of activations: 7 of 24 GiB, and 125 of 894 GB a step, at depth 12 (bench/LOG.md). And, if it
-    is to be deterministic, no kernel whose result may differ from one execution to the next, cuDNN's backward attention
-    among them (openxla.org/xla/determinism). What other platforms promise: docs/checkpoints.md.
+    On a GPU: round to bfloat16 as the network asks. By default XLA drops such roundings, and keeps and reads float32
+    copies of activations: 7 of 24 GiB, and 125 of 894 GB per step, at depth 12 (bench/LOG.md). With `deterministic`,
+    also avoid kernels whose result may differ between executions, cuDNN's backward attention among them
+    (openxla.org/xla/determinism). docs/checkpoints.md has the guarantees on other platforms.
     """
     if mesh.devices.flat[0].platform != "gpu":
         return {}
@@ -144,27 +145,27 @@ def xla_options(mesh: Mesh, deterministic: bool) -> dict[str, bool]:
 
 
 def batch_shape(config: BatchConfig, mesh: Mesh) -> tuple[int, int, int]:
-    """`(K, B, T)` of a step's arrays (`training.layout.step_shape`)."""
+    """Return `(K, B, T)` of a step's arrays (`training.layout.step_shape`)."""
     return step_shape(config, sizes_of(mesh))
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Where a batch's arrays [K, B, T] lie."""
+    """Return the sharding of a batch's arrays [K, B, T]."""
     return NamedSharding(mesh, ROWS)
 
 
 def parameter_places(config: ModelConfig, mesh: Mesh) -> dict:
-    """Return a tree like the parameters', with how the mesh stores each (`training.layout.Place`)."""
+    """Return a tree like the parameters', with each one's storage on the mesh (`training.layout.Place`)."""
     return map_parameters(lambda param: place(param.shape, param.get_metadata("axes"), mesh.shape), config)
 
 
 def spec_of(stored: Place) -> PartitionSpec:
-    """Return the axes of the mesh that divide each dimension, as JAX takes them."""
+    """Return the axes of the mesh that divide each dimension, for JAX."""
     return PartitionSpec(*stored.spec)
 
 
 def resized(x: Any, shape: Sequence[int]) -> Any:
-    """Return the array `x` cut, or padded with zeros, at the end of each dimension to `shape`."""
+    """Return the array `x`, cut or padded with zeros at the end of each dimension to `shape`."""
     if x.shape == tuple(shape):
         return x
     x = x[tuple(map(slice, shape))]

@@ -1,14 +1,14 @@
-"""Muon (kellerjordan.github.io/posts/muon) for matrices [inputs, outputs], as nanochat runs it in mid 2026.
+"""Muon (kellerjordan.github.io/posts/muon) for matrices [inputs, outputs], as in nanochat of mid 2026.
 
     momentum           Nesterov's, with a schedule
     orthogonalise      outputs brought to one norm (arXiv:2603.28254), then Polar Express (arXiv:2505.16932), then the
                        Frobenius norm of an orthogonal matrix (arXiv:2602.21545)
     even out           by a running second moment of each row or column (NorMuon, arXiv:2510.05491)
-    decay              where it and the update agree (arXiv:2411.16085)
+    decay              for elements where it agrees with the update (arXiv:2411.16085)
 
-optax.contrib.muon has no second moment, no agreement of decay and update, and no schedule that is a function of the
-step; and it would orthogonalise every matrix on every device. Here matrices of one shape are stacked, and the stack is
-dealt out to all devices by an all-to-all: one of them has all of a matrix, and orthogonalises it.
+optax.contrib.muon has no second moment, no agreement of decay and update, and no schedule as a function of the step. It
+would also orthogonalise every matrix on every device. Here matrices of one shape are stacked, and an all-to-all
+distributes the stack over all devices: each device orthogonalises complete matrices.
 """
 
 import math
@@ -30,7 +30,7 @@ from training.mesh import resized, spec_of
 from training.schedule import Schedule
 from training.shares import joined, parted
 
-# For five iterations, a safety factor of 2e-2 and a cushion of 2; from the paper.
+# From the paper, for five iterations, a safety factor of 2e-2 and a cushion of 2.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -41,7 +41,7 @@ POLAR_EXPRESS = (
 
 
 class MuonState(NamedTuple):
-    """What Muon remembers, float32."""
+    """Muon's state, float32."""
 
     mu: Any
     """First moments, of the matrices' shapes."""
@@ -52,9 +52,9 @@ class MuonState(NamedTuple):
 def muon(
     config: MuonConfig, course: ScheduleConfig, rate: Schedule, steps: int | float, places: Sequence[Place], mesh: Mesh
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the updates of a tree of matrices, rate and decay included. The momentum follows the `course` of `rate`.
-    `places`: how `mesh`, whose devices share the work, stores its leaves, padding included. `init` takes matrices
-    without padding."""
+    """Return the transformation of a tree of matrices, rate and decay included. The momentum follows the `course` of
+    `rate`. The devices of `mesh` share the work; `places` describes how it stores the leaves, padding included. `init`
+    takes matrices without padding."""
 
     def init(params: optax.Params) -> MuonState:
         second = lambda p: jnp.zeros((1, p.shape[1]) if p.shape[1] >= p.shape[0] else (p.shape[0], 1), jnp.float32)
@@ -90,7 +90,8 @@ def muon(
 def momentum_at(
     config: MuonConfig, course: ScheduleConfig, step: Num[Array, ""] | int, steps: int | float
 ) -> Float[Array, ""]:
-    """Rises, stays, and falls while the rate does. In a run too short for both, it falls from where it has risen to."""
+    """Return the momentum: it rises, stays, and falls with the rate. In a run too short for both, it falls from its
+    current value."""
     t = jnp.asarray(step, jnp.float32)
     rise = jnp.minimum(1.0, t / max(config.momentum_warmup_steps, 1))
     falls = course.warmdown * steps if course.kind == "warmup_constant_warmdown" else 0
@@ -102,12 +103,12 @@ def momentum_at(
 def orthogonalise_all(
     matrices: list[Float[Array, "..."]], places: Sequence[Place], mesh: Mesh
 ) -> list[Float[Array, "..."]]:
-    """Return each matrix's nearest orthogonal one, nearly. Those that are stored alike once the tall ones are turned
-    make a stack, so that stacking sends nothing, and the stack is divided over all devices."""
+    """Return an approximation of each matrix's nearest orthogonal one. Tall matrices are transposed. Those stored alike
+    then make a stack, so stacking sends nothing, and all devices share the stack."""
     stacks: dict[tuple, list[int]] = defaultdict(list)
     turn = [slice(None, None, -1 if place.shape[0] > place.shape[1] else 1) for place in places]
     for i, (place, turned) in enumerate(zip(places, turn)):
-        # Axes of one device divide nothing, and part no stacks.
+        # Axes of one device divide nothing, and separate no stacks.
         spec = tuple(tuple(axis for axis in names if mesh.shape[axis] > 1) for names in place.spec[turned])
         stacks[place.shape[turned], place.stored[turned], spec].append(i)
     results: list[Any] = [None] * len(matrices)
@@ -130,13 +131,18 @@ def orthogonalise_all(
 def orthogonalise_dealt(
     x: Float[Array, "count short_share long_share"], place: Place, mesh: Mesh
 ) -> Float[Array, "count short_share long_share"]:
-    """For one device: its shares of all matrices to some complete ones, these orthogonalised without their padding, and
-    back.
+    """Orthogonalise, on one device: turn its shares of all matrices into some complete ones, orthogonalise these
+    without padding, and turn them back into shares.
 
-    One all-to-all over all axes that divide the matrices, of this device's share of the stack, there and back; what an
-    axis does not divide is cut, and all-gathered: gates, which are small.
+    One all-to-all over all axes that divide the matrices sends this device's share of the stack, and another returns
+    it. If an axis does not divide the stack, as for the small gates, the stack is cut and all-gathered.
     """
-    order = ("fsdp", "tensor", *DATA[1:], DATA[0])  # as they divide a dimension (`training.layout.place`)
+    order = (
+        "fsdp",
+        "tensor",
+        *DATA[1:],
+        DATA[0],
+    )  # as in `training.layout.place`
     named = {axis for names in place.spec for axis in names}
     divided = tuple(axis for axis in order if axis in named)
     undivided = [axis for axis in order if axis not in named and mesh.shape[axis] > 1]
@@ -158,18 +164,18 @@ def orthogonalise_dealt(
 
 
 def _equal_outputs(matrix: Float[Array, "inputs outputs"], shape: tuple[int, ...]) -> Float[Array, "inputs outputs"]:
-    """Every output's column brought to the root mean square norm of the columns, of which there are `shape[1]` without
-    padding."""
+    """Return the matrix with every output's column scaled to the root mean square norm of the columns, `shape[1]` of
+    them without padding."""
     norms = jnp.linalg.norm(matrix, axis=0, keepdims=True)
     return matrix * (jnp.linalg.norm(matrix) / math.sqrt(shape[1]) / jnp.maximum(norms, 1e-6))
 
 
 def orthogonalise(x: Float[Array, "count short long"]) -> Float[Array, "count short long"]:
-    """Bring singular values near 1 by Polar Express, then the Frobenius norm to what singular values of 1 have. In
-    float32 on every platform; nanochat has bfloat16."""
+    """Bring singular values near 1 by Polar Express, then the Frobenius norm to the norm for singular values of 1.
+    Compute in float32 on every platform; nanochat uses bfloat16."""
     norm = lambda x: jnp.linalg.norm(x, axis=(1, 2), keepdims=True)
     x = x / (1.01 * norm(x) + 1e-6)
-    # Five iterations amplify rounding: bfloat16 makes of gradients that differ by 1e-6 updates that differ by 3%.
+    # Five iterations amplify rounding: in bfloat16, gradients that differ by 1e-6 give updates that differ by 3%.
     product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
     def iterate(x: Array, coefficients: Array) -> tuple[Array, None]:
@@ -177,20 +183,20 @@ def orthogonalise(x: Float[Array, "count short long"]) -> Float[Array, "count sh
         gram = product(x, x.mT)
         return a * x + product(b * gram + product(c * gram, gram), x), None
 
-    # A scan, because each product at this precision is six on a TPU, and five copies of them take long to compile.
+    # A scan, since each product at this precision is six on a TPU, and five copies of them take long to compile.
     x, _ = jax.lax.scan(iterate, x, jnp.array(POLAR_EXPRESS, jnp.float32))
     return x * (math.sqrt(x.shape[1]) / jnp.maximum(norm(x), 1e-6))
 
 
 def _along_short_side(direction: Float[Array, "inputs outputs"], shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Mean square along the shorter side of a matrix that is of `shape` without padding."""
+    """Return the mean square along the shorter side of a matrix with `shape` without padding."""
     return jnp.sum(direction**2, axis=0 if shape[1] >= shape[0] else 1, keepdims=True) / min(shape)
 
 
 def evened_out(
     direction: Float[Array, "inputs outputs"], second: Float[Array, "..."]
 ) -> Float[Array, "inputs outputs"]:
-    """Each row or column over the root of its second moment; the norm of the matrix stays."""
+    """Divide each row or column by the root of its second moment, and keep the norm of the matrix."""
     along = [1 if size == 1 else full for size, full in zip(second.shape, direction.shape)]
     scaled = direction * jax.lax.rsqrt(jnp.maximum(resized(second, along), 1e-10))
     return scaled * (jnp.linalg.norm(direction) / jnp.maximum(jnp.linalg.norm(scaled), 1e-10))

@@ -1,4 +1,4 @@
-"""One group for each kind of parameter, which it declares where it is made: AdamW, or Muon for the matrices."""
+"""The optimizer: one group for each kind of parameter, with AdamW, or Muon for the matrices."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from training.schedule import Schedule, make_schedule
 
 
 def path_name(path: tuple) -> str:
-    """`blocks.0.mlp.up.kernel` for a key path of a tree of parameters."""
+    """Return the dotted name of a key path of a tree of parameters: `blocks.0.mlp.up.kernel`."""
     return ".".join(str(getattr(key, "key", key)) for key in path)
 
 
@@ -28,12 +28,12 @@ def parameter_groups(model: ModelConfig) -> dict:
 
 
 def group_names(config: OptimizerConfig) -> list[str]:
-    """Return the names of all groups: the config's fields that are one."""
+    """Return the names of all groups: the config's fields that are groups."""
     return [f.name for f in dataclasses.fields(config) if isinstance(getattr(config, f.name), GroupConfig)]
 
 
 def peak_rates(config: OptimizerConfig, width: int) -> dict[str, float]:
-    """Each group's peak rate. Those of tables and of the head are given for width 768 and scale as width^-0.5."""
+    """Return each group's peak rate. Rates of tables and of the head are for width 768, and scale as width^-0.5."""
     scaled = lambda group: (width / 768) ** -0.5 if group in ("embed", "value_embeds", "lm_head") else 1.0
     peak = lambda group: config.rate_factor * group_config(config, group).peak_rate
     return {group: peak(group) * scaled(group) for group in group_names(config)}
@@ -45,8 +45,8 @@ def group_config(config: OptimizerConfig, group: str) -> GroupConfig | MuonConfi
 
 
 def scale_by_rate(rate: Schedule) -> optax.GradientTransformationExtraArgs:
-    """Multiplies by minus the rate at `step`, which `update` is given. optax's own would count its calls, and fall
-    behind the run wherever a step was skipped."""
+    """Return a transformation that multiplies by minus the rate at `step`, an argument of `update`. optax's own counts
+    its calls, and would fall behind after a skipped step."""
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, *, step: Num[Array, ""]
@@ -58,12 +58,12 @@ def scale_by_rate(rate: Schedule) -> optax.GradientTransformationExtraArgs:
 
 
 class AdamState(NamedTuple):
-    """What Adam remembers, float32."""
+    """Adam's state, float32."""
 
     mu: Any
-    """First moments, of the parameters' shapes: weighted sums of the gradients so far."""
+    """First moments, in the parameters' shapes: weighted sums of the gradients so far."""
     nu: Any
-    """Second moments, the same of their squares."""
+    """Second moments: weighted sums of the gradients' squares."""
     mu_weight: Float[Array, ""]
     """The sum of the weights in `mu`."""
     nu_weight: Float[Array, ""]
@@ -71,7 +71,8 @@ class AdamState(NamedTuple):
 
 
 def scale_by_adam(beta1: float, beta2: float, eps: float) -> optax.GradientTransformation:
-    """Adam's direction (arXiv:1412.6980): each moment is divided by the sum of its weights, which the state keeps.
+    """Return the transformation to Adam's direction (arXiv:1412.6980). It divides each moment by the sum of its
+    weights, which the state keeps.
 
     With constant betas the sum is 1 - beta^updates, and this is optax.scale_by_adam. The next update may have others.
     """
@@ -100,12 +101,12 @@ def make_optimizer(
     mesh: Mesh | None = None,
     offset: float = 0.0,
 ) -> tuple[optax.GradientTransformationExtraArgs, Mapping[str, Schedule]]:
-    """Return the transformation of a network's parameters, and the learning rate of each group that it has as a
-    function of the step, for the log. UserError if a parameter declares a group that there is not.
+    """Return the transformation of a network's parameters, and each group's learning rate as a function of the step,
+    for the log. Raise UserError if a parameter declares an unknown group.
 
     `update(gradients, state, params, step=...)` expects the divided and clipped gradient in float32. The devices of
-    `mesh` share Muon's work (None: the first device does all). In a stage of a ramp `steps` and the config's warmups
-    count steps of the stage's size; `step` is the run's number, to which `offset` is added.
+    `mesh` share Muon's work (None: the first device does all). In a stage of a ramp, `steps` and the config's warmups
+    count steps of the stage's size; `step` is the run's number, and `offset` is added to it.
     """
     groups = parameter_groups(model)
     for path, name in jax.tree_util.tree_leaves_with_path(groups):

@@ -1,4 +1,5 @@
-"""A config with other rates, another length, another batch, or as a stage of a ramp: rates, betas, warmups follow."""
+"""Scaling of a config: other rates, another length, another batch, or a stage of a ramp. Rates, betas and warmups
+follow."""
 
 import math
 from collections.abc import Callable
@@ -11,12 +12,12 @@ Rule = Literal["root", "linear"]
 
 
 def with_rates(config: Config, factor: float) -> Config:
-    """Every group's peak rate times `factor`."""
+    """Return the config with every group's peak rate times `factor`."""
     return _each(config, "peak_rate", lambda rate: rate * factor)
 
 
 def with_steps(config: Config, steps: int) -> Config:
-    """So many steps, the warmups of rates and of Muon's momentum being the same share of them."""
+    """Return the config with `steps` steps. The warmups of rates and of Muon's momentum stay the same share of them."""
     share = lambda warmup: round(warmup * steps / config.steps)
     for name in ("warmup_steps", "momentum_warmup_steps"):
         config = _each(config, name, share)
@@ -24,15 +25,16 @@ def with_steps(config: Config, steps: int) -> Config:
 
 
 def for_batch(config: Config, factor: float, rule: Rule) -> Config:
-    """Rates and second moments for `factor` times as many tokens a step. Rates are scaled by the factor's root or by
-    the factor (`linear`); each second moment forgets half in as many tokens as before: beta2 to the power of the factor
-    (arXiv:2507.07101). First moments and decay stay as they are."""
+    """Return the config with rates and second moments for `factor` times as many tokens per step. Rates are scaled by
+    the factor's root or by the factor (`linear`). Second moments keep their half-life in tokens: beta2 to the power of
+    the factor (arXiv:2507.07101). First moments and decay are unchanged."""
     config = with_rates(config, factor if rule == "linear" else factor**0.5)
     return _each(config, "beta2", lambda beta2: beta2**factor)
 
 
 def with_batch(config: Config, factor: float, rule: Rule) -> Config:
-    """`factor` times as many tokens a step, and as many tokens in all; rates and second moments follow."""
+    """Return the config with `factor` times as many tokens per step, and the same total tokens. Rates and second
+    moments follow."""
     if factor == 1:
         return config
     config = for_batch(with_steps(config, math.ceil(config.steps / factor)), factor, rule)
@@ -40,9 +42,8 @@ def with_batch(config: Config, factor: float, rule: Rule) -> Config:
 
 
 def of_stage(config: Config, stage: Stage) -> Config:
-    """Return the config that a stage's steps are taken with: its size, the rates and second moments that follow from
-    it, and the run's length and its warmups in steps of that size, so that their course is one of tokens. A constant
-    batch is left as it is."""
+    """Return the config of a stage's steps: its size, the rates and second moments that follow from it, and the run's
+    length and warmups in steps of that size, which keeps them equal in tokens. A constant batch is unchanged."""
     ramp, size = Ramp.of(config.batch), stage.tokens_per_step
     if config.batch.ramp_scaling != "none" and config.batch.ramp:
         config = for_batch(config, size / config.batch.tokens_per_step, config.batch.ramp_scaling)
@@ -53,6 +54,6 @@ def of_stage(config: Config, stage: Stage) -> Config:
 
 
 def _each(config: Config, field: str, change: Callable) -> Config:
-    """With every option of the optimizer that has this name changed."""
+    """Return the config with every option of the optimizer of this name changed."""
     values = options(config.optimizer, "optimizer.")
     return with_options(config, {n: change(value) for n, value in values.items() if n.rpartition(".")[2] == field})

@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step number: nothing is counted, so nothing can drift."""
+"""Learning rates as functions of the step number, without a counter that could drift."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ Schedule = Callable[[Num[Array, ""] | int], Float[Array, ""]]
 
 
 def make_schedule(config: ScheduleConfig, steps: int | float) -> Schedule:
-    """Return the factor of the peak rate at step 0 <= t < steps: in (0, 1], `final` being reached at t = steps."""
+    """Return the factor of the peak rate at step 0 <= t < steps: in (0, 1]. It reaches `final` at t = steps."""
 
     def schedule(step: Num[Array, ""] | int) -> Float[Array, ""]:
         t = jnp.asarray(step, jnp.float32)

@@ -1,4 +1,4 @@
-"""Between a device's shares of the parameters, as the mesh stores them, and the arrays that the network reads."""
+"""Conversion between a device's shares of the parameters, as the mesh stores them, and the network's arrays."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
@@ -19,8 +19,8 @@ ACROSS, WITHIN = DATA[0], DATA[1:]
 
 
 def on_each_device(function: Callable, mesh: Mesh, dtype: jnp.dtype, in_specs: Any, out_specs: Any) -> Callable:
-    """Return `function`, which is written for one device, as a function of global arrays: in `jax.shard_map`, manual
-    over all axes of the mesh. `dtype`: the type of its activations."""
+    """Return `function`, written for one device, as a function of global arrays, in `jax.shard_map`, manual over all
+    axes of the mesh. `dtype`: the type of its activations."""
 
     @wraps(function)
     def with_precision(*arrays: Any) -> Any:
@@ -28,21 +28,21 @@ def on_each_device(function: Callable, mesh: Mesh, dtype: jnp.dtype, in_specs: A
         with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
             return function(*arrays)
 
-    if mesh.size == 1:  # XLA on CPU copies whatever a collective among one device takes
+    if mesh.size == 1:  # XLA on CPU copies the input of a collective among one device
         return with_precision
     return jax.shard_map(with_precision, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
 
 
 def all_gather_data(params: dict, places: dict, dtype: jnp.dtype) -> dict:
-    """For one device: its shares of the parameters cast to the compute type and all-gathered over `data`, each as the
-    network divides it over `fsdp` and `tensor`, without padding."""
+    """Return, for one device, the parameters in the compute type, all-gathered over `data`. `fsdp` and `tensor` still
+    divide them, without padding."""
 
     def gathered(share: Array, place: Place) -> Array:
-        # Single numbers keep their type: they cost nothing, and what they multiply is large.
+        # Single numbers keep their type: they cost nothing, and multiply large arrays.
         share = share if share.ndim == 1 else share.astype(dtype)
         if not in_shard_map():
             return share
-        # First between slices or nodes: their slow links carry each device's share alone.
+        # First between slices or nodes: their slow links then carry only each device's share.
         if jax.lax.axis_size(ACROSS) > 1:
             share = jax.lax.all_gather(share, ACROSS, axis=place.dimension(ACROSS), tiled=True)
         if jax.lax.axis_size(WITHIN) > 1:
@@ -51,15 +51,15 @@ def all_gather_data(params: dict, places: dict, dtype: jnp.dtype) -> dict:
             if axis:
                 share = jax.lax.all_gather(share, axis, axis=dimension, tiled=True)
             share = jax.lax.dynamic_slice_in_dim(share, start, size, dimension)
-        # Marked here, outside of the scan: otherwise every micro-batch would end in a psum of the gradient.
+        # Marked here, outside the scan: otherwise every micro-batch would end with a psum of the gradient.
         return mark_varying(share, replicated_axes(place))
 
     return jax.tree.map(gathered, params, places)
 
 
 def reduce_scatter_data(gradients: dict, places: dict) -> dict:
-    """For one device: the gradients padded as their parameters are and reduce-scattered over `data`; summed over `fsdp`
-    too where that divides nothing."""
+    """Return, for one device, the gradients padded as their parameters and reduce-scattered over `data`. Sum over
+    `fsdp`, too, if it does not divide a parameter."""
 
     def scattered(gradient: Array, place: Place) -> Array:
         if not in_shard_map():
@@ -79,14 +79,15 @@ def reduce_scatter_data(gradients: dict, places: dict) -> dict:
 
 
 def factors_within(place: Place) -> list[tuple[int, int]]:
-    """For one device: the sizes of the axes of `data` inside a slice or node, and the dimension that each divides."""
+    """Return, for one device, the sizes of the axes of `data` inside a slice or node, and the dimension that each
+    divides."""
     return [(jax.lax.axis_size(axis), place.dimension(axis)) for axis in WITHIN]
 
 
 def padded_dimensions(place: Place) -> Iterator[tuple[str | None, int, Array | int, int]]:
-    """For one device, of each dimension that is padded: the axis that the network divides it over, if it has more than
-    one device; the dimension; where this device's part of the parameter begins in it, and its size. Padding moves the
-    borders between the devices along that axis, so all of the dimension is gathered to find them."""
+    """Yield, for one device and each padded dimension: the axis over which the network divides it, if it has more than
+    one device; the dimension; the start of this device's part of the parameter in it; and its size. Padding moves the
+    borders between devices along that axis, so the complete dimension is gathered to find them."""
     for dimension, (axis, size, stored) in enumerate(zip(place.axes, place.shape, place.stored)):
         if size == stored:
             continue
@@ -98,13 +99,13 @@ def padded_dimensions(place: Place) -> Iterator[tuple[str | None, int, Array | i
 
 
 def replicated_axes(place: Place) -> tuple[str, ...]:
-    """Return the axes along which this parameter is replicated though the rows of a batch are divided."""
+    """Return the axes that divide the rows of a batch, but replicate this parameter."""
     return () if "fsdp" in place.axes else ("fsdp",)
 
 
 def joined(parts: Float[Array, "..."], factors: Sequence[tuple[int, int]]) -> Float[Array, "..."]:
-    """Return an array from its parts [product of sizes, *share]. `factors`: into how many each axis of the mesh divides
-    it, and along which dimension, the major axis first."""
+    """Return an array from its parts [product of sizes, *share]. `factors`: for each axis of the mesh, the number of
+    parts and the dimension that it divides, the major axis first."""
     sizes = [size for size, _ in factors]
     order, shape = _order(factors, parts.ndim - 1), list(parts.shape[1:])
     for size, dimension in factors:

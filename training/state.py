@@ -28,18 +28,18 @@ class TrainState(NamedTuple):
     """Everything that a step changes."""
 
     step: Int[Array, ""]
-    """Steps taken, skipped ones included: the number of the next batch and of its learning rates."""
+    """Steps so far, skipped ones included: the number of the next batch and of its learning rates."""
     params: dict
-    """Float32 parameters, a tree of arrays, padded with zeros as the mesh asks for (`training.layout.Place`)."""
+    """Float32 parameters, a tree of arrays, padded with zeros for the mesh (`training.layout.Place`)."""
     opt_state: optax.OptState
     """Float32 moments, padded like the parameters."""
     skipped_steps: Int[Array, ""]
-    """Steps that changed nothing, for want of a valid token or of a finite gradient."""
+    """Steps skipped so far: no valid token, or a gradient that is not finite."""
 
 
 def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:
-    """Return the type of activations: as configured, or bfloat16, but float32 where that is no slower, and on GPUs
-    before Ampere, which have no bfloat16."""
+    """Return the type of activations: as configured; for `auto`, bfloat16, except float32 if that is no slower, and on
+    GPUs before Ampere, which have no bfloat16."""
     if config.dtype == "auto":
         float32_is_as_fast = platform == "cpu" and jax.__version_info__ < (0, 12)  # docs/performance.md
         lacks_bfloat16 = platform == "gpu" and compute_capability() < 8
@@ -48,8 +48,7 @@ def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:
 
 
 def split_model(config: ModelConfig, dtype: jnp.dtype) -> tuple[nnx.GraphDef[GPT], dict]:
-    """Return the network's structure, for activations of `dtype`, and the shapes of its parameters; nothing is
-    computed."""
+    """Return the network's structure, for activations of `dtype`, and the shapes of its parameters, without compute."""
     model = nnx.clone(abstract_model(config))
     model.dtype = dtype
     graphdef, params = nnx.split(model)
@@ -66,9 +65,9 @@ def _abstract(dtype: jnp.dtype, mesh: Mesh, stored: Place) -> jax.ShapeDtypeStru
 
 
 def abstract_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Return the stored shapes, types and shardings of the whole state.
+    """Return the stored shapes, types and shardings of the state.
 
-    A moment is divided as its parameter is, but along dimensions that it has summed to one number. Single numbers are
+    A moment is divided as its parameter, except along dimensions that it summed to one number. Single numbers are
     replicated.
     """
     places = jax.tree_util.tree_leaves_with_path(parameter_places(config, mesh))
@@ -109,7 +108,7 @@ def _initial_state(params: dict, optimizer: optax.GradientTransformation) -> Tra
 
 def stored_as(tree: T, abstract: Any) -> T:
     """Return a tree of arrays on the devices, padded and sharded as `abstract` is. The arrays may be on the host or on
-    another mesh, with its padding or without."""
+    another mesh, with or without its padding."""
     return jax.tree.map(lambda leaf, like: jax.device_put(resized(leaf, like.shape), like.sharding), tree, abstract)
 
 

@@ -6,8 +6,8 @@
     divide, clip      by the step's valid tokens; by the global norm                  once a step
     update            one tick of the optimizer and of every schedule                 once a step
 
-Everything up to the reduction is written for one device (`jax.shard_map`), so what crosses the mesh, and when, is
-decided here, in training/shares.py and in model/parallel.py, and not by a compiler pass.
+Everything up to the reduction is written for one device (`jax.shard_map`), so this file, training/shares.py and
+model/parallel.py decide what crosses the mesh, and when. No compiler pass does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +42,7 @@ class Batch(TypedDict):
 
 
 class Squares(NamedTuple):
-    """What a step that measures itself keeps of each micro-batch on each device: squares of its gradients, by leaf."""
+    """Squares of each micro-batch's gradients on each device, by leaf, from a step with diagnostics."""
 
     tokens: Int[Array, "data fsdp tensor K"]
     """Valid tokens of the micro-batch."""
@@ -56,7 +56,7 @@ class StepSums(NamedTuple):
     """Sums over all valid tokens of a step."""
 
     objective: Float[Array, ""]
-    """The loss and the z-loss: what is differentiated."""
+    """The loss plus the z-loss, which is differentiated."""
     loss: Float[Array, ""]
     """In nats."""
     tokens: Int[Array, ""]
@@ -71,19 +71,19 @@ class Update(NamedTuple):
     state: TrainState
     """After the step."""
     gradients: dict
-    """The mean over the step's valid tokens, before the clip."""
+    """The mean gradient over the step's valid tokens, before the clip."""
     grad_norms: dict[str, Float[Array, ""]]
-    """Its norm in each parameter group."""
+    """The gradient's norm in each parameter group."""
     grad_norm: Float[Array, ""]
     clip: Float[Array, ""]
-    """What the gradients were multiplied by."""
+    """The factor of the gradients."""
     updates: optax.Updates
-    """What was added to the parameters, unless the step was skipped."""
+    """The change of the parameters, unless the step was skipped."""
 
 
 Metrics = dict[str, Any]
 Measure = Callable[[TrainState, StepSums, Update], Metrics]
-"""From the state before a step, to what the step measures of itself."""
+"""The function from the state before a step to the step's diagnostics."""
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 EvalStep = Callable[[dict, Batch], tuple[Float[Array, "K"], Int[Array, "K"]]]
 
@@ -91,9 +91,9 @@ EvalStep = Callable[[dict, Batch], tuple[Float[Array, "K"], Int[Array, "K"]]]
 def gradient_sums(
     params: dict, batch: Batch, graphdef: nnx.GraphDef, places: dict, dtype: jnp.dtype, measured: bool
 ) -> StepSums:
-    """For one device: return the sums over the step, with `squares` if the step is `measured`.
+    """Return, for one device, the sums over the step, with `squares` if the step is `measured`.
 
-    `params` are its float32 shares, `batch` its rows [K, B / (data fsdp), T]. The gradients come in such shares.
+    `params` are its float32 shares, `batch` its rows [K, B / (data fsdp), T]. The gradients have the same shares.
     """
     compute_params = all_gather_data(params, places, dtype)
 
@@ -114,11 +114,11 @@ def gradient_sums(
 
 
 def squares_of(tokens: Int[Array, ""], gradients: dict, before: dict, total: dict) -> Squares:
-    """For one device: return what is kept of a micro-batch with `tokens` valid tokens. Its `gradients` are the
+    """Return, for one device, the squares of a micro-batch with `tokens` valid tokens. Its `gradients` are the
     difference between the sums `before` and `total`."""
     tokens = mark_varying(tokens, ("tensor",))
     square_sums = lambda tree: jnp.stack([jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)])
-    # XLA scatters a table's gradient into the sum, unless something else reads it: then it rounds otherwise.
+    # XLA scatters a table's gradient into the sum, unless another operation reads it: then it rounds otherwise.
     own = lambda path, gradient, old, new: new - old if path[-1].key == "table" else gradient
     of_own = square_sums(jax.tree_util.tree_map_with_path(own, gradients, before, total))
     return Squares(tokens, *varying_as(tokens, (of_own, square_sums(total))))
@@ -131,8 +131,8 @@ def apply_update(
     groups: Sequence[str],
     clip_norm: float,
 ) -> Update:
-    """Divide, clip and update. A step without a valid token, or whose gradient is not finite, changes nothing but the
-    counts. `groups`: each parameter's, in the tree's order."""
+    """Divide, clip and update. A step without a valid token, or with a gradient that is not finite, changes only the
+    counts. `groups`: the group of each parameter, in the tree's order."""
     gradients = jax.tree.map(lambda g: g / jnp.maximum(sums.tokens, 1), sums.gradients)
     by_group: dict[str, list[Array]] = {name: [] for name in sorted(set(groups))}
     for name, leaf in zip(groups, jax.tree.leaves(gradients)):
@@ -162,13 +162,13 @@ def make_train_step(
     measure: Measure | None = None,
     deterministic: bool = True,
 ) -> TrainStep:
-    """Return `train_step(state, batch) -> (state, metrics)`, jitted. `state` is divided as `abstract_state` says and is
+    """Return `train_step(state, batch) -> (state, metrics)`, jitted. `state` is sharded as `abstract_state`, and
     donated.
 
-    Metrics are scalars: `loss` (nats a valid token), `z_loss` (what it adds, if it is on), `grad_norm` (before the
-    clip), `grad_norms` and `learning_rate` (of each group), `valid_tokens`, and `skipped_steps`: how many so far
-    changed nothing, for want of a valid token or of a finite gradient; and, if there is `measure`, its `diagnostics`.
-    `deterministic`: the same bits in every execution, on GPUs too.
+    Metrics are scalars: `loss` (nats a valid token), `z_loss` (its addition, if it is on), `grad_norm` (before the
+    clip), `grad_norms` and `learning_rate` (of each group), `valid_tokens`, and `skipped_steps` (steps skipped so far:
+    no valid token, or a gradient that is not finite). With `measure`, they include its `diagnostics`. `deterministic`:
+    the same bits in every execution, on GPUs too.
     """
     graphdef, _ = split_model(config, dtype)
     places, groups = parameter_places(config, mesh), jax.tree.leaves(parameter_groups(config))
@@ -176,7 +176,7 @@ def make_train_step(
     on_device = partial(gradient_sums, graphdef=graphdef, places=places, dtype=dtype, measured=measure is not None)
     out_specs = StepSums(replicated, replicated, replicated, specs, stacked)  # pyright: ignore[reportArgumentType]
     sums_of = on_each_device(on_device, mesh, dtype, (specs, ROWS), out_specs)
-    # With the shardings given: the compiler could choose others, which the next step would not take.
+    # Shardings are given, since the compiler could choose others, which the next step would not accept.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state), None
 
     @partial(jax.jit, donate_argnums=0, out_shardings=shardings, compiler_options=xla_options(mesh, deterministic))
@@ -201,8 +201,8 @@ def make_train_step(
 
 
 def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalStep:
-    """Return `eval_step(params, batch) -> (loss_sums, token_counts)`, jitted: of each micro-batch of [K, B, T], without
-    z-loss."""
+    """Return `eval_step(params, batch) -> (loss_sums, token_counts)`, jitted: for each micro-batch of [K, B, T],
+    without z-loss."""
     graphdef, _ = split_model(config, dtype)
     places = parameter_places(config, mesh)
 
