@@ -1,4 +1,4 @@
-"""What a network is worth: python evaluate.py --run_dir=RUN (or --from=FOLDER), with --source or --tasks."""
+"""Evaluate a network: python evaluate.py --run_dir=RUN (or --from=FOLDER), with --source or --tasks."""
 
 import json
 import sys
@@ -36,41 +36,40 @@ from training.step import make_eval_step
 
 @dataclass(frozen=True)
 class Arguments:
-    """Of a run's checkpoint, or of a network in a folder: validation loss and bits per byte, bits per byte of
-    other text, or benchmarks. A table, or JSON."""
+    """Evaluate a run's checkpoint, or a network in a folder: validation loss and bits per byte, bits per byte of other
+    text, or benchmarks. Print a table, or JSON."""
 
     run_dir: AnyPath = ""
     """Folder of the run, here or at gs://."""
     step: Positive[int] | None = None
-    """The run's checkpoint of this step in place of the newest."""
+    """The step of the run's checkpoint; default: the newest."""
     from_: Annotated[AnyPath, tyro.conf.arg(name="from")] = ""
-    """In place of a run: a folder that export.py wrote, or a published nanochat in transformers' format; for `tasks` of
+    """Instead of a run: a folder from export.py, or a published nanochat in transformers' format. For `tasks` of
     lm-evaluation-harness, any causal network that transformers loads."""
     out: FilePath = ""
-    """Where the results of `source` or `tasks` go. Default: the run's or the network's folder, on this
-    machine."""
+    """Folder for the results of `source` or `tasks`. Default: the run's or the network's folder, on this machine."""
     tokens: Positive[int] | None = None
     """Tokens of the run's own held-out set. Default: its `eval.tokens`."""
     source: str = ""
-    """Other text in place of the run's own held-out part: a file, a folder or a glob as data.prepare takes it, a
+    """Text to evaluate instead of the run's own held-out part: a file, a folder or a glob as for data.prepare, a
     dataset folder (its held-out part), or several with their shares: `0.7:DIR,0.3:DIR`."""
     documents: Positive[int] = 1000
     """Take at most this many documents of each source, always the same."""
     text_column: str = "text"
-    """Of .jsonl and .parquet files of `source`."""
+    """Column with the text, in .jsonl and .parquet files of `source`."""
     against: AnyPath = ""
     """Folder of another run or network: both are compared on the documents of `source`, whatever their tokenizers."""
     tasks: str = ""
-    """Benchmarks in place of held-out text: `core`, of the bundle that DCLM and nanochat use; `chatcore`, of a network
-    that was trained on conversations; or tasks of EleutherAI's lm-evaluation-harness by their names there:
-    `hellaswag,arc_easy`. Each item's result is kept; the same command again continues where it was."""
+    """Benchmarks instead of held-out text: `core`, from the bundle that DCLM and nanochat use; `chatcore`, for a
+    network trained on conversations; or tasks of EleutherAI's lm-evaluation-harness by name: `hellaswag,arc_easy`. Each
+    item's result is kept; the same command resumes."""
     bundle: FilePath = ""
-    """Folder of CORE's bundle: core.yaml, eval_meta_data.csv and eval_data/. Of `chatcore`: arc/, mmlu/ and gsm8k/, as
-    docs/evaluation.md downloads them."""
+    """Folder of CORE's bundle: core.yaml, eval_meta_data.csv and eval_data/. For `chatcore`: arc/, mmlu/ and gsm8k/, as
+    in docs/evaluation.md."""
     chat: bool = False
-    """Tasks of the harness are asked as conversations: shots are turns, and the network answers."""
+    """Ask tasks of the harness as conversations: shots are turns, and the network answers."""
     system: str = ""
-    """With `chat`: a system message before each."""
+    """With `chat`: a system message before each conversation."""
     unsafe_code: bool = False
     """Let tasks of the harness run code that the network writes, as `humaneval` does, on this machine."""
     task_files: FilePath = ""
@@ -78,12 +77,12 @@ class Arguments:
     items: Positive[int] | None = None
     """Take this many items of each task, always the same; default: all."""
     prompt_tokens: Annotated[int, Meta(ge=2)] | None = None
-    """A longer prompt loses its first tokens. Default: as many as the run's rows have; for `core` and `chatcore` ten
-    times as many, as nanochat. A token sees as many tokens back as the rows have, at most."""
+    """Most tokens of a prompt; a longer one loses its first tokens. Default: as many as a row of the run; for `core`
+    and `chatcore` ten times as many, as in nanochat. A token sees at most a row's length of tokens back."""
     mesh: MeshConfig = MeshConfig()
     """Arrangement of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large for one."""
     json: bool = False
-    """Print one line of JSON in place of a table."""
+    """Print one line of JSON instead of a table."""
 
 
 BENCHMARKS = {"core": read_bundle, "chatcore": read_chat_tasks}
@@ -95,7 +94,7 @@ def main() -> int:
     given = arguments.run_dir or arguments.from_
     folder = str(at_hand(given))
     if arguments.from_ and not is_network(folder):
-        raise UserError(f"--from={given} holds no network (no *.safetensors); of a run, give --run_dir")
+        raise UserError(f"--from={given} has no network (no *.safetensors); for a run, give --run_dir")
     start_jax()
     results = {"from" if arguments.from_ else "run_dir": given}
     results |= evaluation(arguments, folder, make_mesh(arguments.mesh))
@@ -104,7 +103,7 @@ def main() -> int:
 
 
 def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, Any]]:
-    """Return the evaluation that is asked for. UserError for options that do not go together, or that it ignores."""
+    """Return the requested evaluation. Raise UserError for options that contradict each other, or that it ignores."""
     run_dir, from_, tasks, source = arguments.run_dir, arguments.from_, arguments.tasks, arguments.source
     evaluation = texts if source else core if tasks in BENCHMARKS else harness if tasks else held_out
     folder, keeps = run_dir or from_, evaluation is not held_out
@@ -112,17 +111,17 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, A
         (bool(run_dir) == bool(from_), "give one of them: --run_dir=RUN, or --from=FOLDER of a network"),
         (
             keeps and folder.startswith("gs://") and not arguments.out,
-            f"--out=FOLDER is missing: {folder} is only read, and results are kept",
+            f"--out=FOLDER is missing: {folder} is read-only, and results need a folder",
         ),
-        (from_ and arguments.step, f"--step is of a run's checkpoints; --from={from_} holds one network"),
+        (from_ and arguments.step, f"--step chooses a checkpoint of a run; --from={from_} has one network"),
         (from_ and not keeps, "--from needs --source=PATH or --tasks: a network in a folder has no text of its own"),
         (
             evaluation is harness and BENCHMARKS.keys() & tasks.split(","),
-            "core and chatcore are measured by themselves, and lm-evaluation-harness' tasks by another command",
+            "core and chatcore are measured alone, and lm-evaluation-harness' tasks by another command",
         ),
         (evaluation is core and not arguments.bundle, f"--tasks={tasks} needs --bundle=DIR, the folder of its items"),
-        (arguments.system and not arguments.chat, "--system is a message of a conversation; it needs --chat"),
-        (tasks and source, "--tasks and --source are two evaluations; give one of them at a time"),
+        (arguments.system and not arguments.chat, "--system is a message of a conversation: it needs --chat"),
+        (tasks and source, "--tasks and --source are two evaluations; give one at a time"),
         (arguments.against and not source, "--against compares two networks on the same text; give it: --source=PATH"),
     ]
     for is_made, message in mistakes:
@@ -137,12 +136,12 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, A
     }[evaluation]
     given = {name for name, value in vars(arguments).items() if value != getattr(Arguments, name)}
     if others := sorted(given - {"run_dir", "from_", "step", "mesh", "json", *looked_at}):
-        raise UserError(f"{', '.join(f'--{name}' for name in others)}: not an option of an evaluation by {kind}")
+        raise UserError(f"{', '.join(f'--{name}' for name in others)}: not an option of an evaluation with {kind}")
     return evaluation
 
 
 def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
-    """Return validation loss and bits per byte of the run's own text. UserError if the text here is another."""
+    """Return validation loss and bits per byte of the run's own text. Raise UserError if the text here differs."""
     network = open_network(folder, mesh, arguments.step)
     config = network.config
     shape = (1, config.batch.rows_per_device * batch_devices(mesh), config.batch.sequence_length)
@@ -162,7 +161,7 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
 
 
 def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
-    """Return bits per byte of other text, and how another network compares."""
+    """Return bits per byte of other text, and a comparison with another network."""
     given, tokenizer, out = arguments.run_dir or arguments.from_, tokenizer_folder(folder), arguments.out or folder
     against, other = arguments.against, str(at_hand(arguments.against)) if arguments.against else ""
     if other:
@@ -188,8 +187,8 @@ def core(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
 def evaluate_core(
     network: Network, tasks: Sequence[Task], prompt_tokens: int | None, folder: Path, benchmark: str = "core"
 ) -> dict[str, Any]:
-    """Return `figures`; write to `folder` a line an item, the figures, and a picture of them. Items of an earlier start
-    are not scored again. Every process must call it."""
+    """Return `figures`. Write a line per item, the figures, and a picture of them to `folder`. Items of an earlier
+    start are not scored again. Every process must call it."""
     scorer = network.scorer(prompt_tokens or READS * network.config.batch.sequence_length)
     core = ChatCore(tasks, network, scorer) if benchmark == "chatcore" else Core(tasks, network.tokenizer, scorer)
     check_hosts_agree("their bundle", json.dumps(core.facts))
@@ -205,7 +204,7 @@ def evaluate_core(
 
 
 def harness(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
-    """Return figures of lm-evaluation-harness' tasks, of any network that transformers loads, too."""
+    """Return figures of lm-evaluation-harness' tasks, also for any network that transformers loads."""
     from evaluation.harness_tasks import evaluate_tasks, load_tasks
 
     loaded = load_tasks(arguments.tasks.split(","), arguments.task_files, arguments.unsafe_code)

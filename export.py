@@ -1,4 +1,4 @@
-"""A run's network for other programs: python export.py --run_dir=runs/small --format=hf --out=DIR."""
+"""Export a run's network for other programs: python export.py --run_dir=runs/small --format=hf --out=DIR."""
 
 import os
 from dataclasses import dataclass
@@ -36,30 +36,30 @@ class Arguments:
     out: FilePath
     """A new folder."""
     step: Positive[int] | None = None
-    """The checkpoint of this step in place of the newest."""
+    """The checkpoint's step; default: the newest."""
     format: Literal["hf", "safetensors"] = "hf"
-    """`hf`: what transformers' AutoModelForCausalLM and AutoTokenizer load: as NanoChatForCausalLM, or, where the
-    network has more than that class, with the code that reads it (trust_remote_code=True). `safetensors`: the arrays
+    """`hf`: a folder for transformers' AutoModelForCausalLM and AutoTokenizer, as NanoChatForCausalLM. If that class
+    lacks an option of the network, the folder has its own code (trust_remote_code=True). `safetensors`: the arrays
     under their own names, with the config and the tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of `hf`'s arrays."""
+    """Type of `hf`'s arrays."""
     shard_gigabytes: Positive[float] = 2.0
-    """Size of a file: arrays of this size in float32 are read and written at a time."""
+    """Size of a file in GB: float32 arrays of this size are read and written at a time."""
     license: str = ""
-    """Of the weights, as Hugging Face names it (`apache-2.0`), for `hf`'s model card."""
+    """License of the weights, as Hugging Face names it (`apache-2.0`), for the model card of `hf`."""
     verify: bool = False
-    """Load what was written in transformers, and compare its logits with the network's own on text. It needs torch and
-    transformers, and the memory for both networks."""
+    """Load the written folder in transformers, and compare its logits with the network's own on text. It needs torch
+    and transformers, and memory for both networks."""
 
 
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     out = Path(arguments.out)
-    if os.path.exists(out):  # unlike Path.exists, False if it may not look
-        raise UserError(f"--out={out} is there already; give a new folder")
+    if os.path.exists(out):  # unlike Path.exists, False without permission
+        raise UserError(f"--out={out} exists already; give a new folder")
     plain = arguments.format == "safetensors"
     if plain and (arguments.verify or arguments.license or arguments.dtype != "float32"):
-        raise UserError("--verify, --license and --dtype are of --format=hf; safetensors are the arrays as they are")
+        raise UserError("--verify, --license and --dtype need --format=hf; safetensors are the unchanged arrays")
     if arguments.verify:
         require_transformers()
     start_jax()
@@ -72,7 +72,7 @@ def main() -> int:
         tokens, bits = Ramp.of(config.batch).tokens(step), scores(folder).get(step)
         card = partial(model_card, config, step, tokens, bits, arguments.license)
         write_hf(out, shards, config, tokenizer, arguments.dtype, card)
-    print(f"step {step} of {arguments.run_dir} is in {out}; train on from it with --init_from={out}")
+    print(f"step {step} of {arguments.run_dir} is in {out}; --init_from={out} trains from it")
     if arguments.verify:
         network = open_network(folder, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step)
         print(verify(out, network.params, config.model, arguments.dtype, rows_of_text(network)))

@@ -18,14 +18,14 @@ class Arguments:
     run_dir: AnyPath
     """Folder of the run whose newest checkpoint is used, here or at gs://."""
     step: Positive[int] | None = None
-    """The checkpoint of this step in place of the newest."""
+    """The checkpoint's step; default: the newest."""
     prompt: tuple[str, ...] = ("",)
     """Texts to continue, together in one batch; an empty one starts a document."""
     samples: Positive[int] = 3
     """Continuations of each prompt."""
     tokens: Positive[int] | None = None
-    """Most tokens of a continuation, which ends where the network ends its document. With the prompt they must fit the
-    network's sequence length. Default: 128, or as many as fit."""
+    """Most tokens of a continuation, which ends with the network's document. They must fit the network's sequence
+    length together with the prompt. Default: 128, or as many as fit."""
     temperature: NotNegative[float] = 0.8
     """0 takes the likeliest token; higher is more varied."""
     top_k: NotNegative[int] = 50
@@ -40,7 +40,7 @@ class Arguments:
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     if not arguments.prompt:
-        raise UserError("--prompt is given without a text; leave it out to start a document")
+        raise UserError("--prompt has no text; leave it out to start a document")
     start_jax()
     network = open_network(at_hand(arguments.run_dir), mesh_of_first(arguments.mesh), arguments.step)
     capacity = network.config.batch.sequence_length

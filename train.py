@@ -37,8 +37,8 @@ class Arguments:
     """Options of this command, not of the run."""
 
     accept_changes: bool = False
-    """Continue a run although options that make its result differ from its first start's. What changed is recorded in
-    config.json and metrics.jsonl."""
+    """Resume a run although options that change its result differ from the first start's. config.json and metrics.jsonl
+    record the changes."""
 
 
 def take_steps(
@@ -49,8 +49,8 @@ def take_steps(
     stop: Stop,
     go_back: Callable[[Progress, Jumped], Any],
 ) -> tuple[Progress, str]:
-    """Take steps until the last, or until somebody asks the run to stop. Return where it is then, and, if a hook gave
-    up, why. `start` returns where the run is and the batches from there on; `go_back` puts a rollback on record."""
+    """Take steps until the last, or until the run is asked to stop. Return the progress, and the reason if a hook gave
+    up. `start` returns the run's progress and the next batches; `go_back` records a rollback."""
     run, batches = start()
     with ExitStack() as opened, stop.heeded():
         begin_all(hook_list, run, opened)
@@ -72,7 +72,7 @@ def take_steps(
                     with stop.unheeded():
                         go_back(run, jump)
                         if run.stopping:
-                            return run, ""  # nothing is to be saved: the newest checkpoint is where the run is
+                            return run, ""  # nothing to save: the newest checkpoint is of this step
                         run.drop_state()
                         run, batches = start()
                     begin_all(hook_list, run, opened)
@@ -84,22 +84,22 @@ def take_steps(
 
 
 def begin_all(hook_list: Sequence[hooks.Hook], run: Progress, opened: ExitStack) -> None:
-    """Let the hooks begin. `opened` closes those that did."""
+    """Let the hooks begin. `opened` closes those that began."""
     for hook in hook_list:
         hook.begin(run)
         opened.callback(hook.close)
-    gc.freeze()  # so that no collection in the loop looks through all that was set up: 0.3 s
+    gc.freeze()  # garbage collection in the loop then skips the set-up's objects: 0.3 s
 
 
 def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock, record: Record, stop: Stop) -> Exit:
-    """Train, or continue to train, until `config.steps`."""
+    """Train, or resume training, until `config.steps`."""
     times = Times()
     say = tqdm.write if jax.process_index() == 0 else lambda text: None  # does not break the progress bar
     opening.check_processes(config, cluster, say)
 
-    # What is trained, on what, and what is on record and saved of it.
+    # The network, its text, its record and its checkpoints.
     builds, text, evaluator = opening.open_training(config, say)
-    built = builds[-1]  # for all that does not depend on the size of a step
+    built = builds[-1]  # for everything that does not depend on the size of a step
     config = built.config
     past, checkpoints = opening.open_folder(built, text, accept_changes, lock, record)
     if message := opening.why_nothing_to_do(config, past, checkpoints):
@@ -116,7 +116,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     with explain_out_of_memory(mistake=True):
         compile_stages(programs, builds, checkpoints.newest, times, say)
 
-    # What happens around a step, in this order.
+    # The hooks around a step, in this order.
     watch, idle = hooks.Watch(config, times), hooks.Idle(times)
     log = hooks.Log(built, watch, lambda position: text.epochs(position // built.batch_shape[2]), record, say)
     save = hooks.Save(config, checkpoints, text.fingerprint, watch, say)
@@ -126,7 +126,7 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     hook_list = [watch, idle, hooks.Profile(config, say), log, hooks.History(log, changes), judge, save, evaluate]
 
     def start() -> tuple[Progress, Iterator[Any]]:
-        """From the newest checkpoint that can be read, or from step 0."""
+        """Start from the newest readable checkpoint, or from step 0."""
         begins = resume(built, text.tokenizer, checkpoints, times, say)
         compile_stages(programs, builds, begins.step, times, say)  # none, unless an older checkpoint was restored
         record_start(built, text, changes, begins, times)

@@ -232,7 +232,7 @@ def test_a_changed_fact_is_noticed(tmp_path):
     path = tmp_path / "checkpoints" / "3" / "facts" / "metadata"
     facts = json.loads(path.read_text())
     path.write_text(json.dumps({**facts, "seconds": 2.5}))
-    with pytest.raises(ValueError, match="differ from what was saved"):
+    with pytest.raises(ValueError, match="differs from what was saved"):
         Checkpoints(tmp_path).facts(3)
 
 
