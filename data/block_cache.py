@@ -1,4 +1,4 @@
-"""Blocks of shards in a store, kept on this machine."""
+"""A local cache of blocks of shards in a store."""
 
 import os
 import sys
@@ -9,12 +9,13 @@ from data.blocks import BLOCK_BYTES, Blocks
 
 
 class BlockCache:
-    """Blocks read before, in one file under a size limit. Block n has the place n modulo their number, and is there if
-    its hash is: so the file needs no index, whatever was killed or full meanwhile, and processes can share it."""
+    """Blocks read before, in one file with a size limit. Block n has the place n modulo the number of places, and is
+    present if its hash matches. So the file needs no index, survives kills and full disks, and processes can share
+    it."""
 
     def __init__(self, path: Path, gigabytes: float):
         self.path, self.places, self.lock, self.file = path, int(gigabytes * 1e9) // BLOCK_BYTES, threading.Lock(), -1
-        self.is_used = self.places > 0  # places and file stay: other threads may be about to use them
+        self.is_used = self.places > 0  # places and file stay: other threads may use them
         if not self.is_used:
             return
         try:
@@ -26,7 +27,7 @@ class BlockCache:
             self._give_up(error, "written")
 
     def read(self, place: int, block: int, blocks: Blocks) -> bytes | None:
-        """Block `block` of a shard with these `blocks`, if it is kept at this place."""
+        """Return block `block` of a shard with these `blocks`, if it is at this place."""
         if not self.is_used:
             return None
         try:

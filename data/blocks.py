@@ -1,13 +1,13 @@
-"""A shard's sidecar, NAME.blocks beside NAME.bin: a hash and the largest token of each block.
+"""A shard's sidecar, NAME.blocks next to NAME.bin: a hash and the largest token of each block.
 
-A run's rows are permuted over all shards, so that hashing a shard before its first row is read would hash all of them.
-With this file a start reads no shard: the fingerprint is taken from the recorded hashes, and a block is checked when it
-is read.
+A run's rows are permuted over all shards. Hashing each shard before its first row is read would hash all of them. With
+this file a start reads no shard: the fingerprint comes from the recorded hashes, and each block is checked when it is
+read.
 
     32 bytes   SHA-256 of all that follows
     32 bytes   SHA-256 of the shard's file
-    32 bytes   SHA-256 of NAME.starts.npy; zeros where there is none
-    12 bytes   the shard's first, which say what its tokens are and how many
+    32 bytes   SHA-256 of NAME.starts.npy; zeros without one
+    12 bytes   the shard's first 12: type and count of its tokens
     20 bytes   for each 64 KiB of the shard's file: the first 16 bytes of their SHA-256, and the largest token, uint32
 """
 
@@ -26,23 +26,23 @@ from configs.files import write_whole
 from configs.schema import UserError
 from data.shards import HEADER_BYTES, ShardType, require_shard, shard_type
 
-BLOCK_BYTES = 65_536  # small beside a step's rows, some of a row each; large beside what a request of a store costs
+BLOCK_BYTES = 65_536  # small relative to a step's rows (a few KB each); large relative to a store's cost per request
 ENTRY = np.dtype([("sha256", "V16"), ("largest", "<u4")])
 NO_INDEX = bytes(32)
-MAPPED = 256  # shards on this machine that are open at a time
+MAPPED = 256  # local shards that are open at a time
 
 
 class Blocks(NamedTuple):
     """A shard's sidecar."""
 
     sha256: str
-    """Of the shard's file."""
+    """SHA-256 of the shard's file."""
     index_sha256: bytes
-    """Of its index of documents; `NO_INDEX`: it has none."""
+    """SHA-256 of its index of documents; `NO_INDEX` without one."""
     header: bytes
     """The first 12 bytes of the shard."""
     entries: Shaped[np.ndarray, "blocks"]
-    """Of the type `ENTRY`."""
+    """An array of type `ENTRY`."""
 
     @property
     def largest(self) -> int:
@@ -50,15 +50,15 @@ class Blocks(NamedTuple):
         return int(self.entries["largest"].max(initial=0))
 
     def type_of(self, name: str) -> ShardType:
-        """Return what the shard `name` holds. UserError if this is not its sidecar."""
+        """Return the type and count of the tokens in shard `name`. Raise UserError if this is not its sidecar."""
         kind = shard_type(name, self.header)
         if len(self.entries) != -(-kind.file_bytes // BLOCK_BYTES):
-            raise UserError(f"{_sidecar(name)} is not of {name}; delete it, and the shard is read whole at the start")
+            raise UserError(f"{_sidecar(name)} is not of {name}; delete it, and the start reads the complete shard")
         return kind
 
     def wrong(self, first: int, content: bytes | memoryview) -> int | None:
-        """Return the first block of `content`, the shard's bytes from block `first` on, that is not what was
-        recorded."""
+        """Return the first block of `content`, the shard's bytes from block `first` on, that differs from its
+        record."""
         for number, at in enumerate(range(0, len(content), BLOCK_BYTES), first):
             block = memoryview(content)[at : at + BLOCK_BYTES]
             if hashlib.sha256(block).digest()[:16] != self.entries["sha256"][number].tobytes():
@@ -71,7 +71,7 @@ class Blocks(NamedTuple):
 
     @staticmethod
     def from_bytes(content: bytes) -> "Blocks":
-        """ValueError if they are damaged."""
+        """Parse a sidecar. Raise ValueError if it is damaged."""
         digest, rest = content[:32], content[32:]
         if hashlib.sha256(rest).digest() != digest:
             raise ValueError("its SHA-256 differs")
@@ -79,8 +79,8 @@ class Blocks(NamedTuple):
 
 
 def write_blocks(shard: Path) -> str:
-    """Read a shard once, once its index of documents is written, and write its sidecar, whole or not at all. Return
-    the SHA-256 of the shard's file."""
+    """Read a shard after its index of documents is written, and write its sidecar atomically. Return the SHA-256 of the
+    shard's file."""
     index = shard.with_suffix(".starts.npy")
     index_sha256 = hashlib.sha256(index.read_bytes()).digest() if index.exists() else NO_INDEX
     blocks = blocks_of(_file_blocks(shard), str(shard), index_sha256)
@@ -107,7 +107,7 @@ def _file_blocks(path: Path) -> Iterator[bytes]:
 
 
 def read_blocks(path: Path) -> Blocks | None:
-    """Return the sidecar of the shard at `path`; None if it has none. UserError if it is damaged."""
+    """Return the sidecar of the shard at `path`; None if it has none. Raise UserError if it is damaged."""
     sidecar = path.with_suffix(".blocks")
     try:
         return Blocks.from_bytes(sidecar.read_bytes())
@@ -116,13 +116,13 @@ def read_blocks(path: Path) -> Blocks | None:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise UserError(
-            f"{sidecar} cannot be read ({why}); delete it, and the shard is read whole at the start"
+            f"{sidecar} cannot be read ({why}); delete it, and the start reads the complete shard"
         ) from error
 
 
 def remember(memory: Path, make: Callable[[], Blocks]) -> Blocks:
-    """Return the sidecar that was written to `memory`, else what `make` returns, which is written there if possible."""
-    with suppress(OSError, ValueError):  # there was none, or half of it is there
+    """Return the sidecar in `memory`, otherwise the result of `make`, which is written there if possible."""
+    with suppress(OSError, ValueError):  # missing or incomplete
         return Blocks.from_bytes(memory.read_bytes())
     blocks = make()
     partial = memory.with_name(f"{memory.name}.{os.getpid()}")  # several processes may examine one shard
@@ -134,8 +134,8 @@ def remember(memory: Path, make: Callable[[], Blocks]) -> Blocks:
 
 
 def examine(path: Path, remembered: Path) -> Blocks:
-    """Return the sidecar of a shard on this machine. If it has none, as others write them, the shard is read once on a
-    machine. That is remembered in the folder `remembered` until the file's size or time of change differs."""
+    """Return the sidecar of a shard on this machine. If it has none, as in other programs' shards, read the shard once
+    per machine, and keep the result in the folder `remembered` until the file's size or time of change differs."""
     if (blocks := read_blocks(path)) is not None:
         return blocks
     require_shard(path)
@@ -151,11 +151,11 @@ class MappedShard:
     """A shard on this machine, mapped into memory. A block is hashed when it is first read."""
 
     def __init__(self, path: Path, remembered: Path):
-        """UserError if it is no shard, or not whole."""
+        """Raise UserError if it is not a shard, or incomplete."""
         self.path, self.kind, self.blocks = path, require_shard(path), examine(path, remembered)
         if self.blocks.type_of(str(path)) != self.kind:
             raise UserError(changed(str(path), 0))
-        self.checked = bytearray(len(self.blocks.entries))  # searched faster than an array of numpy's, of one or two
+        self.checked = bytearray(len(self.blocks.entries))  # for one or two items, faster to search than a numpy array
 
     def __len__(self) -> int:
         return self.kind.tokens
@@ -174,7 +174,8 @@ class MappedShard:
 
 @lru_cache(MAPPED)
 def _mapped(shard: MappedShard) -> tuple[Integer[np.ndarray, "bytes"], Integer[np.ndarray, "tokens"]]:
-    """Map a shard's file, and return its bytes and tokens. The last `MAPPED` stay open: a map keeps a descriptor."""
+    """Map a shard's file, and return its bytes and tokens. The last `MAPPED` stay open, since a map keeps a
+    descriptor."""
     try:
         content = np.asarray(np.memmap(shard.path, np.uint8, "r"))
     except OSError as error:
@@ -183,7 +184,7 @@ def _mapped(shard: MappedShard) -> tuple[Integer[np.ndarray, "bytes"], Integer[n
 
 
 def blocks_with(start: int, stop: int, itemsize: int) -> tuple[int, int]:
-    """Tokens `start` to `stop` lie in the blocks from the first to before the second of these."""
+    """Return the range of blocks with tokens `start` to `stop`: the first, and the one after the last."""
     if stop <= start:
         return 0, 0
     first, last = HEADER_BYTES + start * itemsize, HEADER_BYTES + stop * itemsize - 1
@@ -191,10 +192,10 @@ def blocks_with(start: int, stop: int, itemsize: int) -> tuple[int, int]:
 
 
 def changed(name: str, block: int) -> str:
-    """Return what is said of a block that is not what was recorded."""
+    """Return the message about a block that differs from its record."""
     return (
-        f"{name} is damaged, or was changed after it was recorded: the SHA-256 of the bytes from "
-        f"{block * BLOCK_BYTES:,} on differs from {_sidecar(name)}'s, or from what a start found; bring the shard "
+        f"{name} is damaged, or changed after it was recorded: the SHA-256 of the bytes from "
+        f"{block * BLOCK_BYTES:,} on differs from {_sidecar(name)}'s, or from an earlier start's; bring the shard "
         "back, or delete it and prepare it again"
     )
 

@@ -1,4 +1,4 @@
-"""What a run trains on: the rows of one dataset, or of a mixture of several."""
+"""A run's text: the rows of one dataset, or of a mixture of several."""
 
 import hashlib
 import os
@@ -13,32 +13,32 @@ from data.packing import Rows
 from data.tokenizer import TextTokenizer
 
 FEW = 30  # held-out documents
-SHOWN, BEGINNING = 8, 128  # rows, and tokens of each, that show a person what a step saw
+SHOWN, BEGINNING = 8, 128  # rows, and tokens of each, that show a step's text to a person
 
 
 @dataclass(frozen=True)
 class Text:
-    """What a run trains on: the rows of one dataset, or of a mixture."""
+    """A run's text: the rows of one dataset, or of a mixture."""
 
     names: list[str]
-    """Of the datasets, as `config.source` names them."""
+    """Names of the datasets, as in `config.source`."""
     train: list[Rows]
     val: list[Rows]
     mixture: Mixture
-    """Which dataset each row to train on is of."""
+    """The dataset of each training row."""
     weights: list[float]
     """Each dataset's share of the held-out rows: the mean of its shares in all stages. They sum to 1."""
     tokenizer: TextTokenizer
     document_bos: int | None
-    """Where documents are to be told apart (`mask_documents`), what begins them."""
+    """The token that begins documents, if attention is restricted to them (`mask_documents`)."""
     fingerprint: str
     val_documents: int | None
-    """Held-out documents, if every dataset counts them."""
+    """Number of held-out documents, if every dataset counts them."""
     too_long: str = ""
-    """With `packing=whole`: how many documents do not fit a row, and what becomes of them."""
+    """With `packing=whole`: the number of documents longer than a row, and their treatment."""
 
     def validation(self, tokens: int, length: int) -> str:
-        """Return how much held-out text an evaluation of so many tokens takes."""
+        """Return a line on the held-out text that an evaluation of `tokens` tokens takes."""
         found = [len(part) * length for part in self.val]
         taken = sum(min(have, round(tokens * weight)) for have, weight in zip(found, self.weights))
         said = f"validation: {taken:,} of {sum(found):,} held-out tokens"
@@ -49,18 +49,18 @@ class Text:
         return said
 
     def seen(self, rows: list[tuple[int, int]]) -> dict[str, list]:
-        """Return a step's rows (dataset, row of it), and how the first of them begin, for a person to read."""
+        """Return a step's rows (dataset, row of it), and the beginnings of the first ones as text."""
         inputs = [self.train[part][row]["inputs"][:BEGINNING] for part, row in rows[:SHOWN]]
         return {"rows": rows, "texts": [self.tokenizer.decode(ids.tolist()) for ids in inputs]}
 
     def epochs(self, rows: int) -> dict[str, float]:
-        """Return how often the first `rows` rows of a run go through each dataset, by the datasets' shortest names."""
+        """Return the epochs of each dataset in the first `rows` rows of a run, by the datasets' shortest names."""
         shown = shortest(self.names)
         return {name: count / len(part) for name, part, count in zip(shown, self.train, self.mixture.counts(rows))}
 
     def outlook(self, rows: int, length: int, max_epochs: float) -> str:
-        """Return how much of each dataset a run of `rows` rows reads, and which run out. UserError if one is read
-        more than `max_epochs` times (0: as often as it takes)."""
+        """Return a line on the epochs of each dataset in a run of `rows` rows, and on those that run out. Raise
+        UserError if one is read more than `max_epochs` times (0: no limit)."""
         parts, never = [], [s.begins for s in self.mixture.stages if s.begins >= rows * length]
         for i, (name, taken) in enumerate(self.epochs(rows).items()):
             size, out = len(self.train[i]), ""
@@ -81,7 +81,7 @@ class Text:
 
 
 def shortest(names: list[str]) -> list[str]:
-    """Names by which to tell these paths apart: their last parts, where these differ."""
+    """Return short distinct names for these paths: their last parts, if they differ."""
     last = [name.rstrip("/").rpartition("/")[2] or name for name in names]
     return last if len(set(last)) == len(last) else names
 
@@ -89,8 +89,8 @@ def shortest(names: list[str]) -> list[str]:
 def open_text(
     config: DataConfig, vocab_size: int, length: int, rows_per_step: int, cache: Path, no_training: str = ""
 ) -> Text:
-    """Return the rows of `config.source`, `length` tokens each. Raise UserError if they are not fit for the run, and
-    with the message `no_training`, if there is one, before a tokenizer is trained."""
+    """Return the rows of `config.source`, `length` tokens each. Raise UserError if they do not fit the run. Also raise
+    it, with the message `no_training` if given, before a tokenizer would be trained."""
     names, stages = read_source(config.source)
     datasets = [open_dataset(name, config, vocab_size, cache, no_training) for name in names]
     tokenizer = datasets[0].tokenizer
@@ -112,7 +112,7 @@ def open_text(
         if len(rows) < needed or not len(held_out):
             raise UserError(
                 f"--data.source={name} gives {len(rows)} rows of {length} tokens to train on and {len(held_out)} "
-                f"held out; a step takes {needed} of it, and 1 at least must be held out: give more text, or a smaller "
+                f"held out; a step takes {needed}, and at least 1 must be held out: give more text, or a smaller "
                 "--batch.tokens_per_step or --batch.sequence_length" + f"; {too_long}" * bool(too_long)
             )
     if len({dataset.held_out for dataset in datasets}) > 1:
@@ -129,7 +129,7 @@ def open_text(
 
 
 def _too_long(names: list[str], datasets: list[Dataset], config: DataConfig, length: int) -> str:
-    """Return how many documents of each dataset are longer than a row."""
+    """Return a line on the documents of each dataset that are longer than a row."""
     found = []
     for name, dataset in zip(shortest(names), datasets):
         (train, of_train), (val, of_val) = (dataset.longer(part, length) for part in ("train", "val"))
@@ -139,8 +139,7 @@ def _too_long(names: list[str], datasets: list[Dataset], config: DataConfig, len
 
 
 def absolute(config: DataConfig) -> DataConfig:
-    """Return the same text and tokenizer, by paths that lead there from any working folder: what a run's record
-    keeps."""
+    """Return the config with absolute paths of text and tokenizer, for a run's record."""
 
     def place(name: str) -> str:
         anywhere = name in ("", "stdlib", "chat-stdlib") or name.startswith(("hf:", "tiktoken:")) or "://" in name

@@ -1,8 +1,8 @@
-"""A dataset folder, opened and checked.
+"""Opening and checking a dataset folder.
 
-It is on this machine, where shards are mapped into memory, or at a URL, of which rows are read (data/store.py). A
-folder that data.prepare made has a dataset.json. One with nothing but .bin shards, as llm.c and modded-nanogpt write
-them, serves too: those with the word `val` in their names are held out, and `data.tokenizer` says what tokens mean.
+It is on this machine, and its shards are mapped into memory, or at a URL, and rows are read from there (data/store.py).
+A folder from data.prepare has a dataset.json. A folder with only .bin shards, as from llm.c and modded-nanogpt, also
+works: shards with the word `val` in their names are held out, and `data.tokenizer` gives their tokenizer.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ from data.shards import TokenStream
 from data.store import Shard, Store, StoredShard, mirrored, readers
 from data.tokenizer import TextTokenizer, load_tokenizer
 
-CACHE_GB = 20.0  # of blocks that were read from a URL, at most
-PLANNED = 2**22  # documents of one plan of rows: it takes some 145 bytes for each
+CACHE_GB = 20.0  # most bytes of blocks from a URL
+PLANNED = 2**22  # documents of one plan of rows: it takes about 145 bytes for each
 
 
 @dataclass(frozen=True)
@@ -43,16 +43,16 @@ class Dataset:
 
     folder: Path
     shards: Mapping[str, Sequence[Shard]]
-    """Those of `train` and of `val`, in order."""
+    """The shards of `train` and of `val`, in order."""
     tokenizer: TextTokenizer
     fingerprint: str
     """Equal fingerprints mean equal tokens with equal meanings."""
     held_out: str
-    """How the held-out part was chosen."""
+    """A description of how the held-out part was chosen."""
     val_documents: int | None = None
-    """Held-out documents, if the folder counts them."""
+    """Number of held-out documents, if the folder counts them."""
     conversations: bool = False
-    """Whether documents are conversations, of which what an assistant writes is learned."""
+    """True if documents are conversations: only an assistant's tokens are learned."""
 
     def stream(self, part: str) -> TokenStream:
         """Return the tokens of `train` or `val`."""
@@ -60,12 +60,12 @@ class Dataset:
         return TokenStream(shards, readers().map if isinstance(shards[0], StoredShard) else map)
 
     def document_starts(self, part: str) -> Integer[np.ndarray, "documents"]:
-        """Return where in the stream documents start: as the shards' indices say, or where a BOS is."""
+        """Return the starts of documents in the stream: from the shards' indices, or the positions of BOS tokens."""
         befores = self.stream(part).starts
         return np.unique(np.concatenate([[0], *(a + b for a, b in zip(befores, self._starts(part)))]).astype(np.int64))
 
     def _starts(self, part: str) -> Iterator[Integer[np.ndarray, "documents"]]:
-        """Yield where in each shard documents start."""
+        """Yield the starts of documents in each shard."""
         for shard in self.shards[part]:
             index = shard.path.with_suffix(".starts.npy")
             if shard.blocks.index_sha256 == NO_INDEX or not index.exists():
@@ -77,12 +77,13 @@ class Dataset:
             yield np.load(io.BytesIO(content))
 
     def longer(self, part: str, length: int) -> tuple[int, int]:
-        """Return how many documents have more than `length` tokens, and how many there are."""
+        """Return the number of documents with more than `length` tokens, and of all documents."""
         sizes = np.diff(self.document_starts(part), append=len(self.stream(part)))
         return int(np.count_nonzero(sizes > length)), len(sizes)
 
     def _plans(self, part: str, config: DataConfig, length: int) -> Iterator[tuple[int, Plan]]:
-        """Plan some shards at a time, which bounds the memory: where each plan's shards begin, and the plan."""
+        """Yield plans of some shards at a time, which bounds the memory: the start of the plan's shards, and the
+        plan."""
         stream, found, begin = self.stream(part), [], 0
         for before, end, starts in zip(stream.starts, stream.starts[1:], self._starts(part)):
             found.append(before - begin + starts)
@@ -94,9 +95,9 @@ class Dataset:
                 found, begin = [], end
 
     def rows(self, part: str, config: DataConfig, length: int, cache: Path) -> Rows:
-        """Return the part's rows of `length` tokens, as `config` packs them. A plan that this needs is made once. It is
-        stored next to the shards, or else in `cache`. If neither can be written, each start makes it again, and says
-        so. UserError for a packing that would cut conversations in two."""
+        """Return the part's rows of `length` tokens, as `config` packs them. A plan is made once, and stored next to
+        the shards, or otherwise in `cache`. If neither can be written, each start makes it again and reports that.
+        Raise UserError for a packing that would cut conversations in two."""
         stream, packing = self.stream(part), config.packing
         if self.conversations and packing != "whole":
             raise UserError(
@@ -111,7 +112,7 @@ class Dataset:
             packing += f"-{config.too_long}"
         homes = [home / "plans" / f"{part}-{packing}-{length}-{self.fingerprint}" for home in (self.folder, cache)]
         for home in homes:
-            with suppress(PermissionError):  # of another user, who alone may read it
+            with suppress(PermissionError):  # another user's, readable only by them
                 if os.path.exists(home):
                     return packed(load_plan(home))
         for home in homes:
@@ -123,8 +124,8 @@ class Dataset:
 
 
 def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, no_training: str = "") -> Dataset:
-    """Return the dataset in the folder `source`, on this machine or at a URL; of raw text, the one that is made of it,
-    once, in `cache`. UserError if anything in it is not what it should be."""
+    """Return the dataset in the folder `source`, on this machine or at a URL. Raw text is prepared once, in `cache`.
+    Raise UserError if anything in the dataset is invalid."""
     folder, shards = Path(os.path.expanduser(source)), []
     opened: Callable[[Path], Shard] = partial(MappedShard, remembered=cache / "examined")
     if "://" in source and not os.path.exists(folder):
@@ -145,15 +146,15 @@ def open_dataset(source: str, config: DataConfig, vocab_size: int, cache: Path, 
 
 
 def _prepare_raw(*arguments: Any) -> Path:
-    """Return the dataset folder that data/prepare/raw.py makes of raw text. Raise what it raises."""
+    """Return the dataset folder that data/prepare/raw.py makes from raw text. Raise its exceptions."""
     paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    # -P: no folder `data` of the user's own is imported.
+    # -P: a user's own folder `data` is not imported.
     command = [sys.executable, "-P", "-m", "data.prepare.raw", str(os.getpid())]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         try:
             answer, _ = process.communicate(pickle.dumps(arguments))
-        except BaseException:  # somebody ends this command
+        except BaseException:  # this command is interrupted
             process.terminate()
             raise
     if process.returncode:
@@ -166,13 +167,13 @@ def _prepare_raw(*arguments: Any) -> Path:
 
 def _not_a_dataset(source: str) -> UserError:
     return UserError(
-        f"--data.source={source} is no dataset, and not text on this machine; prepare it, and train on the folder that "
-        f"this makes: python -m data.prepare --source={source} --out=DIR"
+        f"--data.source={source} is neither a dataset nor text on this machine; prepare it, and train on the "
+        f"result: python -m data.prepare --source={source} --out=DIR"
     )
 
 
 def _copied(store: Store, config: DataConfig, cache: Path) -> tuple[Path, list[str]]:
-    """Copy what is small, and the shards if `config.copy` says so. Return the folder, and the names of the shards."""
+    """Copy the small files, and with `config.copy` the shards. Return the folder, and the names of the shards."""
     shards = [name for name in store.names if re.fullmatch(r"[^/]+\.bin", name)]
     if "dataset.json" not in store.names and not shards:
         raise _not_a_dataset(store.url)
@@ -187,11 +188,11 @@ def _copied(store: Store, config: DataConfig, cache: Path) -> tuple[Path, list[s
 def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:
     facts = read_record(folder)
     if not (facts["shards"] and facts["complete"]):
-        raise UserError(f"{folder} is not complete; go on with its preparation")
+        raise UserError(f"{folder} is not complete; continue its preparation")
     require_current(folder, facts)
     tokenizer = load_tokenizer(folder / "tokenizer")
     if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
-        raise UserError(f"{folder}/tokenizer is not what the dataset was made with: its SHA-256 differs")
+        raise UserError(f"{folder}/tokenizer is not the dataset's: its SHA-256 differs")
     conversations = facts["made_from"].get("conversations", False)
     given = load_tokenizer(config.tokenizer) if config.tokenizer else tokenizer
     if (given.with_chat_tokens if conversations else given).sha256 != tokenizer.sha256:
@@ -205,10 +206,10 @@ def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard])
 
 
 def require_current(folder: Path, facts: dict) -> None:
-    """UserError if the dataset was prepared before it was recorded how its held-out part was chosen."""
+    """Raise UserError if the dataset has no record of how its held-out part was chosen."""
     if "held_out_by" not in facts:
         raise UserError(
-            f"{folder} was prepared by an earlier version, which held documents out by their names; prepare it again, "
+            f"{folder} was prepared by an earlier version, which chose held-out documents by name; prepare it again, "
             f"into another folder, with --tokenizer={folder}/tokenizer"
         )
 
@@ -218,7 +219,7 @@ def _made_by_others(folder: Path, names: list[str], config: DataConfig, opened: 
         raise UserError(f"{folder} has lost its dataset.json; copy it there again, or prepare the dataset again")
     if not config.tokenizer:
         raise UserError(
-            f"{folder} holds shards without a dataset.json; say what their tokens mean: --data.tokenizer=tiktoken:gpt2"
+            f"{folder} has shards without a dataset.json; name their tokenizer: --data.tokenizer=tiktoken:gpt2"
         )
     paths = [folder / name for name in sorted(names)]
     val = [path for path in paths if HELD_OUT & name_words(path.name)]
@@ -231,7 +232,7 @@ def _made_by_others(folder: Path, names: list[str], config: DataConfig, opened: 
             "held out have the word `val` or `validation` in their names"
         )
     shards = {"train": dict.fromkeys(train, ""), "val": dict.fromkeys(val, "")}
-    chosen = "shards of which a word of the name is `val`"
+    chosen = "shards with the word `val` in their names"
     return _checked(folder, shards, load_tokenizer(config.tokenizer), opened, chosen)
 
 
@@ -244,15 +245,13 @@ def _checked(
     val_documents: int | None = None,
     conversations: bool = False,
 ) -> Dataset:
-    """Return the dataset of these shards. `paths` gives each one's SHA-256, if it is recorded."""
-    with ThreadPoolExecutor() as threads:  # hashing lets other threads run
+    """Return the dataset of these shards. `paths` has each one's SHA-256, if recorded."""
+    with ThreadPoolExecutor() as threads:  # hashing releases the interpreter
         shards = {part: list(threads.map(opened, paths[part])) for part in paths}
     every = [(shard, paths[part][shard.path]) for part in shards for shard in shards[part]]
     for part in shards:
         if not any(map(len, shards[part])):
-            raise UserError(
-                f"{folder} has no token of `{part}` in the {len(shards[part])} shard(s) that were asked for"
-            )
+            raise UserError(f"{folder} has no token of `{part}` in the {len(shards[part])} requested shard(s)")
     for shard, sha256 in every:
         if sha256 and shard.blocks.sha256 != sha256:
             raise UserError(
@@ -260,12 +259,12 @@ def _checked(
             )
         if shard.blocks.largest >= tokenizer.vocab_size:
             raise UserError(
-                f"{shard.path} holds the token {shard.blocks.largest}, but its tokenizer has {tokenizer.vocab_size} "
-                "tokens: it was made with another one"
+                f"{shard.path} contains the token {shard.blocks.largest}, but its tokenizer has {tokenizer.vocab_size} "
+                "tokens: it was made with another tokenizer"
             )
     facts = tokenizer.sha256, shards.keys(), [shard.blocks.sha256 for shard, _ in every]
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    before = int(fingerprint, 16)  # so that the datasets of a mixture have places of their own in the cache
+    before = int(fingerprint, 16)  # so that each dataset of a mixture has its own places in the cache
     for shard, _ in every:
         if isinstance(shard, StoredShard):
             shard.before = before

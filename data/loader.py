@@ -1,9 +1,9 @@
-"""Batches as a pure function of (rows, seed, position): no iterator has a state that would have to be saved.
+"""Batches as a pure function of (rows, seed, position): no iterator has a state to save.
 
-A step of G rows takes the next G of an endless sequence (step t of a constant batch: rows t*G .. t*G + G - 1), which is
-a fresh permutation of all rows each epoch; of a mixture, the datasets' own such sequences, interleaved by their shares
-(data/mixture.py). Row i of a step's G is row i % B of micro-batch i // B, on whichever device the mesh puts it; a
-process reads only its own.
+A step of G rows takes the next G of an endless sequence (step t of a constant batch: rows t*G .. t*G + G - 1). The
+sequence is a fresh permutation of all rows in each epoch. A mixture interleaves its datasets' sequences by their shares
+(data/mixture.py). Row i of a step's G is row i % B of micro-batch i // B. The mesh determines its device, and each
+process reads only its own rows.
 """
 
 import sys
@@ -27,8 +27,8 @@ Shape = tuple[int, int, int]
 
 
 class RowSequence:
-    """The endless sequence, by random access: position -> (dataset, row of it). Each row of a dataset comes once in an
-    epoch of that dataset."""
+    """The endless sequence, by random access: position -> (dataset, row of it). Each row of a dataset occurs once in
+    its epoch."""
 
     def __init__(self, rows: Sequence[Rows], mixture: Mixture, seed: int):
         self.mixture = mixture
@@ -54,7 +54,7 @@ class StepBatches:
         document_bos: int | None = None,
         first_row: int = 0,
     ):
-        """Batch 0 begins at the sequence's row `first_row`."""
+        """Begin batch 0 at the sequence's row `first_row`."""
         self.rows = rows
         self.sequence = RowSequence(rows, mixture, seed)
         self.shape = shape
@@ -80,17 +80,18 @@ class StepBatches:
 
 
 class StagedBatches:
-    """Random access by step to the batches of a ramp: stages of one size each, which go on in each other's rows."""
+    """Random access by step to the batches of a ramp. Each stage has one size, and continues in the rows after the
+    last."""
 
     def __init__(self, stages: Mapping[int, StepBatches]):
-        """Take the stages by the number of their first batch, in order; the first is 0."""
+        """Take the stages by the number of their first batch, in order, from 0."""
         self.firsts, self.stages = list(stages), list(stages.values())
 
     def __len__(self) -> int:
         return sys.maxsize
 
     def stage(self, index: int) -> tuple[StepBatches, int]:
-        """Return the stage of a batch, and which of the stage's batches it is."""
+        """Return the stage of a batch, and its number within the stage."""
         i = bisect_right(self.firsts, index) - 1
         return self.stages[i], index - self.firsts[i]
 
@@ -105,7 +106,8 @@ class StagedBatches:
 
 
 def stack(rows: list[Row], shape: tuple[int, ...], document_bos: int | None) -> dict[str, np.ndarray]:
-    """Rows to arrays [*shape, T]; with a `document_bos`, segment ids too, a new one from each of its places on."""
+    """Return rows as arrays [*shape, T]. With a `document_bos`, add segment ids, which change at each of these
+    tokens."""
     batch = {name: np.stack([row[name] for row in rows]).reshape(*shape, -1) for name in Row.__annotations__}
     if document_bos is not None:
         batch["segment_ids"] = np.cumsum(batch["inputs"] == document_bos, axis=-1, dtype=np.int32)
@@ -113,7 +115,7 @@ def stack(rows: list[Row], shape: tuple[int, ...], document_bos: int | None) -> 
 
 
 def local_rows(shape: Shape, sharding: NamedSharding) -> Int[np.ndarray, "local_rows"]:
-    """Return which rows of each micro-batch this process's devices hold, in ascending order."""
+    """Return the rows of each micro-batch on this process's devices, in ascending order."""
     indices: Any = sharding.addressable_devices_indices_map(shape).values()
     slices = {index[1].indices(shape[1])[:2] for index in indices}
     return np.concatenate([np.arange(start, stop) for start, stop in sorted(slices)])
@@ -126,10 +128,9 @@ def to_devices(batch: dict[str, np.ndarray], shape: Shape, sharding: NamedShardi
 
 
 def train_batches(batches: StepBatches | StagedBatches, sharding: NamedSharding, workers: int) -> Iterator[Any]:
-    """Yield the batches 0, 1, ... without end, on the devices: one more than was asked for, so that the loop waits for
-    neither the transfer nor the threads' turns at the interpreter. `workers` threads read ahead; from a store 8 at
-    least, which wait most of the time: a request that must be repeated holds up one batch for seconds, and the others
-    not."""
+    """Yield the batches 0, 1, ... without end, on the devices. One batch is transferred ahead, so the loop waits
+    neither for the transfer nor for threads at the interpreter. `workers` threads read ahead. A store gets at least 8,
+    which mostly wait: a repeated request delays one batch for seconds, but not the others."""
     staged = StagedBatches({0: batches}) if isinstance(batches, StepBatches) else batches
     if any(part.tokens.is_stored for part in staged.stages[0].rows):
         workers = max(workers, 8)
@@ -143,7 +144,7 @@ def train_batches(batches: StepBatches | StagedBatches, sharding: NamedSharding,
             batch = ahead.result()
             ahead = placing.submit(placed, i)
             yield batch
-    finally:  # without a wait: what they are at may wait for a store
+    finally:  # without a wait: threads may wait for a store
         placing.shutdown(wait=False, cancel_futures=True)
         read.close()
 
@@ -157,9 +158,9 @@ def held_out_batches(
     sharding: NamedSharding,
     document_bos: int | None = None,
 ) -> tuple[list[Any], Int[np.ndarray, "micro_batches"]]:
-    """Return `tokens` tokens, of each dataset its share, in rows spread evenly over all of its rows, on the devices,
-    and how many bytes of text the targets of each micro-batch stand for. Targets that stand for no text (the BOS) have
-    weight 0, but for those that an assistant writes in conversations; so have the rows that fill the last batch up.
+    """Return `tokens` held-out tokens on the devices, and the bytes of text that each micro-batch's targets represent.
+    Each dataset gives its share, in rows spread evenly over its rows. Targets without text (the BOS) have weight 0,
+    except those that an assistant writes in conversations. Padding rows of the last batch have weight 0, too. Raise
     UserError if no target counts.
     """
     micro_batches, width, length = shape

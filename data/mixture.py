@@ -1,7 +1,7 @@
-"""Which source each row of a run comes from: shares of the rows, in stages that begin at tokens seen.
+"""The source of each row of a run: shares of the rows, in stages that begin at numbers of tokens.
 
-Row n of the run is a function of n alone: nothing is counted up, so any row is found at once, and whether a step has
-more or fewer rows changes nothing.
+Row n of the run is a function of n alone. There is no counter, so any row is found at once, and the rows per step do
+not matter.
 """
 
 import re
@@ -15,20 +15,20 @@ from configs.schema import UserError
 
 
 class Stage(NamedTuple):
-    """Shares that hold from a number of tokens on."""
+    """Shares that apply from a number of tokens on."""
 
     begins: int
-    """Tokens of the run before it."""
+    """Tokens of the run before the stage."""
     shares: tuple[Fraction, ...]
-    """Of each source, 0 where it has none; they sum to 1."""
+    """The share of each source, 0 if unused. They sum to 1."""
 
 
 class Mixture:
     """The sequence of sources that rows of `length` tokens come from.
 
-    A stage begins with the first row that has its tokens before it. Within a stage the sources are interleaved as
-    `grain.MapDataset.mix` does it, with exact shares: over any stretch of rows each has its own, as near as whole rows
-    allow. A source continues in a later stage where it was in the one before.
+    A stage begins with the first row that has its tokens before it. Within a stage the sources are interleaved as in
+    `grain.MapDataset.mix`, with exact shares: any stretch of rows has them as nearly as complete rows allow. A source
+    continues in a later stage from its place in the one before.
     """
 
     def __init__(self, stages: Sequence[Stage], length: int):
@@ -41,19 +41,20 @@ class Mixture:
             self.before.append(tuple(before + count for before, count in zip(self.before[-1], counts)))
 
     def __getitem__(self, row: int) -> tuple[int, int]:
-        """Return the source of a row, and how many rows of this source come before it."""
+        """Return the source of a row, and the number of earlier rows of this source."""
         counts, after = self.counts(row), self.counts(row + 1)
         source = next(i for i, (before, now) in enumerate(zip(counts, after)) if now > before)
         return source, counts[source]
 
     def counts(self, rows: int) -> tuple[int, ...]:
-        """Return how many of the first `rows` rows are of each source."""
+        """Return the number of rows of each source in the first `rows` rows."""
         stage = bisect_right(self.begins, max(rows - 1, 0)) - 1
         counts = _counts(rows - self.begins[stage], self.proportions[stage])
         return tuple(before + count for before, count in zip(self.before[stage], counts))
 
     def row_after(self, source: int, count: int, rows: int) -> int:
-        """Return the smallest n, of at most `rows`, for which the run's first n rows hold `count` rows of a source."""
+        """Return the smallest n, of at most `rows`, for which the run's first n rows contain `count` rows of a
+        source."""
         return bisect_left(range(rows), count, key=lambda n: self.counts(n)[source])
 
 
@@ -64,8 +65,8 @@ def _proportions(shares: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def _counts(rows: int, proportions: Sequence[int]) -> tuple[int, ...]:
-    """Return how many of the first `rows` rows of a stage are of each source: its part of those that the ones before
-    left."""
+    """Return the number of rows of each source in a stage's first `rows` rows: its part of the rows that earlier
+    sources leave."""
     counts, left = [], sum(proportions)
     for proportion in proportions:
         rest = rows * (left - proportion) // left if left else 0
@@ -75,7 +76,7 @@ def _counts(rows: int, proportions: Sequence[int]) -> tuple[int, ...]:
 
 
 def split_source(source: str) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the stages of `--data.source` as they are written: where each begins, and its sources with their shares.
+    """Return the stages of `--data.source` as texts: the start of each, and its sources with their shares.
 
     `/web` is [("", [("", "/web")])]; `0.7:/web,0.3:/code;from=8e9,/good` is
     [("", [("0.7", "/web"), ("0.3", "/code")]), ("8e9", [("", "/good")])].
@@ -92,13 +93,14 @@ def split_source(source: str) -> list[tuple[str, list[tuple[str, str]]]]:
 
 
 def join_source(stages: list[tuple[str, list[tuple[str, str]]]]) -> str:
-    """Return what `split_source` splits."""
+    """Return the text that `split_source` splits."""
     shares = lambda found: ",".join(f"{share}:{name}" if share else name for share, name in found)
     return ";".join(f"from={begins}," * bool(begins) + shares(found) for begins, found in stages)
 
 
 def read_source(source: str) -> tuple[list[str], list[Stage]]:
-    """Return the sources and stages of `--data.source`. UserError for a share of 0, and for stages out of order."""
+    """Return the sources and stages of `--data.source`. Raise UserError for a share of 0, and for stages out of
+    order."""
 
     def require(condition: bool, expectation: str) -> None:
         if not condition:
@@ -114,7 +116,7 @@ def read_source(source: str) -> tuple[list[str], list[Stage]]:
         total = sum(shares.values())
         require(min(shares.values()) > 0, "each dataset of a mixture needs its share, above 0: 0.7:DIR,0.3:DIR")
         require(total < 10**9, "the shares of a stage must sum to less than a billion")
-        require(len(shares) == len(found), "a dataset stands twice in one stage: give it the sum of its shares")
+        require(len(shares) == len(found), "a dataset is named twice in one stage: give it the sum of its shares")
         mixtures.append({name: share / total for name, share in shares.items()})
     names = list(dict.fromkeys(name for mixture in mixtures for name in mixture))
     shares_of = lambda mixture: tuple(mixture.get(name, Fraction(0)) for name in names)
@@ -122,10 +124,10 @@ def read_source(source: str) -> tuple[list[str], list[Stage]]:
 
 
 def mean_shares(stages: Sequence[Stage]) -> list[float]:
-    """Each source's share on average over the stages, however long they are: the same for runs of any length."""
+    """Return each source's mean share over the stages, whatever their lengths: the same for runs of any length."""
     return [float(sum(shares) / len(stages)) for shares in zip(*(stage.shares for stage in stages))]
 
 
 def _tokens(written: str) -> int:
-    """8e9, 8_000_000_000; 0 where it is no count."""
+    """Parse 8e9 or 8_000_000_000. Return 0 for a text that is not a count."""
     return int(min(float(written), 2**63)) if re.fullmatch(r"\d[\d_]*(\.\d+)?(e\d+)?", written) else 0

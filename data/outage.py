@@ -1,4 +1,4 @@
-"""Whether a store has stopped answering: said while it lasts, and known to whoever would take the wait for a hang."""
+"""Outages of stores: reported while they last, and visible to the watchdog, which would mistake the wait for a hang."""
 
 import sys
 import threading
@@ -11,9 +11,9 @@ class Outage:
     def __init__(self):
         self.lock = threading.Lock()
         self.since: float | None = None
-        """When a request failed for the first time since one was answered."""
+        """Time of the first failed request since the last answer."""
         self.said = 0.0
-        """For how long the outage had lasted when it was last reported."""
+        """Length of the outage at its last report."""
 
     def failed(self, name: str, error: Exception) -> None:
         """Note that a request failed, and will be repeated."""
@@ -34,7 +34,7 @@ class Outage:
 
     @property
     def seconds(self) -> float:
-        """For how long requests have failed and none was answered."""
+        """Return the seconds for which requests have failed and none was answered."""
         return 0.0 if self.since is None else time.monotonic() - self.since
 
 

@@ -1,4 +1,4 @@
-"""Rows: how a stream of tokens becomes inputs and targets of equal length."""
+"""Packing a stream of tokens into rows: inputs and targets of equal length."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from data.shards import TokenStream
 
 
 class Row(TypedDict):
-    """One row; position i is asked for `targets[i]` after `inputs[:i + 1]`, and counts `weights[i]`."""
+    """One row: position i predicts `targets[i]` after `inputs[:i + 1]`, with weight `weights[i]`."""
 
     inputs: Int[np.ndarray, "T"]
     targets: Int[np.ndarray, "T"]
@@ -29,7 +29,7 @@ class StreamRows:
     """The stream cut every T tokens: row i has inputs `[iT, iT + T)` and targets one later. Every token but the
     stream's first, and fewer than T at its end, is a target of exactly one row."""
 
-    chat_tokens = None  # it cuts documents, which conversations must not be
+    chat_tokens = None  # it cuts documents, and conversations must not be cut
 
     def __init__(self, tokens: TokenStream, length: int):
         self.tokens = tokens
@@ -43,33 +43,33 @@ class StreamRows:
         return self.row(spans, self.tokens.read_many(spans))
 
     def spans(self, index: int) -> list[tuple[int, int]]:
-        """Return which tokens of the stream a row is made of."""
+        """Return the spans of the stream that make a row."""
         return [(index * self.length, (index + 1) * self.length + 1)]
 
     def row(self, spans: list[tuple[int, int]], pieces: list[Integer[np.ndarray, "_"]]) -> Row:
-        """Return a row, of the tokens of its spans."""
+        """Return a row from the tokens of its spans."""
         window = pieces[0].astype(np.int32)
         return Row(inputs=window[:-1], targets=window[1:], weights=np.ones(self.length, np.float32))
 
 
 class Plan(NamedTuple):
-    """Which pieces of the stream each row is made of."""
+    """The plan of rows: the pieces of the stream in each row."""
 
     rows: Int[np.ndarray, "rows_and_1"]
     """Row i has the pieces `rows[i]` to `rows[i + 1]`."""
     starts: Int[np.ndarray, "pieces"]
-    """Where in the stream each piece starts."""
+    """Start of each piece in the stream."""
     lengths: Int[np.ndarray, "pieces"]
-    """How many tokens of the stream it has as inputs."""
+    """Tokens of the stream that each piece has as inputs."""
 
 
 class PlannedRows:
-    """Whole documents side by side, by a plan.
+    """Complete documents that share rows, by a plan.
 
-    A row starts with a BOS, as each of its documents does. With `best_fit`, documents longer than a row are cut into
-    pieces that fill rows; a piece from inside a document gets a BOS before it, whose target does not count: it counted
-    in the piece before. So every token is a target that counts exactly once: a BOS as the end of its document (of the
-    one before it), any other after what precedes it. Positions after a row's last document have weight 0.
+    A row and each of its documents start with a BOS. With `best_fit`, documents longer than a row are cut into pieces
+    that fill rows. A piece from inside a document gets a BOS before it, whose target does not count, since it counted
+    in the piece before. So every token counts exactly once as a target: a BOS as the end of the document before it, any
+    other after its predecessors. Positions after a row's last document have weight 0.
 
     With `chat_tokens` (the ids of `CHAT_TOKENS`) documents are conversations: only what an assistant writes counts.
     """
@@ -91,13 +91,13 @@ class PlannedRows:
         return self.row(spans, self.tokens.read_many(spans))
 
     def spans(self, index: int) -> list[tuple[int, int]]:
-        """Return which tokens of the stream a row is made of: of each piece one more, its last target."""
+        """Return the spans of the stream that make a row: each piece, plus one token for its last target."""
         first, last = self.plan.rows[index : index + 2].tolist()
         starts, lengths = self.plan.starts[first:last].tolist(), self.plan.lengths[first:last].tolist()
         return [(start, start + length + 1) for start, length in zip(starts, lengths)]
 
     def row(self, spans: list[tuple[int, int]], pieces: list[Integer[np.ndarray, "_"]]) -> Row:
-        """Return a row, of the tokens of its spans."""
+        """Return a row from the tokens of its spans."""
         inputs, targets = np.full((2, self.length), self.bos, np.int32)
         weights = np.zeros(self.length, np.float32)
         at = 0
@@ -107,7 +107,7 @@ class PlannedRows:
                 targets[at] = piece[0]
                 at += 1
             inputs[at : at + length] = piece[:length]
-            targets[at : at + len(piece) - 1] = piece[1:]  # the stream's last target stays the BOS it was filled with
+            targets[at : at + len(piece) - 1] = piece[1:]  # the stream's last target stays the initial BOS
             weights[at : at + length] = 1
             at += length
         if self.chat_tokens:
@@ -120,7 +120,7 @@ Rows = StreamRows | PlannedRows
 
 
 def read_rows(rows: Sequence[Rows], wanted: Sequence[tuple[int, int]]) -> list[Row]:
-    """Rows (dataset, row of it). A store is asked for those of a dataset together."""
+    """Return rows, each given as (dataset, row of it). Rows of one dataset are requested from a store together."""
     found: dict[tuple[int, int], Row] = {}
     for part in {part for part, _ in wanted}:
         spans = {index: rows[part].spans(index) for one, index in wanted if one == part}
@@ -138,9 +138,9 @@ def plan_rows(
     drop: bool = False,
 ) -> Plan:
     """Return the plan for documents that start at `starts` in a stream of `tokens`, each with a BOS; `headless`: the
-    first has none. `packing` is one of `FITS`. `drop`: `whole` leaves out a document longer than a row."""
+    first has none. `packing` is one of `FITS`. With `drop`, `whole` leaves out a document longer than a row."""
     sizes = np.diff(starts, append=tokens)
-    # A document's first piece takes up to `length` of its tokens; the others one less, after a BOS of their own.
+    # A document's first piece takes up to `length` of its tokens; the others one less, after their own BOS.
     first = np.full(len(sizes), length)
     first[0] -= headless
     if packing == "whole":
@@ -159,7 +159,7 @@ def plan_rows(
 
 
 def join_plans(plans: Iterable[tuple[int, Plan]]) -> Iterator[Plan]:
-    """Return stretches of one plan, of plans for stretches of a stream that begin at so many tokens."""
+    """Return stretches of one plan, from plans for stretches of a stream that begin at `starts`."""
     pieces, first = 0, True
     for begin, plan in plans:
         rows = plan.rows if first else plan.rows[1:]
@@ -168,8 +168,9 @@ def join_plans(plans: Iterable[tuple[int, Plan]]) -> Iterator[Plan]:
 
 
 def _best_fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndarray, "pieces"]:
-    """Return the row of each piece. The longest first, a piece goes into the fullest row that has room for it (Johnson,
-    1973). The rows with room are the bits of one integer, so that a piece costs a few operations on `length` bits."""
+    """Return the row of each piece. Pieces are taken by falling length, and each goes into the fullest row with room
+    for it (Johnson, 1973). The rows with room are the bits of one integer, so a piece costs a few operations on
+    `length` bits."""
     order = np.argsort(-widths, kind="stable")
     rows = np.empty(len(widths), np.int64)
     full = int(np.count_nonzero(widths == length))
@@ -195,15 +196,15 @@ def _best_fit(widths: Integer[np.ndarray, "pieces"], length: int) -> Int[np.ndar
 
 
 FITS = {"best_fit": _best_fit, "whole": _best_fit}
-"""What puts pieces of so many tokens into rows of `length`, for each packing but `stream`, which needs no plan."""
+"""Functions that put pieces, given by their tokens, into rows of `length`. `stream` needs no plan."""
 
 
 PLAN_TYPES = {"rows": "<i8", "starts": "<i8", "lengths": "<i4"}
 
 
 def save_plan(stretches: Iterable[Plan], folder: Path) -> None:
-    """Write a plan from its stretches, whole or not at all: a file of each of its arrays. OSError if it cannot be
-    written; nothing is left of it then."""
+    """Write a plan from its stretches atomically, one file per array. Raise OSError if it cannot be written, and leave
+    nothing then."""
     if folder.exists():
         return
     partial = folder.with_name(f"{folder.name}.{uuid4().hex}")  # several processes may make one plan
@@ -220,14 +221,15 @@ def save_plan(stretches: Iterable[Plan], folder: Path) -> None:
         partial.rename(folder)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
-        if not folder.exists():  # else another process was first, with the same plan
+        if not folder.exists():  # otherwise another process was first, with the same plan
             raise
 
 
 def load_plan(folder: Path) -> Plan:
-    """Map a plan into memory. UserError if it is damaged; PermissionError if it is another user's alone."""
+    """Map a plan into memory. Raise UserError if it is damaged, and PermissionError if only another user may read
+    it."""
     try:
-        is_empty = not (folder / "starts").stat().st_size  # of which nothing can be mapped
+        is_empty = not (folder / "starts").stat().st_size  # an empty file cannot be mapped
         load = np.fromfile if is_empty else partial(np.memmap, mode="r")
         plan = Plan(*(load(folder / name, dtype) for name, dtype in PLAN_TYPES.items()))
         if not plan.rows[-1] == len(plan.starts) == len(plan.lengths):

@@ -1,4 +1,4 @@
-"""dataset.json: what a dataset folder says of itself."""
+"""dataset.json: the record of a dataset folder."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,8 @@ class _WithTokenizer(_Begun):
     tokenizer: _Tokenizer
     val_threshold: float
     held_out_by: NotRequired[str]
-    """`text`, whose hash falls below the threshold, or `file`; not there if it is the name, as it was at first."""
+    """`text`: by the hash of the text, below the threshold; `file`: by file. Missing in datasets of the first
+    version."""
 
 
 class _Complete(_WithTokenizer):
@@ -58,8 +59,7 @@ class _Complete(_WithTokenizer):
 
 
 def read_record(folder: Path) -> dict:
-    """Return what the folder's dataset.json says. UserError if it cannot be read, or is not what data.prepare
-    writes."""
+    """Return the folder's dataset.json. Raise UserError if it cannot be read, or is not from data.prepare."""
     path = folder / "dataset.json"
     try:
         facts = json.loads(path.read_bytes())

@@ -22,12 +22,12 @@ HEADER_BYTES = 1024
 
 
 def token_type(vocab_size: int) -> np.dtype:
-    """Return what a token of so many is kept as."""
+    """Return the type of tokens for this vocabulary size."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 def write_shard(path: Path, tokens: Integer[np.ndarray, "tokens"], vocab_size: int) -> None:
-    """Write one shard, whole or not at all."""
+    """Write one shard atomically."""
     kind = next(kind for kind, dtype in TOKEN_TYPES.items() if dtype == token_type(vocab_size))
     header = np.zeros(HEADER_BYTES // 4, "<i4")
     header[:3] = *kind, len(tokens)
@@ -35,7 +35,7 @@ def write_shard(path: Path, tokens: Integer[np.ndarray, "tokens"], vocab_size: i
 
 
 class ShardType(NamedTuple):
-    """What a shard's header says."""
+    """A shard's header."""
 
     dtype: np.dtype
     tokens: int
@@ -46,7 +46,7 @@ class ShardType(NamedTuple):
 
 
 def shard_type(name: str, start: bytes) -> ShardType:
-    """Return what the shard `name` holds, from its first 12 bytes. UserError if it is no shard."""
+    """Return the header of the shard `name` from its first 12 bytes. Raise UserError if it is not a shard."""
     header = np.frombuffer(start[: len(start) // 4 * 4], "<i4")[:3]
     dtype = TOKEN_TYPES.get(tuple(header[:2].tolist())) if len(header) == 3 else None
     if dtype is None:
@@ -54,19 +54,19 @@ def shard_type(name: str, start: bytes) -> ShardType:
         raise UserError(
             f"{name} is not a token shard of a known version: its header starts with {header.tolist()}, not with one "
             f"of {[list(kind) for kind in TOKEN_TYPES]} and the count of tokens"
-            + ("; it was written on a machine of the other byte order: write it little-endian" if swapped else "")
+            + ("; it was written in the other byte order: write it little-endian" if swapped else "")
         )
     return ShardType(dtype, int(header[2]))
 
 
 def require_whole(name: str, kind: ShardType, size: int) -> None:
-    """UserError if a shard's file is not as long as its header says."""
+    """Raise UserError if a shard's file has another length than its header requires."""
     if size != kind.file_bytes:
-        raise UserError(f"{name} is damaged: {size} bytes, where its {kind.tokens} tokens need {kind.file_bytes}")
+        raise UserError(f"{name} is damaged: {size} bytes, but its {kind.tokens} tokens need {kind.file_bytes}")
 
 
 def require_shard(path: Path) -> ShardType:
-    """Return what the shard at `path` holds. UserError if it is no shard, or not whole."""
+    """Return the header of the shard at `path`. Raise UserError if it is not a shard, or incomplete."""
     try:
         with path.open("rb") as file:
             kind = shard_type(str(path), file.read(12))
@@ -80,8 +80,8 @@ class TokenStream:
     """Shards read as one long array of tokens."""
 
     def __init__(self, shards: Sequence[Any], together: Callable = map):
-        """`shards`: arrays, or `data.store.Shard`. `together(read, spans)` reads many spans, at once where that helps:
-        from a store, whose answers take their time."""
+        """Take `shards`: arrays, or `data.store.Shard`. `together(read, spans)` reads many spans, concurrently from a
+        store, whose answers are slow."""
         self.shards = shards
         self.together = together
         self.is_stored = together is not map
@@ -91,7 +91,7 @@ class TokenStream:
         return self.starts[-1]
 
     def read(self, start: int, stop: int) -> Integer[np.ndarray, "tokens"]:
-        """Tokens `start` to `stop`, across shards; fewer where the stream ends."""
+        """Return tokens `start` to `stop`, across shards; fewer at the end of the stream."""
         parts, i = [], bisect_right(self.starts, start) - 1
         while i < len(self.shards) and self.starts[i] < stop:
             parts.append(self.shards[i][max(start - self.starts[i], 0) : stop - self.starts[i]])
@@ -99,5 +99,5 @@ class TokenStream:
         return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.zeros(0, np.int32)])
 
     def read_many(self, spans: Iterable[tuple[int, int]]) -> list[Integer[np.ndarray, "_"]]:
-        """Tokens of each (start, stop)."""
+        """Return the tokens of each (start, stop)."""
         return list(self.together(lambda span: self.read(*span), spans))

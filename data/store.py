@@ -1,8 +1,8 @@
-"""A dataset in a bucket, or wherever fsspec reaches: rows are read where they lie, or all of it is copied first.
+"""A dataset in a bucket, or anywhere that fsspec reaches: rows are read from there, or everything is copied first.
 
-What is small (dataset.json, the tokenizer, the shards' sidecars) is copied to this machine at the start. Of the shards
-the blocks that rows need are read when they are needed, many at a time, and checked; those read before are kept in a
-file on this machine. A request that fails is repeated until it is answered: an outage costs time, and nothing else.
+Small files (dataset.json, the tokenizer, the shards' sidecars) are copied to this machine at the start. Blocks of
+shards are read when rows need them, many at a time, and checked. A file on this machine caches them. A failed request
+is repeated until it is answered: an outage costs only time.
 """
 
 import fcntl
@@ -43,10 +43,10 @@ from data.outage import OUTAGE
 from data.shards import HEADER_BYTES, require_whole
 
 READERS = 64  # requests at a time: at 50 ms each, 1,280 a second
-CHUNK_BYTES = 128 * BLOCK_BYTES  # 8 MiB: a range of what is read from one end to the other
-SECONDS = 60  # that a request may take before it is repeated
-READ_AGAIN = 3  # times, where what comes is not what should: it may have been damaged on its way
-PAGES = (json.JSONDecodeError, UnicodeDecodeError, KeyError)  # what a client makes of a proxy's page
+CHUNK_BYTES = 128 * BLOCK_BYTES  # 8 MiB: a range of a file that is read completely
+SECONDS = 60  # seconds for a request before it is repeated
+READ_AGAIN = 3  # reads of a wrong content: the transfer may have damaged it
+PAGES = (json.JSONDecodeError, UnicodeDecodeError, KeyError)  # a client's errors for a proxy's page
 
 
 @cache
@@ -56,7 +56,7 @@ def readers() -> ThreadPoolExecutor:
 
 
 def read_range(filesystem: Any, path: str, start: int, stop: int) -> bytes:
-    """Return bytes `start` to `stop` of a file of fsspec's, by one request."""
+    """Return bytes `start` to `stop` of an fsspec file, by one request."""
     if filesystem.async_impl:
         ask = filesystem._cat_file
         return sync(filesystem.loop, ask, path, start=start, end=stop, timeout=SECONDS) or b""
@@ -69,13 +69,13 @@ class Store:
     """A folder of files at a URL."""
 
     def __init__(self, url: str):
-        """UserError if the URL leads nowhere, or may not be read."""
-        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its every failure, with a traceback: told here instead
+        """Raise UserError if the URL leads nowhere, or may not be read."""
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # this module reports failures, without tracebacks
         self.url = url.rstrip("/")
         self.filesystem, self.root = self._persist(lambda: fsspec.core.url_to_fs(self.url), "")
         self.facts = {path.removeprefix(self.root).lstrip("/"): facts for path, facts in self._listed().items()}
         if not self.facts:
-            raise UserError(f"--data.source={url}: nothing is there, or the bucket is not")
+            raise UserError(f"--data.source={url}: nothing is there, or the bucket does not exist")
 
     def _listed(self) -> dict[str, dict]:
         self.filesystem.invalidate_cache()  # of what was listed before
@@ -83,32 +83,33 @@ class Store:
 
     @property
     def names(self) -> list[str]:
-        """Files below the URL, in order."""
+        """Return the files below the URL, in order."""
         return sorted(self.facts)
 
     def version(self, name: str) -> str:
-        """Differs where a file does: what the store says of it, its size, time of change, generation and the like."""
+        """Return a digest that changes with a file: of its size, time of change, generation and the like in the
+        store."""
         return repr((self.url, sorted((key, str(fact)) for key, fact in self.facts[name].items())))
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Return a file's bytes, however often a request must be repeated. UserError if it is gone, may not be read, or
-        is shorter than it was."""
+        """Return a file's bytes, and repeat failed requests. Raise UserError if it is gone, may not be read, or is
+        shorter than before."""
         if stop <= start:
             return b""
         for _ in range(READ_AGAIN):
             content = self._persist(lambda: read_range(self.filesystem, f"{self.root}/{name}", start, stop), name)
             if len(content) == stop - start:
                 return content
-            self._listed()  # which a proxy's page in place of the content is none of: what answers is the store again
-        raise UserError(f"{self.url}/{name} was changed while it was read: it ends before its byte {stop:,}")
+            self._listed()  # fails for a proxy's page: the store itself must answer
+        raise UserError(f"{self.url}/{name} changed while it was read: it ends before its byte {stop:,}")
 
     def _persist(self, ask: Callable[[], Any], name: str) -> Any:
-        """Return what `ask` returns, after any outage. UserError if the store refuses."""
+        """Return the result of `ask`, after any outage. Raise UserError if the store refuses."""
         where = f"{self.url}/{name}".rstrip("/")
 
         def report(state: RetryCallState) -> None:
             OUTAGE.failed(where, cast(Exception, cast(Future, state.outcome).exception()))
-            readers().submit(int)  # raises at this process's end, which a thread that tries for ever would put off
+            readers().submit(int)  # raises when this process ends, since an endless retry would delay that
 
         again = Retrying(
             retry=retry_if_exception(_passes),
@@ -122,14 +123,14 @@ class Store:
             client = type(error).__module__.startswith(CLIENTS) or status_of(error) is not None
             if not client and not isinstance(error, OSError | ValueError | ImportError | NotImplementedError):
                 raise  # not an answer of the store
-            shorter = "it is shorter than it was: it was changed (416)"
+            shorter = "it is shorter than before: it changed (416)"
             why = shorter if status_of(error) == 416 else _in_a_line(error)
             raise UserError(f"--data.source={where}: cannot be read: {why}") from error
         OUTAGE.answered()
         return answer
 
     def blocks(self, name: str, first: int, last: int, blocks: Blocks) -> bytes:
-        """Blocks `first` to before `last` of a shard, as they were recorded. UserError if they are not."""
+        """Return blocks `first` to before `last` of a shard. Raise UserError if they differ from their record."""
         start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, blocks.type_of(name).file_bytes)
         for _ in range(READ_AGAIN):
             content = self.read(name, start, stop)
@@ -138,7 +139,7 @@ class Store:
         raise UserError(changed(f"{self.url}/{name}", wrong))
 
     def examine(self, name: str) -> Blocks:
-        """Return the sidecar of a shard that has none: all of it is read."""
+        """Return the sidecar of a shard that has none, after reading the complete shard."""
         size = self.facts[name]["size"]
         chunks = (self.read(name, at, min(at + CHUNK_BYTES, size)) for at in range(0, size, CHUNK_BYTES))
         parts = (chunk[at : at + BLOCK_BYTES] for chunk in chunks for at in range(0, len(chunk), BLOCK_BYTES))
@@ -147,8 +148,8 @@ class Store:
         return blocks
 
     def copy(self, names: Sequence[str], folder: Path) -> None:
-        """Copy files into a folder, several ranges at a time; what is there already, in whole or in part, is not read
-        again. UserError if there is no room."""
+        """Copy files into a folder, several ranges at a time. Complete files and parts that are there are not read
+        again. Raise UserError if there is no room."""
         left = [name for name in names if not (folder / name).exists()]
         if not left:
             return
@@ -156,22 +157,24 @@ class Store:
             for name in left:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
             with (folder / "lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # another process of this machine may copy: it is waited for
+                fcntl.flock(lock, fcntl.LOCK_EX)  # wait for another process of this machine that copies
                 self._copy([name for name in left if not (folder / name).exists()], folder)
         except OSError as error:
-            raise UserError(f"{self.url} cannot be copied to {folder}: {error}; the same command goes on") from error
+            raise UserError(f"{self.url} cannot be copied to {folder}: {error}; the same command continues") from error
 
     def _copy(self, names: list[str], folder: Path) -> None:
         partials = {name: folder / f"{name}.partial" for name in names}
         sizes = {name: self.facts[name]["size"] for name in names}
         written = {name: path.stat().st_size for name, path in partials.items() if path.exists()}
-        # The last range of a file is read once more, if it was killed before its file had its name.
+        # A file's last range is read once more after a kill before the rename.
         begun = {
             name: max(min(size, sizes[name] - 1), 0) // CHUNK_BYTES * CHUNK_BYTES for name, size in written.items()
         }
         needed, free = sum(sizes.values()) - sum(begun.values()), shutil.disk_usage(folder).free
         if needed > free:
-            raise UserError(f"{self.url} needs {shown_bytes(needed)} in {folder}, where {shown_bytes(free)} are free")
+            raise UserError(
+                f"{self.url} needs {shown_bytes(needed)} in {folder}, but only {shown_bytes(free)} are free"
+            )
         bar = progress(total=needed, unit="B", unit_scale=True, disable=needed <= CHUNK_BYTES, desc="copying")
         ranges = ((name, at) for name in names for at in range(begun.get(name, 0), max(sizes[name], 1), CHUNK_BYTES))
         for name, start, content in self._ahead(ranges, folder):
@@ -186,7 +189,7 @@ class Store:
         bar.close()
 
     def _ahead(self, ranges: Iterator[tuple[str, int]], folder: Path) -> Iterator[tuple[str, int, bytes]]:
-        """Yield the content of each range, in order, while the next are read."""
+        """Yield the content of each range, in order, while the next ones are read."""
 
         def read(name: str, start: int) -> bytes:
             stop = min(start + CHUNK_BYTES, self.facts[name]["size"])
@@ -206,22 +209,22 @@ class Store:
 
 
 class StoredShard:
-    """A shard in a store, read in blocks. They are checked whenever they are read, from the store or from the cache."""
+    """A shard in a store, read in blocks. Each read, from the store or from the cache, is checked."""
 
     def __init__(self, store: Store, path: Path, kept: BlockCache, remembered: Path):
-        """`path`: where it would lie on this machine, beside its sidecar. Without one all of it is read, once, which is
-        remembered in the folder `remembered`. UserError if it is no shard, or not whole."""
+        """Take `path`: the shard's local path, next to its sidecar. Without a sidecar the complete shard is read once,
+        and the result kept in the folder `remembered`. Raise UserError if it is not a shard, or incomplete."""
         self.store, self.path, self.name, self.kept = store, path, path.name, kept
         url = f"{store.url}/{self.name}"
         if self.name not in store.facts:
-            raise UserError(f"{url} is not there, although dataset.json has it; bring it there")
+            raise UserError(f"{url} is missing, although dataset.json lists it; bring it there")
         memory = remembered / hashlib.sha256(store.version(self.name).encode()).hexdigest()[:32]
         blocks = read_blocks(path) or remember(memory, lambda: store.examine(self.name))
         self.blocks, kind = blocks, blocks.type_of(url)
         self.dtype, self.tokens = kind
         require_whole(url, kind, store.facts[self.name]["size"])
         self.before = 0
-        """Blocks of the dataset's shards before it: where the cache has its own."""
+        """Blocks of the dataset's earlier shards: the start of its own in the cache."""
 
     def __len__(self) -> int:
         return self.tokens
@@ -243,12 +246,12 @@ class StoredShard:
 
 
 Shard = MappedShard | StoredShard
-"""A shard's tokens, by slices. Each block is checked before a token of it is given: UserError if it is not what was
-recorded."""
+"""A shard's tokens, by slices. Each block is checked before its tokens are returned. Raises UserError if it differs
+from its record."""
 
 
 def _runs(numbers: list[int], most: int) -> Iterator[tuple[int, int]]:
-    """Neighbours among ascending numbers, at most so many together: (first, last + 1)."""
+    """Yield runs of neighbours among ascending numbers, each of at most `most`: (first, last + 1)."""
     at = 0
     while at < len(numbers):
         end = at + 1
@@ -259,8 +262,8 @@ def _runs(numbers: list[int], most: int) -> Iterator[tuple[int, int]]:
 
 
 def mirrored(store: Store, cache_folder: Path, wanted: Callable[[str], bool]) -> Path:
-    """Return the folder on this machine that has the store's files that are `wanted`, copied if they are not there yet.
-    It is another one when dataset.json changes, or, where there is none, any file."""
+    """Return the local folder with the `wanted` files of the store, and copy missing ones. Its name changes with
+    dataset.json, or without one, with any file."""
     version: object = [store.version(name) for name in store.names]
     if "dataset.json" in store.facts:
         version = store.read("dataset.json", 0, store.facts["dataset.json"]["size"])
@@ -270,8 +273,8 @@ def mirrored(store: Store, cache_folder: Path, wanted: Callable[[str], bool]) ->
 
 
 def _passes(error: BaseException) -> bool:
-    """Return whether a request that failed so is repeated."""
-    # gcsfs' ValueError for an answer of any status with "invalid" in it, as in what a proxy says of a server behind it
+    """Return whether to repeat a request after this error."""
+    # gcsfs' ValueError for any answer with "invalid" in it, such as a proxy's page about its server
     page = isinstance(error, PAGES) or (isinstance(error, ValueError) and str(error).startswith("Bad Request"))
     return page or (passes(error) and status_of(error) != 401)
 

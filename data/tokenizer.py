@@ -19,29 +19,29 @@ from configs.files import write_whole
 from configs.schema import UserError
 
 BOS = "<|bos|>"
-# What conversations are made of (data/conversation.py); with the BOS, nanochat's nine.
+# Special tokens of conversations (data/conversation.py); with the BOS, nanochat's nine.
 CHAT_TOKENS = (
     *("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"),
     *("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"),
 )
-# What starts (or, in GPT-2's data, ends and so separates) a document in the tokenizers of others.
+# Tokens that start a document in others' tokenizers (or, in GPT-2's data, end and so separate documents).
 BOS_NAMES = (BOS, "<|endoftext|>", "<|begin_of_text|>", "<bos>", "<s>")
-# nanochat's (GPT-4's, with numbers cut into at most two digits): what a merge may not cross.
+# nanochat's split (GPT-4's, with numbers of at most two digits): merges do not cross it.
 SPLIT = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
 )
-LONGEST_PIECE = 4096  # characters of a piece that a tokenizer is trained on
+LONGEST_PIECE = 4096  # most characters of a piece in a tokenizer's training
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer.json, kept byte for byte, and what training needs to know of it."""
+    """A tokenizer.json, kept byte for byte, and the facts that training needs."""
 
     json: str
 
     @cached_property
     def library(self) -> Tokenizer:
-        """Return the `tokenizers` object. Special tokens inside a text encode as the letters they are."""
+        """Return the `tokenizers` object. Special tokens inside a text encode as plain letters."""
         tokenizer = Tokenizer.from_str(self.json)
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -50,13 +50,13 @@ class TextTokenizer:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Tokens that stand for no text, and their ids."""
+        """Return the special tokens, which represent no text, and their ids."""
         added = self.library.get_added_tokens_decoder()
         return {token.content: i for i, token in added.items() if token.special}
 
     @cached_property
     def bos(self) -> int:
-        """Id of the token that starts a document. UserError if the tokenizer has none that is known."""
+        """Return the id of the token that starts a document. Raise UserError if the tokenizer has no known one."""
         found = [self.special_tokens[name] for name in BOS_NAMES if name in self.special_tokens]
         if not found:
             raise UserError(
@@ -78,7 +78,7 @@ class TextTokenizer:
 
     @property
     def _template(self) -> str:
-        """A post-processor that writes the BOS, as tokenizer.json spells it."""
+        """Return a post-processor that writes the BOS, in tokenizer.json's format."""
         bos = self.library.id_to_token(self.bos)
         first = {"SpecialToken": {"id": bos, "type_id": 0}}
         single = [first, {"Sequence": {"id": "A", "type_id": 0}}]
@@ -88,7 +88,7 @@ class TextTokenizer:
 
     @cached_property
     def token_bytes(self) -> Int[np.ndarray, "vocab"]:
-        """Return how many bytes of text each token stands for; 0 for special tokens."""
+        """Return the number of bytes of text of each token; 0 for special tokens."""
         vocab = self.library.get_vocab()
         sizes = np.zeros(max(vocab.values()) + 1, np.int32)
         byte_level = set(pre_tokenizers.ByteLevel.alphabet()) <= vocab.keys()  # each character of a token is a byte
@@ -99,21 +99,21 @@ class TextTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """Return a number above all ids."""
         return len(self.token_bytes)
 
     @cached_property
     def sha256(self) -> str:
-        """Names the tokenizer: equal digests, equal tokens."""
+        """Return a digest of the tokenizer: equal digests mean equal tokens."""
         return hashlib.sha256(self.json.encode()).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Each text's tokens, without a BOS, on all cores."""
+        """Return each text's tokens, without a BOS, encoded on all cores."""
         encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text that the tokens stand for."""
+        """Return the text of the tokens."""
         return self.library.decode(list(ids))
 
     @property
@@ -131,15 +131,15 @@ class TextTokenizer:
         return TextTokenizer(library.to_str())
 
     def require_same_in(self, folder: Path) -> None:
-        """UserError if `folder` holds another tokenizer: a network would read other words than it learned."""
+        """Raise UserError if `folder` contains another tokenizer: a network would read other words than it learned."""
         if (folder / "tokenizer.json").exists() and load_tokenizer(folder).sha256 != self.sha256:
             raise UserError(
-                f"{folder} holds another tokenizer than the data was made with; prepare the data with "
+                f"{folder} has another tokenizer than the data was made with; prepare the data with "
                 f"--tokenizer={folder}, or start a new run"
             )
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, and beside it for other programs tokens.json: the BOS's id, and each token's bytes."""
+        """Write tokenizer.json, and for other programs tokens.json: the BOS's id, and each token's bytes."""
         folder.mkdir(parents=True, exist_ok=True)
         facts = json.dumps({"bos": self.bos, "token_bytes": self.token_bytes.tolist()})
         write_whole(folder / "tokens.json", facts)
@@ -147,7 +147,7 @@ class TextTokenizer:
 
 
 def load_tokenizer(name: str | Path) -> TextTokenizer:
-    """Return the tokenizer in a tokenizer.json, in a folder that holds one, or tiktoken's (`tiktoken:gpt2`). UserError
+    """Return the tokenizer in a tokenizer.json, in a folder with one, or tiktoken's (`tiktoken:gpt2`). Raise UserError
     if there is none."""
     if str(name).startswith("tiktoken:"):
         return _from_tiktoken(str(name).removeprefix("tiktoken:"))
@@ -158,17 +158,16 @@ def load_tokenizer(name: str | Path) -> TextTokenizer:
         if tokenizer.library.post_processor and set(BOS_NAMES) & tokenizer.special_tokens.keys():
             tokenizer = TextTokenizer(tokenizer.json.replace(tokenizer._template, "null"))
         _ = tokenizer.library
-    except Exception as error:  # the library has no type of its own for what it cannot parse
-        raise UserError(f"{name}: no tokenizer.json can be read there ({error})") from error
+    except Exception as error:  # the library has no exception type for parse errors
+        raise UserError(f"{name}: no readable tokenizer.json ({error})") from error
     return tokenizer
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Train `vocab_size` tokens: the BOS (id 0), those of conversations, the 256 bytes, merges. Any text encodes, and
-    decodes to itself.
+    """Train `vocab_size` tokens: the BOS (id 0), those of conversations, the 256 bytes, merges. Any text round-trips.
 
-    The time that merges take grows with the square of a piece's length. So an unbroken run of letters, or of blanks, is
-    learned from in parts of LONGEST_PIECE characters.
+    The time of merges grows with the square of a piece's length. So a longer unbroken run of letters or blanks is cut
+    into parts of LONGEST_PIECE characters for training.
     """
     tokenizer = _byte_level(models.BPE(), SPLIT)
     tokenizer.pre_tokenizer = _pieces(SPLIT, f"(?m:.{{{LONGEST_PIECE}}})")
@@ -191,19 +190,19 @@ def _byte_level(model: models.BPE, split: str) -> Tokenizer:
 
 
 def _pieces(*splits: str) -> pre_tokenizers.Sequence:
-    """Text cut by the expressions, one after the other, and spelled with a letter for each byte."""
+    """Return a pre-tokenizer: it cuts text by the expressions in turn, and writes one letter per byte."""
     cuts = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in splits]
     return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _text_bytes(token: str) -> int:
-    """Of a sentencepiece vocabulary's token: `<0x0A>` is a byte, and `▁` a space."""
+    """Return the bytes of a sentencepiece vocabulary's token: `<0x0A>` is a byte, and `▁` a space."""
     return 1 if token.startswith("<0x") and token.endswith(">") else len(token.replace("▁", " ").encode())
 
 
 def _from_tiktoken(name: str) -> TextTokenizer:
-    """One of tiktoken's encodings as a tokenizer.json. tiktoken downloads it the first time."""
-    import tiktoken  # needed by this alone
+    """Return one of tiktoken's encodings as a tokenizer.json. tiktoken downloads it the first time."""
+    import tiktoken  # only needed here
 
     try:
         encoding = tiktoken.get_encoding(name)
@@ -216,23 +215,23 @@ def _from_tiktoken(name: str) -> TextTokenizer:
 
 
 def convert_tiktoken(ranks: dict[bytes, int], split: str, special_tokens: dict[str, int]) -> TextTokenizer:
-    """Return the tokenizer.json that encodes as tiktoken does, whose merges are implied by the tokens' ranks: a token
-    is made of the two that are left when every merge of a lower rank has been done."""
+    """Return a tokenizer.json that encodes as tiktoken does. The tokens' ranks imply the merges: a token joins the two
+    that remain after all merges of lower ranks."""
 
     letters = {byte: letter for letter, byte in byte_letters().items()}
     spell = lambda token: "".join(letters[b] for b in token)
     ordered = sorted(ranks, key=lambda token: ranks[token])
     merges = [(spell(a), spell(b)) for a, b in (merged_from(token, ranks) for token in ordered if len(token) > 1)]
     vocab = {spell(token): i for token, i in ranks.items()} | special_tokens
-    # A word that is a token is that token, even where no merges lead to it, as in tiktoken.
+    # As in tiktoken, a word that is a token becomes that token, even if no merges lead to it.
     tokenizer = _byte_level(models.BPE(vocab, merges, ignore_merges=True), split)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special_tokens])
     return TextTokenizer(tokenizer.to_str())
 
 
 def merged_from(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """Return the two tokens that tiktoken makes a token of: what is left of its bytes when every merge of a lower rank
-    has been done."""
+    """Return the two tokens that tiktoken joins to a token: those that remain of its bytes after all merges of lower
+    ranks."""
     pieces = [token[i : i + 1] for i in range(len(token))]
     while len(pieces) > 2:
         pairs = [ranks.get(a + b, len(ranks)) for a, b in pairwise(pieces)]
@@ -242,8 +241,8 @@ def merged_from(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def byte_letters() -> dict[str, int]:
-    """Return the byte that each letter of a byte-level vocabulary stands for: GPT-2 took the letter of the byte itself
-    where it prints, else one of those after 255."""
+    """Return the byte of each letter of a byte-level vocabulary: the byte's own letter if it is printable, otherwise
+    one after 255, as in GPT-2."""
     prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in prints]
     return {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -77,7 +77,7 @@ def test_a_damaged_sidecar_is_named(shard, tmp_path, cut):
 def test_a_sidecar_of_another_shard_is_named(shard, tmp_path):
     write_shard(tmp_path / "y.bin", TOKENS[:10], 300)
     os.rename(tmp_path / "x.blocks", tmp_path / "y.blocks")
-    with pytest.raises(UserError, match=r"y\.bin is damaged, or was changed"):
+    with pytest.raises(UserError, match=r"y\.bin is damaged, or changed"):
         MappedShard(tmp_path / "y.bin", tmp_path / "memory")
 
 

@@ -275,7 +275,7 @@ def test_a_damaged_shard_is_named_even_where_it_was_sound_before(made, cache, pa
 def test_a_token_outside_the_vocabulary_is_named(tmp_path, cache, tokenizer):
     foreign(tmp_path / "x", "train.bin", [0, 1, 2, 9999] * 100)
     foreign(tmp_path / "x", "val.bin", [0, 1, 2] * 100)
-    with pytest.raises(UserError, match=r"train\.bin holds the token 9999, but its tokenizer has 270"):
+    with pytest.raises(UserError, match=r"train\.bin contains the token 9999, but its tokenizer has 270"):
         opened(tmp_path / "x", cache, tokenizer=str(tokenizer))
 
 
@@ -284,7 +284,7 @@ def test_another_tokenizer_than_the_datasets_is_refused(made, cache, tokenizer):
         opened(made, cache, tokenizer=str(tokenizer))
     assert opened(made, cache, tokenizer=str(made / "tokenizer")).tokenizer.vocab_size == SIZE
     (made / "tokenizer" / "tokenizer.json").write_bytes((tokenizer / "tokenizer.json").read_bytes())
-    with pytest.raises(UserError, match="is not what the dataset was made with"):
+    with pytest.raises(UserError, match="is not the dataset's: its SHA-256"):
         opened(made, cache)
 
 
@@ -311,5 +311,5 @@ def test_a_dataset_in_the_making_is_refused(made, cache):
     record = made / "dataset.json"
     facts = json.loads(record.read_text())
     record.write_text(json.dumps({**facts, "shards": facts["shards"][:3], "complete": False}))
-    with pytest.raises(UserError, match="is not complete; go on with its preparation"):
+    with pytest.raises(UserError, match="is not complete; continue its preparation"):
         opened(made, cache)

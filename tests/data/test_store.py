@@ -117,7 +117,7 @@ def test_a_shard_that_changed_after_the_run_began_is_named(bucket, tmp_path):
     bucket.put(name, bytes(len(bucket.objects[name][1])))
     steps = StepBatches(text.train, text.mixture, 0, (1, ROWS, LENGTH), np.arange(ROWS))
     batches = train_batches(steps, batch_sharding(make_mesh(MeshConfig())), 2)
-    with pytest.raises(UserError, match=f"{URL}/train_000000.bin is damaged, or was changed"):
+    with pytest.raises(UserError, match=f"{URL}/train_000000.bin is damaged, or changed"):
         for _ in range(3):  # which a loop sees through its threads
             next(batches)
     for thread in threading.enumerate():  # readers of later batches, which another test would find at its server

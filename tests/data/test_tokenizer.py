@@ -51,7 +51,7 @@ def test_a_folder_with_another_tokenizer_is_refused(tmp_path):
     TOKENIZER.require_same_in(tmp_path)
     TOKENIZER.save(tmp_path)
     TOKENIZER.require_same_in(tmp_path)
-    with pytest.raises(UserError, match=f"{tmp_path} holds another tokenizer.*--tokenizer={tmp_path}"):
+    with pytest.raises(UserError, match=f"{tmp_path} has another tokenizer.*--tokenizer={tmp_path}"):
         train_tokenizer(TEXTS, 300).require_same_in(tmp_path)
 
 
