@@ -1,15 +1,15 @@
-"""Raw text to a dataset folder: python -m data.prepare --source=PATH --out=DIR. The same command resumes a killed one.
+"""Prepare raw text as a dataset folder: python -m data.prepare --source=PATH --out=DIR. The same command resumes it.
 
-DIR/dataset.json              what it was made from, counts, a SHA-256 of each file: all that is whole, at any moment
+DIR/dataset.json              its origin, counts and a SHA-256 of each file: everything complete, at any moment
     tokenizer/                tokenizer.json, and the BOS and each token's bytes
     train_000000.bin ...      tokens, a BOS before each document (data/shards.py)
-    train_000000.starts.npy   where in the shard its documents start
+    train_000000.starts.npy   the starts of documents in the shard
     train_000000.blocks       a hash and the largest token of each 64 KiB of the shard (data/blocks.py)
-    val_000000.bin ...        the held-out documents among those that the training shard of the number was cut from
-    parts/                    while it is made: what was encoded already (data/prepare/parts.py)
-    lock                      held by the process that prepares
+    val_000000.bin ...        held-out documents from the same source as the training shard of this number
+    parts/                    during preparation: encoded documents (data/prepare/parts.py)
+    lock                      the preparing process's lock
 
-It runs in the repository's root, like every command, and works on folders anywhere.
+Run it in the repository's root, like every command. Folders may be anywhere.
 """
 
 import json
@@ -25,13 +25,12 @@ from data.tokenizer import load_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(Where, Preparation):
-    """Raw text to a dataset folder."""
+    """Prepare raw text as a dataset folder."""
 
     out: FilePath
     """The dataset's folder."""
     max_files: int | None = None
-    """Use only this many of the source's files. The same command with more resumes from there, with the tokenizer
-    that the first was given or trained."""
+    """Use only this many of the source's files. The same command with more resumes, with the first one's tokenizer."""
 
 
 def main() -> int:
@@ -42,7 +41,7 @@ def main() -> int:
         if size != arguments.vocab_size:
             has = f"--tokenizer={arguments.tokenizer} has {size:,} tokens"
             raise UserError(
-                f"--vocab_size={arguments.vocab_size} is of a tokenizer that is trained here; {has}: leave one out"
+                f"--vocab_size={arguments.vocab_size} is for a tokenizer that is trained here; {has}: leave one out"
             )
     settings = Preparation(**{name: getattr(arguments, name) for name in Preparation.__dataclass_fields__})
     where = Where(**{name: getattr(arguments, name) for name in Where.__dataclass_fields__})

@@ -1,4 +1,4 @@
-"""A dataset's shards: jobs that make them end in any order, and shards are taken into the dataset in the source's."""
+"""Assembly of a dataset's shards. Their jobs end in any order; the dataset takes shards in the source's order."""
 
 import json
 import re
@@ -18,24 +18,24 @@ from data.prepare.source_files import SourceFile
 
 
 def write_record(folder: Path, facts: dict) -> None:
-    """Write a dataset's record, whole or not at all."""
+    """Write a dataset's record atomically."""
     write_whole(folder / "dataset.json", json.dumps(facts, indent=1))
 
 
 def make_shards(
     recipe: Recipe, corpus: Corpus, files: list[SourceFile], facts: dict, open_engine: Callable[[int], Engine]
 ) -> None:
-    """Make what is missing of a dataset, on the engine that `open_engine` gives for a number of tasks. `facts` is the
-    record: shards are added to it in their order. The first failure, in the order of the source, is raised when all
-    before it is whole."""
+    """Make the missing parts of a dataset, on the engine that `open_engine` returns for a number of tasks. `facts` is
+    the record: shards are added to it in order. Raise the first failure, in the source's order, when everything before
+    it is complete."""
     shards, parts = facts["shards"], recipe.folder / "parts"
     while shards and "until" not in shards[-1]:
-        shards.pop()  # of a task that has lost a shard
+        shards.pop()  # from a task that lost a shard
     start = tuple(shards[-1]["until"]) if shards else (0, 0)
     at_once = recipe.seed is None and not recipe.deduplicate  # a shard depends on no document of another task
     tasks = make_tasks(recipe, corpus, files, start if at_once else (0, 0))
     parts.mkdir(exist_ok=True)
-    for left in parts.iterdir():  # by processes that were killed
+    for left in parts.iterdir():  # left by killed processes
         if left != recipe.excluded and not re.fullmatch(r"[0-9a-f]{32}(\.\d+-\d+)?", left.name):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
     engine = open_engine(len(tasks))
@@ -51,7 +51,7 @@ def make_shards(
 
 
 def _take(layout: Layout, facts: dict) -> None:
-    """Take the shards of a layout into the dataset. If that was begun before, it is completed."""
+    """Take the shards of a layout into the dataset, or complete an earlier attempt."""
     folder, shards = layout.recipe.folder, facts["shards"]
     for entry in json.loads((layout.out / "entries.json").read_bytes()):
         if shards and not entry.keys() & {"train", "val"}:  # it has no document
@@ -69,8 +69,7 @@ def _take(layout: Layout, facts: dict) -> None:
 
 
 def _work(engine: Engine, jobs: Sequence[Layout] | Sequence[Task], take: Callable) -> None:
-    """Run the jobs whose output is missing, and take each in turn when those before it are taken. Raise the first
-    failure."""
+    """Run the jobs whose output is missing, and take their outputs in order. Raise the first failure."""
     numbers, failed, done = {id(job): i for i, job in enumerate(jobs)}, {}, 0
     complete = {i for i, job in enumerate(jobs) if job.out.exists()}
     engine.submit(*(job for i, job in enumerate(jobs) if i not in complete))

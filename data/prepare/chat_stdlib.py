@@ -30,7 +30,7 @@ def conversations_of(source_code: str, module: str) -> Iterator[list[Message]]:
     if TESTS & set(module.split(".")):
         return
     try:
-        with warnings.catch_warnings(action="ignore"):  # invalid escapes of the code's strings
+        with warnings.catch_warnings(action="ignore"):  # invalid escapes in the code's strings
             tree = ast.parse(source_code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return
@@ -150,7 +150,7 @@ def _summary(docstring: str) -> str:
 
 
 def _arguments(function: Function, is_method: bool) -> ast.arguments:
-    """Return what a caller gives: a method's first argument is its object."""
+    """Return the arguments that a caller gives: a method's first argument is its object."""
     arguments = copy.deepcopy(function.args)
     is_static = any(isinstance(one, ast.Name) and one.id == "staticmethod" for one in function.decorator_list)
     if is_method and not is_static:
@@ -176,5 +176,5 @@ def _counted(number: int) -> str:
 
 
 def _draw(name: str, what: str, choices: int) -> int:
-    """Return one of so many numbers from 0, drawn from a name and what it is for."""
+    """Return a number below `count`, drawn from a name and a purpose."""
     return int.from_bytes(hashlib.sha256(f"{name}: {what}".encode()).digest()[:8], "big") % choices

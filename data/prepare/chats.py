@@ -1,4 +1,4 @@
-"""Conversations of other schemas to a .jsonl of messages, which `python -m data.prepare --conversations` reads.
+"""Convert conversations of other schemas to a .jsonl of messages for `python -m data.prepare --conversations`.
 
     python -m data.prepare.chats chitchat --out=chitchat.jsonl
     python -m data.prepare.chats mmlu --source='hf:cais/mmlu:all/auxiliary_train*' --out=mmlu.jsonl
@@ -35,19 +35,19 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Arguments:
-    """Conversations of another schema to a .jsonl of messages."""
+    """Convert conversations of another schema to a .jsonl of messages."""
 
     schema: Annotated[Literal["chitchat", "mmlu", "gsm8k"], tyro.conf.Positional]
-    """What the rows have."""
+    """The rows' schema."""
     out: FilePath
     """The .jsonl."""
     source: str = ""
-    """Of `mmlu` and `gsm8k`: .parquet, as `python -m data.prepare` finds its files."""
+    """For `mmlu` and `gsm8k`: .parquet files, as in `python -m data.prepare`."""
 
 
 def of_chitchat(row: Row) -> list[Message]:
-    """Return the messages of two people: who begins is the user. The texts that one sends in a row are lines of a
-    message. What follows the last answer, or a message without letters, is left out."""
+    """Return the messages of two people. The one who begins is the user. Consecutive texts of one person are lines of a
+    message. Messages after the last answer, or after one without letters, are left out."""
     messages: list[Message] = []
     for number, sent in enumerate(row["messages"]):
         content = "\n".join(line for one in sent if (line := one["text"].strip()))
@@ -120,7 +120,9 @@ def main() -> int:
                 try:
                     messages = convert(row)
                 except (TypeError, ValueError, KeyError) as error:
-                    raise UserError(f"{arguments.source}: row {number} is none of {schema}: {error!r}") from error
+                    raise UserError(
+                        f"{arguments.source}: row {number} is not of the schema {schema}: {error!r}"
+                    ) from error
                 if messages:
                     file.write(json.dumps({"messages": messages}) + "\n")
                 counts[not messages] += 1

@@ -1,4 +1,4 @@
-"""Documents: the texts of a source, read one after the other."""
+"""Documents: the texts of a source, in order."""
 
 import io
 import json
@@ -50,28 +50,28 @@ class Corpus:
     source: str
     files: list[SourceFile]
     version: str
-    """Differs when a file does: the hub's revision, or a digest of names, sizes and times of change."""
+    """The hub's revision, or a digest of names, sizes and times of change. It changes with any file."""
     text_column: str = "text"
     on_error: Literal["stop", "skip"] = "stop"
     separator: str = ""
-    """What stands between documents of a text."""
+    """The separator of documents in a text."""
     left_out: str = ""
-    """Files of other kinds, by extension, and what to do about them."""
+    """Files of other kinds, by extension, and advice about them."""
     is_minor: bool = False
-    """Whether those have more bytes than the files."""
+    """True if those have more bytes than the files."""
     conversations: bool = False
-    """Whether the documents are conversations: their text is what `document_of` returns."""
+    """True if the documents are conversations: their texts are from `document_of`."""
 
     def documents(self, file: SourceFile) -> Iterator[Document]:
-        """Yield the file's documents, one by one. One that is empty or cannot be read is a UserError, or, with
-        `on_error="skip"`, a document with a problem. UserError if the file is damaged."""
+        """Yield the file's documents, one by one. An empty or unreadable one raises UserError, or, with
+        `on_error="skip"`, is a document with a problem. Raise UserError if the file is damaged."""
         for number, text, problem in self.read(file):
             if text or problem:
                 yield Document(self.name(file, number), text if isinstance(text, str) else text.decode(), problem)
 
     def read(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, str | bytes, str]]:
-        """Yield number, text (a long one in UTF-8) and problem of each document of a span of the file, and of each
-        empty line, which has neither. Raises as `documents` does."""
+        """Yield the number, text (a long one in UTF-8) and problem of each document in a span of the file. An empty
+        line has neither. Raise as `documents` does."""
         if file.problem:
             yield 1, "", file.problem
             return
@@ -84,7 +84,7 @@ class Corpus:
                 if problem and self.on_error == "stop":
                     first = self.numbers_before(file, start)
                     raise UserError(
-                        f"{self.source}: {self.name(file, first + number)}: {problem}; mend it, or count and skip "
+                        f"{self.source}: {self.name(file, first + number)}: {problem}; correct it, or count and skip "
                         "such: --on_error=skip"
                     )
                 yield number, text, re.sub(r"^message \d+ ", "a message ", problem)  # problems are counted by kind
@@ -92,7 +92,7 @@ class Corpus:
             raise UserError(f"{file.url}: cannot be read to its end: {error}") from error
 
     def texts(self, document: str) -> list[str]:
-        """Return what is written in a document: of a conversation, the texts of its messages."""
+        """Return the texts in a document: of a conversation, the texts of its messages."""
         return texts_of(document) if self.conversations else [document]
 
     def name(self, file: SourceFile, number: int) -> str:
@@ -106,7 +106,7 @@ class Corpus:
         return f"{file.name} {'line' if self.is_lines(file) else 'row'} {number}"
 
     def numbers_before(self, file: SourceFile, start: int) -> int:
-        """Return what is to be added to a document's number in a span that begins at `start`."""
+        """Return the offset of document numbers in a span that begins at `start`."""
         is_separated = bool(self.separator) and self._is_cut(file)
         if not start or not (is_separated or file.name.endswith(".jsonl")):
             return 0
@@ -155,7 +155,7 @@ class Corpus:
 
 
 def open_source(file: SourceFile) -> io.BufferedReader:
-    """Open a file of this machine, of a URL, or of the hub, which is downloaded from where a download stopped."""
+    """Open a local file, a URL, or a file of the hub, whose interrupted download is resumed."""
     if "://" in file.url:
         return open_remote(file.filesystem, file.url)
     return open(_downloaded(file.url) if file.url.startswith("hf:") else file.url, "rb")
@@ -169,12 +169,12 @@ def _downloaded(url: str) -> str:
     return ask(
         url,
         lambda: hf_hub_download(repository, name, repo_type="dataset", revision=revision),
-        lambda error: f"{name} of {repository} was not downloaded ({error}); the same command goes on",
+        lambda error: f"{name} of {repository} was not downloaded ({error}); the same command continues",
     )
 
 
 def ask(what: str, ask: Callable[[], Any], refusal: Callable[[Exception], str]) -> Any:
-    """Return what a server answers. Raise StorageLost if it stays away, and UserError with `refusal` if it refuses."""
+    """Return a server's answer. Raise StorageLost if it does not answer, and UserError with `refusal` if it refuses."""
     try:
         return patiently(what, ask)
     except StorageLost:
@@ -184,7 +184,7 @@ def ask(what: str, ask: Callable[[], Any], refusal: Callable[[Exception], str]) 
 
 
 def _text_of(file: SourceFile, content: bytes, column: str, conversations: bool) -> tuple[str | bytes, str]:
-    """Return a document's text, in UTF-8 where it is long, and why there is none."""
+    """Return a document's text (a long one in UTF-8), and why there is none."""
     is_line = file.name.endswith(LINE_SUFFIXES)
     if len(content) > LONG and not conversations:
         text = _value(content, column) if is_line else content
@@ -194,7 +194,7 @@ def _text_of(file: SourceFile, content: bytes, column: str, conversations: bool)
         if not (is_line or conversations):
             text = content.decode()
         else:
-            record = json.loads(content, parse_int=float)  # an int of more than 4,300 digits would be refused
+            record = json.loads(content, parse_int=float)  # Python would refuse an int of more than 4,300 digits
             text = record.get(column) if isinstance(record, dict) else record if conversations else None
             if conversations:
                 text = document_of(text)
@@ -205,19 +205,19 @@ def _text_of(file: SourceFile, content: bytes, column: str, conversations: bool)
     except UnicodeDecodeError:
         return "", "not UTF-8"
     except UnicodeEncodeError:
-        return "", "half a character (a lone surrogate)"
+        return "", "invalid Unicode (a lone surrogate)"
     except json.JSONDecodeError:
         return "", "not JSON"
     except RecursionError:
         return "", "nested too deeply"
-    except ValueError as error:  # of `document_of`
+    except ValueError as error:  # from `document_of`
         return "", str(error)
     return text, "" if text else "empty"
 
 
 def _value(line: bytes, column: str) -> bytes | None:
-    """Return a column of a long line of JSON, in UTF-8, empty if it is not there; None if `json` is to say what is
-    wrong. `json` would hold the characters of line and value."""
+    """Return a column of a long line of JSON, in UTF-8, or empty if it is missing. Return None to let `json` find the
+    error; `json` would keep the characters of line and value."""
     schema = pyarrow.schema([(column, pyarrow.large_string())])
     options = pyarrow.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
     reading = pyarrow.json.ReadOptions(use_threads=False, block_size=len(line) + 1)

@@ -1,7 +1,7 @@
-"""Text to tokens, one document after the other in one thread, in memory that does not grow with the document's tokens.
+"""Encoding text to tokens, document by document in one thread, in memory that does not grow with a document.
 
-tiktoken encodes several times as fast as `tokenizers` (docs/data.md), so it does wherever both give the same tokens by
-construction: `tiktoken_of` tells where.
+tiktoken encodes several times as fast as `tokenizers` (docs/data.md), so it is used if both give the same tokens by
+construction, as `tiktoken_of` decides.
 """
 
 import codecs
@@ -17,15 +17,15 @@ from data.conversation import render
 from data.tokenizer import TextTokenizer, byte_letters, merged_from
 
 WINDOW = 2**20  # characters of a document that are encoded at a time
-# Where a window may end. Every split in use ends a piece before the blank between two letters, and all but those that
-# bind a line end to the word behind it end one after the line.
+# A window may end here. Every split in use ends a piece before the blank between two letters. All except those that
+# bind a line end to the next word end one after the line.
 BREAKS = [re.compile(r"[^\W\d_](?=[ \n][^\W\d_])"), re.compile(r"\n(?=[^\W\d_])")]
 TOO_LONG = re.compile(r"\s{100000}")  # tiktoken's regular expressions overflow their stack on a million blanks
 GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 
 class Encoder:
-    """What turns documents into tokens."""
+    """Turns documents into tokens."""
 
     def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
@@ -33,18 +33,18 @@ class Encoder:
         self.is_byte_level = bool((tokenizer.token_bytes == 1).sum() >= 256)
 
     def encode(self, text: str) -> UInt32[np.ndarray, "tokens"]:
-        """Tokens of a text, without a BOS."""
+        """Return the tokens of a text, without a BOS."""
         if self.fast and not (len(text) >= 100_000 and TOO_LONG.search(text)):
             return self.fast.encode_to_numpy(text, disallowed_special=())
         return np.array(self.tokenizer.encode([text])[0], np.uint32)
 
     def windows(self, text: str | bytes) -> Iterator[str]:
-        """Yield a text (a long one in UTF-8) in parts, whose tokens side by side are the text's. A stretch of `WINDOW`
-        characters without a blank between two letters is cut all the same: a token in a million may then be another."""
+        """Yield a text (a long one in UTF-8) in parts whose tokens together are the text's. A stretch of `WINDOW`
+        characters without a blank between two letters is cut all the same: a token in a million may then differ."""
         if not self.is_byte_level:
             yield text if isinstance(text, str) else text.decode()
             return
-        rest = ""  # a part ends where it would with all of the text at hand
+        rest = ""  # a part ends as it would with the complete text at hand
         for characters in [text] if isinstance(text, str) else codecs.iterdecode(_pieces(text), "utf-8"):
             rest, start = rest + characters, 0
             while len(rest) - start > WINDOW:
@@ -60,10 +60,10 @@ class Encoder:
 
 
 class ConversationEncoder(Encoder):
-    """What turns conversations, as `document_of` spells them, into tokens."""
+    """Turns conversations, as written by `document_of`, into tokens."""
 
     def encode(self, text: str) -> UInt32[np.ndarray, "tokens"]:
-        """Tokens of a conversation, without the BOS."""
+        """Return the tokens of a conversation, without the BOS."""
         encode = lambda texts: (super(ConversationEncoder, self).encode(one).tolist() for one in texts)
         return np.array(render(self.tokenizer, json.loads(text), encode=encode)[1:], np.uint32)
 
@@ -77,12 +77,13 @@ def _pieces(content: bytes) -> Iterator[bytes]:
 
 
 def tiktoken_of(tokenizer: TextTokenizer) -> tiktoken.Encoding | None:
-    """tiktoken's encoding that gives the same tokens, for a byte-level BPE whose text is cut by one regular expression.
+    """Return tiktoken's encoding with the same tokens, for a byte-level BPE whose text is cut by one regular
+    expression.
 
-    `tokenizers` joins the pairs in its list of merges, the first first; tiktoken joins any two tokens that are a token
-    together, the lowest id first. That is the same where ids grow along the merges, and where each token's own bytes,
-    joined as tiktoken does, come down to the very pair of its merge: since no token is ever taken apart, two
-    neighbours that are a token together were joined from its bytes alone, and so are that pair.
+    `tokenizers` joins pairs in the order of its list of merges. tiktoken joins any two tokens that together are a
+    token, the lowest id first. Both agree under two conditions: ids grow along the merges, and each token's bytes,
+    joined as in tiktoken, end as the pair of its merge. No token is ever split, so two neighbours that together are a
+    token were joined from its bytes alone, and are that pair.
     """
     facts = json.loads(tokenizer.json)
     model, split = facts["model"], _split(facts.get("pre_tokenizer") or {})
@@ -98,7 +99,7 @@ def tiktoken_of(tokenizer: TextTokenizer) -> tiktoken.Encoding | None:
         ranks = {spelled(token): i for token, i in model["vocab"].items() if token not in special}
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         merges = [(spelled(a), spelled(b)) for a, b in pairs]
-    except (KeyError, ValueError):  # not spelled in bytes
+    except (KeyError, ValueError):  # not written as bytes
         return None
     order = [ranks.get(a + b, -1) for a, b in merges]
     whole = all(bytes([i]) in ranks for i in range(256)) and len(merges) == len(ranks) - 256
@@ -108,7 +109,7 @@ def tiktoken_of(tokenizer: TextTokenizer) -> tiktoken.Encoding | None:
 
 
 def _split(pre_tokenizer: dict) -> str | None:
-    """Return the regular expression that cuts a text into pieces; None if something else does."""
+    """Return the regular expression that cuts a text into pieces; None without one."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     bytes_of = {"type": "ByteLevel", "add_prefix_space": False}
     if not steps or any(steps[-1].get(key) != value for key, value in bytes_of.items()):

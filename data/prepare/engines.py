@@ -1,7 +1,7 @@
-"""Where the jobs of a preparation run: in processes of this machine (here), or in jobs of SLURM (slurm_engine.py).
+"""Engines for the jobs of a preparation: processes of this machine (here), or jobs of SLURM (slurm_engine.py).
 
-Each engine takes jobs and gives them back, in any order, as they end. A worker that dies takes no other job with it:
-what it was at is tried again, alone, and named when that kills a worker three times on one document.
+Each engine takes jobs and returns them, in any order, as they end. A worker's death affects no other job: its job is
+tried again, alone, and named when it kills a worker three times on one document.
 """
 
 import multiprocessing
@@ -19,43 +19,43 @@ from typing import Any, Protocol, runtime_checkable
 
 from configs.schema import UserError
 
-DEATHS = 3  # of workers, on one document, after which it is not tried again
+DEATHS = 3  # deaths of workers on one document, after which it is not tried again
 
 
 @runtime_checkable
 class Job(Protocol):
-    """Something to do, that knows how far it has come."""
+    """A job that knows its progress."""
 
     @property
     def out(self) -> Path:
-        """Return what it makes, whole or not at all."""
+        """Return the job's output, written atomically."""
         ...
 
     def run(self) -> None: ...
 
     def at(self) -> bytes | None:
-        """Return where it is; None if it has not begun or has ended."""
+        """Return the job's position; None before its begin and after its end."""
         ...
 
     def place(self) -> str:
-        """Return the same, for a person."""
+        """Return the position as text for a person."""
         ...
 
 
 @dataclass
 class Ended:
-    """A job that was run."""
+    """A job that ended."""
 
     job: Job
     error: Exception | None = None
 
 
 class Engine:
-    """What takes jobs and gives them back. One that runs them says where, in `wait` and `close`."""
+    """The interface of engines: they take jobs and return them. Subclasses run them, in `wait` and `close`."""
 
     def __init__(self):
         self.waiting: deque[Job] = deque()
-        self.suspects: deque[Job] = deque()  # a worker died with each: to be run with no other beside it
+        self.suspects: deque[Job] = deque()  # a worker died with each: to be run alone
         self.running: dict[Any, Any] = {}
         self.deaths: Counter = Counter()
 
@@ -80,7 +80,7 @@ class Engine:
         raise NotImplementedError
 
     def retry_or_fail(self, job: Job, others: bool = False) -> list[Ended]:
-        """Decide what becomes of a job whose worker died; `others` may have killed it."""
+        """Handle a job whose worker died. `others` may have killed it."""
         if (at := job.at()) is None:
             self.waiting.appendleft(job)
             return []
@@ -93,7 +93,7 @@ class Engine:
 
 
 class LocalEngine(Engine):
-    """Processes of this machine; with one worker, this process."""
+    """An engine of processes on this machine; with one worker, this process."""
 
     def __init__(self, workers: int):
         super().__init__()
@@ -121,7 +121,7 @@ class LocalEngine(Engine):
         return ended
 
     def _start(self, job: Job) -> None:
-        """Give a job to a worker that has none."""
+        """Give a job to an idle worker."""
         worker = next(iter(self.processes.keys() - self.running.keys()), None)
         if not worker:
             worker, theirs = multiprocessing.Pipe()
@@ -129,7 +129,7 @@ class LocalEngine(Engine):
             self.processes[worker] = context.Process(target=_worker, args=(theirs,), daemon=True)
             self.processes[worker].start()
             theirs.close()
-        with suppress(OSError):  # it has died, which `wait` finds
+        with suppress(OSError):  # it died; `wait` notices
             worker.send(job)
         self.running[worker] = job
 
@@ -149,7 +149,7 @@ def _ended(job: Job) -> Ended:
 
 
 def _worker(jobs: Connection) -> None:
-    """Run one job after the other. It leaves Ctrl-C to the command, and ends when that does."""
+    """Run jobs one by one, in a worker. Ignore Ctrl-C, and end with the command."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = multiprocessing.parent_process()

@@ -1,5 +1,5 @@
-"""Documents that are not trained on: those held out in files of their own, and those that share 13 words in a row with
-an evaluation's texts, by which GPT-3 judged what its training text had seen (arXiv:2005.14165, appendix C)."""
+"""Documents excluded from training: those held out in separate files, and those that share 13 consecutive words with an
+evaluation's texts, GPT-3's criterion of contamination (arXiv:2005.14165, appendix C)."""
 
 import hashlib
 import io
@@ -20,15 +20,15 @@ WORDS = 13
 
 
 class Exclusion:
-    """What is to be left out."""
+    """The texts to exclude."""
 
     def __init__(self, shares: np.ndarray, words: list[str], grams: UInt64[np.ndarray, "grams"], source: str):
-        """`shares`: of the texts that are held out; `words`: those of the n-grams, which are numbered so."""
+        """Take `shares`: hashes of the held-out texts; and `words`: numbers of the n-grams' words."""
         self.shares, self.grams, self.source = set(shares.tolist()), grams, source
         self.numbers = {word: i for i, word in enumerate(words, 1)}
 
     def problem(self, document: str, texts: Sequence[str]) -> str:
-        """Why a document with these texts is left out."""
+        """Return why a document with these texts is excluded."""
         if self.shares and hash_share(document) in self.shares:
             return "the text of a held-out document"
         if len(self.grams) and any(np.isin(_grams(text, self.numbers), self.grams).any() for text in texts):
@@ -37,8 +37,8 @@ class Exclusion:
 
 
 def save_exclusion(corpus: Corpus, evaluations: Corpus | None, folder: Path) -> Path | None:
-    """Write what is to be left out of a corpus' training text into a file of the folder, whose name is its digest; None
-    if nothing is."""
+    """Write the texts to exclude from a corpus' training text to a file of the folder, named by its digest. Return None
+    if there are none."""
     held_out = [file for file in corpus.files if file.held_out]
     if not held_out and not evaluations:
         return None
@@ -69,7 +69,7 @@ def load_exclusion(path: Path) -> Exclusion:
 
 
 def _texts(evaluations: Corpus) -> Iterator[str]:
-    """Yield the texts of evaluations: documents, and of lines of JSON every string."""
+    """Yield the texts of evaluations: documents, and every string in lines of JSON."""
     for file in evaluations.files:
         for _, content in evaluations.contents(file):
             record = json.loads(content) if evaluations.is_lines(file) and content else content.decode()
@@ -89,7 +89,7 @@ def _words(text: str) -> list[str]:
 
 
 def _grams(text: str, numbers: dict[str, int]) -> UInt64[np.ndarray, "grams"]:
-    """Return a hash of each 13 words in a row, from the words' numbers; words without one count as the number 0."""
+    """Return a hash of each 13 consecutive words, from the words' numbers. Words without one count as 0."""
     words = np.array([numbers.get(word, 0) for word in _words(text)], np.uint64)
     count = max(len(words) - WORDS + 1, 0)
     mixed = np.zeros(count, np.uint64)

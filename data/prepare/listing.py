@@ -1,4 +1,4 @@
-"""Which files a source has: of this machine, of a remote folder, or of the hub; which are left out, and held out."""
+"""The files of a source (local, remote or on the hub): which are taken, left out and held out."""
 
 import glob
 import hashlib
@@ -40,9 +40,9 @@ def find_corpus(
     conversations: bool = False,
 ) -> Corpus:
     """Return the files of `source`: `stdlib`, `chat-stdlib`, a file, a folder, a glob (local, or a URL that fsspec
-    knows), or `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`, by default of `revision`. A local path that exists is no
-    glob, whatever its letters. UserError if there are no files, and, unless `on_error="skip"`, where one of them or a
-    folder cannot be read."""
+    knows), or `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`, by default of `revision`. A local path that exists is not a
+    glob, whatever its letters. Raise UserError if there are no files, and, unless `on_error="skip"`, if one of them or
+    a folder cannot be read."""
     extensions = tuple(extension.strip() for extension in text_extensions.split(",") if extension.strip())
     if not all(re.fullmatch(r"\.[^/,]+", extension) for extension in extensions):
         raise UserError(f"--text_extensions={text_extensions} cannot work: write .rst or .rst,.tex")
@@ -52,7 +52,7 @@ def find_corpus(
     conversations = conversations or source == CHAT_STDLIB
     text_column = text_column or ("messages" if conversations else "text")
     suffixes = (*(() if conversations else TEXT_SUFFIXES), *TABLE_SUFFIXES, *extensions)
-    if library:  # what others wrote cannot be mended
+    if library:  # others' files cannot be corrected
         suffixes, on_error = (".py",), "skip"
     if source.startswith("hf:"):
         found = _hub_files(source, revision)
@@ -74,7 +74,7 @@ def find_corpus(
     if (broken := [file for file in files if file.problem]) and on_error == "stop":
         raise UserError(
             f"{source}: {len(broken)} file(s) or folder(s) cannot be read, {broken[0].url} the first: "
-            f"{broken[0].problem}; mend that, or count and skip such: --on_error=skip"
+            f"{broken[0].problem}; correct that, or count and skip such files: --on_error=skip"
         )
     minor = [file for file in left if file.name.find("/.") < 0 and _advice(_extension(file.name)) not in ("", NO_TEXT)]
     is_minor = "://" not in files[0].url and not source.startswith("hf:") and _size(minor) > _size(files)
@@ -114,18 +114,18 @@ def _size(files: list[SourceFile]) -> int:
 
 
 def _described(left: list[SourceFile]) -> str:
-    """Files that are left out, by extension, and what to do to have them."""
+    """Return a text on the files that are left out, by extension, and on how to take them."""
     counts, sizes = Counter(), Counter()
     for file in left:
         counts[extension := _extension(file.name)] += 1
         sizes[extension] += file.size
-    said = [
+    described = [
         f"{counts[extension]:,} {extension or 'without an extension'} ({size:,} bytes"
         + f"; {_advice(extension)}" * bool(_advice(extension))
         + ")"
         for extension, size in sizes.most_common(SHOWN)
     ]
-    return f"; left out: {', '.join(said)}{', and others' * (len(sizes) > SHOWN)}" if said else ""
+    return f"; left out: {', '.join(described)}{', and others' * (len(sizes) > SHOWN)}" if described else ""
 
 
 def _extension(name: str) -> str:
@@ -134,7 +134,7 @@ def _extension(name: str) -> str:
 
 
 def _advice(extension: str) -> str:
-    """Return what a person does with files of an extension that are to be read."""
+    """Return advice on how to read files of an extension."""
     kind = (mimetypes.guess_type(f"x{extension}")[0] or "").split("/")[0]
     if kind in ("image", "audio", "video", "font") or extension in BINARY:
         return NO_TEXT
@@ -146,7 +146,7 @@ def _advice(extension: str) -> str:
 
 
 Found = list[tuple[SourceFile, list]]
-"""Files, and what differs when they change."""
+"""Files, and a version that changes with them."""
 
 
 def _compiled(source: str, pattern: str) -> re.Pattern:
@@ -157,7 +157,7 @@ def _compiled(source: str, pattern: str) -> re.Pattern:
 
 
 def _local_files(source: str, suffixes: tuple[str, ...]) -> Found:
-    """Return the files of a path, or of a glob below the longest part of it that exists as it is written."""
+    """Return the files of a path, or of a glob below the longest part of it that exists literally."""
     library = source in LIBRARY
     location = sysconfig.get_path("stdlib") if library else os.path.expanduser(source.removeprefix("file://"))
     root, pattern = Path(os.path.abspath(location)), []
@@ -177,7 +177,7 @@ def _local_files(source: str, suffixes: tuple[str, ...]) -> Found:
         return is_above and all(step.match(name) for step, name in zip(steps, names))
 
     takes = lambda name: not pattern or complete.match(name) is not None
-    # What links in a system's library lead to is not of the library.
+    # Targets of links in a system's library are not part of the library.
     found = _walk(str(root), takes, suffixes, enters, len(pattern), links=not library)
     return sorted(found, key=lambda one: one[0].url)
 
@@ -191,10 +191,10 @@ def _walk(
     links: bool,
 ) -> Iterator[tuple[SourceFile, list]]:
     """Yield the files below `root` whose names below it `takes` accepts, in folders that `enters` accepts, with the
-    times of their change; and what cannot be read, if it ends with one of `suffixes` or may be a folder.
+    times of their change. Also yield unreadable paths that end with one of `suffixes` or may be folders.
 
-    Each file is read once: under its own name, else under the first of those that links give it. So is a folder, for
-    each of its names' last `tail` parts: what a glob finds in it depends on them."""
+    Each file is read once: under its own name, otherwise under the first of its links. Each folder is read once for
+    each value of its names' last `tail` parts, since a glob's matches depend on them."""
     seen, linked = set(), [(root, os.path.realpath(root))]
     while linked:
         waiting, linked = sorted(linked, reverse=True), []
@@ -223,7 +223,7 @@ def _walk(
                     yield SourceFile(name, path, status.st_size, problem), [status.st_mtime]
             except OSError as error:
                 is_text = takes(name) and name.endswith(suffixes)
-                if is_folder or is_text or not PurePath(name).suffix:  # a link of such a name may lead to a folder
+                if is_folder or is_text or not PurePath(name).suffix:  # a link with such a name may lead to a folder
                     problem = error.strerror if os.path.lexists(real) else "a link that leads nowhere"
                     yield SourceFile(name, path, 0, problem or "it cannot be read"), []
 
@@ -233,7 +233,7 @@ def _remote_files(source: str) -> Found:
         filesystem, root = fsspec.core.url_to_fs(source)
         return filesystem, root, (filesystem.glob if glob.has_magic(root) else filesystem.find)(root, detail=True)
 
-    # The scheme's library may be missing, or have no access.
+    # The scheme's library may be missing, or lack access.
     filesystem, root, paths = ask(source, find, lambda error: f"{source}: cannot be read: {error}")
     root = "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), root.split("/")))
     found = []
@@ -260,7 +260,7 @@ def _hub_files(source: str, revision: str) -> Found:
     facts = ask(
         source,
         lambda: HfApi().dataset_info(repository, revision=asked or revision or None, files_metadata=True),
-        lambda error: f"{source}: the hub does not give this dataset: {error}",
+        lambda error: f"{source}: the hub refuses this dataset: {error}",
     )
     every = sorted(facts.siblings or [], key=lambda file: file.rfilename)
     within = _compiled(source, folder if glob.has_magic(folder) else f"{folder}/**" if folder else "**")

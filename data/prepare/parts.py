@@ -1,19 +1,19 @@
-"""The parts of a dataset in the making: what the documents of a task are encoded to.
+"""The parts of a dataset during preparation: the encoded documents of each task.
 
-A task is some spans of the source's files, chosen from their sizes alone. Its part is one file of the folder `parts`,
-under a digest of all that it is made from, and is there whole or not at all:
+A task is some spans of the source's files, chosen by size alone. Its part is one file of the folder `parts`, named by a
+digest of everything it is made from, and written atomically:
 
     8 bytes    how long the header is
-    header     JSON: how many documents have text, and of the others how many have which problem
-    int64      where each document starts among the tokens, and where the last ends
+    header     JSON: the number of documents with text, and the number of others by problem
+    int64      start of each document among the tokens, and end of the last
     int64      bytes of each document's text
-    uint8      whether each is held out
+    uint8      1 for each held-out document
     tokens     a BOS before each document
 
-Where duplicates are looked for, 20 bytes a document lie between, ordered by hash: the first and the second eight bytes
-of the text's SHA-256, and which document it is. With a seed the documents are in an order drawn from it.
+With deduplication, 20 bytes per document come before the tokens, ordered by hash: the first and the second eight bytes
+of the text's SHA-256, and the document's number. With a seed the documents are in an order drawn from it.
 
-`parts/DIGEST.at` says which document is being encoded, until the part is there.
+`parts/DIGEST.at` has the number of the document that is being encoded, until the part is complete.
 """
 
 import hashlib
@@ -58,20 +58,20 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the parts and shards of a dataset are made with."""
+    """The recipe for the parts and shards of a dataset."""
 
     folder: Path
     """The dataset's."""
     sha256: str
-    """Of the tokenizer in it."""
+    """Fingerprint of the tokenizer in the folder."""
     vocab_size: int
     threshold: float
-    """Documents with a text whose hash falls below are held out, and so are those of files that are."""
+    """Documents whose text's hash is below this are held out, as are those of held-out files."""
     excluded: Path | None
-    """Says what is left out (data/prepare/exclusion.py)."""
+    """The file of texts to exclude (data/prepare/exclusion.py)."""
     deduplicate: bool
     seed: int | None
-    """Of the documents' order; None: the source's."""
+    """Seed of the documents' order; None: the source's order."""
     shard_tokens: int
 
     @property
@@ -79,7 +79,7 @@ class Recipe:
         return token_type(self.vocab_size)
 
     def order(self, level: int, number: int, documents: int) -> Int[np.ndarray, "documents"]:
-        """Return an order of so many documents. The raw stream of PCG64 is the same in every numpy."""
+        """Return an order of `count` documents. The raw stream of PCG64 is the same in every numpy."""
         if self.seed is None:
             return np.arange(documents)
         return np.argsort(np.random.PCG64([self.seed, level, number]).random_raw(documents), kind="stable")
@@ -87,19 +87,19 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Task:
-    """Encode spans of the source, one after the other, into a part."""
+    """Encode spans of the source, in order, into a part."""
 
     recipe: Recipe
     corpus: Corpus
-    """Without the source's files: a task is sent with its own alone."""
+    """The corpus without the source's files: a task is sent only with its own."""
     number: int
     spans: tuple[Span, ...]
     end: tuple[int, ...]
-    """Where the next task begins: the file's number, and the byte in it."""
+    """Start of the next task: the file's number, and the byte in it."""
 
     @property
     def out(self) -> Path:
-        """Return where its part lies. What cannot change a part is not in its name."""
+        """Return the path of the task's part. Its name depends only on what can change the part."""
         corpus = replace(self.corpus, files=[], on_error="stop", left_out="")
         recipe = replace(self.recipe, folder=Path(), excluded=None)
         excluded = self.recipe.excluded and self.recipe.excluded.name
@@ -110,11 +110,11 @@ class Task:
 
     @property
     def size(self) -> int:
-        """Bytes of the source."""
+        """Return the task's bytes of the source."""
         return sum(span.size for span in self.spans)
 
     def run(self) -> None:
-        """Make the part. UserError as `Corpus.read` raises it; OSError if it cannot be written."""
+        """Make the part. Raise UserError as `Corpus.read`, and OSError if it cannot be written."""
         if not self.out.exists():
             _encode(self)
 
@@ -126,7 +126,7 @@ class Task:
         return self._note.read_bytes() if self._note.exists() else None
 
     def place(self) -> str:
-        """Return the document that it was at, by name."""
+        """Return the name of the current document."""
         try:
             span, number = struct.unpack("<qq", self._note.read_bytes())
         except (OSError, struct.error):
@@ -138,14 +138,14 @@ class Task:
 def make_tasks(
     recipe: Recipe, corpus: Corpus, files: Sequence[SourceFile], first: tuple[int, int] = (0, 0)
 ) -> list[Task]:
-    """Return what is to be encoded of the corpus's first files, from file and byte `first` on: large files in several
-    tasks, small ones several to a task."""
+    """Return the tasks for the corpus's first files, from file and byte `first` on. Large files make several tasks;
+    small ones share a task."""
     least, most = TASK_BYTES
     size = min(max(sum(file.size for file in corpus.files) // 256, least), most)
     spans: list[Span] = []
     tasks: list[Task] = []
     filled = 0
-    bare = replace(corpus, files=corpus.files if len(corpus.files) == 1 else [])  # a file alone is cut
+    bare = replace(corpus, files=corpus.files if len(corpus.files) == 1 else [])  # only a single file is cut
 
     def close(*end: int) -> None:
         nonlocal filled
@@ -178,11 +178,11 @@ def _encode(task: Task) -> None:
     encoder = _encoder(recipe.folder / "tokenizer", recipe.sha256, task.corpus.conversations)
     exclusion = recipe.excluded and load_exclusion(recipe.excluded)
     bos = np.array([encoder.tokenizer.bos], recipe.dtype).tobytes()
-    starts, sizes, hashes, held, problems = array("q", [0]), array("q"), array("Q"), bytearray(), Counter()
+    starts, sizes, hashes, held_out, problems = array("q", [0]), array("q"), array("Q"), bytearray(), Counter()
     with open(task._note, "w+b") as at, tempfile.TemporaryFile(dir=task.out.parent, buffering=2**20) as tokens:
         at.write(bytes(16))
         at.flush()
-        place = mmap.mmap(at.fileno(), 16)  # survives the process, at no call to the system a document
+        place = mmap.mmap(at.fileno(), 16)  # survives the process, without a system call per document
         for i, span in enumerate(task.spans):
             place[:] = struct.pack("<qq", i, 1)
             for number, text, problem in task.corpus.read(*span):
@@ -204,14 +204,14 @@ def _encode(task: Task) -> None:
                 starts.append(starts[-1] + length)
                 sizes.append(size)
                 hashes.extend(struct.unpack(">QQ", digest.digest()[:16]))
-                held.append(span.file.held_out or hashes[-2] / 2**64 < recipe.threshold)
-                place[8:] = struct.pack("<q", number + 1)  # which is read now
+                held_out.append(span.file.held_out or hashes[-2] / 2**64 < recipe.threshold)
+                place[8:] = struct.pack("<q", number + 1)  # the document being read
         tokens.flush()
         encoded = memoryview(mmap.mmap(tokens.fileno(), 0, access=mmap.ACCESS_READ) if sizes else b"")
         columns = (
             np.array(starts, np.int64),
             np.array(sizes, np.int64),
-            np.frombuffer(held, bool),
+            np.frombuffer(held_out, bool),
             np.array(hashes, np.uint64).reshape(-1, 2),
         )
         write_part(task, +problems, *columns, encoded)
@@ -223,36 +223,36 @@ def write_part(
     problems: Counter,
     starts: Int[np.ndarray, "documents_and_1"],
     sizes: Int[np.ndarray, "documents"],
-    held: Bool[np.ndarray, "documents"],
+    held_out: Bool[np.ndarray, "documents"],
     hashes: Shaped[np.ndarray, "documents 2"],
     tokens: memoryview | None,
 ) -> None:
-    """Write the part of a task, whole or not at all: its documents in the order of the seed."""
+    """Write the part of a task atomically, with its documents in the order of the seed."""
     recipe, count = task.recipe, len(sizes)
     header = json.dumps({"documents": count, "problems": problems}).encode()
     order, width = recipe.order(0, task.number, count), recipe.dtype.itemsize
     places = np.append(0, np.cumsum(np.diff(starts)[order]))
-    columns = [places, sizes[order], held[order]]
+    columns = [places, sizes[order], held_out[order]]
     if recipe.deduplicate:
         by_hash = np.argsort(hashes[order, 0], kind="stable")
         columns += [hashes[order[by_hash], 0], hashes[order[by_hash], 1], by_hash.astype("<i4")]
     pieces = [tokens or b""]
     if tokens and recipe.seed is not None:
         pieces = [tokens[starts[i] * width : starts[i + 1] * width] for i in order]
-    own = task.out.with_name(f"{task.out.name}.{uuid4().hex}")  # a worker whose command died may write it, too
+    own = task.out.with_name(f"{task.out.name}.{uuid4().hex}")  # a worker of a dead command may write it, too
     write_whole(own, struct.pack("<q", len(header)), header, *(column.tobytes() for column in columns), *pieces)
     own.replace(task.out)
 
 
 class Part:
-    """A part, of which is read what is asked for."""
+    """A part, read on demand."""
 
     def __init__(self, recipe: Recipe, path: Path):
         with path.open("rb") as file:
             (length,) = struct.unpack("<q", file.read(8))
             header = json.loads(file.read(length))
         self.path, self.documents, self.problems = path, header["documents"], header["problems"]
-        kinds = {"starts": "<i8", "sizes": "<i8", "held": "?"}
+        kinds = {"starts": "<i8", "sizes": "<i8", "held_out": "?"}
         if recipe.deduplicate:
             kinds |= {"hashes": "<u8", "hashes_2": "<u8", "of_hashes": "<i4"}
         self.columns, at = {}, 8 + length
@@ -261,11 +261,11 @@ class Part:
             at += np.dtype(kind).itemsize * (self.documents + (name == "starts"))
 
     def read(self, column: str, start: int, stop: int) -> Shaped[np.ndarray, "items"]:
-        """Items `start` to `stop` of a column."""
+        """Return items `start` to `stop` of a column."""
         dtype, at = self.columns[column]
         return np.fromfile(self.path, dtype, max(stop - start, 0), offset=at + start * dtype.itemsize)
 
     def mapped(self, column: str) -> Shaped[np.ndarray, "documents"]:
-        """Return a column with an item for each document, to be searched."""
+        """Return a column with an item for each document, for searches."""
         dtype, at = self.columns[column]
         return np.memmap(self.path, dtype, "r", at, self.documents) if self.documents else np.zeros(0, dtype)

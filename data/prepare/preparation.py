@@ -1,4 +1,4 @@
-"""Text to a dataset folder: what it is made of, checked, continued, and recorded in dataset.json."""
+"""Preparation of a dataset folder: checking, resuming, and recording it in dataset.json."""
 
 import fcntl
 import hashlib
@@ -25,69 +25,69 @@ from data.prepare.source_files import SourceFile
 from data.record import read_record
 from data.tokenizer import load_tokenizer
 
-FORMAT = 3  # raise it when the same text becomes another dataset: what is in the cache is then made again
+FORMAT = 3  # increase it if the same text gives another dataset: cached ones are then made again
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What makes a dataset out of text."""
+    """Settings that determine a dataset."""
 
     source: str
-    """`stdlib`; `chat-stdlib`, conversations made of it; a file, a folder or a glob of .txt, .md, .py (a file is a
-    document; one file alone, and one above 1 MB, is cut into many), .jsonl (or compressed, as .json.gz and .json.zst),
-    .parquet, .csv and .arrow, local or at a URL that fsspec knows; `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`. Files
-    named validation, valid, val or dev are held out, and those named test are refused, unless all are named so."""
+    """`stdlib`, or `chat-stdlib`: conversations made of it. A file, a folder or a glob, local or at a URL that fsspec
+    knows: .txt, .md, .py (a file is a document; a single file, and one above 1 MB, is cut into several), .jsonl (or
+    compressed, as .json.gz and .json.zst), .parquet, .csv and .arrow. `hf:OWNER/NAME[@REVISION][:FOLDER or glob]`: from
+    the hub. Files named validation, valid, val or dev are held out, and those named test are refused, unless all have
+    such names."""
     val_source: str = ""
-    """What is held out, in place of a share of the source's documents; training documents with these texts are left
-    out."""
+    """Source of the held-out documents, instead of a share of the source. Training documents with these texts are
+    excluded."""
     tokenizer: str = ""
-    """A tokenizer.json, a folder with one (another dataset's `tokenizer/`), or `tiktoken:gpt2`. Empty: a byte-level BPE
-    is trained on the training documents."""
+    """A tokenizer.json, a folder with one (another dataset's `tokenizer/`), or `tiktoken:gpt2`. Empty: train a
+    byte-level BPE on the training documents."""
     vocab_size: int = 32768
-    """Tokens of a tokenizer that is trained."""
+    """Vocabulary size of a trained tokenizer."""
     sample_bytes: int = 1_000_000_000
-    """It is trained on about so much text at most, the first documents of files all over the source."""
+    """Most text for training the tokenizer, about: the first documents of files from all over the source."""
     val_fraction: float = DataConfig.val_fraction
-    """Share of the documents, chosen by a hash of their texts, that is held out, if no file is."""
+    """Share of the documents to hold out, chosen by a hash of their texts, if no file is held out."""
     conversations: bool = False
-    """The source holds conversations: .jsonl or .parquet with `messages: [{"role", "content"}]`, or .jsonl whose lines
-    are such lists. docs/data.md says what they may hold, and what of them is learned."""
+    """Read conversations: .jsonl or .parquet with `messages: [{"role", "content"}]`, or .jsonl whose lines are such
+    lists. docs/data.md describes their contents, and which tokens are learned."""
     text_column: str = ""
-    """Column of .parquet, .csv and .arrow, and key of .jsonl, that holds the text. Empty: `text`, of conversations
-    `messages`."""
+    """Column (.parquet, .csv, .arrow) or key (.jsonl) with the text. Empty: `text`, or `messages` for conversations."""
     text_extensions: str = ""
-    """More extensions of files of text: `.rst,.tex`."""
+    """More extensions of text files: `.rst,.tex`."""
     separator: str = ""
-    """What stands between the documents of a file of text: `<|endoftext|>`."""
+    """Separator of the documents in a text file, such as `<|endoftext|>`."""
     exclude_ngrams_of: str = ""
-    """Texts of evaluations, given as a source: documents that share 13 words in a row with them are left out, and
-    counted. Of .jsonl every string counts."""
+    """Texts of evaluations, given as a source: documents that share 13 consecutive words with them are excluded and
+    counted. In .jsonl every string counts."""
     on_error: Literal["stop", "skip"] = "stop"
-    """Documents that are empty, not UTF-8 or not JSON: stop and name the first, or skip them all and count them."""
+    """Documents that are empty, not UTF-8 or not JSON: stop and name the first, or skip and count all of them."""
     shard_tokens: int = 100_000_000
-    """Shards have about so many tokens, or fewer: a shard's documents come from one task's files."""
+    """Most tokens of a shard, about. A shard's documents come from one task's files, so it may have fewer."""
     deduplicate: bool = False
-    """Of documents with the same text only the first is kept; the others are counted."""
+    """Keep only the first of documents with the same text, and count the others."""
     shuffle: int | None = None
-    """A seed: documents are laid out in an order drawn from it, in place of the source's."""
+    """Seed of a random order of documents. Default: the source's order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """Where a dataset is made. Its bytes do not depend on any of these."""
+    """Settings of the machines that make a dataset. Its bytes do not depend on them."""
 
     engine: Literal["local", "slurm"] = "local"
-    """`slurm`: in jobs of SLURM, from a machine that can submit them; source and DIR must be on a disk that all nodes
-    share, or the source at a URL. Needs `pip install -e ".[slurm]"`."""
+    """`slurm` runs jobs of SLURM, from a machine that can submit them. DIR must be on a disk that all nodes share, and
+    so must the source, unless it is at a URL. Needs `pip install -e ".[slurm]"`."""
     workers: int = 0
-    """Processes; 0: one a core. With `slurm`: of each job; 0: 8. Each takes up to 1.5 GB of memory."""
+    """Processes; 0: one per core. With `slurm`: processes of each job; 0: 8. Each takes up to 1.5 GB of memory."""
     jobs: int = 16
     """With `slurm`: jobs in its queue at a time."""
     sbatch: str = ""
     """With `slurm`: more options of sbatch: --sbatch="--partition=cpu --account=mine --mem=12G"."""
 
     def open(self, folder: Path, tasks: int) -> Engine:
-        """Return the engine, for so many tasks of a dataset in the folder."""
+        """Return the engine for `tasks` tasks of a dataset in the folder."""
         if self.engine == "slurm":
             from data.prepare.slurm_engine import SlurmEngine
 
@@ -96,21 +96,21 @@ class Where:
 
 
 def prepare(settings: Preparation, out: Path, max_files: int | None = None, where: Where = Where()) -> None:
-    """Make the dataset in `out`, or what is still missing of it; the bytes do not depend on where it was stopped.
+    """Make the dataset in `out`, or its missing parts. Its bytes do not depend on interruptions.
 
-    `max_files`: so many of the source's files for now; more can follow. UserError for text that is missing, damaged or
-    too little, and where `out` holds something else.
+    `max_files`: take only this many of the source's files; more can follow. Raise UserError for text that is missing,
+    damaged or too little, and if `out` contains something else.
     """
     _validate(settings, max_files, where)
     try:
         _prepare(settings, out, max_files, where)
-    except OSError as error:  # whatever fails in reading the text is a UserError already
-        raise UserError(f"{out} cannot be written: {error}; once it can be, the same command goes on") from error
+    except OSError as error:  # errors of reading the text are UserErrors already
+        raise UserError(f"{out} cannot be written: {error}; then the same command continues") from error
 
 
 def prepare_raw(source: str, config: DataConfig, vocab_size: int, cache: Path, no_training: str) -> Path:
-    """Return the dataset folder in `cache` that is made of raw text, once for each source, version of it and options.
-    UserError with the message `no_training`, if there is one, before a tokenizer is trained."""
+    """Return the dataset folder in `cache` for raw text, made once for each source, its version and options. Raise
+    UserError with the message `no_training`, if given, before a tokenizer would be trained."""
     settings = Preparation(
         source=source,
         tokenizer=config.tokenizer,
@@ -133,9 +133,9 @@ def _validate(settings: Preparation, max_files: int | None, where: Where) -> Non
             value = ({"max_files": max_files} | vars(where) | vars(settings))[name]
             raise UserError(f"--{name}={value} cannot work: {expectation}")
 
-    require(0 < settings.val_fraction < 1, "val_fraction", "it must lie between 0 and 1")
+    require(0 < settings.val_fraction < 1, "val_fraction", "it must be between 0 and 1")
     require(max_files is None or max_files > 0, "max_files", "it must be positive")
-    require(where.workers >= 0, "workers", "it must be positive, or 0 for one a core")
+    require(where.workers >= 0, "workers", "it must be positive, or 0 for one per core")
     require(0 < where.jobs <= 1000, "jobs", "it must be positive, and 1000 at most")
     if where.engine == "slurm":
         from data.prepare.slurm_engine import read_options
@@ -149,10 +149,10 @@ def _validate(settings: Preparation, max_files: int | None, where: Where) -> Non
 
 def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Where) -> None:
     record = out / "dataset.json"
-    # What is there is listed first: another preparation may begin meanwhile, and writes its record before all else.
+    # Files are listed first: another preparation may begin meanwhile, and writes its record before other files.
     is_taken = any(path.suffix != ".partial" and path.name != "lock" for path in out.glob("*"))
     if is_taken and not record.exists():
-        raise UserError(f"--out={out} is not empty and holds no dataset (no dataset.json); choose another folder")
+        raise UserError(f"--out={out} is not empty and has no dataset (no dataset.json); choose another folder")
     before = read_record(out)["made_from"] if record.exists() else {}
     made_from = asdict(settings)
 
@@ -163,7 +163,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
         is_chat = settings.conversations and option != "exclude_ngrams_of"
         options = settings.text_column, settings.on_error, settings.separator, settings.text_extensions
         is_begun = source.startswith("hf:") and before.get(option) == source
-        revision = before[version].partition("/")[0] if is_begun else ""  # of the first start
+        revision = before[version].partition("/")[0] if is_begun else ""  # from the first start
         corpus = find_corpus(source, *options, revision, is_chat)
         made_from[version] = corpus.version
         return corpus
@@ -174,7 +174,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
     made_from["conversations"] = corpus.conversations
     if corpus.is_minor:
         raise UserError(
-            f"{settings.source}: most of its text would be left out{corpus.left_out}; take what you mean to train on, "
+            f"{settings.source}: most of its text would be left out{corpus.left_out}; prepare only what you want, "
             "or give a glob of it: --source='FOLDER/**/*.txt'"
         )
     corpus = hold_out(corpus, val_corpus)
@@ -199,7 +199,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
             file=sys.stderr,
         )
         if "tokenizer" not in facts:
-            write_record(out, facts | {"files": 0})  # which claims the folder
+            write_record(out, facts | {"files": 0})  # this claims the folder
         excluded = save_exclusion(corpus, evaluations, out / "parts")
         if "tokenizer" not in facts:
             threshold = 0.0 if held_out else held_out_threshold(corpus, files, settings.val_fraction)
@@ -215,10 +215,10 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
             facts |= {"val_threshold": threshold, "held_out_by": "file" if held_out else "text", "tokenizer": about}
             write_record(out, facts)
         elif facts["shards"] != read_record(out)["shards"]:
-            print(f"{out}: made again from shard {len(facts['shards'])} on, which is missing", file=sys.stderr)
+            print(f"{out}: shard {len(facts['shards'])} is missing; it and later ones are made again", file=sys.stderr)
         tokenizer = load_tokenizer(out / "tokenizer")
         if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
-            raise UserError(f"{out}/tokenizer is not what the dataset's first shards were made with; delete {out}")
+            raise UserError(f"{out}/tokenizer is not the first shards'; delete {out}")
         recipe = Recipe(
             folder=out,
             sha256=tokenizer.sha256,
@@ -234,7 +234,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
 
 
 def _complete(source: str, out: Path, facts: dict) -> None:
-    """Write into the record what all shards have."""
+    """Write the totals of all shards into the record."""
     for name in ("train", "val"):
         made = [shard[name] for shard in facts["shards"] if name in shard]
         facts[name] = {key: sum(one[key] for one in made) for key in ("documents", "tokens", "bytes")}
@@ -249,18 +249,17 @@ def _complete(source: str, out: Path, facts: dict) -> None:
 
 
 def _continued(out: Path, made_from: dict) -> dict:
-    """Return what dataset.json says, up to the first shard that is not there any more; a fresh record where nothing
-    is."""
+    """Return dataset.json, up to the first missing shard; a new record in an empty folder."""
     facts = read_record(out) if (out / "dataset.json").exists() else {}
     if "tokenizer" not in facts:  # nothing was made yet
         return {"made_from": made_from, "files": 0, "shards": [], "complete": False}
     require_current(out, facts)
-    before = facts["made_from"] | {"on_error": made_from["on_error"]}  # what is whole holds no error
+    before = facts["made_from"] | {"on_error": made_from["on_error"]}  # complete shards have no error
     facts["made_from"] = before
     if differ := [name for name in before | made_from if before.get(name) != made_from.get(name)]:
         changed = ", ".join(f"{name}: {before.get(name)} -> {made_from.get(name)}" for name in differ)
         raise UserError(
-            f"{out} holds a dataset made from something else ({changed}; `version` changes with the source's "
+            f"{out} has a dataset made from something else ({changed}; `version` changes with the source's "
             "files); choose another --out, or delete that folder"
         )
     for number, shard in enumerate(facts["shards"]):
@@ -275,7 +274,7 @@ def _is_complete(facts: dict, files: list[SourceFile]) -> bool:
 
 @contextmanager
 def _only_one(out: Path) -> Iterator[None]:
-    """Inside, this process alone prepares `out`; another waits, and then finds it done."""
+    """Let only this process prepare `out` inside. Another process waits, and then finds it complete."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / "lock").open("w")

@@ -1,7 +1,7 @@
-"""Prepare the raw text that a run was given, in a process of its own: data/dataset_folder.py starts it.
+"""Prepare a run's raw text, in a separate process that data/dataset_folder.py starts.
 
 Its argument is that process's number. It reads the arguments of `prepare_raw` from stdin, and writes the folder or
-the exception to stdout; both are pickled. So a run that reads a prepared dataset loads nothing of this room.
+the exception to stdout; both are pickled. So a run that reads a prepared dataset loads nothing of data/prepare.
 """
 
 import os
@@ -31,7 +31,7 @@ def main() -> None:
         except Exception as error:
             error.add_note(traceback.format_exc())  # a pickle has no traceback
             result = error
-        except KeyboardInterrupt:  # the command that waits for this process says so
+        except KeyboardInterrupt:  # the waiting command reports it
             sys.exit(1)
     answer.write(pickle.dumps(result))
 

@@ -1,4 +1,4 @@
-"""A file at a URL, read although its server fails for a while."""
+"""Reading a file at a URL despite temporary failures of its server."""
 
 import io
 from typing import Any
@@ -12,14 +12,15 @@ BUFFER_BYTES = 2**22  # of one request
 
 
 class RemoteFile(io.RawIOBase):
-    """A file that is asked for in ranges, each until it is answered. StorageLost if its server fails for long."""
+    """A file read by requests for ranges, each repeated until it is answered. Raises StorageLost if its server fails
+    for long."""
 
     def __init__(self, filesystem: AbstractFileSystem, url: str):
-        """Raise what the server says if the file is not there, and OSError if it does not say how long it is."""
+        """Raise the server's error if the file is missing, and OSError if its length is unknown."""
         self.filesystem, self.url, self.at = filesystem, url, 0
         size = patiently(url, lambda: filesystem.size(url))
         if size is None:
-            raise OSError("its server does not say how long it is")
+            raise OSError("its server does not report its length")
         self.size: int = size
 
     def readinto(self, buffer: Any) -> int:
@@ -46,5 +47,5 @@ class RemoteFile(io.RawIOBase):
 
 
 def open_remote(filesystem: AbstractFileSystem, url: str) -> io.BufferedReader:
-    """Open a file at a URL for reading bytes. Raises as `RemoteFile` does."""
+    """Open a file at a URL for reading bytes. Raise as `RemoteFile` does."""
     return io.BufferedReader(RemoteFile(filesystem, url), BUFFER_BYTES)

@@ -1,4 +1,4 @@
-"""What is decided by a first look at the text: which documents are held out, and the tokenizer."""
+"""Decisions from a first look at the text: the held-out documents, and the tokenizer."""
 
 import math
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from data.prepare.exclusion import load_exclusion
 from data.prepare.source_files import SourceFile
 from data.tokenizer import TextTokenizer, train_tokenizer
 
-SAMPLED = 32  # files, at least, that a tokenizer is trained on
+SAMPLED = 32  # fewest files for training a tokenizer
 
 
 def held_out_threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> float:
-    """Documents whose hash falls below it are held out: `val_fraction`, but for a corpus so small that one side would
-    be empty: then the document of the lowest hash is held out, or that of the highest is not."""
+    """Return the threshold of hashes below which documents are held out: `val_fraction`. In a corpus so small that one
+    side would be empty, the document of the lowest hash is held out, or the one of the highest is not."""
     lowest, highest, count, problem = 1.0, 0.0, 0, ""
     for file in files:
         for document in corpus.documents(file):
@@ -42,7 +42,7 @@ def held_out_threshold(corpus: Corpus, files: list[SourceFile], val_fraction: fl
 def sampled_tokenizer(
     corpus: Corpus, files: list[SourceFile], vocab_size: int, sample_bytes: int, threshold: float, excluded: Path | None
 ) -> TextTokenizer:
-    """Train a tokenizer on a sample of the training documents. UserError if they cannot fill its vocabulary."""
+    """Train a tokenizer on a sample of the training documents. Raise UserError if they cannot fill its vocabulary."""
     tokenizer = train_tokenizer(sample(corpus, files, sample_bytes, threshold, excluded), vocab_size)
     learned = tokenizer.vocab_size
     if learned < vocab_size:
@@ -57,8 +57,8 @@ def sampled_tokenizer(
 def sample(
     corpus: Corpus, files: list[SourceFile], sample_bytes: int, threshold: float, excluded: Path | None
 ) -> Iterator[str]:
-    """Yield training documents, of each sampled file its first, up to its share. So many files are sampled, evenly over
-    the source, that they have four times the bytes, and at least 32: of a source on the hub each is downloaded."""
+    """Yield training documents: the first ones of each sampled file, up to its share. The files are sampled evenly over
+    the source, at least 32 of them, with four times the bytes. From the hub, each is downloaded."""
     exclusion, files = excluded and load_exclusion(excluded), [file for file in files if not file.held_out]
     total = max(sum(file.size for file in files), 1)
     count = min(max(math.ceil(4 * sample_bytes / total * len(files)), SAMPLED), len(files))

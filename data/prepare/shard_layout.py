@@ -1,4 +1,4 @@
-"""Shards laid out of parts, each by itself: a job reads of each part the documents of its own shards."""
+"""Laying out shards from parts, each independently: a job reads its own shards' documents from each part."""
 
 import io
 import json
@@ -16,8 +16,8 @@ from data.blocks import write_blocks
 from data.prepare.parts import Part, Recipe, Task
 from data.shards import write_shard
 
-COMPARED = 2**22  # documents whose hashes are in memory at a time
-AGAIN = "again"  # in the folder `parts`: for each document, whether its text is one before's
+COMPARED = 2**22  # documents with hashes in memory at a time
+AGAIN = "again"  # in the folder `parts`: for each document, whether an earlier one has its text
 
 
 @dataclass(frozen=True)
@@ -26,29 +26,29 @@ class Layout:
 
     recipe: Recipe
     task: Task | None
-    """What is to be encoded first, and not kept."""
+    """The task to encode first, whose part is not kept."""
     parts: Sequence[str]
     """The parts' names in the folder `parts`."""
     before: int
     """Documents in the parts before these."""
     number: int
-    """Of the slice."""
+    """Number of the slice."""
     slices: int
     end: tuple[int, ...]
-    """What is left to do begins there: the number of a file and a byte in it, or of a layout."""
+    """Start of the remaining work: the number of a file and a byte in it, or of a layout."""
 
     @property
     def out(self) -> Path:
-        """A folder with the shards, and `entries.json`: what dataset.json is to say of them."""
+        """A folder with the shards, and `entries.json`: their entries for dataset.json."""
         return self.recipe.folder / "parts" / f"{self.parts[0]}.{self.number}-{self.slices}"
 
     @property
     def size(self) -> int:
-        """Bytes of the source that are encoded."""
+        """Return the bytes of the source to encode."""
         return self.task.size if self.task else 0
 
     def run(self) -> None:
-        """Make the folder. UserError as `Corpus.read` raises it; OSError if it cannot be written."""
+        """Make the folder. Raise UserError as `Corpus.read`, and OSError if it cannot be written."""
         if self.out.exists():
             return
         if self.task:
@@ -62,7 +62,7 @@ class Layout:
             self.task.out.unlink(missing_ok=True)
 
     def at(self) -> bytes | None:
-        """Return where it is in its task; a task that is encoded is at its end until the shards are there."""
+        """Return the position in the task. An encoded task is at its end until the shards are there."""
         if self.task is None or self.task.out.exists():
             return b""
         return self.task.at()
@@ -73,7 +73,7 @@ class Layout:
 
 def _lay_out(layout: Layout, folder: Path) -> None:
     recipe, entries, skipped, before = layout.recipe, [], {}, layout.before
-    slices: list[tuple[Part, int, int, int]] = []  # with how many documents are in the parts before
+    slices: list[tuple[Part, int, int, int]] = []  # the number of documents in earlier parts
     for name in layout.parts:
         part = Part(recipe, recipe.folder / "parts" / name)
         bounds = [part.documents * i // layout.slices for i in (layout.number, layout.number + 1)]
@@ -101,20 +101,20 @@ def _lay_out(layout: Layout, folder: Path) -> None:
 def _write_shard(
     layout: Layout, folder: Path, number: int, slices: list[tuple[Part, int, int, int]]
 ) -> tuple[dict, int]:
-    """Write the files of a shard. Return what dataset.json is to say of it, and how many documents are duplicates."""
+    """Write the files of a shard. Return its entry for dataset.json, and the number of duplicates."""
     recipe, columns, tokens = layout.recipe, [], []
     for part, start, stop, before in slices:
         starts = part.read("starts", start, stop + 1)
         again = np.zeros(stop - start, bool)
         if recipe.deduplicate:
             again = np.fromfile(recipe.folder / "parts" / AGAIN, bool, stop - start, offset=before + start)
-        columns.append((np.diff(starts), part.read("sizes", start, stop), part.read("held", start, stop), again))
+        columns.append((np.diff(starts), part.read("sizes", start, stop), part.read("held_out", start, stop), again))
         tokens.append(part.read("tokens", int(starts[0]), int(starts[-1])))
-    lengths, sizes, held, again = (np.concatenate(column) for column in zip(*columns))
+    lengths, sizes, held_out, again = (np.concatenate(column) for column in zip(*columns))
     joined, begins = np.concatenate(tokens), np.cumsum(lengths) - lengths
     del tokens
     order, made = recipe.order(1, layout.number, len(lengths)), {}
-    for side, wanted in (("train", ~held & ~again), ("val", held & ~again)):
+    for side, wanted in (("train", ~held_out & ~again), ("val", held_out & ~again)):
         chosen = order[wanted[order]]
         if not len(chosen):
             continue
@@ -137,7 +137,7 @@ def _write_shard(
 
 
 def layouts_of(recipe: Recipe, tasks: Sequence[Task]) -> list[Layout]:
-    """Return what is to be laid out when the parts of all tasks are there."""
+    """Return the layouts for the parts of all tasks."""
     names, parts = [task.out.name for task in tasks], [Part(recipe, task.out) for task in tasks]
     if recipe.deduplicate:
         _find_duplicates(recipe, parts)
@@ -152,7 +152,7 @@ def layouts_of(recipe: Recipe, tasks: Sequence[Task]) -> list[Layout]:
 
 
 def _find_duplicates(recipe: Recipe, parts: Sequence[Part]) -> None:
-    """Write `AGAIN`. A share of all hashes is compared at a time, of which each part gives a stretch."""
+    """Write `AGAIN`. It compares a range of hashes at a time, a stretch of each part."""
     firsts = np.cumsum([0, *(part.documents for part in parts)])
     again, rounds = np.zeros(firsts[-1], bool), int(firsts[-1]) // COMPARED + 1
     bounds = [(2**64 * i // rounds) for i in range(rounds)]

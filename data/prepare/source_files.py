@@ -1,8 +1,8 @@
-"""What is in a file of text: its documents' contents one after the other, of the whole file or of a span of its bytes.
+"""Reading a file of text: its documents' contents in order, from the complete file or from a span of its bytes.
 
-Spans side by side give each document once: that which starts in the span, or, of a table's, that whose group of rows
-does. A document has a number in its file. In a span of a .jsonl the numbers are those of the span's lines, from 1: how
-many lines come before it is counted for a message alone. So it is with texts between separators.
+Adjacent spans give each document once: the span in which it starts, or, in a table, in which its group of rows starts.
+A document has a number in its file. In a span of a .jsonl the numbers count the span's lines from 1, and the lines
+before it are counted only for a message. Texts between separators are numbered in the same way.
 """
 
 import csv
@@ -25,11 +25,11 @@ from configs.schema import UserError
 
 TEXT_SUFFIXES = (".txt", ".md", ".py")
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".xz": "xz"}
-# Lines of JSON, as in C4 and Dolma, where a .json is one only if it is compressed.
+# Lines of JSON, as in C4 and Dolma. A .json has lines only if it is compressed.
 LINE_SUFFIXES = (".jsonl", *(f"{kind}{suffix}" for kind in (".jsonl", ".json") for suffix in COMPRESSIONS))
 TABLE_SUFFIXES = (*LINE_SUFFIXES, ".parquet", ".csv", ".csv.gz", ".arrow")
 CHUNK_BYTES = 16_384
-BATCH_BYTES = 16_000_000  # of a table's column that are in memory at a time, where no row alone is larger
+BATCH_BYTES = 16_000_000  # bytes of a table's column in memory at a time, unless a single row is larger
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class SourceFile:
     name: str
     """Its path below the source, the same on every machine."""
     url: str
-    """Where it is: a path of this machine, a URL, or for `hf:` what the hub's client takes."""
+    """Location: a local path, a URL, or for `hf:` a path of the hub's client."""
     size: int
-    """Bytes, compressed as it lies there."""
+    """Size in bytes as stored, compressed or not."""
     problem: str = ""
-    """Why it (or the folder of this name) cannot be read: no permission, or a link that leads nowhere."""
+    """Why the file, or the folder of this name, cannot be read: no permission, or a link that leads nowhere."""
     held_out: bool = False
-    """Whether all of its documents are held out."""
+    """True if all of its documents are held out."""
     filesystem: AbstractFileSystem = LocalFileSystem()
-    """fsspec's, that opens it."""
+    """The fsspec filesystem that opens it."""
 
 
 def decompressed(name: str, opened: Any) -> Any:
@@ -56,18 +56,18 @@ def decompressed(name: str, opened: Any) -> Any:
     if packed == "xz":
         return lzma.open(opened)
     if packed and not opened.read(1):
-        raise EOFError("no byte is there")  # which pyarrow takes for a whole text without a line
+        raise EOFError("no byte is there")  # pyarrow would read it as a complete text without a line
     opened.seek(0)
     return io.BufferedReader(pyarrow.CompressedInputStream(opened, packed), 2**20) if packed else opened
 
 
 def lines(file: SourceFile, opened: Any, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that start in the span, empty ones with no content; of a compressed file, all."""
+    """Yield the lines that start in the span, empty ones without content; all lines of a compressed file."""
     stream, at = decompressed(file.name, opened), start
     packed = stream is not opened
     if start:
         stream.seek(start - 1)
-        at += len(stream.readline()) - 1  # the end of a line that starts before
+        at += len(stream.readline()) - 1  # the end of a line that starts earlier
     for number, line in enumerate(stream, 1):
         if stop is not None and not packed and at >= stop:
             return
@@ -76,7 +76,7 @@ def lines(file: SourceFile, opened: Any, start: int, stop: int | None) -> Iterat
 
 
 def lines_before(opened: Any, start: int) -> int:
-    """Return how many lines start before the byte `start`."""
+    """Return the number of lines that start before the byte `start`."""
     count, left, last = 0, start, b"\n"
     while left > 0 and (block := opened.read(min(left, 2**20))):
         count, left, last = count + block.count(b"\n"), left - len(block), block[-1:]
@@ -84,8 +84,7 @@ def lines_before(opened: Any, start: int) -> int:
 
 
 def separated(opened: Any, separator: bytes, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-    """Yield the texts between separators that start in the span, without the blanks around them; empty ones are left
-    out."""
+    """Yield the texts between separators that start in the span, without surrounding blanks. Skip empty ones."""
     at, rest, number, is_text = max(start - len(separator), 0), b"", 0, not start
     opened.seek(at)
     while True:
@@ -112,7 +111,7 @@ def values(file: SourceFile, opened: Any, column: str, nested: bool) -> Iterator
             table = pyarrow.ipc.open_file(opened) if is_file else pyarrow.ipc.open_stream(opened)
             batches = (table.get_batch(i) for i in range(table.num_record_batches)) if is_file else table
         else:
-            first = decompressed(file.name, opened)  # closes the file when it is dropped
+            first = decompressed(file.name, opened)  # closes the file on deletion
             names = next(csv.reader([first.readline().decode("utf-8-sig")]), [])
             opened.seek(0)
             batches = table = pyarrow.csv.open_csv(
@@ -125,7 +124,7 @@ def values(file: SourceFile, opened: Any, column: str, nested: bool) -> Iterator
                 ),
             )
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file.url}: not {PurePath(file.name).suffix}, or not a whole one: {error}") from error
+        raise UserError(f"{file.url}: not {PurePath(file.name).suffix}, or incomplete: {error}") from error
     _require_text(file, column, dict(zip(table.schema.names, table.schema.types)), nested)
     yield from enumerate((content for batch in batches for content in _contents(batch.column(column))), 1)
 
@@ -133,19 +132,19 @@ def values(file: SourceFile, opened: Any, column: str, nested: bool) -> Iterator
 def rows(
     file: SourceFile, opened: Any, column: str, start: int, stop: int | None, nested: bool
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the rows of a table's groups that start in the span. A `nested` column's are JSON."""
+    """Yield the rows of a table's groups that start in the span. A `nested` column gives JSON."""
     try:
         table = pyarrow.parquet.ParquetFile(opened, page_checksum_verification=True, buffer_size=2**20)
         schema = table.schema_arrow
         columns = dict(zip(schema.names, schema.types))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last, of a column's name
-        raise UserError(f"{file.url}: not a parquet file, or not a whole one: {error}") from error
+        raise UserError(f"{file.url}: not a parquet file, or incomplete: {error}") from error
     _require_text(file, column, columns, nested)
     facts, groups, numbers, row_bytes, before = table.metadata, [], [], 1, 0
     leaves = [i for i in range(len(facts.schema)) if f"{facts.schema.column(i).path}.".startswith(f"{column}.")]
     for i in range(facts.num_row_groups):
         group = facts.row_group(i)
-        place = min(max(group.column(0).data_page_offset, 0), file.size - 1)  # which a damaged file may say wrong
+        place = min(max(group.column(0).data_page_offset, 0), file.size - 1)  # a damaged file may have a wrong count
         if start <= place and (stop is None or place < stop):
             groups.append(i)
             numbers += [before + 1, before + group.num_rows + 1]
@@ -160,14 +159,14 @@ def rows(
             yield number, content
             number += 1
     if number != expected:
-        raise UserError(f"{file.url} is damaged: {number - 1} rows, where it says that there are {expected - 1}")
+        raise UserError(f"{file.url} is damaged: {number - 1} rows, but its metadata has {expected - 1}")
 
 
 def _contents(column: pyarrow.Array) -> Iterator[bytes]:
-    """Yield a column's rows: its text, or JSON of what is in it."""
+    """Yield a column's rows: its text, or its value as JSON."""
     if _is_text(column.type):
         return (value.as_py() or b"" for value in column.cast(pyarrow.large_binary()))
-    return (json.dumps(value.as_py(), default=lambda _: None).encode() for value in column)  # a time is no message's
+    return (json.dumps(value.as_py(), default=lambda _: None).encode() for value in column)  # messages contain no times
 
 
 def _require_text(file: SourceFile, column: str, columns: dict[str, pyarrow.DataType], nested: bool) -> None:
@@ -183,7 +182,7 @@ def _require_text(file: SourceFile, column: str, columns: dict[str, pyarrow.Data
 
 
 def _is_text(kind: pyarrow.DataType, nested: bool = False) -> bool:
-    """Return whether a column of this type holds text, or else the lists that are `nested`."""
+    """Return whether a column of this type contains text, or, with `nested`, lists."""
     types = pyarrow.types
     if nested and (types.is_list(kind) or types.is_large_list(kind)):
         return True
@@ -193,7 +192,7 @@ def _is_text(kind: pyarrow.DataType, nested: bool = False) -> bool:
 
 
 def chunks(opened: Any, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-    """Yield a single text, cut into documents every `CHUNK_BYTES` bytes: there, or as soon as `_cut` allows."""
+    """Yield a single text, cut into documents every `CHUNK_BYTES` bytes, or at the next place that `_cut` allows."""
     for i in count(-(-start // CHUNK_BYTES)):
         opened.seek(i * CHUNK_BYTES)
         content = opened.read(2 * CHUNK_BYTES)
@@ -205,7 +204,7 @@ def chunks(opened: Any, start: int, stop: int | None) -> Iterator[tuple[int, byt
 
 
 def _cut(content: bytes) -> int:
-    """Return where a text may be cut: after the first line's end, else after the first space, else between two
-    characters."""
+    """Return a position to cut a text: after the first line's end, otherwise after the first space, otherwise between
+    two characters."""
     characters = (i for i, byte in enumerate(content) if byte & 0xC0 != 0x80)  # in UTF-8
     return content.find(b"\n") + 1 or content.find(b" ") + 1 or next(characters, 0)

@@ -93,7 +93,7 @@ BAD = {
     "message 3 has the role 'tool', not system, user or assistant": [U, A, {"role": "tool", "content": "x"}],
     "the conversation has, after the user's, another message of user; roles alternate from the user's": [U, U, A],
     "message 4 (assistant) is empty": [U, A, U, {"role": "assistant", "content": ""}],
-    "half a character (a lone surrogate)": [U, {"role": "assistant", "content": "\ud800"}],
+    "invalid Unicode (a lone surrogate)": [U, {"role": "assistant", "content": "\ud800"}],
 }
 
 

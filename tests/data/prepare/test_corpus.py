@@ -184,8 +184,8 @@ def bad_files(folder: Path) -> str:
 
 BAD_LINES = {
     b'"caf\xe9"': "not UTF-8",
-    b'"half \\ud83d of a smile"': "half a character (a lone surrogate)",
-    b'"\xed\xa0\xbd"': "half a character (a lone surrogate)",
+    b'"half \\ud83d of a smile"': "invalid Unicode (a lone surrogate)",
+    b'"\xed\xa0\xbd"': "invalid Unicode (a lone surrogate)",
     b"[" * 100_000 + b"]" * 100_000: "nested too deeply",
     b'"cut': "not JSON",
     b"1" + b"0" * 5000: "no text under 'text'",
@@ -226,7 +226,7 @@ def test_a_parquet_that_is_cut_off_is_refused_and_named(tmp_path):
     parquet(tmp_path / "x.parquet", "text", *("one" * 50))
     path = tmp_path / "x.parquet"
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(UserError, match=r"x\.parquet: not a parquet file, or not a whole one"):
+    with pytest.raises(UserError, match=r"x\.parquet: not a parquet file, or incomplete"):
         texts(find_corpus(str(tmp_path)))
 
 

@@ -156,8 +156,8 @@ def test_a_glob_and_a_revision_are_asked_for_and_the_first_is_asked_for_again(en
     ("source", "says"),
     [
         ("hf:owner/name:sample/99BT", "no folder sample/99BT; its folders with text: other, sample/10BT"),
-        ("hf:owner/missing", "the hub does not give this dataset"),
-        ("hf:no name at all", "the hub does not give this dataset"),
+        ("hf:owner/missing", "the hub refuses this dataset"),
+        ("hf:no name at all", "the hub refuses this dataset"),
     ],
 )
 def test_what_the_hub_does_not_have_is_a_mistake(endpoint, monkeypatch, source, says):

@@ -319,7 +319,7 @@ def test_a_source_that_changed_and_a_folder_of_something_else_are_refused(settin
     Path(settings.source, "3.txt").write_text("changed")
     with pytest.raises(UserError, match=r"version: .*changes with the source's files"):
         prepare(settings, tmp_path / "out")
-    with pytest.raises(UserError, match="is not empty and holds no dataset"):
+    with pytest.raises(UserError, match="is not empty and has no dataset"):
         prepare(settings, Path(settings.source))
 
 
