@@ -51,7 +51,7 @@ class Host(NamedTuple):
     clock: float
     """Unix seconds, which all read at the same time."""
     problems: list[str]
-    """What this host lacks."""
+    """Problems of this host."""
 
 
 def code_digest(root: Path = ROOT) -> str:
@@ -81,7 +81,7 @@ def compare(hosts: Sequence[Host]) -> list[str]:
 
 
 def needs(config: Config) -> list[str]:
-    """Return what this host lacks: disk space, a shared folder to write to. Every process must call it."""
+    """Return the problems of this host: disk space, a shared folder to write to. Every process must call it."""
     index, run_dir = jax.process_index(), epath.Path(config.run_dir)
     shared = epath.Path(config.checkpoint.folder or config.run_dir)
     problems, written = [], []

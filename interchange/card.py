@@ -23,9 +23,9 @@ print(chat(messages, max_new_tokens=200)[0]["generated_text"][-1]["content"])
 def model_card(
     config: Config, step: int, tokens: int, val_bpb: float | None, license: str, remote: bool, chat: bool
 ) -> str:
-    """Return what people ask of a network after `step` steps on `tokens` tokens. `remote`: its code is in its folder.
+    """Return the model card of a network after `step` steps on `tokens` tokens. `remote`: its code is in its folder.
     `chat`: it was trained on conversations.
-    `license`: as Hugging Face names it; empty: none is stated."""
+    `license`: Hugging Face's name; empty: not stated."""
     model, parameters = config.model, sum(p.size * count for p, count in kinds(config.model))
     bits = "not measured at this step" if val_bpb is None else f"{val_bpb:.4f} of held-out text"
     trust = ", trust_remote_code=True" if remote else ""

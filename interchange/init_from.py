@@ -1,4 +1,4 @@
-"""A network in a folder, to train on from or to measure: a run's, one that export.py wrote, or a published nanochat in
+"""Networks in folders, to train from or to measure: a run's, one from export.py, or a published nanochat in
 transformers' format."""
 
 import json
@@ -27,7 +27,7 @@ from training.state import split_model
 
 OURS = ("nanochat", "tokensum")
 """Architectures that our network computes, as config.json names them."""
-TOKENS_AT_A_TIME = 16_384  # of a network that is measured, on a device
+TOKENS_AT_A_TIME = 16_384  # rows of a measured network, per device
 
 
 @cache
@@ -42,18 +42,18 @@ def is_network(folder: str | Path) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder's config.json is a run's, and not transformers'."""
+    """Return whether a folder's config.json is from a run, not from transformers."""
     return (folder / "config.json").exists() and "config" in _read_json(folder)
 
 
 def architecture_of(folder: str | Path) -> str:
-    """Return what config.json calls it."""
+    """Return the architecture's name in config.json."""
     return str(_read_json(folder).get("model_type"))
 
 
 def config_of(folder: str | Path) -> Config:
-    """Return the Config whose `init_from` is this folder, to measure it with. UserError for another architecture than
-    ours."""
+    """Return the Config whose `init_from` is this folder, to measure it with. Raise UserError for other
+    architectures."""
     path, theirs, kind = Path(folder) / "config.json", _read_json(folder), architecture_of(folder)
     if kind not in OURS:
         raise UserError(
@@ -77,12 +77,12 @@ def config_of(folder: str | Path) -> Config:
             if name not in ("architectures", "auto_map", "options") and theirs.get(name) not in (None, ours):
                 raise UserError(f"{name} is {theirs[name]}, and our network has {ours}")
     except (UserError, LookupError, TypeError) as error:
-        raise UserError(f"{path} describes no network of ours: {error}") from error
+        raise UserError(f"{path} describes another network than ours: {error}") from error
     return config
 
 
 def network_config(folder: Path) -> Config:
-    """Return the Config of a run, or of the network in a folder. UserError if a folder is neither."""
+    """Return the Config of a run, or of the network in a folder. Raise UserError if a folder is neither."""
     return record_of(folder)[1] if is_run(folder) or not is_network(folder) else config_of(folder)
 
 
@@ -100,7 +100,7 @@ def require_same_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
     known = [it.library.get_vocab() for it in (theirs, theirs.with_chat_tokens)]
     if tokenizer.library.get_vocab() not in known:
         raise UserError(
-            f"{config.init_from} holds another vocabulary than the data were made with; prepare the data with "
+            f"{config.init_from} has another vocabulary than the data; prepare the data with "
             f"--tokenizer={folder}, or give --data.tokenizer={folder} for raw text"
         )
 
@@ -116,7 +116,7 @@ def why_no_training(config: Config) -> str:
 
 
 def require_same_network(config: Config) -> None:
-    """Raise UserError if `config.init_from` has a network that computes another function than the options ask for, but
+    """Raise UserError if the network in `config.init_from` computes another function than the options ask for, except
     for rows that tokens of conversations need."""
     config, folder = resolved(config), origin(config.init_from)
     arrays = {} if is_run(folder) else stored_arrays(folder)
@@ -147,13 +147,13 @@ def _wrong_shapes(shapes: dict[str, tuple[int, ...]], model: ModelConfig) -> lis
 
 
 def _differences(theirs: ModelConfig, asked: ModelConfig) -> list[str]:
-    """Name the options of which the functions differ; for how far blocks see, compare the windows themselves, since
-    several options may come to the same."""
+    """Return a line for each option that changes the function. Compare the blocks' windows themselves, since different
+    options may give the same windows."""
     ours, others = function_options(asked), function_options(theirs)
     for model, options in ((asked, ours), (theirs, others)):
         windows = [window_of(model, layer) for layer in range(model.depth)]
         del options["window_pattern"], options["short_window"]
-        options["positions that the blocks see back (window_pattern, short_window)"] = windows
+        options["windows of the blocks (window_pattern, short_window)"] = windows
     return [f"{name}: {others[name]}, not {value}" for name, value in ours.items() if others[name] != value]
 
 
@@ -176,7 +176,7 @@ def read_params(config: Config, abstract: dict) -> dict:
 
 
 def _spelling(stored: Collection[str]) -> tuple[Callable[[str], str], bool]:
-    """Return how a folder names our parameters, and whether its matrices are [outputs, inputs], as torch's are."""
+    """Return a folder's names of our parameters, and whether its matrices are [outputs, inputs], as in torch."""
     if HF_TABLE in stored:
         return hf_name, True
     return (own_name, True) if OWN_TABLE in stored else (str, False)
@@ -189,5 +189,5 @@ def _read_json(folder: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} cannot be read: it has no options by name")
+        raise UserError(f"{path} cannot be read: it is not a JSON object")
     return content

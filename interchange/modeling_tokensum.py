@@ -1,10 +1,10 @@
 # pyright: reportMissingImports=false
-"""The network for transformers, with every option of it: export.py copies this file beside the weights, and
+"""The network for transformers, with all of its options: export.py copies this file next to the weights, and
 `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` reads it there.
 
-It needs torch and transformers alone, and nothing of the code that trained the network; model/gpt.py is the original.
-Left padding, caches (of a fixed size, too), generation with several beams and gradient checkpointing work; several
-documents in a row do not.
+It needs only torch and transformers, not the code that trained the network. model/gpt.py is the original. Left padding,
+caches (also of a fixed size), generation with several beams and gradient checkpointing work. Several documents in a row
+do not.
 """
 
 import torch
@@ -31,9 +31,9 @@ class TokensumConfig(PretrainedConfig):
     rotary_base: float = 100_000.0
     qk_scale: float = 1.0
     windows: list | tuple = ()
-    """How many positions back each block sees, None: all."""
+    """Return the number of earlier positions that each block sees; None: all."""
     value_embeddings: list | tuple = ()
-    """Which blocks have one."""
+    """Return the blocks with value embeddings."""
     resid_lambdas: bool = False
     x0_lambdas: bool = False
     smear: bool = False
@@ -72,7 +72,7 @@ class Attention(nn.Module):
             self.value_gate = matrix(config.value_gate_channels, config.num_key_value_heads)
 
     def turned(self, x: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Rotate by the position, then norm; in float32, rounded once."""
+        """Rotate by the position, then normalize; in float32, rounded once."""
         cos, sin = angles
         wide = x.float()
         first, second = wide.chunk(2, dim=-1)
@@ -104,7 +104,7 @@ class Attention(nn.Module):
         else:
             distance = positions[:, None] - torch.arange(k.shape[2], device=x.device)
             seen = (distance >= 0) & (distance <= (k.shape[2] if self.window is None else self.window))
-            if mask is not None:  # padding sees itself, so that no row is without a key
+            if mask is not None:  # padding sees itself, so every row has a key
                 there = functional.pad(mask, (0, k.shape[2] - mask.shape[1]))  # a cache of a fixed size has more keys
                 seen = seen & there[:, None, None] | (distance == 0)
             y = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
@@ -155,7 +155,7 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def resize_token_embeddings(self, new_num_tokens=None, pad_to_multiple_of=None, mean_resizing=True) -> nn.Embedding:
-        """With the tables of value embeddings, which have a row for each token, too."""
+        """Resize the embeddings, and the tables of value embeddings, which also have a row for each token."""
         resized = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         size = {"new_num_tokens": resized.num_embeddings, "mean_resizing": mean_resizing}
         for module in self.modules():
@@ -164,11 +164,11 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
         return resized
 
     def create_masks_for_generate(self, attention_mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor | None:
-        """As it is, [batch, length]: the blocks make of it what they need."""
+        """Return the mask [batch, length] unchanged: the blocks convert it."""
         return attention_mask
 
     def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
-        """With the token before, which `smear` reads and no cache holds."""
+        """Return the inputs with the previous token, which `smear` reads and no cache contains."""
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         inputs = prepare(input_ids, *args, **kwargs)
         cache = inputs.get("past_key_values")
@@ -188,8 +188,8 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs,
     ):
-        """`previous_ids` [batch]: the last tokens in the cache; a network with smear needs them where there is one.
-        Positions are counted from the row's begin: padding before a text changes nothing."""
+        """`previous_ids` [batch]: the last tokens in the cache; a network with smear needs them with a cache. Positions
+        count from the start of the text: left padding changes nothing."""
         config = self.config
         if attention_mask is not None and attention_mask.ndim != 2:
             raise ValueError("attention_mask must be [batch, length]")
@@ -220,7 +220,7 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos for every channel of a head, sin for the first of each pair."""
+        """Return cos for every channel of a head, and sin for the first of each pair."""
         size = self.config.head_dim
         frequencies = self.config.rotary_base ** (
             -torch.arange(0, size, 2, dtype=torch.float32, device=positions.device) / size
@@ -236,12 +236,12 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
             last = torch.zeros_like(x[:, :1])
         elif previous_ids is None:
             raise ValueError(
-                "a network with smear needs previous_ids, the last tokens in past_key_values; generate() gives them"
+                "a network with smear needs previous_ids, the last tokens in past_key_values; generate() passes them"
             )
         else:
             last = rms_norm(self.embed(previous_ids))[:, None]
         before = torch.cat([last, x[:, :-1]], dim=1)
-        if mask is not None:  # padding is no token before
+        if mask is not None:  # padding is not a previous token
             there = functional.pad(mask, (1, 0))[:, past : past + x.shape[1]]
             before = before * there[..., None]
         gate = torch.sigmoid(self.smear_gate(x[..., : self.config.smear_channels]))

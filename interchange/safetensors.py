@@ -1,4 +1,4 @@
-"""Networks as plain safetensors: the arrays as they are, under their dotted names; written a shard at a time."""
+"""Networks as plain safetensors: unchanged arrays under their dotted names, written one shard at a time."""
 
 import json
 import shutil
@@ -20,22 +20,22 @@ Arrays = dict[str, Float[np.ndarray, "..."]]
 
 
 def write_safetensors(out: Path, shards: Iterable[Arrays], config: Config, tokenizer: TextTokenizer) -> None:
-    """Write a folder with the arrays as they are, under their dotted names."""
+    """Write a folder with the unchanged arrays under their dotted names."""
     facts = {"model_type": "tokensum", "max_position_embeddings": config.batch.sequence_length}
     content = json.dumps(facts | {"options": function_options(config.model)}, indent=2)
     write_folder(out, shards, {"config.json": content, "tokenizer.json": tokenizer.json})
 
 
 def function_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the options that make the function that a network computes."""
+    """Return the options that determine a network's function."""
     return {name: getattr(model, name) for name, meanings in roles(ModelConfig).items() if not meanings}
 
 
 def write_folder(out: Path, shards: Iterable[Arrays], files: dict[str, str]) -> None:
-    """Write the new folder `out`, completely or not at all, a file a shard. UserError if that fails."""
+    """Write the new folder `out` atomically, one file per shard. Raise UserError if that fails."""
     partial = out.with_name(f"{out.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
+        shutil.rmtree(partial, ignore_errors=True)  # from an export that was killed
         partial.mkdir(parents=True)
         for name, content in files.items():
             (partial / name).write_text(content)
@@ -54,10 +54,10 @@ def _write_shards(folder: Path, shards: Iterable[Arrays]) -> None:
     for arrays in shards:
         path = folder / f"{len(written)}.safetensors"
         save_file(arrays, path, metadata={"format": "pt"})
-        shutil.copymode(folder / "tokenizer.json", path)  # which others may read, where this library lets nobody
+        shutil.copymode(folder / "tokenizer.json", path)  # others may read it; this library would allow nobody
         written.append(list(arrays))
         size += sum(array.nbytes for array in arrays.values())
-        del arrays  # before the next one is read
+        del arrays  # free it before the next one is read
     count = len(written)
     if count == 1:
         (folder / "0.safetensors").rename(folder / "model.safetensors")
@@ -76,12 +76,13 @@ def arrays_of(params: dict) -> Arrays:
 
 
 def stored_arrays(folder: Path) -> dict[str, Any]:
-    """Return the arrays in a folder's files, by name, not yet read. UserError if there are none, or not complete."""
+    """Return the arrays in a folder's files, by name, not yet read. Raise UserError if they are missing or
+    incomplete."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError(f"{folder} holds no network: no *.safetensors there")
+        raise UserError(f"{folder} has no network: no *.safetensors there")
     try:
         opened = [safe_open(path, "numpy") for path in files]
         return {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
-    except Exception as error:  # safetensors' own, of a file that is not whole
+    except Exception as error:  # safetensors' own, for an incomplete file
         raise UserError(f"the network in {folder} cannot be read: {error}") from error

@@ -1,4 +1,4 @@
-"""Whether a network that was written for transformers is the one that was trained: both read the same text."""
+"""Verification of an export: the network in transformers and the trained one read the same text."""
 
 import shutil
 from pathlib import Path
@@ -13,11 +13,11 @@ from configs.schema import ModelConfig, UserError
 from model.loss import softcap
 from training.state import split_model
 
-BOUND = 1e-3  # of logits in float32: ten times what the order of sums was seen to make of them
+BOUND = 1e-3  # of logits in float32: ten times the observed effect of the order of sums
 
 
 def require_transformers() -> None:
-    """UserError if what loads the network is not installed."""
+    """Raise UserError if torch or transformers is not installed."""
     try:
         import torch  # noqa: F401
         import transformers  # noqa: F401
@@ -30,9 +30,9 @@ def require_transformers() -> None:
 def largest_difference(
     folder: Path, params: dict, model: ModelConfig, tokens: Int[np.ndarray, "rows length"]
 ) -> tuple[float, float]:
-    """Return the largest difference between the capped logits of the network in `folder`, as transformers loads it, and
-    of ours, both in float32; and the standard deviation of ours, to compare it with. `params`: as the folder has them,
-    rounded if it is."""
+    """Return the largest difference between the capped logits of the network in `folder`, loaded by transformers, and
+    of ours, both in float32; and the standard deviation of ours, for comparison. `params`: rounded like the
+    folder's."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -46,8 +46,8 @@ def largest_difference(
 
 
 def verify(folder: Path, params: dict, model: ModelConfig, dtype: str, tokens: np.ndarray) -> str:
-    """Return how far the logits of the network in `folder` differ from ours on `tokens`. Above the bound, remove the
-    folder, and raise RuntimeError."""
+    """Return a line on the difference between the logits of the network in `folder` and ours on `tokens`. Above the
+    bound, remove the folder and raise RuntimeError."""
     rounded = jax.tree.map(lambda leaf: leaf.astype(np.dtype(dtype)).astype(np.float32), params)
     difference, size = largest_difference(folder, rounded, model, tokens)
     result = (

@@ -1,4 +1,4 @@
-"""Print where a run's time went, over all its starts: python -m tools.goodput RUN. See run/goodput.py for the parts."""
+"""Print the use of a run's time, over all its starts: python -m tools.goodput RUN. See run/goodput.py for the parts."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -15,7 +15,7 @@ from run.record import at_hand
 
 @dataclass(frozen=True)
 class Arguments:
-    """Seconds of a run over all its starts, by what they went to."""
+    """Print the seconds of a run over all its starts, by use."""
 
     run_dir: Annotated[AnyPath, tyro.conf.Positional]
     """Folder of the run, here or at gs://."""

@@ -1,4 +1,4 @@
-"""A run's checkpoints, each read whole and verified: python -m tools.inspect RUN."""
+"""Read and verify all checkpoints of a run: python -m tools.inspect RUN."""
 
 import math
 import time
@@ -20,8 +20,8 @@ from run.record import at_hand
 
 @dataclass(frozen=True)
 class Arguments:
-    """A table of a run's checkpoints: step, MB, bits per byte, age, and whether it is what was saved.
-    Exit code 3 if one is damaged."""
+    """Print a table of a run's checkpoints: step, MB, bits per byte, age, and whether the checksums match. Exit code 3
+    if one is damaged."""
 
     run_dir: Annotated[AnyPath, tyro.conf.Positional]
     """Folder of the run, here or at gs://."""

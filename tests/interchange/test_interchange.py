@@ -148,10 +148,10 @@ def test_another_function_or_shape_is_refused(windows, options, message):
     ("content", "message"),
     [
         *((content, "cannot be read: ") for content in ("", "{", "[1]", '"x"', "\xff")),
-        ({"depth": "deep"}, "describes no network of ours: --model."),
-        ({"window_pattern": 3}, "describes no network of ours: --model."),
-        ({"short_window": -1}, "describes no network of ours: --model."),
-        ({"softcap": None}, "describes no network of ours: --model."),
+        ({"depth": "deep"}, "describes another network than ours: --model."),
+        ({"window_pattern": 3}, "describes another network than ours: --model."),
+        ({"short_window": -1}, "describes another network than ours: --model."),
+        ({"softcap": None}, "describes another network than ours: --model."),
     ],
     ids=str,
 )
@@ -177,7 +177,7 @@ def test_a_constant_that_our_network_cannot_have_is_named(written):
 
 
 def test_another_vocabulary_is_refused(written):
-    with pytest.raises(UserError, match="holds another vocabulary than the data"):
+    with pytest.raises(UserError, match="has another vocabulary than the data"):
         require_same_vocabulary(written[0], OTHER)
 
 

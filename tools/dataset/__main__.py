@@ -1,4 +1,4 @@
-"""Show what is in a dataset, as text and as a page, or what a step sees: python -m tools.dataset DIR_OR_RUN."""
+"""Show the contents of a dataset, as text and as a page, or the batch of a step: python -m tools.dataset DIR_OR_RUN."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,12 +34,12 @@ class Arguments:
     out: FilePath = ""
     """The page with a dataset's facts. Default: dataset.html in the folder, or here for a dataset at a URL."""
     step: Annotated[int, Meta(ge=0, lt=2**31)] | None = None
-    """Show the batch of this step (the first is 0) instead of the page. For a run: what the step saw, also after
+    """Show the batch of this step (the first is 0) instead of the page. For a run: the step's actual batch, also after
     rollbacks."""
     rows: Positive[int] = 4
     """Rows of the batch to show."""
     packing: Packing = "stream"
-    """How rows are made from a dataset folder."""
+    """Packing of rows from a dataset folder."""
     sequence_length: Annotated[int, Meta(ge=2)] = 2048
     """Tokens of a row of a dataset folder."""
     tokens_per_step: Positive[int] = 524_288

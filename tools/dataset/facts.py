@@ -1,4 +1,4 @@
-"""Read what is in a dataset: its documents, repeats, and how they pack into rows. Read once, a part at a time."""
+"""Read the facts of a dataset: its documents, repeats, and their packing into rows. It reads once, a part at a time."""
 
 import time
 from collections.abc import Collection, Iterator
@@ -24,7 +24,7 @@ class Documents(NamedTuple):
     """The documents of one part of a dataset, in their order."""
 
     starts: Int[np.ndarray, "documents"]
-    """Where each is in the stream of tokens."""
+    """Position of each in the stream of tokens."""
     tokens: Int[np.ndarray, "documents"]
     """Tokens of each, including its BOS."""
     bytes: Int[np.ndarray, "documents"]
@@ -57,9 +57,9 @@ class Facts(NamedTuple):
     train: Documents
     val: Documents
     repeats: Bool[np.ndarray, "documents"]
-    """Which training documents repeat an earlier one."""
+    """Return which training documents repeat an earlier one."""
     leaked: Bool[np.ndarray, "documents"]
-    """Which held-out documents are trained on, too."""
+    """Return which held-out documents are also trained on."""
     packed: dict[str, Packed]
     """By packing."""
 
@@ -108,7 +108,7 @@ def _sources(dataset: Dataset) -> Iterator[Corpus]:
             column, *options = (made_from.get(name, "") for name in ("text_column", "separator", "text_extensions"))
             try:
                 corpus = find_corpus(source, column, "skip", *options, conversations=dataset.conversations)
-            except UserError:  # it is gone
+            except UserError:  # the source is gone
                 continue
             if corpus.version == made_from[version]:
                 yield corpus

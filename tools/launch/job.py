@@ -172,5 +172,5 @@ def require_bucket(job: Job, why: str) -> str:
 
 
 def pattern(codes: Sequence[Exit]) -> str:
-    """Return what the shell's `case` takes for any of these codes."""
+    """Return the pattern of any of these codes for the shell's `case`."""
     return "|".join(str(int(code)) for code in codes)

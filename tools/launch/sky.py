@@ -38,7 +38,7 @@ def yaml(options: SkyOptions, train: list[str]) -> int:
 
 
 def task(job: Job, options: SkyOptions) -> str:
-    """Return the task as YAML, of which JSON is a part. UserError if SkyPilot cannot run the job."""
+    """Return the task as YAML (with JSON inside). Raise UserError if SkyPilot cannot run the job."""
     hardware, facts = job.hardware, job.hardware.facts
     if hardware.is_tpu and hardware.groups > 1:
         raise UserError(f"--hardware={hardware}: SkyPilot has no job of several slices; `tpu` and `k8s` do")

@@ -2,10 +2,10 @@
 
 python -m tools.plan --config=FILE --topology=v5e:4x4 'h200:8' --search
 
-For each topology: whether the step fits its memory, how fast it is at best and at worst and why, how long the run takes
-and what it costs. --search tries meshes, rows_per_device, recomputation and loss_chunks. All of it is in closed form:
+For each topology it prints whether the step fits the memory, its speed at best and at worst and the reason, and the
+run's time and cost. --search tries meshes, rows_per_device, recomputation and loss_chunks. All of it is in closed form:
 nothing is compiled. --compile=N compiles the best N and uses the memory that the programs ask for. The choice is
-printed as a command line of train.py. Exit code 1 if nothing fits. docs/planning.md says how wrong it has been.
+printed as a command line of train.py. Exit code 1 if nothing fits. docs/planning.md has its errors.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Arguments:
     preemptions: NotNegative[float] = 0.0
     """Preemptions of the complete run, a day."""
     calibrate: AnyPaths = ()
-    """Folders of runs, whose measurements of a machine replace what is assumed of it."""
+    """Folders of runs. Their measurements of a machine replace the assumed figures."""
     json: bool = False
     """Print JSON instead of tables."""
     picture: FilePath = ""

@@ -1,4 +1,4 @@
-"""Compare what runs measured with the plan for them: --calibrate."""
+"""Compare runs' measurements with their plans: --calibrate."""
 
 import json
 from collections.abc import Sequence
@@ -16,16 +16,16 @@ from tools.report.runs import Run
 
 
 class Measured(NamedTuple):
-    """What a run measured on a machine, over the plan for the same run."""
+    """A run's measurements on a machine, relative to the plan for the same run."""
 
     machine: str
     seconds: float
-    """Of a step: the median of the logged ones over the middle of the bracket."""
+    """Ratio of step times: the median of logged steps over the middle of the bracket."""
     bytes: float
     """Peak memory of a device, evaluation and sampling included, over the closed form's; 1 if the device does not
     report it."""
     words: str
-    """A sentence: measured and planned."""
+    """A sentence with measured and planned figures."""
 
 
 def measured(run: Run) -> Measured:

@@ -1,7 +1,7 @@
-"""Memory of a step, evaluation and sampling on a device, in closed form. docs/planning.md says how wrong it has been.
+"""Memory of a step, evaluation and sampling on a device, in closed form. docs/planning.md has its errors.
 
-What the code decides is counted from the shapes: parameters, moments, the batch, what is gathered, summed and kept.
-What a compiler adds (`temporaries`) is a rule for each platform, chosen to match compiled programs.
+Parameters, moments, the batch, and gathered, summed and kept arrays are counted from shapes. A compiler's additions
+(`temporaries`) follow a rule for each platform, chosen to match compiled programs.
 """
 
 from math import ceil, prod
@@ -73,7 +73,7 @@ def memory(candidate: Candidate) -> dict[str, float]:
         alive = parts["logits"] if apart else 0.0
         sums = (
             parts["gradient sums"] if micro_batches > 1 else 0.0
-        )  # those before and those after an iteration of the scan
+        )  # the sums before and after an iteration of the scan
         if model.remat == "block":  # the head's backward pass, or a block's, without logits
             gathered_head = width * model.width * model.vocab_size / sizes["tensor"] if sizes["fsdp"] > 1 else 0.0
             most = max(alive + sums + head + gathered_head, again - parts["logits"])

@@ -27,7 +27,7 @@ def gib(size: float) -> str:
 
 
 def limit(row: Row) -> str:
-    """Return what a program may take of a device's memory."""
+    """Return the memory of a device that a program may take."""
     return gib(HEADROOM * row.candidate.machine.for_programs)
 
 
@@ -57,7 +57,7 @@ def candidates(rows: Sequence[Row]) -> str:
 
 
 def details(row: Row) -> str:
-    """Return everything known about the chosen row."""
+    """Return the full report on the chosen row."""
     candidate, run, time, machine = row.candidate, row.run, row.time, row.candidate.machine
     micro_batches, rows, _ = candidate.step
     lines = [
@@ -126,7 +126,7 @@ def advice(row: Row) -> list[str]:
 
 
 def accuracy() -> str:
-    """Return how wrong the closed form has been, and for which JAX."""
+    """Return a sentence on the closed form's errors, and the JAX they are for."""
     here = version("jax")
     if here == COMPILED_WITH:
         return f"with JAX {COMPILED_WITH} {ACCURACY}"

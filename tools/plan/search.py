@@ -22,7 +22,7 @@ MAX_TENSOR = 8
 
 @dataclass(frozen=True)
 class Given:
-    """What a user gives besides a config and a topology, and what runs measured."""
+    """The user's figures other than config and topology, and measurements of runs."""
 
     price: float | None = None
     """Dollars a device and hour."""

@@ -59,7 +59,7 @@ class StepTime(NamedTuple):
 
     @property
     def limiter(self) -> str:
-        """Return the name of what takes most time."""
+        """Return the name of the part that takes most time."""
         takes = {name: getattr(self, name) for name in ("products", "attention", "passes", "links", "network")}
         names = {"products": "matrix units", "passes": "memory"}
         most = max(takes, key=lambda name: takes[name])

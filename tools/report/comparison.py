@@ -1,4 +1,4 @@
-"""Compare runs: what differs in how they were made, and what a person should know about their results."""
+"""Compare runs: the differences of their options, and sentences about their results."""
 
 import json
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ OWN = ("name", "run_dir", "checkpoint.folder")  # options whose difference says 
 
 
 def compared(runs: list[Run]) -> list[Sentence]:
-    """Return what a person should know about several runs, compared."""
+    """Return sentences that compare several runs."""
     differing = differences(runs)
     names = [name for name in differing if name in runs[0].options]
     listed = ", ".join(names[:6]) + ", ..." * (len(names) > 6)
@@ -35,7 +35,8 @@ def compared(runs: list[Run]) -> list[Sentence]:
 
 
 def _losses(runs: list[Run]) -> Iterator[Sentence]:
-    """Yield losses at the same tokens, and how soon the best run reaches the last loss of the others."""
+    """Yield sentences on losses at equal tokens, and on the tokens that the best run needs for the others' last
+    loss."""
     points = {run.name: _by_tokens(run) for run in runs}
     most = min(course[-1][0] if course else 0 for course in points.values())
     if not most:

@@ -21,7 +21,7 @@ NOISE = {
 }
 """Lines of the noise scale's plot, and how they are drawn."""
 FEW = 3  # a line of at most this many points has markers
-LOGGED, MEASURED = "a logged step", "--diagnostics.every_steps=10"  # what a plot needs
+LOGGED, MEASURED = "a logged step", "--diagnostics.every_steps=10"  # data that a plot needs
 
 
 class Line(NamedTuple):
@@ -209,6 +209,6 @@ def _groups(runs: list[Run], *path: str, inner: str | None = None) -> list[Line]
 
 
 def _by(runs: list[Run], part: str) -> str:
-    """Return what colors and dashes mean in a plot by groups or blocks."""
+    """Return the meaning of colors and dashes in a plot by groups or blocks."""
     dashes = "; ".join(f"{dash}: {run.name}" for run, dash in zip(runs, cycle(DASHES)))
     return f"by {part}" + f"; {dashes}" * (len(runs) > 1)

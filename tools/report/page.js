@@ -1,4 +1,4 @@
-// Draws a report: `report` is what tools/report/page.py found, `follow` the seconds between two looks at a run that goes on, or 0.
+// Draws a report: `report` is what tools/report/page.py found, `follow` the seconds between two looks at a run that continues, or 0.
 const quiet = { displayModeBar: false, responsive: true };
 let drawn = [];
 

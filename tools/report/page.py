@@ -16,7 +16,7 @@ SHOWN_SPIKES = 20  # only the newest, since each has texts
 
 
 def contents(runs: list[Run], now: float) -> dict[str, Any]:
-    """Return what the page shows, as JSON: sections of HTML by their ids, and what page.js draws."""
+    """Return the page's contents as JSON: sections of HTML by their ids, and the plots for page.js."""
     plots = figures(runs)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
     return {

@@ -13,11 +13,11 @@ class Figure(NamedTuple):
     id: str
     title: str
     about: str
-    """What colors, marks and dashes mean."""
+    """Meaning of colors, marks and dashes."""
     traces: list[dict]
     layout: dict[str, Any]
     missing: str = ""
-    """What the plot needs; shown if there are no traces."""
+    """Data that the plot needs; shown if there are no traces."""
 
 
 def plot_layout(log: bool) -> dict[str, Any]:

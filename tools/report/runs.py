@@ -1,4 +1,4 @@
-"""Read what runs recorded in their folders: facts for sentences (tools/report/sentences.py) and plots
+"""Read runs' records from their folders: facts for sentences (tools/report/sentences.py) and plots
 (tools/report/page.py).
 
 It needs only config.json, metrics.jsonl, events.jsonl and summary.json, so that a laptop can show what a pod trained.
@@ -40,9 +40,9 @@ class Spike(NamedTuple):
     """Median loss of the steps before."""
     batch: int | None
     texts: list[str]
-    """Beginnings of rows that the step saw; a rollback has none."""
+    """Beginnings of the step's rows; a rollback has none."""
     rolled_back: bool
-    """Whether the run went back to the checkpoint of `step`, and skipped the batches up to the jump."""
+    """True if the run returned to the checkpoint of `step`, and skipped the batches up to the jump."""
 
 
 @dataclass(frozen=True)

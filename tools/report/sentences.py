@@ -1,4 +1,4 @@
-"""Write what a person should know about a run, in sentences with figures; those that ask for action are marked."""
+"""Write sentences with figures about a run. Those that ask for action are marked."""
 
 import math
 from collections.abc import Iterator
@@ -20,17 +20,17 @@ class Sentence(NamedTuple):
 
     text: str
     heed: bool = False
-    """Whether it asks for action."""
+    """True if it asks for action."""
 
 
 def sentences(run: Run, now: float) -> list[Sentence]:
-    """Return what a person should know about one run, at the time `now` (seconds since 1970)."""
+    """Return sentences about one run, at the time `now` (seconds since 1970)."""
     subjects = (sizes, made_with, losses, benchmarks, jumps, sources, speed, time_spent, noise, coherence, updates)
     return [state(run, now), *(sentence for subject in subjects for sentence in subject(run))]
 
 
 def state(run: Run, now: float) -> Sentence:
-    """Return how far the run is, and whether it is running."""
+    """Return a sentence on the run's progress and state."""
     steps, step = run.options["steps"], run.last_step
     if run.summary:
         tokens, seconds = run.summary["tokens"], run.summary["seconds"]
@@ -159,7 +159,7 @@ def speed(run: Run) -> Iterator[Sentence]:
 
 
 def time_spent(run: Run) -> Iterator[Sentence]:
-    """Yield where the wall time went."""
+    """Yield sentences on the use of wall time."""
     spent = run.goodput
     if wall := sum(spent.values()):
         rest = sorted(((seconds / wall, part) for part, seconds in spent.items() if part != "steps"), reverse=True)

@@ -87,7 +87,7 @@ def needs(config: Config, record: Record, candidates: int = 2) -> dict[str, floa
 
 
 def too_little(record: Record, stage: str, tokens: float) -> str:
-    """Return a message: what a stage needs that the budget is too small for."""
+    """Return a message that the budget is too small for a stage, with the tokens it needs."""
     left = "" if math.isinf(record.left) else f", and {record.share(record.left)} are left"
     return f"{stage} needs at least {record.share(tokens)} of the run's FLOPs{left}"
 

@@ -86,8 +86,8 @@ def interval(piece: dict) -> str:
 
 
 def decision(pieces: dict[int, dict], batch: int, steps: int) -> Decision:
-    """Return what the noise scales say about the batch, in tokens. It stays: these are of the run's first tenth, and
-    the batch is for the complete run."""
+    """Return the decision on the batch, in tokens, from the noise scales. The batch stays: the scales are from the
+    run's first tenth, and the batch is for the complete run."""
     if not pieces:
         return Decision("noise", "no point was reached at which the noise scale is known", "not done", {})
     last = max(pieces)

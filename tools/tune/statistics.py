@@ -1,4 +1,4 @@
-"""Compute means with intervals, and what they decide: pure functions of numbers."""
+"""Compute means with intervals, and decisions from them: pure functions of numbers."""
 
 import math
 from collections.abc import Mapping, Sequence

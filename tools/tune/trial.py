@@ -36,7 +36,7 @@ LOGGED = 4  # lines that a trial leaves in metrics.jsonl
 
 
 class Until(Stop):
-    """Asks a loop to stop after a step, or when the command is asked to."""
+    """Asks a loop to stop after a step, or when the command is interrupted."""
 
     def __init__(self, asked: Stop, last: int):
         super().__init__()
@@ -59,7 +59,7 @@ class Origin(NamedTuple):
 
 
 class Context:
-    """What all stages share."""
+    """The context that all stages share."""
 
     def __init__(self, config: Config, folder: Path, record: Record, text: Text, stop: Stop, say: Callable[[str], Any]):
         self.config, self.folder, self.record, self.text, self.stop, self.say = config, folder, record, text, stop, say

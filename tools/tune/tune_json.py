@@ -18,7 +18,7 @@ STAGES = ("fit", "time", "noise", "rate", "branch")
 
 @dataclass(frozen=True)
 class Decision:
-    """What a stage decides."""
+    """The decision of a stage."""
 
     stage: str
     says: str
@@ -88,12 +88,12 @@ class Record:
         self.write()
 
     def decided(self, stage: str, option: str, default: Any) -> Any:
-        """Return what a stage decided for an option, in this start or an earlier one."""
+        """Return a stage's decision for an option, from this start or an earlier one."""
         return self.decisions[stage].options.get(option, default) if stage in self.decisions else default
 
     @property
     def speed(self) -> dict[str, Any]:
-        """Return the chosen options of speed: those of `time`, or else of `fit`."""
+        """Return the chosen options of speed: those of `time`, otherwise of `fit`."""
         made = [self.decisions[stage].options for stage in ("fit", "time") if stage in self.decisions]
         return {name: value for options in made for name, value in options.items()}
 

@@ -1,4 +1,4 @@
-"""Write tuned.py: a config that train.py takes, with what the stages decided."""
+"""Write tuned.py: a config for train.py with the stages' decisions."""
 
 import time
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from training.scaling import with_batch, with_rates
 
 
 def tuned(config: Config, record: Record, devices: Sequence[Any] | None) -> Config:
-    """Return the config with the decisions: options of speed by `time`, or else by `fit`; the factor of the rates; and
-    the batch that `branch` chose."""
+    """Return the config with the decisions: options of speed by `time`, otherwise by `fit`; the factor of the rates;
+    and the batch that `branch` chose."""
     decided: dict[str, Any] = {}
     for decision in record.decisions.values():  # a later stage's replace an earlier one's
         decided |= decision.options
