@@ -38,6 +38,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m tests.prose
 
 docs:
 	$(MAKE) setup EXTRA=docs
@@ -50,7 +51,7 @@ house: setup
 setup: $(STAMP)
 
 PYTHONS := $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
-# Ends with 0 where this is a Python that the dependencies are there for, else with its version as an error.
+# Exits with 0 if the dependencies support this Python, otherwise with its version as an error.
 SUITS := import sys; sys.exit(None if sys.version_info >= (3, 11) else "it is " + sys.version.split()[0])
 VERSION := import sys; print(sys.version_info[:2])
 
