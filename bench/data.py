@@ -1,7 +1,7 @@
 """Measure the data path: python -m bench.data. Print one JSON line with the rates of prepare, plan and loader.
 
-The loader is measured at d12's shapes (256 rows of 2048 tokens a step, two reading threads), from a warm page cache, up
-to arrays on the device; the plan, on documents of log-normal length (median 400 tokens, as web text).
+The loader is measured at d12's shapes (256 rows of 2048 tokens a step, two reading threads), from a warm page cache to
+arrays on the device. The plan is measured on documents of log-normal length (median 400 tokens, as web text).
 
 `--only=scale` simulates a preparation of 1 TB by sizes, and measures memory and seconds of each of its phases.
 """

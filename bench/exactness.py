@@ -1,11 +1,11 @@
 """Check that the way a step is divided does not change its result: python -m bench.exactness
 
-Every config in configs/ runs with its own features, optimizer and schedule, from its own start, at the sizes of
-configs/small.py, on that config's text and tokenizer. One micro-batch on one device is compared with 2, 4 and 8
-micro-batches, with every arrangement of eight CPU devices that the four heads allow, and with two processes of four
-devices. Rows of text have half to all of their tokens valid. chat.py runs on conversations, as if it fine-tuned
-small.py's run, and the valid tokens of its rows differ a hundredfold. A table shows the largest relative differences of
-the loss and of the gradient's norm over the first eight steps. The exit code is 1 if one passes its bound.
+Every config in configs/ runs with its own features, optimizer, schedule and start. Sizes, text and tokenizer are those
+of configs/small.py. One micro-batch on one device is compared with 2, 4 and 8 micro-batches, and with two processes of
+four devices. It is also compared with every arrangement of eight CPU devices that the four heads allow. Rows of text
+have half to all of their tokens valid. chat.py runs on conversations, as if it fine-tuned small.py's run, and the valid
+tokens of its rows differ a hundredfold. A table shows the largest relative differences of the loss and of the
+gradient's norm over the first eight steps. The exit code is 1 if one passes its bound.
 """
 
 import json

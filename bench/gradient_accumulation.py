@@ -168,8 +168,8 @@ def types(steps: int) -> dict:
 
 
 def notebook(schedule: str) -> float:
-    """Return the relative difference, after 2 updates, of 9 rows through our step with K = 3, and of 3 x 3 rows under
-    MultiSteps(3) over their means; `schedule` is a ScheduleConfig kind, counted in updates by both."""
+    """Return two relative differences after 2 updates: of 9 rows through our step with K = 3, and of 3 x 3 rows under
+    MultiSteps(3) over their means. `schedule` is a ScheduleConfig kind; both count it in updates."""
     # An eps above the gradients' rounding. Adam would otherwise amplify rounding to full updates.
     group = GroupConfig(peak_rate=0.01, eps=1e-4)
     shape = ScheduleConfig(schedule, warmup_steps=0, warmdown=1.0)  # pyright: ignore

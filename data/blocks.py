@@ -135,7 +135,7 @@ def remember(memory: Path, make: Callable[[], Blocks]) -> Blocks:
 
 def examine(path: Path, remembered: Path) -> Blocks:
     """Return the sidecar of a shard on this machine. If it has none, as in other programs' shards, read the shard once
-    per machine, and keep the result in the folder `remembered` until the file's size or time of change differs."""
+    per machine. The folder `remembered` keeps the result until the file's size or time of change differs."""
     if (blocks := read_blocks(path)) is not None:
         return blocks
     require_shard(path)

@@ -13,7 +13,7 @@ ARITHMETIC = set("0123456789*+-/.() ")
 
 
 def calculate(expression: str) -> str | None:
-    """Return the result of an expression of numbers and + - * / // ( ), or of one text's `.count` of another, as in
+    """Return the result of an expression of numbers and + - * / // ( ), or of `.count` on texts, as in
     `'strawberry'.count('r')`. Commas, as in 1,000, are removed. Return None for anything else. Nothing is executed."""
     expression = expression.replace(",", "").strip()
     try:

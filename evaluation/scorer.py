@@ -77,9 +77,9 @@ def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, row: int) -> S
     """Return `score(params, prefixes [B, P], rows [B, C, T + 1], starts [B, C], ends [B, C], chunks) -> Scores [B, C]`,
     compiled once per shape of the arrays. Every process gives the same arrays and gets all scores.
 
-    Each of C options of a question is its prefix and then its row, of which the tokens from `starts` (at least 1) up to
-    `ends` are scored, on a device at most `chunks` times `chunk_of` its rows. B divides over `data` and `fsdp`. A token
-    sees at most `row` tokens back, as many as training's rows have.
+    Each of a question's C options is its prefix, then its row. The tokens of the row from `starts` (at least 1) up to
+    `ends` are scored: on a device, at most `chunks` times `chunk_of` its rows. B divides over `data` and `fsdp`. A
+    token sees at most `row` tokens back, as many as training's rows have.
     """
 
     def score(model: GPT, prefixes: Array, rows: Array, starts: Array, ends: Array, chunks: Array) -> Scores:

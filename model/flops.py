@@ -17,8 +17,8 @@ def parameter_counts(config: ModelConfig) -> dict[str, int]:
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
-    """Return the FLOPs of one training token, forward and backward: 6 for each parameter of a `Linear`, and for
-    attention 12 x heads x head_dim x sequence_length (or the window, if shorter) per block, without the causal
+    """Return the FLOPs of one training token, forward and backward: 6 for each parameter of a `Linear`, plus attention.
+    Attention takes 12 x heads x head_dim x sequence_length (or the window, if shorter) per block, without the causal
     discount.
 
     PaLM (arXiv:2204.02311, appendix B) and nanochat count in the same way, so MFU is comparable.

@@ -1,7 +1,7 @@
 """The choice of attention's kernel, and the number of products of scores that it runs. Without JAX, for planning.
 
-Attention multiplies twice for each score forward (queries by keys, shares by values) and four times backward, where a
-kernel that keeps no scores recomputes them: five (arXiv:2205.14135).
+Attention multiplies twice for each score forward (queries by keys, shares by values) and four times backward. A kernel
+that keeps no scores recomputes them, which makes five (arXiv:2205.14135).
 """
 
 from functools import cache
@@ -25,8 +25,8 @@ def attention_kernel(
     """Return the kernel for rows of `length` positions, with `documents` masked or not.
 
     `capability` is a GPU's compute capability. cuDNN has kernels for Ampere and later, and for head sizes above 128 for
-    Hopper and later. It would take a document mask as a matrix [batch, 1, length, length], or as packed sequences,
-    whose statistics take a float a head and token for each document that a row may have.
+    Hopper and later. It would need a document mask as a matrix [batch, 1, length, length], or packed sequences. Their
+    statistics take a float per head and token for each document that a row may have.
     """
     if platform == "tpu":
         return "splash" if splash_block(length) and head_dim % 64 == 0 else "blocks"

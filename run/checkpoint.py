@@ -9,8 +9,8 @@ folder is complete when commit_success.txt exists. Orbax does not detect flipped
 are saved with the arrays, and compared at each read.
 
 Orbax's preservation policies choose which checkpoints to keep. This module deletes the others. Orbax would delete in
-place: a kill would leave a part of a checkpoint under a checkpoint's name, and a failed deletion (a bucket may forbid
-it) would fail the save before it.
+place: a kill would leave a part of a checkpoint under a checkpoint's name. A failed deletion (a bucket may forbid it)
+would fail the save before it.
 """
 
 import math

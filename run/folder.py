@@ -144,8 +144,8 @@ class Past(NamedTuple):
 def open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunLock) -> Past:
     """Claim `config.run_dir` for this config, before any compute, and return the run's past.
 
-    Raise UserError if the folder contains something else or cannot be written, if an option that changes the result
-    differs and the change is not accepted, if `resume` forbids the folder's state, or if another process writes to it.
+    Raise UserError if the folder contains something else, cannot be written, or is in use by another process. Raise it
+    also if an option that changes the result differs without acceptance, or if `resume` forbids the folder's state.
     Delete nothing, and record no change yet (`accept`). Only the first process may call it.
     """
     try:

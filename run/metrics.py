@@ -87,7 +87,7 @@ class Clock:
 class MetricsWriter:
     """Appends to a run's metrics.jsonl, and writes the same for TensorBoard.
 
-    A resumed run first drops the lines after its checkpoint and writes later ones again, so each step is in both
+    A resumed run first drops the lines after its checkpoint, and writes later ones again. So each step is in both
     exactly once, whenever the run was killed. Only the first process writes. If the disk is full, lines wait in memory
     until there is room (`problem` is the reason), and training continues.
     """

@@ -42,8 +42,8 @@ def with_batch(config: Config, factor: float, rule: Rule) -> Config:
 
 
 def of_stage(config: Config, stage: Stage) -> Config:
-    """Return the config of a stage's steps: its size, the rates and second moments that follow from it, and the run's
-    length and warmups in steps of that size, which keeps them equal in tokens. A constant batch is unchanged."""
+    """Return the config of a stage's steps: its size, and the rates and second moments that follow from it. The run's
+    length and warmups are in steps of that size, which keeps them equal in tokens. A constant batch is unchanged."""
     ramp, size = Ramp.of(config.batch), stage.tokens_per_step
     if config.batch.ramp_scaling != "none" and config.batch.ramp:
         config = for_batch(config, size / config.batch.tokens_per_step, config.batch.ramp_scaling)

@@ -17,8 +17,8 @@ SAMPLED = 32  # fewest files for training a tokenizer
 
 
 def held_out_threshold(corpus: Corpus, files: list[SourceFile], val_fraction: float) -> float:
-    """Return the threshold of hashes below which documents are held out: `val_fraction`. In a corpus so small that one
-    side would be empty, the document of the lowest hash is held out, or the one of the highest is not."""
+    """Return the threshold of hashes below which documents are held out: `val_fraction`. If one side of a small corpus
+    would be empty, hold out the document of the lowest hash, or train on the one of the highest."""
     lowest, highest, count, problem = 1.0, 0.0, 0, ""
     for file in files:
         for document in corpus.documents(file):

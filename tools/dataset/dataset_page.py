@@ -78,8 +78,8 @@ def _packing(facts: dict[str, Facts]) -> str:
 
 
 def _examples(name: str, facts: Facts) -> str:
-    """Return the beginnings of the longest documents, of those with the most and fewest bytes a token, of the most
-    repeated ones, and of those that are both trained on and held out."""
+    """Return the beginnings of notable documents: the longest, those with the most and fewest bytes per token, the most
+    repeated ones, and those both trained on and held out."""
     train, val = facts.train, facts.val
     ratio = train.bytes / train.tokens
     _, first, copies = np.unique(train.hashes, return_index=True, return_counts=True)

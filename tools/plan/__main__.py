@@ -2,10 +2,10 @@
 
 python -m tools.plan --config=FILE --topology=v5e:4x4 'h200:8' --search
 
-For each topology it prints whether the step fits the memory, its speed at best and at worst and the reason, and the
-run's time and cost. --search tries meshes, rows_per_device, recomputation and loss_chunks. All of it is in closed form:
-nothing is compiled. --compile=N compiles the best N and uses the memory that the programs ask for. The choice is
-printed as a command line of train.py. Exit code 1 if nothing fits. docs/planning.md has its errors.
+For each topology it prints whether the step fits the memory, and its speed at best and at worst, with the limiting
+part. It also prints the run's time and cost. --search tries meshes, rows_per_device, recomputation and loss_chunks. All
+of it is in closed form: nothing is compiled. --compile=N compiles the best N and uses the memory that the programs ask
+for. The choice is printed as a command line of train.py. Exit code 1 if nothing fits. docs/planning.md has its errors.
 """
 
 import contextlib

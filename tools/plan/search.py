@@ -79,8 +79,8 @@ def row_of(candidate: Candidate, given: Given) -> Row:
 
 
 def candidates(base: Candidate) -> Iterator[Candidate]:
-    """Yield every mesh whose `fsdp` and `tensor` are powers of two that divide what they must, with the step's rows
-    halved again and again, all kinds of recomputation, and one chunk or more."""
+    """Yield every mesh whose `fsdp` and `tensor` are valid powers of two. Combine each with the step's rows, halved
+    repeatedly, all kinds of recomputation, and one chunk or more."""
     model, batch, devices = base.config.model, base.config.batch, base.topology.devices
     rows = batch.tokens_per_step // batch.sequence_length
     more = model.loss_chunks if model.loss_chunks > 1 else CHUNKS

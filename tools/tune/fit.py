@@ -73,8 +73,8 @@ def divides(config: Config, devices: Sequence[Any] | None = None) -> bool:
 
 
 def kinds(config: Config) -> list[list[tuple[str, int]]]:
-    """Return (remat, loss_chunks) by levels of recomputation from the config's on, its own chunks first, so that the
-    unchanged config is among the candidates that are timed."""
+    """Return (remat, loss_chunks) by levels of recomputation from the config's on. Its own chunks come first, so the
+    unchanged config is among the timed candidates."""
     length, chunks = config.batch.sequence_length, config.model.loss_chunks
     other = 1 if chunks > 1 else MORE_CHUNKS
     tried = [chunks] if length % other else [chunks, other]

@@ -41,8 +41,8 @@ def read(lines: list[dict], step: int) -> NoiseScale | None:
 
 
 def units_of(share: int, rows: int, replicas: int) -> int:
-    """Return the rows of a micro-batch on a device that divide a step into 8 units or more, as far as a device's
-    `share` can be halved. The noise is measured between units; the step's result does not depend on them."""
+    """Return the rows of a micro-batch on a device that divide a step into at least 8 units, if a device's `share` can
+    be halved so often. The noise is measured between units; the step's result does not depend on them."""
     sizes = [n for n in sorted(halvings(share), reverse=True) if n <= rows]
     return next((n for n in sizes if share // n * replicas >= UNITS), sizes[-1])
 

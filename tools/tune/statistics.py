@@ -70,8 +70,9 @@ def lowest_of_the_best(losses: Mapping[float, Sequence[float]]) -> tuple[float, 
 
 
 def critical_batch(losses: Mapping[Branch, Sequence[float]], tolerance: float) -> tuple[Branch, dict[Branch, Estimate]]:
-    """Return the largest batch that loses at most `tolerance` nats on the best (after arXiv:2505.23971), as its factor
-    and rule, and how much more each loses than the best. If both rules qualify, the one that loses less counts."""
+    """Return the factor and rule of the largest batch that loses at most `tolerance` nats on the best (after
+    arXiv:2505.23971), and each batch's excess loss over the best. If both rules qualify, the one that loses less
+    counts."""
     best = better_half(losses)[0]
     behind = {branch: difference(losses[branch], losses[best]) for branch in losses}
     within = [branch for branch, more in behind.items() if more.value <= tolerance]

@@ -29,9 +29,9 @@ def chosen(fitting: list[Candidate]) -> list[Candidate]:
 
 def time_steps(context: Context, candidates: list[Candidate], programs: dict[str, Any]) -> None:
     """Time complete steps on the run's first batch, one of each candidate in a round, and drop those that are slower
-    for certain. Stop when one is left, when those left are within 2%, once the timed steps cost a quarter of what a
-    choice could still save of the run, after 16 rounds, or before the budget is exceeded. Choose, of those left, the
-    one that asks for the least memory."""
+    for certain. Stop when one is left, when those left are within 2%, after 16 rounds, or before the budget is
+    exceeded. Also stop once the timed steps cost a quarter of what a choice could still save of the run. Choose, of
+    those left, the one that asks for the least memory."""
     record, config = context.record, context.config
     kept = {c.name: record.pieces.get(f"time/{c.name}", {}).get("seconds", []) for c in candidates}
     left, alike = _left(kept)
