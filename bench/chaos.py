@@ -122,7 +122,7 @@ class Hosts:
 
     @property
     def running(self) -> int:
-        """Number of processes that still run."""
+        """Return the number of processes that still run."""
         return sum(process.poll() is None for process in self.processes)
 
     @property
@@ -184,7 +184,7 @@ def moments(hosts: Hosts, generator: random.Random) -> dict[str, Callable[[float
 
 
 def state_of(run_dir: Path, processes: int) -> dict:
-    """Everything that a fault must not change."""
+    """Return everything that a fault must not change."""
     lines = [{key: value for key, value in line.items() if key not in TIMES} for line in read_metrics(run_dir)]
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     series = {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in ("loss", "val_bpb")}

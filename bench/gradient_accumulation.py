@@ -60,7 +60,7 @@ DTYPE = jnp.dtype("float32")
 
 @dataclass(frozen=True)
 class Arguments:
-    """Which figures."""
+    """The figures to compute."""
 
     part: Annotated[Literal["types", "notebook"], tyro.conf.Positional]
     """The measurement."""

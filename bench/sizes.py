@@ -19,7 +19,7 @@ class Sizes:
 
 
 def sized(config: Config, sizes: Sizes, devices: int) -> Config:
-    """Return the config with the sizes of the command line. UserError as for a config."""
+    """Return the config with the sizes of the command line. Raise UserError as for a config."""
     model, batch = config.model, config.batch
     if sizes.depth:
         heads = -(-64 * sizes.depth // model.head_dim)

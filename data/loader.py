@@ -73,7 +73,7 @@ class StepBatches:
         return stack(read_rows(self.rows, found), positions.shape, self.document_bos)
 
     def row_numbers(self, index: int) -> list[tuple[int, int]]:
-        """(dataset, row of it) of every row of a whole batch."""
+        """Return (dataset, row of it) for every row of a complete batch."""
         size = self.shape[0] * self.shape[1]
         first = self.first_row + index * size
         return [self.sequence[position] for position in range(first, first + size)]
@@ -100,7 +100,7 @@ class StagedBatches:
         return batches[i]
 
     def row_numbers(self, index: int) -> list[tuple[int, int]]:
-        """(dataset, row of it) of every row of a whole batch."""
+        """Return (dataset, row of it) for every row of a complete batch."""
         batches, i = self.stage(index)
         return batches.row_numbers(i)
 

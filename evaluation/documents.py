@@ -91,7 +91,7 @@ def _held_out(source: str, config: DataConfig, most: int, cache: Path) -> Iterat
 
 
 def digest(sources: list[Source]) -> str:
-    """Equal digests mean equal texts, with equal shares."""
+    """Return a digest: equal ones mean equal texts, with equal shares."""
     facts = [(source.share, [(document.name, document.text) for document in source.documents]) for source in sources]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 

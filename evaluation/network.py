@@ -63,8 +63,8 @@ class Network:
 
 
 def open_network(folder: str | Path, mesh: Mesh, step: int | None = None) -> Network:
-    """Return the network in a folder on this machine, or of a run's checkpoint: of `step`, or the newest. UserError if
-    neither is there, or if the network is not one of ours."""
+    """Return the network in a folder on this machine, or of a run's checkpoint: of `step`, or the newest. Raise
+    UserError if neither is there, or if the network is not one of ours."""
     tokenizer = load_tokenizer(tokenizer_folder(folder))
     if is_network(folder):
         config = config_of(folder)
@@ -75,7 +75,7 @@ def open_network(folder: str | Path, mesh: Mesh, step: int | None = None) -> Net
 
 
 def tokenizer_folder(folder: str | Path) -> Path:
-    """Return where a run or a network has its tokenizer. UserError if a folder is neither."""
+    """Return where a run or a network has its tokenizer. Raise UserError if a folder is neither."""
     if is_network(folder):
         return Path(folder)
     record_of(folder)

@@ -128,7 +128,7 @@ class Scorer:
     def __init__(
         self, config: ModelConfig, batch: BatchConfig, dtype: jnp.dtype, mesh: Mesh, longest: int | None = None
     ):
-        """`longest`: the most tokens that the network reads; by default the length of a row of `batch`."""
+        """Take `longest`: the most tokens that the network reads; by default the length of a row of `batch`."""
         self.longest = longest or batch.sequence_length
         self.facts = {"dtype": dtype.name, "longest": self.longest, "window": batch.sequence_length}
         """The facts, other than parameters and questions, that scores depend on."""

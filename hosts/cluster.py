@@ -55,7 +55,8 @@ def detect(
     environ: Mapping[str, str], tpus: int = 0, gpus: int = 0, metadata: Callable[[str], str] = lambda key: ""
 ) -> Cluster:
     """Return the run's processes. `tpus` and `gpus` count the machine's devices. `metadata(key)` returns an attribute
-    of a Google Cloud machine, empty if there is none. UserError if the settings are incomplete or contradictory."""
+    of a Google Cloud machine, empty if there is none. Raise UserError if the settings are incomplete or
+    contradictory."""
     launch = launched(environ, tpus, gpus, metadata)
     text = lambda *names: next((environ[name] for name in names if environ.get(name)), "")
     address = text("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_IP")
@@ -154,7 +155,7 @@ def of_tpus(environ: Mapping[str, str], metadata: Callable[[str], str]) -> Found
 
 def share(gpus: int, tasks: int, local: int) -> tuple[int, ...] | None:
     """Return the GPUs of the `local`-th of a machine's `tasks`; None for all that it sees, which may be only its own.
-    UserError if the tasks do not divide the GPUs."""
+    Raise UserError if the tasks do not divide the GPUs."""
     if tasks == 1 or gpus < tasks:
         return None
     if gpus % tasks:

@@ -48,7 +48,7 @@ class Machine:
 
 @cache
 def machines() -> dict[str, Machine]:
-    """Return the machines of hosts/machines.toml, which users edit. UserError if it cannot be read."""
+    """Return the machines of hosts/machines.toml, which users edit. Raise UserError if it cannot be read."""
     try:
         tables = tomllib.loads(MACHINES.read_text())
         return {kind: Machine(kind, **table) for kind, table in tables.items()}

@@ -34,7 +34,8 @@ GRACE = 2  # seconds in which a process that reads it may end by itself, with it
 
 
 def join(cluster: Cluster) -> None:
-    """Wait for all, then start JAX's service. PeerLost if one does not join; UserError for contradictory settings."""
+    """Wait for all, then start JAX's service. Raise PeerLost if one does not join; UserError for contradictory
+    settings."""
     roll_call(cluster)
     end_aborts_as_lost_peers()
     _joining.set()

@@ -178,8 +178,8 @@ def preflight(config: Config, mesh: Mesh, fingerprint: str, tokenizer: str) -> l
 
 
 def checked_sum(mesh: Mesh) -> None:
-    """Compute one sum over all devices with a known result. UserError if it differs; ends all processes with code 42 if
-    it does not finish."""
+    """Compute one sum over all devices with a known result. Raise UserError if it differs; ends all processes with code
+    42 if it does not finish."""
     numbers = np.arange(1, mesh.size + 1, dtype=np.int32)
     at = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     placed = jax.make_array_from_callback(numbers.shape, at, lambda index: numbers[index])

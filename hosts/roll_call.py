@@ -32,8 +32,8 @@ def roll_call(
     say: Callable[[str], Any] = lambda text: print(text, flush=True),
 ) -> None:
     """Return on every process once all have joined and answered. PeerLost, on those that are there, if one is missing
-    after `timeout` seconds; every `tell_every` seconds each `say`s which. UserError if their settings contradict each
-    other."""
+    after `timeout` seconds; every `tell_every` seconds each `say`s which. Raise UserError if their settings contradict
+    each other."""
     host, port = split_address(cluster.address)
     if cluster.index == 0:
         _call(cluster, int(port), timeout, tell_every, say)
@@ -134,7 +134,7 @@ def _call(cluster: Cluster, port: int, timeout: float, tell_every: float, say: C
 
 
 def _listen(port: int) -> socket.socket:
-    """Listen on the port. UserError if it stays taken."""
+    """Listen on the port. Raise UserError if it stays taken."""
     again = Retrying(
         retry=retry_if_exception_type(OSError), stop=stop_after_delay(60), wait=wait_random(0.5, 1.5), reraise=True
     )
@@ -184,7 +184,7 @@ def _answer(
 
 
 def _greet(cluster: Cluster, address: tuple[str, int], tell_every: float, say: Callable[[str], Any]) -> None:
-    """Name this process, and do as process 0 says. OSError if that one closes the connection."""
+    """Name this process, and do as process 0 says. Raise OSError if that one closes the connection."""
     with socket.create_connection(address, timeout=10) as connection:
         connection.settimeout(2 * tell_every + 10)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -97,7 +97,7 @@ def run_command(main: Callable[[], int]) -> NoReturn:
 
 
 def _nobody_reads() -> bool:
-    """Return whether the program that reads the output has ended, as `| head` does. What Python holds is dropped."""
+    """Return whether the program that reads the output has ended, as `| head` does. Drop Python's buffered output."""
     output = select.poll()
     output.register(sys.stdout, 0)
     if ended := any(flags & select.POLLERR for _, flags in output.poll(0)):
@@ -122,7 +122,7 @@ def report_unless_loop_is_closed(unraisable: Any) -> None:
 def start_jax() -> Cluster:
     """Join the other processes of the run, if there are any, and cache compiled programs on disk.
 
-    Start every process with the same command; hosts/cluster.py finds the others. UserError if their settings are
+    Start every process with the same command; hosts/cluster.py finds the others. Raise UserError if their settings are
     incomplete or contradictory, PeerLost if one does not join.
     """
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "compiled"))
@@ -191,7 +191,7 @@ def highest(value: int) -> int:
 
 
 def on_first_process(function: Callable[[], Any]) -> Any:
-    """Return on every process what `function` returns on process 0, as JSON carries it. An exception there is raised on
+    """Return the result of `function` on process 0 to every process, through JSON. An exception there is raised on
     every process: one of KINDS as itself, any other as a RuntimeError elsewhere. Every process must call it."""
     if jax.process_count() == 1:
         return function()
@@ -213,7 +213,7 @@ def on_first_process(function: Callable[[], Any]) -> Any:
 
 
 def on_every_process(what: str, function: Callable[[], T]) -> T:
-    """Return what `function` returns here, once it has returned on every process. If it raises one of KINDS on some,
+    """Return the result of `function` here, once it has returned on every process. If it raises one of KINDS on some,
     all raise the first kind in that order, with the process's number; other exceptions end the run at once. The
     processes agree through JAX's service, and `function` must not wait for another process."""
     result: Any = None

@@ -88,8 +88,8 @@ class Watchdog:
         return max(self.config.seconds, FACTOR * median(self.each) * work)
 
     def check(self) -> None:
-        """Bark if they have taken longer. A store that does not answer delays every process and is no hang: the time
-        restarts when it answers."""
+        """Bark if they have taken longer. A store that does not answer delays every process, but is not a hang: the
+        time restarts when it answers."""
         if OUTAGE.seconds > AWAY:
             self.since = self.now()
         passed, allowed = self.now() - self.since, self.allowed

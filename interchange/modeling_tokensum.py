@@ -188,8 +188,8 @@ class TokensumForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs,
     ):
-        """`previous_ids` [batch]: the last tokens in the cache; a network with smear needs them with a cache. Positions
-        count from the start of the text: left padding changes nothing."""
+        """Take `previous_ids` [batch]: the last tokens in the cache; a network with smear needs them with a cache.
+        Positions count from the start of the text: left padding changes nothing."""
         config = self.config
         if attention_mask is not None and attention_mask.ndim != 2:
             raise ValueError("attention_mask must be [batch, length]")

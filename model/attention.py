@@ -217,7 +217,7 @@ def _blocks_of(places: Places) -> Places:
 
 
 def _rows(blocks: Array, rows: slice) -> Array:
-    """`_blocks` undone."""
+    """Undo `_blocks`."""
     x = jnp.moveaxis(blocks, 0, 1)
     return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : rows.stop - rows.start]
 

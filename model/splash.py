@@ -75,7 +75,7 @@ def _heads_first(x: Array) -> Array:
 
 
 def _rows_first(x: Array) -> Array:
-    """`_heads_first` undone."""
+    """Undo `_heads_first`."""
     return jnp.moveaxis(x, -2, 1)
 
 

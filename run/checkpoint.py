@@ -73,9 +73,9 @@ class Checkpoints:
         on_saved: Callable[[int], None] = lambda step: None,
         scores: Mapping[int, float] = MappingProxyType({}),
     ):
-        """`record` is copied before each save. `on_saved` is called on the first process with the step of each
-        completed checkpoint. `scores`: `val_bpb` of steps, on the first process. Raise UserError if the folder cannot
-        be used. Every process must make one, and call its methods together."""
+        """Open the folder. `record` is copied before each save. `on_saved` is called on the first process with the step
+        of each completed checkpoint. `scores`: `val_bpb` of steps, on the first process. Raise UserError if the folder
+        cannot be used. Every process must make one, and call its methods together."""
         self.config, self.record, self.on_saved, self.scores = config, record, on_saved, scores
         self.in_bucket = str(folder).startswith("gs://")
         self.folder = place(folder) / "checkpoints"

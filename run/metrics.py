@@ -59,7 +59,7 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """Seconds so far."""
+        """Return the seconds so far."""
         return self.before + time.perf_counter() - self.origin
 
     def rates(self, tokens: int) -> Rates:

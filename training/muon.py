@@ -44,7 +44,7 @@ class MuonState(NamedTuple):
     """Muon's state, float32."""
 
     mu: Any
-    """First moments, of the matrices' shapes."""
+    """First moments, in the matrices' shapes."""
     nu: Any
     """Second moments of the orthogonalised updates: a number for each row or column, along the longer side."""
 

@@ -93,7 +93,7 @@ def chitchat_rows() -> Iterator[Row]:
 
 
 def parquet_rows(source: str, columns: tuple[str, ...]) -> Iterator[Row]:
-    """Yield the rows of a source's .parquet files. UserError if one cannot be read or lacks a column."""
+    """Yield the rows of a source's .parquet files. Raise UserError if one cannot be read or lacks a column."""
     for file in find_corpus(source).files:
         try:
             with open_source(file) as opened:

@@ -39,7 +39,7 @@ class Layout:
 
     @property
     def out(self) -> Path:
-        """A folder with the shards, and `entries.json`: their entries for dataset.json."""
+        """Return the folder for the shards, and for `entries.json`: their entries for dataset.json."""
         return self.recipe.folder / "parts" / f"{self.parts[0]}.{self.number}-{self.slices}"
 
     @property

@@ -15,7 +15,7 @@ SCHEDULERS = {"k8s": k8s, "sky": sky, "slurm": sbatch, "tpu": tpu}
 
 
 def main(argv: list[str]) -> int:
-    """Run `argv`, the words after `python -m tools.launch`, and return the exit code. UserError for a mistake."""
+    """Run `argv`, the words after `python -m tools.launch`, and return the exit code. Raise UserError for a mistake."""
     end = argv.index("--") if "--" in argv else len(argv)
     words, train = argv[:end], argv[end + 1 :]
     scheduler = SCHEDULERS.get(words[0]) if words else None

@@ -1,5 +1,5 @@
-"""Pack the code of this folder into an archive named by its hash: with uncommitted changes, without what git ignores
-and what runs and reports have left."""
+"""Pack the code of this folder into an archive named by its hash, with uncommitted changes, but without ignored files
+and the outputs of runs and reports."""
 
 import hashlib
 import io
@@ -25,7 +25,7 @@ class Code:
 
     @property
     def digest(self) -> str:
-        """Its SHA-256, in hexadecimal."""
+        """Return its SHA-256, in hexadecimal."""
         return hashlib.sha256(self.archive).hexdigest()
 
     @property
@@ -34,7 +34,7 @@ class Code:
 
 
 def pack(root: Path) -> Code:
-    """Archive every file that git knows or would add, except folders of runs and datasets that it does not know.
+    """Archive every file that git knows or would add, except folders of runs and datasets that it does not know. Raise
     UserError if `root` is no repository, or has more than 100 MiB."""
     known, new = listed(root, "--cached"), listed(root, "--others", "--exclude-standard")
     left = {path.parent for path in new if path.name in LEFT}
@@ -63,7 +63,7 @@ def pack(root: Path) -> Code:
 
 
 def listed(root: Path, *which: str) -> set[Path]:
-    """Return the files that git lists. UserError if there is no git or no repository."""
+    """Return the files that git lists. Raise UserError if there is no git or no repository."""
     try:
         done = subprocess.run(["git", "ls-files", "-z", *which], cwd=root, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:

@@ -53,7 +53,7 @@ class Hardware:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """This kind's entry in tools/launch/catalog.toml."""
+        """Return this kind's entry in tools/launch/catalog.toml."""
         return catalog()[self.kind]
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Hardware:
 
 @cache
 def catalog() -> dict[str, dict[str, Any]]:
-    """Read tools/launch/catalog.toml, which users edit. UserError if it cannot be read."""
+    """Read tools/launch/catalog.toml, which users edit. Raise UserError if it cannot be read."""
     try:
         return tomllib.loads(CATALOG.read_text())
     except (OSError, ValueError) as error:

@@ -85,7 +85,7 @@ class Job:
 
     @property
     def exports(self) -> str:
-        """Lines of shell that set the job's variables and secrets."""
+        """Return shell lines that set the job's variables and secrets."""
         return "".join(f"export {name}={quote(value)}\n" for name, value in (self.env | self.secrets).items())
 
 
@@ -94,7 +94,7 @@ def is_given(option: str, words: Sequence[str]) -> bool:
 
 
 def make_job(given: JobOptions, train: list[str], *mounts: str) -> Job:
-    """Return the job, checked as far as it can be without its machines. `mounts` are folders that the hosts see.
+    """Return the job, checked as far as it can be without its machines. `mounts` are folders that the hosts see. Raise
     UserError for what cannot work; what tyro refuses in train.py's arguments ends the process with code 2."""
     if not given.hardware:
         raise UserError('--hardware is missing; try --hardware=v5e:4x4 or --hardware="2x h200:8"')
@@ -129,8 +129,8 @@ def require_seen(config: Config, train: Sequence[str], code: Collection[str], mo
 
 
 def variables(names: Sequence[str], option: str) -> dict[str, str]:
-    """Return variables of this environment. UserError for one that is not set, and for a word that is no name, which
-    the message does not repeat: it may be a secret."""
+    """Return variables of this environment. Raise UserError for one that is not set, and for a word that is no name,
+    which the message does not repeat: it may be a secret."""
     for name in names:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UserError(f"--{option} takes names of variables alone; their values come from this environment")
@@ -152,7 +152,8 @@ def cost(job: Job, price: float, hours: float, capacity: str = "on_demand") -> s
 
 
 def job_name(given: str, otherwise: str = "") -> str:
-    """Return a name that every scheduler takes. UserError for a given one that none takes, or if there is none."""
+    """Return a name that every scheduler takes. Raise UserError for a given one that none takes, or if there is
+    none."""
     name = given or re.sub(r"[^a-z0-9]+", "-", otherwise.lower()).strip("-")[:40].rstrip("-")
     if not name:
         raise UserError("--name is missing: the job's name, as `up` printed it")
@@ -164,7 +165,7 @@ def job_name(given: str, otherwise: str = "") -> str:
 
 
 def require_bucket(job: Job, why: str) -> str:
-    """Return the run's folder in a bucket. UserError if it has none."""
+    """Return the run's folder in a bucket. Raise UserError if it has none."""
     folder = job.config.checkpoint.folder
     if not folder.startswith("gs://") or not folder.removeprefix("gs://").split("/")[0]:
         raise UserError(f"--checkpoint.folder=gs://BUCKET/FOLDER is missing: {why}")

@@ -83,7 +83,7 @@ def kubectl(options: K8sOptions) -> list[str]:
 
 
 def image_of(image: str, tag: str) -> tuple[str, bool]:
-    """Return the image with its tag, and whether that was given. UserError if none is named."""
+    """Return the image with its tag, and whether that was given. Raise UserError if none is named."""
     if not image or any(letter.isspace() for letter in image):
         raise UserError(
             "--image is missing: REGISTRY/NAME, which is built and pushed, or one that is there, with a tag"
@@ -167,7 +167,7 @@ spec:
 
 
 def jobset(job: Job, options: K8sOptions, image: str) -> str:
-    """Return the JobSet as YAML, with labels and taints of nodes as GKE names them. UserError for a bad label."""
+    """Return the JobSet as YAML, with labels and taints of nodes as GKE names them. Raise UserError for a bad label."""
     hardware, metadata = job.hardware, {"name": job.name, "labels": {}, "annotations": {}}
     if options.queue:
         metadata["labels"] = {"kueue.x-k8s.io/queue-name": options.queue}

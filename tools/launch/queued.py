@@ -78,7 +78,7 @@ class Slices:
 
     def create(self, hardware: Hardware, deadline: float) -> None:
         """Request the slices, until the time that this waits for them; with flex_start, Google deletes them at the
-        deadline. An existing resource of that name counts. Trouble if the zone does not take the request."""
+        deadline. An existing resource of that name counts. Raise Trouble if the zone does not take the request."""
         facts, options, left = hardware.facts, self.options, deadline - time.time()
         flex, several, cube = options.capacity == "flex_start", hardware.groups > 1, facts["dimensions"] == 3
         chips = hardware.devices_per_group * facts["units_per_chip"]
@@ -138,7 +138,8 @@ class Slices:
             time.sleep(pause())
 
     def delete(self, before: Callable[["Slices"], None]) -> None:
-        """Request its deletion with its machines, after `before` if they are there. Trouble while it is not gone."""
+        """Request its deletion with its machines, after `before` if they are there. Raise Trouble while it is not
+        gone."""
         state = "ACTIVE" if self.shell.dry_run else self.state()
         if state not in (GONE, "DELETING"):
             if state == "ACTIVE":
@@ -158,7 +159,7 @@ class Slices:
 
     @property
     def way(self) -> list[str]:
-        """Options of `ssh` and `scp`: how the hosts are reached."""
+        """Return the options of `ssh` and `scp` to reach the hosts."""
         if self.options.tunnel_through_iap:
             return ["--tunnel-through-iap"]
         return ["--internal-ip"] * self.options.internal_ips
@@ -171,7 +172,8 @@ class Slices:
         return done.returncode, done.stdout
 
     def copy(self, source: str, target: str, everywhere: bool = True) -> None:
-        """Copy a file to every host, or a folder from the first. A host's path begins with ":". Trouble if it fails."""
+        """Copy a file to every host, or a folder from the first. A host's path begins with ":". Raise Trouble if it
+        fails."""
         which = ["--node=all", "--worker=all"] if everywhere else ["--node=0", "--worker=0", "--recurse"]
         ends = [f"{USER}@{self.name}{end}" if end.startswith(":") else end for end in (source, target)]
         done = self.shell.run(self.words("scp", *ends, *which, *self.way), check=False, seconds=COPY)
@@ -182,7 +184,7 @@ class Slices:
 def delete_all(
     places: Sequence[Slices], before: Callable[[Slices], None] = lambda slices: None, until: float = math.inf
 ) -> None:
-    """Delete the resources, zone after zone, until all are gone; call `before` first with those that are ACTIVE.
+    """Delete the resources, zone after zone, until all are gone; call `before` first with those that are ACTIVE. Raise
     Trouble at `until`, if one is not gone."""
     left = list(places)
     for attempt in patient(until):

@@ -184,7 +184,7 @@ watching=$!"""
 
 
 def folder_of(options: SlurmOptions, name: str) -> Path:
-    """Return the job's folder. UserError if `--folder` is no absolute path."""
+    """Return the job's folder. Raise UserError if `--folder` is no absolute path."""
     if not options.folder:
         raise UserError("--folder is missing: a folder on a disk that all nodes share")
     path = Path(options.folder).expanduser()

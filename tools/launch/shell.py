@@ -52,7 +52,7 @@ def patient(until: float = math.inf, times: float = math.inf) -> Retrying:
 
 
 def ask(words: Sequence[str], check: bool = True, stdin: bytes = b"", seconds: float = LONGEST) -> Done:
-    """Run a command to its end, or for `seconds`. UserError if it fails, Trouble if it stalls, unless `check` is
+    """Run a command to its end, or for `seconds`. Raise UserError if it fails, Trouble if it stalls, unless `check` is
     False; UserError if it is not installed."""
     require_installed(words[0])
     # A new session, so that the command's children end with it, and nothing asks for a password.
@@ -76,7 +76,7 @@ def ask(words: Sequence[str], check: bool = True, stdin: bytes = b"", seconds: f
 
 
 def require_installed(program: str) -> None:
-    """UserError if there is no such program here."""
+    """Raise UserError if there is no such program here."""
     if not shutil.which(program):
         raise UserError(f"{program} is not installed here; --dry_run shows its commands")
 
@@ -115,7 +115,7 @@ class Shell:
                 raise UserError(f"{path} cannot be written: {error}") from error
 
     def become(self, words: Sequence[str]) -> None:
-        """Run a command in place of this process. UserError if it is not installed."""
+        """Run a command in place of this process. Raise UserError if it is not installed."""
         if self.dry_run:
             return print(join(words))
         require_installed(words[0])

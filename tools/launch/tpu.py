@@ -76,7 +76,7 @@ def run(options: TpuOptions, train: list[str]) -> int:
 
 
 def prepared(options: TpuOptions, train: list[str]) -> tuple[Launch, list[Slices]]:
-    """Return the launch, and the queued resource of each zone, which need not exist. UserError before anything is
+    """Return the launch, and the queued resource of each zone, which need not exist. Raise UserError before anything is
     created."""
     job = make_job(options, train)
     if not job.hardware.is_tpu:
@@ -123,7 +123,8 @@ def look(
     """Return the state in each zone that answers, and call `act` with those that have the resource.
 
     Print the zones that this project may not read, if others answer and the user `named` none: not every project has
-    every zone. Trouble for one that does not answer, UserError if none may be read: something there may cost money."""
+    every zone. Raise Trouble for one that does not answer, UserError if none may be read: something there may cost
+    money."""
     states: dict[Slices, str] = {}
     hidden: dict[Slices, Trouble] = {}
     for slices in places:

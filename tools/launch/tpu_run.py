@@ -40,7 +40,7 @@ class Launch:
 
 
 def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
-    """Return `ended CODE` or DEADLINE; replace slices that are taken away. Trouble if no start works."""
+    """Return `ended CODE` or DEADLINE; replace slices that are taken away. Raise Trouble if no start works."""
     tries = FIRST
     while True:
         try:
@@ -70,8 +70,8 @@ def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
 
 
 def get(launch: Launch, states: dict[Slices, str]) -> Slices:
-    """Return slices of the first zone that has them: first zones with this job, then the given order. Trouble if none
-    has; a request that got nothing is deleted, and GONE in `states`."""
+    """Return slices of the first zone that has them: first zones with this job, then the given order. Raise Trouble if
+    none has; a request that got nothing is deleted, and GONE in `states`."""
     for slices in sorted(states, key=lambda slices: ["active", "waits", "over", "gone"].index(STATES[states[slices]])):
         if time.time() >= launch.deadline:
             break
@@ -91,8 +91,8 @@ def get(launch: Launch, states: dict[Slices, str]) -> Slices:
 
 
 def begin(launch: Launch, slices: Slices, tries: float) -> bool:
-    """Start the run on all hosts. Return False if the slices were taken away. Trouble after `tries` failures, or at the
-    deadline."""
+    """Start the run on all hosts. Return False if the slices were taken away. Raise Trouble after `tries` failures, or
+    at the deadline."""
     for attempt in patient(launch.deadline, tries):
         with attempt:
             if STATES[slices.state()] != "active":
@@ -103,7 +103,7 @@ def begin(launch: Launch, slices: Slices, tries: float) -> bool:
 
 def start(launch: Launch, slices: Slices) -> None:
     """Send the code, set it up, and start the loop on every host that has none; if the run has ended or was stopped,
-    only if that was before the command was typed. Trouble if a host fails."""
+    only if that was before the command was typed. Raise Trouble if a host fails."""
     job, typed = launch.job, int(1000 * launch.typed)
     delete = slices.words("delete", slices.name, "--force", "--async")
     prepare = host_scripts.prepare(

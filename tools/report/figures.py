@@ -19,7 +19,7 @@ NOISE = {
     "from AdamW's moments": "dots: roughly, from AdamW's moments",
     "batch": "dashed: the batch",
 }
-"""Lines of the noise scale's plot, and how they are drawn."""
+"""Lines of the noise scale's plot, and their style."""
 FEW = 3  # a line of at most this many points has markers
 LOGGED, MEASURED = "a logged step", "--diagnostics.every_steps=10"  # data that a plot needs
 

@@ -57,5 +57,5 @@ def stacked_bars(names: list[str], parts: dict[str, list], hover: str) -> tuple[
 
 
 def short(values: list[float]) -> list[float]:
-    """Return each value with six digits, which look the same and halve the page's size."""
+    """Return each value with six digits, which halves the page's size without a visible change."""
     return [float(f"{value:.6g}") for value in values]

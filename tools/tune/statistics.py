@@ -41,7 +41,7 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Estimate:
 
 
 def slowdowns(seconds: Mapping[T, Sequence[float]]) -> dict[T, Estimate]:
-    """Return how much longer each takes than the fastest, as a share of it: a geometric mean over rounds. A round
+    """Return each one's excess time over the fastest, as a share: a geometric mean over rounds. A round
     measures all, so a slow minute of the machine cancels. Dropped ones are compared over the rounds that they have."""
     most = max(len(values) for values in seconds.values())
     total = {name: sum(map(math.log, values)) for name, values in seconds.items() if len(values) == most}
@@ -62,7 +62,7 @@ def better_half(losses: Mapping[T, Sequence[float]]) -> list[T]:
 
 
 def lowest_of_the_best(losses: Mapping[float, Sequence[float]]) -> tuple[float, dict[float, Estimate]]:
-    """Return the smallest factor that is not worse for certain than the best, and how much more each loses than the
+    """Return the smallest factor that is not certainly worse than the best, and each factor's excess loss over the
     best. A tie goes to the smaller rate, since the best rate falls as runs grow longer (arXiv:2409.19913)."""
     best = better_half(losses)[0]
     behind = {factor: difference(losses[factor], losses[best]) for factor in losses}
