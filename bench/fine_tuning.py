@@ -115,7 +115,7 @@ def gradient_errors(gradient: Gradient, rows: Rows, count: int) -> dict[int, flo
         for micro_batches in [k for k in range(2, count + 1) if count % k == 0]:
             difference = gradient(split(batch, micro_batches)) - exact
             errors.setdefault(micro_batches, []).append(float(np.linalg.norm(difference) / np.linalg.norm(exact)))
-    return {micro_batches: float(np.mean(found)) for micro_batches, found in errors.items()}
+    return {micro_batches: float(np.mean(values)) for micro_batches, values in errors.items()}
 
 
 @partial(jax.jit, static_argnums=0)

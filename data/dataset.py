@@ -39,14 +39,14 @@ class Text:
 
     def validation(self, tokens: int, length: int) -> str:
         """Return a line on the held-out text that an evaluation of `tokens` tokens takes."""
-        found = [len(part) * length for part in self.val]
-        taken = sum(min(have, round(tokens * weight)) for have, weight in zip(found, self.weights))
-        said = f"validation: {taken:,} of {sum(found):,} held-out tokens"
-        if taken < tokens - length * len(found):
-            said += f": fewer than --eval.tokens={tokens:,}"
+        available = [len(part) * length for part in self.val]
+        taken = sum(min(have, round(tokens * weight)) for have, weight in zip(available, self.weights))
+        line = f"validation: {taken:,} of {sum(available):,} held-out tokens"
+        if taken < tokens - length * len(available):
+            line += f": fewer than --eval.tokens={tokens:,}"
         if self.val_documents is not None and self.val_documents < FEW:
-            said += f", of {self.val_documents} document(s): too few for small differences of bits per byte"
-        return said
+            line += f", of {self.val_documents} document(s): too few for small differences of bits per byte"
+        return line
 
     def seen(self, rows: list[tuple[int, int]]) -> dict[str, list]:
         """Return a step's rows (dataset, row of it), and the beginnings of the first ones as text."""
@@ -130,12 +130,12 @@ def open_text(
 
 def _too_long(names: list[str], datasets: list[Dataset], config: DataConfig, length: int) -> str:
     """Return a line on the documents of each dataset that are longer than a row."""
-    found = []
+    counts = []
     for name, dataset in zip(shortest(names), datasets):
         (train, of_train), (val, of_val) = (dataset.longer(part, length) for part in ("train", "val"))
-        found.append(f"{name} {train:,} of {of_train:,} to train on and {val:,} of {of_val:,} held out")
+        counts.append(f"{name} {train:,} of {of_train:,} to train on and {val:,} of {of_val:,} held out")
     what = "cut at their row's end" if config.too_long == "cut" else "left out"
-    return f"documents of more than {length:,} tokens are {what} (--data.too_long): {'; '.join(found)}"
+    return f"documents of more than {length:,} tokens are {what} (--data.too_long): {'; '.join(counts)}"
 
 
 def absolute(config: DataConfig) -> DataConfig:
@@ -146,5 +146,5 @@ def absolute(config: DataConfig) -> DataConfig:
         return name if anywhere else os.path.abspath(os.path.expanduser(name))
 
     stages = split_source(config.source)
-    source = join_source([(begins, [(share, place(name)) for share, name in found]) for begins, found in stages])
+    source = join_source([(begins, [(share, place(name)) for share, name in parts]) for begins, parts in stages])
     return replace(config, source=source, tokenizer=place(config.tokenizer))

@@ -84,15 +84,15 @@ class Dataset:
     def _plans(self, part: str, config: DataConfig, length: int) -> Iterator[tuple[int, Plan]]:
         """Yield plans of some shards at a time, which bounds the memory: the start of the plan's shards, and the
         plan."""
-        stream, found, begin = self.stream(part), [], 0
+        stream, starts_so_far, begin = self.stream(part), [], 0
         for before, end, starts in zip(stream.starts, stream.starts[1:], self._starts(part)):
-            found.append(before - begin + starts)
-            if end > begin and (sum(map(len, found)) >= PLANNED or end == len(stream)):
-                every = np.unique(np.concatenate([np.zeros(1, np.int64), *found]))
+            starts_so_far.append(before - begin + starts)
+            if end > begin and (sum(map(len, starts_so_far)) >= PLANNED or end == len(stream)):
+                every = np.unique(np.concatenate([np.zeros(1, np.int64), *starts_so_far]))
                 headless = stream.read(begin, begin + 1).tolist() != [self.tokenizer.bos]
                 drop = config.too_long == "drop"
                 yield begin, plan_rows(config.packing, every, end - begin, length, headless, drop)
-                found, begin = [], end
+                starts_so_far, begin = [], end
 
     def rows(self, part: str, config: DataConfig, length: int, cache: Path) -> Rows:
         """Return the part's rows of `length` tokens, as `config` packs them. A plan is made once, and stored next to

@@ -69,8 +69,8 @@ class StepBatches:
         micro_batches, width, _ = self.shape
         first = self.first_row + int(index) * micro_batches * width
         positions = first + np.arange(micro_batches)[:, None] * width + self.local_rows
-        found = [self.sequence[position] for position in positions.ravel().tolist()]
-        return stack(read_rows(self.rows, found), positions.shape, self.document_bos)
+        rows = [self.sequence[position] for position in positions.ravel().tolist()]
+        return stack(read_rows(self.rows, rows), positions.shape, self.document_bos)
 
     def row_numbers(self, index: int) -> list[tuple[int, int]]:
         """Return (dataset, row of it) for every row of a complete batch."""

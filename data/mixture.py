@@ -85,17 +85,17 @@ def split_source(source: str) -> list[tuple[str, list[tuple[str, str]]]]:
     for number, written in enumerate(source.split(";from=")):
         begins, _, rest = written.partition(",") if number else ("", "", written)
         matched = [re.fullmatch(r"(-?\d*\.?\d+):(.+)", part) for part in rest.split(",")]
-        found = [(match[1], match[2]) for match in matched if match]
-        if 0 < len(found) < len(matched):
+        parts = [(match[1], match[2]) for match in matched if match]
+        if 0 < len(parts) < len(matched):
             raise UserError(f"--data.source={source}: each dataset of a mixture needs its share: 0.7:DIR,0.3:DIR")
-        stages.append((begins, found or [("", rest)]))
+        stages.append((begins, parts or [("", rest)]))
     return stages
 
 
 def join_source(stages: list[tuple[str, list[tuple[str, str]]]]) -> str:
     """Return the text that `split_source` splits."""
-    shares = lambda found: ",".join(f"{share}:{name}" if share else name for share, name in found)
-    return ";".join(f"from={begins}," * bool(begins) + shares(found) for begins, found in stages)
+    shares = lambda parts: ",".join(f"{share}:{name}" if share else name for share, name in parts)
+    return ";".join(f"from={begins}," * bool(begins) + shares(parts) for begins, parts in stages)
 
 
 def read_source(source: str) -> tuple[list[str], list[Stage]]:
@@ -107,16 +107,16 @@ def read_source(source: str) -> tuple[list[str], list[Stage]]:
             raise UserError(f"--data.source={source}: {expectation}")
 
     begins, mixtures = [], []
-    for written, found in split_source(source):
+    for written, parts in split_source(source):
         begins.append(_tokens(written) if begins else 0)
         later = "a later stage is `;from=TOKENS,0.7:DIR,0.3:DIR`, in quotes: --data.source='/web;from=8e9,/good'"
-        require(begins == [0] or (0 < begins[-1] < 2**63 and found[0][1] != ""), later)
+        require(begins == [0] or (0 < begins[-1] < 2**63 and parts[0][1] != ""), later)
         require(begins == sorted(set(begins)), f"the stage from={written} must begin after the one before it")
-        shares = {name: Fraction(share or 1) for share, name in found}
+        shares = {name: Fraction(share or 1) for share, name in parts}
         total = sum(shares.values())
         require(min(shares.values()) > 0, "each dataset of a mixture needs its share, above 0: 0.7:DIR,0.3:DIR")
         require(total < 10**9, "the shares of a stage must sum to less than a billion")
-        require(len(shares) == len(found), "a dataset is named twice in one stage: give it the sum of its shares")
+        require(len(shares) == len(parts), "a dataset is named twice in one stage: give it the sum of its shares")
         mixtures.append({name: share / total for name, share in shares.items()})
     names = list(dict.fromkeys(name for mixture in mixtures for name in mixture))
     shares_of = lambda mixture: tuple(mixture.get(name, Fraction(0)) for name in names)

@@ -12,25 +12,25 @@ class Outage:
         self.lock = threading.Lock()
         self.since: float | None = None
         """Time of the first failed request since the last answer."""
-        self.said = 0.0
+        self.reported = 0.0
         """Length of the outage at its last report."""
 
     def failed(self, name: str, error: Exception) -> None:
         """Note that a request failed, and will be repeated."""
         with self.lock:
             self.since = self.since or time.monotonic()
-            if self.seconds >= self.said + 30:
-                self.said = self.seconds
+            if self.seconds >= self.reported + 30:
+                self.reported = self.seconds
                 why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-                print(f"{name}: no answer for {self.said:.0f} s ({why}); trying again", file=sys.stderr, flush=True)
+                print(f"{name}: no answer for {self.reported:.0f} s ({why}); trying again", file=sys.stderr, flush=True)
 
     def answered(self) -> None:
         if self.since is None:
             return
         with self.lock:
-            if self.said:
+            if self.reported:
                 print(f"the store answers again, after {self.seconds:.0f} s", file=sys.stderr, flush=True)
-            self.since, self.said = None, 0.0
+            self.since, self.reported = None, 0.0
 
     @property
     def seconds(self) -> float:

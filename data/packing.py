@@ -121,12 +121,12 @@ Rows = StreamRows | PlannedRows
 
 def read_rows(rows: Sequence[Rows], wanted: Sequence[tuple[int, int]]) -> list[Row]:
     """Return rows, each given as (dataset, row of it). Rows of one dataset are requested from a store together."""
-    found: dict[tuple[int, int], Row] = {}
+    read: dict[tuple[int, int], Row] = {}
     for part in {part for part, _ in wanted}:
         spans = {index: rows[part].spans(index) for one, index in wanted if one == part}
         pieces = iter(rows[part].tokens.read_many(span for each in spans.values() for span in each))
-        found |= {(part, index): rows[part].row(each, [next(pieces) for _ in each]) for index, each in spans.items()}
-    return [found[one] for one in wanted]
+        read |= {(part, index): rows[part].row(each, [next(pieces) for _ in each]) for index, each in spans.items()}
+    return [read[one] for one in wanted]
 
 
 def plan_rows(

@@ -232,15 +232,15 @@ class StoredShard:
     def __getitem__(self, span: slice) -> Integer[np.ndarray, "tokens"]:
         start, stop, _ = span.indices(self.tokens)
         first, last = blocks_with(start, stop, self.dtype.itemsize)
-        found = {block: self.kept.read(self.before + block, block, self.blocks) for block in range(first, last)}
-        missing = [block for block, content in found.items() if content is None]
+        contents = {block: self.kept.read(self.before + block, block, self.blocks) for block in range(first, last)}
+        missing = [block for block, content in contents.items() if content is None]
         for block, end in _runs(missing, CHUNK_BYTES // BLOCK_BYTES):
             content = self.store.blocks(self.name, block, end, self.blocks)
             for number in range(block, end):
                 at = (number - block) * BLOCK_BYTES
-                found[number] = one = content[at : at + BLOCK_BYTES]
+                contents[number] = one = content[at : at + BLOCK_BYTES]
                 self.kept.write(self.before + number, one)
-        joined = b"".join(content for content in found.values() if content is not None)
+        joined = b"".join(content for content in contents.values() if content is not None)
         offset = HEADER_BYTES + start * self.dtype.itemsize - first * BLOCK_BYTES
         return np.frombuffer(joined, self.dtype, max(stop - start, 0), offset if joined else 0)
 

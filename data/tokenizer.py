@@ -57,19 +57,19 @@ class TextTokenizer:
     @cached_property
     def bos(self) -> int:
         """Return the id of the token that starts a document. Raise UserError if the tokenizer has no known one."""
-        found = [self.special_tokens[name] for name in BOS_NAMES if name in self.special_tokens]
-        if not found:
+        ids = [self.special_tokens[name] for name in BOS_NAMES if name in self.special_tokens]
+        if not ids:
             raise UserError(
                 f"the tokenizer has no token that starts a document: none of {', '.join(BOS_NAMES)} is among its "
                 f"special tokens ({', '.join(self.special_tokens) or 'it has none'}); add one to its tokenizer.json"
             )
-        return found[0]
+        return ids[0]
 
     @property
     def json_with_bos(self) -> str:
         """Return the tokenizer.json for other programs: it writes the BOS before a text, as training does.
         `load_tokenizer` undoes it."""
-        written = re.sub(r'("post_processor":\s*)null', lambda found: found[1] + self._template, self.json, count=1)
+        written = re.sub(r'("post_processor":\s*)null', lambda match: match[1] + self._template, self.json, count=1)
         if written != self.json or self.library.encode("").ids[:1] == [self.bos]:
             return written
         content = json.loads(self.json)

@@ -95,15 +95,15 @@ def _sums(lines: Lines) -> dict[str, Any]:
 
 
 def _by_position(lines: Lines) -> list[dict[str, Any]]:
-    found = []
+    figures = []
     for octave in range(max((len(line["bits_by_octave"]) for line in lines), default=0)):
         there = [line for line in lines if len(line["bits_by_octave"]) > octave and line["bytes_by_octave"][octave]]
         if there:
             names = ("bits_by_octave", "bytes_by_octave")
             value, error = ratio(*([line[name][octave] for line in there] for name in names))
             first = (1 << octave) >> 1
-            found.append({"from": first, "bits_per_byte": value, "stderr": error, "documents": len(there)})
-    return found
+            figures.append({"from": first, "bits_per_byte": value, "stderr": error, "documents": len(there)})
+    return figures
 
 
 def _by_share(sources: Sequence[Source], values: Sequence[tuple[float, float | None]]) -> dict[str, Any]:

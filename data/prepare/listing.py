@@ -55,17 +55,17 @@ def find_corpus(
     if library:  # others' files cannot be corrected
         suffixes, on_error = (".py",), "skip"
     if source.startswith("hf:"):
-        found = _hub_files(source, revision)
+        listed = _hub_files(source, revision)
     elif "://" in source and not os.path.lexists(source):
-        found = _remote_files(source)
+        listed = _remote_files(source)
     else:
-        found = _local_files(source, suffixes)
-    taken = [one for one in found if one[0].name.endswith(suffixes) or one[0].problem]
+        listed = _local_files(source, suffixes)
+    taken = [one for one in listed if one[0].name.endswith(suffixes) or one[0].problem]
     if source.startswith("hf:") and any(one[0].name.endswith(TABLE_SUFFIXES) for one in taken):
         taken = [one for one in taken if one[0].name.endswith((*TABLE_SUFFIXES, *extensions))]  # not README.md
     files = [file for file, _ in taken]
     known = {file.url for file in files}
-    left = [file for file, _ in found if file.url not in known and not library]
+    left = [file for file, _ in listed if file.url not in known and not library]
     if not files:
         raise UserError(
             f"{source or 'an empty --source'}: no file of text found there{_described(left)}; give `stdlib`, "
@@ -178,8 +178,8 @@ def _local_files(source: str, suffixes: tuple[str, ...]) -> Found:
 
     takes = lambda name: not pattern or complete.match(name) is not None
     # Targets of links in a system's library are not part of the library.
-    found = _walk(str(root), takes, suffixes, enters, len(pattern), links=not library)
-    return sorted(found, key=lambda one: one[0].url)
+    listed = _walk(str(root), takes, suffixes, enters, len(pattern), links=not library)
+    return sorted(listed, key=lambda one: one[0].url)
 
 
 def _walk(
@@ -236,19 +236,19 @@ def _remote_files(source: str) -> Found:
     # The scheme's library may be missing, or lack access.
     filesystem, root, paths = ask(source, find, lambda error: f"{source}: cannot be read: {error}")
     root = "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), root.split("/")))
-    found = []
+    listed = []
     for path, facts in sorted(paths.items()):
         name = path.removeprefix(root).lstrip("/") or path.rpartition("/")[2]
         if facts.get("type", "file") == "file":
             url, size = filesystem.unstrip_protocol(path), facts.get("size") or 0
             changed = [facts.get(key) for key in ("mtime", "LastModified", "updated", "etag")]
-            found.append((SourceFile(name, url, size, filesystem=filesystem), changed))
-    return found
+            listed.append((SourceFile(name, url, size, filesystem=filesystem), changed))
+    return listed
 
 
-def _version(found: Found) -> str:
+def _version(listed: Found) -> str:
     """Return a digest of each file's name, size and times of change."""
-    facts = (repr((file.name, file.size, changed)) for file, changed in found)
+    facts = (repr((file.name, file.size, changed)) for file, changed in listed)
     return hashlib.sha256("".join(facts).encode()).hexdigest()
 
 

@@ -157,14 +157,14 @@ def _find_duplicates(recipe: Recipe, parts: Sequence[Part]) -> None:
     again, rounds = np.zeros(firsts[-1], bool), int(firsts[-1]) // COMPARED + 1
     bounds = [(2**64 * i // rounds) for i in range(rounds)]
     for low, high in zip(bounds, [*bounds[1:], None]):
-        found = []
+        stretches = []
         for part, first in zip(parts, firsts):
             hashes = part.mapped("hashes")
             start = int(np.searchsorted(hashes, np.uint64(low)))
             stop = part.documents if high is None else int(np.searchsorted(hashes, np.uint64(high)))
             of_hashes = part.read("of_hashes", start, stop)
-            found.append((part.read("hashes", start, stop), part.read("hashes_2", start, stop), first + of_hashes))
-        hashes, hashes_2, documents = (np.concatenate(column) for column in zip(*found))
+            stretches.append((part.read("hashes", start, stop), part.read("hashes_2", start, stop), first + of_hashes))
+        hashes, hashes_2, documents = (np.concatenate(column) for column in zip(*stretches))
         order = np.lexsort((documents, hashes_2, hashes))
         hashes, hashes_2 = hashes[order], hashes_2[order]
         same = (hashes[1:] == hashes[:-1]) & (hashes_2[1:] == hashes_2[:-1])
