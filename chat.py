@@ -27,11 +27,11 @@ class Arguments:
     run_dir: AnyPath
     """Folder of the run whose newest checkpoint is used, or of an exported network, here or at gs://."""
     step: Positive[int] | None = None
-    """The checkpoint of this step in place of the newest."""
+    """The checkpoint's step; default: the newest."""
     prompt: str = ""
     """A message to answer, and nothing else. Without it, messages come from the terminal, a line each."""
     system: str = ""
-    """How to answer, for the network: it goes before the first message."""
+    """A system message: it goes before the first message."""
     tokens: Positive[int] | None = None
     """Most tokens of an answer. Default: as many as the row has room for."""
     temperature: NotNegative[float] = 0.8
@@ -44,15 +44,15 @@ class Arguments:
     """Seed of the draws. `/regenerate` takes the next one."""
     serve: bool = False
     """Answer over HTTP: a page to chat on, and OpenAI's chat completions API (docs/chat.md). Requests without a
-    temperature, top_k or top_p take those above."""
+    temperature, top_k or top_p use the options above."""
     host: str = "127.0.0.1"
-    """Address of the server. Any other lets other machines in."""
+    """Address of the server. The default admits only this machine."""
     port: NotNegative[int] = 8000
     """Port of the server; 0 takes a free one."""
     slots: Positive[int] = 4
     """Answers that the server writes at once."""
     queue: NotNegative[int] = 16
-    """Requests that may wait for a slot. Any more are refused."""
+    """Most requests that wait for a slot. More are refused."""
     mesh: MeshConfig = MeshConfig(data=1)
     """Mesh of as many devices as its sizes need, whatever the run's own; `fsdp` and `tensor` for a network too large
     for one."""

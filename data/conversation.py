@@ -1,10 +1,10 @@
-"""Conversations: what they may hold, and their tokens, as nanochat renders them.
+"""Conversations: their contents, and their tokens, as nanochat renders them.
 
     <|bos|> <|user_start|> text <|user_end|> <|assistant_start|> text <|assistant_end|> <|user_start|> ...
 
 A system message goes before the first user's text. An assistant's content may have parts: text, a call of Python
 between <|python_start|> and <|python_end|>, and its output between <|output_start|> and <|output_end|>. A network
-learns what an assistant writes: its text, its calls and its ends. The tokens say which targets count; no mask is
+learns an assistant's tokens: its text, its calls and its ends. The tokens determine which targets count; no mask is
 stored.
 """
 
@@ -57,7 +57,7 @@ def _problem(message: Message) -> str | None:
         return "has no text as its content"
     for part in content:
         if not (isinstance(part, dict) and part.get("type") in PARTS and isinstance(part.get("text"), str)):
-            return f"has a part that is none of {', '.join(PARTS)} with a text"
+            return f"has a part other than {', '.join(PARTS)} with a text"
     return None if any(part["text"].strip() for part in content) else "is empty"
 
 
@@ -104,7 +104,7 @@ def render(
 
 
 def learned(tokens: Integer[np.ndarray, "tokens"], special: dict[str, int]) -> Bool[np.ndarray, "tokens"]:
-    """Return which tokens an assistant writes, of tokens that begin outside its turns. `special`: the tokenizer's ids
+    """Return which tokens an assistant writes. The tokens begin outside its turns. `special`: the tokenizer's ids
     of `CHAT_TOKENS`."""
     _, _, start, end, _, _, output_start, output_end = (tokens == special[name] for name in CHAT_TOKENS)
     in_answer = np.cumsum(start) - start > np.cumsum(end) - end

@@ -1,4 +1,4 @@
-"""ChatCORE: what a network knows when it is asked in conversations, as nanochat's scripts/chat_eval.py measures it.
+"""ChatCORE: a network's knowledge in conversations, as measured by nanochat's scripts/chat_eval.py.
 
 ARC and MMLU are questions with letters: the likeliest letter as the answer's first token is chosen. GSM8K's answers are
 written, with the calculator, and right if the number after #### is. The items are the hub's files in a folder.
@@ -24,7 +24,7 @@ from evaluation.scorer import Question, Scorer
 from model.sampling import Sampling
 from training.mesh import batch_devices
 
-NEW_TOKENS = 512  # of a written answer, at most
+NEW_TOKENS = 512  # most tokens of a written answer
 NUMBER = re.compile(r"#### (-?[0-9.,]+)")
 
 
@@ -53,14 +53,14 @@ SETS: dict[str, tuple[str, tuple[str, ...], Callable[[Row], dict[str, Any]], str
     "MMLU": ("mmlu/all/test*", COLUMNS["mmlu"], mmlu_item, "letters"),
     "GSM8K": ("gsm8k/main/test*", COLUMNS["gsm8k"], gsm8k_item, "written"),
 }
-"""Of each task: its files, their columns, what makes an item of a row, and its kind."""
+"""Each task's files, their columns, the function from a row to an item, and its kind."""
 BASELINES = {"letters": 0.25, "written": 0.0}
-"""What guessing reaches, as nanochat has it."""
+"""The accuracy of guessing, as in nanochat."""
 
 
 def read_chat_tasks(folder: str, items: int | None) -> list[Task]:
-    """Return the tasks of a folder, each with all of its items or the first `items`, in nanochat's order. UserError,
-    naming the file or row, for whatever is missing or of another schema."""
+    """Return the tasks of a folder, each with all of its items or the first `items`, in nanochat's order. Raise
+    UserError, naming the file or row, for anything missing or of another schema."""
     return [_read_task(folder, label, items) for label in SETS]
 
 
@@ -79,7 +79,7 @@ def _read_task(folder: str, label: str, items: int | None) -> Task:
 
 
 def number_of(text: str) -> str | None:
-    """Return the number after ####, without commas. None if there is none."""
+    """Return the number after ####, without commas; None if there is none."""
     found = NUMBER.search(text)
     return found[1].replace(",", "") if found else None
 
@@ -94,12 +94,12 @@ def require_chat_tokens(tokenizer: TextTokenizer) -> None:
 
 
 class ChatCore(Core):
-    """Called with the network's parameters, it returns `figures`."""
+    """ChatCORE on a mesh. Called with the network's parameters, it returns `figures`."""
 
     name = "chatcore"
 
     def __init__(self, tasks: Sequence[Task], network: Network, scorer: Scorer):
-        """UserError for a tokenizer that cannot spell the conversations, or a letter as one token."""
+        """Raise UserError for a tokenizer that cannot encode the conversations, or a letter as one token."""
         require_chat_tokens(network.tokenizer)
         super().__init__(tasks, network.tokenizer, scorer)
         self.network = network
@@ -154,7 +154,7 @@ class ChatCore(Core):
 
     def line(self, task: Task, index: int, tokens: Sequence[int], cut: bool) -> dict[str, Any]:
         """Return the line of a written answer."""
-        text = self.tokenizer.library.decode(list(tokens), skip_special_tokens=False)  # as nanochat reads it
+        text = self.tokenizer.library.decode(list(tokens), skip_special_tokens=False)  # as in nanochat
         number, gold = number_of(text), task.items[index]["gold"]
         return {
             **{"task": task.label, "item": index, "correct": number == gold, "number": number, "gold": gold},

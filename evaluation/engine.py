@@ -1,4 +1,4 @@
-"""Answers that are written together, token by token: slots with a cache each, which keep what they have read.
+"""Answers generated together, token by token, in slots. Each slot's cache keeps the tokens that it has read.
 
 A slot's row is an answer's prompt and its new tokens. What the cache has of a row is never read again: a new answer
 takes the free slot that shares most with its prompt. The rest of a prompt is read in parts of two lengths, and new
@@ -29,8 +29,8 @@ from model.parallel import all_gather_vocabulary, pmax_over_tensor
 from model.sampling import Sampling, draw
 from training.mesh import batch_devices
 
-SHORT, LONG = 32, 256  # tokens of a prompt that are read at a time
-AHEAD = 4  # tokens that are drawn in one call
+SHORT, LONG = 32, 256  # tokens of a prompt read at a time
+AHEAD = 4  # tokens drawn in one call
 ROWS, CACHE = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, "tensor")
 
 
@@ -40,15 +40,15 @@ class NoSlot(Exception):
 
 @dataclass(eq=False)
 class Answer:
-    """An answer that is being written, or was."""
+    """An answer, complete or in progress."""
 
     sampling: Sampling
     most: int
     """Tokens of the answer."""
     read: int
-    """Tokens of the prompt that were read: the others were in a cache."""
+    """Tokens of the prompt that were read; the others were in a cache."""
     tokens: list[int] = field(default_factory=list)
-    """Those of the answer so far, without its end."""
+    """Tokens of the answer so far, without its end."""
     finished: str = ""
     """`stop`: it has ended. `length`: it has its `most` tokens, or the row is full. Empty: it is being written."""
     call: list[int] | None = None
@@ -57,7 +57,7 @@ class Answer:
 
 @dataclass(eq=False)
 class Slot:
-    """What the cache of a slot has, and who writes."""
+    """A slot: its cache's contents, and its answer."""
 
     index: int
     row: list[int] = field(default_factory=list)
@@ -68,10 +68,10 @@ class Slot:
     """Tokens of the row that are in the cache."""
     answer: Answer | None = None
     used: int = 0
-    """When it was taken, in answers."""
+    """Number of the answer that took the slot last."""
 
     def shares(self, tokens: Sequence[int]) -> int:
-        """Return how many of the first tokens are in the cache. One is always left to read, for what comes next."""
+        """Return how many of the first tokens are in the cache. At least one is left to read, for the next token."""
         most = min(self.cached, len(tokens) - 1)
         return next((i for i in range(most) if self.row[i] != tokens[i]), most)
 
@@ -82,14 +82,14 @@ class Slot:
 
 
 class Parts(NamedTuple):
-    """Tokens that rows of the cache continue with, and how the next one is drawn. On a device the rows are its own."""
+    """The next tokens of rows of the cache, and options to draw more. A device has its own rows."""
 
     slot: Int[Array, "rows"]
-    """Of the device's."""
+    """Number of the slot on its device."""
     tokens: Int[Array, "rows length_and_one"]
-    """The first is the one before them."""
+    """The row's next tokens, after the one before them."""
     start: Int[Array, "rows"]
-    """Position of the second. The cache's capacity for a row of which nothing is read."""
+    """Position of the second token. The cache's capacity if nothing of the row is read."""
     length: Int[Array, "rows"]
     sampling: Sampling
 
@@ -135,7 +135,7 @@ class Engine:
         config, mesh, dtype = network.config.model, network.mesh, network.dtype
         self.devices = batch_devices(mesh)
         self.each = -(-slots // self.devices)
-        # Those that follow each other are of different devices, which read at the same time.
+        # Consecutive slots are on different devices, which read at the same time.
         self.slots = [Slot(device * self.each + i) for i in range(self.each) for device in range(self.devices)]
         self.capacity = network.config.batch.sequence_length
         self.tokenizer = network.tokenizer
@@ -177,7 +177,7 @@ class Engine:
         if not free:
             raise NoSlot(f"all {len(self.slots)} slots are taken")
         shared = {slot.index: slot.shares(tokens) for slot in free}
-        # What shares little, as each conversation's beginning, is no reason to overwrite a slot that was just used.
+        # A short common beginning, as of all conversations, is no reason to overwrite a slot that was just used.
         worth = lambda slot: shared[slot.index] if 2 * shared[slot.index] > slot.cached else 0
         slot = max(free, key=lambda slot: (worth(slot), -slot.used))
         self.begun += 1
@@ -192,7 +192,7 @@ class Engine:
                 self._leave(slot)
 
     def step(self) -> list[tuple[Answer, int]]:
-        """Return a new token of each answer that is being written. One that ends here has none, and is finished."""
+        """Return a new token of each answer in progress. An answer that ends here has none, and is finished."""
         writing = [slot for slot in self.slots if slot.answer]
         while any(len(slot.row) == slot.given for slot in writing):
             self._advance(writing)
@@ -246,7 +246,7 @@ class Engine:
             self._take(slot, AHEAD, tokens[place])
 
     def _take(self, slot: Slot, read: int, tokens: np.ndarray) -> None:
-        """Count what was read of a slot; after all of its row, drawn tokens come next."""
+        """Count the tokens read of a slot. After all of its row, drawn tokens come next."""
         if len(slot.row) - slot.cached <= read:
             slot.row += tokens.tolist()
             slot.cached = len(slot.row) - 1
@@ -254,7 +254,7 @@ class Engine:
             slot.cached += read
 
     def _call(self, program: Callable, slots: dict[int, Slot], rows: int, length: int) -> np.ndarray:
-        """Continue the slots' rows with at most `length` tokens that are unread. Return the tokens that follow."""
+        """Continue the slots' rows with at most `length` unread tokens. Return the tokens that follow."""
         ints = lambda *shape: np.zeros(shape, np.int32)
         options: Any = np.zeros(rows, np.float32), ints(rows), np.ones(rows, np.float32), np.zeros(rows, np.uint32)
         places: Any = (

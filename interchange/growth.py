@@ -30,14 +30,15 @@ from training.state import TrainState
 T = TypeVar("T")
 ROWS = 64  # a vocabulary grows to a multiple of it, so that meshes can divide it
 VOCABULARY = {"embed": 0, "value_embeds": 0, "lm_head": 1}
-"""Of these groups' tables, the dimension of the tokens."""
+"""The tokens' dimension in these groups' tables."""
 
 
 class Base(NamedTuple):
     """A network to fine-tune on conversations."""
 
     config: Config
-    """A run's, or of the network's options and row alone. The vocabulary has room for the tokens of conversations."""
+    """A run's config, or one of only the network's options and row. The vocabulary has room for the tokens of
+    conversations."""
     tokenizer: str
     """Folder of the tokenizer, which has these tokens."""
     is_run: bool
@@ -87,7 +88,7 @@ def new_tokens(config: Config, tokenizer: TextTokenizer) -> dict[str, int]:
 
 
 def describe_growth(config: Config, tokenizer: TextTokenizer) -> str:
-    """Return which rows the network in `config.init_from` is given, in a line; empty if none."""
+    """Return a line on the rows added to the network in `config.init_from`; empty if none."""
     if not (new := new_tokens(config, tokenizer)):
         return ""
     before, after = network_config(origin(config.init_from)).model.vocab_size, config.model.vocab_size

@@ -26,7 +26,7 @@ from model.attention import has_value_embedding, window_of
 
 MODELING = Path(__file__).with_name("modeling_tokensum.py")
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
-HF_TABLE, OWN_TABLE = "model.embed_tokens.weight", "embed.weight"  # each tells its names from others
+HF_TABLE, OWN_TABLE = "model.embed_tokens.weight", "embed.weight"  # these names identify each
 HF_NAMES = {
     "embed.table": HF_TABLE,
     "lm_head.kernel": "lm_head.weight",
@@ -42,7 +42,7 @@ HF_NAMES = {
 IN_HF = {"depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "softcap", "rotary_base", "short_window"}
 """The options that `hf_config` expresses."""
 REMOTE = {"qk_scale", "window_pattern", "value_embeddings", "resid_lambdas", "x0_lambdas", "smear", "backout"}
-"""The options that the modeling file has, and transformers' class has not."""
+"""The options that only the modeling file has, not transformers' class."""
 
 
 def hf_name(name: str) -> str:
@@ -129,7 +129,8 @@ def own_config(config: Config) -> dict[str, Any]:
 
 
 def beyond_hf(model: ModelConfig, known: Set[str] = frozenset(IN_HF)) -> list[str]:
-    """Return the options in use that change the network, and that transformers' class has not, or are not `known`."""
+    """Return the options in use that change the network, and that transformers' class lacks, or that are not
+    `known`."""
     change = {name for name, meanings in roles(ModelConfig).items() if not meanings} - known
     if "S" not in model.window_pattern[: max(model.depth - 1, 0)]:  # the last block has no window
         change.discard("window_pattern")

@@ -1,4 +1,4 @@
-"""What a run needs before its first step: its text, its folder, its checkpoints, and hosts that agree."""
+"""The preparation of a run's first step: its text, its folder, its checkpoints, and hosts that agree."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from training.mesh import make_mesh
 
 
 def check_processes(config: Config, cluster: Cluster, say: Callable[[str], Any]) -> None:
-    """Say which processes and devices the run has. UserError if the processes were given different configs."""
+    """Print the run's processes and devices. Raise UserError if the processes have different configs."""
     say(describe_processes(cluster, make_mesh(config.mesh)))
     check_hosts_agree("their config", json.dumps(asdict(config)))
 
@@ -38,7 +38,7 @@ def open_training(config: Config, say: Callable[[str], Any]) -> tuple[list[Build
     """Return the builds of the run's stages, with the steps of an epoch for `steps=0`, the text that it trains on, and
     what evaluates on its held-out part. UserError if the text, or the network in `init_from`, does not fit the run."""
     builds = build_stages(config)
-    built = builds[-1]  # for all that does not depend on the size of a step
+    built = builds[-1]  # for everything that does not depend on the size of a step
     config, (micro_batches, rows, length) = built.config, built.batch_shape
     starts_from = config.init_from and not on_first_process(lambda: whole_steps(checkpoint_folder(config)))
     if starts_from:  # before text is prepared, which can take hours
@@ -79,10 +79,10 @@ def open_folder(
     """Claim the run's folder and check the hosts. Return what is known of the run, and its checkpoints. UserError if
     the folder holds another run, or if the hosts cannot train together."""
     config = built.config
-    # On one process: an NFS client that looks before the folder is there does not see it for a while.
+    # On one process: an NFS client that looks too early does not see the folder for a while.
     on_first_process(lambda: text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer"))
     past = Past(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
-    # Before the preflight, which makes the folder of checkpoints if it is not there.
+    # Before the preflight, which makes the folder of checkpoints if it is missing.
     on_first_process(lambda: require_checkpoints(config, past))
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
     with limited(config.hang, "opening the checkpoints"):
@@ -98,15 +98,15 @@ def why_nothing_to_do(config: Config, past: Past, checkpoints: Checkpoints) -> s
 
 
 def why_given_up(config: Config, newest: int, record: Record) -> str:
-    """Put on record that a process begins after the checkpoint of step `newest`. Return a message if `STARTS` began
-    there in vain that this one must not; empty otherwise."""
+    """Record that a process begins after the checkpoint of step `newest`. Return a message if `STARTS` began there in
+    vain; empty otherwise."""
     begun = on_first_process(partial(begin, config, newest))
     copy_record(config, record)  # so that a machine without this one's disk counts the same starts
     if begun:
         return ""
     return (
         f"{STARTS} starts in a row brought no checkpoint newer than step {newest}'s: the run is given up; once "
-        "its cause is mended, the same command continues it"
+        "its cause is corrected, the same command continues it"
     )
 
 

@@ -8,13 +8,13 @@ from model.sampling import Sampling
 
 
 class Job:
-    """One request, which waits for a slot and then for its answer's tokens. Made in the event loop's thread."""
+    """A request, which waits for a slot and then for its answer's tokens. It is made in the event loop's thread."""
 
     def __init__(self, prompt: list[int], sampling: Sampling, most: int | None):
         self.prompt, self.sampling, self.most = prompt, sampling, most
         self.answer: Answer | None = None
         self.dropped = False
-        """Set it when nobody waits for the answer any more."""
+        """True once nobody waits for the answer."""
         self.sent = 0
         self.loop = asyncio.get_running_loop()
         self.events: asyncio.Queue[int | str] = asyncio.Queue()
@@ -41,7 +41,7 @@ class Batcher:
             return sum(not job.dropped for job in self.jobs)
 
     def submit(self, job: Job) -> bool:
-        """Return whether the job is answered in its turn. False: too many wait already."""
+        """Queue the job. Return False if too many wait already."""
         with self.changed:
             if accepted := self.outstanding < self.slots + self.queue:
                 self.jobs.append(job)
@@ -79,5 +79,5 @@ class Batcher:
                 job.send(answer.finished)
 
     def _remove(self, job: Job) -> None:
-        with self.changed:  # another thread counts them
+        with self.changed:  # another thread counts jobs
             self.jobs.remove(job)

@@ -20,7 +20,7 @@ NOTHING |= {"logit_bias": {}, "response_format": {"type": "text"}, "modalities":
 
 
 class Refused(HTTPException):
-    """A request that is not answered, for what `param` says."""
+    """A refused request, because of the field `param`."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
         super().__init__(status, message, {"Retry-After": "1"} if status == 429 else None)
@@ -47,13 +47,13 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
     stream_options: StreamOptions = StreamOptions()
 
     def sampling(self, default: Sampling) -> Sampling:
-        """Return how tokens are drawn: without a seed, by one of its own."""
+        """Return the options of sampling. Without a seed, draw one."""
         given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
         given["seed"] = secrets.randbits(31) if self.seed is None else self.seed % (1 << 31)
         return default._replace(**{name: value for name, value in given.items() if value is not None})
 
     def prompt(self, tokenizer: TextTokenizer, capacity: int) -> list[int]:
-        """Return the tokens before an answer. Refused if the messages are no conversation, or fill the row."""
+        """Return the tokens before an answer. Raise Refused if the messages are not a conversation, or fill the row."""
         for message in self.messages:  # clients may send a text in parts
             parts = message.get("content")
             if isinstance(parts, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
@@ -74,7 +74,7 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_request(body: bytes) -> ChatRequest:
-    """Return the request in a body of JSON. Refused, with the field, for what is wrong or not supported."""
+    """Return the request in a JSON body. Raise Refused, with the field, for anything wrong or not supported."""
     try:
         given = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -32,7 +32,7 @@ SECONDS_TO_FINISH = 10  # for unfinished answers when the server is to stop
 
 
 class AnswerResponse(StreamingResponse):
-    """Sends an answer as it comes. When it is sent, or its client has gone, its slot becomes free."""
+    """Streams an answer. Its slot becomes free when the answer is sent, or when its client has gone."""
 
     def __init__(self, job: Job, content: AsyncIterator[str], media_type: str):
         super().__init__(content, media_type=media_type)
@@ -40,14 +40,14 @@ class AnswerResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(asyncio.CancelledError):  # when the server stops, which says so
+            with suppress(asyncio.CancelledError):  # when the server stops, which it reports
                 await super().__call__(scope, receive, send)
         finally:
             self.job.dropped = True
 
 
 class Service:
-    """What the server answers at each address."""
+    """The server's answers, by address."""
 
     def __init__(self, batcher: Batcher, tokenizer: TextTokenizer, model: str, sampling: Sampling):
         self.batcher, self.tokenizer, self.model, self.sampling = batcher, tokenizer, model, sampling
@@ -66,7 +66,7 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # which pages of other sites cannot send without being asked for it
+        if kind != "application/json":  # pages of other sites cannot send this without permission
             raise Refused("the header Content-Type must be application/json", status=415)
         body = b""
         async for part in request.stream():
@@ -133,7 +133,7 @@ class Service:
 async def refuse(request: Request, error: Exception) -> Response:
     """Return an error in the form of OpenAI's API."""
     if isinstance(error, ClientDisconnect):
-        return Response()  # which nobody reads
+        return Response()  # nobody reads it
     assert isinstance(error, HTTPException)
     facts = {"type": "rate_limit_error" if error.status_code == 429 else "invalid_request_error"}
     facts |= {"param": getattr(error, "param", None), "code": getattr(error, "code", None)}
@@ -142,7 +142,7 @@ async def refuse(request: Request, error: Exception) -> Response:
 
 
 def make_server(service: Service) -> uvicorn.Server:
-    """Return a server that is not started."""
+    """Return a server, not yet started."""
     routes = [
         Route("/", service.page),
         Route("/health", service.health),
@@ -155,7 +155,7 @@ def make_server(service: Service) -> uvicorn.Server:
 
 
 def listener(host: str, port: int) -> socket.socket:
-    """Return a socket that has this address. UserError if it cannot."""
+    """Return a socket with this address. Raise UserError if it is not available."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind)
@@ -183,9 +183,9 @@ async def run_server(server: uvicorn.Server, batcher: Batcher, bound: socket.soc
 def serve(
     engine: Engine, tokenizer: TextTokenizer, model: str, sampling: Sampling, bound: socket.socket, queue: int
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C. `sampling` is of requests that say nothing else."""
+    """Serve until SIGTERM or Ctrl-C. `sampling`: the default of requests."""
     batcher = Batcher(engine, queue)
     server = make_server(Service(batcher, tokenizer, model, sampling))
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, server.handle_exit)  # which uvicorn calls for both, and again at its end
+        signal.signal(number, server.handle_exit)  # uvicorn calls it for both, and again at its end
     asyncio.run(run_server(server, batcher, bound))

@@ -16,21 +16,21 @@ HELP = """/regenerate  another answer to your last message
 /help        this
 /quit        the end, as Ctrl-D
 Ctrl-C stops an answer."""
-ROOM = 1 / 4  # of a row, which an answer finds at least: the oldest turns make way for it
-NEAR = 0.8  # of what the turns may take: from here on it is said that the oldest will make way
+ROOM = 1 / 4  # least share of a row for an answer: the oldest turns make room
+NEAR = 0.8  # share of the turns' room: beyond it, a notice says that the oldest will be left out
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # codes that move a cursor, and the like
 
 
 @dataclass
 class Turn:
-    """What a user wrote, and the answer's tokens, when there is one."""
+    """A user's message, and the answer's tokens, if there is an answer."""
 
     text: str
     answer: list[int] | None = None
 
 
 def note(text: str) -> None:
-    """Say what no answer says."""
+    """Print a notice."""
     print(f"({text})", file=sys.stderr, flush=True)
 
 
@@ -41,12 +41,12 @@ class Terminal:
     engine: Engine
     sampling: Sampling
     system: str = ""
-    """Goes before the first message."""
+    """System message before the first message."""
     most: int | None = None
-    """Tokens of an answer."""
+    """Most tokens of an answer."""
     turns: list[Turn] = field(default_factory=list)
     warned: bool = False
-    """Whether it was said that turns will be left out."""
+    """True once the user was notified that turns will be left out."""
 
     def prompt(self) -> list[int]:
         """Return the tokens of the conversation, up to the start of the answer that comes next."""
@@ -60,7 +60,7 @@ class Terminal:
         return tokens
 
     def say(self, text: str) -> None:
-        """Answer a message. UserError, and no turn, if there is no room for it."""
+        """Answer a message. Raise UserError, without adding a turn, if there is no room for it."""
         before = self.turns.copy()
         self.turns.append(Turn(text))
         try:
@@ -102,7 +102,7 @@ class Terminal:
         def stop(*_: object) -> None:
             nonlocal stopped
             stopped = True
-            signal.signal(signal.SIGINT, before)  # which another Ctrl-C gets, if the engine takes long
+            signal.signal(signal.SIGINT, before)  # a second Ctrl-C gets it, if the engine takes long
 
         before = signal.signal(signal.SIGINT, stop)
         try:
@@ -116,7 +116,7 @@ class Terminal:
         return stopped
 
     def obey(self, command: str) -> None:
-        """Do what a line that begins with / says."""
+        """Execute a command: a line that begins with /."""
         if command == "/reset":
             self.turns, self.warned = [], False
             note("a new conversation")

@@ -10,19 +10,19 @@ SHOWN = dict(zip(CHAT_TOKENS[4:], ("`", "`", " = `", "` ")))  # a call of the ca
 
 
 class AnswerText:
-    """Returns an answer's text as far as it is certain: no part of a character, and nothing that may become one of
-    `stops`, before which the text ends."""
+    """Turns tokens into the certain part of an answer's text: complete characters, and nothing that may become one
+    of `stops`, before which the text ends."""
 
     def __init__(self, tokenizer: TextTokenizer, stops: Sequence[str] = ()):
         self.library, self.stops = tokenizer.library, [stop for stop in stops if stop]
         self.shown = {tokenizer.special_tokens[name]: text for name, text in SHOWN.items()}
         self.decoder = DecodeStream(skip_special_tokens=True)
         self.kept = ""
-        """What may become a stop."""
+        """Text that may become a stop."""
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """Return what the text gains by a token."""
+        """Return the text that a token adds."""
         self.kept += self.shown.get(token) or self.decoder.step(self.library, token) or ""
         ends = [self.kept.find(stop) for stop in self.stops if stop in self.kept]
         begun = [
