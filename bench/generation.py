@@ -47,7 +47,7 @@ class Arguments:
 
 def their_engine(network: Any) -> Any:
     """Return nanochat's engine, whose texts do not end early."""
-    sys.modules["rustbpe"] = ModuleType("rustbpe")  # of its tokenizer, which its engine's module imports
+    sys.modules["rustbpe"] = ModuleType("rustbpe")  # nanochat's engine imports it with its tokenizer
     from nanochat.engine import Engine as Theirs  # pyright: ignore[reportMissingImports]
 
     return Theirs(network, SimpleNamespace(encode_special=lambda name: -1, get_bos_token_id=lambda: -1))

@@ -72,8 +72,8 @@ def derive(config: Config, given: set[str]) -> Config:
 
 
 def following(config: Config, base: Config, run: bool, given: set[str]) -> Config:
-    """Return the config with the options of `base` that it follows, but for those that are `given`. `run`: those of a
-    run, its optimizer's included."""
+    """Return the config with the options of `base` that it follows, except those `given`. `run`: `base` is a run's, so
+    its optimizer's options are followed too."""
     values = taken(base, OF_BASE + OF_A_RUN * run, given)
     values = {name: value for name, value in values.items() if not name.startswith(RECIPE)}
     if run and "optimizer.rate_factor" not in given:
@@ -85,5 +85,5 @@ def following(config: Config, base: Config, run: bool, given: set[str]) -> Confi
 
 def taken(base: Config, names: tuple[str, ...], given: set[str]) -> dict[str, object]:
     """Return the options of `base` that begin with `names`, but for those that are `given`."""
-    left = given | {"model.dtype"}  # which suits the machine
+    left = given | {"model.dtype"}  # it suits the machine
     return {name: value for name, value in options(base).items() if name.startswith(names) and name not in left}

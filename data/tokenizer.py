@@ -123,7 +123,7 @@ class TextTokenizer:
 
     @property
     def with_chat_tokens(self) -> "TextTokenizer":
-        """Return the tokenizer with all of `CHAT_TOKENS`: those that it lacks have the ids from `vocab_size` on."""
+        """Return the tokenizer with all of `CHAT_TOKENS`. Missing ones get the ids from `vocab_size` on."""
         if not (missing := self.missing_chat_tokens):
             return self
         library = Tokenizer.from_str(self.json)

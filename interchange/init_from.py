@@ -93,8 +93,8 @@ def tokenizer_in(folder: Path) -> Path | None:
 
 
 def require_same_vocabulary(config: Config, tokenizer: TextTokenizer) -> None:
-    """Raise UserError if `config.init_from` has another vocabulary than the data, but for tokens of conversations that
-    it lacks."""
+    """Raise UserError if `config.init_from` has another vocabulary than the data, except for missing tokens of
+    conversations."""
     folder = tokenizer_in(origin(config.init_from))
     theirs = load_tokenizer(folder) if folder else tokenizer
     known = [it.library.get_vocab() for it in (theirs, theirs.with_chat_tokens)]
@@ -158,7 +158,7 @@ def _differences(theirs: ModelConfig, asked: ModelConfig) -> list[str]:
 
 
 def read_params(config: Config, abstract: dict) -> dict:
-    """Return the parameters in `config.init_from`, whose network is the same, padded and sharded as `abstract` is."""
+    """Return the parameters of the equal network in `config.init_from`, padded and sharded as `abstract`."""
     folder = origin(config.init_from)
     if is_run(folder):
         return Checkpoints(record_of(folder)[1].checkpoint.folder or folder).restore_params(abstract)[0]

@@ -29,8 +29,8 @@ from data.prepare.source_files import (
     values,
 )
 
-CUT_BYTES = 2**20  # of a text, above which it is cut into documents
-LONG = 2**24  # bytes of a document, above which it is not kept as characters: with one emoji each takes 4 bytes
+CUT_BYTES = 2**20  # bytes of a text; a longer one is cut into documents
+LONG = 2**24  # bytes of a document; a longer one is not kept as characters, which take 4 bytes each with one emoji
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def separated(opened: Any, separator: bytes, start: int, stop: int | None) -> It
 
 def values(file: SourceFile, opened: Any, column: str, nested: bool) -> Iterator[tuple[int, bytes]]:
     """Yield the rows of a .csv, or of an .arrow (a file of IPC, or a stream of it, as `datasets` writes it). A `nested`
-    column's are JSON."""
+    column gives JSON."""
     try:
         if file.name.endswith(".arrow"):
             is_file = opened.read(6) == b"ARROW1"
