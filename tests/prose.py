@@ -35,7 +35,7 @@ def problems(path: str, text: str) -> Iterator[tuple[int, str]]:
         yield from ((line(match), f"{match[0]!r}: write {new}") for match in old.finditer(text))
     if path.endswith(".py") and not path.startswith("tests/"):
         yield from ((line(match), "begin the docstring with a verb or a noun") for match in NO_VERB.finditer(text))
-    if path.startswith(("docs/", "README")):
+    if re.match(r"(docs/|README).*\.md$", path):
         for match in SENTENCE.finditer(CODE.sub(lambda code: re.sub(r"\S", " ", code[0]), text)):
             words = re.sub(r"`[^`]*`|\]\([^)]*\)", "_", match[0]).split()
             if len(words) > MOST_WORDS:
