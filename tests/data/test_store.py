@@ -129,7 +129,7 @@ def test_a_shard_that_changed_after_the_run_began_is_named(bucket, tmp_path):
     with pytest.raises(UserError, match=rf"{URL}/train_000000\.bin is damaged: 5 bytes"):
         opened(URL, tmp_path / "cache")
     del bucket.objects[name]
-    with pytest.raises(UserError, match=rf"{URL}/train_000000\.bin is not there"):
+    with pytest.raises(UserError, match=rf"{URL}/train_000000\.bin is missing"):
         opened(URL, tmp_path / "cache")
     with pytest.raises(UserError, match=rf"{URL}/train_000000\.bin: cannot be read: FileNotFoundError"):
         digest(text)
@@ -212,7 +212,7 @@ def test_an_outage_costs_time_and_nothing_else(bucket, made, tmp_path, monkeypat
     text = opened(URL, tmp_path / "cache")
     vars(bucket).update(away)
     monkeypatch.setattr(module, "SECONDS", 2)  # gcsfs itself would try for half a minute
-    monkeypatch.setattr(OUTAGE, "said", -30.0)  # so that the first failure is told
+    monkeypatch.setattr(OUTAGE, "reported", -30.0)  # so that the first failure is reported
     failed, seen = OUTAGE.failed, []
 
     def up_after_some_failures(*failure):
@@ -256,7 +256,7 @@ def test_a_copy_goes_on_where_it_stopped_and_is_read_like_any_folder(bucket, mad
 
 def test_a_copy_for_which_there_is_no_room_says_how_much_it_needs(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 10**5))
-    with pytest.raises(UserError, match=r"needs [\d.]+ [kM]B in .*, where [\d.]+ [kM]B are free"):
+    with pytest.raises(UserError, match=r"needs [\d.]+ [kM]B in .*, but only [\d.]+ [kM]B are free"):
         opened(URL, tmp_path / "cache", copy="all")
 
 

@@ -103,7 +103,7 @@ def test_a_bad_conversation_is_named_or_skipped_and_counted_by_kind(tmp_path):
         with pytest.raises(UserError) as error:
             settings = Preparation(source=source, vocab_size=270, val_fraction=0.2, conversations=True)
             prepare(settings, tmp_path / f"out{number}")
-        assert f"{number}.jsonl line {len(PLAIN) + 1}: {problem}; mend it" in str(error.value)
+        assert f"{number}.jsonl line {len(PLAIN) + 1}: {problem}; correct it" in str(error.value)
     settings = replace(settings, source=write_lines(tmp_path / "all.jsonl", [*PLAIN, *BAD.values()]), on_error="skip")
     prepare(settings, tmp_path / "out")
     kinds = [problem.replace("message 3", "a message").replace("message 4", "a message") for problem in BAD]
