@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through a pipe by its devtools protocol (chromedevtools.github.io/devtools-protocol)."""
+"""Drive a headless Chromium through a pipe by its devtools protocol (chromedevtools.github.io/devtools-protocol)."""
 
 import json
 import os
@@ -16,10 +16,10 @@ OPTIONS = (
 
 
 class Chromium:
-    """Inside `with`, a browser with one page."""
+    """A browser with one page, used as a context manager."""
 
     def __init__(self, folder: Path):
-        """`folder`: for its profile."""
+        """Start the browser with its profile in `folder`."""
         from_browser, to_us = os.pipe()
         from_us, to_browser = os.pipe()
         command = ["sh", "-c", f'exec "$@" 3</dev/fd/{from_us} 4>/dev/fd/{to_us}', "sh", str(PROGRAM), *OPTIONS]
@@ -41,12 +41,12 @@ class Chromium:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.outgoing.close()  # which ends it
+        self.outgoing.close()  # ends the browser
         self.process.wait(30)
         self.incoming.close()
 
     def call(self, method: str, **params: Any) -> dict:
-        """What the method answers; events that come before that are kept."""
+        """Return the answer to a method, and keep the events that arrive before it."""
         self.calls += 1
         message = {"id": self.calls, "method": method, "params": params}
         message |= {"sessionId": self.session} if self.session else {}
@@ -68,28 +68,28 @@ class Chromium:
         return json.loads(message)
 
     def open(self, url: str) -> None:
-        """Opens a page, and waits until its scripts have run."""
+        """Open a page, and wait until its scripts have run."""
         self.call("Page.navigate", url=url)
         self.wait_for(f"location.href != 'about:blank' && document.readyState == 'complete' && {json.dumps(url)} != ''")
 
     def value(self, expression: str) -> Any:
-        """Of JavaScript in the page."""
+        """Return the value of a JavaScript expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def wait_for(self, expression: str, seconds: float = 60) -> None:
-        """Until JavaScript in the page is true."""
+        """Wait until a JavaScript expression in the page is true."""
         until = time.monotonic() + seconds
         while not self.value(expression):
             assert time.monotonic() < until, f"in vain: {expression}"
             time.sleep(0.05)
 
     def mouse(self, kind: str, x: float, y: float, clicks: int = 0) -> None:
-        """mouseMoved, mousePressed or mouseReleased, of the left button where there are clicks."""
+        """Send mouseMoved, mousePressed or mouseReleased; with `clicks`, of the left button."""
         button = {"button": "left", "buttons": 1, "clickCount": clicks} if clicks else {}
         self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **button)
 
     def seen(self, method: str) -> list[dict]:
-        """The parameters of all events of one kind so far."""
+        """Return the parameters of all events of one kind so far."""
         return [event["params"] for event in self.events if event.get("method") == method]

@@ -1,4 +1,4 @@
-"""Eight CPU devices in one process, array types checked at run time, and a cache of the session's own."""
+"""Use eight CPU devices in one process, check array types at run time, and keep a compilation cache per session."""
 
 import atexit
 import os
@@ -9,12 +9,12 @@ import tempfile
 from importlib.metadata import version
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    # A process that a shell runs in the background ignores Ctrl-C, and so would those that it starts.
+    # Shells start background processes with Ctrl-C ignored. The processes that tests start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Tests start hundreds of processes. Each takes 6 s more where a container image says that no bytecode is kept.
+    # Tests start hundreds of processes. Without stored bytecode, as in some container images, each takes 6 s longer.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    # The workers inherit it, and so do the processes that tests start: what one has compiled, all can load.
+    # Workers and the processes that tests start inherit this: each loads what another has compiled.
     cache = os.environ["TOKENSUM_CACHE"] = tempfile.mkdtemp(prefix="tokensum-tests-")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     os.environ |= {
@@ -23,10 +23,10 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    # LLVM and MLIR take half of most tests' time; XLA's own passes, which decide what is computed, stay as they are.
-    # XLA_FLAGS= runs the programs that ship, to the instruction.
+    # LLVM and MLIR take half of most tests' time. XLA's own passes decide what is computed, and stay on. `XLA_FLAGS=`
+    # runs exactly the programs that ship.
     flags = ["--xla_backend_optimization_level=0"]
-    if version("jax") < "0.11":  # the flag is gone there
+    if version("jax") < "0.11":  # later versions lack the flag
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 
@@ -41,7 +41,7 @@ from tests.fake_gcs import FakeGCS
 
 jax.config.update("jax_num_cpu_devices", 8)
 install_import_hook(["model", "training", "data", "evaluation", "interchange", "tools.programs"], "beartype.beartype")
-# Examples compile programs, and are drawn, in the time that it takes on a shared machine.
+# Compiling and drawing an example is slow on a shared machine.
 slow = [hypothesis.HealthCheck.too_slow]
 hypothesis.settings.register_profile(
     "tests", deadline=None, derandomize=True, print_blob=True, suppress_health_check=slow
@@ -51,7 +51,7 @@ hypothesis.settings.load_profile("tests")
 
 @pytest.fixture(scope="module")
 def gcs_server():
-    """gcsfs and tensorstore remember where their server is: one for all the tests of a file."""
+    """Start one server for all tests of a file, since gcsfs and tensorstore remember its address."""
     server = FakeGCS()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment().items():
@@ -62,16 +62,16 @@ def gcs_server():
 
 @pytest.fixture
 def gcs(gcs_server) -> FakeGCS:
-    """A store that is well, and holds nothing."""
+    """Return an empty store without faults."""
     gcs_server.reset()
     return gcs_server
 
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Each program that XLA's CPU compiler has loaded holds some twenty of the 65,530 memory mappings that Linux gives
-    a process (vm.max_map_count). At the last one the process crashes, wherever it is. What a test asks for again is
-    read from the cache on disk."""
+    """Clear JAX's caches before the process runs out of memory mappings. Each program that XLA's CPU compiler has
+    loaded uses about twenty of the 65,530 that Linux allows (vm.max_map_count). Cleared programs are read again from
+    disk."""
     yield
     if len(Path("/proc/self/maps").read_text().splitlines()) > 15_000:
         jax.clear_caches()

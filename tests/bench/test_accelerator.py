@@ -1,4 +1,4 @@
-"""The program for a day with an accelerator, on a CPU: that it continues, records failures and stops in time."""
+"""Run the program for a day with an accelerator on a CPU: it resumes, records failures and stops in time."""
 
 import importlib
 import json
@@ -25,7 +25,7 @@ def run(monkeypatch, out, *words):
 
 @pytest.mark.slow
 def test_it_continues_where_it_ended_and_says_what_is_missing(monkeypatch, tmp_path, capsys):
-    parts_of = accelerator.parts_of  # limits are for accelerators
+    parts_of = accelerator.parts_of  # the limits are for accelerators
     monkeypatch.setattr(accelerator, "parts_of", lambda *a: [part._replace(limit=1800) for part in parts_of(*a)])
     none = run(monkeypatch, tmp_path, "--minutes=0.001")
     assert none["parts"] == {} and "plain d2" in none["no_time_for"]

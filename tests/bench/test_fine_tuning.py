@@ -1,4 +1,4 @@
-"""The rules that docs/fine-tuning.md compares are the ones that it names."""
+"""Test that bench/fine_tuning.py compares the rules that docs/fine-tuning.md names."""
 
 import os
 from dataclasses import replace

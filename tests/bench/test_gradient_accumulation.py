@@ -1,4 +1,4 @@
-"""The page's claim that can be tested: optax's notebook through our step."""
+"""Run optax's notebook through our step, as docs claim that it can be."""
 
 import pytest
 
@@ -8,5 +8,5 @@ from bench.gradient_accumulation import notebook
 @pytest.mark.medium
 @pytest.mark.parametrize("schedule", ["constant", "warmup_cosine"])
 def test_nine_examples_at_once_or_three_times_three(schedule):
-    """Two updates of 9 rows through our step with K = 3, against MultiSteps(3) over the micro-batches' means."""
+    """Compare two updates of 9 rows with K = 3 in our step and MultiSteps(3) over means of micro-batches."""
     assert notebook(schedule) < 1e-6

@@ -1,4 +1,4 @@
-"""The throughput program's line; nothing about how fast it is."""
+"""Test the line that the throughput program prints, not its figures."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ def test_sizes():
 @pytest.mark.parametrize("program", [throughput, collectives])
 @pytest.mark.parametrize("word", ["--rows=0", "--rows", "--micro_batches=-1", "--timed_steps=0"])
 def test_sizes_below_one_are_refused(monkeypatch, program, word):
-    """tyro ends with code 2 if the program has no such option, or the option no number."""
+    """Expect exit code 2 from tyro for an unknown option or an invalid number."""
     monkeypatch.setattr(sys, "argv", ["bench", "--config=configs/plain.py", word])
     with pytest.raises((UserError, SystemExit)) as refused:
         program.main()
@@ -59,7 +59,7 @@ def test_sizes_below_one_are_refused(monkeypatch, program, word):
 
 @pytest.mark.medium
 def test_along_tensor_the_sizes_are_those_that_are_printed(monkeypatch, capsys):
-    """Rows of a micro-batch are a replica's: the devices along `tensor` share them."""
+    """Count the rows of a micro-batch per replica: the devices along `tensor` share them."""
     arguments = "--config=configs/plain.py --model.depth=1 --model.width=64 --batch.sequence_length=32 --timed_steps=1"
     mesh = "--mesh.tensor=2 --mesh.fsdp=2"
     words = f"{arguments} {mesh} --rows=3 --micro_batches=2"
@@ -86,7 +86,7 @@ def test_with_masked_documents_collectives_and_memory_are_of_the_batch_that_is_t
     built = build(Config(name="x", model=TINY, batch=batch, data=DataConfig(mask_documents=True)))
     compiled = compile_step(built)
     state = sum(4 * leaf.size for leaf in jax.tree.leaves(built.abstract_state)) / 8
-    segment_ids = 4 * 64 * 4  # of a device, in bytes, as each of inputs, targets and weights
+    segment_ids = 4 * 64 * 4  # bytes per device, like inputs, targets and weights
     arguments = compiled.memory_analysis().argument_size_in_bytes
     assert arguments == pytest.approx(state + 4 * segment_ids, abs=segment_ids / 2)
     found = collectives_of(compiled.as_text(), sizes_of(built.mesh))

@@ -1,4 +1,4 @@
-"""What configs/chat.py takes from the network that it fine-tunes."""
+"""Test what configs/chat.py takes from the network that it fine-tunes."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def chat(*words):
 
 @pytest.fixture
 def base(tmp_path, monkeypatch):
-    """The folder of a run's record, of which a base is all that the config reads."""
+    """Return a run's folder with a config and a tokenizer, which is all that configs/chat.py reads."""
     monkeypatch.setenv("TOKENSUM_CACHE", str(tmp_path / "cache"))
     write_record(tmp_path / "run/config.json", BASE, "", [])
     NEW.save(tmp_path / "run/tokenizer")

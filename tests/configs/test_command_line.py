@@ -22,14 +22,14 @@ LADDER = sorted(
 
 @dataclass(frozen=True)
 class Extra:
-    """What one command has besides."""
+    """Options of one command only."""
 
     accept_changes: bool = False
     """Continue all the same."""
 
 
 def words_of(error: pytest.CaptureFixture) -> str:
-    """What was printed, without tyro's boxes and line breaks."""
+    """Return what was printed, without tyro's boxes and line breaks."""
     out = error.readouterr()
     return " ".join(re.sub("[│╭╮╰╯─]", " ", out.out + out.err).split())
 

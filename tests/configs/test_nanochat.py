@@ -1,4 +1,4 @@
-"""The dial: what follows from the depth, and what is given stays."""
+"""Test that options follow from the depth unless they are given."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Every path option of every command: a URL is written to, or refused before anything happens."""
+"""Test every path option of every command: it accepts a URL, or refuses it before anything happens."""
 
 import re
 from importlib import import_module
@@ -14,7 +14,7 @@ from tools.launch.__main__ import main as launch
 
 ROOT = Path(__file__).parents[2]
 CONFIG = f"--config={ROOT}/configs/small.py"
-# What each command must be given, besides the path that is wrong.
+# The required arguments of each command, without the path under test.
 COMMANDS = {
     "train": [CONFIG],
     "sample": ["--run_dir=x"],
@@ -41,7 +41,7 @@ def command_module(name: str) -> ModuleType:
 
 
 TAKES_CONFIG = [name for name, words in COMMANDS.items() if CONFIG in words]
-# Options of text that lead to no file, or wherever fsspec reads.
+# Options of text that are no paths, or paths that fsspec opens.
 OTHERS = {
     *("license", "val_source", "text_extensions", "separator", "exclude_ngrams_of"),
     *(
@@ -78,14 +78,14 @@ OTHERS = {
 
 
 def sections() -> list[tuple[str, type]]:
-    """Every command with the class of its options."""
+    """Return every command with the class of its options."""
     of_launch = [(f"launch {name}", kind) for name, room in SCHEDULERS.items() for _, kind in room.COMMANDS.values()]
     modules = [(name, command_module(name)) for name in COMMANDS if name != "tools.doctor"]
     return [("config", Config), *((name, module.Arguments) for name, module in modules), *of_launch]
 
 
 def text_options(kind: type) -> list[str]:
-    """The options of a section that take any text."""
+    """Return the options of a section that accept any text."""
     plain = {name: get_args(hint)[0] if get_origin(hint) is Annotated else hint for name, hint in hints(kind).items()}
     return [name for name, hint in plain.items() if {str, tuple[str, ...]} & {hint, *get_args(hint)}]
 
@@ -101,7 +101,7 @@ def test_every_option_of_text_is_known_to_be_a_path_or_none():
 
 
 def paths() -> list[tuple[str, list[str], str]]:
-    """Each command, what it must be given, and one of its path options with a URL where it cannot go."""
+    """Return each command with its required arguments and one path option set to a URL that it must refuse."""
     found = []
     for command, words in COMMANDS.items():
         kinds = [Config] if command in TAKES_CONFIG else []

@@ -1,4 +1,4 @@
-"""How far a long piece of work is, without a terminal."""
+"""Test the progress lines of long work without a terminal."""
 
 import configs.progress
 from configs.progress import progress

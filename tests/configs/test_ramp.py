@@ -1,4 +1,4 @@
-"""Which step of a ramp is of which size, and the tokens of so many steps."""
+"""Test the size of each step of a ramp, and the tokens before a step."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which errors are waited for, and for how long."""
+"""Test which errors are retried, and for how long."""
 
 import errno
 import ssl
@@ -12,7 +12,7 @@ from configs.retry import StorageLost, passes, patiently
 
 
 def wrapped(error: Exception) -> Exception:
-    """As Orbax raises what tensorstore says."""
+    """Return the error as Orbax raises it from tensorstore's."""
     try:
         raise Exception("Encountered error while reading array index") from error
     except Exception as outer:
@@ -43,7 +43,7 @@ def answered(**facts: object) -> Exception:
         (ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device [os_error_code='28']"), False),
         (ValueError("RESOURCE_EXHAUSTED: HTTP 429: slower"), True),
         (HttpError({"code": 401, "message": "who are you"}), True),
-        # As aiohttp, the hub's client and botocore keep a status.
+        # Statuses as aiohttp, the hub's client and botocore store them.
         *((answered(status=status), may_pass) for status, may_pass in [(403, False), (502, True)]),
         (answered(response=Mock(status_code=404)), False),
         *(

@@ -19,7 +19,7 @@ from training.build import build
 
 
 def changed(config: Any, name: str, value: object) -> Any:
-    """`config` with the option `name` (dotted) set."""
+    """Return `config` with the option `name` (dotted) set."""
     head, _, rest = name.partition(".")
     return replace(config, **{head: changed(getattr(config, head), rest, value) if rest else value})
 
@@ -136,7 +136,7 @@ def test_options_are_the_command_lines_names():
     assert flat["optimizer.schedule.kind"] == "warmup_constant_warmdown"
     assert flat["eval.prompts"] == ("", "", "")
     assert not any(dataclasses.is_dataclass(value) for value in flat.values())
-    # The other way around: setting every option to its own value gives the config back.
+    # Conversely, setting every option to its own value gives the same config.
     for name, value in flat.items():
         assert changed(BASE, name, value) == BASE
 
@@ -210,7 +210,7 @@ ANY = st.one_of(
 
 
 def fitting(hint: Any) -> st.SearchStrategy:
-    """Values near those that the type allows."""
+    """Return a strategy of values near those that the type allows."""
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     if get_origin(kind) is Literal:
         return st.sampled_from(get_args(kind))
@@ -221,7 +221,7 @@ def fitting(hint: Any) -> st.SearchStrategy:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_validate_refuses_by_message_alone_and_what_it_accepts_builds(data):
-    """Options of every section, sensible and absurd, set at random in a small config."""
+    """Set random options of every section, sensible and absurd, in a small config."""
     config = resolved(tiny_config())
     names = data.draw(st.lists(st.sampled_from(sorted(hints())), max_size=6, unique=True))
     for name in names:

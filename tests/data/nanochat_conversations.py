@@ -1,4 +1,4 @@
-"""Conversations, and nanochat's own rendering of them; as a program, it writes some to nanochat_conversations.json.
+"""Draw conversations and render them with nanochat. As a program, write some to nanochat_conversations.json.
 
 NANOCHAT_DIR=... python -m tests.data.nanochat_conversations
 """
@@ -28,7 +28,7 @@ def our_tokenizer() -> TextTokenizer:
 
 
 def conversations(seed: int, count: int) -> Iterator[dict]:
-    """Yield conversations of up to four turns, with system messages, parts, and users that are not answered."""
+    """Yield conversations of up to four turns. Some have system messages, parts, or an unanswered last message."""
     generator = random.Random(seed)
     text = lambda: "".join(generator.choices(WORDS, k=generator.randint(1, 9))) + "."
     for _ in range(count):
@@ -42,9 +42,9 @@ def conversations(seed: int, count: int) -> Iterator[dict]:
 
 
 def their_renderings(some: list[dict]) -> list[tuple[list[int], list[int]]]:
-    """Return the ids and the mask of each conversation, by nanochat's own code."""
+    """Return the ids and the mask of each conversation from nanochat's own code."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "rustbpe", ModuleType("rustbpe"))  # by which it trains alone
+        patch.setitem(sys.modules, "rustbpe", ModuleType("rustbpe"))  # used only to train tokenizers
         (module,) = import_nanochat(patch, "tokenizer")
         encoding = tiktoken.Encoding("made up", pat_str=SPLIT, mergeable_ranks=RANKS, special_tokens=SPECIAL)
         theirs = module.RustBPETokenizer(encoding, BOS)

@@ -1,4 +1,4 @@
-"""Preparations that are killed, files that are too large, shards and digests of folders: what tests of data share."""
+"""Kill preparations, write very large files, and hash folders, for the tests of data."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from data.prepare.preparation import Preparation
 from data.shards import HEADER_BYTES, require_shard
 
 ROOT = Path(__file__).parents[2]
-LARGE = 200_000_000  # bytes of a document
+LARGE = 200_000_000  # bytes per document
 DRIVER = """
 import sys
 from pathlib import Path
@@ -41,8 +41,8 @@ def digests(folder: Path) -> dict[str, str]:
 def prepare_under_fire(
     settings: Preparation, out: Path, task_bytes: int, kills: int, generator: random.Random
 ) -> tuple[int, str]:
-    """Prepare with two workers, and send `kills` SIGKILLs to a worker or to the command, each at a random time after
-    one to three more files. Return the number of kills and the last command's output. UserError if that one fails."""
+    """Prepare with two workers and send `kills` SIGKILLs, each to a worker or the command, at random times after one to
+    three more files. Return the number of kills and the last command's output. UserError if that one fails."""
     words = [sys.executable, "-c", DRIVER, repr((task_bytes, task_bytes)), repr(vars(settings)), str(out)]
     begin = lambda: subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     there = lambda: len([*out.glob("parts/*"), *out.glob("*.bin")])
@@ -69,8 +69,8 @@ def prepare_under_fire(
 
 
 def large_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield files with a document of 200 MB, most with one emoji among its ASCII, so that each of its characters takes
-    4 bytes in Python; and a table of 1 GB in one group of rows."""
+    """Yield files with a document of 200 MB, and a table of 1 GB in one group of rows. One emoji among the ASCII of
+    most makes Python store 4 bytes per character."""
     generator = random.Random(0)
     words = ["".join(generator.choices("etaoinshrdlu", k=generator.randint(1, 9))) for _ in range(5000)]
     some = " ".join(generator.choices(words, k=200_000))
@@ -112,8 +112,8 @@ print(read, Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
 def peak_bytes(tokenizer: Path, source: Path) -> tuple[int, int]:
-    """Return the bytes of text in `source`, and the peak memory in bytes of a process that reads it as a worker does.
-    (ru_maxrss would begin with the peak of the parent process.)"""
+    """Return the bytes of text in `source`, and the peak memory in bytes of a process that reads it like a worker.
+    (ru_maxrss would start at the parent's peak.)"""
     words = [sys.executable, "-c", READER, str(tokenizer), str(source)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     read, peak = map(int, done.stdout.split())

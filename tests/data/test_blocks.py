@@ -13,12 +13,12 @@ from configs.schema import UserError
 from data.blocks import BLOCK_BYTES, MappedShard, examine, read_blocks, write_blocks
 from data.shards import HEADER_BYTES, write_shard
 
-TOKENS = np.random.default_rng(0).integers(0, 60_000, 100_000)  # of four blocks, the last one not full
+TOKENS = np.random.default_rng(0).integers(0, 60_000, 100_000)  # four blocks; the last is not full
 
 
 @pytest.fixture(params=[60_000, 70_000])
 def shard(request, tmp_path):
-    """A shard of uint16, and one of uint32, with its sidecar."""
+    """Write a shard with its sidecar, of uint16 or uint32."""
     path = tmp_path / "x.bin"
     write_shard(path, TOKENS, request.param)
     write_blocks(path)
@@ -58,7 +58,7 @@ def test_a_flipped_byte_is_found_where_it_is_read_and_nowhere_else(shard, tmp_pa
     block = range(shard.stat().st_size)[place] // BLOCK_BYTES
     with pytest.raises(UserError, match=rf"{shard} is damaged") as error:
         MappedShard(shard, tmp_path / "memory")[:]
-    if place != 9:  # in the count of tokens
+    if place != 9:  # the count of tokens
         assert f"bytes from {block * BLOCK_BYTES:,} on" in str(error.value)
         sound = slice(0, 10) if block else slice(50_000, 60_000)
         assert (MappedShard(shard, tmp_path / "memory")[sound] == TOKENS[sound]).all()
@@ -87,7 +87,7 @@ def test_an_examination_is_remembered_until_the_file_changes(tmp_path, monkeypat
     blocks = examine(path, memory)
     assert blocks.largest == 77 and blocks.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_file_blocks", None)  # which it would call
+        patch.setattr(module, "_file_blocks", None)  # it must not be called
         assert examine(path, memory).sha256 == blocks.sha256
     flip(path, -1)
     os.utime(path, ns=(1, 1))

@@ -1,4 +1,4 @@
-"""A conversation has nanochat's tokens and mask."""
+"""Test that a conversation has nanochat's tokens and mask."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def message(role: str, content) -> dict:
 
 
 def spelled(messages: list, ask: bool = False) -> list[tuple[str, bool]]:
-    """Each special token, and each character of the texts, with whether it is learned."""
+    """Return each special token and each character of the texts, with its mask."""
     tokens = render(TOKENIZER, messages_of(messages), ask)
     names = {i: name for name, i in SPECIAL.items()}
     return [

@@ -1,4 +1,4 @@
-"""Rows of a dataset of conversations: each is in one row, and what an assistant writes counts."""
+"""Test that each conversation fits in one row, and that the assistant's tokens count."""
 
 import json
 from collections import Counter

@@ -117,7 +117,7 @@ def test_raw_text_is_prepared_in_the_cache_once_and_again_when_it_changes(raw, c
 
 
 def test_what_prepares_raw_text_ends_with_the_process_that_started_it(tmp_path):
-    """An orphan would keep the dataset's lock. Its stdin stays open here, as if it were at work."""
+    """Expect no orphan that keeps the dataset's lock. Its stdin stays open, as if it were still working."""
     os.mkfifo(tmp_path / "stdin")
     stdin = os.open(tmp_path / "stdin", os.O_RDWR)
     code = (
@@ -160,7 +160,7 @@ def test_the_fingerprint_does_not_depend_on_the_machine(raw, tmp_path):
     assert opened(raw, tmp_path / "there").fingerprint == here.fingerprint
 
 
-# Shards of others: a header and uint16, byte by byte; documents end up across shards, the first goes on from before.
+# Shards of other programs: a header and uint16, byte by byte. The first document starts in an earlier shard.
 def foreign(folder: Path, name: str, tokens: list[int]) -> None:
     folder.mkdir(exist_ok=True)
     header = struct.pack("<256i", 20240520, 1, len(tokens), *[0] * 253)
@@ -186,7 +186,7 @@ def test_shards_of_others_train_as_they_are(tmp_path, cache, tokenizer, packing)
     if packing == "stream":
         assert counted == tokens[1 : len(counted) + 1].tolist() and len(counted) > 1180
     else:
-        assert sorted(counted) == sorted([*tokens[1:].tolist(), 0])  # the last document's end, for the first's start
+        assert sorted(counted) == sorted([*tokens[1:].tolist(), 0])  # the last document's end, not the first's start
     assert set(val[0]["inputs"].tolist()) <= set(range(100))
 
 
@@ -247,7 +247,7 @@ def damage(path: Path, change) -> None:
 
 
 def flip(content: bytearray) -> bytearray:
-    content[1026] ^= 1  # of the second token
+    content[1026] ^= 1  # a byte of the second token
     return content
 
 
@@ -264,7 +264,7 @@ def test_a_damaged_shard_is_named_even_where_it_was_sound_before(made, cache, pa
     opened(made, cache)
     path = made / f"{part}_000000.bin"
     damage(path, change)
-    os.utime(path, ns=(1, 1))  # of another time, however coarse the disk's clock
+    os.utime(path, ns=(1, 1))  # a different time, however coarse the disk's clock
     with pytest.raises(UserError, match=says) as error:
         text = opened(made, cache)
         for rows in text.train + text.val:  # a block is checked when it is read
@@ -299,7 +299,7 @@ def test_another_tokenizer_than_the_datasets_is_refused(made, cache, tokenizer):
 def test_text_that_does_not_fit_the_run_is_refused(made, cache, options, says):
     with pytest.raises(UserError, match=re.escape(says)):
         opened(made, cache, **options)
-    assert opened(made, cache, vocab_size=SIZE + 20).tokenizer.vocab_size == SIZE  # a rounder network serves
+    assert opened(made, cache, vocab_size=SIZE + 20).tokenizer.vocab_size == SIZE  # the network may be larger
 
 
 def test_text_that_is_not_here_is_refused_with_the_command_that_brings_it(cache):

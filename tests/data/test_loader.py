@@ -60,7 +60,7 @@ def row_numbers(batch) -> np.ndarray:
 
 
 def sequence(count: int, seed: int = 0) -> np.ndarray:
-    """The first `count` rows of the endless sequence, one a step."""
+    """Return the first `count` rows of the endless sequence, one per step."""
     steps = step_batches(seed, (1, 1, LENGTH))
     return np.array([row_numbers(steps[i]).item() for i in range(count)])
 
@@ -94,7 +94,7 @@ def test_seeds_give_different_orders():
 @pytest.mark.parametrize("shape", [(1, 24), (3, 8), (24, 1), (4, 6)])
 @pytest.mark.parametrize("step", [0, 1, 5])
 def test_row_i_of_a_step_is_row_i_mod_B_of_microbatch_i_div_B(shape, step):
-    """So whatever K and B are, the same tokens_per_step gives the same rows."""
+    """The same tokens_per_step gives the same rows for any K and B."""
     steps = step_batches(0, (*shape, LENGTH))
     expected = sequence(24 * 6)[24 * step : 24 * (step + 1)]
     assert row_numbers(steps[step]).tolist() == expected.reshape(shape).tolist()
@@ -129,7 +129,7 @@ def test_padding_of_held_out_rows_counts_no_bytes():
 
 
 def test_of_held_out_conversations_answers_and_their_ends_count():
-    """Tokens 1 to 8 are `CHAT_TOKENS`, and stand for no text; the others for as many bytes as they are."""
+    """Tokens 1 to 8 are `CHAT_TOKENS`, without text. Every other token i has i bytes."""
     documents = [[0, 1, 20, 2, 3, 21, 22, 4], [0, 1, 20, 2, 3, 5, 23, 6, 7, 24, 8, 25, 4], [0, 1, 20, 2]]
     tokens, starts = np.concatenate(documents), np.array([0, 8, 21])
     ids = {name: i for i, name in enumerate(CHAT_TOKENS, 1)}
@@ -190,7 +190,7 @@ def test_one_batch_more_than_was_asked_for_is_on_the_devices(monkeypatch):
 
 
 def test_stages_of_a_ramp_go_on_in_each_other_s_rows_whatever_the_workers_and_the_start():
-    """Two stages of 8 rows a step and one of 32, of 2 x 16; from any of the steps on."""
+    """Take two stages of 8 rows per step and one of 32, in micro-batches of 2 x 16, and start at any step."""
     sizes, kind = [8, 8, 32, 32], KINDS[2]
     shapes = {8: (1, 8, LENGTH), 32: (2, 16, LENGTH)}
     alone = step_batches(3, (1, 1, LENGTH), **kind)
@@ -210,12 +210,12 @@ def test_stages_of_a_ramp_go_on_in_each_other_s_rows_whatever_the_workers_and_th
 
 
 def alone_rows(steps: StepBatches, first: int, count: int) -> list[tuple[int, int]]:
-    """(dataset, row) of rows of the sequence."""
+    """Return (dataset, row) of rows of the sequence."""
     return [steps.sequence[i] for i in range(first, first + count)]
 
 
 def counted(batches: list) -> list[tuple[int, int]]:
-    """(input, target) of every target that counts, in the order of the rows."""
+    """Return (input, target) of every target that counts, in the order of the rows."""
     return [
         pair
         for batch in jax.device_get(batches)

@@ -19,7 +19,7 @@ def stage(begins: int, *shares: str) -> Stage:
 
 
 STAGES = [stage(0, "0.9", "0.1", "0"), stage(401, "0.3", "0", "0.7"), stage(1200, "0", "0.5", "0.5")]
-BEGINS = [0, 101, 300]  # rows: the first with so many tokens before it
+BEGINS = [0, 101, 300]  # rows: the first row of each stage
 ROWS = [
     StreamRows(TokenStream([np.arange(size * LENGTH + 1) + 10_000 * i]), LENGTH) for i, size in enumerate((83, 60, 47))
 ]
@@ -107,13 +107,13 @@ def test_each_stage_has_its_shares_from_its_first_row_on_and_sources_go_on_where
 def test_a_source_s_epochs_are_whole_across_stages():
     sequence = staged()
     of_first = [row for part, row in (sequence[n] for n in range(150)) if part == 0]
-    assert sorted(of_first[:83]) == list(range(83))  # 90% of 101 rows, and the stage after it
+    assert sorted(of_first[:83]) == list(range(83))  # 90% of 101 rows, and the next stage
     of_last = [row for part, row in (sequence[n] for n in range(400)) if part == 2]
     assert sorted(of_last[:47]) == sorted(of_last[47:94]) == list(range(47)) and of_last[:47] != of_last[47:94]
 
 
 def test_batches_depend_on_the_rows_before_them_alone():
-    """Steps of 10 rows, then of 30 from row 90 on, across both boundaries: the rows are those of one sequence."""
+    """Take steps of 10 rows, then of 30 from row 90 on, across both boundaries. The rows are one sequence's."""
     sequence = staged()
     expected = [sequence[n] for n in range(390)]
     batches = lambda width, first: StepBatches(

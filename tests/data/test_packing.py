@@ -13,7 +13,7 @@ streams = st.tuples(st.integers(0, 100), st.integers(2, 20))
 
 
 def stream_rows(tokens, length: int) -> StreamRows:
-    """Of tokens in two shards, so that rows lie across them."""
+    """Return rows of tokens in two shards, so that some cross shards."""
     tokens = np.asarray(tokens)
     return StreamRows(TokenStream(np.split(tokens, [len(tokens) // 3])), length)
 
@@ -37,14 +37,14 @@ def test_rows_are_int32_and_all_their_targets_count(dtype):
     assert row["weights"].tolist() == [1, 1, 1]
 
 
-# Best fit. Token i of all documents is i + 1, so that each token is known wherever it lands.
+# Best fit. Token i of all documents is i + 1, so that each token can be recognised in any row.
 documents = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
 def packed(
     sizes: list[int], length: int, headless: bool = False, packing: str = "best_fit", drop: bool = False
 ) -> tuple[np.ndarray, PlannedRows]:
-    """The stream of documents of `sizes` tokens (a BOS included), and its rows."""
+    """Return the stream of documents of `sizes` tokens (a BOS included), and its rows."""
     starts = np.cumsum(sizes) - sizes
     tokens = np.arange(1, sum(sizes) + 1)
     tokens[starts[headless:]] = BOS
@@ -53,7 +53,7 @@ def packed(
 
 
 def counted(rows: PlannedRows) -> list[tuple[int, int]]:
-    """Every (input, target) that counts."""
+    """Return every (input, target) that counts."""
     every = [rows[i] for i in range(len(rows))]
     return [
         pair
@@ -69,7 +69,7 @@ def test_best_fit_counts_every_token_as_a_target_once_after_the_token_before_it(
     tokens, rows = packed(sizes, length)
     ends_with_bos = [*tokens[1:].tolist(), BOS]
     assert Counter(target for _, target in counted(rows)) == Counter(tokens.tolist())
-    # A piece from inside a document starts after a BOS of its own; its first counted input is a token of the document.
+    # A piece from inside a document starts after its own BOS. Its first counted input is a token of the document.
     assert Counter(counted(rows)) == Counter(zip(tokens.tolist(), ends_with_bos))
 
 
@@ -110,7 +110,7 @@ def test_whole_puts_a_document_or_its_beginning_into_one_row(sizes, length, head
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=200))
 def test_best_fit_rows_are_those_of_the_textbook_algorithm(sizes):
-    """Pieces, the longest first, each into the fullest row with room: as many rows, found by trying every row."""
+    """Put the pieces, longest first, each into the fullest row with room. A search through all rows finds that row."""
     length, left = 64, []
     for size in sorted(sizes, reverse=True):
         fits = [i for i, room in enumerate(left) if room >= size]
@@ -125,7 +125,7 @@ def test_best_fit_rows_are_those_of_the_textbook_algorithm(sizes):
 
 @pytest.mark.parametrize("length", [256, 2048])
 def test_best_fit_pads_under_two_percent_of_documents_like_the_standard_librarys(length):
-    lengths = np.random.default_rng(0).lognormal(np.log(2000), 1.4, 1700).astype(int) + 1  # its median and spread
+    lengths = np.random.default_rng(0).lognormal(np.log(2000), 1.4, 1700).astype(int) + 1  # like real documents
     plan = plan_rows("best_fit", np.cumsum(lengths) - lengths, int(lengths.sum()), length)
     assert 1 - lengths.sum() / length / (len(plan.rows) - 1) < 0.02
 

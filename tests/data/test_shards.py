@@ -11,7 +11,7 @@ from tests.data.preparations import read_shard
 
 
 def llm_c_bytes(tokens: list[int], magic: int = 20240520, version: int = 1, count: int | None = None) -> bytes:
-    """A shard as llm.c's dev/data/data_common.py describes it: 256 int32, then uint16 (for GPT-2) or uint32 (for
+    """Return a shard as llm.c's dev/data/data_common.py defines it: 256 int32, then uint16 (for GPT-2) or uint32 (for
     Llama 3), all little-endian."""
     header = [magic, version, len(tokens) if count is None else count] + [0] * 253
     kind = "I" if magic == 20240801 else "H"

@@ -1,4 +1,4 @@
-"""A dataset in a bucket: against a small server that speaks Google's API, takes its time, and fails."""
+"""Test a dataset in a bucket, with a small, slow, failing server that speaks Google's API."""
 
 import errno
 import hashlib
@@ -34,7 +34,7 @@ URL = "gs://bucket/text"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A dataset of several shards of several blocks."""
+    """Write a dataset of several shards of several blocks."""
     folder = tmp_path_factory.mktemp("made")
     words = np.random.default_rng(0).integers(0, 10**6, 60_000).astype(str)
     (folder / "text").mkdir()
@@ -48,7 +48,7 @@ def made(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def bucket(gcs, made):
-    """The dataset, in a bucket."""
+    """Put the dataset into a bucket."""
     for path in sorted(made.rglob("*")):
         if path.is_file() and path.name != "lock":
             gcs.put(f"text/{path.relative_to(made)}", path.read_bytes())
@@ -56,7 +56,7 @@ def bucket(gcs, made):
 
 
 def opened_with_cache(gigabytes: float, *source: Any, **options: Any) -> Text:
-    """`opened`, where a cache of what was read has so many GB; 0: none is kept."""
+    """Call `opened` with a read cache of so many GB. 0 disables the cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.dataset_folder.CACHE_GB", gigabytes)
         return opened(*source, **options)
@@ -82,7 +82,7 @@ def test_batches_are_those_of_the_disk_and_a_start_reads_no_shard(bucket, made, 
     bucket.seconds, bucket.failing = 0.01, 0.01
     expected, found = (opened(source, tmp_path / "cache", packing=packing) for source in (made, URL))
     assert found.fingerprint == expected.fingerprint
-    assert packing == "best_fit" or not reads_of_shards(bucket)  # whose plan asks for the first token
+    assert packing == "best_fit" or not reads_of_shards(bucket)  # best fit's plan asks for the first token
     assert digest(found) == digest(expected)
     again = opened(URL, tmp_path / "cache", packing=packing)
     before = len(reads_of_shards(bucket))
@@ -107,7 +107,7 @@ def test_a_pod_of_two_processes_reads_the_batches_of_the_disk_each_its_own(bucke
     found = [process.communicate()[0].strip() for process in started]
     text = opened(made, tmp_path / "cache")
     assert found == [digest(text, 3, half) for half in halves]
-    # A row lies in a block, or two, and what failed was asked for again: fewer than if each read the rows of both.
+    # A row is in one or two blocks, and failed reads were repeated: fewer reads than one per row.
     assert len(reads_of_shards(bucket)) < 1.5 * 3 * ROWS
 
 
@@ -120,7 +120,7 @@ def test_a_shard_that_changed_after_the_run_began_is_named(bucket, tmp_path):
     with pytest.raises(UserError, match=f"{URL}/train_000000.bin is damaged, or changed"):
         for _ in range(3):  # which a loop sees through its threads
             next(batches)
-    for thread in threading.enumerate():  # readers of later batches, which another test would find at its server
+    for thread in threading.enumerate():  # readers of later batches, which another test would meet at its server
         if thread.name.startswith("grain-prefetch"):
             thread.join()
     bucket.put(name, b"short")

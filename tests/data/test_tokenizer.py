@@ -55,7 +55,7 @@ def test_a_folder_with_another_tokenizer_is_refused(tmp_path):
         train_tokenizer(TEXTS, 300).require_same_in(tmp_path)
 
 
-# A made-up tiktoken encoding: the ranks that training on TEXTS gave, GPT-2's kind of BOS at the end.
+# An invented tiktoken encoding: the ranks from training on TEXTS, with GPT-2's kind of BOS at the end.
 def ranks_of(tokenizer: TextTokenizer) -> dict[bytes, int]:
     letters = {letter: tokenizer.library.decode([i]) for letter, i in tokenizer.library.get_vocab().items()}
     for token in SPECIAL:
@@ -66,7 +66,7 @@ def ranks_of(tokenizer: TextTokenizer) -> dict[bytes, int]:
 
 
 def byte_letters() -> list[str]:
-    """GPT-2's letter for each byte: those that print are themselves."""
+    """Return GPT-2's letter for each byte: printable bytes are themselves."""
     prints = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     letters, extra = [], 0
     for b in range(256):
@@ -130,7 +130,7 @@ def test_what_is_no_tokenizer_is_refused_and_named(tmp_path, content):
 
 
 def directly_trained(texts: list[str], size: int) -> str:
-    """By the library alone, on whole pieces."""
+    """Train with the library alone, on complete pieces."""
     library = Tokenizer.from_str(TOKENIZER.json)
     library.model = models.BPE()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -152,7 +152,7 @@ def test_training_on_pieces_of_ordinary_length_is_the_librarys_to_the_byte():
 
 
 def test_an_unbroken_run_is_learned_from_in_parts():
-    """Uncut, it would give tokens of up to 65,536 letters, in a time that grows with the square of its length."""
+    """Uncut, the run would give tokens of up to 65,536 letters, in a time that grows with the square of its length."""
     assert train_tokenizer(["a" * 70_000], 290).token_bytes.max() == 4096
     runs = train_tokenizer(["ab" * 10_000 + " " * 10_000 + "=" * 10_000 + "é" * 10_000], 330)
     assert runs.token_bytes.max() <= 2 * 4096  # é has two bytes

@@ -1,4 +1,4 @@
-"""What a test has workers do, in a module that they can import."""
+"""Define the work of a test's workers, in a module that they can import."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from data.prepare.corpus import Corpus
 
 
 class DeadlyCorpus(Corpus):
-    """A corpus one of whose documents kills whoever reads it."""
+    """A corpus with a document that kills its reader."""
 
     def read(self, file, start=0, stop=None):
         for number, text, problem in super().read(file, start, stop):

@@ -1,4 +1,4 @@
-"""A dataset is the same in whatever order its tasks end, and wherever it was stopped."""
+"""Test that a dataset does not depend on the order of its tasks or on interruptions."""
 
 import json
 import pickle
@@ -20,7 +20,7 @@ from tests.data.preparations import digests
 
 
 class AnyOrder(Engine):
-    """Runs a job that a seed draws, in this process; stops after so many of them, as if it were killed."""
+    """Run jobs in an order drawn from a seed, in this process. Stop after `jobs` of them, as if killed."""
 
     def __init__(self, seed: int, jobs: int = 10**6):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Conversations about modules say what the modules say."""
+"""Test that conversations about modules agree with the modules' documentation."""
 
 import json
 import re
@@ -30,7 +30,7 @@ def undocumented(): ...
 
 @pytest.fixture(scope="module")
 def answers() -> dict[tuple[str, str], set[str]]:
-    """Answers about MODULE by subject and question. A hash of the name chooses questions: 300 names ask them all."""
+    """Return answers about MODULE by subject and question. A hash of the name picks questions; 300 names ask all."""
     answers: dict[tuple[str, str], set[str]] = {}
     for number in range(300):
         for messages in conversations_of(MODULE, f"m{number}"):

@@ -1,4 +1,4 @@
-"""Conversations of other schemas become what nanochat makes of them."""
+"""Test that conversations of other schemas are converted as nanochat converts them."""
 
 import importlib
 import json
@@ -42,7 +42,7 @@ def converted(monkeypatch: pytest.MonkeyPatch, folder: Path, schema: str, column
     """Return the conversations that the command writes, of .parquet files with these columns."""
     words = []
     if columns:
-        for part in range(2):  # a file each of one row, and of the others
+        for part in range(2):  # two files: one row, then the others
             rows = {name: column[part : part + 1 + 9 * part] for name, column in columns.items()}
             pyarrow.parquet.write_table(pyarrow.table(rows), folder / f"train-0000{part}-of-00002.parquet")
         words = [f"--source={folder}/train*"]

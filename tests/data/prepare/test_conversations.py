@@ -1,4 +1,4 @@
-"""Conversations are prepared as text is, and their tokens are those of `render`."""
+"""Test that conversations are prepared like text, with the tokens of `render`."""
 
 import gzip
 import json
@@ -41,7 +41,7 @@ def facts_of(folder: Path) -> dict:
 
 
 def documents(folder: Path, part: str) -> Counter:
-    """The tokens of each document, by how often it is there."""
+    """Count the documents by their tokens."""
     found = Counter()
     for path in sorted(folder.glob(f"{part}_*.bin")):
         pieces = np.split(read_shard(path), np.load(path.with_suffix(".starts.npy"))[1:])
@@ -56,7 +56,7 @@ def rendered(tokenizer: TextTokenizer, some: list[dict]) -> Counter:
 def test_documents_are_rendered_and_held_out_by_their_text_whatever_the_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(data.prepare.parts, "TASK_BYTES", (9_000, 9_000))
     write_lines(tmp_path / "chat" / "a.jsonl", [*SOME[:150], SOME[1]])
-    write_lines(tmp_path / "chat" / "b.jsonl", [one["messages"] for one in SOME[150:]])  # as nanochat keeps them
+    write_lines(tmp_path / "chat" / "b.jsonl", [one["messages"] for one in SOME[150:]])  # nanochat's format
     settings = Preparation(source=f"{tmp_path}/chat", vocab_size=300, val_fraction=0.2, conversations=True)
     settings = replace(settings, deduplicate=True, shuffle=3)
     for workers in (1, 2):

@@ -119,7 +119,7 @@ def test_a_csv_and_an_arrow_file_give_their_rows(tmp_path):
     table = pa.table({"id": [1, 2], "body": ['one, "two"\nlines', "naïve"]})
     with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
         file.write_table(table)
-    with pa.ipc.new_stream(tmp_path / "b.arrow", table.schema) as file:  # as `datasets` writes it
+    with pa.ipc.new_stream(tmp_path / "b.arrow", table.schema) as file:  # the format that `datasets` writes
         file.write_table(table)
     content = 'id,body\n1,"one, ""two""\nlines"\nx,naïve\n'.encode()
     write_files(tmp_path, {"c.csv": content, "d.csv.gz": gzip.compress(content)})
@@ -145,7 +145,7 @@ def test_separated_texts_are_documents_and_so_in_every_division_into_spans(tmp_p
             at = next(i for i, span in enumerate(spans) if stories[30] in span)
             assert corpus.numbers_before(file, cuts[at]) + spans[at].index(stories[30]) == 30
     else:
-        assert separator == "\n\n"  # a boundary's place depends on what comes before it
+        assert separator == "\n\n"  # a boundary's place depends on the text before it
 
 
 def test_a_long_file_is_cut_among_others_too(tmp_path):

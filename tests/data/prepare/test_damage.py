@@ -1,4 +1,4 @@
-"""Damage and mistakes that reach the data: each ends in one message, or is counted, or is mended."""
+"""Test that damaged data and mistakes end in one message, are counted, or are repaired."""
 
 import errno
 import io
@@ -32,7 +32,7 @@ few = settings(max_examples=40)
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
-    """A folder with `text` and the dataset `made` of it."""
+    """Return a folder with `text` and its dataset `made`."""
     folder = tmp_path_factory.mktemp("prepared")
     (folder / "text").mkdir()
     for i in range(20):
@@ -43,7 +43,7 @@ def prepared(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def folder(prepared: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
+    """Return a copy of it, to be damaged."""
     shutil.copytree(prepared / "made", tmp_path / "made")
     os.symlink(prepared / "text", tmp_path / "text")
     return tmp_path
@@ -145,7 +145,7 @@ def test_a_table_with_a_byte_that_flipped_is_refused_or_gives_its_texts(tmp_path
     except UserError as error:
         assert str(path) in str(error)
     else:
-        assert len(found) == 200 or place > len(TABLE) // 2  # what the footer says of the rows has no checksum
+        assert len(found) == 200 or place > len(TABLE) // 2  # the footer's facts about rows have no checksum
 
 
 def test_a_table_whose_pages_are_corrupt_is_refused_and_named(tmp_path):
@@ -247,7 +247,7 @@ def test_shards_that_hold_nothing_out_are_refused(folder, tmp_path):
         open_text(config, SIZE, 16, 4, tmp_path / "cache")
 
 
-# What cannot be written.
+# Folders that cannot be written.
 
 
 def no_room(*_: object, **__: object) -> None:
@@ -266,7 +266,7 @@ def test_a_prepared_dataset_opens_where_nothing_can_be_written(folder, monkeypat
 
 
 def test_a_half_written_memory_of_an_examination_is_made_again(folder):
-    for sidecar in (folder / "made").glob("*.blocks"):  # without which shards are read whole, and that is remembered
+    for sidecar in (folder / "made").glob("*.blocks"):  # without them shards are read completely, which is recorded
         sidecar.unlink()
     expected = opened(folder).fingerprint
     for path in (folder / "cache" / "examined").iterdir():
@@ -294,7 +294,7 @@ def test_another_users_plan_is_made_again_in_the_cache(folder, monkeypatch):
 
     monkeypatch.setattr(data.dataset_folder, "load_plan", load)
     shutil.rmtree(folder / "cache", ignore_errors=True)
-    # The shards' own indices are of the same owner, and are looked for otherwise.
+    # The shards' own indices have the same owner, and would be searched otherwise.
     for index in (folder / "made").glob("*.starts.npy"):
         index.unlink()
     assert len(opened(folder).train[0]) == expected
@@ -303,8 +303,8 @@ def test_another_users_plan_is_made_again_in_the_cache(folder, monkeypatch):
 
 @pytest.mark.parametrize("write", range(8))
 def test_a_preparation_without_room_says_so_and_goes_on_later(prepared, tmp_path, monkeypatch, write):
-    """The disk is full at the record, a file of the tokenizer, the record again, an index, a shard, its sidecar, the
-    record."""
+    """Fill the disk at one write after another: the record, a tokenizer file, the record, an index, a shard, its
+    sidecar, the record."""
     writes = iter(range(99))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: no_room() if next(writes) == write else None)
@@ -321,7 +321,7 @@ def test_a_complete_dataset_in_a_folder_that_may_only_be_read_serves(folder, mon
     prepare(preparation(folder), folder / "made")
 
 
-# Where a dataset may lie.
+# Places of a dataset.
 
 
 def test_a_dataset_is_prepared_in_the_working_folder(prepared, tmp_path, monkeypatch):
@@ -329,7 +329,7 @@ def test_a_dataset_is_prepared_in_the_working_folder(prepared, tmp_path, monkeyp
     prepare(preparation(prepared), Path("."))
     assert read_record(Path("."))["complete"]
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} >= {"lock", "dataset.json"}
-    assert not list(tmp_path.parent.glob(f"{tmp_path.name}?*"))  # nothing is made beside it
+    assert not list(tmp_path.parent.glob(f"{tmp_path.name}?*"))  # no neighbour is created
 
 
 def test_a_tokenizer_that_changed_under_a_preparation_is_refused(folder):

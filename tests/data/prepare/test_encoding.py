@@ -1,4 +1,4 @@
-"""Text to tokens: tiktoken where it gives those of `tokenizers`, and documents in parts."""
+"""Test that tiktoken is used only if it gives the tokens of `tokenizers`, and that documents are encoded in parts."""
 
 import json
 import random
@@ -22,7 +22,7 @@ def trained() -> TextTokenizer:
 
 
 def slow(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """What `tokenizers` gives."""
+    """Return the tokens from `tokenizers`."""
     return tokenizer.encode([text])[0]
 
 
@@ -34,7 +34,7 @@ def test_tiktoken_gives_the_tokens_of_tokenizers(text):
 
 
 def changed(**model: object) -> TextTokenizer:
-    """The tokenizer with parts of its file replaced."""
+    """Return the tokenizer with parts of its file replaced."""
     facts = json.loads(trained().json)
     facts["normalizer"] = model.pop("normalizer", None)
     facts["model"] |= model
@@ -62,6 +62,6 @@ def test_parts_side_by_side_are_the_text_and_its_utf_8_has_the_same(words, monke
     assert "".join(parts) == text and max(map(len, parts)) <= 5000 and len(parts) > 1
     assert list(encoder.windows(text.encode())) == parts
     tokens = np.concatenate([encoder.encode(part) for part in parts]).tolist()
-    if len(words) > 1:  # there are blanks between letters
+    if len(words) > 1:  # letters are separated by blanks
         assert tokens == slow(trained(), text)
     assert WINDOW == 2**20 and list(encoder.windows("short")) == ["short"]

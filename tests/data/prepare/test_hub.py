@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, against a small server that speaks the part of its API that the client uses."""
+"""Test datasets of the Hugging Face hub with a small server for the part of its API that the client uses."""
 
 import hashlib
 import io
@@ -23,12 +23,12 @@ from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, Where, prepare
 
 ROOT = Path(__file__).parents[3]
-PIECE = 10 * 2**20  # bytes that the client holds before it writes them
+PIECE = 10 * 2**20  # bytes that the client buffers before it writes
 SHA = "1234567890abcdef1234567890abcdef12345678"
 
 
 def shard(first: int) -> bytes:
-    """99 rows, with pictures, say: more bytes than the client writes to disk at a time."""
+    """Return 99 rows, some with pictures of more bytes than the client buffers."""
     table, size = io.BytesIO(), PIECE // 90 if first == 100 else 1
     texts = [f"row {i} with some words of its own {i * i}" for i in range(first, first + 99)]
     pictures = [np.random.default_rng(i).bytes(size) for i in range(99)]
@@ -44,7 +44,7 @@ FILES = {
 
 
 class Hub(BaseHTTPRequestHandler):
-    """/api/datasets/... with its /tree/..., and /datasets/.../resolve/... with ranges; one download breaks off."""
+    """Serve /api/datasets/.../tree/... and /datasets/.../resolve/... with ranges. One download breaks off."""
 
     asked: ClassVar[list[tuple[str, str]]] = []
     repositories: ClassVar[dict[str, dict[str, bytes]]] = {"owner/name": FILES}
@@ -105,7 +105,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(handler: type[Hub]) -> Iterator[str]:
-    """Where the hub is meanwhile."""
+    """Serve the hub, and yield its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -113,7 +113,7 @@ def serving(handler: type[Hub]) -> Iterator[str]:
 
 
 def ask(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub's client asks there from now on."""
+    """Point the hub's client at `endpoint`."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
     template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -138,7 +138,7 @@ def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_resumes(en
     assert facts["made_from"]["version"] == f"{SHA}/sample/10BT" and facts["complete"]
     assert facts["train"]["documents"] + facts["val"]["documents"] == 3 * 99
     downloads = [ranges for name, ranges in Hub.asked if name == "sample/10BT/001.parquet"]
-    assert f"bytes={PIECE}-" in downloads  # what had come was not asked for again
+    assert f"bytes={PIECE}-" in downloads  # the bytes received were not requested again
 
 
 def test_a_glob_and_a_revision_are_asked_for_and_the_first_is_asked_for_again(endpoint, monkeypatch):
@@ -167,7 +167,7 @@ def test_what_the_hub_does_not_have_is_a_mistake(endpoint, monkeypatch, source, 
 
 
 def test_a_network_that_is_away_is_waited_for_and_is_no_mistake(monkeypatch):
-    """The client's errors are no OSErrors."""
+    """Retry, although the client's errors are no OSErrors."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("configs.retry.SECONDS", 0)
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)

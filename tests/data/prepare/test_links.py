@@ -1,4 +1,4 @@
-"""Which files of this machine are text: links, what may not be read, and paths whose letters could be a glob's."""
+"""Test which files on this machine are text: links, unreadable files, and paths with a glob's characters."""
 
 import os
 from pathlib import Path
@@ -26,12 +26,12 @@ def texts(source: object, **options) -> dict[str, str]:
 
 @pytest.fixture
 def linked(tmp_path: Path) -> Path:
-    """A folder with two files of its own, and links to a file and to a folder elsewhere."""
+    """Return a folder with two files, and links to a file and a folder elsewhere."""
     write(tmp_path / "elsewhere", "one.txt", "more/two.txt", "blob")
     folder = write(tmp_path / "text", "a.txt", "sub/b.txt")
     (folder / "link.txt").symlink_to(tmp_path / "elsewhere" / "one.txt")
     (folder / "linked").symlink_to(tmp_path / "elsewhere" / "more")
-    (folder / "named.txt").symlink_to(tmp_path / "elsewhere" / "blob")  # as in the hub's cache
+    (folder / "named.txt").symlink_to(tmp_path / "elsewhere" / "blob")  # like the hub's cache
     return folder
 
 
@@ -93,7 +93,7 @@ def test_loops_of_links_end(linked, tmp_path):
 @pytest.mark.parametrize("name", ["gone.txt", "gone_folder"])
 def test_a_link_that_leads_nowhere_is_refused_or_counted(linked, name):
     (linked / name).symlink_to("/nowhere/at/all")
-    (linked / "picture.png").symlink_to("/nowhere/at/all")  # no text in any case
+    (linked / "picture.png").symlink_to("/nowhere/at/all")  # no text file, wherever it leads
     with pytest.raises(
         UserError, match=rf"1 file\(s\) or folder\(s\) cannot be read, .*/{name} the first: a link that"
     ):
@@ -102,7 +102,7 @@ def test_a_link_that_leads_nowhere_is_refused_or_counted(linked, name):
 
 
 def forbidden(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """As for a user without permission for files and folders of these names."""
+    """Deny permission for files and folders of these names."""
     access, scandir = os.access, os.scandir
 
     def denying_scandir(path: str):

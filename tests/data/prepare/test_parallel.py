@@ -1,4 +1,4 @@
-"""Many workers make what one makes, whoever is killed meanwhile."""
+"""Test that many workers write what one writes, even if some are killed."""
 
 import json
 import random
@@ -38,7 +38,7 @@ def text(generator: random.Random, words: int) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Preparation:
-    """Files of every kind, some in several tasks, with documents that are skipped and one that is there twice."""
+    """Write files of every kind, some in several tasks, with skipped documents and one duplicate."""
     folder, generator = tmp_path_factory.mktemp("source"), random.Random(0)
     (folder / "text").mkdir()
     for i in range(12):
@@ -78,7 +78,7 @@ def test_any_number_of_workers_writes_the_bytes_of_one(source, serial, tmp_path,
 
 @pytest.fixture
 def slurm(monkeypatch):
-    """SLURM itself, which starts jobs where the command was typed: in the repository's root."""
+    """Use SLURM itself, which starts jobs in the current folder: the repository's root."""
     monkeypatch.chdir(ROOT)
     with real(monkeypatch):
         yield
@@ -111,7 +111,7 @@ def test_five_kills_of_workers_and_of_the_command_leave_no_trace(source, serial,
 
 
 def run_deadly(source, tmp_path: Path, engine: Engine) -> tuple[list[Ended], list[Task]]:
-    """What has failed of a file whose last document kills whoever reads it, and all tasks."""
+    """Return the failures and all tasks for a file whose last document kills its reader."""
     (tmp_path / "text").mkdir()
     fine = "".join(json.dumps({"text": f"fine {i}" * 99}) + "\n" for i in range(40))
     (tmp_path / "text" / "a.jsonl").write_text(fine + json.dumps({"text": "deadly"}))

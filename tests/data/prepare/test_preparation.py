@@ -53,7 +53,7 @@ def facts_of(folder: Path) -> dict:
 
 
 def documents(folder: Path, part: str) -> list[str]:
-    """The documents of a part, as the shards and their indices have them."""
+    """Return the documents of a split from the shards and their indices."""
     tokenizer, found = load_tokenizer(folder / "tokenizer"), []
     for path in sorted(folder.glob(f"{part}_*.bin")):
         tokens, starts = read_shard(path), np.load(path.with_suffix(".starts.npy"))
@@ -88,7 +88,7 @@ def test_each_side_gets_a_document_however_few_there_are(tmp_path, fraction, cou
 
 
 def test_equal_texts_share_a_side_in_every_dataset(tmp_path):
-    """The same 500 texts twice in one dataset; 400 of them once in another."""
+    """Write the same 500 texts twice to one dataset, and 400 of them once to another."""
     lines = [json.dumps({"text": f"text {i} " * (i % 5 + 1)}) + "\n" for i in range(500)]
     for name, order in (("one/a", lines), ("one/b", lines[::-1]), ("two/c", [*lines[100:], "{}\n"])):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -197,7 +197,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("call", range(0, 90, 7))
 def test_killed_at_any_write_it_goes_on_and_gives_the_same_bytes(settings, tmp_path, monkeypatch, call):
-    """Every rename is a moment to die at, with half of the file written."""
+    """Kill at every rename, with half of the file written."""
     prepare(settings, tmp_path / "whole")
     calls = iter(range(1000))
     replace_file, rename = Path.replace, Path.rename
@@ -208,7 +208,7 @@ def test_killed_at_any_write_it_goes_on_and_gives_the_same_bytes(settings, tmp_p
             raise Killed
         return replace_file(path, to)
 
-    def dying_rename(path: Path, to: Path):  # of what is whole
+    def dying_rename(path: Path, to: Path):  # the target is complete
         if next(calls) == call:
             raise Killed
         return rename(path, to)
@@ -370,7 +370,7 @@ def test_a_folder_that_cannot_be_made_is_one_message(settings, tmp_path):
 
 @pytest.fixture
 def splits(tmp_path) -> Preparation:
-    """Files of two published splits, of which the second has a text of the first, and of evaluations."""
+    """Write two published splits and evaluations. The second split repeats a text of the first."""
     texts = [f"text {i} of some words, " + " ".join(str(i * j) for j in range(20)) for i in range(30)]
     (tmp_path / "text").mkdir()
     write = lambda name, some: Path(name).write_text("".join(json.dumps({"text": text}) + "\n" for text in some))

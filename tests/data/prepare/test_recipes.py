@@ -1,4 +1,4 @@
-"""The commands of docs/data.md's recipes, as they stand there, on small files that are laid out as the hub's."""
+"""Run the commands of docs/data.md's recipes on small files in the hub's layout."""
 
 import io
 import json
@@ -26,7 +26,7 @@ def text(i: int) -> str:
 
 
 def parquet(first: int, columns: dict[str, object], compression: str) -> bytes:
-    """20 rows in groups of 8, with columns beside the text."""
+    """Return 20 rows in groups of 8, with other columns next to the text."""
     rows = {"text": [text(i) for i in range(first, first + 20)], **{name: [it] * 20 for name, it in columns.items()}}
     content = io.BytesIO()
     pq.write_table(pa.table(rows), content, compression=compression, row_group_size=8)
@@ -51,7 +51,7 @@ LOCAL = "global-shard_01_of_10/local-shard_0_of_10/shard_0000000{}_processed.jso
 
 
 class Laid(Hub):
-    """Each dataset with files of its layout: two that the recipe takes, and one that it does not."""
+    """Serve each dataset with three files: the recipe takes two of them."""
 
     repositories: ClassVar = {
         "HuggingFaceFW/fineweb-edu": {
@@ -87,7 +87,7 @@ def test_there_is_a_recipe_for_each():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_works_as_it_is_typed(recipe, endpoint, tmp_path, monkeypatch):
-    """But for where it writes to, and for sizes that so little text can fill."""
+    """Change only the output folder, and sizes that need more text."""
     ask(endpoint, monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)

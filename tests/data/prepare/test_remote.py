@@ -1,4 +1,4 @@
-"""Text at a URL, whose server fails now and then."""
+"""Test text at a URL whose server fails now and then."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ TEXTS = [f"text {i} " * 50_000 for i in range(5)]
 
 @pytest.fixture
 def bucket(monkeypatch):
-    """Files in memory, whose every third read fails once `failures` is not empty."""
+    """Return files in memory. Every third read fails once `failures` is not empty."""
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
     monkeypatch.setattr("data.prepare.remote.BUFFER_BYTES", 2**16)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
