@@ -1,4 +1,4 @@
-"""A small Google Cloud Storage, for the tests: the part of its JSON API that gcsfs and tensorstore use."""
+"""Serve the part of Google Cloud Storage's JSON API that gcsfs and tensorstore use."""
 
 import base64
 import hashlib
@@ -26,7 +26,7 @@ class FakeGCS(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def reset(self) -> None:
-        """An empty bucket, in a store that is well."""
+        """Empty the bucket, and remove all faults."""
         self.objects: dict[str, tuple[int, bytes]] = {}
         self.uploads: dict[str, tuple[str, bytes]] = {}
         self.asked: list[str] = []
@@ -49,7 +49,7 @@ class FakeGCS(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def put(self, name: str, content: bytes) -> None:
-        """Writes an object."""
+        """Write an object."""
         self.generation += 1
         self.objects[name] = (self.generation, content)
 
@@ -57,22 +57,22 @@ class FakeGCS(ThreadingHTTPServer):
         return hashlib.md5(content).digest()
 
     def handle_error(self, *_):
-        """A client that hung up."""
+        """Ignore a client that hung up."""
 
     def environment(self) -> dict[str, str]:
-        """What makes gcsfs and tensorstore ask this server, without credentials."""
+        """Return the variables that make gcsfs and tensorstore use this server, without credentials."""
         return {
             "STORAGE_EMULATOR_HOST": self.url,
             "TENSORSTORE_GCS_HTTP_URL": self.url,
-            "GCE_METADATA_ROOT": "127.0.0.1:9",  # nobody is there
+            "GCE_METADATA_ROOT": "127.0.0.1:9",  # no server
             "NO_GCE_CHECK": "true",
-            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # which asks Google what kind of bucket it is
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # or gcsfs asks Google for the kind of bucket
         }
 
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # small answers are not held back
+    disable_nagle_algorithm = True  # small answers are sent at once
     server: FakeGCS
 
     def log_message(self, *_):
@@ -175,7 +175,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(200, {"kind": "storage#objects", "items": items, "prefixes": sorted(prefixes)})
 
     def upload(self, asked: dict, body: bytes):
-        if "upload_id" in asked:  # all in one piece, or in several
+        if "upload_id" in asked:  # a resumable upload in one or several parts
             name, before = self.server.uploads[asked["upload_id"]]
             content = before + body
             self.server.uploads[asked["upload_id"]] = (name, content)
@@ -207,7 +207,7 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(200, self.write(name, body))
 
     def batch(self, body: bytes):
-        """Several deletions in one."""
+        """Delete several objects in one request."""
         boundary = re.search(r"boundary=\"?([^\";]+)", self.headers["Content-Type"])[1]
         parts = []
         for i, path in enumerate(re.findall(rb"DELETE (?:https?://[^/]+)?(\S+)", body)):

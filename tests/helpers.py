@@ -1,4 +1,4 @@
-"""Small networks, batches and runs of the step, shared by the tests."""
+"""Make small networks and batches, and run steps, for all tests."""
 
 from dataclasses import replace
 from functools import cache
@@ -34,12 +34,12 @@ FEATURES = {
 
 
 def together(features: dict[str, dict]) -> dict:
-    """The options of a network that has all of these features."""
+    """Return the options of a network that has all of these features."""
     return {name: value for options in features.values() for name, value in options.items()} | {"depth": 4}
 
 
 ALL_FEATURES = together(FEATURES)
-# eps well above the noise of a gradient that is nearly zero, whose Adam direction would otherwise be noise.
+# eps is well above the noise of gradients near zero. Otherwise Adam's direction would be noise there.
 SCHEDULE = ScheduleConfig(warmup_steps=2, warmdown=0.5)
 GROUP = GroupConfig(peak_rate=0.01, eps=1e-4)
 OPTIMIZER = OptimizerConfig(
@@ -56,13 +56,13 @@ OPTIMIZER = OptimizerConfig(
 
 
 def tiny_config(rows: int = 16, rows_per_device: int = 16, length: int = 16, **model) -> Config:
-    """A run whose step has `rows` rows of `length` tokens."""
+    """Return the config of a run whose step has `rows` rows of `length` tokens."""
     batch = BatchConfig(sequence_length=length, tokens_per_step=rows * length, rows_per_device=rows_per_device)
     return Config(name="tiny", steps=8, model=replace(TINY, **model), optimizer=OPTIMIZER, batch=batch)
 
 
 def random_rows(config: Config, seed: int, weights: np.ndarray | None = None) -> dict[str, np.ndarray]:
-    """Random tokens as rows [rows, T]; all targets valid unless `weights` [rows, T] says otherwise."""
+    """Return random tokens as rows [rows, T]. All targets are valid unless `weights` [rows, T] says otherwise."""
     rows = config.batch.tokens_per_step // config.batch.sequence_length
     shape = (rows, config.batch.sequence_length)
     inputs, targets = np.random.default_rng(seed).integers(0, config.model.vocab_size, (2, *shape), np.int32)
@@ -70,14 +70,14 @@ def random_rows(config: Config, seed: int, weights: np.ndarray | None = None) ->
 
 
 def perturbed(params: dict, seed: int = 0) -> dict:
-    """Parameters moved off the zeros that a network starts with, so that every gradient counts."""
+    """Return parameters moved off the zeros of initialisation, so that every gradient counts."""
     generator = np.random.default_rng(seed)
     return jax.tree.map(lambda p: p + 0.1 * generator.standard_normal(p.shape, np.float32), params)
 
 
 @cache
 def initial_state(model: ModelConfig, optimizer: OptimizerConfig):
-    """The state before step 0, on the host: the same for every mesh (test_state.py), so that it is made on one."""
+    """Return the state before step 0, on the host. It is the same on every mesh (test_state.py)."""
     return jax.device_get(
         build(replace(tiny_config(), model=model, optimizer=optimizer), jax.devices()[:1]).create_state()
     )
@@ -85,7 +85,7 @@ def initial_state(model: ModelConfig, optimizer: OptimizerConfig):
 
 @cache
 def step_of(config: Config, devices: int):
-    """The jitted step, its mesh, and the state before step 0; one program for all tests that ask for the same."""
+    """Return the jitted step, its mesh, the state before step 0, and the rates. Equal configs share a program."""
     built = build(config, jax.devices()[:devices])
     return (
         built.train_step,
@@ -96,14 +96,14 @@ def step_of(config: Config, devices: int):
 
 
 def start_params(config: Config) -> dict:
-    """The parameters that `run_steps` starts from."""
+    """Return the parameters that `run_steps` starts from."""
     return perturbed(initial_state(config.model, config.optimizer).params)
 
 
 def run_steps(config: Config, rows: list[dict], devices: int = 1) -> tuple[dict, list[dict]]:
-    """The parameters after a step on each of `rows`, from the perturbed start, and the steps' metrics."""
+    """Return the parameters after a step on each of `rows` from the perturbed start, and the steps' metrics."""
     train_step, mesh, placed, _ = step_of(config, devices)
-    # A copy, since the step is given its state for good.
+    # A copy, since the step donates its state.
     state = initial_state(config.model, config.optimizer)
     state = state._replace(params=perturbed(state.params))
     state = stored_as(state, placed)
@@ -118,6 +118,6 @@ def run_steps(config: Config, rows: list[dict], devices: int = 1) -> tuple[dict,
 
 
 def distance(a: dict, b: dict) -> float:
-    """Norm of the difference over the norm of `b`, both trees taken as one vector, in float64."""
+    """Return the norm of the difference over the norm of `b`, with each tree as one vector in float64."""
     a, b = (np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(t)]) for t in (a, b))
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))

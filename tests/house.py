@@ -1,4 +1,4 @@
-"""Print how large the house is: make house. tests/test_house.py holds what it prints to bounds.
+"""Print how large the repository is: make house. tests/test_house.py bounds these figures.
 
 The closure of a command is every module of ours that it imports, imports inside functions included.
 """
@@ -42,7 +42,7 @@ def closure(command: str) -> list[str]:
         if (path := todo.pop()) not in reached:
             reached.add(path)
             todo += [ours[name] for name in imports(path) if name in ours]
-    return sorted(path for path in reached if lines([path]))  # a room's empty __init__.py is no module to read
+    return sorted(path for path in reached if lines([path]))  # an empty __init__.py is no module to read
 
 
 def options() -> int:
@@ -51,7 +51,7 @@ def options() -> int:
 
 
 def counts() -> dict[str, int]:
-    """Return the size of the house, by what was counted."""
+    """Return the counts that tests/test_house.py bounds."""
     files, reached = python_files(), closure("train.py")
     tests = [path for path in files if path.startswith("tests/")]
     body = ast.parse((ROOT / "train.py").read_text()).body

@@ -1,4 +1,4 @@
-"""nanochat's own modules, from the checkout that NANOCHAT_DIR names."""
+"""Import nanochat's modules from the checkout NANOCHAT_DIR."""
 
 import importlib
 import os
@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def import_nanochat(patch, *names: str) -> tuple[ModuleType, ...]:
-    """Modules of its package, in float32 and without compilation."""
+    """Return modules of its package, in float32 and without compilation."""
     patch.setenv("NANOCHAT_DTYPE", "float32")
     patch.setenv("TORCHDYNAMO_DISABLE", "1")
     patch.syspath_prepend(os.environ["NANOCHAT_DIR"])

@@ -1,5 +1,5 @@
-"""The network, its loss and AdamW once more: in float64, for the whole batch at once, by plain automatic
-differentiation. Nothing of the project's own mathematics is used, so that the two can be held against each other."""
+"""Compute the network, its loss and AdamW in float64, for the complete batch at once, by plain automatic
+differentiation. Nothing of the project's own mathematics is used, so that the two can be compared."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from configs.schema import Config, ModelConfig
 
 
 def logits(params: dict, tokens, config: ModelConfig):
-    """Capped logits [batch, length, vocab]."""
+    """Return capped logits [batch, length, vocab]."""
 
     def norm(x):
         return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
@@ -57,7 +57,7 @@ def logits(params: dict, tokens, config: ModelConfig):
 
 
 def mean_loss(params: dict, rows: dict, config: ModelConfig):
-    """Nats a valid token over all rows [batch, length]."""
+    """Return the nats per valid token over all rows [batch, length]."""
     log_probabilities = jax.nn.log_softmax(logits(params, rows["inputs"], config), axis=-1)
     nats = -jnp.take_along_axis(log_probabilities, rows["targets"][..., None], -1)[..., 0]
     return jnp.sum(rows["weights"] * nats) / jnp.sum(rows["weights"] != 0)
@@ -67,10 +67,8 @@ _value_and_gradient = jax.jit(jax.value_and_grad(mean_loss), static_argnums=2)
 
 
 def train(params: dict, batches: list[dict], config: Config, rates) -> tuple[dict, list[dict]]:
-    """Parameters after a step on each of `batches` (arrays [K, B, T] of any split), and each step's loss and norm.
-
-    `rates(step)` gives each group's learning rate.
-    """
+    """Return the parameters after a step on each of `batches` (arrays [K, B, T] of any split), and each step's loss and
+    norm. `rates(step)` returns each group's learning rate."""
     with jax.enable_x64(True):
         params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
         first = second = jax.tree.map(np.zeros_like, params)

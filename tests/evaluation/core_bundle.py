@@ -1,4 +1,4 @@
-"""A bundle of all kinds of task, and a network that gets some of its items right: what the tests of CORE score."""
+"""Make a bundle with every kind of task, and a network that solves some of its items, for the tests of CORE."""
 
 import json
 import random
@@ -18,7 +18,7 @@ from tests.helpers import perturbed
 from training.mesh import make_mesh
 from training.state import abstract_params, split_model, stored_as
 
-LONGEST = 256  # tokens of a row
+LONGEST = 256  # tokens per row
 SIZES = {"depth": 2, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab_size": 320, "dtype": "float32"}
 CONFIG = ModelConfig(
     **SIZES,
@@ -26,7 +26,7 @@ CONFIG = ModelConfig(
     **{"resid_lambdas": True, "x0_lambdas": True, "smear": True, "backout": True},
 )
 """All of nanochat's features; a quarter of its rows, up to 128, is its short window."""
-TASKS = [  # label, kind, shots, delimiter, percentage that guessing reaches
+TASKS = [  # label, kind, shots, delimiter, percentage from guessing
     ("choices", "multiple_choice", 0, None, 25),
     ("choices_with_shots", "multiple_choice", 4, "\nAnswer: ", 25),
     ("long_choices", "multiple_choice", 9, "\nAnswer: ", 25),
@@ -51,29 +51,29 @@ def tokenizer() -> TextTokenizer:
 
 @cache
 def short_words() -> list[str]:
-    """Those that are one token after a blank."""
+    """Return the words that are one token after a blank."""
     return sorted(word for word in set(words()) if len(tokenizer().encode([" " + word])[0]) == 1)
 
 
 def params() -> dict:
-    """Random, but for a head that prefers the token that stands before: it continues what repeats itself."""
+    """Return random parameters, with a head that prefers the preceding token: the network continues repetitions."""
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), split_model(CONFIG, jnp.dtype("float32"))[1])
     params = perturbed(zeros)
     params["resid_lambdas"]["values"] += 1
-    table = params["embed"]["table"] = 8 * params["embed"]["table"]  # a usual size: the norms' eps is not nanochat's
+    table = params["embed"]["table"] = 8 * params["embed"]["table"]  # a usual size: our eps is not nanochat's
     params["lm_head"]["kernel"] = 2 * table.T / np.linalg.norm(table, axis=1)
     return params
 
 
 def network(devices: int = 1, length: int = LONGEST, **model) -> Network:
-    """Return it on one device, or on a mesh of 2 x 2 x 2, for rows of `length` tokens."""
+    """Return the network on one device, or on a mesh of 2 x 2 x 2, for rows of `length` tokens."""
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2) if devices == 8 else MeshConfig(), jax.devices()[:devices])
     config = Config("tiny", model=replace(CONFIG, **model), batch=BatchConfig(length, 4 * length, 4))
     return Network(config, tokenizer(), stored_as(params(), abstract_params(config.model, mesh)), mesh)
 
 
 def make_bundle(folder: Path) -> Path:
-    """Writes it."""
+    """Write the bundle, and return its folder."""
     entries = [
         {"label": label, "dataset_uri": f"some/{label}.jsonl", "num_fewshot": [shots], "icl_task_type": kind}
         | ({} if delimiter is None else {"continuation_delimiter": delimiter})
@@ -90,7 +90,7 @@ def make_bundle(folder: Path) -> Path:
 
 
 def items(label: str, kind: str) -> list[dict]:
-    """Of a task, with the same words each time."""
+    """Return a task's items, with the same words each time."""
     rng = random.Random(label)
     some = lambda least, most: " ".join(rng.choices(words(), k=rng.randint(least, most)))
     if label.endswith("at_the_limit"):
@@ -100,7 +100,7 @@ def items(label: str, kind: str) -> list[dict]:
         made[0]["choices"][2] = made[0]["choices"][1]  # a tie
         made[1]["choices"][:2] = [word := rng.choice(words()), f"{word} {some(2, 2)}"]
         made[2]["choices"] = [f"{word}{more}" for more in ("", *(" " + some(1, 2) for _ in range(3)))]
-        made[3]["choices"] = made[2]["choices"][::-1]  # the last has no token of its own
+        made[3]["choices"] = made[2]["choices"][::-1]  # the last is the beginning of the others
         return [item | {"gold": rng.randrange(len(item["choices"]))} for item in made]
     if kind == "schema":
         contexts = lambda: [some(1, 4) for _ in range(2)]
@@ -112,7 +112,7 @@ def items(label: str, kind: str) -> list[dict]:
 
 
 def at_the_limit(kind: str, rng: random.Random) -> list[dict]:
-    """Rows a few tokens shorter, and longer, than `LONGEST`; each `~`, and each short word, is a token."""
+    """Return items with rows a few tokens around `LONGEST`. Each `~`, and each short word, is a token."""
     lengths = range(LONGEST - 9, LONGEST + 4)
     if kind == "language_modeling":
         made = []
@@ -122,6 +122,6 @@ def at_the_limit(kind: str, rng: random.Random) -> list[dict]:
             made.append({"context": " ".join([*others, word, word]), "continuation": " ".join(answer)})
         return made
     made = [{"query": "~" * length, "choices": rng.choices(words(), k=2), "gold": length % 2} for length in lengths]
-    # One choice is as long as the row, so that nothing is left that could predict its first token.
+    # One choice fills the row, so no token is left to predict its first one.
     whole, short = "~" * (LONGEST - 1), rng.choice(words())
     return [*made, *({"query": "or", "choices": pair, "gold": 0} for pair in ([whole, short], [short, whole]))]

@@ -1,4 +1,4 @@
-"""Task files of lm-evaluation-harness on a few items that lie beside them: one of each kind that it knows."""
+"""Write lm-evaluation-harness tasks of each kind, with a few local items."""
 
 import json
 import random
@@ -12,8 +12,8 @@ MEAN = {"aggregation": "mean", "higher_is_better": True}
 
 
 def make_tasks(folder: Path) -> Path:
-    """Writes them: several choices after shots; two contexts of one continuation; a continuation; a whole text, shorter
-    and longer than a row of 128 tokens; a text to write."""
+    """Write the tasks: several choices after shots, two contexts with one continuation, a continuation, complete texts
+    shorter and longer than a row of 128 tokens, and a text to generate."""
     rng = random.Random(0)
     some = lambda least, most: " ".join(rng.choices(words(), k=rng.randint(least, most)))
     again = lambda: " ".join([some(2, 9), *[rng.choice(short_words())] * 2])

@@ -1,5 +1,5 @@
-"""Questions of ChatCORE's schemas, a network that calls the calculator, and nanochat's own answers, item by item; as a
-program, it writes them to nanochat_chat.json.
+"""Make questions in ChatCORE's schemas, and a network that calls the calculator, and answer them with nanochat. As a
+program, write nanochat's answers, item by item, to nanochat_chat.json.
 
 NANOCHAT_DIR=... python -m tests.evaluation.nanochat_chat
 """
@@ -32,7 +32,7 @@ FOLDERS = {"ARC-Easy": "arc/ARC-Easy", "ARC-Challenge": "arc/ARC-Challenge", "MM
 
 
 def columns(label: str) -> dict[str, list]:
-    """Of a task, as the hub has them, with the same words each time."""
+    """Return a task's columns as on the hub, with the same words each time."""
     rng = random.Random(label)
     some = lambda least, most: " ".join(rng.choices(words(), k=rng.randint(least, most)))
     rows = []
@@ -51,7 +51,7 @@ def columns(label: str) -> dict[str, list]:
 
 
 def make_sets(folder: Path) -> Path:
-    """Write what read_chat_tasks reads."""
+    """Write the sets that read_chat_tasks reads."""
     for label, inside in FOLDERS.items():
         (folder / inside).mkdir(parents=True)
         pyarrow.parquet.write_table(pyarrow.table(columns(label)), folder / inside / "test-00000-of-00001.parquet")
@@ -60,13 +60,13 @@ def make_sets(folder: Path) -> Path:
 
 @cache
 def tokenizer() -> TextTokenizer:
-    """Where #### is a token."""
+    """Return a tokenizer with a token for ####."""
     return train_tokenizer([" ".join(words()), "#### 3\n" * 999], CONFIG.vocab_size)
 
 
 def params() -> dict:
-    """Those of the tests of CORE, and a head that answers <|python_start|>1+2<|python_end|>, and after the calculator's
-    output #### 3."""
+    """Return the parameters of the tests of CORE, with a head that answers <|python_start|>1+2<|python_end|>, and ####
+    3 after the calculator's output."""
     params, special = core_bundle.params(), tokenizer().special_tokens
     spelled = lambda *names: [special[name] if name in special else tokenizer().encode([name])[0][0] for name in names]
     chains = [
@@ -74,7 +74,7 @@ def params() -> dict:
         spelled("<|output_end|>", "####", " ", "3", "<|assistant_end|>"),
     ]
     table, head = np.asarray(params["embed"]["table"]), np.array(params["lm_head"]["kernel"])
-    head[:, tokenizer().encode(["3"])[0]] *= 0.7  # so that some answers are 3, and others 33...
+    head[:, tokenizer().encode(["3"])[0]] *= 0.7  # some answers are 3, others 33...
     for chain in chains:
         for token, following in pairwise(chain):
             head[:, following] += 5 * table[token] / np.linalg.norm(table[token])
@@ -88,8 +88,8 @@ def network(devices: int = 1) -> Network:
 
 
 def their_answers(patch) -> dict[str, list]:
-    """Of each item: whether it is right, and the letter that was chosen or the text that was written."""
-    patch.setitem(sys.modules, "rustbpe", ModuleType("rustbpe"))  # which only trains tokenizers
+    """Return for each item whether it is right, and the chosen letter or the generated text."""
+    patch.setitem(sys.modules, "rustbpe", ModuleType("rustbpe"))  # used only to train tokenizers
     gpt, engine, spelling = import_nanochat(patch, "gpt", "engine", "tokenizer")
     chat_eval, common = (importlib.import_module(name) for name in ("scripts.chat_eval", "tasks.common"))
     model = their_network(gpt, CONFIG, params(), LONGEST)
@@ -102,7 +102,7 @@ def their_answers(patch) -> dict[str, list]:
         "get_bos_token_id": lambda self: ours.bos,
         "decode": lambda self, ids: ours.library.decode(ids, skip_special_tokens=False),
     }
-    theirs = type("Ours", (spelling.RustBPETokenizer,), methods)()  # nanochat's rendering, of our tokens
+    theirs = type("Ours", (spelling.RustBPETokenizer,), methods)()  # nanochat's rendering with our tokens
     answers = {}
     for label in FOLDERS:
         kind = getattr(chat_eval, label.partition("-")[0])

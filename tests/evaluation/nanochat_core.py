@@ -1,4 +1,4 @@
-"""nanochat's own results on the tests' bundle, item by item; as a program, it writes them to nanochat_core.json.
+"""Compute nanochat's results on the tests' bundle. As a program, write them, item by item, to nanochat_core.json.
 
 NANOCHAT_DIR=... python -m tests.evaluation.nanochat_core
 """
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).with_name("nanochat_core.json")
 
 
 def their_network(gpt, config: ModelConfig, params: dict, row: int):
-    """nanochat's network with our parameters, made for rows of `row` tokens."""
+    """Return nanochat's network with our parameters, for rows of `row` tokens."""
     import torch
 
     sizes = {"n_layer": config.depth, "n_head": config.heads, "n_kv_head": config.kv_heads, "n_embd": config.width}
@@ -41,7 +41,7 @@ def their_network(gpt, config: ModelConfig, params: dict, row: int):
 
 
 class TheirTokenizer:
-    """Our tokenizer, called as nanochat calls its own."""
+    """Our tokenizer with the interface of nanochat's."""
 
     def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
@@ -56,10 +56,10 @@ class TheirTokenizer:
 def their_items(
     core_eval, network, tokenizer: TextTokenizer, bundle: Path, task: Task, items: int | None, longest: int | None
 ) -> list[dict]:
-    """Of each item: whether it is right, each row's scored tokens, and their mean loss (None: of nothing), of a network
-    that says that it reads at most `longest` tokens, or says nothing of it, as nanochat's own.
+    """Return for each item whether it is right, each row's scored tokens, and their mean loss (None: no token).
 
-    The items are read and shuffled as its scripts/base_eval.py does.
+    `longest` is the most tokens that the network says it reads; None means no limit, as in nanochat. The items are read
+    and shuffled as in scripts/base_eval.py.
     """
     network.max_seq_len = longest
     path = next((bundle / "eval_data").rglob(f"{task.label}.jsonl"))
@@ -70,7 +70,7 @@ def their_items(
     seen = {}
 
     def watched(name: str):
-        """The same function, of which the newest result is kept."""
+        """Return the function, wrapped to keep its newest result."""
         function = getattr(core_eval, name)
 
         def call(*arguments):

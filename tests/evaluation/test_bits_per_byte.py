@@ -1,4 +1,4 @@
-"""The standard error of bits per byte."""
+"""Test the standard error of bits per byte."""
 
 import numpy as np
 import pytest
@@ -7,14 +7,14 @@ from evaluation.bits_per_byte import evaluate
 
 
 def of_sums(losses: np.ndarray, counts: np.ndarray, text_bytes: np.ndarray) -> dict:
-    """Evaluate batches whose sums are given, by batch and micro-batch."""
+    """Evaluate batches with these sums, by batch and micro-batch."""
     batches = [{"losses": of, "counts": by} for of, by in zip(losses, counts)]
     eval_step = lambda params, batch: (batch["losses"], batch["counts"])
     return evaluate(eval_step, {}, batches, text_bytes)  # pyright: ignore
 
 
 def test_the_error_is_that_of_means_of_such_micro_batches():
-    """Over many evaluations of eight batches of two micro-batches, it is their standard deviation."""
+    """Compare it with the standard deviation over many evaluations of eight batches of two micro-batches."""
     generator = np.random.default_rng(0)
     values, errors = [], []
     for _ in range(2_000):

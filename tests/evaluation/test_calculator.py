@@ -1,4 +1,4 @@
-"""The calculator computes what nanochat's does, and executes nothing."""
+"""Test that the calculator computes what nanochat's does, and executes nothing."""
 
 import os
 import sys
@@ -42,7 +42,7 @@ def test_results(expression):
 
 @pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="needs nanochat's checkout, and torch")
 def test_results_are_nanochats(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rustbpe", ModuleType("rustbpe"))  # of its tokenizer, which it imports
+    monkeypatch.setitem(sys.modules, "rustbpe", ModuleType("rustbpe"))  # nanochat's tokenizer imports it
     (engine,) = import_nanochat(monkeypatch, "engine")
     for expression, result in RESULTS.items():
         theirs = engine.use_calculator(expression)

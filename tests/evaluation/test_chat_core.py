@@ -1,4 +1,4 @@
-"""ChatCORE: nanochat's items and answers, on any mesh; resumed after a kill; and what its sets may lack."""
+"""Test ChatCORE: nanochat's items and answers on any mesh, resuming after a kill, and incomplete sets."""
 
 import json
 import os

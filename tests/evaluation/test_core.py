@@ -1,4 +1,4 @@
-"""CORE: prompts, scores and figures, item for item nanochat's, on any mesh; and what a bundle may lack."""
+"""Compare CORE's prompts, scores and figures with nanochat's, item by item, on any mesh. Test incomplete bundles."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def bundle(tmp_path_factory):
 
 
 def lines_on(bundle, devices=1, labels=LABELS, longest=READS * LONGEST, items=None):
-    """The lines of all items of these tasks, in order."""
+    """Return the lines of all items of these tasks, in order."""
     ours, log = network(devices), ItemLog()
     tasks = [task for task in read_bundle(str(bundle), items) if task.label in labels]
     Core(tasks, tokenizer(), ours.scorer(longest))(ours.params, log)
@@ -35,7 +35,7 @@ def lines_on(bundle, devices=1, labels=LABELS, longest=READS * LONGEST, items=No
 
 
 def require_equal(lines, theirs, tasks, longest=READS * LONGEST):
-    """That the items' answers and their spans are nanochat's, and their mean losses up to rounding."""
+    """Require nanochat's answers and spans, and its mean losses up to rounding."""
     for task in tasks:
         questions = encode(task, range(len(task.items)), tokenizer(), longest)
         assert len(questions) == len(theirs[task.label])
@@ -43,7 +43,7 @@ def require_equal(lines, theirs, tasks, longest=READS * LONGEST):
             question, expected = questions[line["item"]], theirs[task.label][line["item"]]
             for (start, end), other, row in zip(question.spans, expected["spans"], question.rows, strict=True):
                 assert len(row) == end == other[1] <= longest
-                assert start == other[0] or (start == end and other[0] == 0)  # of which nanochat's mean is nan
+                assert start == other[0] or (start == end and other[0] == 0)  # nanochat's mean of it is nan
             assert line["correct"] == expected["correct"], (line, expected)
             ours, other = (np.array(losses, np.float64) for losses in (line["losses"], expected["losses"]))
             np.testing.assert_allclose(ours, other, atol=1e-4)
@@ -51,7 +51,7 @@ def require_equal(lines, theirs, tasks, longest=READS * LONGEST):
 
 @pytest.fixture(scope="module")
 def nanochat_s():
-    """Its results of all items, which tests/evaluation/nanochat_core.py kept."""
+    """Return nanochat's results of all items, from tests/evaluation/nanochat_core.json."""
     return json.loads(nanochat_core.RESULTS.read_text())
 
 
@@ -65,7 +65,7 @@ def test_items_that_are_cut_are_as_nanochat_has_them_of_a_network_with_a_limit(b
 
 @pytest.mark.slow
 def test_every_item_is_as_nanochat_s_core_eval_has_it_on_any_mesh(bundle, nanochat_s):
-    """With and without shots, a shared prefix and prompts that are longer than the row."""
+    """Compare items with and without shots, with a shared prefix, and with prompts longer than the row."""
     one, eight, tasks = lines_on(bundle), lines_on(bundle, 8), read_bundle(str(bundle), None)
     long = next(task for task in tasks if task.label == "long_schema")
     lengths = [max(map(len, question.rows)) for question in encode(long, range(24), tokenizer(), READS * LONGEST)]
@@ -80,13 +80,13 @@ def test_every_item_is_as_nanochat_s_core_eval_has_it_on_any_mesh(bundle, nanoch
         assert ours["correct"] == theirs["correct"] or ours["tie"]
     alike = [line for line in one if line["task"] == "choices" and line["losses"].count(None) == 0]
     ties = [line for line in alike if len(set(line["losses"])) < 4]
-    assert len(ties) == 1 and (ties[0]["margin"] == 0) == ties[0]["tie"]  # where the two are the best
+    assert len(ties) == 1 and (ties[0]["margin"] == 0) == ties[0]["tie"]  # the two best are equal
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="NANOCHAT_DIR names no checkout of nanochat")
 def test_a_subset_is_as_nanochat_beside_us_has_it(bundle, monkeypatch):
-    """Of 16 items a task; the shots come from among them."""
+    """Take 16 items per task, and draw the shots from them."""
     pytest.importorskip("torch")
     gpt, core_eval = import_nanochat(monkeypatch, "gpt", "core_eval")
     torch_network = nanochat_core.their_network(gpt, CONFIG, params(), LONGEST)
@@ -108,7 +108,7 @@ def test_core_is_the_mean_of_centred_accuracies():
 
 
 def test_an_option_without_a_token_of_its_own_is_chosen_only_where_it_is_the_first(bundle):
-    """As nanochat's mean over nothing, nan, decides it."""
+    """Expect the choice that nanochat's mean over nothing, nan, makes."""
     task = read_bundle(str(bundle), None)[0]
     question = encode(task, [0], tokenizer(), LONGEST)[0]
     scores = Scores(np.array([[3.0, 0.0], [1.0, 1.0]]), np.ones(2, bool), np.ones(2))
@@ -131,7 +131,7 @@ class Killed(Exception):
 
 
 def scores_of_lengths(params, prefixes, rows, starts, ends, chunks):
-    """In place of a network: what only depends on the question itself."""
+    """Replace the network by losses that depend on the question alone."""
     assert chunks * chunk_of(starts.size) >= np.sum(ends - starts)
     assert np.all(starts >= 1) and np.all(ends <= rows.shape[2])
     losses = (rows.sum(axis=2, keepdims=True) % 101) * 1.0 + 1
@@ -161,7 +161,7 @@ def test_a_log_is_continued_after_a_kill_and_the_picture_shows_every_task(bundle
     assert {line["task"] for line in ItemLog(log, facts).lines} == set(LABELS[:4])
     assert evaluate_core(network(), tasks, LONGEST, tmp_path / "killed") == results
     assert log.read_text() == (tmp_path / "untouched" / "items.jsonl").read_text()
-    assert ItemLog(log, facts | {"step": 4}).lines == []  # of another network
+    assert ItemLog(log, facts | {"step": 4}).lines == []  # another network
 
 
 def test_sizes_are_few_and_fit():
@@ -188,7 +188,7 @@ def test_shapes_are_few_and_each_question_fits_in_its_own(bundle):
         shapes |= grouped.keys()
     assert {prefix > 0 for _, prefix, _ in shapes} == {True, False} and len(shapes) == 11
     many = [question for question in encode(tasks[1], range(20), tokenizer(), LONGEST) for _ in range(50)]
-    grouped = by_shape(many)  # worth a program each
+    grouped = by_shape(many)  # worth one program each
     assert len(grouped) > len(by_shape(many[::50])) == 2
     assert sum(tokens_of(shape, len(alike)) for shape, alike in grouped.items()) < 50 * computed["choices_with_shots"]
 

@@ -1,5 +1,5 @@
-"""Bits per byte of any text: each document's are those of its rows alone, on any mesh; what they depend on; how two
-networks compare."""
+"""Test bits per byte of any text: each document's rows alone count, on any mesh. Test the inputs and comparisons of
+networks."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from model.gpt import GPT
 from model.loss import softcap
 from tests.evaluation.core_bundle import CONFIG, network, params, tokenizer, words
 
-LENGTH = 84  # tokens of a row: not one of the sizes that rows are rounded up to
+LENGTH = 84  # tokens per row: no size that rows are rounded up to
 MODEL = replace(CONFIG, short_window=20)
 
 
@@ -95,7 +95,7 @@ def test_figures_of_sources_sizes_and_positions(lines):
 
 
 def test_the_standard_error_is_how_far_other_documents_move_the_figure():
-    """Of many draws of documents, whose sizes and bits differ."""
+    """Compare it with many draws of documents whose sizes and bits differ."""
     random = np.random.default_rng(0)
     sizes = random.integers(100, 5000, (2000, 50))
     bits = sizes * 1.1 + random.standard_normal(sizes.shape) * np.sqrt(sizes) * 3
@@ -117,7 +117,7 @@ def test_a_small_difference_that_all_documents_share_is_none_of_noise():
     found = compared(sources, lines_of(ours), lines_of(theirs))
     assert found["difference"] == pytest.approx(-0.005, abs=5e-4) and not found["noise"]
     assert found["interval"][0] < -0.005 < found["interval"][1] < 0
-    assert found["stderr"] < ratio(hard.tolist(), [1000] * 40)[1] / 100  # unpaired it would be noise
+    assert found["stderr"] < ratio(hard.tolist(), [1000] * 40)[1] / 100  # without pairs the difference would be noise
     assert in_words("ours", "theirs", found).endswith("ours is better")
     turned = compared(sources, lines_of(theirs), lines_of(ours))
     assert in_words("x", "ours", turned).endswith("ours is better")
@@ -125,7 +125,7 @@ def test_a_small_difference_that_all_documents_share_is_none_of_noise():
     noise = sum(
         compared(sources, lines_of(hard + random.standard_normal(40)), lines_of(hard))["noise"] for _ in range(400)
     )
-    assert noise == pytest.approx(380, abs=18)  # 95%, four standard deviations to both sides
+    assert noise == pytest.approx(380, abs=18)  # 95% +- four standard deviations
     one = [Source("a", 1.0, [Document("0", "x")], 0)]
     assert compared(one, lines_of(ours[:1]), lines_of(theirs[:1]))["noise"] is None
 

@@ -1,4 +1,4 @@
-"""Answers of the engine: the tokens of model.generate, whoever else is answered and whatever a cache had."""
+"""Compare the engine's answers with model.generate's, whatever other requests run and whatever a cache contains."""
 
 from dataclasses import replace
 from functools import cache
@@ -28,7 +28,7 @@ PROMPTS = [[0, *DRAW.integers(9, 272, size=size).tolist()] for size in (2, 31, 3
 
 @cache
 def network(devices=1, **options) -> Network:
-    """With all of nanochat's features, unless `options` say otherwise."""
+    """Return a network with all of nanochat's features, unless `options` change them."""
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2) if devices == 8 else MeshConfig(), jax.devices()[:devices])
     config = Config(
         "tiny",
@@ -42,7 +42,7 @@ def network(devices=1, **options) -> Network:
 
 
 def expected(sampling, tokens=12):
-    """What model.generate writes after each of PROMPTS up to the first end."""
+    """Return model.generate's tokens after each of PROMPTS up to the first end."""
     ours, rows = network(), np.zeros((len(PROMPTS), 163), np.int32)
     for row, prompt in zip(rows, PROMPTS):
         row[: len(prompt)] = prompt
@@ -70,13 +70,13 @@ def test_tokens_are_those_of_generate_whoever_else_is_answered(devices, sampling
     answers = []
     for prompt in PROMPTS:
         answers.append(engine.begin(prompt, sampling, 12))
-        engine.step()  # the others begin while it is being written
+        engine.step()  # the others begin while it is generated
     assert finish(engine, *answers) == expected(sampling)
 
 
 @pytest.mark.medium
 def test_a_shared_prefix_is_not_read_and_nothing_compiles_for_another_prompt():
-    """Turns of a conversation, another answer to one, and a conversation that leaves off in the middle of it."""
+    """Ask for turns of a conversation, another answer to one turn, and a conversation that stops inside it."""
     engine, fresh = Engine(network()), Engine(network())
     fresh.compile()
     first = engine.begin(PROMPTS[3], DRAWN, 10)
@@ -91,7 +91,7 @@ def test_a_shared_prefix_is_not_read_and_nothing_compiles_for_another_prompt():
         (PROMPTS[1], len(PROMPTS[1]) - 1),
     ):
         answer = engine.begin(prompt, DRAWN._replace(seed=read, top_k=read, top_p=0.9, temperature=0.5 * read), 10)
-        assert read <= answer.read <= read + (read == 3)  # the first answer's last token, unless it was read
+        assert read <= answer.read <= read + (read == 3)  # the first answer's last token may be unread
         other = fresh.begin(prompt, answer.sampling, 10)
         assert finish(engine, answer) == finish(fresh, other)
         fresh.slots[0].cached = 0
@@ -122,7 +122,7 @@ def test_slots_are_taken_and_freed_and_a_conversation_keeps_its_own():
 
 
 def chain(*tokens):
-    """A network that follows each of these tokens by the next one."""
+    """Return a network that follows each of these tokens by the next one."""
     ours = network(depth=1, width=128, heads=4, head_dim=32)
     params = jax.tree.map(np.zeros_like, jax.device_get(ours.params))
     vectors = np.random.default_rng(0).standard_normal((272, 128)).astype(np.float32)
@@ -143,5 +143,5 @@ def test_it_stops_and_a_call_of_python_is_followed_by_its_output():
     answer = engine.begin(prompt, GREEDY)
     assert finish(engine, answer) == [[*call, output, *encode("42"), output_end, *after]]
     assert answer.finished == "stop"
-    engine = Engine(chain(prompt[1], start, *encode("6*"), end, *after, 0))  # no expression: nothing is forced
+    engine = Engine(chain(prompt[1], start, *encode("6*"), end, *after, 0))  # an incomplete expression forces no result
     assert answered(engine, prompt, GREEDY) == [start, *encode("6*"), end, *after]

@@ -1,5 +1,5 @@
-"""Sampling on a mesh: the tokens of one device, without a parameter ever being whole where `tensor` or `fsdp` divide
-it, compiled once."""
+"""Test sampling on a mesh: it gives one device's tokens, compiles once, and gathers no parameter that `tensor` or
+`fsdp` divides."""
 
 import re
 from dataclasses import replace
@@ -28,7 +28,7 @@ GREEDY, DRAWN = {"temperature": 0.0, "top_k": 0}, {"temperature": 1.0, "top_k": 
 
 @cache
 def sampler(sizes: MeshConfig, devices: int):
-    """The jitted function, and a network off its initial zeros on the mesh."""
+    """Return the jitted function, and a network moved off its initial zeros on the mesh."""
     mesh = make_mesh(sizes, jax.devices()[:devices])
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), split_model(NETWORK, FLOAT32)[1])
     abstract = abstract_params(NETWORK, mesh)
@@ -54,7 +54,7 @@ def test_a_mesh_of_all_axes_gives_the_tokens_of_one_device(options):
 
 
 def test_what_tensor_divides_is_never_whole():
-    """Along `tensor` heads, MLP width and vocabulary stay divided, the cache's heads too."""
+    """Keep heads, MLP width, vocabulary and the cache's heads divided along `tensor`."""
     config = ModelConfig(depth=2, width=64, heads=8, kv_heads=8, head_dim=24, vocab_size=2048)
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
     params, of = abstract_params(config, mesh), lambda *shape: jax.ShapeDtypeStruct(shape, np.int32)
@@ -80,7 +80,7 @@ def test_on_a_tpu_slice_what_fsdp_divides_is_gathered_matrix_by_matrix():
     assert compiled.memory_analysis().temp_size_in_bytes < whole / 2
     found = collectives(compiled.as_text(), sizes_of(mesh))
     a_token = sum(c.bytes_each * c.times for c in found if c.kind == "all-gather" and c.in_loop) / 4
-    assert a_token == pytest.approx(whole, rel=0.01)  # each of 4 passes of the loop reads the network once
+    assert a_token == pytest.approx(whole, rel=0.01)  # each of the loop's 4 passes reads the network once
 
 
 def test_continuations_compile_once(monkeypatch):

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: our network answers its requests as the harness' own `hf` model does on the exported weights.
+"""Compare our answers to lm-evaluation-harness with its own `hf` model's on the exported weights.
 
 Needs `make setup EXTRA=harness`, and for the comparison `interop`.
 """
@@ -36,7 +36,7 @@ def loaded(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def requests(loaded):
-    """By what they ask."""
+    """Return the requests by type."""
     found = defaultdict(list)
     for task in loaded["tasks"].values():
         task.set_fewshot_seed(1234)
@@ -53,14 +53,14 @@ def answering(devices=1, longest=None, log=None, chat=False):
 
 @pytest.fixture(scope="module")
 def answered(requests):
-    """Our answers to all requests, on one device, and the log."""
+    """Return our answers to all requests, on one device, and the log."""
     ours = answering()
     return {kind: getattr(ours, kind)(of_kind) for kind, of_kind in requests.items()}, ours.log
 
 
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory):
-    """The harness' own model of the folder that export.py writes."""
+    """Return the harness' own model of the folder that export.py writes."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from lm_eval.models.huggingface import HFLM
@@ -81,7 +81,7 @@ def test_loglikelihoods_are_those_of_the_harness_own_model(requests, answered, h
 
 
 def test_whole_texts_are_those_of_the_harness_own_model(requests, answered, hf):
-    """Which itself puts the BOS before a text that it cuts into rows, and so asks for none of the tokenizer's."""
+    """The harness puts a BOS before a text that it cuts into rows, so the tokenizer must not add one."""
     kind = "loglikelihood_rolling"
     theirs = hf(add_bos_token=False).loglikelihood_rolling(requests[kind])
     assert answered[0][kind] == pytest.approx(theirs, rel=1e-6, abs=1e-4)
@@ -95,7 +95,7 @@ def test_texts_are_those_that_the_harness_own_model_writes(requests, answered, h
 
 @pytest.mark.medium
 def test_a_conversation_s_answers_are_those_of_the_harness_own_model_with_the_template(loaded, tmp_path):
-    """With a system message, shots as turns, and an answer that the task begins."""
+    """Use a system message, shots as turns, and an answer that the task begins."""
     pytest.importorskip("torch")
     from lm_eval.models.huggingface import HFLM
 
@@ -143,9 +143,9 @@ def test_a_mesh_gives_the_answers_of_one_device(requests, answered):
 
 
 def test_figures_have_errors_ties_and_chance_and_go_on_from_the_log(loaded, answered, monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")  # of a process that is not the machine's first
+    monkeypatch.setenv("LOCAL_RANK", "1")  # as in a process other than the machine's first
     ours = answering(log=answered[1])
-    ours.scorer = ours.generate = None  # all is in the log
+    ours.scorer = ours.generate = None  # the log has every answer
     results, lines = measure(ours, loaded, None, tie=1e-4)
     choices = results["tiny_choices"]
     assert choices["items"] == 10 and choices["baseline"] == 0.25 and choices["ties"] == 2 and choices["cut"] > 0
@@ -153,7 +153,7 @@ def test_figures_have_errors_ties_and_chance_and_go_on_from_the_log(loaded, answ
     assert [len(lines[name]) for name in NAMES] == [10, 6, 6, 3, 5]
     assert results["tiny_text"]["bits_per_byte"] > 0 and "baseline" not in results["tiny_endings"]
     assert set(points(results)) == {"tiny_choices", "tiny_schema", "tiny_endings", "tiny_writing"}
-    without_shots = {"tasks": {"tiny_endings": loaded["tasks"]["tiny_endings"]}, "groups": {}}  # else others are drawn
+    without_shots = {"tasks": {"tiny_endings": loaded["tasks"]["tiny_endings"]}, "groups": {}}  # or others are drawn
     one, another = (measure(ours, without_shots, 4, tie=1e-4)[1]["tiny_endings"] for _ in range(2))
     assert one == another and len(one) == 4 and [line["item"] for line in one] != [0, 1, 2, 3]
 
@@ -177,7 +177,7 @@ def test_a_text_that_finds_no_room_and_options_that_do_not_exist_are_refused(req
 
 
 def test_a_network_of_another_architecture_is_measured_by_the_harness_itself(tmp_path, monkeypatch, capsys):
-    """GPT-2's, small and random."""
+    """Use a small, random GPT-2."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 32, "n_positions": 256, "vocab_size": tokenizer().vocab_size}

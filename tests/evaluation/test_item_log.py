@@ -1,4 +1,4 @@
-"""The log of an evaluation."""
+"""Test the log of an evaluation."""
 
 import pytest
 

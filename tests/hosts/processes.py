@@ -1,4 +1,4 @@
-"""Several processes of one run on this machine, each a Python command."""
+"""Start several processes of one run on this machine, each a Python command."""
 
 import os
 import subprocess
@@ -24,9 +24,9 @@ def start(
     only: int | None = None,
     variables: Callable[[int, int], dict[str, str]] | None = None,
 ) -> list[subprocess.Popen]:
-    """Start a process for each of `commands`, Python's arguments, or the `only` one of them. Each has its own of
-    `folders` and `devices`, or all have one. `variables(index, port)`: how processes find each other, if not by JAX's
-    variables."""
+    """Start a process for each of `commands`, Python's arguments, or only number `only` of them. `folders` and
+    `devices` have one value each, or one for all. `variables(index, port)` tells processes how to meet; by default, by
+    JAX's variables."""
     port = port or free_ports(1)[0]
     number = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(len(commands))}
     variables = variables or (lambda index, port: number | {"JAX_PROCESS_ID": str(index)})
@@ -46,7 +46,7 @@ def start(
 
 
 def finish(processes: Sequence[subprocess.Popen], *codes: int) -> list[str]:
-    """Return the outputs of processes that end with these codes, or all with one."""
+    """Return the outputs of processes that must end with these codes; one code applies to all."""
     said = [process.communicate(timeout=300)[0] for process in processes]
     expected = list(codes) * (len(processes) if len(codes) == 1 else 1)
     assert [process.returncode for process in processes] == expected, "\n---\n".join(said)

@@ -1,4 +1,4 @@
-"""What every launcher's environment is taken for."""
+"""Test how every launcher's environment is understood."""
 
 import pytest
 
@@ -57,7 +57,7 @@ NAMES = ("a-0.a", "a-1.a")
             Cluster("JAX_* variables", 2, 1, "w:1"),
         ),
         # SLURM
-        (SLURM, {"gpus": 8}, Cluster("SLURM", 2, 1, "gpu007:61444")),  # all eight are the task's
+        (SLURM, {"gpus": 8}, Cluster("SLURM", 2, 1, "gpu007:61444")),  # all eight belong to the task
         (SLURM | A_TASK_A_GPU, {"gpus": 8}, Cluster("SLURM", 16, 11, "gpu007:61444", (3,))),
         (SLURM | A_TASK_A_GPU | {"SLURM_GPUS_PER_TASK": "1"}, {"gpus": 8}, Cluster("SLURM", 16, 11, "gpu007:61444")),
         (
@@ -95,7 +95,7 @@ NAMES = ("a-0.a", "a-1.a")
         (GKE | SLICES, {"tpus": 4}, Cluster("GKE, 2 slices", 4, 3, "a-slice-0-0.a:8482")),
         (GKE | {"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, {"tpus": 4}, Cluster("GKE")),
         (GKE | {"JAX_COORDINATOR_ADDRESS": "x:5"}, {"tpus": 4}, Cluster("GKE", 2, 1, "x:5", hosts=NAMES)),
-        (GKE, {}, Cluster("none")),  # no chip: a pod of another kind
+        (GKE, {}, Cluster("none")),  # no chip: another kind of pod
         ({}, {"tpus": 4}, Cluster("a TPU host")),
     ],
 )

@@ -1,5 +1,5 @@
-"""Two processes, started as each launcher starts them, find each other. (The launchers are not here; what they put into
-the environment is.)"""
+"""Test that two processes, started as by each launcher, find each other. (Only the environment that launchers set is
+here.)"""
 
 import os
 import threading
@@ -28,7 +28,7 @@ runtime.run_command(main)
 
 
 class Metadata(ThreadingHTTPServer):
-    """What Google Cloud tells a machine of itself."""
+    """Google Cloud's metadata server."""
 
     daemon_threads = True
 
@@ -101,7 +101,7 @@ def test_two_processes_find_each_other(environment, launcher, monkeypatch):
     (port,) = free_ports(1)
     for name in [name for name in os.environ if name.startswith(("JAX_COORD", "JAX_NUM", "JAX_PROCESS", "TPU_"))]:
         monkeypatch.delenv(name)
-    if environment in (slurm, mpirun):  # whose port follows from a number below 4096
+    if environment in (slurm, mpirun):  # its port follows from a number below 4096
         port = HIGH_PORTS + port % 2**12
     tpu = ["tpu"] * launcher.startswith(("GKE", "TPU"))
     processes = start(*[["-c", PROCESS, *tpu]] * 2, port=port, devices=[2], variables=environment)

@@ -1,4 +1,4 @@
-"""The file of machine descriptions."""
+"""Test the file of machine descriptions."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""How processes wait for each other, and end together."""
+"""Test how processes wait for each other, and end together."""
 
 import itertools
 import re
@@ -29,7 +29,7 @@ def port():
 
 
 class Caller(threading.Thread):
-    """A process of a run, waiting for the others in a thread."""
+    """A process of a run that waits for the others in a thread."""
 
     def __init__(self, port: int, index: int, processes: int, timeout: float = 30.0):
         super().__init__(daemon=True)
@@ -46,7 +46,7 @@ class Caller(threading.Thread):
 
 
 def connect(port: int) -> socket.socket:
-    """A connection to process 0, as soon as it listens."""
+    """Connect to process 0 as soon as it listens."""
     until = time.monotonic() + 30
     while True:
         try:
@@ -67,7 +67,7 @@ def test_all_wait_for_the_last_and_every_one_is_told_who_is_missing(port):
     callers = [Caller(port, i, 3) for i in (1, 0)]
     wait_for(lambda: all(any("waiting for process 2 of 3" in line for line in caller.said) for caller in callers))
     with connect(port) as scanner:
-        scanner.sendall(b"GET / HTTP/1.0\n\n")  # is no process, and harms nothing
+        scanner.sendall(b"GET / HTTP/1.0\n\n")  # not a process of the run
     callers.append(Caller(port, 2, 3))
     wait_for(lambda: all(caller.ended == "together" for caller in callers))
     socket.create_server(("127.0.0.1", port)).close()  # the port is free for JAX
@@ -137,7 +137,7 @@ run_command(main)
 
 
 def begin(port: int, *acts: str, only: int | None = None) -> list[subprocess.Popen]:
-    """Start a process for each act, or the `only` one of them."""
+    """Start a process for each act, or only number `only`."""
     return start(*(["-c", PROCESS, act] for act in acts), port=port, only=only)
 
 
@@ -154,9 +154,9 @@ def begin_and_join(port: int, act: str) -> list[subprocess.Popen]:
     [
         (("wait", "mistake"), [2, 2], "process 1 ended the run: UserError: this host's disk is gone"),
         (("failure", "wait"), [1, 1], "process 0 ended the run: ZeroDivisionError: a bug"),
-        # JAX's client gives up by an abort in Python's own thread.
+        # JAX's client ends by an abort in Python's own thread.
         (("die", "wait"), [-signal.SIGKILL, 42], ""),
-        # A thread in JAX's C++ at the end of Python was an abort (-11): of two such processes, in six of eight runs.
+        # Once, threads in JAX's C++ aborted (-11) when Python ended: in six of eight runs of two such processes.
         (("complete",) * 4, [0] * 4, ""),
     ],
 )
@@ -181,7 +181,7 @@ def test_what_jax_ends_by_an_abort_is_42(port):
 
 
 def test_one_that_is_started_again_waits_until_the_service_of_the_run_before_has_left_the_port(port):
-    """Its greeting is answered by gRPC, whose bytes are no text."""
+    """Its greeting is answered by gRPC, in bytes that are no text."""
     with socket.create_server(("127.0.0.1", port)) as service:
         service.settimeout(20)
         caller = Caller(port, 1, 2)
@@ -196,17 +196,17 @@ def test_one_that_is_started_again_waits_until_the_service_of_the_run_before_has
 
 @pytest.mark.slow
 def test_one_that_restarts_alone_joins_the_others_when_they_restart(port):
-    """The one that is left ends with 42, and is started again as its launcher would."""
+    """The remaining process ends with 42. Restart it as its launcher would."""
     first, second = begin_and_join(port, "abort")
     second.kill()
-    (alone,) = begin(port, "complete", "complete", only=1)  # before the first has noticed
+    (alone,) = begin(port, "complete", "complete", only=1)  # before the first notices
     assert "another process of the run was lost" in finish([first], 42)[0]
     finish([*begin(port, "complete", "complete", only=0), alone], 0)
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_who_agrees_during_a_restore_waits_as_long_as_a_restore_may_take(monkeypatch, waits):
-    """A process that reads for 40 minutes is not lost, and one that is silent for longer is, by its host's name."""
+    """A process that reads for 40 minutes is kept. One that is silent for longer is lost, and its host is named."""
     answers = iter([jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")] * 3 + ['["", ""]'])
     client = Mock(blocking_key_value_get=Mock(side_effect=answers))
     client.key_value_dir_get.side_effect = lambda folder: [(f"{folder}0", "host-a")]

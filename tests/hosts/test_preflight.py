@@ -1,4 +1,4 @@
-"""What hosts must have in common, named by host."""
+"""Test what hosts must have in common. Errors name the host."""
 
 import platform
 import shutil
@@ -96,7 +96,7 @@ def test_a_wrong_sum_is_a_mistake(monkeypatch):
 
 
 def test_a_folder_that_nfs_shows_late_is_shared(tmp_path, monkeypatch):
-    """A client that has looked for a file before it was there says for up to 60 seconds that it is not."""
+    """An NFS client that looked for a file too early reports it missing for up to 60 seconds."""
     config, clock = replace(tiny_config(), run_dir=str(tmp_path)), [1000.0]
     (tmp_path / ".preflight-0").write_text("by process 0")
     exists = type(epath.Path("/")).exists
@@ -137,9 +137,9 @@ run_command(main)
     ],
 )
 def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, sabotage, code, says):  # noqa: F811
-    """The second of two has another package, a device less, a folder of its own, or is stopped."""
+    """Give the second of two another package, one device less or its own folder, or stop it."""
     words = ["-c", DOCTOR, "--config=tiny.py"]
-    if sabotage == "devices":  # 28 rows: for seven devices
+    if sabotage == "devices":  # 28 rows suit seven devices
         words += ["--batch.tokens_per_step=896", "--batch.rows_per_device=4"]
     act = [sabotage] if sabotage in ("package", "stopped") else []
     shutil.copytree(folder, tmp_path / "other")
@@ -177,7 +177,7 @@ run_command(train.main)
 
 
 def test_no_program_runs_on_the_devices_before_the_preflight(folder):  # noqa: F811
-    """A program over devices that do not work together would hang before the preflight could say so."""
+    """Otherwise a program over devices that cannot cooperate would hang before the preflight's message."""
     command = ["-c", TRAIN, "--config=tiny.py", "--run_dir=runs/before"]
     for said in finish(start(command, command, folders=[folder]), 0):
         assert "programs before the preflight: 0\n" in said, said

@@ -1,4 +1,4 @@
-"""How a command ends."""
+"""Test how a command ends."""
 
 import errno
 import os
@@ -54,7 +54,7 @@ def test_a_peer_that_does_not_come_is_code_42():
 
 
 def test_ctrl_c_outside_of_training(capsys):
-    # Python's own handler: a shell's background jobs ignore the signal.
+    # Python's own handler: background jobs of a shell ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     code = exit_code(lambda: os.kill(os.getpid(), signal.SIGINT) or 0)
     signal.signal(signal.SIGINT, before)
@@ -88,7 +88,7 @@ def test_a_line_for_which_there_is_half_the_room_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize(("said", "shown"), [("Event loop is closed", 0), ("another", 1)])
 def test_writes_that_a_failed_save_had_begun_leave_no_traceback(said, shown):
-    """tensorstore prints what its callback meets, as this does, in a thread of its own."""
+    """tensorstore prints errors of its callback in a thread of its own, as this does."""
     program = f"""
 import asyncio, time, tensorstore
 from hosts.runtime import start_jax
@@ -129,7 +129,7 @@ def test_a_signal_is_a_request_while_steps_are_taken_and_what_it_was_outside(sig
 def test_a_signal_before_training_ends_it_at_once_even_where_a_callback_swallows_the_exception(sign, code):
     def main():
         with Stop() as stop:
-            with suppress(KeyboardInterrupt, SystemExit):  # as JAX's callbacks do
+            with suppress(KeyboardInterrupt, SystemExit):  # like JAX's callbacks
                 os.kill(os.getpid(), sign)
             with stop.heeded():
                 pytest.fail("the run went on")

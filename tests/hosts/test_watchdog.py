@@ -1,4 +1,4 @@
-"""A step that does not end."""
+"""Test the watchdog with steps that do not end."""
 
 import subprocess
 import sys
@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 
 
 class Watched:
-    """A watchdog with a clock that is set by hand."""
+    """A watchdog with a manual clock."""
 
     def __init__(self, work=lambda step: step, **options):
         self.time, self.barks = 0.0, []
         self.dog = Watchdog(HangConfig(**options), self.barks.append, lambda: self.time, work)
 
     def take(self, steps: int, seconds: float) -> None:
-        """So many steps that take so long, and are known to be done at the end."""
+        """Take `steps` steps of `seconds` each, and report them done at the end."""
         for _ in range(steps):
             self.dog.step(max(self.dog.given, 0) + 1)
         self.time += steps * seconds
@@ -41,7 +41,7 @@ def test_a_step_may_take_the_least_time_or_many_times_its_like():
     for _ in range(5):
         watched.take(10, seconds=2)
     assert watched.dog.allowed == 100
-    watched.take(10, seconds=20)  # a slow stretch changes little: the median counts
+    watched.take(10, seconds=20)  # a slow stretch changes little, since the median counts
     assert watched.dog.allowed == 100
     assert not watched.barks_after(99) and watched.barks_after(101)
     assert watched.barks == ["no step after 60 has ended for 101 s (--hang.seconds; one takes 2 s)"]
@@ -59,7 +59,7 @@ def test_a_larger_step_may_take_longer_by_as_much():
     watched = Watched(lambda step: step if step <= 10 else 10 + 8 * (step - 10), seconds=100)
     watched.take(9, seconds=20)
     watched.dog.step(10)
-    assert watched.dog.allowed == 10 * (20 + 8 * 20)  # steps 10, and 11, which has not been given yet
+    assert watched.dog.allowed == 10 * (20 + 8 * 20)  # steps 10 and 11; 11 has not been started
     watched.time += 20
     watched.dog.done_with(10)
     watched.dog.step(11)

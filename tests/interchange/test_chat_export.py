@@ -1,5 +1,5 @@
-"""A network that was trained on conversations leaves for transformers with them: the template gives our tokens, and
-the pipeline our answer. Needs `make setup EXTRA=interop`."""
+"""Test that a network trained on conversations works in transformers: the template gives our tokens, the pipeline our
+answer. Needs `make setup EXTRA=interop`."""
 
 import json
 import random
@@ -36,7 +36,7 @@ GROWN = TextTokenizer(TOKENIZER.json.replace("_start|>", "_old|>")).with_chat_to
 
 
 def written(folder: Path, tokenizer: TextTokenizer = TOKENIZER, packing: str = "whole", **features):
-    """A config, parameters, and the folder that they are written to."""
+    """Write a network. Return its config, its parameters and the folder."""
     model = replace(TINY, vocab_size=tokenizer.vocab_size, **features)
     config = resolved(Config(name="one", model=model, batch=BatchConfig(sequence_length=LENGTH)))
     config = replace(config, data=replace(config.data, packing=packing))
@@ -57,7 +57,7 @@ def conversations(special: bool) -> list[list[dict]]:
     rng = random.Random(0)
     words = [*" ".join(TEXTS).split(" "), " ", "\n", "\n\n", "'", "7", *[*CHAT_TOKENS, "<|bos|>"] * special]
     text = lambda: rng.choice(["", " "]).join(rng.choices(words, k=rng.randint(1, 9))) + "x"
-    # Two texts in a row would be one to the template.
+    # The template would join two texts in a row.
     kinds = lambda: [kind for _ in range(rng.randint(1, 3)) for kind in ("text", *rng.choices([*PARTS][1:], k=2))]
     answer = lambda: rng.choice([text(), [{"type": kind, "text": text()} for kind in kinds()]])
     turns = lambda: [{"role": role, "content": of()} for role, of in (("user", text), ("assistant", answer))]

@@ -1,4 +1,4 @@
-"""The state that a run starts with from a network whose tokenizer lacks the tokens of conversations."""
+"""Test a run's first state from a network whose tokenizer lacks the tokens of conversations."""
 
 import math
 from dataclasses import replace
@@ -26,7 +26,7 @@ ALPHABET = "abcdefghijklmnop"
 BYTES = {bytes([byte]): byte for byte in range(256)}
 PAIRS = {(a + b).encode(): 256 + i for i, (a, b) in enumerate(pairwise(ALPHABET))}
 OLD = {
-    "fits": convert_tiktoken(BYTES, SPLIT, {"<|bos|>": 256}),  # 15 rows of the network were never trained
+    "fits": convert_tiktoken(BYTES, SPLIT, {"<|bos|>": 256}),  # 15 rows of the network are untrained
     "grows": convert_tiktoken(BYTES | PAIRS, SPLIT, {"<|bos|>": 271}),
 }
 SIZES = {"fits": 272, "grows": 280}

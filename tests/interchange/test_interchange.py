@@ -1,5 +1,5 @@
-"""What a folder of another program must hold to start from, and what cannot be written for it. That the two networks
-are one is tested in test_transformers.py."""
+"""Test which folders of other programs a run can start from, and what cannot be exported. test_transformers.py tests
+that the networks are equal."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def network(**options):
 
 
 def require_params(config, expected):
-    """That the parameters in `config.init_from` are these, to the bit."""
+    """Require exactly these parameters in `config.init_from`."""
     params = read_params(config, abstract_params(config.model, make_mesh(MeshConfig())))
     unpadded = lambda ours, theirs: np.testing.assert_array_equal(ours, resized(theirs, ours.shape))
     jax.tree.map(unpadded, expected, jax.device_get(params))
@@ -47,7 +47,7 @@ def require_params(config, expected):
 
 @pytest.fixture
 def written(tmp_path):
-    """A config that starts from a folder in transformers' format."""
+    """Write a folder in transformers' format. Return a config that starts from it, and the folder."""
     config, params = network()
     write_hf(tmp_path / "hf", [arrays_of(params)], config, TOKENIZER)
     return replace(config, init_from=str(tmp_path / "hf")), tmp_path / "hf"
@@ -107,7 +107,7 @@ def test_another_network_is_refused(written, options, message):
 
 @pytest.fixture(scope="module")
 def windows(tmp_path_factory):
-    """A config that starts from plain safetensors, whose blocks see 5, all, and all positions."""
+    """Write plain safetensors. Return a config that starts from them, whose blocks see 5, all, and all positions."""
     config, params = network(depth=3, window_pattern="SL", short_window=5)
     folder = tmp_path_factory.mktemp("plain") / "out"
     write_safetensors(folder, [arrays_of(params)], config, TOKENIZER)
@@ -198,7 +198,7 @@ def test_every_shipped_config_s_network_can_be_exported():
 
 @pytest.mark.parametrize("name", EXPORTED)
 def test_a_network_that_transformers_cannot_express_comes_with_its_code(tmp_path, name):
-    """That this computes what the network does is tested in test_transformers.py."""
+    """test_transformers.py tests that this code computes what the network does."""
     config, params = network(**EXPORTED[name] | {"depth": 3})
     write_hf(tmp_path / "hf", [arrays_of(params)], config, TOKENIZER)
     facts = json.loads((tmp_path / "hf" / "config.json").read_text())
@@ -229,7 +229,7 @@ def test_an_export_to_a_full_disk_leaves_nothing_in_the_way(tmp_path, monkeypatc
         with pytest.raises(UserError, match=r"--out=.*out cannot be written: .*No space left"):
             write_safetensors(tmp_path / "out", [arrays_of(params)], config, TOKENIZER)
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "out.partial").mkdir()  # of one that was killed
+    (tmp_path / "out.partial").mkdir()  # left by a killed export
     write_safetensors(tmp_path / "out", [arrays_of(params)], config, TOKENIZER)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

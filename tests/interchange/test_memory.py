@@ -1,4 +1,4 @@
-"""A network is exported where it does not fit the memory: a shard of it at a time."""
+"""Test that export reads one shard at a time, so that networks larger than memory can be exported."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ TOKENIZER = train_tokenizer(["to be or not to be " * 20], 272)
 
 
 def make_run(folder: Path, depth: int, width: int) -> int:
-    """A run whose network has so many bytes, which are returned."""
+    """Write a run, and return its network's bytes."""
     model = ModelConfig(depth=depth, width=width, heads=16, kv_heads=16, head_dim=64, vocab_size=272, smear=True)
     config = resolved(Config(name="made", run_dir=str(folder), model=model))
     shapes = split_model(model, jnp.dtype("float32"))[1]
@@ -39,7 +39,7 @@ def make_run(folder: Path, depth: int, width: int) -> int:
 
 
 def peak_bytes(folder: Path) -> int:
-    """The most memory that the command held. (ru_maxrss would begin with what this process holds.)"""
+    """Return the command's peak memory in bytes. (ru_maxrss would start with this process's memory.)"""
     told = "import export; assert export.main() == 0; print(open('/proc/self/status').read())"
     command = [sys.executable, "-c", told, f"--run_dir={folder}", f"--out={folder / 'out'}", "--shard_gigabytes=0.1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -50,7 +50,7 @@ def peak_bytes(folder: Path) -> int:
 
 @pytest.mark.slow
 def test_the_memory_of_an_export_is_bounded_whatever_the_network(tmp_path):
-    """By what shards of 0.1 GB take as they are read, turned and written, some 0.5 GB: of 0.2 GB and of 0.7 GB."""
+    """Export 0.2 GB and 0.7 GB. Reading, converting and writing shards of 0.1 GB takes about 0.5 GB."""
     sizes = make_run(tmp_path / "small", 4, 1024), make_run(tmp_path / "large", 14, 1024)
     assert sizes[1] - sizes[0] > 0.5e9
     growth = peak_bytes(tmp_path / "large") - peak_bytes(tmp_path / "small")

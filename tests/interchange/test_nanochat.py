@@ -1,4 +1,4 @@
-"""Our network with each of its options, and Muon, against nanochat's own module, where NANOCHAT_DIR is a checkout."""
+"""Compare our network with each of its options, and Muon, with nanochat's own modules from NANOCHAT_DIR."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ from training.mesh import make_mesh
 from training.muon import muon
 from training.optimizer import path_name
 
-LENGTH = 256  # of which a quarter, up to 128, is a short window
+LENGTH = 256  # a quarter of it, rounded up to 128, is a short window
 CONFIG = ModelConfig(
     **{"depth": 4, "width": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab_size": 320, "qk_scale": 1.2},
     **{"window_pattern": "SSSL", "short_window": 128, "value_embeddings": True, "resid_lambdas": True},
@@ -37,7 +37,7 @@ TOKENS = np.random.default_rng(0).integers(0, 320, (2, LENGTH + 1))
 
 @pytest.fixture(scope="module")
 def nanochat():
-    """Its modules, in float32 and without compilation."""
+    """Return its modules, in float32 and without compilation."""
     with pytest.MonkeyPatch.context() as patch:
         yield import_nanochat(patch, "gpt", "optim")
         for name in [name for name in sys.modules if name.startswith("nanochat")]:
@@ -46,8 +46,8 @@ def nanochat():
 
 @pytest.mark.parametrize("without", [None, "smear", "backout", "x0_lambdas", "resid_lambdas", "value_embeddings"])
 def test_logits_and_gradients_are_equal(nanochat, without):
-    """All of its features; and each of ours left out, where setting nanochat's parameters to their neutral values is
-    leaving it out there."""
+    """Compare with all features, and without each of ours. Neutral values of nanochat's parameters switch a feature off
+    there."""
     config = replace(CONFIG, **({without: False} if without else {}))
     graphdef, state = nnx.split(GPT(config, jnp.dtype("float32"), rngs=nnx.Rngs(0)))
     params = perturbed(nnx.to_pure_dict(state))
@@ -82,7 +82,7 @@ def test_logits_and_gradients_are_equal(nanochat, without):
 
 @pytest.mark.parametrize("shape", [(32, 32), (32, 96), (96, 32)])
 def test_muon_s_updates_are_equal(nanochat, shape):
-    """Three steps on two matrices, rate, momentum, decay and second moment included."""
+    """Take three steps on two matrices, with rate, momentum, decay and second moment."""
     steps, generator = 10, np.random.default_rng(0)
     config = MuonConfig(weight_decay=0.3)
     mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
@@ -100,7 +100,7 @@ def test_muon_s_updates_are_equal(nanochat, shape):
         params = jax.tree.map(lambda p, u: p + u, params, updates)
         for parameter, gradient in zip(theirs, gradients.values()):
             parameter.grad = torch.tensor(np.array(gradient.T))
-        for options in optimizer.param_groups:  # as its training script does
+        for options in optimizer.param_groups:  # like its training script
             options["momentum"] = 0.85 + step / 400 * 0.12
             options["weight_decay"] = 0.3 * 0.5 * (1 + np.cos(np.pi * step / steps))
         optimizer.step()

@@ -1,5 +1,5 @@
-"""Networks leave for transformers and come back: its NanoChatForCausalLM, or the modeling file that export.py writes,
-gives our logits, greedy continuations and gradients.
+"""Export networks to transformers and read them back. Its NanoChatForCausalLM, or the modeling file that export.py
+writes, gives our logits, greedy continuations and gradients.
 
 Needs `make setup EXTRA=interop`; .ci/run has it, the ordinary tests do without.
 """
@@ -54,7 +54,7 @@ ALL_EXPORTED = together(EXPORTED)
 
 
 def written(folder: Path, model: ModelConfig):
-    """A config, parameters, and the folder that they are written to, in two shards."""
+    """Write a network in two shards. Return its config, its parameters and the folder."""
     config = resolved(Config(name="one", model=model, batch=BatchConfig(sequence_length=64)))
     params = perturbed(nnx.to_pure_dict(nnx.state(GPT(config.model, jnp.dtype("float32"), rngs=nnx.Rngs(0)))))
     arrays = list(arrays_of(params).items())
@@ -68,7 +68,7 @@ def loaded(folder):
 
 @pytest.fixture(scope="module", autouse=True)
 def modules_of_their_own(tmp_path_factory):
-    """Where transformers keeps the modeling files that it has read."""
+    """Give transformers a folder of its own for the modeling files that it has read."""
     with pytest.MonkeyPatch.context() as patch:
         folder = str(tmp_path_factory.mktemp("modules"))
         patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", folder)
@@ -78,7 +78,7 @@ def modules_of_their_own(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
-    """All features, which take the modeling file."""
+    """Write a network with all features, which need the modeling file."""
     return written(tmp_path_factory.mktemp("own") / "out", replace(TINY, vocab_size=300, **ALL_EXPORTED))
 
 
@@ -108,7 +108,7 @@ def test_logits_with_each_feature_are_equal(tmp_path, name):
 
 
 def greedy(config, params, tokens):
-    """What we write after the first five tokens of each row."""
+    """Return our greedy tokens after the first five tokens of each row."""
     generate = make_generate(config.model, jnp.dtype("float32"), make_mesh(MeshConfig(), jax.devices()[:1]))
     buffer = np.concatenate([TOKENS[:, :5], np.zeros((2, tokens), np.int32)], axis=1)
     lengths, seeds = np.array([5, 5], np.int32), np.zeros(2, np.int32)
@@ -131,7 +131,7 @@ def test_continuations_are_the_same_without_a_cache_padded_and_with_beams(everyt
     ids, ones = torch.tensor(TOKENS[:, :5], dtype=torch.long), torch.ones(2, 5)
     without = theirs.generate(ids, attention_mask=ones, use_cache=False, **options)
     np.testing.assert_array_equal(ours, without.numpy())
-    # Padded on the left, beside a longer one.
+    # Pad on the left, to the length of a longer row.
     longer = torch.tensor(np.stack([np.concatenate([[0, 0, 0], TOKENS[0, :5]]), TOKENS[1, :8]]), dtype=torch.long)
     padding = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])
     padded = theirs.generate(longer, attention_mask=padding, **options)
@@ -190,7 +190,7 @@ def test_the_tokenizer_is_the_same(everything):
     for text in [*TEXTS, "naïve 你好\n\n  x"]:
         ids = TOKENIZER.encode([text])[0]
         assert theirs(text, add_special_tokens=False)["input_ids"] == ids and theirs.decode(ids) == text
-        assert theirs(text)["input_ids"] == [TOKENIZER.bos, *ids]  # as each document of training
+        assert theirs(text)["input_ids"] == [TOKENIZER.bos, *ids]  # like each training document
     assert theirs.bos_token_id == TOKENIZER.bos
     assert load_tokenizer(folder).sha256 == TOKENIZER.sha256
 
@@ -240,7 +240,7 @@ def umask() -> int:
 
 
 def test_a_run_is_exported_verified_and_continued_as_another(tmp_path, monkeypatch, capsys):
-    """train.py, export.py --verify, transformers, train.py --init_from: the commands, with all features."""
+    """Run train.py, export.py --verify, transformers and train.py --init_from with all features."""
     from tests.test_train import CONFIG, run
 
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Attention against its definition."""
+"""Compare attention with its definition."""
 
 import re
 
@@ -22,7 +22,7 @@ from model.kernels import attention_kernel, query_spans
     ],
 )
 def test_blocks_of_queries_change_neither_values_nor_gradients(length, window, segments, kernel):
-    """Against jax.nn.dot_product_attention, at lengths that blocks do not divide."""
+    """Compare with jax.nn.dot_product_attention at lengths that blocks do not divide."""
     generator = np.random.default_rng(0)
     q = jnp.asarray(generator.standard_normal((2, length, 4, 8)), jnp.float32)
     k, v = (jnp.asarray(generator.standard_normal((2, length, 2, 8)), jnp.float32) for _ in range(2))
@@ -49,7 +49,7 @@ def test_blocks_of_queries_change_neither_values_nor_gradients(length, window, s
 
 
 def test_queries_and_their_gradients_are_not_multiplied_after_they_were_rounded():
-    """`rotate_and_norm` scales queries in float32, before it rounds them to bfloat16."""
+    """Scale queries in float32, in `rotate_and_norm`, before they are rounded to bfloat16."""
     q = jax.ShapeDtypeStruct((2, 6, 4, 8), jnp.bfloat16)
     program = jax.make_jaxpr(lambda q, k, v: jax.vjp(attend, q, k, v)[1](q))(q, q, q)
     assert " = dot_general" in str(program) and not re.search(r":bf16\[[\d,]*\] = mul", str(program))
@@ -63,7 +63,7 @@ def temporaries(length):
 
 
 def test_without_a_kernel_memory_is_linear_in_the_length(monkeypatch):
-    """On a GPU with a document mask. On a CPU scores are kept up to 2,048 positions."""
+    """Use a document mask on a GPU. (A CPU keeps scores of up to 2,048 positions.)"""
     kept = temporaries(2048)
     monkeypatch.setattr("model.attention.platform", lambda: "cuda")
     assert temporaries(2048) < kept / 2
@@ -71,7 +71,7 @@ def test_without_a_kernel_memory_is_linear_in_the_length(monkeypatch):
 
 
 def test_its_gradients_are_those_of_float64_in_bfloat16_too():
-    """Gradients of keys and values are sums over many blocks of queries: rounded once, not once a block."""
+    """Gradients of keys and values sum over many blocks of queries. They must be rounded once, not per block."""
     generator = np.random.default_rng(0)
     length = 16 * QUERIES
     draw = lambda heads: jnp.asarray(generator.standard_normal((1, length, heads, 16)), jnp.bfloat16)
@@ -117,12 +117,12 @@ def test_scores_that_nobody_sees_are_not_computed(window, share):
     assert planned < share * length**2
     q = jax.ShapeDtypeStruct((1, length, heads, head_dim), jnp.float32)
     cost = jax.jit(lambda q: attend(q, q, q, window=window)).lower(q).cost_analysis()
-    assert cost["flops"] < share * (4 * head_dim + 8) * heads * length**2  # two products, and some work on each score
+    assert cost["flops"] < share * (4 * head_dim + 8) * heads * length**2  # two products, and some work per score
 
 
 def test_on_a_gpu_cudnn_reads_and_writes_heads_as_they_lie(monkeypatch):
-    """Lowered for CUDA, without one: keys are not repeated, and nothing is transposed but in name: cuDNN's results lie
-    in memory as the rows of their transposition."""
+    """Lower for CUDA without a GPU. Keys are not repeated, and arrays are transposed only in name: cuDNN writes its
+    results in the memory order of their transposition."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91002)
     monkeypatch.setattr("model.attention.platform", lambda: "cuda")
     q, kv = (jax.ShapeDtypeStruct((2, 256, heads, 128), jnp.bfloat16) for heads in (6, 2))

@@ -1,4 +1,4 @@
-"""The analytic counts against what XLA counts in the program."""
+"""Compare the analytic counts with XLA's counts of the program."""
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,8 @@ from tests.model.test_gpt import build
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
 def test_flops_per_token(kv_heads):
-    """XLA's count holds the element-wise work too; at these sizes the products are all but a few percent of it.
-
-    At a length that attention takes in one block: of longer ones it leaves out scores that the convention counts."""
+    """XLA also counts element-wise work, a few percent at these sizes. The length is one block of attention: with
+    longer ones, it skips scores that the convention counts."""
     config = ModelConfig(depth=2, width=512, heads=8, kv_heads=kv_heads, head_dim=64, vocab_size=2048)
     model, params = build(config)
     rows = jnp.zeros((8, 64), jnp.int32)

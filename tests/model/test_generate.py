@@ -1,4 +1,4 @@
-"""Sampling with the cache."""
+"""Test sampling with the cache."""
 
 from dataclasses import replace
 from functools import partial
@@ -76,7 +76,7 @@ def test_top_k(network):
 
 
 def test_frequencies_follow_the_softmax(network):
-    """1,000 draws of one token against the capped, tempered distribution: chi-square over its ten likeliest tokens."""
+    """Compare 1,000 draws of one token with the capped, tempered distribution by chi-square over its ten likeliest."""
     first = sample(network, [[1, 2, 3]] * 1000, temperature=0.5)[:, 3]
     logits = np.asarray(network[0](jnp.array([[1, 2, 3]]))[0][0, -1], np.float64)
     expected = np.exp(TINY.softcap * np.tanh(logits / TINY.softcap) / 0.5)

@@ -1,4 +1,4 @@
-"""The network: nanochat's plain GPT, against the float64 reference and by its own properties."""
+"""Test the network against the float64 reference and by its own properties."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, TINY.vocab_size, (3, 2
 
 
 def build(config=TINY, dtype="float32"):
-    """A network off its initial zeros, and its parameters."""
+    """Return a network moved off its initial zeros, and its parameters."""
     model = GPT(config, jnp.dtype(dtype), rngs=nnx.Rngs(0))
     graphdef, state = nnx.split(model)
     params = perturbed(nnx.to_pure_dict(state))
@@ -68,7 +68,7 @@ def test_the_cache_gives_the_full_pass(pieces, options):
 
 
 def test_initial_parameters_are_nanochats():
-    """Standard deviations as nanochat's init_weights: embedding 0.8, head 0.001, queries 1/sqrt(width), ..."""
+    """Compare standard deviations with nanochat's init_weights: embedding 0.8, head 0.001, queries 1/sqrt(width)..."""
     width = 64
     config = ModelConfig(depth=2, width=width, heads=4, kv_heads=4, head_dim=16, vocab_size=4096)
     params = nnx.to_pure_dict(nnx.state(GPT(config, jnp.dtype("float32"), rngs=nnx.Rngs(0))))
@@ -130,7 +130,7 @@ def test_initial_features_are_nanochats():
 
 
 def test_a_bound_smear_does_not_cross_documents():
-    """With segment ids a document's logits do not depend on what stands before it in its row."""
+    """With segment ids, a document's logits do not depend on the documents before it in its row."""
     model, _ = build(replace(TINY, **ALL_FEATURES))
     segments = jnp.broadcast_to(jnp.arange(20) >= 8, TOKENS.shape).astype(jnp.int32)
     changed = TOKENS.at[:, :8].set((TOKENS[:, :8] + 1) % TINY.vocab_size)

@@ -1,4 +1,4 @@
-"""Each hand-written backward pass gives the gradients of the plain expression that it replaces."""
+"""Compare each hand-written backward pass with the gradients of the plain expression that it replaces."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Products and norms, and the type in which a matrix's gradient leaves its product."""
+"""Test products and norms, and the type in which a matrix's gradient leaves its product."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def test_rms_norm():
 
 
 def kept(function, *arrays):
-    """Bytes of floating-point arrays that the backward pass of `function` finds."""
+    """Return the bytes of floating-point arrays that `function` stores for its backward pass."""
     residuals = jax.tree.leaves(jax.vjp(function, *arrays)[1])
     return sum(leaf.nbytes for leaf in residuals)
 

@@ -1,4 +1,4 @@
-"""The loss and its gradient against float64, and what weights and chunks do."""
+"""Compare the loss and its gradient with float64, for all weights and chunks."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from model.loss import cross_entropy_and_gradient, head_loss
 
 CONFIG = ModelConfig(softcap=15.0)
 GENERATOR = np.random.default_rng(0)
-LOGITS = jnp.asarray(20 * GENERATOR.standard_normal((16, 50), np.float32))  # far into the cap
+LOGITS = jnp.asarray(20 * GENERATOR.standard_normal((16, 50), np.float32))  # far beyond the cap
 TARGETS = jnp.asarray(GENERATOR.integers(0, 50, 16, np.int32))
 WEIGHTS = jnp.asarray(GENERATOR.integers(0, 3, 16), jnp.float32) / 2
 X = jnp.asarray(GENERATOR.standard_normal((16, 8), np.float32))
@@ -84,8 +84,8 @@ def test_weight_zero_silences_a_position():
 
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_the_largest_cap_that_a_config_may_have_overflows_nothing(sign):
-    """All logits at one end of it: every token has the same share."""
-    vocab, cap = 32768, 78.3  # the edge of tests/configs/test_schema.py
+    """Put all logits at one end of the cap, so that every token has the same probability."""
+    vocab, cap = 32768, 78.3  # the limit in tests/configs/test_schema.py
     logits, tokens = jnp.full((2, vocab), sign * 1e4), jnp.zeros(2, jnp.int32)
     (_, loss), gradient = cross_entropy_and_gradient(
         logits, tokens, jnp.ones(2), ModelConfig(vocab_size=vocab, softcap=cap)

@@ -1,4 +1,4 @@
-"""The collectives of the network that stand between it and JAX's own."""
+"""Test the network's own versions of JAX's collectives."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from model.parallel import psum_scatter
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_several_processes_on_cpus_do_without_gloo_s_reduce_scatter(monkeypatch, processes):
-    """Under load it gave two of five runs of two processes another gradient (jax issue 40830)."""
+    """Under load gloo gave another gradient in two of five runs of two processes (jax issue 40830)."""
     monkeypatch.setattr("jax.process_count", lambda: processes)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
     columns, rows = PartitionSpec(None, ("data", "fsdp")), PartitionSpec(("data", "fsdp"))
@@ -20,5 +20,5 @@ def test_several_processes_on_cpus_do_without_gloo_s_reduce_scatter(monkeypatch,
     compiled = jax.jit(scatter).lower(x).compile()
     assert ("reduce-scatter" in compiled.as_text()) == (processes == 1)
     assert compiled.as_text().count("all-reduce(") == processes - 1
-    sums = x.reshape(8, 2, 4, 2).sum(axis=2)  # of the four devices along `fsdp`
+    sums = x.reshape(8, 2, 4, 2).sum(axis=2)  # over the four devices along `fsdp`
     np.testing.assert_array_equal(compiled(x), np.concatenate([sums[:, 0], sums[:, 1]]))

@@ -1,4 +1,4 @@
-"""Rotary positions."""
+"""Test rotary positions."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,14 +25,14 @@ def test_position_zero_and_norms_are_untouched():
 
 
 def test_nanochats_direction():
-    """A pair (1, 0) turns to (cos, -sin): by minus the angle."""
+    """Turn a pair (1, 0) to (cos, -sin): by minus the angle."""
     x = np.zeros((1, 1, 1, 2), np.float32)
     x[..., 0] = 1
     np.testing.assert_allclose(turned(x, 1)[0, 0, 0], [np.cos(1), -np.sin(1)], rtol=1e-6)
 
 
 def test_a_product_with_a_permutation_swaps_as_exactly(monkeypatch):
-    """What a TPU does, done here."""
+    """Run a TPU's method here."""
     for dtype in (jnp.float32, jnp.bfloat16):
         x = jnp.asarray(np.random.default_rng(3).standard_normal((2, 5, 4, 16)), dtype)
         moved = rotary._swap_halves(x)
@@ -42,7 +42,7 @@ def test_a_product_with_a_permutation_swaps_as_exactly(monkeypatch):
 
 
 def test_a_product_with_ones_sums_over_heads_as_exactly(monkeypatch):
-    """What a TPU does, done here."""
+    """Run a TPU's method here."""
     for dtype in (jnp.float32, jnp.bfloat16):
         a, b = jnp.asarray(np.random.default_rng(4).standard_normal((2, 2, 5, 4, 16)), dtype)
         expected = np.sum(np.asarray(a, np.float64) * np.asarray(b, np.float64), axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Draws by logits, against the distribution that the options say."""
+"""Compare draws from logits with the distribution that the options define."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ def draws(temperature, top_k, top_p, seed=0):
     ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.5, 8, 1.0), (1.0, 0, 0.5), (2.0, 20, 0.7), (1.0, 1, 1.0)]
 )
 def test_frequencies_are_the_distribution_s(temperature, top_k, top_p):
-    """Chi-square over the likeliest tokens; and none is drawn that the options leave out."""
+    """Apply chi-square to the likeliest tokens. No excluded token may be drawn."""
     order = np.argsort(-LOGITS)
     shares = np.exp((LOGITS[order].astype(np.float64) - LOGITS.max()) / temperature)
     shares[top_k or VOCAB :] = 0

@@ -1,4 +1,4 @@
-"""Sums of rows by number, as GPUs take them for the gradients of tables."""
+"""Test segment sums of rows, which GPUs use for the gradients of tables."""
 
 from functools import partial
 
@@ -40,7 +40,7 @@ def test_it_is_the_sum(numbers, dtype):
 
 
 def test_no_number_is_added_in_an_order_of_its_own():
-    """Only row numbers are written by index, each to a place of its own."""
+    """Write only row numbers by index, each to its own place."""
     text = jax.jit(segment_sum, static_argnums=2).lower(jnp.zeros((300, 8)), jnp.zeros(300, jnp.int32), 50).as_text()
     scatters = [line for line in text.splitlines() if "stablehlo.scatter" in line]
     assert len(scatters) == 1 and "unique_indices = true" in scatters[0], scatters
@@ -70,4 +70,4 @@ def test_on_a_mesh_the_gradient_of_a_table_is_that_of_scatters(monkeypatch, fsdp
     np.add.at(expected, tokens, dy.astype(np.float64))
     for platform in ("cpu", "gpu"):
         np.testing.assert_allclose(gradient(platform), expected, rtol=1e-5, atol=1e-5)
-    assert (gradient("gpu") != gradient("cpu")).any()  # another order of the sums: the platform was heard
+    assert (gradient("gpu") != gradient("cpu")).any()  # another order of summation proves that the platform was used

@@ -1,5 +1,5 @@
-"""The TPU's kernel gives what XLA's attention gives: values and gradients, interpreted here. (That it compiles for real
-TPUs: tests/tools/programs/test_hlo_collectives.py.)"""
+"""Compare the TPU's kernel, interpreted, with XLA's attention: values and gradients.
+(tests/tools/programs/test_hlo_collectives.py compiles it for TPUs.)"""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from model.splash import of_one_key_head, splash_attention
     ],
 )
 def test_values_and_gradients(kv_heads, window, documents, length, head_dim):
-    """Rows of one block, of five, and of 17."""
+    """Use rows of one block, of five, and of 17."""
     generator = np.random.default_rng(0)
     random = lambda heads: jnp.asarray(generator.standard_normal((1, length, heads, head_dim)), jnp.float32)
     q, k, v, weights = random(2) * head_dim**-0.5, random(kv_heads), random(kv_heads), random(2)
@@ -40,8 +40,8 @@ def test_values_and_gradients(kv_heads, window, documents, length, head_dim):
 
 
 def test_in_shard_map_its_results_vary_and_gradients_are_summed_where_they_must_be():
-    """With jax.shard_map's checks on: rows over `data`, heads over `tensor`, and a matrix that is whole on every
-    device, whose gradient is the sum over all of them; within a scan and jax.checkpoint, as blocks are."""
+    """Use jax.shard_map's checks: rows over `data`, heads over `tensor`, and a matrix replicated on every device, whose
+    gradient is summed over all. Run it in a scan and jax.checkpoint, like blocks."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), 2 * (AxisType.Auto,), devices=jax.devices()[:4])
     rows = PartitionSpec("data", None, "tensor")
     generator = np.random.default_rng(0)
@@ -67,7 +67,7 @@ def test_in_shard_map_its_results_vary_and_gradients_are_summed_where_they_must_
 
 
 def needed(length, window, block):
-    """Blocks of scores, of `block` by `block` positions, that hold one that the mask leaves: counted one by one."""
+    """Count the blocks of `block` x `block` scores with at least one unmasked score, one by one."""
     first_key = lambda row: 0 if window is None else max(0, row - window)
     seen = [
         first_key(row * block) // block <= column <= row
@@ -92,7 +92,7 @@ def needed(length, window, block):
     ],
 )
 def test_each_kernel_visits_the_blocks_that_the_mask_needs_and_the_plan_counts_them(length, window, blocks):
-    """Forward, and backward for queries and for keys, by the blocks that the library's mask infos leave."""
+    """Compare forward, and backward for queries and keys, with the blocks in the library's mask infos."""
     assert needed(length, window, splash_block(length)) == visible_blocks(length, window) == blocks
     kernel = of_one_key_head(length, 1, window, interpret=True)
     infos = (kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info)
