@@ -1,4 +1,4 @@
-"""Made-up folders of runs, as train.py would have left them."""
+"""Write invented run folders, as train.py would leave them."""
 
 import dataclasses
 import json
@@ -30,8 +30,8 @@ def write_run(
     code: int | None = None,
     **options: object,
 ) -> Path:
-    """A run of `logged` of its steps, a line each tenth; `line` overrides what each logged line says, `core` adds
-    benchmarks, and `code` ends the run with this exit code. `options` are of Config."""
+    """Write a run of `logged` of its steps, with a line every ten. `line` overrides fields of each logged line, `core`
+    adds benchmarks, `code` ends the run with this exit code, and `options` belong to Config."""
     folder.mkdir(parents=True)
     config = Config(name=name, steps=steps, batch=BatchConfig(2048, batch, ramp=ramp), **options)  # pyright: ignore
     devices = {"kind": "NVIDIA H200", "count": 8, "processes": 1}
@@ -94,7 +94,7 @@ def write_run(
 
 
 def _diagnostics(step: int, noise: float, chance: random.Random) -> dict:
-    """As training/diagnostics.py writes them; early the noise scale has no upper bound."""
+    """Return diagnostics as in training/diagnostics.py. Early, the noise scale has no upper bound."""
     unbounded = step < 40
     norms = {"gradient_norm": 0.1 + 1 / step, "parameter_norm": 20.0}
     return {

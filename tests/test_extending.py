@@ -1,4 +1,4 @@
-"""docs/extending.md is about the code that is there."""
+"""Test that the diffs in docs/extending.md apply to the present code."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The house stays as small as tests/house.py says that it is, and train.py needs no tool."""
+"""Test that the repository stays within bounds on its size, and that train.py needs no tool."""
 
 from tests.house import closure, counts
 

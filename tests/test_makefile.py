@@ -1,5 +1,5 @@
-"""`make setup`: which Python it takes, and what it says where none will do; `make chat`: what it runs. Nothing is
-installed: the Pythons are scripts that say which version they are, and write down what they were called with."""
+"""Test which Python `make setup` takes and its errors, and what `make chat` runs. Nothing is installed: the Pythons are
+scripts that print a version and log their arguments."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ exit 127
 
 @pytest.fixture
 def setup(tmp_path):
-    """A copy of what `make setup` reads, on a PATH with make, the shell's own, and the Pythons that are asked for."""
+    """Return a function that runs make in a copy, with only the shell's tools and the given Pythons on PATH."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for tool in ("make", "sh", "head", "cat", "rm", "mkdir", "cp", "touch", "basename", "test"):
@@ -37,7 +37,7 @@ def setup(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
 
     def run(pythons: dict[str, str], *words: str, goal: str = "setup") -> tuple[int, str, list[str]]:
-        """make's exit code, what it said, which Python made the environment and installed into it, and what it ran."""
+        """Return make's exit code, its errors, and the logged calls of the Pythons."""
         for name, text in pythons.items():
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)

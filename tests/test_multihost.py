@@ -1,4 +1,4 @@
-"""The same run on one device, on a mesh of eight, and on two processes of two."""
+"""Compare a run on one device, on a mesh of eight, and on two processes of two."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from tests.test_train import PREEMPTED, ROOT, folder, run  # noqa: F401
 
 OPTIONS = (
     *("--config=tiny.py", "--steps=40", "--log.every_steps=1", "--eval.every_steps=20", "--checkpoint.every_steps=10"),
-    "--model.kv_heads=2",  # which `tensor` divides
+    "--model.kv_heads=2",  # divisible by `tensor`
 )
 
 
@@ -40,7 +40,7 @@ def one_device(folder):  # noqa: F811
 
 
 def assert_same(run_dir: Path, other: Path, steps=20) -> None:
-    """Losses, norms and evaluations agree within 1e-5 over the first steps, and each step is logged once."""
+    """Require equal losses, norms and evaluations within 1e-5 over the first steps, and one line per logged step."""
     ours, theirs = read_metrics(run_dir), read_metrics(other)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs]
     for line, expected in zip(ours, theirs):
@@ -69,7 +69,7 @@ def test_two_processes_give_the_benchmarks_of_one(folder, one_device, monkeypatc
 
 @pytest.mark.slow
 def test_two_processes_give_the_answers_of_one_to_lm_evaluation_harness(folder, one_device, monkeypatch):  # noqa: F811
-    """All kinds of request."""
+    """Answer requests of every kind."""
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(folder)
     (folder / "tasks").mkdir()
@@ -146,7 +146,7 @@ def test_a_slow_host_is_named_at_each_logged_step(folder):  # noqa: F811
 
 
 def begin(folder: Path, run_dir: str, *options) -> list[subprocess.Popen]:  # noqa: F811
-    """Two processes that have taken three steps."""
+    """Start two processes, and return them after three steps."""
     began, processes = time.time(), start(folder, f"--run_dir={run_dir}", *options)
     new = lambda: [line for line in read_metrics(folder / run_dir) if line["time"] > began and "loss" in line]
     while len(new()) < 3:
@@ -157,8 +157,8 @@ def begin(folder: Path, run_dir: str, *options) -> list[subprocess.Popen]:  # no
 
 @pytest.mark.slow
 def test_two_processes_stopped_killed_and_continued_end_as_one_device(folder, one_device, monkeypatch):  # noqa: F811
-    """One of two is preempted, then one is interrupted, then either is killed: each time both end, and both are
-    resumed. At last one process on another mesh resumes from there."""
+    """Preempt one of two, interrupt one, then kill each in turn. Each time both end and are resumed. Finally, one
+    process resumes on another mesh."""
     run_dir, fsdp = folder / "two", "--mesh.fsdp=2"
     for sign, code in ((signal.SIGTERM, PREEMPTED), (signal.SIGINT, 130)):
         processes = begin(folder, "two", fsdp)
@@ -172,7 +172,7 @@ def test_two_processes_stopped_killed_and_continued_end_as_one_device(folder, on
         processes = begin(folder, "two", fsdp)
         processes[killed].kill()
         (said,) = finish([processes[1 - killed]], 42)
-        # From an operation that failed, or, where JAX's service notices first and aborts, from its abort.
+        # The error comes from a failed operation, or from JAX's service if it notices first and aborts.
         assert "another one has stopped, or cannot be reached" in said or "another process of the run was lost" in said
 
     subprocess.run(["cp", "-r", "two", "elsewhere"], cwd=folder, check=True)
@@ -192,7 +192,7 @@ def test_two_processes_stopped_killed_and_continued_end_as_one_device(folder, on
 
 @pytest.mark.slow
 def test_machines_that_share_only_a_bucket_are_lost_and_replaced(folder, tmp_path, one_device, monkeypatch):  # noqa: F811
-    """Their disks are lost with them: nothing but gs:// is left, and the run goes on, its record whole."""
+    """Their disks are lost with them. The run continues from gs:// alone, and its record is complete."""
     server = FakeGCS()
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)

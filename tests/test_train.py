@@ -1,8 +1,7 @@
-"""Whole runs of the commands, as a user starts them: killed, interrupted, continued, and mistaken.
+"""Run the commands as a user does: to the end, killed, interrupted, resumed, and with mistakes.
 
-All that can happen within a process happens in this one, on two of its devices, where what was compiled once is loaded
-from the session's cache; a process of its own is started where it is to be killed. (Eight devices would take most of
-the time: on two cores their threads wait for each other in every collective.)
+Commands run in this process on two of its devices, and load programs from the session's cache. Those that are killed
+get a process of their own. (With eight devices on two cores, threads would wait for each other in every collective.)
 """
 
 import gc
@@ -70,14 +69,14 @@ COMMANDS = {
     "inspect_run": inspect_run.main,
 }
 TIMES = {"seconds", "tokens_per_second", "data_wait", "time", "goodput", "peak_memory_bytes", "hosts"}
-PREEMPTED = 143  # the exit code of a run that SIGTERM stopped
+PREEMPTED = 143  # the exit code after SIGTERM
 
 
 def write_folder(folder: Path, config: str = CONFIG) -> Path:
     """Write a config, tiny.py, and text to train on."""
     (folder / "tiny.py").write_text(config)
     (folder / "text").mkdir()
-    words = (ROOT / "tests" / "words.txt").read_text().split()  # not train.py itself, which changes
+    words = (ROOT / "tests" / "words.txt").read_text().split()  # train.py itself changes
     for i in range(30):
         (folder / "text" / f"{i}.txt").write_text(" ".join(words[i:] + words[:i]))
     return folder
@@ -85,7 +84,7 @@ def write_folder(folder: Path, config: str = CONFIG) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a config and text to train on."""
+    """Return a folder with a config and text to train on."""
     return write_folder(tmp_path_factory.mktemp("user"))
 
 
@@ -108,7 +107,7 @@ def wait_until(condition, process):
 
 
 def lines_of(run_dir):
-    """The lines of metrics.jsonl, without what a clock says."""
+    """Return the lines of metrics.jsonl without measured times."""
     return [{key: value for key, value in line.items() if key not in TIMES} for line in read_metrics(run_dir)]
 
 
@@ -117,12 +116,12 @@ def summary(run_dir):
 
 
 def figures(run_dir):
-    """Return the summary without what a clock says."""
+    """Return the summary without measured times."""
     return {name: value for name, value in summary(run_dir).items() if name not in TIMES}
 
 
 def run(command, monkeypatch, *arguments, devices=2) -> int:
-    """The exit code of a command run in this process, on so many of its devices."""
+    """Return the exit code of a command that runs in this process on some of its devices."""
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
         some = jax.devices()[:devices]
         patch.setattr(jax, "devices", lambda *_: some)
@@ -133,7 +132,7 @@ def run(command, monkeypatch, *arguments, devices=2) -> int:
 
 @pytest.fixture(scope="module")
 def untouched(folder):
-    """The folder of a run that nothing happened to."""
+    """Return the folder of an uninterrupted run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert run("train", patch, "--config=tiny.py", "--run_dir=untouched") == 0
@@ -162,7 +161,7 @@ def test_a_run_leaves_what_it_promises(untouched):
 
 
 def series_of(run_dir: Path) -> list[list[tuple[int, float]]]:
-    """What TensorBoard shows."""
+    """Return what TensorBoard shows."""
     events = EventAccumulator(str(run_dir / "tensorboard")).Reload()
     return [[(e.step, e.value) for e in events.Scalars(tag)] for tag in ("loss", "val_bpb")]
 
@@ -174,7 +173,7 @@ def assert_as_untouched(run_dir: Path, untouched: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_measures_itself_ends_as_one_that_does_not(folder, monkeypatch):
-    """To the bit, as XLA compiles it for users."""
+    """Require equal bits, compiled as for users."""
     monkeypatch.setenv("XLA_FLAGS", "")
     options = ("--steps=60", "--eval.every_steps=900", "--model.depth=1")
     measured = (*options, "--run_dir=measured", "--diagnostics.every_steps=4")
@@ -191,8 +190,8 @@ def test_a_run_that_measures_itself_ends_as_one_that_does_not(folder, monkeypatc
 
 
 def test_killed_interrupted_and_preempted_it_ends_as_the_untouched_one(folder, untouched, monkeypatch, capfd):
-    """SIGKILL after the first checkpoint, then Ctrl-C, then SIGTERM, and the same command each time. While a process
-    writes to the run, a second one is refused."""
+    """Send SIGKILL after the first checkpoint, then Ctrl-C, then SIGTERM, and repeat the command each time. A second
+    process is refused while one writes to the run."""
     monkeypatch.chdir(folder)
     run_dir = folder / "killed"
     process = start(folder, "--run_dir=killed")
@@ -218,7 +217,7 @@ def test_killed_interrupted_and_preempted_it_ends_as_the_untouched_one(folder, u
 
 @pytest.mark.medium
 def test_stages_are_told_with_their_epochs_and_go_on_exactly(folder, untouched, monkeypatch, capfd):
-    """A stage begins within step 108, after the checkpoint that the second start goes on from."""
+    """A stage starts within step 108, after the checkpoint from which the second start resumes."""
     monkeypatch.chdir(folder)
     ones, twos = "text/1*.txt", "text/2*.txt"
     source = f"--data.source=0.9:{ones},0.1:{twos};from=20000,0.5:{ones},0.5:{twos};from=55_000,{twos}"
@@ -232,7 +231,7 @@ def test_stages_are_told_with_their_epochs_and_go_on_exactly(folder, untouched, 
     assert "the run goes through 1*.txt " in capfd.readouterr().out
     epochs = {line["step"]: line["epochs"] for line in read_metrics("staged") if "epochs" in line}
     taken = lambda name, first, last: epochs[last][name] - epochs[first][name]
-    # Steps of 16 rows; the stages begin with rows 625 and 1719, in steps 40 and 108.
+    # Steps have 16 rows. The stages start with rows 625 and 1719, in steps 40 and 108.
     assert taken("2*.txt", 8, 36) / taken("2*.txt", 48, 104) == pytest.approx(0.1 * 28 / (0.5 * 56), rel=0.05)
     assert taken("1*.txt", 108, 120) == 0 < taken("1*.txt", 104, 108) < taken("1*.txt", 100, 104)
     events = EventAccumulator("staged/tensorboard").Reload()
@@ -253,7 +252,7 @@ def test_evaluate_gives_the_run_s_own_figures(folder, untouched, monkeypatch, ca
     assert results["step"] == 120
     for name in ("val_loss", "val_bpb"):
         assert results[name] == pytest.approx(summary(untouched)[name], rel=1e-6)
-    assert run("evaluate", monkeypatch, "--run_dir=untouched") == 0  # for people
+    assert run("evaluate", monkeypatch, "--run_dir=untouched") == 0  # output for people
     table = dict(line.split() for line in capsys.readouterr().out.strip().splitlines())
     assert table == {
         name: f"{value:.5g}" if isinstance(value, float) else str(value) for name, value in results.items()
@@ -305,15 +304,15 @@ def test_benchmarks_leave_the_run_s_bits_untouched_and_evaluate_gives_the_same(f
     left = folder / "known" / "core" / "step_120_items_16"
     assert json.loads((left / "core.json").read_text())["core"] == found["core"]
     assert (left / "core.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setattr("evaluation.core.encode", None)  # all is in the log
+    monkeypatch.setattr("evaluation.core.encode", None)  # the log has every answer
     assert run("evaluate", monkeypatch, *command) == 0
     assert json.loads(capsys.readouterr().out) == found
 
 
 @pytest.mark.medium
 def test_a_network_in_a_folder_is_measured_as_the_run_that_it_is_of(folder, untouched, monkeypatch, capsys):
-    """In transformers' format, as a nanochat is published."""
-    # A folder does not say in what type it was computed; some versions of JAX would take bfloat16 here.
+    """Export in transformers' format, as nanochats are published."""
+    # A folder does not record its compute type. Some versions of JAX would choose bfloat16 here.
     monkeypatch.setattr("evaluation.network.compute_dtype", lambda *of: jnp.dtype("float32"))
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["export", "--run_dir=untouched", "--out=published"])
@@ -357,7 +356,7 @@ def test_the_harness_tasks_of_a_run(folder, untouched, monkeypatch, capsys):
     assert json.loads((left / "tasks.json").read_text())["tasks"] == found["tasks"]
     assert len((left / "tiny_choices.jsonl").read_text().splitlines()) == 6
     assert (left / "tasks.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setattr("evaluation.scorer.by_shape", None)  # all is in the log
+    monkeypatch.setattr("evaluation.scorer.by_shape", None)  # the log has every answer
     assert run("evaluate", monkeypatch, *command) == 0
     assert json.loads(capsys.readouterr().out) == found
     from lm_eval import tasks
@@ -399,7 +398,7 @@ def test_two_runs_are_compared_on_other_text(folder, untouched, monkeypatch, cap
     (left,) = set((untouched / "texts").iterdir()) - others
     assert json.loads((left / "bits_per_byte.json").read_text())["against"] == against
     assert (left / "bits_per_byte.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setattr("evaluation.scorer.by_shape", None)  # all is in the logs
+    monkeypatch.setattr("evaluation.scorer.by_shape", None)  # the logs have every answer
     assert run("evaluate", monkeypatch, *command) == 0
     assert json.loads(capsys.readouterr().out) == found
 
@@ -488,7 +487,7 @@ RECORDS = [{"body": f"record {i} of the table has {i % 7} things in it, and {i *
 
 @pytest.mark.medium
 def test_from_shards_of_text_to_samples(folder, tmp_path, monkeypatch, capfd):
-    """prepare, train, sample, evaluate, inspect: the README's commands."""
+    """Run the README's commands: prepare, train, sample, evaluate and inspect."""
     monkeypatch.chdir(folder)
     (tmp_path / "text").mkdir()
     for i in range(4):
@@ -516,21 +515,21 @@ def test_from_shards_of_text_to_samples(folder, tmp_path, monkeypatch, capfd):
 
 @pytest.mark.medium
 def test_a_run_compiles_its_step_once(folder, monkeypatch, caplog):
-    """Through logging, evaluation, sampling and checkpoints."""
+    """Evaluate, sample and save along the way."""
     monkeypatch.chdir(folder)
-    with jax.log_compiles():  # of what the session's cache has, too; but not of what this process has
+    with jax.log_compiles():  # logs programs from the session's cache, but not those of this process
         assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=once", "--eval.sample_tokens=9") == 0
     compiled = [record.message for record in caplog.records if "Finished XLA compilation of" in record.message]
     for name in ("train_step", "sums", "generate"):
         assert sum(f"jit({name})" in message for message in compiled) == 1, (name, compiled)
 
 
-# What may happen to a run.
+# Failures of a run.
 FAST = ("--eval.every_steps=900",)
 
 
 def damage(path: Path) -> None:
-    """Turns a bit of every 256 bytes of a checkpoint's arrays: some of the bytes in these files belong to no array."""
+    """Turn a bit in every 256 bytes of a checkpoint's arrays. Some bytes of these files belong to no array."""
     for file in path.rglob("d/*"):
         content = bytearray(file.read_bytes())
         for at in range(0, len(content), 256):
@@ -540,7 +539,7 @@ def damage(path: Path) -> None:
 
 @pytest.mark.medium
 def test_a_signal_stops_after_the_step_and_saves_it(folder, untouched, monkeypatch, capfd):
-    """Ctrl-C comes while checkpoint 20 is saved. The next step is saved, and another machine resumes the run."""
+    """Send Ctrl-C while checkpoint 20 is saved. The next step is saved, and another machine resumes the run."""
     monkeypatch.chdir(folder)
     command = ("--config=tiny.py", "--run_dir=asked", "--checkpoint.folder=safe/asked")
 
@@ -567,7 +566,7 @@ def test_a_signal_stops_after_the_step_and_saves_it(folder, untouched, monkeypat
 
 @pytest.mark.medium
 def test_a_run_in_a_bucket_needs_no_machine(folder, untouched, gcs, monkeypatch, capsys):
-    """All that it found is there at its end, and after an error; the commands read it, and a run begins from it."""
+    """The bucket has the complete record at the end and after an error. Commands read it, and a run starts from it."""
     monkeypatch.chdir(folder)
     there = "gs://bucket/runs/far"
     command = ("--config=tiny.py", "--run_dir=far", f"--checkpoint.folder={there}")
@@ -624,7 +623,7 @@ def test_a_run_in_a_bucket_needs_no_machine(folder, untouched, gcs, monkeypatch,
 
 @contextmanager
 def saving(then):
-    """Calls `then(step)` after each save begins."""
+    """Call `then(step)` after each save starts."""
     save = Checkpoints.save
 
     def save_then(self, step, *rest):
@@ -732,13 +731,13 @@ def test_commands_name_the_sound_checkpoint_and_without_one_nothing_starts(folde
     before = lines_of(folder / "half")
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=half", *FAST) == Exit.UNREADABLE
     assert "none of the checkpoints in" in capfd.readouterr().err
-    assert lines_of(folder / "half") == before  # nothing starts anew, and nothing is deleted
+    assert lines_of(folder / "half") == before  # nothing restarts, and nothing is deleted
     assert {path.name for path in (folder / "half" / "checkpoints").iterdir()} == {"100", "120"}
 
 
 @pytest.mark.medium
 def test_a_disk_that_stays_full_ends_the_run_which_is_resumed_when_there_is_room(folder, monkeypatch, capfd):
-    """Files may not grow past 40 kB: metrics are written, checkpoints are not."""
+    """Files may not grow past 40 kB, which suffices for metrics but not for checkpoints."""
     monkeypatch.chdir(folder)
     limits, tries, save = resource.getrlimit(resource.RLIMIT_FSIZE), [], Checkpoints.save
 
@@ -758,7 +757,7 @@ def test_a_disk_that_stays_full_ends_the_run_which_is_resumed_when_there_is_room
     output = "".join(capfd.readouterr())
     assert all(f"{failed} save(s) in a row failed" in output for failed in (1, 2, 3))
     assert "the newest checkpoint is of step 20" in output
-    # Tried again after the first line that knows of the failure: which one, only the disk can say.
+    # It is retried after the first line that reports the failure, which depends on the disk.
     assert tries[:2] == [20, 40] and all(step % 20 == 0 or step % 4 == 1 for step in tries) and tries[2] <= 60
     assert tries[-1] < 120 and "20" in [path.name for path in (folder / "full" / "checkpoints").iterdir()]
     assert run("train", monkeypatch, *command) == 0
@@ -768,7 +767,7 @@ def test_a_disk_that_stays_full_ends_the_run_which_is_resumed_when_there_is_room
 
 @pytest.fixture(scope="module")
 def jumpy(folder) -> float:
-    """A spike_factor that two steps' losses pass after the first checkpoint, however this JAX rounds."""
+    """Return a spike_factor that two steps' losses exceed after the first checkpoint, whatever this JAX rounds."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert run("train", patch, "--config=tiny.py", "--run_dir=course", "--log.every_steps=1", *FAST) == 0
@@ -780,7 +779,7 @@ def jumpy(folder) -> float:
 @pytest.mark.medium
 def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kill(folder, jumpy, monkeypatch, capfd):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("run.rollback.MOST", 50)  # put back after the test, whatever the config file sets
+    monkeypatch.setattr("run.rollback.MOST", 50)  # restored after the test, whatever the config file sets
     Path("patient.py").write_text(f"{CONFIG}\nimport run.rollback\nrun.rollback.MOST = 50\n")
     rolling = ("--config=patient.py", f"--stability.spike_factor={jumpy}", *FAST, "--stability.rollback")
     assert run("train", monkeypatch, "--run_dir=rolled", *rolling) == 0
@@ -799,7 +798,7 @@ def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kil
     assert facts["position"] > max(facts["tokens"], rollbacks[-1]["rollback"]["position"])
     assert batch_of(Events(folder / "rolled").read(), 120, Ramp.read("", 1)) == (facts["position"], 512)
     assert [line["step"] for line in lines if "loss" in line] == list(range(4, 121, 4))
-    # Killed anywhere, also right after a rollback, it takes the same way.
+    # Kill it anywhere, also right after a rollback: it takes the same course.
     seen = lambda: [line for line in read_metrics(folder / "again") if "rollback" in line]
     for moment in (0, len(rollbacks) - 1):
         process = start(folder, "--run_dir=again", *rolling)

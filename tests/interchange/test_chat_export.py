@@ -53,7 +53,7 @@ def chat(request, tmp_path_factory):
 
 
 def conversations(special: bool) -> list[list[dict]]:
-    """Of one to six messages, some with a system's, half of the answers with calls; texts may hold special tokens."""
+    """Return conversations of one to six messages, half of the answers with calls. `special` adds special tokens."""
     rng = random.Random(0)
     words = [*" ".join(TEXTS).split(" "), " ", "\n", "\n\n", "'", "7", *[*CHAT_TOKENS, "<|bos|>"] * special]
     text = lambda: rng.choice(["", " "]).join(rng.choices(words, k=rng.randint(1, 9))) + "x"

@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket: gs:// through Orbax, tensorstore and gcsfs, against a small server that speaks its API."""
+"""Test checkpoints in a bucket (gs:// through Orbax, tensorstore and gcsfs) with a small server of its API."""
 
 import json
 import re
@@ -23,7 +23,7 @@ RUN = "gs://bucket/runs/mine"
 
 
 def under(gcs: FakeGCS, folder: str) -> set[str]:
-    """Names of the folders in a folder."""
+    """Return the names of the folders in a folder."""
     prefix = f"runs/mine/{folder}/"
     return {name.removeprefix(prefix).split("/")[0] for name in gcs.objects if name.startswith(prefix)}
 
@@ -93,7 +93,7 @@ def test_a_store_that_answers_errors_costs_a_save_and_no_more(gcs, tmp_path):
     checkpoints.save(3, state, FACTS)
     checkpoints.close()
     assert Checkpoints(RUN, KEEP_ALL).steps == [3]
-    assert under(gcs, "checkpoints") == {"3"}  # what the one that failed was still writing is cleared
+    assert under(gcs, "checkpoints") == {"3"}  # the failed save's files are deleted
     assert gcs.objects["runs/mine/metrics.jsonl"][1] == b"what was measured"
 
 
@@ -105,7 +105,7 @@ def test_a_bucket_that_cannot_be_written_is_said_before_the_first_step(gcs, tmp_
 
 
 def test_a_bucket_that_lets_nothing_be_overwritten_is_refused_before_the_first_step_with_the_role(gcs, tmp_path):
-    """tensorstore overwrites manifest.ocdbt: nothing can be saved there."""
+    """Refuse it, since tensorstore overwrites manifest.ocdbt and no save can succeed."""
     gcs.keeps = True
     checkpoints = Checkpoints(RUN, CheckpointConfig())
     checkpoints.save(1, state_on(1)[0], FACTS)

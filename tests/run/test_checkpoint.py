@@ -1,4 +1,4 @@
-"""What is saved comes back to the bit, whole or in part, on the same mesh or another; what is damaged is noticed."""
+"""Test that checkpoints restore exactly, complete or in part, on any mesh, and that damage is detected."""
 
 import errno
 import json
@@ -33,12 +33,12 @@ def assert_equal(a, b):
 
 
 def changed(state, by=3):
-    """A state whose every leaf differs from a fresh one's."""
+    """Return a state that differs from a fresh one in every leaf."""
     return jax.tree.map(lambda leaf: leaf + by, state)
 
 
 def saved(folder: Path, steps=(3,), config=KEEP_ALL, devices=1, **facts):
-    """The states of a run's checkpoints, each other than the others."""
+    """Save checkpoints with different states, and return the states."""
     checkpoints = Checkpoints(folder, config)
     states = {step: changed(state_on(devices)[0], step) for step in steps}
     for step, state in states.items():
@@ -67,7 +67,7 @@ OTHER = tiny_config(heads=8, kv_heads=8, head_dim=8, **ALL_FEATURES)
 
 
 def abstract_on(sizes):
-    """The state of a network with every feature and Muon; three and five devices divide few of its sizes."""
+    """Return the state of a network with every feature and Muon. Three and five devices divide few of its sizes."""
     mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])
     optimizer, _ = make_optimizer(replace(OTHER.optimizer, matrices=MatricesConfig(0.01, kind="muon")), OTHER.model, 8)
     return abstract_state(OTHER.model, optimizer, mesh)
@@ -76,7 +76,7 @@ def abstract_on(sizes):
 @pytest.mark.medium
 @pytest.mark.parametrize(("source", "other"), zip(MESHES, [*MESHES[1:], MESHES[0]]), ids=str)
 def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source, other):
-    """The state on each mesh, the parameters alone on one."""
+    """Restore the state on each mesh, and the parameters alone on one."""
     generator = np.random.default_rng(0)
     draw = lambda leaf: np.asarray(generator.integers(1, 9, leaf.shape), leaf.dtype)
     whole = jax.device_put(jax.tree.map(draw, abstract_on((1, 1, 1))))
@@ -87,7 +87,7 @@ def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source, other):
     for target in MESHES:
         abstract = abstract_on(target)
         found, _ = Checkpoints(tmp_path).restore(5, abstract)
-        assert_equal(found, stored_as(whole._replace(step=np.int32(5)), abstract))  # the padding is zeros again
+        assert_equal(found, stored_as(whole._replace(step=np.int32(5)), abstract))  # the padding is zero again
         digests.add(params_sha256(found.params, OTHER.model))
     params, _ = Checkpoints(tmp_path).restore_params(abstract_on(other).params)
     assert digests == {params_sha256(tree, OTHER.model) for tree in (params, whole.params)}
@@ -155,7 +155,7 @@ def test_reading_leaves_what_a_run_is_writing_alone_and_a_start_clears_it(tmp_pa
 
 
 def test_the_layout_on_the_disk_and_orbax_alone_reads_it(tmp_path, monkeypatch):
-    """The names that are relied on. Another program needs nothing but Orbax to read the arrays."""
+    """Require the names that others rely on. Other programs need only Orbax to read the arrays."""
     whole, seen = orbax_calls.Saving._make_whole, []
     look = lambda self: (seen.extend(names(tmp_path)), whole(self))
     monkeypatch.setattr(orbax_calls.Saving, "_make_whole", look)
@@ -197,7 +197,7 @@ def files_of(folder: Path, step: int) -> list[Path]:
 @pytest.mark.medium
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_to_any_file_is_harmless_or_noticed_and_the_one_before_is_taken(tmp_path, pristine, damage):
-    """Every file of a checkpoint in turn. What is restored is the newest state, or, with word of it, the one before."""
+    """Damage every file of a checkpoint in turn. The newest state is restored, or, with a warning, the one before."""
     source, states = pristine
     noticed = set()
     for i, path in enumerate(files_of(source, 8)):
@@ -217,7 +217,7 @@ def test_damage_to_any_file_is_harmless_or_noticed_and_the_one_before_is_taken(t
             assert "bound method" not in said[0]
             assert names(folder) == ["4"] and len(list((folder / "bad-checkpoints").iterdir())) == 1
             noticed.add(path.parent.name if path.parent.name == "d" else path.name)
-    assert {"d", "metadata"} <= noticed  # the arrays' own files, and the facts
+    assert {"d", "metadata"} <= noticed  # the arrays' files and the facts
 
 
 def _copy(source: Path, to: Path) -> None:
@@ -288,10 +288,10 @@ def test_a_deletion_that_fails_is_said_and_holds_up_no_save(tmp_path, monkeypatc
     checkpoints.close()
     assert seen == [1, 2, 3] and names(tmp_path) == ["1", "2", "3"]
     Checkpoints(tmp_path, CheckpointConfig(keep=1)).close()
-    assert names(tmp_path) == ["3"]  # what a start before could not delete, or did not come to
+    assert names(tmp_path) == ["3"]  # an earlier start could not delete the others
 
 
-# A disk that is full: files may not grow beyond a few bytes.
+# A full disk: files may not grow beyond a few bytes.
 class FullDisk:
     def __enter__(self):
         self.before = resource.getrlimit(resource.RLIMIT_FSIZE)

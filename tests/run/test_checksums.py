@@ -1,4 +1,4 @@
-"""A checksum tells every element and every bit, of any type, and not the mesh."""
+"""Test that a checksum depends on every element and bit, of any type, and not on the mesh."""
 
 import jax
 import numpy as np

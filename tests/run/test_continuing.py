@@ -1,4 +1,4 @@
-"""Runs that are continued after something went wrong: nothing is lost in silence, and nothing is done twice."""
+"""Test runs that continue after a failure: nothing is lost silently or done twice."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def get_config():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a config, text to train on, and a finished run."""
+    """Return a folder with a config, text to train on, and a finished run."""
     folder = write_folder(tmp_path_factory.mktemp("user"), CONFIG)
     with pytest.MonkeyPatch.context() as patch:
         assert start(patch, folder, "--run_dir=finished") == 0
@@ -117,14 +117,14 @@ def test_a_change_that_the_checkpoint_cannot_follow_is_not_recorded(folder, monk
     assert begun["event"] == "begun" and after[str(events.path)].startswith(before.pop(str(events.path)))
     after.pop(str(events.path))
     assert says in capsys.readouterr().err and after == before
-    assert start(monkeypatch, folder, f"--run_dir={run_dir}") == 0  # the original command still holds
+    assert start(monkeypatch, folder, f"--run_dir={run_dir}") == 0  # the original command is still accepted
 
 
 def test_a_summary_of_fewer_steps_and_a_folder_with_a_number_do_not_make_a_run_complete(folder, monkeypatch, capsys):
     run_dir = copy_of(folder, "longer")
     summary = (run_dir / "summary.json").read_text()
     assert start(monkeypatch, folder, "--run_dir=longer", "--steps=8", "--accept_changes") == 0
-    (run_dir / "summary.json").write_text(summary)  # as if it had been killed before it wrote its own
+    (run_dir / "summary.json").write_text(summary)  # as if killed before it wrote its own
     (run_dir / "checkpoints" / "99").mkdir()
     capsys.readouterr()
     assert start(monkeypatch, folder, "--run_dir=longer", "--steps=8") == 0
@@ -136,7 +136,7 @@ def test_a_summary_of_fewer_steps_and_a_folder_with_a_number_do_not_make_a_run_c
 
 @pytest.mark.medium
 def test_another_tokens_per_step_goes_on_in_the_data_where_the_run_was(folder, monkeypatch):
-    """Two steps of 8 rows see what four of 4 rows would have seen; with Adam's rates at 0 so do the losses."""
+    """Two steps of 8 rows read what four of 4 rows would read. With Adam's rates at 0, the losses agree too."""
     still = [f"--optimizer.{group}.peak_rate=1e-30" for group in ("embed", "matrices", "lm_head")]
     rates = [*still, "--seed=3"]
     assert start(monkeypatch, folder, "--run_dir=eights", "--steps=4", "--batch.tokens_per_step=256", *rates) == 0
@@ -152,10 +152,10 @@ def test_another_tokens_per_step_goes_on_in_the_data_where_the_run_was(folder, m
 
 
 def test_a_rollback_on_record_is_followed_however_often_the_run_is_started(folder, monkeypatch):
-    """The batches that it leaves out are left out after a kill, too."""
+    """The batches that it skips stay skipped after a kill."""
     run_dir = copy_of(folder, "rolled")
     events = Events(run_dir)
-    events.add("rollback", 6, position=9 * 128)  # three batches are left out
+    events.add("rollback", 6, position=9 * 128)  # skips three batches
     copy = shutil.copytree(run_dir, folder / "rolled-twice")
     assert start(monkeypatch, folder, "--run_dir=rolled", "--steps=8", "--accept_changes") == 0
     assert start(monkeypatch, folder, "--run_dir=rolled-twice", "--steps=7", "--accept_changes") == 0

@@ -1,4 +1,4 @@
-"""The noise scale of a window of steps, and its interval."""
+"""Test the noise scale of a window of steps, and its interval."""
 
 import math
 
@@ -10,7 +10,7 @@ from run.diagnosis import BLOCKS, WINDOW, Diagnosis, from_moments, noise_scale
 
 
 def course(signal: float, noise: float, steps: int, spread: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Estimates of |G|^2 and tr Sigma that scatter about the truth."""
+    """Return estimates of |G|^2 and tr Sigma that scatter around the truth."""
     generator = np.random.default_rng(seed)
     scattered = lambda value, by: value + by * generator.standard_normal(steps)
     return scattered(signal, spread * signal), scattered(noise, 0.1 * noise)
@@ -25,7 +25,7 @@ def test_the_truth_is_in_the_interval_as_often_as_it_should():
 def test_a_signal_that_cannot_be_told_from_nothing_gives_a_lower_bound():
     bound = noise_scale(*course(0.02, 1000.0, 64, 100.0))
     assert bound and bound.high == math.inf and 0 < bound.low < 1000 / 0.02
-    negative = noise_scale([-1.0] * 20, [3.0] * 20)  # never clipped to a number
+    negative = noise_scale([-1.0] * 20, [3.0] * 20)  # negative values are reported as they come
     assert negative and negative.value == negative.high == math.inf
 
 
@@ -66,8 +66,8 @@ def test_steps_that_measured_nothing_are_left_out():
 
 
 def test_moments_tell_signal_from_noise_on_average():
-    """AdamW's, over 4,000 courses of 12 steps, of gradients with a known mean and covariance: the mean estimates lie
-    within four standard errors of the truth, long before v has forgotten that it began at nothing."""
+    """Run AdamW 4,000 times for 12 steps on gradients with a known mean and covariance. The mean estimates must be
+    within four standard errors of the truth, although v still depends on its zero start."""
     generator, tokens, steps = np.random.default_rng(0), 50, 12
     truth, deviation = {"embed": np.ones(4), "lm_head": np.full(6, 0.5)}, {"embed": 3.0, "lm_head": 5.0}
     optimizer = OptimizerConfig(embed=GroupConfig(0.1, 0.8, 0.95), lm_head=GroupConfig(0.1, 0.9, 0.99))

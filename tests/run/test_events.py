@@ -1,4 +1,4 @@
-"""events.jsonl: what is appended stays, and what it says of rollbacks and saved steps."""
+"""Test that events.jsonl keeps what is appended, and what it says of rollbacks and saved steps."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_events_are_read_in_order_and_a_half_line_is_cut_off(tmp_path):
         file.write(b'{"event": "sav\xff')
     size = events.path.stat().st_size
     assert [(event["event"], event["step"]) for event in events.read()] == [("start", 0), ("saved", 10)]
-    assert events.path.stat().st_size == size  # whoever reads changes nothing: the run may be writing that line
+    assert events.path.stat().st_size == size  # reading changes nothing, since the run may be writing that line
     events.add("stop", 12, code=130)
     assert [event["event"] for event in events.read()] == ["start", "saved", "stop"]
 
@@ -38,7 +38,7 @@ def event(name, step, **facts):
 def test_the_newest_step_that_was_saved():
     assert saved_up_to([event("start", 0)]) == 0
     assert saved_up_to([event("start", 0), event("saved", 20), event("start", 10)]) == 20
-    assert saved_up_to([event("start", 30), event("stop", 45)]) == 30  # killed before it could say "saved 30"
+    assert saved_up_to([event("start", 30), event("stop", 45)]) == 30  # killed before the event "saved 30"
 
 
 def test_rollbacks_count_since_the_checkpoint_was_last_saved():
@@ -53,9 +53,9 @@ def test_the_batch_after_a_rollback_and_after_another_size_of_a_step():
     assert batch_of([], 7, of_100) == batch_of([event("start", 0)], 7, of_100) == (700, 100)
     events = [
         event("start", 0, position=0, tokens_per_step=100),
-        event("start", 10, position=1500, tokens_per_step=100),  # which left five batches out
+        event("start", 10, position=1500, tokens_per_step=100),  # skips five batches
         event("start", 20, position=2500, tokens_per_step=200),
-        event("start", 15, position=9000, tokens_per_step=200),  # back to before that
+        event("start", 15, position=9000, tokens_per_step=200),  # back to an earlier position
     ]
     expected = {9: (900, 100), 10: (1500, 100), 14: (1900, 100), 15: (9000, 200), 20: (10_000, 200)}
     assert {step: batch_of(events, step, of_100) for step in expected} == expected
@@ -64,7 +64,7 @@ def test_the_batch_after_a_rollback_and_after_another_size_of_a_step():
 def test_the_batch_of_a_ramp_that_was_changed_and_rolled_back():
     events = [
         event("start", 0, position=0, tokens_per_step=1, ramp="0:100,300:200"),
-        event("start", 5, position=1700, tokens_per_step=1, ramp="0:100,300:200"),  # which left 1000 tokens out
+        event("start", 5, position=1700, tokens_per_step=1, ramp="0:100,300:200"),  # skips 1000 tokens
         event("start", 6, position=1900, tokens_per_step=200),  # now a constant batch
     ]
     expected = {2: (200, 100), 3: (300, 200), 4: (500, 200), 5: (1700, 200), 6: (1900, 200), 8: (2300, 200)}
@@ -76,7 +76,7 @@ def test_starts_are_in_vain_until_a_checkpoint_comes_a_person_stops_it_or_it_is_
     assert starts_in_vain([], 10) == 0
     before = event("begun", 5)
     assert starts_in_vain([before, event("saved", 10), begun, event("start", 10), begun, lost, begun], 10) == 3
-    # The event of a save may be lost with the machine: each start knows the newest checkpoint.
+    # The event of a save can be lost with the machine. Each start knows the newest checkpoint.
     assert starts_in_vain([before, before, begun], 10) == 1 and starts_in_vain([before, before], 10) == 0
     for end in (130, 1, 2, 0):
         assert starts_in_vain([begun, begun, event("stop", 10, code=end), begun], 10) == 1

@@ -1,4 +1,4 @@
-"""configs/chat.py on a tiny run and a few conversations: an epoch, killed, resumed, and resumed on another mesh."""
+"""Run configs/chat.py on a tiny run and a few conversations: killed, resumed, and resumed on another mesh."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ OFTEN = ("--checkpoint.every_steps=4", "--log.every_steps=1", "--batch.rows_per_
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a run, conversations in its tokens, and a run that was fine-tuned on them."""
+    """Return a folder with a run, conversations in its tokens, and a run that was fine-tuned on them."""
     folder = write_folder(tmp_path_factory.mktemp("user"), BASE)
     words = (ROOT / "tests/words.txt").read_text().split()
     said = lambda role, start, count: {"role": role, "content": " ".join(words[start : start + count])}

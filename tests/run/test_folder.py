@@ -67,7 +67,7 @@ FREE = {
 
 
 def open_run(config: Config, fingerprint: str, accept_changes: bool) -> list[str]:
-    """As a command that ends again, once it has saved a step."""
+    """Open the run like a command that ends after a saved step."""
     with RunLock(config.run_dir) as lock:
         changes = run_folder.open_run(config, fingerprint, accept_changes, lock).changes
         run_folder.accept(config, fingerprint, changes, 0, 0)
@@ -79,7 +79,7 @@ OTHERS = sorted(options(Config(name="x")).keys() - FREE - {"run_dir", "resume"})
 
 
 def other(config: Any, name: str) -> Any:
-    """`config` with another value of the option `name`."""
+    """Return `config` with another value of the option `name`."""
     value, hint = options(config)[name], hints()[name]
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     choices = get_args(kind) if get_origin(kind) is Literal else (True, False) if kind is bool else ()
@@ -89,7 +89,7 @@ def other(config: Any, name: str) -> Any:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    model = ModelConfig(dtype="float32")  # a run is recorded with its type
+    model = ModelConfig(dtype="float32")  # a run records its type
     return Config(name="run", run_dir=str(tmp_path / "runs/run"), steps=10, model=model, eval=EvalConfig(prompts=()))
 
 
@@ -98,7 +98,7 @@ def record_of(config: Config) -> dict:
 
 
 def differences(error: pytest.ExceptionInfo) -> list[str]:
-    """The indented lines of a refusal."""
+    """Return the indented lines of a refusal."""
     return [line.strip() for line in str(error.value).splitlines() if line.startswith("  ")]
 
 
@@ -207,7 +207,7 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(config, resume)
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_run_without_a_step_binds_nobody(config, tmp_path, elsewhere):
-    """The corrected command is not asked to accept changes, whatever a refused or killed start has left."""
+    """The corrected command needs no --accept_changes, whatever a refused or killed start has left."""
     if elsewhere:
         config = replace(config, checkpoint=CheckpointConfig(folder=str(tmp_path / "store")))
     with RunLock(config.run_dir) as lock:
@@ -273,8 +273,8 @@ def test_a_start_killed_while_it_fetched_the_record_can_be_repeated(config, tmp_
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("os.replace", killed)
         open_run(config, "data", False)
-    (Path(config.run_dir) / ".preflight-0").touch()  # of tools.doctor, killed
-    (Path(config.run_dir) / "traceback-1.txt").touch()  # of a process whose peer was killed
+    (Path(config.run_dir) / ".preflight-0").touch()  # left by a killed tools.doctor
+    (Path(config.run_dir) / "traceback-1.txt").touch()  # left by a process whose peer was killed
     assert {path.name for path in Path(config.run_dir).iterdir()} > {"lock", ".preflight-0"}
     assert open_run(config, "data", False) == [] and record_of(config)["dataset"] == "data"
 
@@ -290,7 +290,7 @@ def test_using_a_folder_without_a_run_names_the_runs_that_are_there(config, tmp_
 def test_one_process_holds_a_run_at_a_time(config):
     with RunLock(config.run_dir) as lock:
         run_folder.open_run(config, "print", False, lock)
-        run_folder.open_run(config, "print", False, lock)  # again, by itself
+        run_folder.open_run(config, "print", False, lock)  # the same process may open it again
         with pytest.raises(UserError, match=rf"another process \(process {os.getpid()} on "):
             open_run(config, "print", False)
     open_run(config, "print", False)
@@ -321,7 +321,7 @@ def test_a_disk_without_locks_is_said_and_one_whose_locks_fail_is_no_mistake(
 
 
 def test_the_lock_of_a_machine_that_is_gone_is_waited_for_and_that_of_this_one_is_not(tmp_path, monkeypatch):
-    """A server of NFS keeps it for 90 seconds."""
+    """An NFS server keeps a lost machine's lock for 90 seconds."""
     pauses = []
     monkeypatch.setattr("tenacity.nap.time.sleep", pauses.append)
     answers = [BlockingIOError(errno.EAGAIN, "locked")] * 3

@@ -1,4 +1,4 @@
-"""Where the time went: parts that sum to the wall time, and steps done again."""
+"""Test the accounting of time: parts that sum to the wall time, and repeated steps."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def test_a_kill_loses_the_steps_after_the_checkpoint_and_the_time_until_the_next
     events = [
         event("start", 0, 1000.0, start=10),
         event("running", 10, 1000.0, start=10, steps=20),
-        {"event": "saved", "step": 15, "time": 1033.0},  # without seconds
+        {"event": "saved", "step": 15, "time": 1033.0},  # no seconds given
         event("running", 20, 1000.0, start=10, steps=40),  # killed here, 1050
         event("start", 15, 1100.0, start=7, restore=1),
         event("stop", 30, 1100.0, start=7, restore=1, steps=30) | {"code": 0},
@@ -57,7 +57,7 @@ def test_a_rollback_loses_steps_once_and_so_does_a_second_start_from_the_same_ch
     events = [
         event("start", 0, 0.0),
         event("running", 30, 0.0, steps=30),
-        event("start", 20, 0.0, steps=30),  # of the same process
+        event("start", 20, 0.0, steps=30),  # the same process
         event("running", 25, 0.0, steps=35),
         event("start", 20, 40.0),
         event("stop", 21, 40.0, steps=1) | {"code": 0},
@@ -81,7 +81,7 @@ def test_the_parts_of_a_process_sum_to_the_time_since_it_began():
     note = times.note()
     assert note["seconds"]["compilation"] >= 0.02 and note["seconds"]["data"] >= 0.02 and times.part == "start"
     assert note["began"] + sum(note["seconds"].values()) == pytest.approx(time.time(), abs=0.5)
-    assert note["seconds"]["start"] > 0  # and what came before this file
+    assert note["seconds"]["start"] > 0  # and the time before this file was imported
 
 
 def test_the_command_prints_a_table_and_refuses_what_is_no_run(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The choices of kernels that a run keeps. On a CPU XLA makes none, so their files are made up here."""
+"""Test the choices of kernels that a run stores. XLA makes none on a CPU, so the tests invent their files."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def start(run_dir, chosen: dict[str, str]) -> dict[str, str]:
-    """What a start of the run goes on with, where XLA would choose so: a choice that it finds is not made anew."""
+    """Return the stored choices after a start for which XLA would choose `chosen`. XLA keeps choices that it finds."""
     use_choices(run_dir)
     choose(run_dir, chosen)
     keep_choices(run_dir)
@@ -35,7 +35,7 @@ def start(run_dir, chosen: dict[str, str]) -> dict[str, str]:
 
 
 def choose(run_dir, chosen: dict[str, str]) -> None:
-    """As XLA does it: written in a folder `tmp`, which stays, and then renamed."""
+    """Write choices as XLA does: in a folder `tmp`, which stays, and then renamed."""
     folder = run_dir / "compiled" / CHOICES
     (folder / "tmp").mkdir(exist_ok=True)
     for name, choice in chosen.items():
@@ -49,7 +49,7 @@ def test_a_run_goes_on_with_its_choices_whatever_becomes_of_the_cache_or_of_its_
     assert start(run, {"a": "1", "b": "1"}) == {"a": "1", "b": "1"}
     shutil.rmtree(cache)
     assert start(run, {"a": "2", "c": "2"}) == {"a": "1", "b": "1", "c": "2"}
-    Record(run, str(elsewhere)).copy()  # which a machine without the folder has
+    Record(run, str(elsewhere)).copy()  # a machine without the folder has the copy
     shutil.rmtree(cache)
     assert start(elsewhere, {"a": "3", "d": "3"}) == {"a": "1", "b": "1", "c": "2", "d": "3"}
 
@@ -58,12 +58,12 @@ def test_a_new_run_begins_with_the_choices_of_others_and_changes_none(tmp_path):
     start(tmp_path / "first", {"a": "1"})
     assert start(tmp_path / "second", {"a": "2", "b": "2"}) == {"a": "1", "b": "2"}
     assert start(tmp_path / "third", {"a": "3", "b": "3"}) == {"a": "1", "b": "2"}
-    assert start(tmp_path / "first", {"b": "4"}) == {"a": "1", "b": "4"}  # it had begun without
+    assert start(tmp_path / "first", {"b": "4"}) == {"a": "1", "b": "4"}  # it had started without the choice
     assert start(tmp_path / "fourth", {}) == {"a": "1", "b": "2"}
 
 
 def test_a_choice_lies_whole_in_the_cache_or_not_at_all(tmp_path, monkeypatch):
-    """Others may copy the cache while a run that is killed adds to it."""
+    """Other processes may copy the cache while a run that is killed writes to it."""
     use_choices(tmp_path / "run")
     choose(tmp_path / "run", {"a": "1"})
 
@@ -92,7 +92,7 @@ def test_an_archive_that_cannot_be_read_is_named(tmp_path):
 
 
 def test_what_a_later_compilation_chooses_is_kept_too(tmp_path):
-    """Of an earlier stage, where the newest checkpoint turns out to be damaged."""
+    """Compile an earlier stage, as when the newest checkpoint is damaged."""
     run_dir = tmp_path / "run"
     config = Config("run", str(run_dir), steps=8, batch=BatchConfig(2, rows_per_device=1, ramp="0:2,8:4"))
 

@@ -1,4 +1,4 @@
-"""The loop: what is due after a step, and how it ends; with steps that cost nothing."""
+"""Test the loop with steps that cost nothing: what is due after a step, and how it ends."""
 
 import itertools
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_benchmarks_are_due_at_steps_of_their_own_and_at_the_end():
 
 
 def test_positions_follow_the_ramp_rollbacks_included(make, tmp_path):
-    """Ten steps of 128 tokens, then steps of 256; the loss jumps at step 25, and step 20 is saved before."""
+    """Take ten steps of 128 tokens, then steps of 256. The loss jumps at step 25; step 20 was saved before."""
     batch = BatchConfig(sequence_length=16, tokens_per_step=256, rows_per_device=16, ramp="0:128,1270:256")
     losses = [2.0] * 24 + [9.0] + [2.0] * 20
     loop, _, saved = make(losses, batch=batch)
@@ -69,7 +69,7 @@ def test_positions_follow_the_ramp_rollbacks_included(make, tmp_path):
 
 
 class Loop:
-    """take_steps with the hooks of train.py. A jump ends it."""
+    """Run take_steps with the hooks of train.py. A jump of the loss ends it."""
 
     def __init__(self, built, run, train_step, measure, saved, stop, said):
         self.times, self.stop, self.progress, self.jump = Times(), stop, run, None
@@ -94,7 +94,7 @@ class Loop:
 
 @pytest.fixture
 def make(tmp_path):
-    """A loop of 40 steps whose losses are given, what it says, and what it saves."""
+    """Return a function that makes a loop of 40 steps with given losses, its output, and its saves."""
 
     def make(losses, resumed=None, stop=None, measure=None, **options):
         config = config_of(tmp_path, **{"stability": StabilityConfig(rollback=True), **options})
@@ -114,7 +114,7 @@ def make(tmp_path):
 
 
 def asking(stop: Stop, code: Exit, at: int):
-    """Yield batches. With the one of this number, somebody asks the run to stop."""
+    """Yield batches. Request a stop with batch `at`."""
     for i in itertools.count():
         stop.code = code if i == at else stop.code
         yield i

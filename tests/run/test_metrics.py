@@ -16,7 +16,7 @@ def line(step: int, loss: float = 1.0) -> dict:
 
 
 def write(run_dir: Path, start: int, lines: list[dict]) -> None:
-    """One start of a run, killed after `lines`."""
+    """Write the lines of one start of a run that is killed after them."""
     writer = MetricsWriter(run_dir, start)
     for each in lines:
         writer.write(each)
@@ -24,13 +24,13 @@ def write(run_dir: Path, start: int, lines: list[dict]) -> None:
 
 
 def lines_of(run_dir: Path) -> list[dict]:
-    """metrics.jsonl, every line of it, without the times."""
+    """Return every line of metrics.jsonl, without the times."""
     lines = [json.loads(text) for text in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in each.items() if name != "time"} for each in lines]
 
 
 def shown(folder: Path) -> EventAccumulator:
-    """What TensorBoard shows."""
+    """Return what TensorBoard shows."""
     return EventAccumulator(str(folder)).Reload()
 
 
@@ -69,7 +69,7 @@ def test_continuing_drops_what_came_after_the_checkpoint_and_a_half_written_line
 
 
 def test_both_show_each_step_once_however_often_the_run_was_continued(tmp_path):
-    """Killed before its first checkpoint, a run begins again with step 0: that too is there once."""
+    """Start again from step 0 after a kill before the first checkpoint. Each step must appear once."""
     starts = [
         (0, range(0, 3), 9.0),
         (0, range(0, 6), 1.0),
@@ -100,7 +100,7 @@ def test_tensorboard_shows_numbers_nested_numbers_and_texts_and_leaves_out_what_
     assert sorted(events.Tags()["tensors"]) == ["samples/0/text_summary", "samples/1/text_summary"]
     (sample,), (fenced,) = (events.Tensors(f"samples/{i}/text_summary") for i in (0, 1))
     assert sample.step == 5 and sample.tensor_proto.string_val[0] == b"```\ndef a():\n    pass\n```"
-    assert fenced.tensor_proto.string_val[0] == b"`````\na\n````\nb\n`````"  # a fence stays in its own
+    assert fenced.tensor_proto.string_val[0] == b"`````\na\n````\nb\n`````"  # a fence stays inside its own
 
 
 def test_options_are_hparams_of_the_one_run_from_its_start_on(tmp_path):
@@ -177,7 +177,7 @@ def test_a_damaged_line_is_named_and_costs_itself_alone(tmp_path, capsys):
 
 
 def test_a_run_loads_no_torch(tmp_path):
-    """tensorboardX would, where it is installed, for longer than all else takes to load."""
+    """tensorboardX would load it, which takes longer than all other imports."""
     (tmp_path / "torch.py").write_text("assert False")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import train"
     subprocess.run([sys.executable, "-c", code], check=True)

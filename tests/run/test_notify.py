@@ -1,4 +1,4 @@
-"""The user's command at events, and Weights & Biases: told of a run that never waits for them nor fails of them."""
+"""Test the user's command at events, and Weights & Biases. The run neither waits for them nor fails with them."""
 
 import dataclasses
 import json
@@ -74,7 +74,7 @@ def test_an_exception_is_a_failure_and_a_request_to_stop_is_none(tmp_path, error
 
 
 class FakeWandb:
-    """What of the package is used; `wrong` is raised by init."""
+    """The part of the package that is used. `init` raises `wrong`."""
 
     def __init__(self, wrong: BaseException | None = None):
         self.Settings, self.wrong, self.logged, self.finished = SimpleNamespace, wrong, [], False
@@ -116,11 +116,11 @@ def test_weights_and_biases_gets_the_numbers_under_one_id(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("wrong", [None, OSError("no network\nat all"), SystemExit(1)])
 def test_a_run_goes_on_without_weights_and_biases(tmp_path, monkeypatch, capfd, wrong):
-    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(wrong) if wrong else None)  # None: it is not installed
+    monkeypatch.setitem(sys.modules, "wandb", FakeWandb(wrong) if wrong else None)  # None: not installed
     monkeypatch.setattr(weights_and_biases, "WAITING", 2)
     wandb = Wandb(config_with(tmp_path, wandb="gpts"))
     wandb.thread.join()
-    for step in range(5):  # nobody takes the lines any more
+    for step in range(5):  # the service takes no more lines
         wandb.show({"step": step})
     wandb.close()
     error = capfd.readouterr().err

@@ -13,7 +13,7 @@ RUN = "gs://bucket/runs/mine"
 
 @pytest.fixture(params=[RUN, "store"])
 def elsewhere(request, gcs, tmp_path) -> str:
-    """A place for copies: in a bucket, or on another disk."""
+    """Return a place for copies: in a bucket, or on another disk."""
     return request.param if request.param == RUN else str(tmp_path / request.param)
 
 
@@ -27,7 +27,7 @@ def run_dir(tmp_path) -> Path:
 
 
 def found(folder: str) -> dict[str, str]:
-    """The files below a folder, and what is in them."""
+    """Return the files below a folder, with their content."""
     inside: dict[str, str] = {}
     for path in place(folder).iterdir():
         inner = {f"{path.name}/{name}": text for name, text in found(str(path)).items()} if path.is_dir() else {}
@@ -47,13 +47,13 @@ def test_what_changed_is_copied_again_and_what_is_gone_is_deleted(run_dir, elsew
     record = Record(run_dir, elsewhere)
     record.copy()
     (run_dir / "tensorboard/events.1").rename(run_dir / "tensorboard/events.3")
-    (run_dir / "summary.json").unlink()  # of a shorter run
+    (run_dir / "summary.json").unlink()  # left by a shorter run
     (run_dir / "metrics.jsonl").write_text("more lines")
     record.copy()
     inside = found(elsewhere)
     assert inside["metrics.jsonl"] == "more lines"
     assert inside.keys() == {*CONTINUES, "tensorboard/events.3", "tensorboard/hparams/events.2"} - {"summary.json"}
-    Record(run_dir, elsewhere).copy()  # of another process, which knows of no copy
+    Record(run_dir, elsewhere).copy()  # as another process, which knows of no copy
     assert found(elsewhere) == inside
 
 
@@ -66,7 +66,7 @@ def test_what_has_not_changed_is_not_copied_again(run_dir, gcs):
 
 
 def test_events_come_last_whichever_way(run_dir, elsewhere, tmp_path, monkeypatch):
-    """By them a start knows whether the copy has gone on: a kill before leaves a copy that is made again."""
+    """Events show a start if the copy is up to date: after a kill before them, the copy is made again."""
     order = []
 
     def noted(source, target):

@@ -1,4 +1,4 @@
-"""One of several processes that cannot read or write: what becomes of the run, and of the checkpoints."""
+"""Test the run and its checkpoints if one of several processes cannot read or write."""
 
 import pytest
 
@@ -67,7 +67,7 @@ run_command(main)
 
 
 def checkpoints_in(folder) -> tuple[list[str], int]:
-    """Names of the whole checkpoints, and how many were put aside."""
+    """Return the names of complete checkpoints, and the number set aside."""
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     return names, len(list(folder.glob("bad-checkpoints/*")))
 
@@ -85,7 +85,7 @@ def checkpoints_in(folder) -> tuple[list[str], int]:
     ],
 )
 def test_an_error_of_one_host_is_retried_and_condemns_no_checkpoint_that_is_sound(tmp_path, act, code, says, left):
-    """Nobody waits for one that cannot save: Orbax's barriers wait twenty minutes."""
+    """Nobody waits for a process that cannot save, although Orbax's barriers wait twenty minutes."""
     acts = [f"{tmp_path} sound", f"{tmp_path} {act}"]
     acts = reversed(acts) if act == "cannot begin" else acts
     said = finish(start(*(["-c", SCRIPT, each] for each in acts)), code)

@@ -1,4 +1,4 @@
-"""A run whose batch grows: a program a stage, tokens that are right, and an end that no kill at a border changes."""
+"""Test a run with a growing batch: one program per stage, correct tokens, and exact resumes at stage borders."""
 
 import logging
 import shutil
@@ -10,7 +10,7 @@ from run.events import Events, batch_of
 from tests.run.test_continuing import CONFIG
 from tests.test_train import figures, lines_of, run, write_folder
 
-RAMP = "0:256,1e3:512,1e6:1024"  # the second stage begins after 4 steps and 1,024 tokens; the run ends before the third
+RAMP = "0:256,1e3:512,1e6:1024"  # the second stage starts after 4 steps of 256; the third is never reached
 OPTIONS = (
     *("--config=tiny.py", "--steps=8", f"--batch.ramp={RAMP}", "--batch.tokens_per_step=512", "--eval.every_steps=4"),
     *("--batch.ramp_scaling=root", "--checkpoint.every_steps=1", "--checkpoint.keep=9"),
@@ -23,7 +23,7 @@ def trained(run_dir: str, *more: str, devices: int = 2) -> int:
 
 
 class Compilations(logging.Handler):
-    """What JAX says that it compiled."""
+    """Record JAX's messages about compilations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def compilations():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, compilations):
-    """A folder with a config, text, and in `whole` a run that nothing happened to."""
+    """Return a folder with a config, text, and in `whole` an uninterrupted run."""
     config = CONFIG.replace("GroupConfig(0.2)", "GroupConfig(0.2, beta2=0.9)")
     folder = write_folder(tmp_path_factory.mktemp("user"), config)
     with pytest.MonkeyPatch.context() as patch, jax.log_compiles():
@@ -66,7 +66,7 @@ def test_tokens_are_counted_by_stage(folder):
     assert [line["tokens"] for line in logged] == [256, 512, 768, 1024, 1536, 2048, 2560, 3072]
     assert [line["valid_tokens"] for line in logged] == [256] * 4 + [512] * 4
     assert figures(folder / "whole")["tokens"] == 3072
-    # The embedding's rate is constant, given for 512 tokens, and follows the root of the batch.
+    # The embedding's rate is constant, defined for 512 tokens, and scales with the root of the batch.
     rates = [line["learning_rate"]["embed"] for line in logged]
     assert rates[3] == pytest.approx(rates[4] * 0.5**0.5) and rates[4] == rates[7]
 
@@ -86,7 +86,7 @@ def test_killed_around_a_border_it_ends_as_the_untouched_one(folder, saved):
 
 @pytest.mark.slow
 def test_other_micro_batches_and_another_mesh_give_the_same_run(folder):
-    """K follows in each stage: 4 and 8 micro-batches of a row a device, in place of 1 and 2 of four rows."""
+    """K differs in each stage: 4 and 8 micro-batches of one row per device, instead of 1 and 2 of four rows."""
     assert trained("split", "--batch.rows_per_device=1", "--mesh.fsdp=2") == 0
     for ours, theirs in zip(lines_of(folder / "split"), lines_of(folder / "whole"), strict=True):
         for name in ours.keys() & {"loss", "val_loss", "grad_norm"}:

@@ -1,4 +1,4 @@
-"""The server's page in a browser."""
+"""Test the server's page in a browser."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The server, asked by OpenAI's own client."""
+"""Test the server with OpenAI's own client."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ class FakeEngine:
 
     def step(self) -> None:
         assert self.gate.wait(60)
-        time.sleep(0.001)  # or endless answers are faster than those who read them
+        time.sleep(0.001)  # or endless answers outrun their readers
         self.together = max(self.together, len(self.active))
         for answer in self.active:
             if len(answer.tokens) == answer.most:
@@ -94,7 +94,7 @@ def endless(prompt: list[int]) -> Iterator[int]:
 
 @contextmanager
 def served(engine, queue: int = 8) -> Iterator[openai.OpenAI]:
-    """A client, which tries nothing again, of a server that answers by `engine`. What stops the server is raised."""
+    """Serve `engine`. Yield a client that never retries. Raise what stops the server."""
     batcher = Batcher(engine, queue)
     server, bound = make_server(Service(batcher, TOKENIZER, "tiny", Sampling(top_k=40))), listener("127.0.0.1", 0)
     with ThreadPoolExecutor(1) as pool:
@@ -135,7 +135,7 @@ def fetch(client: openai.OpenAI, path: str, body: bytes | None = None) -> tuple[
 
 
 def load(client: openai.OpenAI) -> tuple[int, int]:
-    """Return how many requests are answered, and how many wait."""
+    """Return the numbers of running and waiting requests."""
     health = fetch(client, "/health")[1]
     return health["busy"], health["waiting"]
 
@@ -147,7 +147,7 @@ def test_an_answer_streamed_or_not_has_its_text_reason_and_counts():
         *parts, counts = ask(client, stream=True, stream_options={"include_usage": True})
         assert [model.id for model in client.models.list()] == ["tiny"]
     assert answer.choices[0].message.content == "".join(texts(parts)) == text + "`2+2` = `4"
-    assert "😀" in texts(parts) and len(parts) > len(text)  # a character comes complete, of its four tokens
+    assert "😀" in texts(parts) and len(parts) > len(text)  # a character of four tokens arrives complete
     assert answer.choices[0].finish_reason == parts[-1].choices[0].finish_reason == "stop"
     prompt, new = len(render(TOKENIZER, messages_of(HELLO), ask=True)), len(spell(text, *call))
     for usage in (answer.usage, counts.usage):

@@ -1,4 +1,4 @@
-"""chat.py as a person uses it, in a terminal of its own, and the conversation behind it."""
+"""Use chat.py in a terminal of its own, and test the conversation behind it."""
 
 import fcntl
 import os
@@ -36,7 +36,7 @@ def written(folder, ours: Network):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """One that answers Zé€!, and one that never ends."""
+    """Return two folders of networks: one answers Zé€!, the other never ends."""
     made = tmp_path_factory.mktemp("networks")
     x, y = LETTERS["xy"]
     endless = chain(ASK, x, y, x)
@@ -51,11 +51,11 @@ def command(folder, *options):
 
 
 class Typed:
-    """A terminal with chat.py in it."""
+    """A terminal that runs chat.py."""
 
     def __init__(self, arguments):
         self.screen, inner = pty.openpty()
-        own = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that Ctrl-C reaches it
+        own = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C must reach it
         self.process = subprocess.Popen(
             arguments, stdin=inner, stdout=inner, stderr=inner, start_new_session=True, preexec_fn=own
         )
@@ -63,7 +63,7 @@ class Typed:
         self.seen = b""
 
     def until(self, pattern: str, seconds: float = 300) -> str:
-        """What it shows up to a match, which is then done with."""
+        """Wait for output that matches `pattern`, and return the output up to the match. Later calls start after it."""
         limit = time.monotonic() + seconds
         while not (match := re.search(pattern.encode(), self.seen)):
             assert time.monotonic() < limit, (pattern, self.seen[-2000:])

@@ -1,4 +1,4 @@
-"""A run for hooks: its progress, and checkpoints in memory."""
+"""Make a run for hooks: its progress, and checkpoints in memory."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from tests.helpers import tiny_config
 from training.state import TrainState
 
 NOTHING = Due(log=False, evaluate=False, save=False)
-TOKENS = 256  # of a step
+TOKENS = 256  # per step
 
 
 def config_of(run_dir: object, **options: Any) -> Config:
@@ -23,7 +23,7 @@ def config_of(run_dir: object, **options: Any) -> Config:
 
 
 def progress(config: Config, step: int = 0, **start: Any) -> Progress:
-    """Return how far a run is that starts after `step`. The rows of a batch are its number."""
+    """Return the progress of a run that starts after `step`. The rows of a batch are its number."""
     begins = Start(TrainState(step, {}, (), 0), step, **{"tokens": step * TOKENS, **start})  # pyright: ignore
     run = Progress(config, begins, SimpleNamespace(row_numbers=lambda i: i))  # pyright: ignore
     run.clock.start()
@@ -31,13 +31,13 @@ def progress(config: Config, step: int = 0, **start: Any) -> Progress:
 
 
 def built_of(config: Config) -> Any:
-    """Return what hooks read of a build."""
+    """Return the parts of a build that hooks read."""
     mesh = SimpleNamespace(devices=np.array([SimpleNamespace(device_kind="cpu")]), size=1)
     return SimpleNamespace(config=config, mesh=mesh)
 
 
 class Saved:
-    """Checkpoints in memory; those of `failing_steps` fail."""
+    """Checkpoints in memory. Saves at `failing_steps` fail."""
 
     def __init__(self, failing_steps=()):
         self.steps, self.failing_steps, self.facts, self.scores = [], set(failing_steps), {}, {}

@@ -1,4 +1,4 @@
-"""What is evaluated, and when."""
+"""Test what is evaluated, and when."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -24,11 +24,11 @@ BOTH = TEXT._replace(tasks=True)
         (20, TEXT, False, {}, ["val_loss"]),
         (30, TASKS, False, {}, ["core"]),
         (60, BOTH, False, {}, ["val_loss", "core"]),
-        (60, BOTH, True, {}, []),  # the machine may be gone in seconds
+        (60, BOTH, True, {}, []),  # the machine may disappear in seconds
         (60, BOTH, False, {"step": 60, "val_loss": 2.0}, ["core"]),
         (60, BOTH, False, {"step": 60, "core": 0.1}, ["val_loss"]),
         (60, BOTH, False, {"step": 40, "val_loss": 2.0}, ["val_loss", "core"]),
-        # At a start: what is due after the newest checkpoint's step, but no benchmark of step 0.
+        # At a start: evaluations due after the newest checkpoint's step, but no benchmark of step 0.
         (0, None, False, {}, ["val_loss"]),
         (7, None, False, {}, []),
         (60, None, False, {}, ["val_loss", "core"]),
@@ -55,4 +55,4 @@ def test_what_is_due_and_not_on_record_is_evaluated(tmp_path, monkeypatch, step,
     assert all((line["step"], line["tokens"]) == (step, 256 * step) for line in lines) and len(said) == len(expected)
     assert [measure.called, tasks.called] == [name in expected for name in ("val_loss", "core")]
     assert saved.scores == ({step: 1.0} if measure.called else {})
-    assert (times.spent["evaluation"] > 0) == bool(expected) and run.clock.seconds == 0  # an evaluation is no training
+    assert (times.spent["evaluation"] > 0) == bool(expected) and run.clock.seconds == 0  # no training

@@ -1,4 +1,4 @@
-"""Changes and rollbacks in the run's metrics, each once."""
+"""Test that changes and rollbacks enter the run's metrics once each."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from tests.run.hooks.runs import config_of, progress
     [
         ([], [], 0, []),
         (["steps: 20 -> 40"], [], 0, [{"changes": ["steps: 20 -> 40"]}]),
-        ([], [(10, 1), (20, 2)], 0, [{"rollback": {"position": 2}}]),  # the first is to another checkpoint
+        ([], [(10, 1), (20, 2)], 0, [{"rollback": {"position": 2}}]),  # the first leads to another checkpoint
         ([], [(20, 1), (20, 2)], 1, [{"rollback": {"position": 1}}, {"rollback": {"position": 2}}]),  # killed between
         ([], [(20, 1), (20, 2)], 2, [{"rollback": {"position": 1}}, {"rollback": {"position": 2}}]),
     ],

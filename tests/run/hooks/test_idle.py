@@ -1,4 +1,4 @@
-"""How long the devices wait for data."""
+"""Test the measured time in which devices wait for data."""
 
 import threading
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""What is said of the steps: skipped ones, and jumps of the loss."""
+"""Test the messages about skipped steps and jumps of the loss."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from tests.run.hooks.runs import NOTHING, config_of, progress
 
 
 class Judged:
-    """A judge of steps that are given to it."""
+    """A judge of given losses."""
 
     def __init__(self, config, folder, losses):
         self.said, self.skipped = [], 0

@@ -1,4 +1,4 @@
-"""The logged lines: which step each is of, and when its metrics are read."""
+"""Test the logged lines: the step of each, and when its metrics are read."""
 
 import itertools
 from unittest.mock import Mock
@@ -41,7 +41,7 @@ def test_a_line_is_written_while_the_next_step_runs_unless_a_save_or_an_evaluati
         run.step = step
         metrics = {"loss": loss, "grad_norms": {"embed": 0.5}, "skipped_steps": 0}
         log.after_step(run, metrics, due if step == 2 else NOTHING)  # pyright: ignore
-        if step == 1:  # from whose time the watchdog's limit follows
+        if step == 1:  # the watchdog's limit follows from its time
             assert [read.step for read in log.just_read] == [1]
         if step == 2:
             assert [read.step for read in log.just_read] == [2] * read_at_once
@@ -68,8 +68,8 @@ def test_a_resumed_run_has_the_noise_scale_s_window_up_to_its_checkpoint(tmp_pat
 
 
 def test_steps_that_are_read_together_count_in_the_watchdog_s_limit_with_their_mean_time(tmp_path):
-    config = config_of(tmp_path, hang=HangConfig(seconds=0))  # without a thread
-    now = itertools.count(step=60.0)  # a minute passes whenever it is asked
+    config = config_of(tmp_path, hang=HangConfig(seconds=0))  # no thread
+    now = itertools.count(step=60.0)  # each call is a minute later
     watch = Watch(config, Times())
     log, run = Log(built_of(config), watch, lambda position: {}, None, print), progress(config)
     watch.begin(run)
@@ -81,5 +81,5 @@ def test_steps_that_are_read_together_count_in_the_watchdog_s_limit_with_their_m
         metrics = {"loss": 2.0, "grad_norms": {}, "skipped_steps": 0}
         log.after_step(run, metrics, NOTHING._replace(log=step == 5))  # pyright: ignore
     log.close(), watch.close()
-    assert len(watch.watchdog.each) == 2  # the first step, and steps 2 to 5 when step 6 was given
+    assert len(watch.watchdog.each) == 2  # the first step, and steps 2 to 5 once step 6 has started
     assert watch.watchdog.each[1] == pytest.approx(60 / (4 * TOKENS))

@@ -1,4 +1,4 @@
-"""Which steps are traced."""
+"""Test which steps are traced."""
 
 import jax
 import pytest
@@ -14,7 +14,7 @@ from tests.run.hooks.runs import NOTHING, config_of, progress
         ("", 0, 0, [], []),
         ("10:15", 0, 0, ["from 9", "to 15"], []),
         ("10:15", 9, 0, ["from 9", "to 15"], []),
-        ("38:50", 0, 0, ["from 37", "to 40"], []),  # what there is of it
+        ("38:50", 0, 0, ["from 37", "to 40"], []),  # the part of the range within the run
         ("10:15", 0, 1, [], []),
         ("2:15", 2, 0, [], ["--profile.steps=2:15: step 2 is done already; nothing is traced"]),
     ],

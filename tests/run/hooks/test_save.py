@@ -1,4 +1,4 @@
-"""When the run is saved, and what follows from a save that fails."""
+"""Test when the run is saved, and what follows a failed save."""
 
 import itertools
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ ALL = range(41)
 
 
 class Run:
-    """40 steps, none of which is computed. Three failed saves end them."""
+    """40 steps that compute nothing. Three failed saves end them."""
 
     def __init__(self, saved: Saved, run_dir: object, **options):
         config, self.said, self.gave_up = config_of(run_dir, **options), [], ""
@@ -44,7 +44,7 @@ def pauses(monkeypatch):
     ("failing", "steps", "failures", "gave_up", "waits"),
     [
         ([], [10, 20, 30, 40], [], "", 0),
-        ([10], [16, 20, 30, 40], [1], "", 0),  # tried again after the next logged step knows of it
+        ([10], [16, 20, 30, 40], [1], "", 0),  # retried after the next logged step detects the failure
         ([10, 16], [20, 30, 40], [1, 2], "", 0),
         ([40], [10, 20, 30], [1, 2, 3], "the newest checkpoint is of step 30", 2),  # after a pause
         (ALL, [], [1, 2, 3], "no checkpoint was saved", 0),
@@ -69,8 +69,8 @@ def test_a_disk_that_is_away_for_a_while_does_not_end_the_run(tmp_path, monkeypa
 
 
 def test_minutes_make_a_checkpoint_due_after_a_step_that_is_logged(tmp_path, monkeypatch):
-    clock = itertools.count(step=13.0)  # asked at the start, at each logged step, and at each save
+    clock = itertools.count(step=13.0)  # one call at the start, per logged step, and per save
     monkeypatch.setattr("run.hooks.save.time", SimpleNamespace(monotonic=lambda: next(clock)))
     saved = Saved()
     Run(saved, tmp_path, checkpoint=CheckpointConfig(every_steps=1000, every_minutes=0.5))
-    assert saved.steps == [16, 31, 40]  # 39 seconds, at the third
+    assert saved.steps == [16, 31, 40]  # 39 seconds, at the third line

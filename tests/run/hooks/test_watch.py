@@ -1,4 +1,4 @@
-"""What the watchdog is given to watch, and what follows from a hang."""
+"""Test what the watchdog watches, and what follows a hang."""
 
 from unittest.mock import Mock
 
