@@ -50,7 +50,7 @@ def test_an_option_that_cannot_work_is_named(made, monkeypatch):
 
 
 def folder_of(tmp_path: Path) -> Path:
-    """Tokens of 9 documents, of which some stand there more than once; token 0 is the BOS."""
+    """Write tokens of 9 documents, with duplicates. Token 0 is the BOS."""
     train_tokenizer(["some words of text " * 50], 266).save(tmp_path)
     documents = [[0, 9, 10, 11], [0, 12], [0, 9, 10, 11], [0, 13, 14, 15, 16, 9, 10, 11, 12], [0, 12], [0, 12], [0, 13]]
     write_shard(tmp_path / "train_0.bin", np.concatenate(documents[:4]), 266)
@@ -71,14 +71,14 @@ def test_documents_their_bytes_and_what_repeats(facts, monkeypatch):
     assert facts.train.bytes.tolist() == [3, 1, 3, 8, 1, 1, 1]
     assert facts.repeats.tolist() == [False, False, True, False, True, True, False]
     assert facts.leaked.tolist() == [True, False]
-    monkeypatch.setattr("tools.dataset.facts.AT_ONCE", 3)  # documents are read in many pieces
+    monkeypatch.setattr("tools.dataset.facts.AT_ONCE", 3)  # reads documents in many pieces
     again = read_facts(facts.dataset, 6)
     assert all(np.array_equal(a, b) for a, b in zip(facts.train, again.train))
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
 def test_what_packing_costs_is_what_its_rows_show(facts, packing, tmp_path):
-    """By looking at every position of every row."""
+    """Count at every position of every row."""
     rows = facts.dataset.rows("train", DataConfig(packing=packing), 6, tmp_path / "plans")
     packed = facts.packed[packing]
     seen, positions = [], 0
@@ -94,7 +94,7 @@ def test_what_packing_costs_is_what_its_rows_show(facts, packing, tmp_path):
 
 
 def test_documents_that_would_fit_a_row_are_cut_by_stream_alone(facts):
-    # They start at 0, 4, 6, 10, 19, 21 and 23; six fit 6 positions, and that at 23 lies in two rows.
+    # Pieces start at 0, 4, 6, 10, 19, 21 and 23. Six fit 6 positions; the one at 23 is in two rows.
     assert facts.packed["stream"].cut == pytest.approx(1 / 6) and facts.packed["best_fit"].cut == 0
 
 
@@ -138,7 +138,7 @@ def test_of_conversations_it_says_what_is_learned_and_marks_it(tmp_path, monkeyp
     printed, page = capsys.readouterr().out, (tmp_path / "data" / "dataset.html").read_text()
     dataset = open_dataset(str(tmp_path / "data"), DataConfig(), 0, tmp_path / "cache")
     facts, (answer,) = read_facts(dataset, 40), dataset.tokenizer.encode(["answer"])
-    assert facts.train.learned.sum() + facts.val.learned.sum() == 120 * (len(answer) + 1)  # with its end
+    assert facts.train.learned.sum() + facts.val.learned.sum() == 120 * (len(answer) + 1)  # the end token included
     assert re.search(r"learned   [\d,]+ of [\d,]+ training tokens are an assistant's", printed) and "whole  " in printed
     assert "stream" not in printed and "chat.jsonl line " in page and "file not known" not in page
     assert inspect(monkeypatch, tmp_path / "data", *SIZES, "--step=0", "--packing=whole", "--rows=1") == 0

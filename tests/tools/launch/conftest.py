@@ -1,4 +1,4 @@
-"""What every launcher's tests start from."""
+"""Define the fixture that every launcher's tests share."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.tools.launch.stand_in import StandIn
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch) -> StandIn:
-    """A repository with a stand-in for train.py, which is the working folder."""
+    """Make a repository with a stand-in for train.py, and work in it."""
     made = StandIn(tmp_path / "repository", tmp_path / "notes")
     monkeypatch.chdir(made.root)
     return made

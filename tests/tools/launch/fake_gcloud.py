@@ -1,22 +1,22 @@
-"""A stand-in for gcloud's queued resources, whose hosts are folders and whose ssh runs local processes.
+"""Imitate gcloud's queued resources: hosts are folders, and ssh runs local processes.
 
-Its state is in the folder FAKE_GCLOUD. `plan` says, for each zone, how each request in turn ends: `active`,
-`stockout` (FAILED), `waits` (WAITING_FOR_RESOURCES for ever) or `refused`. A request goes on by a state whenever it is
-described. As gcloud does, ssh runs a command again whose connection broke, and ends with 255 where it keeps breaking.
+State is in the folder FAKE_GCLOUD. For each zone, `plan` lists how its requests end: `active`, `stockout` (FAILED),
+`waits` (WAITING_FOR_RESOURCES forever) or `refused`. A request moves on by one state each time it is described. As with
+gcloud, ssh repeats a command if its connection broke, and ends with 255 if it keeps breaking. These files hold counts:
 
-    breaks    so many times a connection breaks after the command has run
-    deaf      so many times ssh ends with 255 without having run anything
-    refuses   so many times a deletion is refused
-    stalls    so many times ssh and scp do not come back
-    expired   so many times no command works, since the credentials have expired
-    offline   so many times no command works, since there is no network
-    failing   so many times the set-up fails on one host
-    slow      so many times a resource is described as DELETING after its deletion
-    closed    a zone that the project may not use
-    workers   the hosts of a slice; 2 unless it is there
-    oslogin   if it is there, hosts are logged in to under the local user's name, whatever is asked for
+    breaks    connections that break after the command has run
+    deaf      ssh calls that end with 255 and run nothing
+    refuses   deletions that are refused
+    stalls    ssh and scp calls that never return
+    expired   commands that fail because the credentials have expired
+    offline   commands that fail for want of a network
+    failing   set-ups that fail on one host
+    slow      descriptions as DELETING after a deletion
+    workers   hosts per slice; 2 without the file
 
-With ssh a command gets LAUNCH_ROOT, where it has all that a host's users share. gs://bucket is the folder `bucket`.
+`closed` names a zone that the project may not use. If `oslogin` exists, users log in under their local name.
+
+With ssh, a command gets LAUNCH_ROOT for what the users of a host share. gs://bucket is the folder `bucket`.
 """
 
 import json
@@ -36,10 +36,10 @@ STEPS = ["ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]
 
 
 def counted(name: str) -> bool:
-    """Whether this is one of the times that are set for `name`."""
+    """Use up one of the times that are set for `name`; return False if none is left."""
     path = HOME / name
     left = int(path.read_text()) if path.exists() else 0
-    if left:  # whole at any time, since tests read and write it, too
+    if left:  # always a complete number, since tests read and write it too
         path.with_suffix(".new").write_text(str(left - 1))
         path.with_suffix(".new").rename(path)
     return left > 0
@@ -60,7 +60,7 @@ def resource(name: str, zone: str) -> Path:
 
 def update(path: Path, **facts) -> dict:
     known = (json.loads((path / "facts").read_text()) if (path / "facts").exists() else {}) | facts
-    if not facts:  # nothing to write, which could undo what another process writes meanwhile
+    if not facts:  # nothing to write: it could undo another process's write
         return known
     path.mkdir(parents=True, exist_ok=True)
     (path / "fresh").write_text(json.dumps(known))
@@ -101,7 +101,7 @@ def describe(path: Path) -> int:
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Every process whose working folder is there."""
+    """Return every process whose working folder is there."""
     result = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -111,14 +111,14 @@ def processes_in(folder: Path) -> list[int]:
 
 
 def take(path: Path, state: str = "SUSPENDED") -> None:
-    """The machines are gone, with all that ran on them."""
+    """Remove the machines, with all that runs on them."""
     update(path, state=state)
     take_hosts(path, "host-")
 
 
 def take_hosts(path: Path, name: str) -> None:
-    """The hosts whose names begin so are gone, disks first, at once: a command that arrives meanwhile finds an empty
-    disk."""
+    """Remove the hosts whose names start with `name` at once, disks first: a command that arrives meanwhile finds an
+    empty disk."""
     lost = Path(tempfile.mkdtemp(dir=HOME))
     for host in path.glob(f"{name}*"):
         host.rename(lost / host.name)
@@ -154,7 +154,7 @@ def hosts(path: Path, given: dict[str, str]) -> list[Path]:
 
 
 def home(host: Path, words: list[str]) -> Path:
-    """The home folder of whoever logs in."""
+    """Return the home folder of the user who logs in."""
     asked = next((word.split("@")[0] for word in words if "@" in word and not word.startswith("--")), "")
     user = os.environ.get("USER", "root") if (HOME / "oslogin").exists() or not asked else asked
     (host / f"home-{user}").mkdir(exist_ok=True)

@@ -17,8 +17,8 @@ Pod = tuple[int, int]
 
 
 def start(jobset: dict, code: Path, python: Path, secrets: dict[str, dict[str, str]]) -> dict[Pod, subprocess.Popen]:
-    """Start every Job's pods, each with the environment that its template gives it. `python` is a folder for a program
-    of that name, since a link to Python would not find its packages."""
+    """Start every Job's pods, each with the environment of its template. The folder `python` gets a program of that
+    name, since a link to Python would not find its packages."""
     python.mkdir(exist_ok=True)
     (python / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     (python / "python").chmod(0o755)
@@ -44,7 +44,7 @@ def start(jobset: dict, code: Path, python: Path, secrets: dict[str, dict[str, s
                 else:
                     environment[entry["name"]] = labels[entry["valueFrom"]["fieldRef"]["fieldPath"]]
             host, _ = environment["JAX_COORDINATOR_ADDRESS"].split(":")
-            assert host == f"{name}-{replicated['name']}-0-0.{name}"  # the name that JobSet's DNS gives
+            assert host == f"{name}-{replicated['name']}-0-0.{name}"  # its name in JobSet's DNS
             environment["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
             words, pipe = [*container["command"], *container["args"]], subprocess.PIPE
             started[index, number] = subprocess.Popen(
@@ -54,8 +54,8 @@ def start(jobset: dict, code: Path, python: Path, secrets: dict[str, dict[str, s
 
 
 def action_after(jobset: dict, codes: dict[Pod, int], evicted: Pod | None = None) -> str:
-    """Return what the JobSet does after the pods that have ended with these codes, of which one may have been drained:
-    nothing, or the action of its failure policy. RestartJobSet alone counts towards `maxRestarts`."""
+    """Return what the JobSet does after pods ended with these codes and one may have been drained: nothing, or its
+    failure policy's action. Only RestartJobSet counts towards `maxRestarts`."""
     (replicated,) = jobset["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     assert job["backoffLimit"] == 0
@@ -73,7 +73,7 @@ def action_after(jobset: dict, codes: dict[Pod, int], evicted: Pod | None = None
 
 
 def failure(rules: list[dict], code: int, evicted: bool) -> tuple[str, str]:
-    """Return the reason and the message of a Job's failure by one of its pods."""
+    """Return the reason and the message of a Job's failure caused by one pod."""
     for index, rule in enumerate(rules):
         assert rule["action"] == "FailJob"
         matches = evicted

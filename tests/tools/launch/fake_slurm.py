@@ -1,7 +1,7 @@
-"""A stand-in for SLURM: sbatch, srun, scontrol, squeue, scancel and sinfo, by its first word, on local processes.
+"""Imitate SLURM's sbatch, srun, scontrol, squeue, scancel and sinfo, given as the first word, on local processes.
 
-Its jobs are in the folder FAKE_SLURM. As in SLURM, a job's script is not started again unless it
-asks; a signal goes to every process of the tasks and spares the script; srun ends with the highest code of its tasks.
+Jobs are in the folder FAKE_SLURM. As in SLURM, a job's script restarts only if it asks; signals reach every process of
+the tasks but not the script; srun ends with the highest code of its tasks.
 """
 
 import json
@@ -34,9 +34,9 @@ def sbatch(script: str) -> int:
     (HOME / job).mkdir()
     text = Path(script).read_text()
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.MULTILINE))
-    (HOME / job / "script").write_text(text)  # SLURM keeps a copy
+    (HOME / job / "script").write_text(text)  # SLURM stores a copy
     update(job, state="PENDING", restarts=0, options=options)
-    null = subprocess.DEVNULL  # whoever called sbatch does not wait for the job's output
+    null = subprocess.DEVNULL  # sbatch's caller does not wait for the job's output
     subprocess.Popen([sys.executable, __file__, "run", job], stdout=null, stderr=null, start_new_session=True)
     print(f"Submitted batch job {job}")
     return 0
@@ -67,7 +67,7 @@ def run(job: str) -> int:
 
 def srun(*words: str) -> int:
     options = words[: words.index("bash")]
-    assert "--kill-on-bad-exit=0" in options  # else a task that ends first would end the others while they save
+    assert "--kill-on-bad-exit=0" in options  # or a task that ends first would end the others while they save
     command, job, tasks = words[len(options) :], os.environ["SLURM_JOB_ID"], []
     for number in range(int(os.environ["SLURM_NTASKS"])):
         host = ("localhost", "otherhost")[number]
@@ -98,7 +98,7 @@ def scontrol(*words: str) -> int:
         print("   ReqNodeList=(null) ExcNodeList=(null)")
         return 0
     assert words[0] == "requeue"
-    deaf = HOME / "deaf"  # so many times it does not answer
+    deaf = HOME / "deaf"  # the number of calls without an answer
     if deaf.exists() and (times := int(deaf.read_text())):
         deaf.write_text(str(times - 1))
         print("scontrol: error: Unable to contact slurm controller", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""SLURM itself for a test: a controller and three nodes that are this machine."""
+"""Run SLURM for a test: a controller, and three nodes on this machine."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ import pytest
 
 from tests.ports import free_ports
 
-# With CompleteWait no job begins while a node still ends the one before, so that a job gets the same nodes again.
+# With CompleteWait no job starts while a node still ends the previous one. So a job gets the same nodes again.
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost=localhost
@@ -45,10 +45,10 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 @contextmanager
 def real(monkeypatch):
-    """A SLURM of this test's own: a controller and three nodes that are this machine."""
+    """Start a controller and three nodes on this machine."""
     if not (shutil.which("slurmctld") and shutil.which("slurmd")):
         pytest.skip("SLURM itself is not installed (Debian: slurm-wlm): slurmctld and slurmd did not run")
-    temporary = tempfile.TemporaryDirectory(prefix="slurm-")  # a short path: it holds Unix sockets
+    temporary = tempfile.TemporaryDirectory(prefix="slurm-")  # a short path, since it contains Unix sockets
     folder, ports = Path(temporary.name), free_ports(4)
     for name in ("state", "node0.spool", "node1.spool", "node2.spool"):
         (folder / name).mkdir(parents=True)
@@ -66,7 +66,7 @@ def real(monkeypatch):
             )
             time.sleep(0.5)
 
-        def hurry() -> None:  # SLURM holds a job that is queued again back for two minutes
+        def hurry() -> None:  # SLURM delays a requeued job by two minutes
             while not over.wait(1):
                 subprocess.run(["scontrol", "update", "JobId=1", "StartTime=now"], capture_output=True, check=False)
 

@@ -1,7 +1,7 @@
-"""A repository with a train.py that ends as planned, for tests of how it is launched.
+"""Make a repository with a train.py that ends as planned, for tests of launchers.
 
-`plan` holds, for each start, the exit code of each process: a number, `wait` (until SIGTERM, then 143), or `kill`
-(itself). The last start is repeated. What happened is in one line a start and process.
+`plan` contains, for each start, the exit code of each process: a number, `wait` (until SIGTERM, then 143), or `kill`
+(itself). The last start is repeated. Each start of a process writes a line.
 """
 
 import json
@@ -52,7 +52,7 @@ def get_config():
 
 
 class StandIn:
-    """The repository at `root`; `folder` has the plan of its runs and notes on them."""
+    """The repository at `root`. `folder` contains the plan and notes of its runs."""
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.root, self.folder = root, folder
@@ -63,18 +63,18 @@ class StandIn:
         (root / ".gitignore").write_text(".venv\n")
         subprocess.run(["git", "init", "--quiet", root], check=True)
         self.setup = f"mkdir -p .venv/bin && ln -sf {sys.executable} .venv/bin/python"
-        """What makes .venv there: this test's own Python."""
+        """A command that links .venv to this test's own Python."""
 
     def plan(self, *starts: list) -> None:
         (self.folder / "plan").write_text(json.dumps(starts))
 
     def starts(self, process: int = 0) -> list[dict]:
-        """What each start of a process was given."""
+        """Return the arguments and environment of each start of a process."""
         path = self.folder / f"starts.{process}"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def both_have_started(self, times: int = 1) -> bool:
-        """Whether each of two processes has started so often."""
+        """Return whether each of two processes has started exactly `times` times."""
         return [len(self.starts(process)) for process in range(2)] == [times, times]
 
 
@@ -86,7 +86,7 @@ def wait_for(happened: Callable[[], object], seconds: float = 60) -> None:
 
 
 def put_on_path(folder: Path, commands: dict[str, str], monkeypatch) -> None:
-    """Make shell scripts, by their names, and let them come before any other program."""
+    """Write shell scripts, by their names, and put them first on PATH."""
     folder.mkdir(exist_ok=True)
     for name, script in commands.items():
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")

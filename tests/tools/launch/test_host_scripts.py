@@ -1,4 +1,4 @@
-"""What is done on a TPU host, each thing twice, as when gcloud repeats it."""
+"""Run the scripts of a TPU host, each twice, as gcloud may repeat them."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ from tools.launch.job import JobOptions, make_job
 
 @pytest.fixture
 def host(repository, tmp_path):
-    """Runs a command as ssh does, twice, and returns its output; and the repository that is sent there."""
+    """Return a function that runs a command twice, as ssh may, the repository, and a function that installs it."""
     home = tmp_path / "home"
     home.mkdir()
     environment = os.environ | {"HOME": str(home), "LAUNCH_PAUSE": "0.02", "LAUNCH_ROOT": str(tmp_path / "var")}
@@ -42,8 +42,8 @@ def host(repository, tmp_path):
 
 
 def kill(folder) -> None:
-    """Kills every process whose working folder is there, as a reboot does, and waits until none is left: a process
-    keeps its locks until it has ended."""
+    """Kill every process whose working folder is there, as a reboot does. Wait until all have ended, since a process
+    keeps its locks until then."""
     alive = True
     while alive:
         alive = False
@@ -78,13 +78,13 @@ def test_a_stop_saves_and_lasts(host):
     assert ssh(host_scripts.state("tiny")).split()[1] == "running"
     ssh(host_scripts.stop("tiny"))
     wait_for(lambda: " ended 143" in ssh(host_scripts.state("tiny")))
-    prepare(1)  # as where another host was replaced at the same time
+    prepare(1)  # as after the replacement of another host
     ssh(host_scripts.start("tiny"))
     assert " ended 143" in ssh(host_scripts.state("tiny")) and len(repository.starts()) == 1
 
 
 def test_where_nothing_was_prepared_nothing_is_known_started_or_stopped(host):
-    """Or where the disk was lost since: that is no error, and `state` tells of it."""
+    """A lost disk looks the same: it is no error, and `state` reports it."""
     ssh, _, _ = host
     assert ssh(host_scripts.start("other")) == ssh(host_scripts.stop("other")) == ""
     assert ssh(host_scripts.state("other")).split()[1] == "none"
@@ -97,7 +97,7 @@ def test_crashes_are_counted_over_a_reboot_and_forgotten_by_a_person(host, tmp_p
     wait_for(lambda: len(repository.starts()) == 2)
     kill(tmp_path / "var")
     ssh(host_scripts.start("tiny"))
-    wait_for(lambda: " ended 137" in ssh(host_scripts.state("tiny")))  # the second crash, of one that may be repeated
+    wait_for(lambda: " ended 137" in ssh(host_scripts.state("tiny")))  # the second crash, of a repeatable kind
     assert len(repository.starts()) == 3
     prepare(2)
     ssh(host_scripts.start("tiny"))
@@ -110,10 +110,10 @@ def test_who_starts_the_run_again_while_it_saves_at_its_limit_keeps_the_slices(h
     prepare(2, until=round(time.time()) + 1)
     (tmp_path / "var/tiny/lock").touch()
     with (tmp_path / "var/tiny/lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # as a run that saves for long
+        fcntl.flock(lock, fcntl.LOCK_EX)  # like a run that saves for long
         ssh(host_scripts.start("tiny"))
         wait_for((tmp_path / "var/tiny/stop").exists)
-        soon = round(time.time()) + 15  # longer than preparing takes on a busy machine
+        soon = round(time.time()) + 15  # longer than preparation takes on a busy machine
         prepare(3, until=soon)
     ssh(host_scripts.start("tiny"))
     wait_for(lambda: len(repository.starts()) == 1)

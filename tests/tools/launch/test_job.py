@@ -1,4 +1,4 @@
-"""What every launcher reads: hardware, the job, the archive of the code, and the command line."""
+"""Test what every launcher reads: hardware, the job, the archive of the code, and the command line."""
 
 import re
 import subprocess

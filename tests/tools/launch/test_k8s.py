@@ -1,5 +1,5 @@
-"""`python -m tools.launch k8s`: JobSets that the definition of JobSet allows, and that end as the exit codes say, by
-what Kubernetes does with them (fake_kubernetes.py); no cluster is asked."""
+"""Test `python -m tools.launch k8s` without a cluster: its JobSets match JobSet's schema, and end by their exit codes
+in fake_kubernetes.py."""
 
 import gzip
 import json
@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def schema():
-    """JobSet's definition, made to refuse fields that it does not have, as kubectl does."""
+    """Return JobSet's schema, which rejects unknown fields, as kubectl does."""
     text = gzip.decompress((Path(__file__).parent / "jobset/jobset.x-k8s.io_jobsets.yaml.gz").read_bytes())
     (version,) = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))["spec"]["versions"]
     definition = version["schema"]["openAPIV3Schema"]
-    definition["properties"]["metadata"] = {"type": "object"}  # the cluster's own
+    definition["properties"]["metadata"] = {"type": "object"}  # the cluster's own fields
 
     def strict(part):
         if isinstance(part, dict):
@@ -45,7 +45,7 @@ def schema():
 
 
 def dry_run(capsys, hardware: str, *options: str, train: tuple[str, ...] = (BUCKET,)) -> tuple[list[str], dict]:
-    """The commands that would be typed, and the JobSet."""
+    """Return the commands that would run, and the JobSet."""
     words = [f"--hardware={hardware}", "--image=REGISTRY/tokensum", *options]
     assert main(["k8s", "up", "--dry_run", *words, "--", "--config=tiny.py", *train]) == 0
     commands, _, text = capsys.readouterr().out.partition(" <<'END'\n")
@@ -53,7 +53,7 @@ def dry_run(capsys, hardware: str, *options: str, train: tuple[str, ...] = (BUCK
 
 
 def job_of(jobset: dict) -> tuple[int, dict, dict]:
-    """How often a JobSet has its Job, the Job, and its pods."""
+    """Return the number of a JobSet's Jobs, the Job, and its pods."""
     (replicated,) = jobset["spec"]["replicatedJobs"]
     job = replicated["template"]["spec"]
     return replicated["replicas"], job, job["template"]["spec"]
@@ -78,7 +78,7 @@ def test_a_jobset_is_what_its_definition_allows(repository, capsys, schema, hard
     claim = {"claimName": "corpus", "readOnly": True}
     assert {"name": "data", "persistentVolumeClaim": claim} in pod["volumes"]
     assert {"name": "data", "mountPath": "/data", "readOnly": True} in container["volumeMounts"]
-    # Names that become hostnames, of which 63 letters are the most.
+    # Names become hostnames, which have at most 63 letters.
     assert len(f"{jobset['metadata']['name']}-workers-999-9999") <= 63
     with pytest.raises(UserError, match=r"--data\.source=/data/mine is on this machine"):
         dry_run(capsys, hardware, "--name=tiny", train=train)
@@ -109,7 +109,7 @@ def test_slices_and_nodes_are_asked_for_as_gke_names_them(repository, capsys):
 
 
 def pods_of(repository, jobset: dict, tmp_path, stop: bool = False, **secrets: dict) -> tuple[set[int], str]:
-    """The codes that the pods end with, and their output; with `stop` they get SIGTERM once two have started."""
+    """Return the exit codes of the pods, and their output. With `stop`, send SIGTERM once two have started."""
     pods = start(jobset, repository.root, tmp_path / "python", secrets)
     if stop:
         wait_for(repository.both_have_started)
@@ -133,7 +133,7 @@ def test_processes_of_two_slices_are_numbered_one_after_the_other(repository, ca
     ("codes", "action"),
     [
         *(({(0, 0): code}, "FailJobSet") for code in (1, 2, 3, 130)),
-        ({(0, 0): 42, (1, 0): 1}, "FailJobSet"),  # of two slices: a code that must not be repeated counts first
+        ({(0, 0): 42, (1, 0): 1}, "FailJobSet"),  # of two slices: a code that must not be retried wins
         *(({(0, 0): code}, "RestartJobSetAndIgnoreMaxRestarts") for code in (42, 143)),
         ({(0, 0): 0, (1, 0): 42}, "RestartJobSetAndIgnoreMaxRestarts"),
         *(({(0, 1): code}, "RestartJobSet") for code in (134, 137, 139)),
@@ -143,7 +143,7 @@ def test_processes_of_two_slices_are_numbered_one_after_the_other(repository, ca
 def test_exit_codes_decide_what_follows(repository, capsys, codes, action):
     _, jobset = dry_run(capsys, "2x v5e:2x2", "--max_crashes=2", train=(BUCKET, "--batch.tokens_per_step=1024"))
     assert action_after(jobset, codes) == action and jobset["spec"]["failurePolicy"]["maxRestarts"] == 2
-    if action == "RestartJobSet":  # the node was drained: that is no crash, however the pod ended
+    if action == "RestartJobSet":  # the node was drained, which is no crash
         assert action_after(jobset, codes, evicted=next(iter(codes))) == "RestartJobSetAndIgnoreMaxRestarts"
 
 
@@ -186,7 +186,7 @@ def test_secrets_are_in_a_secret_alone(repository, capsys, tmp_path, monkeypatch
 
 
 def stand_ins(tmp_path, monkeypatch, refusal: str = "") -> Path:
-    """A kubectl and a docker that note what they are asked, of which kubectl may refuse all."""
+    """Install a kubectl and a docker that log their arguments. kubectl fails with `refusal`."""
     log = tmp_path / "log"
     log.write_text("")
     refuse = f"echo {refusal} >&2; exit 1" if refusal else ":"
@@ -254,5 +254,5 @@ def test_an_image_with_a_tag_is_taken_as_it_is():
 
 def test_the_dockerfile_installs_what_pyproject_asks_for_alone():
     lines = (ROOT / "tools" / "launch" / "Dockerfile").read_text().splitlines()
-    before_code = lines[: lines.index("COPY . .")]  # a changed file of code leaves what is installed in the cache
+    before_code = lines[: lines.index("COPY . .")]  # changed code keeps the installed packages in the cache
     assert any(line.startswith("RUN pip install") and ".[${EXTRA}]" in line for line in before_code)

@@ -1,5 +1,5 @@
-"""The proof: train.py itself, launched, and taken away in the middle, ends with the parameters of a run that was left
-alone. (The other tests here launch a stand-in for it.)"""
+"""Launch train.py itself and preempt it: it ends with the parameters of an undisturbed run. (Other tests here launch a
+stand-in.)"""
 
 import json
 import sys
@@ -30,7 +30,7 @@ def test_a_slice_that_is_taken_from_a_run_leaves_no_trace_in_it(folder, cloud, t
     arguments = [f"--config={folder}/tiny.py", "--data.source=configs", "--steps=80"]
 
     def launched(name: str) -> str:
-        """The digest of the parameters that a launched run ends with."""
+        """Return the digest of the final parameters of a launched run."""
         bucket = f"--checkpoint.folder=gs://bucket/{name}"
         assert main(["tpu", "run", *options, f"--name={name}", "--", *arguments, bucket]) == 0
         return json.loads((tmp_path / "runs" / name / "summary.json").read_text())["params_sha256"]

@@ -1,5 +1,5 @@
-"""`python -m tools.launch slurm`: what it prints, and jobs of two tasks that end in every way, on a stand-in for SLURM
-and, where slurmctld and slurmd are installed, on SLURM itself, of one machine that passes for three."""
+"""Test `python -m tools.launch slurm` and all ends of jobs of two tasks, on a stand-in for SLURM. If slurmctld and
+slurmd are installed, test with SLURM itself on one machine that acts as three."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ STAND_IN = Path(__file__).with_name("fake_slurm.py")
 
 
 def fake(tmp_path, monkeypatch):
-    """The stand-in's commands, ahead of any other on PATH."""
+    """Put the stand-in's commands first on PATH."""
     (tmp_path / "slurm").mkdir()
     names = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
     scripts = {name: f'exec {sys.executable} {STAND_IN} {name} "$@"' for name in names}
@@ -31,7 +31,7 @@ def slurm(tmp_path, monkeypatch):
 
 @pytest.fixture(params=["stand-in", pytest.param("slurm", marks=pytest.mark.slow)])
 def cluster(request, tmp_path, monkeypatch):
-    """Where sbatch and the others are, and how long a job may take."""
+    """Choose the stand-in or SLURM itself. Return a job's time limit in seconds."""
     if request.param == "stand-in":
         fake(tmp_path, monkeypatch)
         yield 120
@@ -58,7 +58,7 @@ def queued() -> str:
 
 
 def run_to_its_end(repository: StandIn, seconds: float, *options: str) -> str:
-    """Start it, wait until it is out of the queue, and return its log."""
+    """Start a job, wait until it leaves the queue, and return its log."""
     assert launch(repository, "up", *options) == 0
     wait_for(lambda: not queued(), seconds)
     return (job_folder(repository) / "log").read_text()
@@ -94,7 +94,7 @@ def test_a_crash_is_repeated_a_bounded_number_of_times_and_its_host_named(cluste
         "134",
         "139",
     ]
-    run_to_its_end(repository, cluster, "--max_crashes=2")  # a person may go on
+    run_to_its_end(repository, cluster, "--max_crashes=2")  # a user may resume it
     assert len(repository.starts()) == 4
 
 
@@ -115,7 +115,7 @@ def test_a_notice_is_waited_for_and_down_saves_and_ends_it_for_good(cluster, rep
     assert launch(repository, "up") == 0 and "in the queue already" in capsys.readouterr().out
     subprocess.run(
         ["scancel", "--me", "--name=tiny", "--state=RUNNING", "--signal=TERM"], check=True
-    )  # as at the limit
+    )  # as at the limit of jobs
     wait_for(lambda: repository.both_have_started(2), cluster)
     assert launch(repository, "status") == 0 and "tiny" not in capsys.readouterr().err
     assert launch(repository, "down") == 0

@@ -1,4 +1,4 @@
-"""`python -m tools.launch sky yaml`: what it prints, and what a node runs of it. (SkyPilot 0.14.1 has read such.)"""
+"""Test what `python -m tools.launch sky yaml` prints and a node runs. (SkyPilot 0.14.1 has accepted such a file.)"""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""`python -m tools.launch tpu` on a stand-in for gcloud (fake_gcloud.py): runs on two hosts that meet stockouts, broken
-connections, slices that are taken, and deletions that are refused. Nothing may be left of any."""
+"""Test `python -m tools.launch tpu` on a stand-in for gcloud (fake_gcloud.py). Runs on two hosts meet stockouts, broken
+connections, preempted slices and refused deletions. No resource may remain."""
 
 import importlib.util
 import json
@@ -33,7 +33,7 @@ HARDWARE = "v5e:2x4"
 
 
 class Cloud:
-    """The stand-in's folder, and what may be asked and done of it."""
+    """The stand-in's folder, with its state and faults."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ class Cloud:
         (self.folder / "fresh").rename(self.folder / name)
 
     def times(self, name: str) -> int:
-        """How often a fault is still to come."""
+        """Return how often a fault will still occur."""
         return int((self.folder / name).read_text())
 
     def asked(self, verb: str = "") -> list[list[str]]:
@@ -56,26 +56,26 @@ class Cloud:
         return [words for words in lines if not verb or verb in words]
 
     def left(self) -> list[str]:
-        """Resources that are there, and cost."""
+        """Return the resources that exist, and cost money."""
         return [str(path.parent) for path in self.folder.glob("resources/*/*/facts")]
 
     def logs(self) -> list[str]:
-        """What the bucket has of the hosts' logs."""
+        """Return the hosts' logs in the bucket."""
         return [path.read_text() for path in sorted(self.folder.glob("bucket/tiny/logs/host-*.log"))]
 
     def take(self) -> None:
-        """Takes the slices away that are there, as a preemption does."""
+        """Preempt the existing slices."""
         for path in self.left():
             stand_in().take(Path(path))
 
     def take_host(self, name: str) -> None:
-        """Replaces a host of the slices by an empty one."""
+        """Replace a host of the slices by an empty one."""
         for path in self.left():
             stand_in().take_hosts(Path(path), name)
 
 
 def stand_in():
-    """The stand-in for gcloud, as a module."""
+    """Import the stand-in for gcloud as a module."""
     spec = importlib.util.spec_from_file_location("fake_gcloud", STAND_IN)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -103,7 +103,7 @@ def launch(repository: StandIn, command: str, *options: str, train: tuple[str, .
 
 @contextmanager
 def meanwhile(*steps):
-    """Does the steps, one after the other, in a thread."""
+    """Run the steps in order, in a thread."""
     thread = threading.Thread(target=lambda: [step() for step in steps])
     thread.start()
     yield
@@ -111,7 +111,7 @@ def meanwhile(*steps):
 
 
 def started(repository: StandIn, times: int = 1):
-    """A step of `meanwhile`: waits until both hosts have started so often."""
+    """Return a step of `meanwhile` that waits until both hosts have started `times` times."""
     return lambda: wait_for(lambda: repository.both_have_started(times))
 
 
@@ -126,7 +126,7 @@ def test_run_takes_a_job_to_its_end_and_leaves_nothing(repository, cloud, capsys
     output = capsys.readouterr().out
     assert "8 chips (on_demand) x $0.5 = $4.00 an hour, $96.00 in 24 h" in output and "nothing is left" in output
     assert repository.starts()[0]["arguments"] == ["--config=tiny.py", BUCKET, "--run_dir=runs/tiny"]
-    assert (repository.root / "runs" / "tiny").is_dir()  # the record, brought back
+    assert (repository.root / "runs" / "tiny").is_dir()  # the record, copied back
 
 
 @pytest.mark.parametrize(("codes", "code"), [([1, "wait"], 1), ([2, 2], 2), ([130, 130], 130)])
@@ -144,7 +144,7 @@ def test_the_next_zone_is_tried_when_one_has_none(repository, cloud, capsys):
     assert "us-central1-a: FAILED" in capsys.readouterr().out and not cloud.left()
     cloud.plan(us_central1_a=["waits"], us_west4_a=["refused", "active"])
     shutil.rmtree(repository.root / "runs")
-    assert launch(repository, "run", "--wait_minutes=0.02") == 0  # all zones are asked again until one has some
+    assert launch(repository, "run", "--wait_minutes=0.02") == 0  # asks all zones again until one has capacity
     assert starts(repository) == [2, 2] and not cloud.left()
 
 
@@ -189,11 +189,11 @@ def test_a_slice_that_is_taken_is_replaced_and_the_watcher_s_events_start_the_us
 
 
 def test_a_host_that_lost_its_disk_is_prepared_again(repository, cloud):
-    """Its slice stays ACTIVE."""
+    """Its slice remains ACTIVE."""
     repository.plan(["wait", "wait"], [0, 0])
     lose = lambda: cloud.take_host("host-0-0")
     prepared = lambda: wait_for(lambda: starts(repository) == [2, 1])
-    end = lambda: os.kill(repository.starts(1)[0]["pid"], 15)  # the other one has lost its peer
+    end = lambda: os.kill(repository.starts(1)[0]["pid"], 15)  # the other one lost its peer
     with meanwhile(started(repository), lose, prepared, end):
         assert launch(repository, "run") == 0
     assert starts(repository) == [2, 2] and not cloud.left() and len(cloud.asked("create")) == 1
@@ -201,7 +201,7 @@ def test_a_host_that_lost_its_disk_is_prepared_again(repository, cloud):
 
 @pytest.mark.parametrize("lost", ["none", "idle"])
 def test_a_host_that_is_lost_while_the_run_ends_is_not_started_again(monkeypatch, lost):
-    """It would wait for those that have ended."""
+    """A new process would wait for those that have ended."""
     seen = [{"a": ("ended", "0"), "b": (lost, ""), "c": ("running", "")}, {"a": ("ended", "0"), "b": (lost, "")}]
     seen.append({**seen[0], "c": ("ended", "0")})
     slices, job = SimpleNamespace(state=lambda: "ACTIVE"), SimpleNamespace(hardware=SimpleNamespace(hosts=3))
@@ -262,7 +262,7 @@ def test_a_zone_that_this_project_may_not_use_hides_no_other(repository, cloud, 
 
 
 def test_a_network_that_is_lost_is_no_mistake_and_nothing_is_called_gone(repository, cloud, capsys):
-    cloud.set("offline", 3)  # all tries of the first zone
+    cloud.set("offline", 3)  # all attempts in the first zone
     assert launch(repository, "down", "--zones", *ZONES) == 42
     output = capsys.readouterr()
     assert (
@@ -273,7 +273,7 @@ def test_a_network_that_is_lost_is_no_mistake_and_nothing_is_called_gone(reposit
 
 @pytest.fixture
 def deadline(monkeypatch):
-    """Comes when it is set, whatever the clock."""
+    """Return a deadline that passes when it is set, whatever the clock."""
     come = threading.Event()
     late = property(lambda launch: 0.0 if come.is_set() else time.time() + 1e6)
     monkeypatch.setattr(tpu_run.Launch, "deadline", late)
@@ -351,7 +351,7 @@ def test_hosts_end_by_themselves_where_nobody_watches(repository, cloud, monkeyp
 
 
 def test_a_save_is_waited_for_as_long_as_is_asked(monkeypatch, capsys):
-    clock = iter(range(0, 100_000, 700))  # each question comes 700 s after the last
+    clock = iter(range(0, 100_000, 700))  # each call is 700 s later
     monkeypatch.setattr(tpu_run, "time", SimpleNamespace(time=lambda: next(clock), sleep=lambda seconds: None))
     states = [{"a": ("running", "")}] * 4 + [{"a": ("ended", "143")}]
     monkeypatch.setattr(tpu_run, "states_of", lambda slices: states.pop(0))
@@ -384,7 +384,7 @@ def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, caps
     repository.plan(["wait", "wait"], ["wait", "wait"], [0, 0])
     assert launch(repository, "up") == 0
     started(repository)()
-    assert launch(repository, "up") == 0  # again: nothing is asked for or started twice
+    assert launch(repository, "up") == 0  # the second `up` requests and starts nothing
     assert len(cloud.left()) == 1 and starts(repository) == [1, 1]
     os.kill(repository.starts()[0]["pid"], 15)
     os.kill(repository.starts(1)[0]["pid"], 15)
@@ -402,7 +402,7 @@ def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, caps
     assert launch(repository, "stop") == 0
     assert "stopped on 2 host(s)" in capsys.readouterr().out and starts(repository) == [2, 2] and cloud.left()
     assert launch(repository, "down") == 0 and not cloud.left()
-    assert launch(repository, "down") == 0  # again: nothing is left to do
+    assert launch(repository, "down") == 0  # the second `down` has nothing to do
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_a_mistake_is_told_before_anything_is_made(repository, cloud, words, mes
 
 @pytest.fixture
 def every_command(repository, monkeypatch, tmp_path, capsys) -> list[list[str]]:
-    """The words of every command of gcloud's that dry runs show, for one slice and two; gcloud is not there."""
+    """Return the words of every gcloud command in dry runs for one slice and two. gcloud is not installed there."""
     (tmp_path / "programs").mkdir()
     (tmp_path / "programs" / "git").symlink_to(shutil.which("git"))
     monkeypatch.setenv("PATH", str(tmp_path / "programs"))
@@ -448,7 +448,7 @@ def test_a_dry_run_shows_scripts_that_can_be_read(repository, capsys, tmp_path):
     words = [f"--hardware={HARDWARE}", "--project=p", "--zones", "us-west4-a", "--dry_run", "--setup=make 'it so'"]
     assert main(["tpu", "run", *words, "--", "--config=tiny.py", BUCKET]) == 0
     output = capsys.readouterr().out
-    assert ".venv/bin/python train.py --config=tiny.py" in output  # in no quotes
+    assert ".venv/bin/python train.py --config=tiny.py" in output  # unquoted
     for name, start, end in (
         ("prepare", "launch-", "END"),
         ("loop", 'cat > "$here/loop', "LOOP"),
@@ -457,7 +457,7 @@ def test_a_dry_run_shows_scripts_that_can_be_read(repository, capsys, tmp_path):
         script = output.partition(start)[2].partition("#!/bin/bash")[2].partition(f"\n{end}\n")[0]
         (tmp_path / name).write_text(f"#!/bin/bash{script}\n")
         assert subprocess.run(["bash", "-n", tmp_path / name], check=False).returncode == 0
-    assert max(line.count("'\"'\"'") for line in output.splitlines()) <= 4  # the set-up alone is quoted, once
+    assert max(line.count("'\"'\"'") for line in output.splitlines()) <= 4  # only the set-up is quoted, once
 
 
 def test_a_dry_run_shows_every_command_and_needs_no_gcloud(every_command):
@@ -471,7 +471,7 @@ def test_a_dry_run_shows_every_command_and_needs_no_gcloud(every_command):
     assert any({"alpha", "--reserved", "--reservation=r"} <= set(words) for words in creates)
     assert any({"--network=n", "--subnetwork=s", "--internal-ips", "--spot"} <= set(words) for words in creates)
     assert any({"ssh", "--tunnel-through-iap"} <= set(words) for words in every_command)
-    # Google's own limits: a request is not given slices when nobody waits any more, and flex-start takes them back.
+    # Google's own limits: a request expires when nobody waits for it, and flex-start takes slices back.
     assert all("--valid-until-duration=1800s" in words for words in creates)
     limited = [words for words in creates if "--max-run-duration=86400s" in words]
     assert len(limited) == 3 and all({"alpha", "--provisioning-model=flex-start"} <= set(words) for words in limited)
@@ -481,7 +481,7 @@ def test_a_dry_run_shows_every_command_and_needs_no_gcloud(every_command):
 def test_gcloud_itself_accepts_every_command(every_command):
     if not shutil.which("gcloud"):
         pytest.skip("gcloud is not installed: `gcloud meta lint-gcloud-commands` did not run")
-    # One of each kind: a verb with the same options is checked once, whatever the options' values.
+    # One of each kind: a verb with the same options is checked once, whatever their values.
     kinds = {tuple(word.partition("=")[0] for word in words): words for words in every_command}
     for command in kinds.values():
         text = shlex.join("--command=shell" if word.startswith("--command=") else word for word in command)
