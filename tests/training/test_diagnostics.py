@@ -1,4 +1,4 @@
-"""What a step measures of itself, against float64 sums of each unit's own gradient, and against a known truth."""
+"""Compare a step's diagnostics with float64 sums of each unit's gradient, and with a known truth."""
 
 from dataclasses import replace
 from functools import cache
@@ -30,7 +30,7 @@ ROWS = 32
 
 
 def config_on(mesh: tuple[int, int, int]) -> Config:
-    """With all that can be measured; with Muon where `tensor` divides the network."""
+    """Return a config with every diagnostic. Matrices use Muon if `tensor` divides the network."""
     config = tiny_config(rows=ROWS, rows_per_device=2, **ALL_FEATURES | {"depth": 3})
     matrices = replace(config.optimizer.matrices, kind="adamw" if mesh[2] == 1 else "muon")
     return replace(
@@ -43,14 +43,14 @@ def config_on(mesh: tuple[int, int, int]) -> Config:
 
 @cache
 def rows_of_random_lengths() -> dict[str, np.ndarray]:
-    """Some rows without any valid token."""
+    """Return rows of random lengths, some without a valid token."""
     lengths = np.random.default_rng(1).integers(0, 17, ROWS)
     return random_rows(config_on((1, 1, 1)), 0, (np.arange(16) < lengths[:, None]).astype(np.float32))
 
 
 @cache
 def start(config: Config) -> TrainState:
-    """The network's first state, moved off its zeros; and moments as of earlier steps, of which some were too small."""
+    """Return the initial state, moved off its zeros, with moments as of earlier steps. Some of them are too small."""
     state, generator = initial_state(config.model, config.optimizer), np.random.default_rng(2)
     draw = lambda leaf: np.float32(generator.uniform(0, 1e-6, leaf.shape) ** generator.choice([1, 3], leaf.shape))
     keeps = lambda node: isinstance(node, AdamState | MuonState)
@@ -68,7 +68,7 @@ def built_for(config: Config) -> Build:
 
 
 def measured(config: Config) -> tuple[dict, list[Place], dict]:
-    """A measuring step's metrics, how the parameters are stored, and the parameters after it."""
+    """Return a measuring step's metrics, the parameters' places, and the parameters after it."""
     built = built_for(config)
     placed = stored_as(start(config), built.abstract_state)
     batch = {name: array.reshape(built.batch_shape) for name, array in rows_of_random_lengths().items()}
@@ -79,7 +79,7 @@ def measured(config: Config) -> tuple[dict, list[Place], dict]:
 
 
 def moments(state: TrainState, group: str, kind: type = AdamState) -> list[Any]:
-    """What the optimizer keeps of a group, in float64: mu's leaves and nu's, or nothing where it keeps another kind."""
+    """Return a group's moments in float64 (mu's leaves, nu's), or [] if its optimizer state is of another kind."""
     nodes = jax.tree.leaves(state.opt_state.inner_states[group], is_leaf=lambda node: isinstance(node, kind))
     leaves = lambda tree: [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
     return next(([leaves(node.mu), leaves(node.nu)] for node in nodes if isinstance(node, kind)), [])
@@ -87,14 +87,14 @@ def moments(state: TrainState, group: str, kind: type = AdamState) -> list[Any]:
 
 @cache
 def gradient_program(config: Config):
-    """The sum of the losses of some rows, its gradient, and the tokens."""
+    """Return a program for the sum of some rows' losses, its gradient, and the tokens."""
     graphdef, _ = split_model(config.model, jnp.dtype("float32"))
     loss = lambda params, rows: loss_sums(nnx.merge(graphdef, params), **rows)
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 def unit_gradients(config: Config, units: int) -> list[tuple[int, list[np.ndarray]]]:
-    """Of so many parts of the rows, in order: the valid tokens and the gradient's leaves, in float64."""
+    """Return the valid tokens and the gradient's leaves in float64, for each of `units` parts of the rows in order."""
     params = start(config).params
     found = []
     for part in range(units):
@@ -105,7 +105,7 @@ def unit_gradients(config: Config, units: int) -> list[tuple[int, list[np.ndarra
 
 
 def snr(config: Config, state: TrainState, group: str, gradients: list[np.ndarray]) -> float:
-    """|m| / sqrt(v) of a group after a step with these gradients, most of which the clip scales down."""
+    """Return |m| / sqrt(v) of a group after a step with these gradients, most of which the clip scales down."""
     norm = lambda leaves: np.sqrt(sum(np.sum(leaf**2) for leaf in leaves))
     options = group_config(config.optimizer, group)
     if muon := moments(state, group, MuonState):
@@ -177,15 +177,15 @@ def test_every_quantity_equals_the_float64_reference(mesh):
 
 
 def test_the_estimates_are_right_on_average():
-    """Units of random sizes, whose gradients have a known mean and covariance: over 4,000 steps the mean estimates lie
-    within four standard errors of the truth."""
+    """Use units of random sizes, whose gradients have a known mean and covariance. Over 4,000 steps the mean estimates
+    must be within four standard errors of the truth."""
     generator = np.random.default_rng(0)
     truth, deviation = generator.standard_normal(20), generator.uniform(1, 3, 20)
 
     @jax.jit
     @jax.vmap
     def estimates(gradients, tokens):
-        """Of two leaves, of 12 and 8 numbers."""
+        """Estimate from two leaves, of 12 and 8 numbers."""
         squares = lambda g: jnp.stack([jnp.sum(g[..., :12] ** 2, -1), jnp.sum(g[..., 12:] ** 2, -1)], -1)
         kept = Squares(tokens[None, None], squares(gradients)[None, None], jnp.zeros(()))
         count = tokens.sum()
@@ -198,7 +198,7 @@ def test_the_estimates_are_right_on_average():
         for found, known in ((signal, np.sum(truth[part] ** 2)), (noise, np.sum(deviation[part] ** 2))):
             error = np.std(found[:, leaf]) / np.sqrt(len(found))
             assert abs(np.mean(found[:, leaf]) - known) < 4 * error, leaf
-            assert error < 0.05 * known  # so that a wrong estimate would be seen
+            assert error < 0.05 * known  # small enough to expose a wrong estimate
 
 
 @pytest.mark.medium

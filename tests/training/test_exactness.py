@@ -1,6 +1,6 @@
-"""The same result on the options that ship: every config in configs/, whatever the way its steps are divided.
+"""Compare runs of every config in configs/ under all divisions of their steps.
 
-bench/exactness.py is where the runs are; `python -m bench.exactness` prints the table that this file holds.
+bench/exactness.py has the runs; `python -m bench.exactness` prints the table that this file bounds.
 """
 
 import os
@@ -22,12 +22,12 @@ from model.loss import loss_sums
 from training.optimizer import make_optimizer, parameter_groups
 from training.state import split_model
 
-# At these sizes some files are one run: d12, d20 and plain.
+# At these sizes several files give one run: d12, d20 and plain.
 RUNS: dict[Config, list[str]] = {}
 for name in shipped():
     RUNS.setdefault(sized(name), []).append(name)
-# small.py has every feature, and is divided in every way; the others, whose networks have no more than its own, in
-# those that differ most. `python -m bench.exactness` divides all of them in all ways.
+# small.py has every feature, and is tested with every division. The others have no further features, and are tested
+# with the most different ones. `python -m bench.exactness` runs all.
 COVERING = ("K=8", "2x2x2", "processes")
 CASES = [
     pytest.param(config, split, id=f"{names[0]}-{split}", marks=[] if quick else [pytest.mark.slow])
@@ -35,8 +35,8 @@ CASES = [
     for split in (SPLITS if "small" in names else COVERING)
     for quick in ["small" in names and split == "2x2x2"]
 ]
-# Half the width and half a row, on the library's modules without its packages. These sizes leave the program as it is,
-# and make its steps cheap.
+# Half the width and half a row, on the library's modules without its packages. These sizes make steps cheap, and keep
+# the program.
 SMALLER = {"model.width": 128, "model.head_dim": 32, "model.vocab_size": 1024, "model.short_window": 64} | {
     "batch.sequence_length": 128,
     "batch.tokens_per_step": 2048,
@@ -46,10 +46,10 @@ TEXT = {"data.source": f"{sysconfig.get_path('stdlib')}/*.py"}
 
 @pytest.mark.parametrize(("config", "split"), CASES)
 def test_every_shipped_config_gives_the_same_run_whatever_the_split(config, split):
-    """Each config runs with its features, optimizer, schedule and text, from its own start.
+    """Run each config with its features, optimizer, schedule and text, from its own start.
 
-    With the `eps` that the groups once had, small's second loss differed by 4.5% on 2 x 2 x 2 devices. Without the
-    warmup of `x0_lambdas`, its fifth differed by 1.3e-5.
+    With the groups' former `eps`, small's second loss differed by 4.5% on 2 x 2 x 2 devices. Without the warmup of
+    `x0_lambdas`, its fifth differed by 1.3e-5.
     """
     text = {} if config.data.source == "chat-stdlib" else TEXT
     largest = differences(with_options(config, SMALLER | text), SPLITS[split])
@@ -58,7 +58,7 @@ def test_every_shipped_config_gives_the_same_run_whatever_the_split(config, spli
 
 @pytest.mark.slow
 def test_small_as_it_ships_gives_the_same_run_on_a_mesh_of_three_axes():
-    """In its own sizes, and as LLVM optimises it for users."""
+    """Run it in its own sizes, optimised by LLVM as for users."""
     command = [sys.executable, "-m", "bench.exactness", "--configs=small", "--splits=2x2x2"]
     done = subprocess.run(command, env=os.environ | {"XLA_FLAGS": ""}, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "| small | 2x2x2 | " in done.stdout, (done.stdout, done.stderr)
@@ -77,15 +77,15 @@ def test_bad_options_are_refused(words, message, monkeypatch):
         main()
 
 
-# Of an update's root mean square over a group, in units of its rate. Measured: at most 7e-5 and 0.11 with the options
-# that ship, and 0.3 and 2 for x0_lambdas and resid_lambdas with an `eps` of 1e-10.
+# In units of the rate: an update's root mean square over a group. Measured: at most 7e-5 and 0.11 with the shipped
+# options, and 0.3 and 2 for x0_lambdas and resid_lambdas with an `eps` of 1e-10.
 DISTURBANCE = {"float32": 3e-4, "bfloat16": 0.15}
 TINY = {"depth": 3, "width": 64, "heads": 2, "kv_heads": 2, "head_dim": 32, "vocab_size": 272, "loss_chunks": 1}
 
 
 @cache
 def gradient_of(model: ModelConfig):
-    """The program for the gradient of the mean loss of 8 rows of 32 random tokens, and the parameters at the start."""
+    """Return a program for the gradient of the mean loss of 8 rows of 32 random tokens, and the initial parameters."""
     graphdef, _ = split_model(model, jnp.dtype(model.dtype))
     inputs, targets = jnp.array(np.random.default_rng(0).integers(0, model.vocab_size, (2, 8, 32), np.int32))
 
@@ -98,8 +98,8 @@ def gradient_of(model: ModelConfig):
 
 
 def disturbances(config: Config) -> dict[str, float]:
-    """How far each group's update moves, the furthest of four steps, when the gradient is disturbed by as much as
-    rounding does: it is taken where each parameter is off by at most a rounding of the compute type."""
+    """Return how far a rounding-sized disturbance of the gradient moves each group's update, at most over four steps.
+    The disturbed gradient is at parameters that differ by at most a rounding of the compute type."""
     gradient, params = gradient_of(config.model)
     optimizer, rates = make_optimizer(config.optimizer, config.model, config.steps)
     update, state, generator = jax.jit(optimizer.update), optimizer.init(params), np.random.default_rng(0)
@@ -109,7 +109,7 @@ def disturbances(config: Config) -> dict[str, float]:
     for step in range(4):
         off = jax.tree.map(lambda p: p * (1 + eps * generator.uniform(-1, 1, p.shape).astype(np.float32)), params)
         gradients = gradient(params)
-        if step == 0 and config.model.x0_lambdas:  # nothing but rounding
+        if step == 0 and config.model.x0_lambdas:  # only rounding
             assert 0 < np.abs(gradients["x0_lambdas"]["values"]).max() < (1e-8 if eps < 1e-6 else 1e-4)
         updates, next_state = update(gradients, state, params, step=step)
         others, _ = update(gradient(off), state, params, step=step)
@@ -129,7 +129,7 @@ def tiny(name: str, dtype: str, eps: float | None = None) -> Config:
 @pytest.mark.parametrize("dtype", DISTURBANCE)
 @pytest.mark.parametrize("name", [names[0] for names in RUNS.values()])
 def test_no_group_s_update_amplifies_rounding(name, dtype):
-    """A gradient that is zero but for rounding included: x0_lambdas, resid_lambdas and backout_lambda at step 0."""
+    """Include gradients that are zero except for rounding: x0_lambdas, resid_lambdas and backout_lambda at step 0."""
     assert max(disturbances(tiny(name, dtype)).values()) < DISTURBANCE[dtype]
 
 

@@ -1,4 +1,4 @@
-"""Every leaf of the state is divided over every axis of the mesh, whatever the sizes."""
+"""Test that every leaf of the state is divided over every axis of the mesh, whatever the sizes."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from training.shares import all_gather_data, reduce_scatter_data
 
 
 def held(config: Config, topology: Topology) -> float:
-    """The bytes of parameters and moments on a device, over those that docs/mesh.md promises."""
+    """Return the ratio of a device's bytes of parameters and moments to the bytes that docs/mesh.md promises."""
     of = Candidate(config, topology)
     parts, muon = memory(of), config.optimizer.matrices.kind == "muon"
     numbers = sum(count * p.size * (2 if muon and p.group == "matrices" else 3) for p, count in of.kinds)
@@ -35,7 +35,7 @@ def held(config: Config, topology: Topology) -> float:
 @pytest.mark.medium
 @pytest.mark.parametrize("config", [d12.get_config(), nanochat.get_config()], ids=["plain", "all"])
 def test_state_takes_at_most_5_percent_more_than_its_share(config):
-    """Depths 12 to 48, on one node of so many devices, and on nodes of eight."""
+    """Plan depths 12 to 48 on one node of up to eight devices, and on nodes of eight."""
     worst = 0.0
     for depth in range(12, 49):
         batch = replace(config.batch, tokens_per_step=2048 * 3 * 5 * 1024)
@@ -69,7 +69,7 @@ def test_every_axis_divides_one_dimension(shape, axes, data, fsdp, tensor):
     "sizes", [(3, 1, 1), (5, 1, 1), (3, 2, 1), (3, 1, 2), (2, 2, 2), (1, 2, 4), (8, 1, 1)], ids=str
 )
 def test_what_is_gathered_is_the_parameter_and_what_is_scattered_is_the_sum(sizes):
-    """Of shapes that the axes do not divide: along both, padding moves the borders between devices, too."""
+    """Use shapes that the axes do not divide. If along both, padding moves the borders between devices too."""
     mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: prod(sizes)])
     shapes = {
         "a": ((6 * sizes[1], 10 * sizes[2]), ("fsdp", "tensor")),
@@ -98,13 +98,13 @@ def test_what_is_gathered_is_the_parameter_and_what_is_scattered_is_the_sum(size
     def scattered(shares, number):
         return reduce_scatter_data(jax.tree.map(lambda p: p * number[0], gathered(shares)), places)
 
-    # Every replica's gradient is its parameter times a number of its own.
+    # Every replica's gradient is its parameter times a different number.
     numbers = np.arange(1.0, batch_devices(mesh) + 1, dtype=np.float32)
     sums = jax.jit(on_mesh(scattered, in_specs=(specs, PartitionSpec(BATCH_AXES)), out_specs=specs))(stored, numbers)
     by_replica = numbers.reshape(sizes[0], sizes[1])
     for name, value in values.items():
         axes = shapes[name][1]
-        if "fsdp" in axes:  # each device along `fsdp` has a gradient of its part alone
+        if "fsdp" in axes:  # each device along `fsdp` has only its part's gradient
             along = axes.index("fsdp")
             parts = np.split(value, sizes[1], along)
             expected = np.concatenate([part * by_replica[:, i].sum() for i, part in enumerate(parts)], along)

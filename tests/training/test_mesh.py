@@ -52,7 +52,7 @@ def test_mesh_of_another_size_than_the_devices_is_refused(config, works):
 
 @dataclass(frozen=True)
 class GPU:
-    """What a mesh asks of a device."""
+    """The attributes of a device that a mesh reads."""
 
     id: int
     slice_index: int
@@ -63,13 +63,13 @@ class GPU:
 
 
 def gpus(nodes: int, each: int, tasks: int = 1) -> list[GPU]:
-    """GPUs of several nodes, in `tasks` processes a node."""
+    """Return the GPUs of several nodes, in `tasks` processes per node."""
     return [GPU(i, i // each, i * tasks // each) for i in range(nodes * each)]
 
 
 def test_islands_are_what_slice_index_tells_and_processes_where_it_does_not():
     assert [len(island) for island in islands(gpus(2, 8))] == [8, 8]
-    assert [len(island) for island in islands(gpus(2, 8, tasks=8))] == [8, 8]  # a task a GPU: still two nodes
+    assert [len(island) for island in islands(gpus(2, 8, tasks=8))] == [8, 8]  # one task per GPU: still two nodes
     one_domain = [replace(gpu, slice_index=0) for gpu in gpus(2, 4)]  # an NVLink domain of several machines
     assert [len(island) for island in islands(one_domain)] == [8]
     described = [replace(gpu, local_hardware_id=None) for gpu in one_domain]
@@ -83,7 +83,7 @@ def test_islands_are_what_slice_index_tells_and_processes_where_it_does_not():
         (2, 8, (16, 1, 1), (True, False, False)),
         (2, 8, (4, 2, 2), (True, False, False)),
         (2, 8, (2, 8, 1), (True, False, False)),
-        (2, 8, (1, 16, 1), (False, True, False)),  # larger than a node: fsdp goes across before tensor does
+        (2, 8, (1, 16, 1), (False, True, False)),  # larger than a node: fsdp crosses nodes before tensor does
         (4, 8, (2, 8, 2), (True, True, False)),
         (2, 4, (1, 1, 8), (False, False, True)),
         (3, 8, (2, 12, 1), (False, True, False)),

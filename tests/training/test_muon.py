@@ -1,5 +1,5 @@
-"""Muon: what orthogonalisation gives, the schedules, and that each matrix is worked on once. (That it is nanochat's:
-tests/interchange/test_nanochat.py; that its update is the same on every mesh: test_step.py.)"""
+"""Test Muon's orthogonalisation and schedules, and that each matrix is processed once.
+(tests/interchange/test_nanochat.py compares it with nanochat; test_step.py compares meshes.)"""
 
 from collections import defaultdict
 
@@ -21,13 +21,13 @@ ONE = make_mesh(MeshConfig(data=1), jax.devices()[:1])
 
 
 def on_one(*matrices):
-    """They, orthogonalised on one device."""
+    """Orthogonalise the matrices on one device."""
     places = [place(m.shape, (None, None), ONE.shape) for m in matrices]
     return jax.jit(lambda *matrices: orthogonalise_all(list(matrices), places, ONE))(*matrices)
 
 
 def muon_on_one(config, count=1, shape=(8, 8)):
-    """Muon for so many matrices on one device."""
+    """Return Muon for `count` matrices on one device."""
     return muon(
         config, CONSTANT, lambda step: jnp.float32(0.1), 10, [place(shape, (None, None), ONE.shape)] * count, ONE
     )
@@ -43,7 +43,7 @@ def test_singular_values_come_near_one_and_directions_stay(shape):
     left, values, right = np.linalg.svd(found, full_matrices=False)
     assert values.min() > 0.8 and values.max() < 1.2
     assert np.linalg.norm(found) == pytest.approx(min(shape) ** 0.5, rel=1e-5)
-    equal = np.asarray(random(shape))  # each output's column at one norm
+    equal = np.asarray(random(shape))  # each column, of one output, is normalised
     equal = equal / np.linalg.norm(equal, axis=0)
     left, _, right = np.linalg.svd(equal, full_matrices=False)
     assert np.sum(found * (left @ right)) / min(shape) > 0.95
@@ -59,14 +59,14 @@ def test_matrices_of_one_shape_are_stacked_turned_or_not_and_come_back_in_their_
     axes = [("fsdp", "tensor"), ("tensor", "fsdp"), ("fsdp", "tensor"), (None, "tensor"), ("tensor", "fsdp")]
     for mesh in (ONE, make_mesh(MeshConfig(2, 2, 2)), make_mesh(MeshConfig(3, 2, 1), jax.devices()[:6])):
         places = [place(matrix.shape, names, mesh.shape) for matrix, names in zip(matrices, axes)]
-        assert mesh is ONE or any(of.stored != of.shape for of in places)  # the last one does not divide
+        assert mesh is ONE or any(of.stored != of.shape for of in places)  # the axes do not divide the last one
         stored = [
             jax.device_put(resized(matrix, of.stored), jax.NamedSharding(mesh, spec_of(of)))
             for matrix, of in zip(matrices, places)
         ]
         orthogonalised = jax.jit(lambda matrices, places=places, mesh=mesh: orthogonalise_all(matrices, places, mesh))
         for matrix, found in zip(matrices, orthogonalised(stored)):
-            # The five iterations lift a rounding of 6e-8 in a small singular value by up to 991.
+            # The five iterations amplify a rounding of 6e-8 in a small singular value by up to 991.
             np.testing.assert_allclose(resized(found, matrix.shape), on_one(matrix)[0], atol=6e-5)
             assert not np.any(found[matrix.shape[0] :]) and not np.any(found[:, matrix.shape[1] :])
 
@@ -81,7 +81,7 @@ def test_momentum_rises_stays_and_falls():
 
 @pytest.mark.parametrize("steps", [300, 500, 1000])
 def test_momentum_never_jumps_and_falls_in_a_short_run_too(steps):
-    """With 500 steps it once jumped from 0.97 to 0.92 at step 400; with 300 it never fell."""
+    """With 500 steps momentum once jumped from 0.97 to 0.92 at step 400. With 300 it never fell."""
     course = np.array([float(momentum_at(CONFIG, ScheduleConfig(), step, steps)) for step in range(0, steps + 1, 5)])
     assert np.abs(np.diff(course)).max() < 0.003 and course[-1] == pytest.approx(0.9)
 
@@ -102,8 +102,8 @@ def test_decay_falls_on_what_the_update_shrinks_and_fades():
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
 def test_no_matrix_is_worked_on_twice_nor_sent_whole(sizes):
-    """Of 16 matrices each of eight devices multiplies two: an eighth of the work of one device alone. A device's share
-    of them goes there and back once, and nothing else but norms is sent."""
+    """Each of eight devices multiplies two of 16 matrices, an eighth of one device's work. A device's share is sent out
+    and back once; otherwise only norms are sent."""
     mesh = make_mesh(MeshConfig(*sizes))
     of = place((64, 64), ("fsdp", "tensor"), mesh.shape)
     on_mesh = muon(CONFIG, CONSTANT, lambda step: jnp.float32(0.1), 10, [of] * 16, mesh)

@@ -1,4 +1,4 @@
-"""Parameter groups: who is in which, at which rate, and what decays."""
+"""Test parameter groups: their members, rates and weight decay."""
 
 from dataclasses import replace
 

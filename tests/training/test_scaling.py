@@ -1,4 +1,4 @@
-"""What follows a ramp: rates, second moments, and the course of schedules, which is one of tokens."""
+"""Test what follows from a ramp: rates, second moments, and schedules over tokens."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def config(scaling: str = "none", schedule: ScheduleConfig = SCHEDULE, **batch) 
 
 
 def test_a_constant_batch_is_its_own_stage():
-    """Nothing of it changes, so that neither do the programs."""
+    """Its options stay as they are, so the programs stay the same."""
     constant = with_options(config("root", ramp=""), {"optimizer.matrices.kind": "muon"})
     (stage,) = Ramp.of(constant.batch).stages
     assert of_stage(constant, stage) == constant
@@ -34,8 +34,8 @@ def test_a_constant_batch_is_its_own_stage():
 
 @pytest.mark.parametrize("scaling", ["none", "root", "linear"])
 def test_rates_are_a_function_of_the_tokens_seen(scaling):
-    """At the same tokens, they are those of a run of the same tokens with steps of any size, times what the rule
-    says; the warmup, which here goes over a border, takes the tokens of its steps."""
+    """At equal tokens, rates equal those of a run with the same tokens and steps of any size, times the rule's factor.
+    The warmup, which crosses a stage border here, lasts for its steps' tokens."""
     ramp, both = Ramp.of(config().batch), [config(scaling, schedule) for schedule in (SCHEDULE, COSINE)]
     linear, cosine = (build_stages(each, jax.devices()[:1]) for each in both)
     total, warmup, embed_peak = ramp.tokens(20), ramp.tokens(10), 0.01 * (TINY.width / 768) ** -0.5
@@ -64,7 +64,7 @@ def test_a_stage_s_options_follow_the_batch_that_they_are_given_for(scaling, rat
 
 
 def test_second_moments_stay_unbiased_over_borders_whose_own_steps_are_skipped():
-    """Of equal gradients each unbiased moment is the gradient, and Adam's direction 1."""
+    """With equal gradients, each unbiased moment is the gradient, and Adam's direction is 1."""
     ramp, builds = Ramp.of(config().batch), build_stages(config("root"), jax.devices()[:1])
     params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), builds[0].abstract_state.params)
     gradient, state = jax.tree.map(lambda p: jnp.full(p.shape, 0.5), params), builds[0].optimizer.init(params)

@@ -1,4 +1,4 @@
-"""Learning rates at the steps where something changes."""
+"""Test learning rates at the steps at which the schedule changes."""
 
 import jax.numpy as jnp
 import pytest

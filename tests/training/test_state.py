@@ -1,4 +1,4 @@
-"""The state is the same on every mesh, and divided over it."""
+"""Test that the state is the same on every mesh, and divided over it."""
 
 from dataclasses import replace
 from functools import cache
@@ -15,7 +15,7 @@ from training.state import abstract_state, compute_dtype, create_state, params_s
 
 @cache
 def state_on(devices, seed=0):
-    """A state on so many devices, its shapes, and their mesh. Made once: give it to nothing that takes its memory."""
+    """Return a state on `devices` devices, its shapes, and their mesh. It is cached: never donate it."""
     config = tiny_config()
     mesh = make_mesh(config.mesh, jax.devices()[:devices])
     optimizer, _ = make_optimizer(config.optimizer, config.model, 8, mesh)
@@ -40,7 +40,7 @@ def test_parameters_and_moments_are_divided_over_the_replicas():
 
 
 def test_sha256_sees_every_parameter():
-    params = jax.tree.map(lambda leaf: leaf, state_on(1)[0].params)  # dictionaries of its own
+    params = jax.tree.map(lambda leaf: leaf, state_on(1)[0].params)  # copies of the dictionaries
     sha256 = lambda: params_sha256(params, tiny_config().model)
     before = sha256()
     params["blocks"][1]["mlp"]["down"]["kernel"] = params["blocks"][1]["mlp"]["down"]["kernel"].at[0, 0].set(1e-30)

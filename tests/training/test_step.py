@@ -1,4 +1,4 @@
-"""The step: the same update whatever the split and the number of devices, and exactly the reference's."""
+"""Test that every split and mesh gives the same update, which is the reference's."""
 
 import math
 from dataclasses import replace
@@ -36,9 +36,9 @@ def weights(kind: str, rows: int, length: int, seed: int = 0) -> np.ndarray:
         return np.ones((rows, length), np.float32)
     if kind == "lengths":  # 10% to 100% of each row
         valid = generator.integers(max(length // 10, 1), length + 1, rows)
-    elif kind == "empty micro-batches":  # only the first quarter of the rows has any
+    elif kind == "empty micro-batches":  # only the first quarter of the rows has valid tokens
         valid = np.where(np.arange(rows) < max(rows // 4, 1), generator.integers(1, length + 1, rows), 0)
-    else:  # one single token
+    else:  # a single token
         valid = (np.arange(rows) == rows - 1).astype(int)
     return (np.arange(length) < valid[:, None]).astype(np.float32)
 
@@ -47,8 +47,8 @@ KINDS = ("ones", "lengths", "empty micro-batches", "single token")
 
 
 def assert_same_steps(config, others, expected_by=None) -> None:
-    """Four steps, each with another kind of weights: each of `others`, pairs of a config and devices, gives the update
-    of `config` on one device; and that one the update that `expected_by` (the reference) gives."""
+    """Take four steps with different kinds of weights. Each of `others` (config, devices) must give the update of
+    `config` on one device, which must give the update of `expected_by` (the reference)."""
     start, rates = start_params(config), step_of(config, 1)[3]
     rows = [random_rows(tiny_config(), step, weights(kind, 16, 16, step)) for step, kind in enumerate(KINDS)]
     whole, whole_metrics = run_steps(config, rows)
@@ -58,7 +58,7 @@ def assert_same_steps(config, others, expected_by=None) -> None:
             start, rows, config, lambda step: {name: float(rate(step)) for name, rate in rates.items()}
         )
         assert distance(whole, expected) < 1e-5
-        # The update itself, not just the sum.
+        # Compare the update itself, not only the sum.
         assert distance(moved, jax.tree.map(np.subtract, expected, start)) < 1e-3
         for kind, ours, theirs in zip(KINDS, whole_metrics, expected_metrics, strict=True):
             for name in ("loss", "grad_norm"):
@@ -85,7 +85,7 @@ MUON = replace(OPTIMIZER, matrices=MatricesConfig(0.01, kind="muon"), muon=MuonC
 
 
 def test_every_split_and_mesh_gives_the_reference_update():
-    """Four consecutive steps in float32: K = 1, 4, 16 on one device, K = 1, 2 on eight."""
+    """Take four consecutive steps in float32: K = 1, 4, 16 on one device, K = 1, 2 on eight."""
     config = tiny_config()
     others = [on_mesh(config, *sizes) for sizes in ((4, ONE), (1, ONE), (2, (8, 1, 1)), (1, (8, 1, 1)))]
     assert_same_steps(config, others, reference.train)
@@ -96,7 +96,7 @@ FACTORIZATIONS = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8
 
 @pytest.mark.slow
 def test_every_mesh_of_eight_gives_the_update_of_one():
-    """Four steps through micro-batches, in float32."""
+    """Take four steps through micro-batches, in float32."""
     config = tiny_config(depth=1, heads=8, kv_heads=8, head_dim=8)
     assert_same_steps(config, [on_mesh(config, 1, sizes) for sizes in FACTORIZATIONS])
 
@@ -107,7 +107,7 @@ def test_every_mesh_of_eight_gives_the_update_of_one():
 @settings(max_examples=25)
 @given(data=st.data())
 def test_any_weights_in_any_split_equal_no_split(rows, length, kv_heads, part, data):
-    """Whichever targets count: two programs of each shape, and any masks through them."""
+    """Run two programs of each shape with any masks of targets."""
     config = tiny_config(rows, rows, length, depth=1, kv_heads=kv_heads)
     masks = st.lists(st.integers(0, 2**length - 1), min_size=rows, max_size=rows)
     bits = lambda mask: (np.asarray(mask)[:, None] >> np.arange(length) & 1).astype(np.float32)
@@ -131,7 +131,7 @@ def test_bfloat16_split_stays_close():
 
 
 def test_mean_of_means_would_fail():
-    """The rows of the tests above do tell sums from means: averaging micro-batches' means gives another update."""
+    """Average micro-batches' means: it gives another update, so the rows of the tests above expose it."""
     config = tiny_config()
     batch = random_rows(config, 0, weights("lengths", 16, 16))
     start = start_params(config)
@@ -158,7 +158,7 @@ def test_step_with_a_gradient_that_is_not_finite_changes_nothing():
     good, bad = random_rows(config, 0), random_rows(config, 1)
     bad["weights"][3, 3] = np.nan
     params, metrics = run_steps(config, [good, bad, good])
-    # The moments and bias corrections saw two steps; the schedules three, since each is a function of the step.
+    # Moments and bias corrections saw two steps. Schedules saw three, since each is a function of the step.
     assert [t["skipped_steps"] for t in metrics] == [0, 1, 1]
     assert all(np.isfinite(p).all() for p in jax.tree.leaves(params))
     assert metrics[0]["learning_rate"]["embed"] < metrics[1]["learning_rate"]["embed"]
@@ -167,7 +167,7 @@ def test_step_with_a_gradient_that_is_not_finite_changes_nothing():
 
 
 def packed_and_apart(seed: int) -> tuple[dict, dict]:
-    """Rows of two documents of 5 and 11 tokens, with segment ids; and each document in a row of its own, padded."""
+    """Return rows of two documents of 5 and 11 tokens with segment ids, and each document padded in its own row."""
     packed = random_rows(tiny_config(rows=8), seed)
     segments = (np.arange(16) >= 5).astype(np.int32) * np.ones((8, 1), np.int32)
     apart = {name: np.zeros((16, 16), array.dtype) for name, array in packed.items()}
@@ -196,7 +196,7 @@ def test_all_features_give_the_reference_update_whatever_the_split_and_mesh():
 
 
 def test_devices_that_share_a_key_head_give_the_update_of_one():
-    """Four devices along `tensor` and two key heads: two compute a head's parts, and its gradient is summed once."""
+    """Use four devices along `tensor` and two key heads: two compute a head's parts, and sum its gradient once."""
     config = tiny_config(heads=4, kv_heads=2, **ALL_FEATURES | {"depth": 2})
     rows = [random_rows(config, step, weights("lengths", 16, 16, step)) for step in range(2)]
     divided, devices = on_mesh(config, 2, (1, 2, 4))
@@ -205,7 +205,7 @@ def test_devices_that_share_a_key_head_give_the_update_of_one():
 
 @pytest.mark.medium
 def test_a_mesh_that_divides_few_sizes_gives_the_update_of_one():
-    """Width 32 and three blocks over `data` = 3: most of the state is padded, Muon's and AdamW's."""
+    """Use width 32 and three blocks over `data` = 3. Most of the state is padded, for Muon and for AdamW."""
     config = tiny_config(rows=12, heads=4, kv_heads=4, **ALL_FEATURES | {"depth": 3})
     config = replace(config, optimizer=MUON)
     divided, devices = on_mesh(config, 1, (3, 2, 1))
@@ -220,7 +220,7 @@ def test_a_mesh_that_divides_few_sizes_gives_the_update_of_one():
 def test_muon_s_update_is_the_same_whatever_the_split_and_mesh():
     matrices = MatricesConfig(0.01, kind="muon")
     config = tiny_config(heads=4, kv_heads=4)
-    # With OPTIMIZER's warmup, rounding decides for one element whether it decays: where its update's sign is its own.
+    # With OPTIMIZER's warmup, rounding decides the sign of one element's update, and so whether it decays.
     config = replace(config, optimizer=replace(OPTIMIZER, matrices=matrices, schedule=ScheduleConfig()))
     rows = [random_rows(tiny_config(), step, weights("lengths", 16, 16, step)) for step in range(3)]
     whole, _ = run_steps(config, rows)
@@ -230,10 +230,10 @@ def test_muon_s_update_is_the_same_whatever_the_split_and_mesh():
 
 
 def conversation_rows(seed: int, kind: str) -> dict:
-    """16 rows of two conversations each, of which answers of 1 to 5 tokens are learned; with "no answer", none."""
+    """Return 16 rows of two conversations each, with answers of 1 to 5 tokens that count; with "no answer", none."""
     generator = np.random.default_rng(seed)
     segments, answers = np.zeros((16, 16), np.int32), np.zeros((16, 16), np.float32)
-    for row in range(16 if kind == "all rows" else 4):  # with "one micro-batch", the first four rows have any
+    for row in range(16 if kind == "all rows" else 4):  # with "one micro-batch", only the first four rows have any
         border = generator.integers(6, 11)
         segments[row, border:] = 1
         for end in (border, 16):

@@ -1,4 +1,4 @@
-"""The compiled step: its memory, and how often it is compiled."""
+"""Test the compiled step's memory, and how often it is compiled."""
 
 import logging
 from dataclasses import replace
@@ -15,12 +15,12 @@ from tools.programs.compile import compile_step
 from training.build import build
 from training.mesh import batch_shape, batch_sharding
 
-# Activations, logits and parameters of a size that tells in the sum.
+# Activations, logits and parameters are large enough to matter in the sum.
 SIZES = {"depth": 2, "width": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "vocab_size": 1024}
 
 
 def memory(micro_batches: int, mesh: MeshConfig = MeshConfig(), devices: int = 1, **model) -> int:  # noqa: B008
-    """Bytes of temporaries on a device, for micro-batches of 4 rows of 128 tokens on each."""
+    """Return the bytes of temporaries per device, for micro-batches of 4 rows of 128 tokens on each."""
     config = tiny_config(length=128, **SIZES | model)
     rows = 4 * micro_batches * devices
     batch = BatchConfig(sequence_length=128, tokens_per_step=128 * rows, rows_per_device=4)
@@ -35,7 +35,7 @@ def temporaries(config: Config, devices: int) -> int:
 
 @pytest.mark.medium
 def test_memory_of_the_plain_config():
-    """324 MiB where this was written (the scores of attention are kept once, and logits by a quarter)."""
+    """Measured when written: 324 MiB (attention's scores are stored once, logits in quarters)."""
     assert temporaries(plain.get_config(), 1) < 340 * 2**20
 
 
@@ -45,7 +45,7 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(devices):
     one, two, many = (memory(k, devices=devices) for k in (1, 2, 32))
     assert many == pytest.approx(two, rel=0.02)
     accumulator = 4 * sum(parameter_counts(tiny_config(**SIZES).model).values())
-    # XLA on CPU also hoists a transposed copy of the head out of the loop, which K = 1 does not have.
+    # XLA on CPU also hoists a transposed copy of the head out of the loop, which K = 1 lacks.
     assert two <= one + accumulator + 0.02 * one
 
 
@@ -86,7 +86,7 @@ def test_memory_of_chunks():
 
 @pytest.mark.medium
 def test_bfloat16_gradients_are_summed_in_float32():
-    """One micro-batch 256 times over is that micro-batch: in bfloat16 such a sum would stall at a fraction of it."""
+    """Repeat one micro-batch 256 times. A sum in bfloat16 would stop at a fraction of it."""
     config = tiny_config(rows=256, rows_per_device=1, dtype="bfloat16")
     row = {name: array[:1] for name, array in random_rows(config, 0).items()}
     many = {name: np.repeat(array, 256, axis=0) for name, array in row.items()}
@@ -98,7 +98,7 @@ def test_bfloat16_gradients_are_summed_in_float32():
 
 
 def test_a_run_compiles_its_step_once(caplog):
-    config = tiny_config(rows_per_device=4, softcap=14.0)  # a network of its own: nothing compiled before
+    config = tiny_config(rows_per_device=4, softcap=14.0)  # a new network, which no test compiled before
     with caplog.at_level(logging.WARNING), jax.log_compiles():
         run_steps(config, [random_rows(config, step) for step in range(5)])
     compiled = [record.message for record in caplog.records if "Finished XLA compilation of" in record.message]
@@ -108,7 +108,7 @@ def test_a_run_compiles_its_step_once(caplog):
 @pytest.mark.medium
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)])
 def test_the_state_comes_out_where_it_went_in(mesh):
-    """A compiled step would refuse its result elsewhere. Muon's second moments are what XLA would place by itself."""
+    """A compiled step rejects a state stored elsewhere. XLA would choose another place for Muon's second moments."""
     matrices = replace(tiny_config().optimizer.matrices, kind="muon")
     config = replace(tiny_config(rows_per_device=1), mesh=mesh)
     config = replace(config, optimizer=replace(config.optimizer, matrices=matrices))

@@ -1,4 +1,4 @@
-"""Every program at the largest depth that is documented, traced: nothing is compiled, and no array exists."""
+"""Trace every program at the largest documented depth, without compilation or arrays."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from training.build import build
 
 @pytest.mark.medium
 def test_every_program_of_depth_48_is_traced():
-    """Counts of its parameters do not fit in 32 bits."""
+    """Its parameter counts exceed 32 bits."""
     sizes = {"depth": 48, "width": 3072, "heads": 24, "kv_heads": 24, "head_dim": 128, "vocab_size": 32768}
     model = ModelConfig(**ALL_FEATURES | sizes)
     built = build(

@@ -1,7 +1,7 @@
-"""What Kubernetes and JobSet do with the fields that tools/launch/k8s.py writes: pods, as local processes, and what
-follows from how they end.
+"""Imitate Kubernetes and JobSet for the fields that tools/launch/k8s.py writes. Pods are local processes.
 
-They follow kubernetes/kubernetes (pkg/controller/job) and kubernetes-sigs/jobset (pkg/controllers/failure_policy.go).
+The rules are in kubernetes/kubernetes (pkg/controller/job) and kubernetes-sigs/jobset
+(pkg/controllers/failure_policy.go).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The closed form against the shapes that training has, and against the programs that it compiles to."""
+"""Compare the closed form with the shapes in training, and with compiled programs."""
 
 import contextlib
 import json
@@ -39,22 +39,22 @@ GIB = 2**30
 
 
 def candidate_of(words: str) -> Candidate:
-    """Return what a topology and the options of a command describe."""
+    """Return the candidate that a topology and a command's options describe."""
     name, *options = shlex.split(words)
     topology = known_topology(name)
-    with contextlib.redirect_stdout(None):  # what follows from a depth
+    with contextlib.redirect_stdout(None):  # options that follow from the depth
         config, sizes = parse(None, Sizes, options)
         return Candidate(sized(config, sizes, topology.devices), topology)
 
 
 def candidate(topology: str, config: Config | None = None, **mesh: int) -> Candidate:
-    """The config, or d12's, on a topology."""
+    """Return the candidate of the config, or of d12's, on a topology."""
     config = config or Config(name="d12", steps=2520)
     return Candidate(resolved(replace(config, mesh=MeshConfig(**mesh))), known_topology(topology))
 
 
 def small(mesh: MeshConfig) -> Candidate:
-    """The candidate whose step `lowered` gives."""
+    """Return the candidate whose step `lowered` compiles."""
     config = replace(tiny_config(depth=1), mesh=mesh)
     batch = replace(config.batch, tokens_per_step=16 * 4 * 8 // mesh.tensor, rows_per_device=1)
     return Candidate(resolved(replace(config, batch=batch)), known_topology("h200:8"))
@@ -72,7 +72,7 @@ def test_parameters_and_moments_are_those_of_the_state(mesh, kind):
     held = lambda tree: sum(4 * prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
     parts = memory(of)
     assert parts["parameters"] == held(built.abstract_state.params)
-    # The optimizer counts its steps in some 32-bit numbers.
+    # The optimizer stores step counts in a few 32-bit numbers.
     assert 0 <= held(built.abstract_state.opt_state) - parts["moments"] <= 64
     assert parts["batch"] == held(built.abstract_batch())
 
@@ -91,7 +91,7 @@ def test_the_program_asks_for_the_arguments_and_sends_what_is_planned(mesh):
     planned = {(t.kind, t.axis): t for t in communication(of)}
     assert {axis for _, axis in planned} == {axis for axis, size in shape.items() if size > 1}
     for (kind, axis), traffic in planned.items():
-        if (kind, axis) == ("all-gather", "fsdp"):  # written forward and backward; once where XLA keeps it
+        if (kind, axis) == ("all-gather", "fsdp"):  # written forward and backward; once if XLA keeps it
             assert traffic.bytes < sent(kind, axis) <= 2 * traffic.bytes
         else:
             assert sent(kind, axis) == pytest.approx(traffic.bytes, rel=0.01), (kind, axis)
@@ -127,7 +127,7 @@ def test_what_goes_between_slices_and_nodes(topology, mesh, between):
     ],
 )
 def test_fsdp_over_all_of_a_tpu_slice_sends_twice_as_much(topology, fsdp, doubled):
-    """As in programs (JAX 0.10.2), whose collectives are all-reduces there."""
+    """Expect the all-reduces of compiled programs (JAX 0.10.2) there."""
     of = candidate(topology, fsdp=fsdp)
     found = {t.kind: t for t in communication(of) if t.axis == "fsdp" and t.in_scan}
     sent = {kind: (t.fast - t.times * START) * of.machine.links for kind, t in found.items()}
@@ -145,14 +145,14 @@ NARROW = "h200:1 --config=configs/d12.py --model.depth=4 --rows=32 --model.width
 @pytest.mark.parametrize(
     ("words", "gib"),
     [
-        # `fsdp` is all of a large slice: the zeros that XLA sums there.
+        # `fsdp` over all of a large slice: XLA sums zeros there.
         (f"{LARGE} --model.kv_heads=16 --mesh.fsdp=64", 3.739),
         (f"{LARGE} --model.kv_heads=16 --mesh.fsdp=64 --model.remat=block", 1.900),
-        # Products of weight gradients wait if what they read is less than the logits: not at depth 12 and width 768.
+        # Products of weight gradients wait if they read less than the logits, but not at depth 12 and width 768.
         (NARROW, 6.496),
         ("h200:1 --config=configs/d12.py --rows=32 --model.depth=4", 11.797),
         ("h200:1 --config=configs/d12.py --rows=32", 17.776),
-        # With `fsdp` none waits. With recomputation the most is at the end, or at the beginning.
+        # With `fsdp` none waits. With recomputation the peak is at the end or the beginning.
         ("h200:8 --config=configs/d12.py --rows=32 --mesh.fsdp=8", 16.132),
         ("h200:8 --config=configs/d12.py --model.depth=10 --rows=16 --mesh.fsdp=4 --mesh.tensor=2", 4.359),
         (f"{DEEP} --mesh.fsdp=8 --model.remat=block", 5.080),
@@ -160,13 +160,13 @@ NARROW = "h200:1 --config=configs/d12.py --model.depth=4 --rows=32 --model.width
     ],
 )
 def test_memory_is_that_of_programs(words, gib):
-    """A step of two micro-batches, compiled with JAX 0.10.2: a program of each rule."""
+    """Compare a step of two micro-batches with a program of each rule, compiled with JAX 0.10.2."""
     of = candidate_of(f"{words} --micro_batches=2")
     assert sum(memory(of).values()) == pytest.approx(gib * GIB, rel=0.05 if "fsdp" in words else 0.03)
 
 
 def test_passes_take_what_the_vector_units_need_where_memory_is_faster():
-    """v5p's memory is 3.4 times as fast as v5e's, its vector units 2.3 times."""
+    """v5p's memory is 3.4 times as fast as v5e's, and its vector units are 2.3 times as fast."""
     takes = [step_time(candidate(topology)).passes for topology in ("v5e:2x2", "v5p:2x2x1")]
     assert 2.2 < takes[0] / takes[1] < 2.6
 
@@ -265,14 +265,14 @@ def test_what_a_program_asks_for_counts_and_the_next_is_compiled_where_one_does_
     assert not found[-1].fits and found[-1].compiled
     monkeypatch.setattr(compiled, "_compiled_bytes", lambda row: 100 * GIB)
     found = compiled.corrected(rows, 1)
-    assert found[0].candidate is rows[2].candidate and found[0].fits  # as far as the closed form knows
+    assert found[0].candidate is rows[2].candidate and found[0].fits  # according to the closed form
 
 
 def finished_run(folder, of, seconds, peak):
-    """What tools.plan reads of a run that took so long a step and held so much."""
+    """Write the parts of a run that tools.plan reads, with `seconds` per step and `peak` bytes."""
     per_second = of.config.batch.tokens_per_step / seconds
     line = {"time": 0.0, "loss": 3.0, "peak_memory_bytes": peak}
-    # The first logged step has the start in it, and the last had something beside it.
+    # The first logged step includes the start. Other work slowed the last.
     rates = [per_second / 10, per_second, per_second, per_second / 2]
     lines = [line | {"step": 10 * i, "tokens_per_second": rate} for i, rate in enumerate(rates, 1)]
     folder.mkdir()
@@ -292,7 +292,7 @@ def test_what_a_run_measured_takes_the_place_of_what_is_assumed(tmp_path):
     row = row_of(of, Given(None, 0.0, *factors([found, found._replace(machine="v6e", bytes=9.0)], "v5e")))
     assert row.time.expected == pytest.approx(seconds) and row.bytes == pytest.approx(peak)
     assert row.run.tokens_per_second == pytest.approx(of.config.batch.tokens_per_step / seconds)
-    size = of.config.batch.tokens_per_step  # of the last stage of a batch that grows
+    size = of.config.batch.tokens_per_step  # the last stage of a batch ramp
     grown = with_options(of.config, {"batch.ramp": f"0:{size // 2},1e6:{size}", "batch.tokens_per_step": 2 * size})
     at_last = measured(finished_run(tmp_path / "grown", replace(of, config=grown), 2 * seconds, peak))
     assert (at_last.seconds, at_last.bytes) == pytest.approx((found.seconds, found.bytes))
@@ -301,9 +301,9 @@ def test_what_a_run_measured_takes_the_place_of_what_is_assumed(tmp_path):
         measured(read_run(tmp_path / "run"))
 
 
-@pytest.mark.slow  # some 160 command lines are parsed; no version of JAX changes what they give
+@pytest.mark.slow  # parses about 160 command lines; JAX's version does not matter
 def test_what_is_said_of_its_errors_is_what_the_grid_says():
-    """bench/plan_grid.jsonl: what was read of compiled programs, a line each, and if its rules were chosen with it."""
+    """Read compiled programs' figures from bench/plan_grid.jsonl, and whether the rules were chosen with them."""
     errors = {True: [], False: []}
     for program in map(json.loads, Path("bench/plan_grid.jsonl").read_text().splitlines()):
         size = sum(program[part] for part in ("arguments", "outputs", "temporaries"))

@@ -1,4 +1,4 @@
-"""tools.plan as a user runs it."""
+"""Run tools.plan as a user does."""
 
 import json
 import shlex
@@ -21,7 +21,7 @@ D12 = "--config=configs/d12.py"
 
 
 def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
-    """The exit code, and what was printed."""
+    """Return the exit code and what was printed."""
     monkeypatch.setattr(sys, "argv", ["plan", *words])
     code = exit_code_of(plan.main, "")
     return code, *capsys.readouterr()

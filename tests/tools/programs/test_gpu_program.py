@@ -1,4 +1,4 @@
-"""What the compiled step holds in memory and what it passes over, read from the programs of GPUs that are not there."""
+"""Count what the compiled step stores and reads in memory, from programs for GPUs that are not present."""
 
 import re
 from collections import Counter
@@ -38,7 +38,7 @@ def small(**model) -> Config:
 
 
 def passes(**model) -> list[tuple[Instruction, list[str], list[str]]]:
-    """Of a small network's step: each instruction that reads or writes memory, the arrays that it writes, and reads."""
+    """Return the instructions of a small step that access memory, each with the arrays that it writes and reads."""
     arrays = lambda *types: re.findall(r"\w+\[[\d,]*\]", " ".join(types))
     return [(i, arrays(i.type), arrays(*reads)) for i, _, reads in kernels(compiled(small(**model)).as_text())]
 
@@ -48,13 +48,13 @@ def elements(array: str) -> int:
 
 
 def of_size(size: int, arrays: list[str]) -> list[str]:
-    """The element types of those with so many elements, whatever their shape."""
+    """Return the element types of the arrays with `size` elements, whatever their shape."""
     return [array.split("[")[0] for array in arrays if elements(array) == size]
 
 
 def test_logits_are_bfloat16_and_passed_over_seven_times():
-    """Written; read for the sum of exponentials, and for the targets' own; read and written as their gradient; and read
-    by the two products that take it."""
+    """Logits are written, and read for the sum of exponentials and for the targets' own. Their gradient reads and
+    writes them, and two products read it."""
     writes = [dtype for _, written, _ in passes() for dtype in of_size(TOKENS * VOCAB, written)]
     reads = [dtype for _, _, read in passes() for dtype in of_size(TOKENS * VOCAB, read)]
     assert writes == 2 * ["bf16"] and reads == 5 * ["bf16"]
@@ -68,7 +68,7 @@ def test_in_chunks_the_logits_never_exist_whole():
 
 @pytest.mark.parametrize("model", [{}, {"kv_heads": 1}, {"window_pattern": "S", "short_window": 128}])
 def test_attention_runs_in_cudnn_as_heads_lie(model):
-    """Nothing is transposed, repeated or copied around it, and the scores are nowhere."""
+    """Nothing is transposed, repeated or copied around it, and no array has the scores."""
     found = passes(**model)
     assert sum("__cudnn$fmha" in i.attributes for i, _, _ in found) == 2 * DEPTH
     heads = {TOKENS * HEAD * n for n in (1, 2)}
@@ -85,31 +85,31 @@ def test_a_document_mask_makes_no_matrix_of_a_row_by_itself():
 
 
 def scatters(config: Config) -> list[tuple[str, bool]]:
-    """Of each scatter in the step: the type of what it writes, and whether it writes each place once."""
+    """Return for each scatter in the step the type that it writes, and whether its indices are unique."""
     program, _ = read_program(compiled(config).as_text())
     found = [i for instructions in program.values() for i in instructions if i.opcode == "scatter"]
     return [(i.type.split("[")[0], "unique_indices=true" in i.attributes) for i in found]
 
 
 def test_nothing_is_added_in_an_order_that_changes():
-    """The gradients of tables, that of value embeddings too, are sums of products: what is scattered is numbers of
-    rows, each to a place of its own."""
+    """Gradients of tables, value embeddings' included, are sums of products. Only numbers of rows are scattered, each
+    to a place of its own."""
     found = scatters(small(value_embeddings=True))
     assert found and set(found) == {("s32", True)}
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_xla_is_told_to_be_deterministic(monkeypatch, deterministic):
-    """A scatter-add that the network had would be rewritten. cuDNN's backward attention is told by the same option of
-    the program (`RequireDeterminism` in XLA's cudnn_custom_call_compiler.cc), but only where there is a GPU."""
+    """XLA would rewrite a scatter-add of the network. The same option makes cuDNN's backward attention deterministic
+    (`RequireDeterminism` in XLA's cudnn_custom_call_compiler.cc), but only on a GPU."""
     monkeypatch.setattr("model.layers.platform", lambda: "cpu")
     config = replace(small(depth=1, vocab_size=1024), deterministic=deterministic)
     assert set(scatters(config)) == {("f32", deterministic)}
 
 
 def test_memory_and_passes_of_d12():
-    """17.8 GiB, and 769 GB outside of products and attention, where this was written: with activations kept in float32,
-    24.5 and 894. nanochat's peak is 28.1 GiB."""
+    """Measured when written: 17.8 GiB, and 769 GB outside of products and attention. With activations in float32: 24.5
+    and 894. nanochat's peak is 28.1 GiB."""
     program = compiled(sized(d12.get_config(), Sizes(rows=32, micro_batches=8), 1))
     memory = program.memory_analysis()
     assert memory.argument_size_in_bytes + memory.temp_size_in_bytes < 0.7 * 28.1 * 2**30
@@ -135,7 +135,7 @@ def temporaries(config: Config) -> int:
 
 
 def test_with_fsdp_nothing_is_kept_for_products_that_xla_would_leave_for_the_end(monkeypatch):
-    """57 MB, where XLA left to itself takes 89."""
+    """It takes 57 MB; left to itself, XLA takes 89."""
     pytest.importorskip("jax_cuda13_plugin")
     config = small(depth=4, remat="block", vocab_size=1024)
     batch = replace(config.batch, tokens_per_step=2 * config.batch.tokens_per_step)
@@ -155,8 +155,8 @@ def test_blocks_that_are_computed_again_keep_no_float32_copies_of_their_paramete
 
 
 def kept_widths(remat: str) -> float:
-    """Return the numbers that a block keeps for its backward pass, in widths a token: what more rows add to the
-    temporaries that more blocks take. Parameters and their gradients do not grow with the rows."""
+    """Return the numbers that a block stores for its backward pass, in widths per token: the temporaries that more rows
+    and more blocks add. Parameters and gradients do not grow with the rows."""
 
     def temporaries(depth: int, rows: int) -> int:
         sizes = {"width": 256, "heads": 2, "kv_heads": 2, "head_dim": 128, "dtype": "bfloat16", "remat": remat}
@@ -168,5 +168,5 @@ def kept_widths(remat: str) -> float:
 
 
 def test_remat_products_keeps_at_most_three_quarters_of_what_none_keeps():
-    """5.8 widths, of 11.1. (XLA for CPUs ignores recomputation.)"""
+    """5.8 widths instead of 11.1. (XLA for CPUs ignores recomputation.)"""
     assert kept_widths("products") <= 0.75 * kept_widths("none")

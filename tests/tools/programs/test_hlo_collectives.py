@@ -1,4 +1,4 @@
-"""What crosses the mesh, read from the programs: on paper, on eight CPU devices, and for real TPU slices."""
+"""Read what crosses the mesh from programs: from text, on eight CPU devices, and for real TPU slices."""
 
 import re
 import sys
@@ -154,7 +154,7 @@ def test_a_loop_without_a_trip_count_is_refused():
 
 
 def lowered(mesh: MeshConfig) -> tuple[jax.stages.Lowered, dict[str, int], int]:
-    """A tiny step of 4 micro-batches on eight devices, the mesh's shape, and how many parameters a device works on."""
+    """Lower a step of 4 micro-batches on eight devices. Return it, the mesh's shape, and the parameters per device."""
     config = replace(tiny_config(depth=1), mesh=mesh)
     rows = 4 * 8 // mesh.tensor
     config = replace(config, batch=replace(config.batch, tokens_per_step=16 * rows, rows_per_device=1))
@@ -183,18 +183,18 @@ def test_gradients_cross_data_once_after_the_scan(mesh):
 
 @MESHES
 def test_before_any_pass_of_the_compiler_nothing_in_the_scan_reduces_over_data(mesh):
-    """So while-loop-all-reduce-code-motion, which miscompiled sums of scattered gradients (openxla/xla#49143), has
-    nothing over `data` to move."""
+    """So while-loop-all-reduce-code-motion cannot move a sum over `data`. It miscompiled sums of scattered gradients
+    (openxla/xla#49143)."""
     step, shape, _ = lowered(mesh)
     found = collectives(step.as_text("hlo"), shape)
     assert {c.kind for c in found if "data" in c.axes} == {"all-gather", "reduce-scatter", "all-reduce"}
     assert not [c for c in found if c.in_loop and "data" in c.axes]
     inner = prod(shape.values()) > shape["data"]
-    assert inner == bool([c for c in found if c.in_loop])  # the scan is found, and what it holds is over other axes
+    assert inner == bool([c for c in found if c.in_loop])  # the scan is recognised, and reduces over other axes
 
 
 def sums(output: str) -> tuple[int, int]:
-    """Bytes reduced over data, and bytes of a chip's gradients, as the program printed them."""
+    """Return the bytes reduced over data and the bytes of a chip's gradients, as printed by the program."""
     both = re.search(r"over data: ([\d,]+) bytes; gradients: ([\d,]+)", output)
     return int(both[1].replace(",", "")), int(both[2].replace(",", ""))
 
@@ -232,7 +232,7 @@ def test_the_program_fails_a_step_that_reduces_every_micro_batch(monkeypatch, ca
 
 @pytest.fixture
 def on_tpu(monkeypatch, capsys):
-    """What the program says of a config on a TPU slice."""
+    """Return the program's output for a config on a TPU slice."""
     pytest.importorskip("libtpu")
 
     def say(topology: str, *arguments: str, config: str = "d12") -> str:
@@ -244,23 +244,23 @@ def on_tpu(monkeypatch, capsys):
     return say
 
 
-# Compiling for a TPU takes longer the larger the arrays are, and as long again for each layer.
+# Compiling for a TPU takes longer for larger arrays, and as long again for each layer.
 SMALL = ("--model.vocab_size=2048", "--batch.sequence_length=256")
 SMALL += ("--model.depth=1", "--model.width=256", "--model.heads=2", "--model.kv_heads=2")
 
 
 @pytest.mark.slow
 def test_on_a_tpu_slice_gradients_are_scattered_over_fsdp_in_the_scan(on_tpu):
-    """Where they were written: XLA:TPU would move the sum out and keep whole gradients in the loop, by the pass of
-    openxla/xla#49143. With it, the memory of a block that is recomputed."""
+    """XLA:TPU would move the sum out of the loop and keep complete gradients in it (the pass of openxla/xla#49143).
+    Check the memory of a recomputed block too."""
     output = on_tpu("v5e:4x4", *SMALL, "--mesh.fsdp=4", "--rows=64", "--model.remat=block")
     rows = [line.split()[:4] for line in output.splitlines()]
     assert ["reduce-scatter", "f32", "fsdp", "loop"] in rows and ["all-gather", "bf16", "fsdp", "loop"] in rows
     assert not [row for row in rows if row[:1] == ["reduce-scatter"] and row[2:] == ["fsdp", "once"]]
     reduced, gradients = sums(output)
-    assert gradients == (2 * 2048 * 256 + 12 * 256**2)  # 4 bytes of each, over fsdp=4
+    assert gradients == (2 * 2048 * 256 + 12 * 256**2)  # 4 bytes each, over fsdp=4
     assert gradients <= reduced < gradients + 1024
-    # 0.07 GiB; 0.09 where every activation is kept
+    # 0.07 GiB; 0.09 if every activation is stored
     assert float(re.search(r"temporaries ([\d.]+) GiB", output)[1]) < 0.08
 
 
@@ -273,16 +273,16 @@ def test_on_a_tpu_slice_gradients_are_summed_once(on_tpu):
 
 @pytest.mark.slow
 def test_on_a_tpu_slice_with_all_features_and_muon(on_tpu):
-    """Nothing more crosses `data` in the scan; matrices to be orthogonalised change hands once, and not as a whole."""
+    """Nothing more crosses `data` in the scan. Matrices to be orthogonalised are sent once, and in parts."""
     sizes = ("--model.depth=2", "--model.vocab_size=2048", "--batch.sequence_length=256")
     reduced, gradients = sums(output := on_tpu("v5e:4x4", *sizes, config="nanochat"))
-    width = 64 * 2  # and one head, and one block with value embeddings
+    width = 64 * 2  # one head, and one block with value embeddings
     gates = 12 + 24 + 1 + 1 + 2 * 2
     assert gradients == 4 * ((2 + 1) * 2048 * width + 2 * 12 * width**2 + gates)
-    assert gradients <= reduced < gradients + 1e6  # and the norms of Muon
+    assert gradients <= reduced < gradients + 1e6  # and the norms for Muon
     rows = [line.split() for line in output.splitlines() if " data " in line]
     assert {row[3] for row in rows} == {"once"}
     dealt = sum(int(row[5].replace(",", "")) for row in rows if row[0] == "all-to-all")
-    # To each of the 16 chips one of the 8 matrices of attention, one of the 4 of the MLP and one gate [12, 1], padded
-    # to 16, or zeros; out and back.
+    # Each of the 16 chips receives one of the 8 matrices of attention, one of the 4 of the MLP and one gate [12, 1],
+    # padded to 16, or zeros. It sends them back.
     assert dealt == 2 * 4 * (width**2 + 4 * width**2 + 16)

@@ -1,4 +1,4 @@
-"""float32 means float32: by default a TPU rounds what a product of float32 arrays reads to bfloat16, a GPU to TF32."""
+"""Test that float32 means float32: by default, products round inputs to bfloat16 on a TPU, to TF32 on a GPU."""
 
 from collections import Counter
 from dataclasses import replace
@@ -14,7 +14,7 @@ from training.build import build
 
 
 def products(jaxpr: Any) -> Counter:
-    """Of each product in a program, kernels' included: the type that it reads, and its precision."""
+    """Return for each product in a program, kernels' included, its input type and its precision."""
     found = Counter()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
@@ -27,7 +27,7 @@ def products(jaxpr: Any) -> Counter:
 
 
 def traced(monkeypatch, platform: str, dtype: str) -> dict[str, Counter]:
-    """The products of the step with Muon, of evaluation and of generation."""
+    """Return the products of the step with Muon, of evaluation and of generation."""
     for module in ("attention", "layers", "rotary"):
         monkeypatch.setattr(f"model.{module}.platform", lambda: platform)
     config = tiny_config(length=128, rows=2, depth=1, width=256, heads=2, kv_heads=2, head_dim=128, dtype=dtype)
@@ -50,7 +50,7 @@ def traced(monkeypatch, platform: str, dtype: str) -> dict[str, Counter]:
 def test_a_float32_network_s_products_take_the_highest_precision(monkeypatch, platform):
     for name, found in traced(monkeypatch, platform, "float32").items():
         assert set(found) == {("float32", "HIGHEST")}, name
-        assert sum(found.values()) >= 9  # six a block, the head's, and two in attention
+        assert sum(found.values()) >= 9  # six per block, the head's, and two in attention
 
 
 def test_a_bfloat16_network_s_products_take_no_more_than_one_pass_and_muon_s_are_float32(monkeypatch):

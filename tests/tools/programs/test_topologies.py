@@ -1,4 +1,4 @@
-"""Topologies as commands name them, and the step compiled for several slices and nodes that are not there."""
+"""Test names of topologies, and compile the step for several slices and nodes that are not present."""
 
 from collections import Counter
 from functools import cache
@@ -31,7 +31,7 @@ from training.mesh import axes_between
         ("v4-8", Topology(1, "v4", (2, 2, 1)), 4),
         ("2x v6e-8", Topology(2, "v6e", (2, 4)), 16),
         ("v5litepod-16", Topology(1, "v5e", (4, 4)), 16),
-        ("tpu7x:2x2x1", Topology(1, "tpu7x", (2, 2, 1)), 8),  # two devices a chip
+        ("tpu7x:2x2x1", Topology(1, "tpu7x", (2, 2, 1)), 8),  # two devices per chip
     ],
 )
 def test_topologies_are_read(text, topology, devices):
@@ -49,14 +49,14 @@ def test_another_text_is_a_mistake_that_shows_what_works(text):
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:4x4", "2x v5e:2x4", "v5p:2x2x4", "2x h200:8"])
 def test_devices_are_named_as_a_topology_that_gives_them(topology):
-    """A step that does not fit names the command that plans for the devices that it had."""
+    """A step that does not fit prints the planning command for its devices."""
     pytest.importorskip("jax_cuda13_plugin" if "h200" in topology else "libtpu")
     assert topology_of(devices_of(topology)) == topology
 
 
 @cache
 def compiled(topology: str, *mesh: int) -> tuple[Build, list[Collective]]:
-    """A d12 of two blocks, with two micro-batches, and what its step sends."""
+    """Compile a d12 of two blocks with two micro-batches. Return the build and its collectives."""
     pytest.importorskip("jax_cuda13_plugin" if "h200" in topology else "libtpu")
     devices = devices_of(topology)
     config = with_options(
@@ -75,7 +75,7 @@ def compiled(topology: str, *mesh: int) -> tuple[Build, list[Collective]]:
 def test_only_data_crosses_slices_and_nodes_once_a_step(topology, mesh):
     built, found = compiled(topology, *mesh)
     assert axes_between(built.mesh) == ["data"]
-    # Devices of one fsdp x tensor block, which share a replica, are of one slice or node.
+    # The devices of an fsdp x tensor block share a replica. They must be in one slice or node.
     island = lambda device: device.slice_index if device.platform == "tpu" else device.process_index
     replicas = built.mesh.devices.reshape(-1, *built.mesh.devices.shape[len(DATA) :])
     assert all(len({island(device) for device in replica.flat}) == 1 for replica in replicas)
@@ -87,8 +87,8 @@ def test_only_data_crosses_slices_and_nodes_once_a_step(topology, mesh):
     parameters = sum(parameter_counts(built.config.model).values()) // (mesh[1] * mesh[2])
     summed = payload["reduce-scatter", "f32"] + payload["all-reduce", "f32"]
     assert 4 * parameters <= summed < 4 * parameters + 4096
-    gathered = payload.total() - summed  # in the compute type, as all-gathers, or all-reduces of what is zero elsewhere
+    gathered = payload.total() - summed  # all-gathers in the compute type, or all-reduces of zeros elsewhere
     assert 2 * parameters <= gathered < 2 * parameters + 4096
-    # Between slices or nodes only each device's share, of gradients and of parameters.
+    # Between slices or nodes, only each device's share of gradients and parameters is sent.
     inside = len(replicas) // 2
     assert across.total() < 6 * parameters / inside + 4096

@@ -1,4 +1,4 @@
-"""What the compiled step holds in memory and what it passes over, read from the program of a TPU slice."""
+"""Count what the compiled step stores and reads in memory, from the program of a TPU slice."""
 
 import re
 from functools import cache
@@ -17,7 +17,7 @@ LOGITS = f"[{ROWS * LENGTH},{VOCAB}]"
 
 @cache
 def scheduled(**model: int) -> tuple[list[Instruction], int]:
-    """The instructions whose results are arrays in memory, those inside fusions left out; and bytes of temporaries."""
+    """Return the instructions that write arrays to memory, fusions' insides excluded, and the temporaries' bytes."""
     pytest.importorskip("libtpu")
     network = {"depth": DEPTH, "width": 256, "heads": 2, "kv_heads": 2, "head_dim": 128, "vocab_size": VOCAB}
     batch = BatchConfig(sequence_length=LENGTH, tokens_per_step=4 * 2 * ROWS * LENGTH, rows_per_device=ROWS)
@@ -30,7 +30,7 @@ def scheduled(**model: int) -> tuple[list[Instruction], int]:
 
 
 def produced(shape: str, arrays: list[Instruction]) -> list[str]:
-    """Types of the arrays of that shape that are written."""
+    """Return the types of the arrays of that shape that are written."""
     return [
         dtype
         for instruction in arrays
@@ -41,12 +41,12 @@ def produced(shape: str, arrays: list[Instruction]) -> list[str]:
 
 @pytest.mark.slow
 def test_logits_are_written_once_in_the_compute_type_and_read_by_two_products():
-    """Their sum of exponentials is taken as they are written, and their gradient as it is multiplied."""
+    """The sum of exponentials is computed while they are written, and the gradient while it is multiplied."""
     arrays, _ = scheduled()
     assert produced(LOGITS, arrays) == ["bf16"]
     logits = {i.name for i in arrays if i.opcode == "get-tuple-element" and LOGITS in i.type}
     readers = [i for i in arrays if logits & set(names(i.operands))]
-    assert len(logits) == 1 and 1 <= len(readers) <= 3  # with the look-up of the targets' logits
+    assert len(logits) == 1 and 1 <= len(readers) <= 3  # the look-up of the targets' logits included
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_in_chunks_the_logits_never_exist_whole():
     assert produced(LOGITS, arrays) == []
     assert "bf16" in produced(f"[{ROWS * LENGTH // 4},{VOCAB}]", arrays)
     whole = 2 * ROWS * LENGTH * VOCAB
-    assert memory < scheduled()[1] - whole / 4  # a quarter of them is left, and now the sum of the head's gradients
+    assert memory < scheduled()[1] - whole / 4  # a quarter of them remains, with the sum of the head's gradients
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_attention_runs_in_its_kernel_and_its_scores_are_nowhere():
 
 @pytest.mark.slow
 def test_sums_over_heads_are_products():
-    """Two a block forward, for the norms of queries and keys, and two backward: none is a sum along the lanes."""
+    """Expect two per block forward, for the norms of queries and keys, and two backward. None sums along the lanes."""
     made = [i for i in scheduled()[0] if i.opcode == "fusion" and i.type.startswith(f"f32[{ROWS},{LENGTH},2]")]
     sums = [i for i in made if re.search(r"(reduce_sum|dot_general)\"", i.attributes)]
     assert len(sums) == 4 * DEPTH and all('dot_general"' in i.attributes for i in sums)
@@ -85,9 +85,8 @@ def test_no_mask_of_the_mlp_is_kept():
     [("v5e:2x2", True, 16384), ("v5e:2x2", False, 32768), ("v5p:2x2x1", False, 16384), ("v5p:2x2x1", True, 32768)],
 )
 def test_long_rows_compile(topology, documents, length):
-    """Compile a block of d12's width, with each pair of the three values once.
-
-    A kernel that held whole rows of keys exceeded a core's vector memory."""
+    """Compile a block of d12's width, with each pair of the three values once. A kernel with complete rows of keys
+    exceeded a core's vector memory."""
     pytest.importorskip("libtpu")
     network = ModelConfig(depth=1, width=768, heads=6, kv_heads=6, head_dim=128, vocab_size=1024, remat="block")
     batch = BatchConfig(sequence_length=length, tokens_per_step=4 * length, rows_per_device=1)

@@ -1,4 +1,4 @@
-"""What a report reads from runs' folders, and what it says of them."""
+"""Test what a report reads from run folders, and its sentences."""
 
 import json
 import re
@@ -123,7 +123,7 @@ def test_sentences(tmp_path, changes, sentence, heed):
     ("ramp", "left"),
     [
         ("", r"5(\.\d+)?"),
-        # From here on each of the 300 steps left has four times the tokens, and takes four times as long.
+        # From here on each of the 300 remaining steps has four times the tokens, and takes four times as long.
         ("0:65536,6553600:262144", r"(19\.\d|20|20\.\d)"),
     ],
 )
@@ -155,7 +155,7 @@ def test_runs_beside_each_other(tmp_path):
     slow = write_run(tmp_path / "slow", name="slow", steps=200, spike=False)
     fast = write_run(tmp_path / "fast", name="fast", steps=200, slope=2.0, line={"tokens_per_second": 99.0})
     runs = read_runs([str(slow), str(fast)])
-    assert differences(runs) == {}  # a run's name is its own
+    assert differences(runs) == {}  # names are not compared
     texts = [sentence.text for sentence in compared(runs)]
     assert texts[0] == "No option differs."
     assert (
@@ -172,7 +172,7 @@ def test_what_differs_is_listed_and_losses_of_different_texts_are_not_compared(t
     record["dataset"], record["versions"]["jax"] = "another", "0.99"
     (folders[1] / "config.json").write_text(json.dumps(record))
     runs = read_runs([str(folder) for folder in folders])
-    assert [run.name for run in runs] == [str(folder) for folder in folders]  # since both are called the same
+    assert [run.name for run in runs] == [str(folder) for folder in folders]  # both have the same name
     assert differences(runs) == {
         "batch.tokens_per_step": ["65536", "32768"],
         "dataset (fingerprint)": ["5220a8abef52476f", "another"],
@@ -207,7 +207,7 @@ def test_diagnostics_are_read_whatever_they_lack(tmp_path, hurt):
 
 
 def test_every_plot_of_diagnostics_draws_what_a_step_measures_of_itself(tmp_path):
-    """By the names that the step and run/diagnosis.py give it."""
+    """Use the names from the step and run/diagnosis.py."""
     built = build(tiny_config(rows=32), jax.devices()[:1])
     _, metrics = jax.eval_shape(built.measuring_step, built.abstract_state, built.abstract_batch())
     measured, diagnosis = jax.tree.map(lambda _: 1.0, metrics["diagnostics"]), Diagnosis([], built.config.optimizer)

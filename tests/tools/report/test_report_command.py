@@ -30,7 +30,7 @@ PLOTS = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> list[str]:
-    """Two runs that know everything."""
+    """Write two runs with every kind of figure."""
     folder = tmp_path_factory.mktemp("runs")
     memory = {"peak_memory_bytes": 7e10}
     return [
@@ -53,24 +53,24 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(runs, browser, tmp_path_factory):
-    """The browser with the report of both runs."""
+    """Open the report of both runs in the browser."""
     out = tmp_path_factory.mktemp("page") / "report.html"
     with pytest.MonkeyPatch.context() as patch:
         assert run(patch, *runs, f"--out={out}") == 0
-    browser.events.clear()  # of pages that other tests opened
+    browser.events.clear()  # events of other tests' pages
     browser.open(f"file://{out}")
     return browser
 
 
 def middle(browser: Chromium, plot: str) -> dict:
-    """Where the area of a plot lies on the screen, once it has been scrolled to."""
+    """Scroll to a plot, and return the position of its area on the screen."""
     browser.value(f"document.getElementById({plot!r}).scrollIntoView({{block: 'center'}})")
     box = f"document.querySelector('#{plot} .nsewdrag').getBoundingClientRect()"
     return browser.value(f"(({{x, y, width, height}}) => ({{x, y, width, height}}))({box})")
 
 
 def drag_to_zoom(browser: Chromium, plot: str) -> None:
-    """Over the middle half of a plot."""
+    """Drag over the middle half of a plot."""
     area = middle(browser, plot)
     y = area["y"] + area["height"] / 2
     left, right = (area["x"] + share * area["width"] for share in (0.25, 0.75))
@@ -89,7 +89,7 @@ def test_every_plot_is_one_that_plotly_knows(runs):
     drawn = figures(read_runs(runs))
     assert tuple(figure.id for figure in drawn if figure.traces) == PLOTS
     for figure in drawn:
-        go.Figure({"data": figure.traces, "layout": figure.layout})  # refuses names and values that it does not know
+        go.Figure({"data": figure.traces, "layout": figure.layout})  # raises an error for unknown names and values
 
 
 @in_browser
@@ -134,7 +134,7 @@ def test_zoom_and_back(page):
     assert zoomed[1] - zoomed[0] == pytest.approx((before[1] - before[0]) / 2, rel=0.1)
     area = middle(page, "loss")
     x, y = area["x"] + area["width"] / 2, area["y"] + area["height"] / 2
-    page.value("document.getElementById('loss')._context.doubleClickDelay = 60_000")  # of a slow machine
+    page.value("document.getElementById('loss')._context.doubleClickDelay = 60_000")  # for slow machines
     for clicks in (1, 2):
         page.mouse("mousePressed", x, y, clicks)
         page.mouse("mouseReleased", x, y, clicks)
@@ -156,7 +156,7 @@ def test_against_steps_and_seconds(page, axis, title, last):
 def test_a_legend_of_many_rows_leaves_the_plot_its_room_on_a_narrow_page(page):
     page.call("Emulation.setDeviceMetricsOverride", width=500, height=900, deviceScaleFactor=1, mobile=False)
     areas = "[...document.querySelectorAll('.nsewdrag')].map((area) => area.getBoundingClientRect())"
-    page.wait_for(f"{areas}.every((area) => area.width < 400)")  # plotly draws them anew
+    page.wait_for(f"{areas}.every((area) => area.width < 400)")  # plotly redraws the plots
     heights = page.value(f"{areas}.map((area) => area.height)")
     page.call("Emulation.clearDeviceMetricsOverride")
     assert len(heights) == len(PLOTS) and min(heights) > 180
@@ -170,7 +170,7 @@ def test_nothing_is_fetched_and_no_script_fails(page):
 
 @pytest.fixture
 def followed(tmp_path):
-    """A run that goes on, and the address where it is shown."""
+    """Show a run that is still training. Return its folder and the address of the page."""
     folder = write_run(tmp_path / "run", complete=False, logged=100)
     command = [sys.executable, "-m", "tools.report", str(folder), "--follow", "--port=0", "--every_seconds=1"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""What the stages decide from numbers, without training."""
+"""Test the decisions of the stages from given numbers, without training."""
 
 import math
 from dataclasses import replace
@@ -18,9 +18,9 @@ from training.scaling import with_batch, with_rates, with_steps
 @pytest.mark.parametrize(
     ("fitting", "expected"),
     [
-        # All fits: the whole share is taken without recomputation, which is not looked at then.
+        # Everything fits: the largest share needs no recomputation, so none is tried.
         (lambda c: True, ["8-none-4", "4-none-4", "16-none-4", "32-none-4", "32-none-1"]),
-        # Recomputation is looked at from where the level before ended.
+        # Recomputation is tried from the last fitting size of the previous level.
         (
             lambda c: c.rows <= {"none": 8, "products": 16, "block": 32}[c.remat] // (2 if c.loss_chunks == 1 else 1),
             [
@@ -51,7 +51,7 @@ def test_a_mesh_that_sends_more_is_looked_at_only_where_one_that_sends_less_lack
     asked = set()
     needs = lambda c: asked.add(c.fsdp) or c.rows * {"none": 4, "block": 1}[c.remat] <= 16 * c.fsdp
     frontier([[("none", 1)], [("block", 1)]], [1, 2, 4, 8], 8, 16, needs)
-    assert asked == {1, 2, 4}  # fsdp=1 takes 16 rows too, but recomputes
+    assert asked == {1, 2, 4}  # fsdp=1 fits 16 rows too, but recomputes
 
 
 def test_meshes_are_those_that_divide_devices_and_network(monkeypatch):
@@ -73,7 +73,7 @@ def test_timing_ends_where_it_costs_more_than_it_can_save():
 def test_kinds_start_at_the_config_s_recomputation():
     assert kinds(tiny_config(remat="products")) == [[("products", 1), ("products", 8)], [("block", 1), ("block", 8)]]
     assert kinds(tiny_config(loss_chunks=4, remat="block")) == [[("block", 4), ("block", 1)]]
-    assert kinds(tiny_config(length=10))[0] == [("none", 1)]  # which 8 chunks do not divide
+    assert kinds(tiny_config(length=10))[0] == [("none", 1)]  # 8 chunks do not divide them
 
 
 def test_those_with_the_least_recomputation_and_the_most_rows_are_timed():
@@ -84,7 +84,7 @@ def test_those_with_the_least_recomputation_and_the_most_rows_are_timed():
 @pytest.mark.parametrize(
     ("seconds", "left", "alike"),
     [
-        ({"a": [1.0] * 3, "b": [9.0] * 3}, ["a", "b"], False),  # too few rounds to say
+        ({"a": [1.0] * 3, "b": [9.0] * 3}, ["a", "b"], False),  # too few rounds
         ({"a": [1.0] * MIN_ROUNDS, "b": [1.5, 1.6, 1.5, 1.6]}, ["a"], True),
         ({"a": [1.0] * MIN_ROUNDS, "b": [0.8, 1.3, 0.9, 1.2]}, ["a", "b"], False),
         ({"a": [1.0] * MIN_ROUNDS, "b": [1.001, 0.999, 1.001, 1.0]}, ["a", "b"], True),
@@ -122,7 +122,7 @@ def test_noise_is_of_the_later_half_of_the_measured_steps():
         (900, 1500, {}, "the config's 4,096 is above it there, and stays"),
         (3000, 9000, {}, "is within its interval"),
         (5000, math.inf, {}, "B is at least 5,000 tokens"),
-        (2000, "inf", {}, "B is at least 2,000 tokens"),  # as tune.json has it
+        (2000, "inf", {}, "B is at least 2,000 tokens"),  # tune.json writes infinity so
     ],
 )
 def test_noise_of_the_run_s_beginning_changes_no_batch(low, high, expected, says):

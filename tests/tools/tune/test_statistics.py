@@ -1,4 +1,4 @@
-"""Means, intervals, and what they decide."""
+"""Test means, intervals, and decisions from them."""
 
 import math
 
@@ -47,7 +47,7 @@ def test_the_better_half_is_kept(losses, kept):
 
 
 def test_a_tie_is_decided_for_the_lower_rate():
-    even, odd = [3.0, 3.2, 3.1, 3.3], [3.01, 3.18, 3.12, 3.28]  # the same mean but for 0.0025
+    even, odd = [3.0, 3.2, 3.1, 3.3], [3.01, 3.18, 3.12, 3.28]  # means differ by 0.0025
     assert lowest_of_the_best({1.0: odd, 2.0: even, 4.0: [4.0] * 4})[0] == 1.0
     assert lowest_of_the_best({1.0: [x + 1 for x in even], 2.0: even})[0] == 2.0
     assert lowest_of_the_best({0.5: [math.inf] * 4, 2.0: even})[0] == 2.0
@@ -61,7 +61,7 @@ def test_a_tie_is_decided_for_the_lower_rate():
         ({"0.5 root": 3.2, "1 root": 3.1, "2 root": 3.05, "4 root": 3.0}, "4 root"),
         ({"1 root": 3.0, "4 root": math.inf, "4 linear": math.inf}, "1 root"),
         ({"1 root": 3.0, "2 root": 3.007, "2 linear": 3.004}, "2 linear"),
-        # What is level with itself under a rule that is worse throughout is no critical batch.
+        # A batch that is level only under the rule that is always worse is no critical batch.
         ({"1 root": 3.0, "2 root": 3.3, "4 linear": 3.3, "0.5 linear": 3.3}, "1 root"),
     ],
 )

@@ -1,4 +1,4 @@
-"""tools.tune from end to end: all stages on a tiny run, interrupted, continued, and mistaken."""
+"""Run all stages of tools.tune on a tiny run: interrupted, resumed, and with mistakes."""
 
 import json
 import math
@@ -23,7 +23,7 @@ TUNE = ("--config=tiny.py", "--steps=400", "--model.depth=1", "--eval.tokens=200
 
 
 def run(monkeypatch, *arguments) -> int:
-    """The exit code of the command, run in this process."""
+    """Return the exit code of the command, run in this process."""
     monkeypatch.setattr(sys, "argv", ["tune", *arguments])
     with pytest.raises(SystemExit) as end:
         run_command(tune.main)
@@ -32,7 +32,7 @@ def run(monkeypatch, *arguments) -> int:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a config and text to train on."""
+    """Return a folder with a config and text to train on."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "tiny.py").write_text(CONFIG)
     (folder / "text").mkdir()
@@ -44,8 +44,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tuned(folder):
-    """The folder of all stages on a tiny run, interrupted between two trials; the trials: the start that each is of,
-    its name, and how many steps its schedule has left at its end."""
+    """Run all stages on a tiny run, interrupted between two trials. Return the folder and the trials: each one's start,
+    its name, and the steps left of its schedule at its end."""
     trials, starts = [], []
     train = Context.train
 
@@ -57,7 +57,7 @@ def tuned(folder):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        # A device alone: its programs compile in half of the time.
+        # Programs for one device compile in half the time.
         alone = jax.devices()[:1]
         patch.setattr(jax, "devices", lambda *_: alone)
         patch.setattr(timing, "MAX_ROUNDS", 5)
@@ -84,7 +84,7 @@ def test_it_goes_on_where_it_was_interrupted(tuned):
 
 @pytest.mark.medium
 def test_trials_that_are_compared_train_their_schedules_to_the_end(tuned):
-    """Without the warmdown high rates look worse than they are at a run's end."""
+    """Without the warmdown, high rates look worse than at a run's end."""
     left = {name: steps for _, name, steps in tuned[1] if not name.startswith("trunk")}
     assert {name.partition("/")[0] for name in left} == {"rate", "branch"} and not any(left.values()), left
 
@@ -183,13 +183,13 @@ def test_a_stage_that_the_budget_is_too_small_for_is_left_out_and_told(folder, m
 @pytest.mark.medium
 @pytest.mark.parametrize("budget", [0.01, 0.03, 0.6, 1.5, 4.0])
 def test_no_budget_is_passed(folder, monkeypatch, budget):
-    """With trials that cost nothing here, and a loss that rates and batches change."""
+    """Use trials without cost, and losses that depend on rates and batches."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2**20})
     monkeypatch.setattr(timing, "build", lambda config: SimpleNamespace(create_state=lambda: None))
     monkeypatch.setattr(timing, "_prepared", lambda context, name, programs: (None, name, None))
     monkeypatch.setattr(timing, "_seconds", lambda program, name, placed, state: (state, 1.0 + len(name) % 2))
-    taken = []  # tokens that trials were asked to train for
+    taken = []  # tokens of each trial
 
     def train(self, name, config, until, origin=None):
         taken.append((until - (origin.step if origin else 0)) * config.batch.tokens_per_step)
