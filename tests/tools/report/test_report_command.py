@@ -1,4 +1,4 @@
-"""tools.report as a user starts it, and its page in a browser: every plot has its lines, hover and zoom work.
+"""Run tools.report as a user does, and test its page in a browser: every plot has lines, hover and zoom work.
 
 Nothing is fetched."""
 
