@@ -212,8 +212,8 @@ class Handler(BaseHTTPRequestHandler):
         parts = []
         for i, path in enumerate(re.findall(rb"DELETE (?:https?://[^/]+)?(\S+)", body)):
             name = unquote(re.search(r"/o/([^?\s]+)", path.decode())[1])
-            found = None if self.server.keeps else self.server.objects.pop(name, None)
-            status = "204 No Content" if found else "403 Forbidden" if self.server.keeps else "404 Not Found"
+            deleted = None if self.server.keeps else self.server.objects.pop(name, None)
+            status = "204 No Content" if deleted else "403 Forbidden" if self.server.keeps else "404 Not Found"
             parts.append(
                 f"--{boundary}\r\nContent-Type: application/http\r\nContent-ID: <response-{i + 1}>\r\n\r\n"
                 f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n\r\n"

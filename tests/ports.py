@@ -12,14 +12,14 @@ FIRST, END = 16384, int(GIVEN_BY_KERNEL.read_text().split()[0]) if GIVEN_BY_KERN
 
 def free_ports(count: int) -> list[int]:
     """Return ports on which nothing on this machine listens. They are random, since other tests look for ports too."""
-    found = []
+    ports = []
     for port in random.SystemRandom().sample(range(FIRST, END), END - FIRST):
         with socket.socket() as free:
             try:
                 free.bind(("", port))
             except OSError:
                 continue
-        found.append(port)
-        if len(found) == count:
+        ports.append(port)
+        if len(ports) == count:
             break
-    return found
+    return ports

@@ -69,9 +69,9 @@ def test_the_newest_python_that_runs_is_taken(setup):
     ],
 )
 def test_a_python_that_will_not_do_is_named_with_what_is_wrong(setup, tmp_path, text, message):
-    code, said, log = setup({"python3.9": text, "python3.12": stub("3.12")}, "PYTHON=python3.9")
+    code, errors, log = setup({"python3.9": text, "python3.12": stub("3.12")}, "PYTHON=python3.9")
     assert code == 2 and log == [] and not (tmp_path / ".venv").exists()
-    assert f"error: no Python 3.11 or later runs here ({message}); make setup PYTHON=... names one" in said
+    assert f"error: no Python 3.11 or later runs here ({message}); make setup PYTHON=... names one" in errors
 
 
 def test_an_environment_of_an_old_python_or_another_is_made_anew(setup, tmp_path):
@@ -86,8 +86,8 @@ def test_an_environment_of_an_old_python_or_another_is_made_anew(setup, tmp_path
 
 def test_uv_makes_it_with_the_same_python(setup, tmp_path):
     uv = '#!/bin/sh\necho "uv $*" >> log\n[ $1 = pip ] || mkdir -p .venv/bin\n'
-    code, said, log = setup({"uv": uv, "python3.11": stub("3.11")})
-    assert (code, said) == (0, "")
+    code, errors, log = setup({"uv": uv, "python3.11": stub("3.11")})
+    assert (code, errors) == (0, "")
     assert log[0] == f"uv venv --quiet --python {tmp_path}/tools/python3.11 .venv" and log[1].startswith("uv pip")
 
 

@@ -98,8 +98,8 @@ def test_every_process_says_a_mistake(folder, one_device):  # noqa: F811
         (["--run_dir=disagree"], ((), ("--seed=1",)), "[1] differ from process 0 in their config"),
         (["--run_dir=one", "--seed=1"], ((), ()), "seed: 0 -> 1"),
     ):
-        said = finish(start(folder, *options, per_process=per_process), 2)
-        assert all(says in text and "Traceback" not in text for text in said)
+        outputs = finish(start(folder, *options, per_process=per_process), 2)
+        assert all(says in text and "Traceback" not in text for text in outputs)
     assert not (folder / "disagree").exists()
 
 
@@ -115,8 +115,8 @@ def test_a_ramp_that_two_processes_resume_before_a_border_is_that_of_one(folder,
     shutil.copytree(folder / "ramp-of-one", folder / "ramp-of-two")
     (folder / "ramp-of-two" / "summary.json").unlink()
     shutil.rmtree(folder / "ramp-of-two" / "checkpoints" / "30")
-    said = finish(start(folder, *ramp, "--mesh.fsdp=2", "--run_dir=ramp-of-two"), 0)
-    assert "from step 21 on, after 5,120 tokens" in said[0] and "continuing after step 15 of 30" in said[0]
+    outputs = finish(start(folder, *ramp, "--mesh.fsdp=2", "--run_dir=ramp-of-two"), 0)
+    assert "from step 21 on, after 5,120 tokens" in outputs[0] and "continuing after step 15 of 30" in outputs[0]
     assert_same(folder / "ramp-of-two", folder / "ramp-of-one", steps=30)
 
 
@@ -163,24 +163,24 @@ def test_two_processes_stopped_killed_and_continued_end_as_one_device(folder, on
     for sign, code in ((signal.SIGTERM, PREEMPTED), (signal.SIGINT, 130)):
         processes = begin(folder, "two", fsdp)
         processes[1].send_signal(sign)
-        said = finish(processes, code)
-        assert "the same command continues it" in said[0]
+        outputs = finish(processes, code)
+        assert "the same command continues it" in outputs[0]
         saved = max(int(path.name) for path in (run_dir / "checkpoints").iterdir())
-        assert f"stopped after step {saved} of 40" in said[0]
+        assert f"stopped after step {saved} of 40" in outputs[0]
 
     for killed in (0, 1):
         processes = begin(folder, "two", fsdp)
         processes[killed].kill()
-        (said,) = finish([processes[1 - killed]], 42)
+        (log,) = finish([processes[1 - killed]], 42)
         # The error comes from a failed operation, or from JAX's service if it notices first and aborts.
-        assert "another one has stopped, or cannot be reached" in said or "another process of the run was lost" in said
+        assert "another one has stopped, or cannot be reached" in log or "another process of the run was lost" in log
 
     subprocess.run(["cp", "-r", "two", "elsewhere"], cwd=folder, check=True)
-    said = finish(start(folder, "--run_dir=two", fsdp), 0)
+    outputs = finish(start(folder, "--run_dir=two", fsdp), 0)
     first = "launcher: JAX_* variables; process 0 of 2; 2 of 4 cpu device(s) here, in 1 slice(s) or node(s); mesh: "
-    assert first + "data 2, fsdp 2, tensor 1\n" in said[0] and "goodput: " in said[0]
-    assert "continuing after step" in said[0]
-    assert "bits per byte" in said[0] and "bits per byte" not in said[1]
+    assert first + "data 2, fsdp 2, tensor 1\n" in outputs[0] and "goodput: " in outputs[0]
+    assert "continuing after step" in outputs[0]
+    assert "bits per byte" in outputs[0] and "bits per byte" not in outputs[1]
     assert_same(run_dir, one_device)
 
     monkeypatch.chdir(folder)
@@ -213,8 +213,8 @@ def test_machines_that_share_only_a_bucket_are_lost_and_replaced(folder, tmp_pat
     for process in processes:
         process.kill()
         process.communicate()
-    said = finish(start(folder, *options, folders=second), 0)
-    assert "continuing after step" in said[0] and "bits per byte" in said[0]
+    outputs = finish(start(folder, *options, folders=second), 0)
+    assert "continuing after step" in outputs[0] and "bits per byte" in outputs[0]
     assert not (second[1] / "runs").exists()
     assert_same(second[0] / "runs" / "tiny", one_device)
     steps = [line["step"] for line in read_metrics(second[0] / "runs" / "tiny") if "loss" in line]

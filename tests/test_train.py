@@ -182,9 +182,9 @@ def test_a_run_that_measures_itself_ends_as_one_that_does_not(folder, monkeypatc
     without = [line for line in lines_of(folder / "measured") if "diagnostics" not in line]
     assert without == lines_of(folder / "plain")
     assert summary(folder / "measured")["params_sha256"] == summary(folder / "plain")["params_sha256"]
-    found = [line for line in lines_of(folder / "measured") if "diagnostics" in line]
-    assert [line["step"] for line in found] == list(range(4, 61, 4))
-    last = found[-1]["diagnostics"]
+    measurements = [line for line in lines_of(folder / "measured") if "diagnostics" in line]
+    assert [line["step"] for line in measurements] == list(range(4, 61, 4))
+    last = measurements[-1]["diagnostics"]
     assert last["noise_scale_low"] > 0 and last["groups"].keys() == {"embed", "matrices", "lm_head"}
     assert 0 < last["groups"]["matrices"]["update_norm"] < last["groups"]["matrices"]["parameter_norm"]
 
@@ -223,8 +223,8 @@ def test_stages_are_told_with_their_epochs_and_go_on_exactly(folder, untouched, 
     source = f"--data.source=0.9:{ones},0.1:{twos};from=20000,0.5:{ones},0.5:{twos};from=55_000,{twos}"
     command = ("--config=tiny.py", source, "--data.tokenizer=untouched/tokenizer", "--run_dir=staged", *FAST)
     assert run("train", monkeypatch, *command, "--data.max_epochs=0.5") == 2
-    said = capfd.readouterr().err
-    assert f"--data.max_epochs=0.5, but the run goes through {ones} " in said and "Traceback" not in said
+    log = capfd.readouterr().err
+    assert f"--data.max_epochs=0.5, but the run goes through {ones} " in log and "Traceback" not in log
     assert not Path("staged", "metrics.jsonl").exists()
 
     assert run("train", monkeypatch, *command) == 0
@@ -299,14 +299,14 @@ def test_benchmarks_leave_the_run_s_bits_untouched_and_evaluate_gives_the_same(f
     command = ("--run_dir=known", "--tasks=core", "--bundle=bundle", "--items=16", "--json")
     capsys.readouterr()
     assert run("evaluate", monkeypatch, *command) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["core"] == pytest.approx(ours["core"]) and found["step"] == 120
+    result = json.loads(capsys.readouterr().out)
+    assert result["core"] == pytest.approx(ours["core"]) and result["step"] == 120
     left = folder / "known" / "core" / "step_120_items_16"
-    assert json.loads((left / "core.json").read_text())["core"] == found["core"]
+    assert json.loads((left / "core.json").read_text())["core"] == result["core"]
     assert (left / "core.png").read_bytes()[:4] == b"\x89PNG"
     monkeypatch.setattr("evaluation.core.encode", None)  # the log has every answer
     assert run("evaluate", monkeypatch, *command) == 0
-    assert json.loads(capsys.readouterr().out) == found
+    assert json.loads(capsys.readouterr().out) == result
 
 
 @pytest.mark.medium
@@ -320,12 +320,12 @@ def test_a_network_in_a_folder_is_measured_as_the_run_that_it_is_of(folder, unto
     make_bundle(folder / "of-published")
     bits = ("--source=text", "--documents=5", "--against=untouched")
     for command in (("--tasks=core", "--bundle=of-published", "--items=16"), bits):
-        found = {}
+        results = {}
         for of in ("--run_dir=untouched", "--from=published"):
             capsys.readouterr()
             assert run("evaluate", monkeypatch, of, *command, "--out=benchmarks", "--json") == 0
-            found[of] = json.loads(capsys.readouterr().out)
-        ours, theirs = found.values()
+            results[of] = json.loads(capsys.readouterr().out)
+        ours, theirs = results.values()
         assert theirs.pop("from") == "published" and "step" not in theirs
         if command == bits:
             assert ours["bits_per_byte"] == pytest.approx(theirs["bits_per_byte"], rel=1e-6)
@@ -350,22 +350,22 @@ def test_the_harness_tasks_of_a_run(folder, untouched, monkeypatch, capsys):
     make_tasks(folder / "tasks")
     command = ("--run_dir=untouched", "--tasks=tiny_choices,tiny_endings", "--task_files=tasks", "--items=6", "--json")
     assert run("evaluate", monkeypatch, *command) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["step"] == 120 and found["tasks"]["tiny_choices"]["items"] == 6
+    result = json.loads(capsys.readouterr().out)
+    assert result["step"] == 120 and result["tasks"]["tiny_choices"]["items"] == 6
     left = folder / "untouched" / "harness" / "step_120" / "tiny_choices+tiny_endings_items_6"
-    assert json.loads((left / "tasks.json").read_text())["tasks"] == found["tasks"]
+    assert json.loads((left / "tasks.json").read_text())["tasks"] == result["tasks"]
     assert len((left / "tiny_choices.jsonl").read_text().splitlines()) == 6
     assert (left / "tasks.png").read_bytes()[:4] == b"\x89PNG"
     monkeypatch.setattr("evaluation.scorer.by_shape", None)  # the log has every answer
     assert run("evaluate", monkeypatch, *command) == 0
-    assert json.loads(capsys.readouterr().out) == found
+    assert json.loads(capsys.readouterr().out) == result
     from lm_eval import tasks
 
     known = tasks.TaskManager  # without the 14,000 task files of the harness
     monkeypatch.setattr(tasks, "TaskManager", lambda **options: known(**{**options, "include_defaults": False}))
     assert run("evaluate", monkeypatch, "--run_dir=untouched", "--tasks=tiny_choice", "--task_files=tasks") == 2
-    said = capsys.readouterr().err
-    assert "no task of lm-evaluation-harness has that name; near it: tiny_choices" in said and "Traceback" not in said
+    log = capsys.readouterr().err
+    assert "no task of lm-evaluation-harness has that name; near it: tiny_choices" in log and "Traceback" not in log
 
 
 def test_without_the_harness_its_tasks_say_what_installs_it(folder, untouched, monkeypatch, capsys):
@@ -389,18 +389,18 @@ def test_two_runs_are_compared_on_other_text(folder, untouched, monkeypatch, cap
     others = set((untouched / "texts").glob("*"))
     capsys.readouterr()
     assert run("evaluate", monkeypatch, *command) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
-    assert found["documents"] == found["sources"]["text"]["documents"] == 20 and found["step"] == 120
-    against = found["against"]
+    output = capsys.readouterr()
+    result = json.loads(output.out)
+    assert result["documents"] == result["sources"]["text"]["documents"] == 20 and result["step"] == 120
+    against = result["against"]
     assert against["step"] == int(kept[0].name) < 120
-    assert against["difference"] < 0 and not against["noise"] and "untouched (step 120) is better" in said.err
+    assert against["difference"] < 0 and not against["noise"] and "untouched (step 120) is better" in output.err
     (left,) = set((untouched / "texts").iterdir()) - others
     assert json.loads((left / "bits_per_byte.json").read_text())["against"] == against
     assert (left / "bits_per_byte.png").read_bytes()[:4] == b"\x89PNG"
     monkeypatch.setattr("evaluation.scorer.by_shape", None)  # the logs have every answer
     assert run("evaluate", monkeypatch, *command) == 0
-    assert json.loads(capsys.readouterr().out) == found
+    assert json.loads(capsys.readouterr().out) == result
 
 
 def test_a_step_that_does_not_fit_names_the_command_that_says_what_would(folder, monkeypatch, capfd):
@@ -410,9 +410,9 @@ def test_a_step_that_does_not_fit_names_the_command_that_says_what_would(folder,
     monkeypatch.setattr("train.compile_stages", compiling)
     monkeypatch.setitem(machines(), "h200", replace(machines()["h200"], device_kind=["cpu"]))
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large", devices=8) == 2
-    said = capfd.readouterr().err
-    assert "python -m tools.plan --config=tiny.py --run_dir=large --topology=h200:8" in said
-    assert said.strip().endswith(used)
+    log = capfd.readouterr().err
+    assert "python -m tools.plan --config=tiny.py --run_dir=large --topology=h200:8" in log
+    assert log.strip().endswith(used)
     monkeypatch.setattr("train.take_steps", Mock(side_effect=compiling.side_effect))  # found by a device, in a step
     compiling.side_effect = None
     with pytest.raises(jax.errors.JaxRuntimeError) as end:
@@ -420,8 +420,8 @@ def test_a_step_that_does_not_fit_names_the_command_that_says_what_would(folder,
     assert "tools.plan" in end.value.__notes__[0]
     compiling.side_effect = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nand more")
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large") == 2
-    said = capfd.readouterr().err
-    assert "vector memory" in said and "model.head_dim" in said and "tools.plan" not in said
+    log = capfd.readouterr().err
+    assert "vector memory" in log and "model.head_dim" in log and "tools.plan" not in log
     compiling.side_effect = jax.errors.JaxRuntimeError("INTERNAL: another")
     with pytest.raises(jax.errors.JaxRuntimeError, match="another"):
         run("train", monkeypatch, "--config=tiny.py", "--run_dir=large", devices=8)
@@ -594,13 +594,13 @@ def test_a_run_in_a_bucket_needs_no_machine(folder, untouched, gcs, monkeypatch,
     assert run("train", monkeypatch, *command) == 0 and "far is complete" in capsys.readouterr().out
     shutil.rmtree(folder / "far")
     draw = ("--prompt=import", "--samples=1", "--tokens=8")
-    said = {}
+    printed = {}
     for of in (there, "untouched"):
         capsys.readouterr()
         assert run("sample", monkeypatch, f"--run_dir={of}", *draw) == 0
         assert run("evaluate", monkeypatch, f"--run_dir={of}", "--tokens=400", "--json") == 0
-        said[of] = capsys.readouterr().out.replace(of, "")
-    assert said[there] == said["untouched"]
+        printed[of] = capsys.readouterr().out.replace(of, "")
+    assert printed[there] == printed["untouched"]
     assert run("evaluate", monkeypatch, f"--run_dir={there}", "--source=text") == 2
     assert "--out=FOLDER is missing" in capsys.readouterr().err
     bits = ("--source=text", "--documents=5", f"--against={there}", "--out=bits", "--json")
@@ -639,24 +639,24 @@ def test_a_start_says_what_is_less_than_was_asked_for(folder, untouched, monkeyp
     monkeypatch.chdir(folder)
     options = ("--eval.tokens=1_000_000", "--model.window_pattern=SSSL", "--model.vocab_size=320", "--steps=2")
     text = ("--data.source=text", "--data.tokenizer=untouched/tokenizer")
-    monkeypatch.setattr("train.compile_stages", Mock(side_effect=UserError("enough is said")))
+    monkeypatch.setattr("train.compile_stages", Mock(side_effect=UserError("stop here")))
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=less", *options, *text) == 2
-    said = capfd.readouterr().out
-    assert ": fewer than --eval.tokens=1,000,000, of " in said and "document(s): too few" in said
-    assert "has 300 of --model.vocab_size=320 tokens: the others are never seen" in said
-    assert "windows of the blocks: SL\n" in said
+    output = capfd.readouterr().out
+    assert ": fewer than --eval.tokens=1,000,000, of " in output and "document(s): too few" in output
+    assert "has 300 of --model.vocab_size=320 tokens: the others are never seen" in output
+    assert "windows of the blocks: SL\n" in output
 
 
 def test_a_network_that_is_trained_on_says_how_to_keep_what_it_knows(folder, untouched, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     assert run("export", monkeypatch, "--run_dir=untouched", "--out=start") == 0
-    monkeypatch.setattr("train.compile_stages", Mock(side_effect=UserError("enough is said")))
+    monkeypatch.setattr("train.compile_stages", Mock(side_effect=UserError("stop here")))
     command = ("--config=tiny.py", "--init_from=start", "--steps=40", "--data.tokenizer=start", "--run_dir=trained on")
     for options, at_full_rates in (((), True), (("--optimizer.rate_factor=0.1",), False)):
         assert run("train", monkeypatch, *command, *options) == 2
-        said = capfd.readouterr().out
-        assert "starting from the network in start" in said
-        assert ("--optimizer.rate_factor=0.1 --optimizer.schedule.warmup_steps=2" in said) == at_full_rates
+        output = capfd.readouterr().out
+        assert "starting from the network in start" in output
+        assert ("--optimizer.rate_factor=0.1 --optimizer.schedule.warmup_steps=2" in output) == at_full_rates
 
 
 def test_a_tokenizer_that_is_missing_is_noticed_before_text_is_read(folder, untouched, monkeypatch, capfd):
@@ -666,8 +666,8 @@ def test_a_tokenizer_that_is_missing_is_noticed_before_text_is_read(folder, unto
     Path("new text/a.txt").write_text("another text " * 5_000)
     command = ("--config=tiny.py", "--init_from=with tokenizer", "--data.source=new text", "--run_dir=on new", *FAST)
     assert run("train", monkeypatch, *command) == 2
-    said = capfd.readouterr().err
-    assert "give --data.tokenizer=with tokenizer" in said and "preparing" not in said
+    log = capfd.readouterr().err
+    assert "give --data.tokenizer=with tokenizer" in log and "preparing" not in log
     assert not Path("on new").exists()
     assert run("train", monkeypatch, *command, "--data.tokenizer=with tokenizer", "--steps=1") == 0
 
@@ -716,10 +716,10 @@ def test_commands_name_the_sound_checkpoint_and_without_one_nothing_starts(folde
     of = {"sample": ["--tokens=4"], "evaluate": ["--json"], "export": [f"--out={folder}/exported-half"]}
     for command, options in of.items():
         assert run(command, monkeypatch, "--run_dir=half", *options) == Exit.UNREADABLE
-        said = capfd.readouterr().err
-        assert "checkpoint 120 in" in said and "is damaged" in said and "100 is sound: --step=100" in said
+        log = capfd.readouterr().err
+        assert "checkpoint 120 in" in log and "is damaged" in log and "100 is sound: --step=100" in log
         assert run(command, monkeypatch, "--run_dir=half", *options, "--step=90") == Exit.MISTAKE
-        assert "--step=90: " in (said := capfd.readouterr().err) and said.strip().endswith("holds 100, 120")
+        assert "--step=90: " in (log := capfd.readouterr().err) and log.strip().endswith("holds 100, 120")
         assert not (folder / "exported-half").exists()
         assert run(command, monkeypatch, "--run_dir=half", *options, "--step=100") == 0
         output = capfd.readouterr().out

@@ -89,8 +89,8 @@ def test_with_masked_documents_collectives_and_memory_are_of_the_batch_that_is_t
     segment_ids = 4 * 64 * 4  # bytes per device, like inputs, targets and weights
     arguments = compiled.memory_analysis().argument_size_in_bytes
     assert arguments == pytest.approx(state + 4 * segment_ids, abs=segment_ids / 2)
-    found = collectives_of(compiled.as_text(), sizes_of(built.mesh))
-    assert found and not [c for c in found if c.in_loop and "data" in c.axes]
+    traffic = collectives_of(compiled.as_text(), sizes_of(built.mesh))
+    assert traffic and not [c for c in traffic if c.in_loop and "data" in c.axes]
 
 
 def test_the_profile_names_instructions_and_where_they_come_from(monkeypatch, capsys):

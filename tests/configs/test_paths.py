@@ -36,8 +36,8 @@ COMMANDS = {
 
 def command_module(name: str) -> ModuleType:
     """Return the module that `python -m NAME` runs."""
-    found = import_module(name)
-    return found if hasattr(found, "main") else import_module(f"{name}.__main__")
+    module = import_module(name)
+    return module if hasattr(module, "main") else import_module(f"{name}.__main__")
 
 
 TAKES_CONFIG = [name for name, words in COMMANDS.items() if CONFIG in words]
@@ -102,7 +102,7 @@ def test_every_option_of_text_is_known_to_be_a_path_or_none():
 
 def paths() -> list[tuple[str, list[str], str]]:
     """Return each command with its required arguments and one path option set to a URL that it must refuse."""
-    found = []
+    cases = []
     for command, words in COMMANDS.items():
         kinds = [Config] if command in TAKES_CONFIG else []
         kinds += [] if command == "tools.doctor" else [command_module(command).Arguments]
@@ -110,11 +110,11 @@ def paths() -> list[tuple[str, list[str], str]]:
             url = "s3://bucket/x" if Role.STORE in of else "gs://bucket/x"
             name = {"from_": "from"}.get(name, name)
             if words == ["x"] and name in ("runs", "run_dir"):
-                found.append((command, [url], f"--{name}={url}"))
+                cases.append((command, [url], f"--{name}={url}"))
             else:
                 kept = [word for word in words if not word.startswith(f"--{name}=")]
-                found.append((command, [*kept, f"--{name}={url}"], f"--{name}={url}"))
-    return found
+                cases.append((command, [*kept, f"--{name}={url}"], f"--{name}={url}"))
+    return cases
 
 
 @pytest.mark.parametrize(

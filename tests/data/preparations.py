@@ -62,10 +62,10 @@ def prepare_under_fire(
             process.communicate()
             process = begin()
         done += 1
-    said = process.communicate()[1]
+    log = process.communicate()[1]
     if process.returncode:
-        raise UserError(f"after {done} kills a preparation ended with {process.returncode}: {said}")
-    return done, said
+        raise UserError(f"after {done} kills a preparation ended with {process.returncode}: {log}")
+    return done, log
 
 
 def large_files(folder: Path) -> Iterator[tuple[str, Path]]:

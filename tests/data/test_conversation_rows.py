@@ -39,7 +39,7 @@ def documents(chat: Path) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("too_long", ["cut", "drop"])
 def test_conversations_share_rows_and_count_what_an_assistant_writes(chat, tmp_path, too_long):
-    text, every, found = opened(chat, tmp_path, too_long=too_long), documents(chat), Counter()
+    text, every, counts = opened(chat, tmp_path, too_long=too_long), documents(chat), Counter()
     longer = [document for document in every if len(document) > LENGTH]
     for row in (text.train[0][i] for i in range(len(text.train[0]))):
         starts = np.flatnonzero(row["inputs"] == text.tokenizer.bos)
@@ -51,9 +51,9 @@ def test_conversations_share_rows_and_count_what_an_assistant_writes(chat, tmp_p
             (document,) = {one for one in every if one == piece} or {one for one in longer if one[:LENGTH] == piece}
             expected = learned(np.array([*document, text.tokenizer.bos]), text.tokenizer.special_tokens)
             assert weights.tolist() == expected[1 : len(piece) + 1].tolist()
-            found[document] += 1
+            counts[document] += 1
     assert 5 < len(longer) < len(every) - 5
-    assert found == Counter(every) - (Counter(longer) if too_long == "drop" else Counter())
+    assert counts == Counter(every) - (Counter(longer) if too_long == "drop" else Counter())
     what = "cut at their row's end" if too_long == "cut" else "left out"
     assert f"more than 96 tokens are {what}" in text.too_long
     assert f"made {len(longer)} of {len(every)} to train on and " in text.too_long

@@ -79,8 +79,8 @@ def test_shards_are_held_out_by_a_word_of_their_names(tmp_path, cache, tokenizer
     for name in ("fineweb_val_000000.bin", "retrieval_000000.bin", "train_000000.bin"):
         foreign(tmp_path / "x", name, [0, 1, 2] * 100)
     dataset = open_dataset(str(tmp_path / "x"), DataConfig(tokenizer=str(tokenizer)), 0, cache)
-    found = {part: [shard.path.name for shard in shards] for part, shards in dataset.shards.items()}
-    assert found == {"train": ["retrieval_000000.bin", "train_000000.bin"], "val": ["fineweb_val_000000.bin"]}
+    names = {part: [shard.path.name for shard in shards] for part, shards in dataset.shards.items()}
+    assert names == {"train": ["retrieval_000000.bin", "train_000000.bin"], "val": ["fineweb_val_000000.bin"]}
     foreign(tmp_path / "x", "test_000000.bin", [0, 1, 2])
     with pytest.raises(UserError, match=r"test_000000\.bin: a test split must not be trained on"):
         open_dataset(str(tmp_path / "x"), DataConfig(tokenizer=str(tokenizer)), 0, cache)
@@ -91,8 +91,8 @@ def test_a_mixture_of_datasets_that_hold_out_otherwise_says_so(raw, made, tmp_pa
     assert not capfd.readouterr().err
     prepare(Preparation(source=str(raw), tokenizer=str(made / "tokenizer"), val_fraction=0.2), tmp_path / "other")
     opened(f"0.5:{made},0.5:{tmp_path / 'other'}", tmp_path)
-    assert "held out of one dataset and trained on in another" in (said := capfd.readouterr().err)
-    assert "below 0.3" in said and "below 0.2" in said
+    assert "held out of one dataset and trained on in another" in (log := capfd.readouterr().err)
+    assert "below 0.3" in log and "below 0.2" in log
 
 
 @pytest.mark.parametrize("planned", [1, 9, 10**6])

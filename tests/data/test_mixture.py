@@ -46,11 +46,11 @@ def staged(stages=STAGES) -> RowSequence:
     ],
 )
 def test_sources_stages_and_shares(source, names, stages):
-    found_names, found = read_source(source)
-    assert found_names == names and [stage.begins for stage in found] == [begins for begins, _ in stages]
-    assert [tuple(map(float, stage.shares)) for stage in found] == [shares for _, shares in stages]
+    read_names, read_stages = read_source(source)
+    assert read_names == names and [stage.begins for stage in read_stages] == [begins for begins, _ in stages]
+    assert [tuple(map(float, stage.shares)) for stage in read_stages] == [shares for _, shares in stages]
     assert join_source(split_source(source)) == source
-    assert sum(mean_shares(found)) == pytest.approx(1)
+    assert sum(mean_shares(read_stages)) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,16 @@ def test_shares_are_exact():
 
 def test_each_stage_has_its_shares_from_its_first_row_on_and_sources_go_on_where_they_were():
     mixture = Mixture(STAGES, LENGTH)
-    found = [mixture[n] for n in range(500)]
+    rows = [mixture[n] for n in range(500)]
     for begins, ends, (_, shares) in zip(BEGINS, [*BEGINS[1:], 500], STAGES):
         for i, share in enumerate(map(float, shares)):
-            counts = np.cumsum([part == i for part, _ in found[begins:ends]])
+            counts = np.cumsum([part == i for part, _ in rows[begins:ends]])
             assert np.abs(counts - share * np.arange(1, ends - begins + 1)).max() < 2
             assert share or not counts.any()
     for i in range(3):
-        assert [number for part, number in found if part == i] == list(range(sum(part == i for part, _ in found)))
+        assert [number for part, number in rows if part == i] == list(range(sum(part == i for part, _ in rows)))
     for n in range(501):
-        assert mixture.counts(n) == tuple(sum(part == i for part, _ in found[:n]) for i in range(3))
+        assert mixture.counts(n) == tuple(sum(part == i for part, _ in rows[:n]) for i in range(3))
 
 
 def test_a_source_s_epochs_are_whole_across_stages():
@@ -120,10 +120,10 @@ def test_batches_depend_on_the_rows_before_them_alone():
         ROWS, Mixture(STAGES, LENGTH), 3, (1, width, LENGTH), np.arange(width), first_row=first
     )
     small, large = batches(10, 0), batches(30, 90)
-    found = [one for i in range(9) for one in small.row_numbers(i)] + [
+    rows = [one for i in range(9) for one in small.row_numbers(i)] + [
         one for i in range(10) for one in large.row_numbers(i)
     ]
-    assert found == expected
+    assert rows == expected
     assert np.array_equal(batches(10, 120)[0]["inputs"], large[1]["inputs"][:, :10])
 
 

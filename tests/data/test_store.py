@@ -56,7 +56,7 @@ def bucket(gcs, made):
 
 
 def opened_with_cache(gigabytes: float, *source: Any, **options: Any) -> Text:
-    """Call `opened` with a read cache of so many GB. 0 disables the cache."""
+    """Call `opened` with a read cache of `gigabytes` GB. 0 disables it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("data.dataset_folder.CACHE_GB", gigabytes)
         return opened(*source, **options)
@@ -80,10 +80,10 @@ def reads_of_shards(bucket: FakeGCS) -> list[str]:
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
 def test_batches_are_those_of_the_disk_and_a_start_reads_no_shard(bucket, made, tmp_path, packing):
     bucket.seconds, bucket.failing = 0.01, 0.01
-    expected, found = (opened(source, tmp_path / "cache", packing=packing) for source in (made, URL))
-    assert found.fingerprint == expected.fingerprint
+    expected, remote = (opened(source, tmp_path / "cache", packing=packing) for source in (made, URL))
+    assert remote.fingerprint == expected.fingerprint
     assert packing == "best_fit" or not reads_of_shards(bucket)  # best fit's plan asks for the first token
-    assert digest(found) == digest(expected)
+    assert digest(remote) == digest(expected)
     again = opened(URL, tmp_path / "cache", packing=packing)
     before = len(reads_of_shards(bucket))
     assert digest(again) == digest(expected) and len(reads_of_shards(bucket)) == before > 0
@@ -104,9 +104,9 @@ def test_a_pod_of_two_processes_reads_the_batches_of_the_disk_each_its_own(bucke
         )
         for i, half in enumerate(halves)
     ]
-    found = [process.communicate()[0].strip() for process in started]
+    digests = [process.communicate()[0].strip() for process in started]
     text = opened(made, tmp_path / "cache")
-    assert found == [digest(text, 3, half) for half in halves]
+    assert digests == [digest(text, 3, half) for half in halves]
     # A row is in one or two blocks, and failed reads were repeated: fewer reads than one per row.
     assert len(reads_of_shards(bucket)) < 1.5 * 3 * ROWS
 
@@ -185,16 +185,16 @@ def test_the_cache_stays_under_its_limit_and_is_shared_by_what_comes_after(bucke
         assert 0 < (tmp_path / "cache" / "blocks").stat().st_size <= most
 
 
-@pytest.mark.parametrize(("call", "code", "said"), [("pwrite", errno.ENOSPC, "written"), ("pread", errno.EIO, "read")])
+@pytest.mark.parametrize(("call", "code", "verb"), [("pwrite", errno.ENOSPC, "written"), ("pread", errno.EIO, "read")])
 def test_a_disk_that_is_full_or_fails_costs_the_cache_and_is_said_once(
-    bucket, made, tmp_path, monkeypatch, capfd, call, code, said
+    bucket, made, tmp_path, monkeypatch, capfd, call, code, verb
 ):
     def fails(*_):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(data.block_cache.os, call, fails)
     assert digest(opened(URL, tmp_path / "cache")) == digest(opened(made, tmp_path / "cache"))
-    line = f"{tmp_path}/cache/blocks cannot be {said} ({os.strerror(code)})"
+    line = f"{tmp_path}/cache/blocks cannot be {verb} ({os.strerror(code)})"
     assert capfd.readouterr().err.count(line) == 1
 
 
@@ -224,9 +224,9 @@ def test_an_outage_costs_time_and_nothing_else(bucket, made, tmp_path, monkeypat
     monkeypatch.setattr(OUTAGE, "failed", up_after_some_failures)
     assert digest(text) == digest(opened(made, tmp_path / "cache"))
     assert len(seen) >= 5 and OUTAGE.since is None
-    said = capfd.readouterr().err
-    assert re.search(rf"{URL}\S*: no answer for 0 s .*; trying again", said)
-    assert "the store answers again" in said
+    log = capfd.readouterr().err
+    assert re.search(rf"{URL}\S*: no answer for 0 s .*; trying again", log)
+    assert "the store answers again" in log
 
 
 def test_a_copy_goes_on_where_it_stopped_and_is_read_like_any_folder(bucket, made, tmp_path, monkeypatch):

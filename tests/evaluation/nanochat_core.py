@@ -105,13 +105,13 @@ if __name__ == "__main__":
         bundle = core_bundle.make_bundle(Path(folder))
         items_of = lambda *of: their_items(core_eval, network, core_bundle.tokenizer(), bundle, *of)
         tasks = read_bundle(folder, None)
-        found = {task.label: items_of(task, None, None) for task in tasks}
-        found |= {
+        every = {task.label: items_of(task, None, None) for task in tasks}
+        every |= {
             f"{task.label}, cut": items_of(task, None, core_bundle.LONGEST)
             for task in tasks
             if task.label.endswith("at_the_limit")
         }
-    lines = [f"{json.dumps(label)}: [\n" + ",\n".join(map(json.dumps, items)) + "\n]" for label, items in found.items()]
+    lines = [f"{json.dumps(label)}: [\n" + ",\n".join(map(json.dumps, items)) + "\n]" for label, items in every.items()]
     RESULTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    right = {label: f"{sum(item['correct'] for item in items)} of {len(items)}" for label, items in found.items()}
+    right = {label: f"{sum(item['correct'] for item in items)} of {len(items)}" for label, items in every.items()}
     print(right, file=sys.stderr)

@@ -20,12 +20,12 @@ def test_the_error_is_that_of_means_of_such_micro_batches():
     for _ in range(2_000):
         text_bytes = generator.integers(800, 1_200, 16)
         losses = text_bytes * generator.normal(1.0, 0.1, 16)
-        found = of_sums(losses.reshape(8, 2), text_bytes.reshape(8, 2) // 4, text_bytes)
-        values.append(found["val_bpb"])
-        errors.append(found["val_bpb_stderr"])
+        result = of_sums(losses.reshape(8, 2), text_bytes.reshape(8, 2) // 4, text_bytes)
+        values.append(result["val_bpb"])
+        errors.append(result["val_bpb_stderr"])
     assert np.mean(errors) == pytest.approx(np.std(values), rel=0.05)
 
 
 def test_of_a_single_micro_batch_there_is_none_and_empty_ones_count_nothing():
-    found = of_sums(np.array([[5.0, 0.0]]), np.array([[4, 0]]), np.array([10, 0]))
-    assert found["val_bpb_stderr"] is None and found["val_loss"] == 5 / 4
+    result = of_sums(np.array([[5.0, 0.0]]), np.array([[4, 0]]), np.array([10, 0]))
+    assert result["val_bpb_stderr"] is None and result["val_loss"] == 5 / 4

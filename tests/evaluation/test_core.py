@@ -114,8 +114,8 @@ def test_an_option_without_a_token_of_its_own_is_chosen_only_where_it_is_the_fir
     scores = Scores(np.array([[3.0, 0.0], [1.0, 1.0]]), np.ones(2, bool), np.ones(2))
     answer = lambda *spans: judge(task, question._replace(spans=spans), scores, 1e-4)
     assert answer((5, 5), (5, 6))["choice"] == 0 and answer((5, 6), (5, 5))["choice"] == 0
-    found = answer((5, 6), (5, 6))
-    assert found["choice"] == 1 and found["margin"] == 1 and found["unscored"] == 0
+    choice = answer((5, 6), (5, 6))
+    assert choice["choice"] == 1 and choice["margin"] == 1 and choice["unscored"] == 0
     assert answer((5, 5), (5, 6))["losses"] == [None, 2] and answer((5, 5), (5, 6))["unscored"] == 1
 
 

@@ -82,15 +82,15 @@ def test_documents_in_the_log_are_not_measured_again(lines):
 
 
 def test_figures_of_sources_sizes_and_positions(lines):
-    found = figures(SOURCES, lines)
-    a, b = (found["sources"][name]["bits_per_byte"] for name in "ab")
-    assert found["bits_per_byte"] == pytest.approx(0.75 * a + 0.25 * b) and found["documents"] == 5
+    result = figures(SOURCES, lines)
+    a, b = (result["sources"][name]["bits_per_byte"] for name in "ab")
+    assert result["bits_per_byte"] == pytest.approx(0.75 * a + 0.25 * b) and result["documents"] == 5
     of_a = [line for line in lines if line["source"] == "a"]
     assert a == pytest.approx(sum(line["bits"] for line in of_a) / sum(line["bytes"] for line in of_a))
-    assert sum(part["documents"] for part in found["by_bytes"]) == 5
-    assert all(part["from"] * part["documents"] <= part["bytes"] for part in found["by_bytes"])
-    assert [part["from"] for part in found["by_position"]] == [0, 1, 2, 4, 8, 16, 32, 64]
-    full = found["by_position_of_full_rows"]
+    assert sum(part["documents"] for part in result["by_bytes"]) == 5
+    assert all(part["from"] * part["documents"] <= part["bytes"] for part in result["by_bytes"])
+    assert [part["from"] for part in result["by_position"]] == [0, 1, 2, 4, 8, 16, 32, 64]
+    full = result["by_position_of_full_rows"]
     assert {part["documents"] for part in full} == {sum(line["full"] for line in lines)} and len(full) == 8
 
 
@@ -99,9 +99,9 @@ def test_the_standard_error_is_how_far_other_documents_move_the_figure():
     random = np.random.default_rng(0)
     sizes = random.integers(100, 5000, (2000, 50))
     bits = sizes * 1.1 + random.standard_normal(sizes.shape) * np.sqrt(sizes) * 3
-    found = [ratio(one.tolist(), by.tolist()) for one, by in zip(bits, sizes)]
-    errors = [error for _, error in found]
-    assert np.mean(errors) == pytest.approx(np.std([value for value, _ in found]), rel=0.05)
+    ratios = [ratio(one.tolist(), by.tolist()) for one, by in zip(bits, sizes)]
+    errors = [error for _, error in ratios]
+    assert np.mean(errors) == pytest.approx(np.std([value for value, _ in ratios]), rel=0.05)
     assert ratio([5.0], [4]) == (1.25, None)
 
 
@@ -114,11 +114,11 @@ def test_a_small_difference_that_all_documents_share_is_none_of_noise():
     hard = 1000 + 300 * random.standard_normal(40)
     ours, theirs = hard - 5 + random.standard_normal(40), hard
     sources = [Source("a", 1.0, [Document(str(i), "x") for i in range(40)], 0)]
-    found = compared(sources, lines_of(ours), lines_of(theirs))
-    assert found["difference"] == pytest.approx(-0.005, abs=5e-4) and not found["noise"]
-    assert found["interval"][0] < -0.005 < found["interval"][1] < 0
-    assert found["stderr"] < ratio(hard.tolist(), [1000] * 40)[1] / 100  # without pairs the difference would be noise
-    assert in_words("ours", "theirs", found).endswith("ours is better")
+    result = compared(sources, lines_of(ours), lines_of(theirs))
+    assert result["difference"] == pytest.approx(-0.005, abs=5e-4) and not result["noise"]
+    assert result["interval"][0] < -0.005 < result["interval"][1] < 0
+    assert result["stderr"] < ratio(hard.tolist(), [1000] * 40)[1] / 100  # without pairs the difference would be noise
+    assert in_words("ours", "theirs", result).endswith("ours is better")
     turned = compared(sources, lines_of(theirs), lines_of(ours))
     assert in_words("x", "ours", turned).endswith("ours is better")
     random = np.random.default_rng(1)

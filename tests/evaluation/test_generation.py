@@ -78,8 +78,8 @@ def test_on_a_tpu_slice_what_fsdp_divides_is_gathered_matrix_by_matrix():
         compiled = generate.lower(params, of(2, 6), of(2), of(2), prefill=1, **GREEDY).compile()
     whole = sum(2 * leaf.size for leaf in jax.tree.leaves(params))
     assert compiled.memory_analysis().temp_size_in_bytes < whole / 2
-    found = collectives(compiled.as_text(), sizes_of(mesh))
-    a_token = sum(c.bytes_each * c.times for c in found if c.kind == "all-gather" and c.in_loop) / 4
+    traffic = collectives(compiled.as_text(), sizes_of(mesh))
+    a_token = sum(c.bytes_each * c.times for c in traffic if c.kind == "all-gather" and c.in_loop) / 4
     assert a_token == pytest.approx(whole, rel=0.01)  # each of the loop's 4 passes reads the network once
 
 

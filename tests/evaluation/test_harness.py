@@ -37,13 +37,13 @@ def loaded(tmp_path_factory):
 @pytest.fixture(scope="module")
 def requests(loaded):
     """Return the requests by type."""
-    found = defaultdict(list)
+    by_kind = defaultdict(list)
     for task in loaded["tasks"].values():
         task.set_fewshot_seed(1234)
         task.build_all_requests(rank=0, world_size=1)
         for request in task.instances:
-            found[request.request_type].append(request)
-    return found
+            by_kind[request.request_type].append(request)
+    return by_kind
 
 
 def answering(devices=1, longest=None, log=None, chat=False):
@@ -189,6 +189,6 @@ def test_a_network_of_another_architecture_is_measured_by_the_harness_itself(tmp
     options = ["--tasks=tiny_schema", f"--task_files={make_tasks(tmp_path / 'tasks')}", f"--out={tmp_path / 'out'}"]
     monkeypatch.setattr(sys, "argv", ["evaluate", f"--from={tmp_path / 'gpt2'}", "--json", *options])
     assert evaluate.main() == 0
-    (found,) = json.loads(capsys.readouterr().out)["tasks"].values()
-    assert found["items"] == 6 and found["baseline"] == 0.5
+    (result,) = json.loads(capsys.readouterr().out)["tasks"].values()
+    assert result["items"] == 6 and result["baseline"] == 0.5
     assert list(tmp_path.glob("out/harness/network/tiny_schema/tasks.png"))

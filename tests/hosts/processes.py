@@ -47,7 +47,7 @@ def start(
 
 def finish(processes: Sequence[subprocess.Popen], *codes: int) -> list[str]:
     """Return the outputs of processes that must end with these codes; one code applies to all."""
-    said = [process.communicate(timeout=300)[0] for process in processes]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
     expected = list(codes) * (len(processes) if len(codes) == 1 else 1)
-    assert [process.returncode for process in processes] == expected, "\n---\n".join(said)
-    return said
+    assert [process.returncode for process in processes] == expected, "\n---\n".join(outputs)
+    return outputs

@@ -105,12 +105,12 @@ def test_every_launcher(environ, machine, cluster):
 
 @pytest.mark.parametrize("endpoints", ["10.0.0.2,10.0.0.3", "a:0:10.0.0.2,b:1:10.0.0.3"])
 def test_tpu_vms_are_told_by_their_metadata(endpoints):
-    told = {"agent-worker-number": "1", "worker-network-endpoints": endpoints, "tpu-env": "ZONE: 'z'\nNOTHING"}
-    read = lambda key: told.get(key, "")
+    facts = {"agent-worker-number": "1", "worker-network-endpoints": endpoints, "tpu-env": "ZONE: 'z'\nNOTHING"}
+    read = lambda key: facts.get(key, "")
     hosts = ("10.0.0.2", "10.0.0.3")
     assert detect({}, 4, metadata=read) == Cluster("TPU VM", 2, 1, "10.0.0.2:8482", hosts=hosts)
     assert detect({"TPU_SKIP_MDS_QUERY": "1"}, 4, metadata=read) == Cluster("a TPU host")
-    told["tpu-env"] = "MEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\nMEGASCALE_COORDINATOR_ADDRESS: '10.0.0.9'"
+    facts["tpu-env"] = "MEGASCALE_NUM_SLICES: '2'\nMEGASCALE_SLICE_ID: '1'\nMEGASCALE_COORDINATOR_ADDRESS: '10.0.0.9'"
     assert detect({}, 4, metadata=read) == Cluster("TPU VM, 2 slices", 4, 3, "10.0.0.9:8482")
 
 

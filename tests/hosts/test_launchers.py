@@ -72,11 +72,11 @@ def gke_slices(index: int, port: int) -> dict[str, str]:
 
 
 def tpu_vm(index: int, port: int) -> dict[str, str]:
-    told = {
+    attributes = {
         "agent-worker-number": str(index),
         "worker-network-endpoints": "unknown:8470:127.0.0.1,unknown:8470:localhost",
     }
-    server = Metadata(told | {"tpu-env": "ACCELERATOR_TYPE: 'v5litepod-16'\nZONE: 'us-west4-a'\n"})
+    server = Metadata(attributes | {"tpu-env": "ACCELERATOR_TYPE: 'v5litepod-16'\nZONE: 'us-west4-a'\n"})
     return {"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}", "JAX_COORDINATOR_PORT": str(port)}
 
 
@@ -105,6 +105,6 @@ def test_two_processes_find_each_other(environment, launcher, monkeypatch):
         port = HIGH_PORTS + port % 2**12
     tpu = ["tpu"] * launcher.startswith(("GKE", "TPU"))
     processes = start(*[["-c", PROCESS, *tpu]] * 2, port=port, devices=[2], variables=environment)
-    said = finish(processes, 0)
-    for index, text in enumerate(said):
+    outputs = finish(processes, 0)
+    for index, text in enumerate(outputs):
         assert text.splitlines()[-1] == f"{launcher} {index} 4 ['0', '1']"

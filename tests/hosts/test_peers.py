@@ -34,12 +34,12 @@ class Caller(threading.Thread):
     def __init__(self, port: int, index: int, processes: int, timeout: float = 30.0):
         super().__init__(daemon=True)
         self.cluster = Cluster("test", processes, index, f"127.0.0.1:{port}")
-        self.timeout, self.said, self.ended = timeout, [], "waiting"
+        self.timeout, self.log, self.ended = timeout, [], "waiting"
         self.start()
 
     def run(self):
         try:
-            roll_call(self.cluster, self.timeout, 0.1, self.said.append)
+            roll_call(self.cluster, self.timeout, 0.1, self.log.append)
             self.ended = "together"
         except (PeerLost, UserError) as error:
             self.ended = f"{type(error).__name__}: {error}"
@@ -65,7 +65,7 @@ def wait_for(condition):
 
 def test_all_wait_for_the_last_and_every_one_is_told_who_is_missing(port):
     callers = [Caller(port, i, 3) for i in (1, 0)]
-    wait_for(lambda: all(any("waiting for process 2 of 3" in line for line in caller.said) for caller in callers))
+    wait_for(lambda: all(any("waiting for process 2 of 3" in line for line in caller.log) for caller in callers))
     with connect(port) as scanner:
         scanner.sendall(b"GET / HTTP/1.0\n\n")  # not a process of the run
     callers.append(Caller(port, 2, 3))
@@ -77,9 +77,9 @@ def test_one_that_went_away_is_missing_again_and_one_that_does_not_answer_is_nam
     first, hello = Caller(port, 0, 2), f"here 1 2 {'host-b'}\n".encode()
     with connect(port) as gone:
         gone.sendall(hello)
-        wait_for(lambda: any("waiting for an answer of process 1 (host-b), which came" in line for line in first.said))
-    first.said.clear()
-    wait_for(lambda: any("waiting for process 1 of 2" in line for line in first.said))
+        wait_for(lambda: any("waiting for an answer of process 1 (host-b), which came" in line for line in first.log))
+    first.log.clear()
+    wait_for(lambda: any("waiting for process 1 of 2" in line for line in first.log))
     second = Caller(port, 1, 2)
     wait_for(lambda: first.ended == second.ended == "together")
 
@@ -161,8 +161,8 @@ def begin_and_join(port: int, act: str) -> list[subprocess.Popen]:
     ],
 )
 def test_all_processes_end_with_the_code_of_the_first(port, acts, codes, says):
-    said = finish(begin(port, *acts), *codes)
-    assert all(says in text for act, text in zip(acts, said) if act == "wait")
+    outputs = finish(begin(port, *acts), *codes)
+    assert all(says in text for act, text in zip(acts, outputs) if act == "wait")
 
 
 @pytest.mark.slow

@@ -148,9 +148,9 @@ def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, sabotage
     first = finish(doctors[:1], code)
     if sabotage == "stopped":
         doctors[1].kill()
-    said = first + finish(doctors[1:], -signal.SIGKILL if sabotage == "stopped" else code)
-    assert says.format(host=platform.node()) in said[0] and "Traceback" not in "".join(said)
-    assert "launcher: JAX_* variables; process 0 of 2" in said[0].splitlines()[0]
+    outputs = first + finish(doctors[1:], -signal.SIGKILL if sabotage == "stopped" else code)
+    assert says.format(host=platform.node()) in outputs[0] and "Traceback" not in "".join(outputs)
+    assert "launcher: JAX_* variables; process 0 of 2" in outputs[0].splitlines()[0]
     assert not (folder / "runs" / "tiny" / "config.json").exists()
 
 
@@ -179,8 +179,8 @@ run_command(train.main)
 def test_no_program_runs_on_the_devices_before_the_preflight(folder):  # noqa: F811
     """Otherwise a program over devices that cannot cooperate would hang before the preflight's message."""
     command = ["-c", TRAIN, "--config=tiny.py", "--run_dir=runs/before"]
-    for said in finish(start(command, command, folders=[folder]), 0):
-        assert "programs before the preflight: 0\n" in said, said
+    for output in finish(start(command, command, folders=[folder]), 0):
+        assert "programs before the preflight: 0\n" in output, output
 
 
 @pytest.mark.parametrize(
@@ -197,5 +197,5 @@ def test_no_program_runs_on_the_devices_before_the_preflight(folder):  # noqa: F
 def test_blackwell_needs_a_cudnn_whose_attention_is_deterministic(capability, cudnn, options, lacks, monkeypatch):
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: cudnn)
     config = Config(name="test", model=ModelConfig(dtype="bfloat16"), **options)
-    said = lacks_deterministic_attention(config, capability)
-    assert bool(said) == lacks and (not lacks or "nvidia-cudnn-cu13>=9.18.1" in said)
+    message = lacks_deterministic_attention(config, capability)
+    assert bool(message) == lacks and (not lacks or "nvidia-cudnn-cu13>=9.18.1" in message)

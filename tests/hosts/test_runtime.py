@@ -86,8 +86,8 @@ def test_a_line_for_which_there_is_half_the_room_leaves_nothing(tmp_path):
     assert (tmp_path / "file").read_text() == "before\n"
 
 
-@pytest.mark.parametrize(("said", "shown"), [("Event loop is closed", 0), ("another", 1)])
-def test_writes_that_a_failed_save_had_begun_leave_no_traceback(said, shown):
+@pytest.mark.parametrize(("text", "shown"), [("Event loop is closed", 0), ("another", 1)])
+def test_writes_that_a_failed_save_had_begun_leave_no_traceback(text, shown):
     """tensorstore prints errors of its callback in a thread of its own, as this does."""
     program = f"""
 import asyncio, time, tensorstore
@@ -99,7 +99,7 @@ async def begun():
     await tensorstore.open(facts)
 async def end_before_it():
     def refuse(*_, **__):
-        raise RuntimeError({said!r})
+        raise RuntimeError({text!r})
     asyncio.ensure_future(begun())
     await asyncio.sleep(0)
     loop.call_soon_threadsafe = refuse

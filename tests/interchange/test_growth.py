@@ -70,7 +70,7 @@ def test_rows_are_added_for_the_tokens_of_conversations_and_nothing_else_changes
     kept = np.setdiff1d(np.arange(size), new)
 
     def compare(tree, expected, mean):
-        found = 0
+        count = 0
         for (path, leaf), want in zip(
             jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected), strict=True
         ):
@@ -81,12 +81,12 @@ def test_rows_are_added_for_the_tokens_of_conversations_and_nothing_else_changes
             if axis is None:
                 np.testing.assert_array_equal(resized(leaf, want.shape), want)
                 continue
-            leaf, want, found = np.moveaxis(leaf, axis, 0), np.moveaxis(want, axis, 0), found + 1
+            leaf, want, count = np.moveaxis(leaf, axis, 0), np.moveaxis(want, axis, 0), count + 1
             np.testing.assert_array_equal(leaf[kept], want[kept])
             rows = want[used].mean(0) if mean else 0 * want[0]
             np.testing.assert_allclose(leaf[new], np.broadcast_to(rows, leaf[new].shape), rtol=1e-5, atol=1e-7)
             assert not leaf[size:].any()  # padding
-        return found
+        return count
 
     assert compare(state.params, before.params, mean=True) == 3  # the embedding, the head and a value embedding
     assert state.step == state.skipped_steps == 0

@@ -40,12 +40,12 @@ def make_run(folder: Path, depth: int, width: int) -> int:
 
 def peak_bytes(folder: Path) -> int:
     """Return the command's peak memory in bytes. (ru_maxrss would start with this process's memory.)"""
-    told = "import export; assert export.main() == 0; print(open('/proc/self/status').read())"
-    command = [sys.executable, "-c", told, f"--run_dir={folder}", f"--out={folder / 'out'}", "--shard_gigabytes=0.1"]
+    code = "import export; assert export.main() == 0; print(open('/proc/self/status').read())"
+    command = [sys.executable, "-c", code, f"--run_dir={folder}", f"--out={folder / 'out'}", "--shard_gigabytes=0.1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found = re.search(r"VmHWM:\s+(\d+) kB", done.stdout)
-    assert found
-    return 1024 * int(found[1])
+    match = re.search(r"VmHWM:\s+(\d+) kB", done.stdout)
+    assert match
+    return 1024 * int(match[1])
 
 
 @pytest.mark.slow

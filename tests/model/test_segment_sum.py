@@ -34,9 +34,9 @@ def test_it_is_the_sum(numbers, dtype):
     rows = jnp.asarray(np.random.default_rng(2).standard_normal((len(number), 6)), dtype)
     expected, inside = np.zeros((400, 6)), number < 400
     np.add.at(expected, number[inside], np.asarray(rows, np.float64)[inside])
-    found = jax.jit(segment_sum, static_argnums=2)(rows, number, 400)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
+    sums = jax.jit(segment_sum, static_argnums=2)(rows, number, 400)
+    assert sums.dtype == jnp.float32
+    np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_no_number_is_added_in_an_order_of_its_own():

@@ -32,8 +32,8 @@ def under(gcs: FakeGCS, folder: str) -> set[str]:
 def test_round_trip(gcs):
     state = saved(RUN, devices=8, seconds={3: 1.5})[3]
     _, abstract, _ = state_on(1)
-    found, facts = Checkpoints(RUN).restore(3, abstract)
-    assert_equal(found, state._replace(step=3))
+    restored, facts = Checkpoints(RUN).restore(3, abstract)
+    assert_equal(restored, state._replace(step=3))
     assert (facts["step"], facts["seconds"]) == (3, 1.5)
     assert_equal(Checkpoints(RUN).restore_params(abstract.params)[0], state.params)
 
@@ -59,9 +59,9 @@ def test_one_half_written_or_half_deleted_is_none_and_is_cleared(gcs, deleted_in
         if not name.endswith("manifest.ocdbt"):
             del gcs.objects[name]
     assert under(gcs, "checkpoints") == {"1", "2"} and Checkpoints(RUN).steps == [1]
-    found, _ = Checkpoints(RUN, KEEP_ALL).restore_newest(state_on(1)[1], print)
+    restored, _ = Checkpoints(RUN, KEEP_ALL).restore_newest(state_on(1)[1], print)
     assert under(gcs, "checkpoints") == {"1"}
-    assert_equal(found.params, state.params)
+    assert_equal(restored.params, state.params)
 
 
 def test_a_damaged_one_is_put_aside(gcs):
@@ -71,10 +71,10 @@ def test_a_damaged_one_is_put_aside(gcs):
     generation, content = gcs.objects[name]
     middle = len(content) // 2
     gcs.objects[name] = (generation, content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-    said = []
-    found, facts = Checkpoints(RUN, KEEP_ALL).restore_newest(state_on(1)[1], said.append)
-    assert facts["step"] == 1 and "checkpoint 2 cannot be read" in said[0]
-    assert_equal(found.params, state.params)
+    messages = []
+    restored, facts = Checkpoints(RUN, KEEP_ALL).restore_newest(state_on(1)[1], messages.append)
+    assert facts["step"] == 1 and "checkpoint 2 cannot be read" in messages[0]
+    assert_equal(restored.params, state.params)
     assert under(gcs, "checkpoints") == {"1"}
     assert sorted(name[:2] for name in under(gcs, "bad-checkpoints")) == ["2-", "RE"]
 
@@ -111,8 +111,8 @@ def test_a_bucket_that_lets_nothing_be_overwritten_is_refused_before_the_first_s
     checkpoints.save(1, state_on(1)[0], FACTS)
     assert checkpoints.failing() == 1 and "manifest.ocdbt" in checkpoints.failure
     config = replace(tiny_config(), run_dir=str(tmp_path), checkpoint=CheckpointConfig(RUN))
-    said = r"lacks storage\.objects\.delete: grant it roles/storage\.objectUser"
-    with pytest.raises(UserError, match=said):
+    message = r"lacks storage\.objects\.delete: grant it roles/storage\.objectUser"
+    with pytest.raises(UserError, match=message):
         preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
 
 

@@ -53,10 +53,10 @@ def saved(folder: Path, steps=(3,), config=KEEP_ALL, devices=1, **facts):
 def test_round_trip(tmp_path, saved_on, restored_on):
     state = saved(tmp_path, devices=saved_on, seconds={3: 1.5})[3]
     _, abstract, _ = state_on(restored_on)
-    found, facts = Checkpoints(tmp_path).restore(3, abstract)
-    assert_equal(found, state._replace(step=3))
+    restored, facts = Checkpoints(tmp_path).restore(3, abstract)
+    assert_equal(restored, state._replace(step=3))
     assert (facts["step"], facts["seconds"]) == (3, 1.5)
-    jax.tree.map(lambda leaf, shape: np.testing.assert_equal(leaf.sharding, shape.sharding), found, abstract)
+    jax.tree.map(lambda leaf, shape: np.testing.assert_equal(leaf.sharding, shape.sharding), restored, abstract)
     params, step = Checkpoints(tmp_path).restore_params(abstract.params)
     assert step == 3
     assert_equal(params, state.params)
@@ -86,9 +86,9 @@ def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source, other):
     digests = set()
     for target in MESHES:
         abstract = abstract_on(target)
-        found, _ = Checkpoints(tmp_path).restore(5, abstract)
-        assert_equal(found, stored_as(whole._replace(step=np.int32(5)), abstract))  # the padding is zero again
-        digests.add(params_sha256(found.params, OTHER.model))
+        restored, _ = Checkpoints(tmp_path).restore(5, abstract)
+        assert_equal(restored, stored_as(whole._replace(step=np.int32(5)), abstract))  # the padding is zero again
+        digests.add(params_sha256(restored.params, OTHER.model))
     params, _ = Checkpoints(tmp_path).restore_params(abstract_on(other).params)
     assert digests == {params_sha256(tree, OTHER.model) for tree in (params, whole.params)}
 
@@ -164,8 +164,8 @@ def test_the_layout_on_the_disk_and_orbax_alone_reads_it(tmp_path, monkeypatch):
     folder = tmp_path / "checkpoints" / "3"
     assert sorted(path.name for path in folder.iterdir()) == ["facts", "params", "rest"]
     assert json.loads((folder / "facts" / "metadata").read_text())["step"] == 3
-    found = ocp.StandardCheckpointer().restore(folder / "params", state_on(1)[1].params)
-    assert_equal(found, state.params)
+    restored = ocp.StandardCheckpointer().restore(folder / "params", state_on(1)[1].params)
+    assert_equal(restored, state.params)
 
 
 def test_no_checkpoint(tmp_path):
@@ -206,15 +206,15 @@ def test_damage_to_any_file_is_harmless_or_noticed_and_the_one_before_is_taken(t
         victim = folder / path.relative_to(source)
         change = DAMAGE[damage]
         victim.unlink() if change is None else victim.write_bytes(change(path.read_bytes()))
-        said: list[str] = []
-        found = Checkpoints(folder, KEEP_ALL).restore_newest(state_on(1)[1], said.append)
-        assert found
-        step = found[1]["step"]
-        assert_equal(found[0], states[step]._replace(step=step))
-        assert step == (4 if said else 8)
-        if said:
-            assert "checkpoint 8 cannot be read" in said[0] and len(said) == 1
-            assert "bound method" not in said[0]
+        messages: list[str] = []
+        restored = Checkpoints(folder, KEEP_ALL).restore_newest(state_on(1)[1], messages.append)
+        assert restored
+        step = restored[1]["step"]
+        assert_equal(restored[0], states[step]._replace(step=step))
+        assert step == (4 if messages else 8)
+        if messages:
+            assert "checkpoint 8 cannot be read" in messages[0] and len(messages) == 1
+            assert "bound method" not in messages[0]
             assert names(folder) == ["4"] and len(list((folder / "bad-checkpoints").iterdir())) == 1
             noticed.add(path.parent.name if path.parent.name == "d" else path.name)
     assert {"d", "metadata"} <= noticed  # the arrays' files and the facts
@@ -242,10 +242,10 @@ def test_another_network_is_refused_with_the_sizes_that_differ(tmp_path):
     wider = replace(config.model, width=48)
     optimizer, _ = make_optimizer(config.optimizer, wider, 8)
     abstract = abstract_state(wider, optimizer, make_mesh(MeshConfig(), jax.devices()[:1]))
-    said = r"checkpoint 3 in .* is of another network:(.|\n)*embed\.table: \[272, 32\], not \[272, 48\]"
-    with pytest.raises(UserError, match=said):
+    message = r"checkpoint 3 in .* is of another network:(.|\n)*embed\.table: \[272, 32\], not \[272, 48\]"
+    with pytest.raises(UserError, match=message):
         Checkpoints(tmp_path, KEEP_ALL).restore_newest(abstract, print)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         Checkpoints(tmp_path).restore_params(abstract.params)
     assert names(tmp_path) == ["3"]
 

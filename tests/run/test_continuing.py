@@ -216,8 +216,8 @@ def test_each_start_records_what_it_was_made_with_and_the_report_compares(folder
     first, second = [event for event in Events(run_dir).read() if event["event"] == "start"]
     assert first["code_hash"] != second["code_hash"] == "feedbeef" and first["versions"]["jax"] == jax.__version__
     assert first["mesh"] == {"data": 1, "fsdp": 1, "tensor": 1} and first["devices"] == "1 x cpu, 1 process(es)"
-    (said,) = made_with(read_run(str(run_dir)))
-    assert said.text.startswith("From step 6 on these differ: code ") and "-> feedbeef" in said.text
+    (sentence,) = made_with(read_run(str(run_dir)))
+    assert sentence.text.startswith("From step 6 on these differ: code ") and "-> feedbeef" in sentence.text
 
 
 def test_a_machine_that_comes_back_after_another_has_gone_on_takes_over_its_record(folder, monkeypatch, capsys):

@@ -19,8 +19,8 @@ def folder(tmp_path_factory):
     """Return a folder with a run, conversations in its tokens, and a run that was fine-tuned on them."""
     folder = write_folder(tmp_path_factory.mktemp("user"), BASE)
     words = (ROOT / "tests/words.txt").read_text().split()
-    said = lambda role, start, count: {"role": role, "content": " ".join(words[start : start + count])}
-    chats = [[said("user", i, 1 + i % 3), said("assistant", 2 * i, 1 + i % 5)] for i in range(120)]
+    message = lambda role, start, count: {"role": role, "content": " ".join(words[start : start + count])}
+    chats = [[message("user", i, 1 + i % 3), message("assistant", 2 * i, 1 + i % 5)] for i in range(120)]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         Path("chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
@@ -36,8 +36,8 @@ def test_an_epoch_is_resolved_and_complete(folder, monkeypatch, capfd):
     record = json.loads(Path("chat/config.json").read_text())["config"]
     assert record["steps"] == summary(Path("chat"))["steps"] > 8 and record["model"]["width"] == 32
     assert run("train", monkeypatch, *CHAT, "--run_dir=chat", devices=1) == 0
-    said = capfd.readouterr().out
-    assert f"chat is complete: {record['steps']} steps" in said and "goes through chats 1" in said
+    output = capfd.readouterr().out
+    assert f"chat is complete: {record['steps']} steps" in output and "goes through chats 1" in output
     assert run("train", monkeypatch, *CHAT, "--run_dir=chat", "--init_optimizer=False", devices=1) == 2
     assert "init_optimizer: True -> False" in capfd.readouterr().err
     assert run("train", monkeypatch, *CHAT, "--run_dir=chat", "--data.max_epochs=1", devices=1) == 0

@@ -71,9 +71,9 @@ def test_positions_follow_the_ramp_rollbacks_included(make, tmp_path):
 class Loop:
     """Run take_steps with the hooks of train.py. A jump of the loss ends it."""
 
-    def __init__(self, built, run, train_step, measure, saved, stop, said):
+    def __init__(self, built, run, train_step, measure, saved, stop, messages):
         self.times, self.stop, self.progress, self.jump = Times(), stop, run, None
-        config, say = built.config, said.append
+        config, say = built.config, messages.append
         watch, self.idle = Watch(config, self.times), Idle(self.times)
         log = Log(built, watch, lambda position: {}, saved.record, say)
         save = Save(config, saved, "print", watch, say)
@@ -106,9 +106,9 @@ def make(tmp_path):
             metrics = {"loss": loss, "skipped_steps": skipped, "grad_norms": {"embed": loss}, "learning_rate": {}}
             return state, metrics
 
-        said, saved, run = [], Saved(), progress(config, **(resumed or {}))
+        messages, saved, run = [], Saved(), progress(config, **(resumed or {}))
         measure = measure or (lambda params: {"val_loss": 2.0, "val_bpb": 1.0, "samples": []})
-        return Loop(built_of(config), run, train_step, measure, saved, stop or Stop(), said), said, saved
+        return Loop(built_of(config), run, train_step, measure, saved, stop or Stop(), messages), messages, saved
 
     return make
 
@@ -160,9 +160,9 @@ def test_a_jump_goes_back_to_the_newest_checkpoint_and_says_where_the_data_go_on
 
 def test_a_jump_before_the_first_checkpoint_is_said_and_forgotten(make):
     losses = [2.0] * ENOUGH + [9.0] + [2.0] * 23
-    loop, said, saved = make(losses, checkpoint=CheckpointConfig(every_steps=20))
+    loop, messages, saved = make(losses, checkpoint=CheckpointConfig(every_steps=20))
     assert loop.run(BATCHES)[0].step == 40 and saved.steps == [20, 40]
-    assert any("no checkpoint is older than the jump" in text for text in said)
+    assert any("no checkpoint is older than the jump" in text for text in messages)
 
 
 def test_who_asks_to_stop_while_the_loss_jumps_is_heard(make):

@@ -26,11 +26,11 @@ def run_dir(tmp_path) -> Path:
     return folder
 
 
-def found(folder: str) -> dict[str, str]:
+def contents(folder: str) -> dict[str, str]:
     """Return the files below a folder, with their content."""
     inside: dict[str, str] = {}
     for path in place(folder).iterdir():
-        inner = {f"{path.name}/{name}": text for name, text in found(str(path)).items()} if path.is_dir() else {}
+        inner = {f"{path.name}/{name}": text for name, text in contents(str(path)).items()} if path.is_dir() else {}
         inside |= inner or {path.name: path.read_text()}
     return inside
 
@@ -38,9 +38,9 @@ def found(folder: str) -> dict[str, str]:
 def test_all_that_a_run_shows_is_copied_and_fetched(run_dir, elsewhere, tmp_path):
     Record(run_dir, elsewhere).copy()
     board = ("tensorboard/events.1", "tensorboard/hparams/events.2")
-    assert found(elsewhere) == {name: f"of {name}" for name in (*CONTINUES, *board)}
+    assert contents(elsewhere) == {name: f"of {name}" for name in (*CONTINUES, *board)}
     Record(tmp_path / "fresh", elsewhere).fetch()
-    assert found(str(tmp_path / "fresh")) == {name: f"of {name}" for name in CONTINUES}
+    assert contents(str(tmp_path / "fresh")) == {name: f"of {name}" for name in CONTINUES}
 
 
 def test_what_changed_is_copied_again_and_what_is_gone_is_deleted(run_dir, elsewhere):
@@ -50,11 +50,11 @@ def test_what_changed_is_copied_again_and_what_is_gone_is_deleted(run_dir, elsew
     (run_dir / "summary.json").unlink()  # left by a shorter run
     (run_dir / "metrics.jsonl").write_text("more lines")
     record.copy()
-    inside = found(elsewhere)
+    inside = contents(elsewhere)
     assert inside["metrics.jsonl"] == "more lines"
     assert inside.keys() == {*CONTINUES, "tensorboard/events.3", "tensorboard/hparams/events.2"} - {"summary.json"}
     Record(run_dir, elsewhere).copy()  # as another process, which knows of no copy
-    assert found(elsewhere) == inside
+    assert contents(elsewhere) == inside
 
 
 def test_what_has_not_changed_is_not_copied_again(run_dir, gcs):
@@ -87,7 +87,7 @@ def test_the_traceback_and_the_last_events_are_kept(run_dir, elsewhere, monkeypa
     monkeypatch.setattr("jax.process_index", lambda: process)
     with pytest.raises(ZeroDivisionError), tell_of_failure(tiny_config(), Record(run_dir, elsewhere)):
         raise ZeroDivisionError("division by zero")
-    inside = found(elsewhere)
+    inside = contents(elsewhere)
     assert inside[f"traceback-{process}.txt"].endswith("ZeroDivisionError: division by zero\n")
     assert (inside["events.jsonl"] == "a line more") == (process == 0)
 

@@ -43,8 +43,8 @@ def main():
         return restore(self, *args, **kwargs)
     ocp.PyTreeCheckpointHandler.restore = faulty
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state(0))
-    found, facts = checkpoints.restore_newest(abstract, print)
-    assert all((shard.data == facts["step"]).all() for shard in found.params["w"].addressable_shards)
+    restored, facts = checkpoints.restore_newest(abstract, print)
+    assert all((shard.data == facts["step"]).all() for shard in restored.params["w"].addressable_shards)
     print("restored", facts["step"], flush=True)
     begin, away = ocp.PyTreeCheckpointHandler.async_save, OSError(errno.EIO, "Input/output error")
     async def faulty_begin(*args, **kwargs):
@@ -88,6 +88,6 @@ def test_an_error_of_one_host_is_retried_and_condemns_no_checkpoint_that_is_soun
     """Nobody waits for a process that cannot save, although Orbax's barriers wait twenty minutes."""
     acts = [f"{tmp_path} sound", f"{tmp_path} {act}"]
     acts = reversed(acts) if act == "cannot begin" else acts
-    said = finish(start(*(["-c", SCRIPT, each] for each in acts)), code)
-    assert all(says in text for text in said), "\n---\n".join(said)
+    outputs = finish(start(*(["-c", SCRIPT, each] for each in acts)), code)
+    assert all(says in text for text in outputs), "\n---\n".join(outputs)
     assert checkpoints_in(tmp_path) == left

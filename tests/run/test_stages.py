@@ -27,10 +27,10 @@ class Compilations(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.lines.append(record.getMessage())
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def there(folder, monkeypatch):
 
 
 def test_there_are_as_many_programs_as_stages_that_the_run_comes_to(compilations):
-    of_the_step = [said for said in compilations.said if "Finished XLA compilation of jit(train_step)" in said]
+    of_the_step = [line for line in compilations.lines if "Finished XLA compilation of jit(train_step)" in line]
     assert len(of_the_step) == 2
 
 

@@ -96,12 +96,12 @@ def gradient_program(config: Config):
 def unit_gradients(config: Config, units: int) -> list[tuple[int, list[np.ndarray]]]:
     """Return the valid tokens and the gradient's leaves in float64, for each of `units` parts of the rows in order."""
     params = start(config).params
-    found = []
+    gradients = []
     for part in range(units):
         rows = {name: array.reshape(units, -1, 16)[part] for name, array in rows_of_random_lengths().items()}
         (_, (_, tokens)), gradient = gradient_program(config)(params, rows)
-        found.append((int(tokens), [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(gradient)]))
-    return found
+        gradients.append((int(tokens), [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(gradient)]))
+    return gradients
 
 
 def snr(config: Config, state: TrainState, group: str, gradients: list[np.ndarray]) -> float:
@@ -127,7 +127,7 @@ def test_every_quantity_equals_the_float64_reference(mesh):
     config, (data, fsdp, _) = config_on(mesh), mesh
     metrics, places, after = measured(config)
     before, state = start(config).params, start(config)
-    found, groups = metrics["diagnostics"], jax.tree.leaves(parameter_groups(config.model))
+    measures, groups = metrics["diagnostics"], jax.tree.leaves(parameter_groups(config.model))
     steps = ROWS // (2 * data * fsdp)
     signal, noise = dict.fromkeys(groups, 0.0), dict.fromkeys(groups, 0.0)
     by_devices, by_replicas = unit_gradients(config, steps * data * fsdp), unit_gradients(config, steps * data)
@@ -141,11 +141,11 @@ def test_every_quantity_equals_the_float64_reference(mesh):
         signal[group] += truth
         noise[group] += square / total - total * truth
     scale = sum(noise.values()) / total
-    assert found["signal"].keys() == {*signal, "all"}
+    assert measures["signal"].keys() == {*signal, "all"}
     for group in signal:
-        assert found["signal"][group] == pytest.approx(signal[group], rel=2e-4, abs=1e-6 * scale), group
-        assert found["noise"][group] == pytest.approx(noise[group], rel=2e-4, abs=1e-6 * scale * total)
-    assert found["noise"]["all"] == pytest.approx(sum(noise.values()), rel=2e-4)
+        assert measures["signal"][group] == pytest.approx(signal[group], rel=2e-4, abs=1e-6 * scale), group
+        assert measures["noise"][group] == pytest.approx(noise[group], rel=2e-4, abs=1e-6 * scale * total)
+    assert measures["noise"]["all"] == pytest.approx(sum(noise.values()), rel=2e-4)
 
     divided = [i for i, of in enumerate(places) if "fsdp" in of.axes]
     flat = [np.concatenate([gradient[i].ravel() for i in divided]) for _, gradient in by_replicas]
@@ -155,14 +155,14 @@ def test_every_quantity_equals_the_float64_reference(mesh):
         for before_it, mine in zip(np.cumsum(ours, axis=0), ours[1:]):
             lengths = np.linalg.norm(before_it) * np.linalg.norm(mine)
             cosines.append(before_it @ mine / lengths if lengths else 0.0)
-    assert found["coherence_running"] == pytest.approx(np.mean(cosines), abs=1e-5)
+    assert measures["coherence_running"] == pytest.approx(np.mean(cosines), abs=1e-5)
 
     clip = min(1.0, config.optimizer.clip_norm / float(metrics["grad_norm"]))
     for group in signal:
         of = [i for i, name in enumerate(groups) if name == group]
         norm = lambda leaves, of=of: np.sqrt(sum(np.sum(np.asarray(leaves[i], np.float64) ** 2) for i in of))
         old, new = jax.tree.leaves(before), jax.tree.leaves(after)
-        values = found["groups"]
+        values = measures["groups"]
         assert values["gradient_norm"][group] == pytest.approx(norm(whole) / total, rel=1e-4, abs=1e-9)
         assert values["parameter_norm"][group] == pytest.approx(norm(old), rel=1e-5)
         moved = [np.asarray(b, np.float64) - a for a, b in zip(old, new)]
@@ -172,8 +172,8 @@ def test_every_quantity_equals_the_float64_reference(mesh):
         assert values["snr"][group] == pytest.approx(
             snr(config, state, group, [clip * whole[i] / total for i in of]), rel=1e-4
         )
-    assert found["clipped"] == float(metrics["grad_norm"] > config.optimizer.clip_norm)
-    assert sorted(found["blocks"]["gradient_norm"]) == [str(block) for block in range(config.model.depth)]
+    assert measures["clipped"] == float(metrics["grad_norm"] > config.optimizer.clip_norm)
+    assert sorted(measures["blocks"]["gradient_norm"]) == [str(block) for block in range(config.model.depth)]
 
 
 def test_the_estimates_are_right_on_average():
@@ -195,9 +195,9 @@ def test_the_estimates_are_right_on_average():
     draws = generator.standard_normal((4000, 6, 20)) * deviation * np.sqrt(tokens)[..., None]
     signal, noise = estimates((tokens[..., None] * truth + draws).astype(np.float32), tokens.astype(np.int32))
     for leaf, part in enumerate((slice(0, 12), slice(12, 20))):
-        for found, known in ((signal, np.sum(truth[part] ** 2)), (noise, np.sum(deviation[part] ** 2))):
-            error = np.std(found[:, leaf]) / np.sqrt(len(found))
-            assert abs(np.mean(found[:, leaf]) - known) < 4 * error, leaf
+        for mean, known in ((signal, np.sum(truth[part] ** 2)), (noise, np.sum(deviation[part] ** 2))):
+            error = np.std(mean[:, leaf]) / np.sqrt(len(mean))
+            assert abs(np.mean(mean[:, leaf]) - known) < 4 * error, leaf
             assert error < 0.05 * known  # small enough to expose a wrong estimate
 
 
@@ -207,7 +207,7 @@ def test_scalars_alone_cross_the_mesh_once_after_the_scan():
     compiled = lambda step: step.lower(built.abstract_state, built.abstract_batch()).compile().as_text()
     shape = sizes_of(built.mesh)
     plain, measuring = (collectives(compiled(step), shape) for step in (built.train_step, built.measuring_step))
-    size = lambda found, in_loop: sum(c.times * c.bytes_each for c in found if c.in_loop == in_loop)
+    size = lambda ops, in_loop: sum(c.times * c.bytes_each for c in ops if c.in_loop == in_loop)
     assert size(measuring, True) == size(plain, True)
     assert 0 < size(measuring, False) - size(plain, False) < 8192
 

@@ -105,7 +105,7 @@ def disturbances(config: Config) -> dict[str, float]:
     update, state, generator = jax.jit(optimizer.update), optimizer.init(params), np.random.default_rng(0)
     groups = jax.tree.leaves(parameter_groups(config.model))
     eps = float(jnp.finfo(config.model.dtype).eps)
-    found = dict.fromkeys(rates, 0.0)
+    largest = dict.fromkeys(rates, 0.0)
     for step in range(4):
         off = jax.tree.map(lambda p: p * (1 + eps * generator.uniform(-1, 1, p.shape).astype(np.float32)), params)
         gradients = gradient(params)
@@ -116,9 +116,9 @@ def disturbances(config: Config) -> dict[str, float]:
         moved = jax.tree.leaves(jax.device_get(jax.tree.map(jnp.subtract, others, updates)))
         for group, rate in rates.items():
             of_group = np.concatenate([leaf.ravel() for leaf, of in zip(moved, groups) if of == group])
-            found[group] = max(found[group], float(np.sqrt(np.mean(of_group**2)) / rate(step)))
+            largest[group] = max(largest[group], float(np.sqrt(np.mean(of_group**2)) / rate(step)))
         params, state = jax.tree.map(jnp.add, params, updates), next_state
-    return found
+    return largest
 
 
 def tiny(name: str, dtype: str, eps: float | None = None) -> Config:
@@ -134,5 +134,5 @@ def test_no_group_s_update_amplifies_rounding(name, dtype):
 
 
 def test_the_eps_that_the_groups_once_had_would_fail():
-    found = disturbances(tiny("small", "float32", eps=1e-10))
-    assert min(found["x0_lambdas"], found["resid_lambdas"]) > 100 * DISTURBANCE["float32"], found
+    moved = disturbances(tiny("small", "float32", eps=1e-10))
+    assert min(moved["x0_lambdas"], moved["resid_lambdas"]) > 100 * DISTURBANCE["float32"], moved

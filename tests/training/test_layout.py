@@ -24,7 +24,7 @@ from training.mesh import batch_devices, make_mesh, resized, spec_of
 from training.shares import all_gather_data, reduce_scatter_data
 
 
-def held(config: Config, topology: Topology) -> float:
+def memory_ratio(config: Config, topology: Topology) -> float:
     """Return the ratio of a device's bytes of parameters and moments to the bytes that docs/mesh.md promises."""
     of = Candidate(config, topology)
     parts, muon = memory(of), config.optimizer.matrices.kind == "muon"
@@ -43,7 +43,7 @@ def test_state_takes_at_most_5_percent_more_than_its_share(config):
         for data in (2, 3, 6, 8, 24, 40, 48, 96, 256, 512, 1024):
             for nodes in (1, data // 8) if data % 8 == 0 else (1,):
                 of_mesh = resolved(replace(of_depth, batch=replace(batch, rows_per_device=1)))
-                worst = max(worst, held(of_mesh, Topology(nodes, "h200", (data // nodes,))))
+                worst = max(worst, memory_ratio(of_mesh, Topology(nodes, "h200", (data // nodes,))))
     assert 1.0 < worst <= 1.05
 
 
@@ -58,9 +58,9 @@ def test_every_axis_divides_one_dimension(shape, axes, data, fsdp, tensor):
     across = 2 if data % 2 == 0 else 1
     sizes = {**dict(zip(DATA, data_parts(data, across))), "fsdp": fsdp, "tensor": tensor}
     assert prod(sizes[axis] for axis in DATA) == data and sizes["data_across"] == across
-    found = place(shape, axes, sizes)
-    assert sorted(name for names in found.spec for name in names) == sorted([*DATA, *filter(None, axes)])
-    for size, stored, axis, names in zip(shape, found.stored, axes, found.spec):
+    placed = place(shape, axes, sizes)
+    assert sorted(name for names in placed.spec for name in names) == sorted([*DATA, *filter(None, axes)])
+    for size, stored, axis, names in zip(shape, placed.stored, axes, placed.spec):
         assert names[:1] == ((axis,) if axis else names[:1])
         assert stored == padded(size, prod(sizes[name] for name in names))
 

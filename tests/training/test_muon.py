@@ -39,14 +39,14 @@ def random(shape, seed=0):
 
 @pytest.mark.parametrize("shape", [(48, 48), (32, 128), (128, 32)])
 def test_singular_values_come_near_one_and_directions_stay(shape):
-    (found,) = on_one(random(shape))
-    left, values, right = np.linalg.svd(found, full_matrices=False)
+    (result,) = on_one(random(shape))
+    left, values, right = np.linalg.svd(result, full_matrices=False)
     assert values.min() > 0.8 and values.max() < 1.2
-    assert np.linalg.norm(found) == pytest.approx(min(shape) ** 0.5, rel=1e-5)
+    assert np.linalg.norm(result) == pytest.approx(min(shape) ** 0.5, rel=1e-5)
     equal = np.asarray(random(shape))  # each column, of one output, is normalised
     equal = equal / np.linalg.norm(equal, axis=0)
     left, _, right = np.linalg.svd(equal, full_matrices=False)
-    assert np.sum(found * (left @ right)) / min(shape) > 0.95
+    assert np.sum(result * (left @ right)) / min(shape) > 0.95
 
 
 def test_a_matrix_of_zeros_stays():
@@ -65,10 +65,10 @@ def test_matrices_of_one_shape_are_stacked_turned_or_not_and_come_back_in_their_
             for matrix, of in zip(matrices, places)
         ]
         orthogonalised = jax.jit(lambda matrices, places=places, mesh=mesh: orthogonalise_all(matrices, places, mesh))
-        for matrix, found in zip(matrices, orthogonalised(stored)):
+        for matrix, result in zip(matrices, orthogonalised(stored)):
             # The five iterations amplify a rounding of 6e-8 in a small singular value by up to 991.
-            np.testing.assert_allclose(resized(found, matrix.shape), on_one(matrix)[0], atol=6e-5)
-            assert not np.any(found[matrix.shape[0] :]) and not np.any(found[:, matrix.shape[1] :])
+            np.testing.assert_allclose(resized(result, matrix.shape), on_one(matrix)[0], atol=6e-5)
+            assert not np.any(result[matrix.shape[0] :]) and not np.any(result[:, matrix.shape[1] :])
 
 
 def test_momentum_rises_stays_and_falls():

@@ -42,11 +42,11 @@ def facts_of(folder: Path) -> dict:
 
 def documents(folder: Path, part: str) -> Counter:
     """Count the documents by their tokens."""
-    found = Counter()
+    counts = Counter()
     for path in sorted(folder.glob(f"{part}_*.bin")):
         pieces = np.split(read_shard(path), np.load(path.with_suffix(".starts.npy"))[1:])
-        found.update(tuple(piece.tolist()) for piece in pieces)
-    return found
+        counts.update(tuple(piece.tolist()) for piece in pieces)
+    return counts
 
 
 def rendered(tokenizer: TextTokenizer, some: list[dict]) -> Counter:

@@ -67,11 +67,11 @@ def test_folder_gives_its_text_files_whole_in_the_order_of_their_names(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("pattern", "found"), [("*.txt", ["a.txt"]), ("b/*", ["1.py", "2.txt"]), ("**/*.txt", ["a.txt", "b/2.txt"])]
+    ("pattern", "matches"), [("*.txt", ["a.txt"]), ("b/*", ["1.py", "2.txt"]), ("**/*.txt", ["a.txt", "b/2.txt"])]
 )
-def test_glob_gives_what_it_matches_named_below_its_fixed_part(tmp_path, pattern, found):
+def test_glob_gives_what_it_matches_named_below_its_fixed_part(tmp_path, pattern, matches):
     write_files(tmp_path, {"a.txt": "one", "b/1.py": "three", "b/2.txt": "two", "b/c.png": "no"})
-    assert names(find_corpus(f"{tmp_path}/{pattern}")) == found
+    assert names(find_corpus(f"{tmp_path}/{pattern}")) == matches
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,9 @@ def test_any_lines_give_text_or_a_problem_each(tmp_path_factory, lines):
     folder = tmp_path_factory.mktemp("lines")
     (folder / "x.jsonl").write_bytes(b"\n".join(lines))
     corpus = find_corpus(str(folder), on_error="skip")
-    found = list(corpus.documents(corpus.files[0]))
-    assert len(found) == sum(bool(line.strip()) for line in b"\n".join(lines).split(b"\n"))
-    for document in found:
+    read = list(corpus.documents(corpus.files[0]))
+    assert len(read) == sum(bool(line.strip()) for line in b"\n".join(lines).split(b"\n"))
+    for document in read:
         assert bool(document.text) != bool(document.problem)
         document.text.encode()
 
@@ -141,11 +141,11 @@ def test_a_table_with_a_byte_that_flipped_is_refused_or_gives_its_texts(tmp_path
     damaged[place] ^= mask
     path.write_bytes(damaged)
     try:
-        found = texts_of(path)
+        texts = texts_of(path)
     except UserError as error:
         assert str(path) in str(error)
     else:
-        assert len(found) == 200 or place > len(TABLE) // 2  # the footer's facts about rows have no checksum
+        assert len(texts) == 200 or place > len(TABLE) // 2  # the footer's facts about rows have no checksum
 
 
 def test_a_table_whose_pages_are_corrupt_is_refused_and_named(tmp_path):
@@ -261,8 +261,8 @@ def test_a_prepared_dataset_opens_where_nothing_can_be_written(folder, monkeypat
     shutil.rmtree(folder / "cache", ignore_errors=True)
     monkeypatch.setattr(Path, "mkdir", no_room)
     assert opened(folder, packing).train[0][1]["inputs"].tolist() == expected
-    said = capfd.readouterr().err
-    assert ("cannot be written: each start makes this plan again" in said) == (packing == "best_fit")
+    log = capfd.readouterr().err
+    assert ("cannot be written: each start makes this plan again" in log) == (packing == "best_fit")
 
 
 def test_a_half_written_memory_of_an_examination_is_made_again(folder):

@@ -68,8 +68,8 @@ class Hub(BaseHTTPRequestHandler):
             recursive = "recursive=true" in self.path.lower()
             below = [one.removeprefix(f"{folder}/").split("/") for one in files if one.startswith(f"{folder}/")]
             ends = {"/".join(names[:end]) for names in below for end in range(1, len(names) + 1)}
-            found = sorted(end for end in ends if recursive or "/" not in end)
-            listed = [self.entry(files, f"{folder}/{end}") for end in found]
+            shown = sorted(end for end in ends if recursive or "/" not in end)
+            listed = [self.entry(files, f"{folder}/{end}") for end in shown]
             content, status, headers = json.dumps(listed).encode(), 200, {}
         elif files and path.startswith("/api/datasets/"):
             siblings = [{"rfilename": name, "size": len(content)} for name, content in files.items()]
@@ -145,11 +145,11 @@ def test_a_glob_and_a_revision_are_asked_for_and_the_first_is_asked_for_again(en
     ask(endpoint, monkeypatch)
     revisions, info = [], HfApi.dataset_info
     monkeypatch.setattr(HfApi, "dataset_info", lambda *a, revision, **k: revisions.append(revision) or info(*a, **k))
-    found = find_corpus("hf:owner/name@v1.0:*/*BT/00[01]*", revision=SHA)
-    assert [file.name for file in found.files] == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
-    assert {file.url.partition(":sample")[0] for file in found.files} == {f"hf:owner/name@{SHA}"}
+    corpus = find_corpus("hf:owner/name@v1.0:*/*BT/00[01]*", revision=SHA)
+    assert [file.name for file in corpus.files] == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
+    assert {file.url.partition(":sample")[0] for file in corpus.files} == {f"hf:owner/name@{SHA}"}
     find_corpus("hf:owner/name", revision=SHA)
-    assert revisions == ["v1.0", SHA] and "1 .md" in found.left_out + find_corpus("hf:owner/name").left_out
+    assert revisions == ["v1.0", SHA] and "1 .md" in corpus.left_out + find_corpus("hf:owner/name").left_out
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_folder_that_is_itself_a_link_and_one_of_nothing_but_links(linked, tmp
 
 
 @pytest.mark.parametrize(
-    ("pattern", "found"),
+    ("pattern", "names"),
     [
         ("*.txt", ["a.txt", "link.txt", "named.txt"]),
         ("l*/*.txt", ["linked/two.txt"]),
@@ -65,8 +65,8 @@ def test_a_folder_that_is_itself_a_link_and_one_of_nothing_but_links(linked, tmp
         ("*/two.txt", ["linked/two.txt"]),
     ],
 )
-def test_globs_follow_links_too(linked, pattern, found):
-    assert list(texts(f"{linked}/{pattern}")) == found
+def test_globs_follow_links_too(linked, pattern, names):
+    assert list(texts(f"{linked}/{pattern}")) == names
 
 
 def test_a_glob_finds_what_only_a_link_s_name_matches(linked):
@@ -119,8 +119,8 @@ def test_what_may_not_be_read_is_refused_or_counted(linked, monkeypatch, name, w
     forbidden(monkeypatch, name)
     with pytest.raises(UserError, match=rf"1 file\(s\) or folder\(s\).*/{name} the first: {why}.*--on_error=skip"):
         find_corpus(str(linked))
-    found = texts(linked, on_error="skip")
-    assert found[name].startswith(why) and len(found) == len(LINKED)
+    read = texts(linked, on_error="skip")
+    assert read[name].startswith(why) and len(read) == len(LINKED)
 
 
 def test_a_glob_does_not_look_where_it_cannot_match(linked, monkeypatch):

@@ -105,8 +105,8 @@ def test_a_machine_without_slurm_is_told_so(source, tmp_path, monkeypatch):
 
 
 def test_five_kills_of_workers_and_of_the_command_leave_no_trace(source, serial, tmp_path):
-    kills, said = prepare_under_fire(source, tmp_path / "out", 9_000, 5, random.Random(0))
-    assert kills == 5, said
+    kills, log = prepare_under_fire(source, tmp_path / "out", 9_000, 5, random.Random(0))
+    assert kills == 5, log
     assert digests(tmp_path / "out") == digests(serial)
 
 
@@ -135,10 +135,10 @@ def test_a_document_that_kills_every_worker_is_named(source, tmp_path):
 
 
 def documents(folder: Path, part: str) -> list[bytes]:
-    found = []
+    pieces = []
     for path in sorted(folder.glob(f"{part}_*.bin")):
-        found += np.split(read_shard(path), np.load(path.with_suffix(".starts.npy"))[1:])
-    return [one.tobytes() for one in found]
+        pieces += np.split(read_shard(path), np.load(path.with_suffix(".starts.npy"))[1:])
+    return [one.tobytes() for one in pieces]
 
 
 def test_duplicates_are_left_out_and_counted_and_a_seed_gives_an_order(source, serial, tmp_path):
@@ -168,8 +168,8 @@ def test_spans_side_by_side_read_each_document_once_under_the_file_s_numbers(sou
             whole = list(corpus.read(file))
             for size in (1, 997, 20_011):
                 cuts = [*range(0, file.size, max(size, file.size // 60))]
-                found = []
+                read = []
                 for begin, end in zip(cuts, [*cuts[1:], None]):
                     before = corpus.numbers_before(file, begin)
-                    found += [(before + n, t, p) for n, t, p in corpus.read(file, begin, end)]
-                assert found == whole, (file.name, size)
+                    read += [(before + n, t, p) for n, t, p in corpus.read(file, begin, end)]
+                assert read == whole, (file.name, size)

@@ -54,12 +54,12 @@ def facts_of(folder: Path) -> dict:
 
 def documents(folder: Path, part: str) -> list[str]:
     """Return the documents of a split from the shards and their indices."""
-    tokenizer, found = load_tokenizer(folder / "tokenizer"), []
+    tokenizer, texts = load_tokenizer(folder / "tokenizer"), []
     for path in sorted(folder.glob(f"{part}_*.bin")):
         tokens, starts = read_shard(path), np.load(path.with_suffix(".starts.npy"))
         assert (tokens[starts] == tokenizer.bos).all() and (tokens == tokenizer.bos).sum() == len(starts)
-        found += [tokenizer.decode(document[1:].tolist()) for document in np.split(tokens, starts[1:])]
-    return found
+        texts += [tokenizer.decode(document[1:].tolist()) for document in np.split(tokens, starts[1:])]
+    return texts
 
 
 def test_both_parts_hold_all_text_a_bos_before_each_document_in_many_shards(settings, tmp_path):
@@ -67,10 +67,10 @@ def test_both_parts_hold_all_text_a_bos_before_each_document_in_many_shards(sett
     facts, parts = facts_of(tmp_path / "out"), {part: documents(tmp_path / "out", part) for part in ("train", "val")}
     assert Counter(parts["train"] + parts["val"]) == Counter(texts_of(settings))
     assert len(facts["shards"]) > 5 and facts["complete"]
-    for part, found in parts.items():
-        assert len(found) > 5
-        assert facts[part]["documents"] == len(found)
-        assert facts[part]["bytes"] == sum(len(text.encode()) for text in found)
+    for part, texts in parts.items():
+        assert len(texts) > 5
+        assert facts[part]["documents"] == len(texts)
+        assert facts[part]["bytes"] == sum(len(text.encode()) for text in texts)
         assert facts[part]["tokens"] == sum(len(read_shard(p)) for p in (tmp_path / "out").glob(f"{part}_*.bin"))
     for shard in facts["shards"]:
         assert 250 < sum(shard[part]["tokens"] for part in ("train", "val") if part in shard) < 500 + 800
@@ -98,8 +98,8 @@ def test_equal_texts_share_a_side_in_every_dataset(tmp_path):
     sides = {"train": Counter(), "val": Counter()}
     for name in ("one", "two"):
         prepare(Preparation(source=str(tmp_path / name), **given), tmp_path / f"made {name}")
-        for part, found in sides.items():
-            found.update(documents(tmp_path / f"made {name}", part))
+        for part, texts in sides.items():
+            texts.update(documents(tmp_path / f"made {name}", part))
     assert not sides["train"].keys() & sides["val"].keys()
     assert 25 < len(sides["val"]) < 75 and set(sides["val"].values()) == {2, 3}
 
@@ -257,11 +257,11 @@ def test_of_two_preparations_at_once_one_waits_for_the_other(settings, tmp_path,
 
 def test_a_preparation_that_begins_while_another_looks_is_waited_for(settings, tmp_path, monkeypatch):
     def looked(path):
-        found = path.is_file() or path.is_dir()
+        exists = path.is_file() or path.is_dir()
         if path == tmp_path / "out" / "dataset.json":
             monkeypatch.undo()
             prepare(settings, tmp_path / "out")
-        return found
+        return exists
 
     monkeypatch.setattr(Path, "exists", looked)
     prepare(settings, tmp_path / "out")
@@ -291,8 +291,8 @@ def test_skipped_documents_are_said_and_counted_even_where_nothing_follows_them(
     Path(settings.source, "table.jsonl").write_text("no json\n")
     prepare(replace(settings, on_error="skip"), tmp_path / "out")
     assert facts_of(tmp_path / "out")["skipped"] == {"not UTF-8": 3, "empty": 1, "not JSON": 1}
-    said = capfd.readouterr()
-    assert "5 document(s) are left out" in said.err and "3 not UTF-8" in said.err and not said.out
+    output = capfd.readouterr()
+    assert "5 document(s) are left out" in output.err and "3 not UTF-8" in output.err and not output.out
 
 
 @pytest.mark.parametrize(
@@ -331,9 +331,9 @@ def test_the_command_ends_with_code_2_and_names_file_and_line(settings, tmp_path
         with pytest.raises(SystemExit) as ended:
             run_command(main)
         codes.append(ended.value.code)
-    said = capfd.readouterr().err
+    log = capfd.readouterr().err
     assert codes == [2, 0]
-    assert "error: " in said and "table.jsonl line 2: not JSON" in said and "1 not JSON" in said
+    assert "error: " in log and "table.jsonl line 2: not JSON" in log and "1 not JSON" in log
 
 
 def test_a_start_that_failed_does_not_claim_the_folder(settings, tmp_path):
@@ -388,8 +388,8 @@ def test_files_of_a_validation_split_are_held_out_and_their_texts_left_out_of_tr
     parts = [documents(out, part) for part in ("train", "val")]
     assert len(parts[0]) == 18 and len(parts[1]) == 7 and not set(parts[0]) & set(parts[1])
     assert facts_of(out)["skipped"] == {"the text of a held-out document": 2}
-    said = capfd.readouterr().err
-    assert "1 of them held out (validation-00000.jsonl ...)" in said and "2 the text of a held-out document" in said
+    log = capfd.readouterr().err
+    assert "1 of them held out (validation-00000.jsonl ...)" in log and "2 the text of a held-out document" in log
     assert open_dataset(str(out), DataConfig(), 280, tmp_path).held_out == "files of their own"
 
 

@@ -95,8 +95,8 @@ def test_a_recipe_works_as_it_is_typed(recipe, endpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["prepare", *shlex.split(words), "--vocab_size=280", "--val_fraction=0.2"])
     assert data.prepare.__main__.main() == 0
     dataset = open_dataset(f"{tmp_path}/out", DataConfig(), 280, tmp_path / "cache")
-    found = []
+    texts = []
     for part in ("train", "val"):
         tokens = dataset.stream(part).read(0, 10**6).tolist()
-        found += dataset.tokenizer.decode(tokens).split("Document ")[1:]
-    assert sorted(found) == sorted(text(i).removeprefix("Document ") for i in range(40))
+        texts += dataset.tokenizer.decode(tokens).split("Document ")[1:]
+    assert sorted(texts) == sorted(text(i).removeprefix("Document ") for i in range(40))

@@ -17,11 +17,11 @@ class Judged:
     """A judge of given losses."""
 
     def __init__(self, config, folder, losses):
-        self.said, self.skipped = [], 0
+        self.messages, self.skipped = [], 0
         self.log = SimpleNamespace(just_read=[], writer=MetricsWriter(folder, 0))
         self.run = progress(config, losses=losses)
         seen = lambda i: {"rows": [(0, i + 1)]}
-        self.judge = Judge(config, self.log, SimpleNamespace(), seen, self.said.append)  # pyright: ignore
+        self.judge = Judge(config, self.log, SimpleNamespace(), seen, self.messages.append)  # pyright: ignore
         self.judge.begin(self.run)
 
     def read(self, *steps: ReadStep) -> None:
@@ -53,15 +53,15 @@ def test_a_jump_is_said_with_batch_and_rows(judged, tmp_path):
     assert [line["step"] for line in spikes] == [ENOUGH + 2, ENOUGH + 4]
     expected = {"loss": 3.1, "median": 2.0, "batch": ENOUGH + 1, "rows": [[0, ENOUGH + 2]]}
     assert spikes[0]["spike"] == expected
-    assert f"step {ENOUGH + 2}: the loss jumped to 3.1000 from a median of 2.0000" in one.said[0]
-    assert f"python -m tools.dataset here --step={ENOUGH + 1}" in one.said[0]
+    assert f"step {ENOUGH + 2}: the loss jumped to 3.1000 from a median of 2.0000" in one.messages[0]
+    assert f"python -m tools.dataset here --step={ENOUGH + 1}" in one.messages[0]
 
 
 @pytest.mark.parametrize(("factor", "before"), [(0.0, ENOUGH), (1.5, ENOUGH - 1)])
 def test_no_jump_is_said_when_off_or_before_there_is_anything_to_compare_with(judged, factor, before):
     one = judged(factor)
     one.feed([2.0] * before + [9.0])
-    assert not one.said
+    assert not one.messages
 
 
 def test_what_a_loss_is_compared_with_is_resumed_from_what_was_saved(judged):
@@ -73,13 +73,13 @@ def test_what_a_loss_is_compared_with_is_resumed_from_what_was_saved(judged):
     assert len(first.run.losses) == WINDOW
     resumed = judged(1.1, tuple(first.run.losses))
     resumed.feed(losses[70:], first=71)
-    assert untouched.said == first.said + resumed.said and untouched.said
+    assert untouched.messages == first.messages + resumed.messages and untouched.messages
 
 
 def test_skipped_steps_are_said_with_their_reason_and_counted_in_a_row(judged):
     one = judged()
     one.read(read(1, 2.0, skipped=1, norm=float("nan")), read(2, float("nan"), skipped=2, norm=float("inf")))
-    assert one.judge.skipped_in_a_row == 2 and "the gradient of matrices is not finite; 2 step(s)" in one.said[1]
+    assert one.judge.skipped_in_a_row == 2 and "the gradient of matrices is not finite; 2 step(s)" in one.messages[1]
     assert list(one.run.losses) == [2.0]
     one.read(read(3, 2.0, skipped=2), read(4, 0.0, skipped=3))
-    assert one.judge.skipped_in_a_row == 1 and "it has no valid token" in one.said[2]
+    assert one.judge.skipped_in_a_row == 1 and "it has no valid token" in one.messages[2]

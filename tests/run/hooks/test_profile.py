@@ -22,8 +22,8 @@ from tests.run.hooks.runs import NOTHING, config_of, progress
 def test_the_steps_asked_for_are_traced_into_the_run_s_folder(
     tmp_path, monkeypatch, steps, resumed, process, traced, says
 ):
-    config, seen, said = config_of(tmp_path, profile=ProfileConfig(steps)), [], []
-    run, hook = progress(config, resumed), Profile(config, said.append)
+    config, seen, messages = config_of(tmp_path, profile=ProfileConfig(steps)), [], []
+    run, hook = progress(config, resumed), Profile(config, messages.append)
     monkeypatch.setattr(jax, "process_index", lambda: process)
     starts = lambda folder: seen.append(f"from {run.step}") or folder == tmp_path / "profile" or pytest.fail(folder)
     monkeypatch.setattr(jax.profiler, "start_trace", starts)
@@ -34,4 +34,4 @@ def test_the_steps_asked_for_are_traced_into_the_run_s_folder(
         run.step += 1
         hook.after_step(run, {}, NOTHING)  # pyright: ignore
     hook.close()
-    assert seen == traced and said == says
+    assert seen == traced and messages == says

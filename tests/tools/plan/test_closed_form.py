@@ -69,12 +69,12 @@ def test_parameters_and_moments_are_those_of_the_state(mesh, kind):
     )
     of = candidate("h200:8", config, **mesh)
     built = build(of.config, jax.devices()[:8])
-    held = lambda tree: sum(4 * prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
+    size = lambda tree: sum(4 * prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
     parts = memory(of)
-    assert parts["parameters"] == held(built.abstract_state.params)
+    assert parts["parameters"] == size(built.abstract_state.params)
     # The optimizer stores step counts in a few 32-bit numbers.
-    assert 0 <= held(built.abstract_state.opt_state) - parts["moments"] <= 64
-    assert parts["batch"] == held(built.abstract_batch())
+    assert 0 <= size(built.abstract_state.opt_state) - parts["moments"] <= 64
+    assert parts["batch"] == size(built.abstract_batch())
 
 
 @MESHES
@@ -86,8 +86,8 @@ def test_the_program_asks_for_the_arguments_and_sends_what_is_planned(mesh):
     program = step.compile()
     arguments = program.memory_analysis().argument_size_in_bytes
     assert arguments == pytest.approx(parts["parameters"] + parts["moments"] + parts["batch"], rel=0.01)
-    found = collectives(step.as_text("hlo"), shape)
-    sent = lambda kind, axis: sum(c.times * c.bytes_each for c in found if c.kind == kind and c.axes == (axis,))
+    crossing = collectives(step.as_text("hlo"), shape)
+    sent = lambda kind, axis: sum(c.times * c.bytes_each for c in crossing if c.kind == kind and c.axes == (axis,))
     planned = {(t.kind, t.axis): t for t in communication(of)}
     assert {axis for _, axis in planned} == {axis for axis, size in shape.items() if size > 1}
     for (kind, axis), traffic in planned.items():
@@ -95,7 +95,7 @@ def test_the_program_asks_for_the_arguments_and_sends_what_is_planned(mesh):
             assert traffic.bytes < sent(kind, axis) <= 2 * traffic.bytes
         else:
             assert sent(kind, axis) == pytest.approx(traffic.bytes, rel=0.01), (kind, axis)
-        assert {c.in_loop for c in found if c.kind == kind and c.axes == (axis,) and c.bytes_each > 64} == {
+        assert {c.in_loop for c in crossing if c.kind == kind and c.axes == (axis,) and c.bytes_each > 64} == {
             traffic.in_scan
         }
 
@@ -129,9 +129,9 @@ def test_what_goes_between_slices_and_nodes(topology, mesh, between):
 def test_fsdp_over_all_of_a_tpu_slice_sends_twice_as_much(topology, fsdp, doubled):
     """Expect the all-reduces of compiled programs (JAX 0.10.2) there."""
     of = candidate(topology, fsdp=fsdp)
-    found = {t.kind: t for t in communication(of) if t.axis == "fsdp" and t.in_scan}
-    sent = {kind: (t.fast - t.times * START) * of.machine.links for kind, t in found.items()}
-    rounds = {kind: sent[kind] / (t.bytes * (fsdp - 1) / fsdp) for kind, t in found.items()}
+    flows = {t.kind: t for t in communication(of) if t.axis == "fsdp" and t.in_scan}
+    sent = {kind: (t.fast - t.times * START) * of.machine.links for kind, t in flows.items()}
+    rounds = {kind: sent[kind] / (t.bytes * (fsdp - 1) / fsdp) for kind, t in flows.items()}
     assert rounds == pytest.approx({kind: 2 if kind in doubled else 1 for kind in ("all-gather", "reduce-scatter")})
 
 
@@ -178,9 +178,9 @@ def test_held_out_rows_and_a_cache_take_the_bytes_that_they_have_on_a_device():
     built = build(of.config, jax.devices()[:8])
     size, shape = np.ones(config.model.vocab_size, np.int32), (built.batch_shape, built.batch_sharding)
     batches, _ = held_out_batches([rows], [1.0], of.config.eval.tokens, size, *shape)
-    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(batches))
-    found = evaluation_memory(of, memory(of))
-    assert len(batches) == 2 and found["held-out rows"] == held
+    expected = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(batches))
+    parts = evaluation_memory(of, memory(of))
+    assert len(batches) == 2 and parts["held-out rows"] == expected
     model = GPT(of.config.model, jnp.dtype(of.config.model.dtype), rngs=None)
     cache = sum(
         leaf.size * leaf.dtype.itemsize
@@ -188,7 +188,7 @@ def test_held_out_rows_and_a_cache_take_the_bytes_that_they_have_on_a_device():
     )
     longer = replace(of, config=with_options(of.config, {"eval.sample_tokens": 9}))
     longer = evaluation_memory(longer, memory(longer))
-    assert longer["sampling"] - found["sampling"] == cache / 9
+    assert longer["sampling"] - parts["sampling"] == cache / 9
 
 
 def test_a_device_must_hold_the_most_of_step_evaluation_and_sampling():
@@ -226,8 +226,8 @@ def test_the_nearest_change_is_the_fewest_options_and_fits(monkeypatch):
     monkeypatch.setitem(machines(), "v5e", tight)
     row = row_of(candidate("v5e:4x4"), Given())
     assert not row.fits
-    found = nearest_change(row)
-    assert found and found[0].count("--") == 1 and found[1].bytes <= HEADROOM * tight.for_programs
+    change = nearest_change(row)
+    assert change and change[0].count("--") == 1 and change[1].bytes <= HEADROOM * tight.for_programs
 
 
 def test_preemptions_take_half_an_interval_and_a_restart_each():
@@ -259,13 +259,13 @@ def test_what_a_program_asks_for_counts_and_the_next_is_compiled_where_one_does_
         return int((100 if len(asked) == 1 else 8) * GIB)
 
     monkeypatch.setattr(compiled, "_compiled_bytes", pretend)
-    found = compiled.corrected(rows, 1)
+    best = compiled.corrected(rows, 1)
     assert asked == rows[:2]
-    assert found[0].candidate is rows[1].candidate and found[0].compiled == 8 * GIB and found[0].fits
-    assert not found[-1].fits and found[-1].compiled
+    assert best[0].candidate is rows[1].candidate and best[0].compiled == 8 * GIB and best[0].fits
+    assert not best[-1].fits and best[-1].compiled
     monkeypatch.setattr(compiled, "_compiled_bytes", lambda row: 100 * GIB)
-    found = compiled.corrected(rows, 1)
-    assert found[0].candidate is rows[2].candidate and found[0].fits  # according to the closed form
+    best = compiled.corrected(rows, 1)
+    assert best[0].candidate is rows[2].candidate and best[0].fits  # according to the closed form
 
 
 def finished_run(folder, of, seconds, peak):
@@ -286,16 +286,16 @@ def finished_run(folder, of, seconds, peak):
 def test_what_a_run_measured_takes_the_place_of_what_is_assumed(tmp_path):
     of = candidate("v5e:4x4")
     seconds, peak = 2 * step_time(of).expected, int(1.25 * device_bytes(of))
-    found = measured(finished_run(tmp_path / "run", of, seconds, peak))
-    assert found.machine == "v5e" and "-50.0%" in found.words and "-20.0%" in found.words
-    assert factors([found], "v6e") == (1.0, 1.0)
-    row = row_of(of, Given(None, 0.0, *factors([found, found._replace(machine="v6e", bytes=9.0)], "v5e")))
+    result = measured(finished_run(tmp_path / "run", of, seconds, peak))
+    assert result.machine == "v5e" and "-50.0%" in result.words and "-20.0%" in result.words
+    assert factors([result], "v6e") == (1.0, 1.0)
+    row = row_of(of, Given(None, 0.0, *factors([result, result._replace(machine="v6e", bytes=9.0)], "v5e")))
     assert row.time.expected == pytest.approx(seconds) and row.bytes == pytest.approx(peak)
     assert row.run.tokens_per_second == pytest.approx(of.config.batch.tokens_per_step / seconds)
     size = of.config.batch.tokens_per_step  # the last stage of a batch ramp
     grown = with_options(of.config, {"batch.ramp": f"0:{size // 2},1e6:{size}", "batch.tokens_per_step": 2 * size})
     at_last = measured(finished_run(tmp_path / "grown", replace(of, config=grown), 2 * seconds, peak))
-    assert (at_last.seconds, at_last.bytes) == pytest.approx((found.seconds, found.bytes))
+    assert (at_last.seconds, at_last.bytes) == pytest.approx((result.seconds, result.bytes))
     with pytest.raises(UserError, match="has not logged two steps"):
         (tmp_path / "run" / "metrics.jsonl").write_text("")
         measured(read_run(tmp_path / "run"))

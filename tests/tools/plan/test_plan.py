@@ -68,15 +68,15 @@ def test_the_chosen_one_is_a_command_of_train(monkeypatch, capsys, tmp_path):
     picture = tmp_path / "plan.png"
     words = [D12, "--steps=5000", "--topology", "v5e:4x4", "2x h200:8", "--price", "1.2", "4", "--search", "--json"]
     code, out, _ = run(monkeypatch, capsys, *words, f"--picture={picture}")
-    found = json.loads(out)
+    chosen = json.loads(out)
     assert code == Exit.COMPLETE and picture.stat().st_size > 10_000
-    assert [each["topology"] for each in found["plans"]] == ["v5e:4x4", "2x h200:8"]
-    cheapest = min((each["candidates"][0]["run"]["cost"], each["topology"]) for each in found["plans"])
-    assert found["chosen"]["run"]["cost"] == cheapest[0] and found["chosen"]["topology"] == cheapest[1]
-    python, train, *rest = shlex.split(found["command"])
+    assert [each["topology"] for each in chosen["plans"]] == ["v5e:4x4", "2x h200:8"]
+    cheapest = min((each["candidates"][0]["run"]["cost"], each["topology"]) for each in chosen["plans"])
+    assert chosen["chosen"]["run"]["cost"] == cheapest[0] and chosen["chosen"]["topology"] == cheapest[1]
+    python, train, *rest = shlex.split(chosen["command"])
     config, _ = parse(None, argv=rest)
     assert (python, train, config.steps) == ("python", "train.py", 5000)
-    options = found["chosen"]["options"]
+    options = chosen["chosen"]["options"]
     assert (config.mesh.fsdp, config.batch.rows_per_device) == (options["mesh.fsdp"], options["batch.rows_per_device"])
     assert (config.model.remat, config.model.loss_chunks) == (options["model.remat"], options["model.loss_chunks"])
 
@@ -109,8 +109,8 @@ def test_advice_of_a_batch_that_is_too_small_and_of_memory_near_the_limit(monkey
 
 def test_a_search_prefers_what_is_clear_of_the_limit_where_that_costs_little(monkeypatch):
     of = Candidate(d12.get_config(), parse_topology("v5e:4x4"))
-    found = search(of, Given())
-    fastest = min(found, key=lambda row: row.time.expected)
+    best = search(of, Given())
+    fastest = min(best, key=lambda row: row.time.expected)
     memory = int(fastest.bytes * (1 + ERROR / 2) / HEADROOM)
     monkeypatch.setitem(machines(), "v5e", replace(machines()["v5e"], memory=memory))
     first, *rest = search(of, Given())

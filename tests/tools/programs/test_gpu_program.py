@@ -69,10 +69,10 @@ def test_in_chunks_the_logits_never_exist_whole():
 @pytest.mark.parametrize("model", [{}, {"kv_heads": 1}, {"window_pattern": "S", "short_window": 128}])
 def test_attention_runs_in_cudnn_as_heads_lie(model):
     """Nothing is transposed, repeated or copied around it, and no array has the scores."""
-    found = passes(**model)
-    assert sum("__cudnn$fmha" in i.attributes for i, _, _ in found) == 2 * DEPTH
+    program = passes(**model)
+    assert sum("__cudnn$fmha" in i.attributes for i, _, _ in program) == 2 * DEPTH
     heads = {TOKENS * HEAD * n for n in (1, 2)}
-    for i, written, _ in found:
+    for i, written, _ in program:
         assert not [array for array in written if f"{LENGTH},{LENGTH}]" in array], i
         moved = re.search("transpose|copy", f"{i.opcode} {i.name} {i.attributes.split(' metadata=')[0]}")
         assert not (moved and heads & set(map(elements, written))), i
@@ -87,15 +87,15 @@ def test_a_document_mask_makes_no_matrix_of_a_row_by_itself():
 def scatters(config: Config) -> list[tuple[str, bool]]:
     """Return for each scatter in the step the type that it writes, and whether its indices are unique."""
     program, _ = read_program(compiled(config).as_text())
-    found = [i for instructions in program.values() for i in instructions if i.opcode == "scatter"]
-    return [(i.type.split("[")[0], "unique_indices=true" in i.attributes) for i in found]
+    ops = [i for instructions in program.values() for i in instructions if i.opcode == "scatter"]
+    return [(i.type.split("[")[0], "unique_indices=true" in i.attributes) for i in ops]
 
 
 def test_nothing_is_added_in_an_order_that_changes():
     """Gradients of tables, value embeddings' included, are sums of products. Only numbers of rows are scattered, each
     to a place of its own."""
-    found = scatters(small(value_embeddings=True))
-    assert found and set(found) == {("s32", True)}
+    types = scatters(small(value_embeddings=True))
+    assert types and set(types) == {("s32", True)}
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

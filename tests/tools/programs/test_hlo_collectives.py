@@ -173,9 +173,9 @@ MESHES = pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(fsdp=2, tenso
 @MESHES
 def test_gradients_cross_data_once_after_the_scan(mesh):
     step, shape, parameters = lowered(mesh)
-    found = [c for c in collectives(step.compile().as_text(), shape) if "data" in c.axes]
-    assert not [c for c in found if c.in_loop]
-    payload = lambda kind: sum(c.times * c.bytes_each for c in found if c.kind == kind)
+    crossing = [c for c in collectives(step.compile().as_text(), shape) if "data" in c.axes]
+    assert not [c for c in crossing if c.in_loop]
+    payload = lambda kind: sum(c.times * c.bytes_each for c in crossing if c.kind == kind)
     assert payload("all-gather") == 4 * parameters
     assert payload("reduce-scatter") == 4 * parameters
     assert payload("all-reduce") < 1024  # sums of losses, tokens and squares
@@ -186,11 +186,11 @@ def test_before_any_pass_of_the_compiler_nothing_in_the_scan_reduces_over_data(m
     """So while-loop-all-reduce-code-motion cannot move a sum over `data`. It miscompiled sums of scattered gradients
     (openxla/xla#49143)."""
     step, shape, _ = lowered(mesh)
-    found = collectives(step.as_text("hlo"), shape)
-    assert {c.kind for c in found if "data" in c.axes} == {"all-gather", "reduce-scatter", "all-reduce"}
-    assert not [c for c in found if c.in_loop and "data" in c.axes]
+    traffic = collectives(step.as_text("hlo"), shape)
+    assert {c.kind for c in traffic if "data" in c.axes} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert not [c for c in traffic if c.in_loop and "data" in c.axes]
     inner = prod(shape.values()) > shape["data"]
-    assert inner == bool([c for c in found if c.in_loop])  # the scan is recognised, and reduces over other axes
+    assert inner == bool([c for c in traffic if c.in_loop])  # the scan is recognised, and reduces over other axes
 
 
 def sums(output: str) -> tuple[int, int]:

@@ -15,15 +15,15 @@ from training.build import build
 
 def products(jaxpr: Any) -> Counter:
     """Return for each product in a program, kernels' included, its input type and its precision."""
-    found = Counter()
+    counts = Counter()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             kinds, precision = {x.aval.dtype.name for x in equation.invars}, equation.params["precision"]
-            found[max(kinds, key=len), str(precision and precision[0])] += 1
+            counts[max(kinds, key=len), str(precision and precision[0])] += 1
         for value in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
             if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-                found += products(getattr(value, "jaxpr", value))
-    return found
+                counts += products(getattr(value, "jaxpr", value))
+    return counts
 
 
 def traced(monkeypatch, platform: str, dtype: str) -> dict[str, Counter]:
@@ -48,12 +48,12 @@ def traced(monkeypatch, platform: str, dtype: str) -> dict[str, Counter]:
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_a_float32_network_s_products_take_the_highest_precision(monkeypatch, platform):
-    for name, found in traced(monkeypatch, platform, "float32").items():
-        assert set(found) == {("float32", "HIGHEST")}, name
-        assert sum(found.values()) >= 9  # six per block, the head's, and two in attention
+    for name, types in traced(monkeypatch, platform, "float32").items():
+        assert set(types) == {("float32", "HIGHEST")}, name
+        assert sum(types.values()) >= 9  # six per block, the head's, and two in attention
 
 
 def test_a_bfloat16_network_s_products_take_no_more_than_one_pass_and_muon_s_are_float32(monkeypatch):
-    found = traced(monkeypatch, "cpu", "bfloat16")["step"]
-    assert found["bfloat16", "None"] >= 3 * 9 and set(found) == {("bfloat16", "None"), ("float32", "HIGHEST")}
-    assert found["float32", "HIGHEST"] == 2 * 3  # two stacks of matrices, each in a scan of five iterations
+    types = traced(monkeypatch, "cpu", "bfloat16")["step"]
+    assert types["bfloat16", "None"] >= 3 * 9 and set(types) == {("bfloat16", "None"), ("float32", "HIGHEST")}
+    assert types["float32", "HIGHEST"] == 2 * 3  # two stacks of matrices, each in a scan of five iterations

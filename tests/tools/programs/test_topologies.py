@@ -73,13 +73,13 @@ def compiled(topology: str, *mesh: int) -> tuple[Build, list[Collective]]:
     [("2x v5e:4x4", (-1, 1, 1)), ("2x v5e:4x4", (-1, 4, 1)), ("2x h200:8", (-1, 1, 1)), ("2x h200:8", (-1, 4, 1))],
 )
 def test_only_data_crosses_slices_and_nodes_once_a_step(topology, mesh):
-    built, found = compiled(topology, *mesh)
+    built, traffic = compiled(topology, *mesh)
     assert axes_between(built.mesh) == ["data"]
     # The devices of an fsdp x tensor block share a replica. They must be in one slice or node.
     island = lambda device: device.slice_index if device.platform == "tpu" else device.process_index
     replicas = built.mesh.devices.reshape(-1, *built.mesh.devices.shape[len(DATA) :])
     assert all(len({island(device) for device in replica.flat}) == 1 for replica in replicas)
-    over_data = [c for c in found if set(c.axes) & set(DATA)]
+    over_data = [c for c in traffic if set(c.axes) & set(DATA)]
     assert over_data and not [c for c in over_data if c.in_loop]
     payload, across = Counter(), Counter()
     for c in over_data:

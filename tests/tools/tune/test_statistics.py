@@ -28,10 +28,10 @@ def test_what_pairs_share_is_not_in_their_difference():
 
 def test_a_slow_minute_is_in_no_slowdown_and_dropped_ones_keep_their_rounds():
     machine = [1.0, 1.1, 5.0, 1.0]
-    found = slowdowns({"a": machine, "b": [1.2 * s for s in machine], "dropped": [2.0, 2.2]})
-    assert found["a"] == (0, 0, 0)
-    assert found["b"].low == pytest.approx(0.2) == pytest.approx(found["b"].high)
-    assert found["dropped"].value == pytest.approx(1.0)
+    result = slowdowns({"a": machine, "b": [1.2 * s for s in machine], "dropped": [2.0, 2.2]})
+    assert result["a"] == (0, 0, 0)
+    assert result["b"].low == pytest.approx(0.2) == pytest.approx(result["b"].high)
+    assert result["dropped"].value == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
