@@ -68,13 +68,13 @@ def test_the_newest_python_that_runs_is_taken(setup):
         (SHIM, "python3.9: pyenv: python3.9: command not found"),
     ],
 )
-def test_a_python_that_will_not_do_is_named_with_what_is_wrong(setup, tmp_path, text, message):
+def test_an_unsuitable_python_is_named_with_the_reason(setup, tmp_path, text, message):
     code, errors, log = setup({"python3.9": text, "python3.12": stub("3.12")}, "PYTHON=python3.9")
     assert code == 2 and log == [] and not (tmp_path / ".venv").exists()
     assert f"error: no Python 3.11 or later runs here ({message}); make setup PYTHON=... names one" in errors
 
 
-def test_an_environment_of_an_old_python_or_another_is_made_anew(setup, tmp_path):
+def test_an_environment_of_an_old_or_other_python_is_recreated(setup, tmp_path):
     failing = {"python3.11": stub("3.11", installs="no")}
     assert setup(failing)[0] != 0
     assert setup({"python3.12": stub("3.12")}, "PYTHON=python3.12") == (0, "", ["venv 3.12", "pip 3.12"])

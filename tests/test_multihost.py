@@ -93,7 +93,7 @@ def test_two_processes_give_the_answers_of_one_to_lm_evaluation_harness(folder, 
 
 
 @pytest.mark.slow
-def test_every_process_says_a_mistake(folder, one_device):  # noqa: F811
+def test_every_process_reports_a_user_error(folder, one_device):  # noqa: F811
     for options, per_process, says in (
         (["--run_dir=disagree"], ((), ("--seed=1",)), "[1] differ from process 0 in their config"),
         (["--run_dir=one", "--seed=1"], ((), ()), "seed: 0 -> 1"),
@@ -104,7 +104,7 @@ def test_every_process_says_a_mistake(folder, one_device):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_ramp_that_two_processes_resume_before_a_border_is_that_of_one(folder, monkeypatch):  # noqa: F811
+def test_a_ramp_resumed_by_two_processes_before_a_border_equals_that_of_one(folder, monkeypatch):  # noqa: F811
     """Each process reads its own rows of steps of either size: 5 steps of 8 rows, then 10 of 16."""
     monkeypatch.chdir(folder)
     sizes = ("--batch.ramp=0:256,5120:512", "--batch.ramp_scaling=root")

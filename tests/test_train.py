@@ -139,7 +139,7 @@ def untouched(folder):
     return folder / "untouched"
 
 
-def test_a_run_leaves_what_it_promises(untouched):
+def test_a_run_writes_what_it_promises(untouched):
     lines = read_metrics(untouched)
     logged = [line for line in lines if "loss" in line]
     assert [line["step"] for line in logged] == list(range(4, 121, 4))
@@ -172,7 +172,7 @@ def assert_as_untouched(run_dir: Path, untouched: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_measures_itself_ends_as_one_that_does_not(folder, monkeypatch):
+def test_a_run_with_diagnostics_ends_like_one_without(folder, monkeypatch):
     """Require equal bits, compiled as for users."""
     monkeypatch.setenv("XLA_FLAGS", "")
     options = ("--steps=60", "--eval.every_steps=900", "--model.depth=1")
@@ -189,7 +189,7 @@ def test_a_run_that_measures_itself_ends_as_one_that_does_not(folder, monkeypatc
     assert 0 < last["groups"]["matrices"]["update_norm"] < last["groups"]["matrices"]["parameter_norm"]
 
 
-def test_killed_interrupted_and_preempted_it_ends_as_the_untouched_one(folder, untouched, monkeypatch, capfd):
+def test_a_run_killed_interrupted_and_preempted_ends_like_an_undisturbed_one(folder, untouched, monkeypatch, capfd):
     """Send SIGKILL after the first checkpoint, then Ctrl-C, then SIGTERM, and repeat the command each time. A second
     process is refused while one writes to the run."""
     monkeypatch.chdir(folder)
@@ -216,7 +216,7 @@ def test_killed_interrupted_and_preempted_it_ends_as_the_untouched_one(folder, u
 
 
 @pytest.mark.medium
-def test_stages_are_told_with_their_epochs_and_go_on_exactly(folder, untouched, monkeypatch, capfd):
+def test_stages_are_reported_with_their_epochs_and_resume_exactly(folder, untouched, monkeypatch, capfd):
     """A stage starts within step 108, after the checkpoint from which the second start resumes."""
     monkeypatch.chdir(folder)
     ones, twos = "text/1*.txt", "text/2*.txt"
@@ -271,7 +271,7 @@ def test_sample_continues_its_prompts(folder, untouched, monkeypatch, capsys):
     assert capsys.readouterr().out != output
 
 
-def test_the_end_of_a_run_that_was_killed_after_its_last_checkpoint_is_made_up(folder, untouched, monkeypatch):
+def test_a_run_killed_after_its_last_checkpoint_is_completed(folder, untouched, monkeypatch):
     monkeypatch.chdir(folder)
     subprocess.run(["cp", "-r", "untouched", "headless"], check=True)
     (folder / "headless" / "summary.json").unlink()
@@ -282,7 +282,7 @@ def test_the_end_of_a_run_that_was_killed_after_its_last_checkpoint_is_made_up(f
 
 
 @pytest.mark.medium
-def test_benchmarks_leave_the_run_s_bits_untouched_and_evaluate_gives_the_same(folder, untouched, monkeypatch, capsys):
+def test_benchmarks_change_no_bit_of_the_run_and_evaluate_agrees(folder, untouched, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     make_bundle(folder / "bundle")
     options = ("--eval.tasks=core", "--eval.bundle=bundle", "--eval.items=16", "--eval.tasks_every_steps=80")
@@ -310,7 +310,7 @@ def test_benchmarks_leave_the_run_s_bits_untouched_and_evaluate_gives_the_same(f
 
 
 @pytest.mark.medium
-def test_a_network_in_a_folder_is_measured_as_the_run_that_it_is_of(folder, untouched, monkeypatch, capsys):
+def test_an_exported_network_is_evaluated_like_its_run(folder, untouched, monkeypatch, capsys):
     """Export in transformers' format, as nanochats are published."""
     # A folder does not record its compute type. Some versions of JAX would choose bfloat16 here.
     monkeypatch.setattr("evaluation.network.compute_dtype", lambda *of: jnp.dtype("float32"))
@@ -368,7 +368,7 @@ def test_the_harness_tasks_of_a_run(folder, untouched, monkeypatch, capsys):
     assert "no task of lm-evaluation-harness has that name; near it: tiny_choices" in log and "Traceback" not in log
 
 
-def test_without_the_harness_its_tasks_say_what_installs_it(folder, untouched, monkeypatch, capsys):
+def test_without_the_harness_its_tasks_name_the_installation(folder, untouched, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.delitem(sys.modules, "lm_eval.api.model", raising=False)
@@ -403,7 +403,7 @@ def test_two_runs_are_compared_on_other_text(folder, untouched, monkeypatch, cap
     assert json.loads(capsys.readouterr().out) == result
 
 
-def test_a_step_that_does_not_fit_names_the_command_that_says_what_would(folder, monkeypatch, capfd):
+def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch, capfd):
     used = "RESOURCE_EXHAUSTED: Used 20.3G of 15.7G hbm."
     compiling = Mock(side_effect=jax.errors.JaxRuntimeError(f"{used}\nand a page more"))
     monkeypatch.chdir(folder)
@@ -635,7 +635,7 @@ def saving(then):
         yield
 
 
-def test_a_start_says_what_is_less_than_was_asked_for(folder, untouched, monkeypatch, capfd):
+def test_a_start_reports_what_is_less_than_requested(folder, untouched, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     options = ("--eval.tokens=1_000_000", "--model.window_pattern=SSSL", "--model.vocab_size=320", "--steps=2")
     text = ("--data.source=text", "--data.tokenizer=untouched/tokenizer")
@@ -647,7 +647,7 @@ def test_a_start_says_what_is_less_than_was_asked_for(folder, untouched, monkeyp
     assert "windows of the blocks: SL\n" in output
 
 
-def test_a_network_that_is_trained_on_says_how_to_keep_what_it_knows(folder, untouched, monkeypatch, capfd):
+def test_training_a_network_further_prints_how_to_keep_what_it_learned(folder, untouched, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     assert run("export", monkeypatch, "--run_dir=untouched", "--out=start") == 0
     monkeypatch.setattr("train.compile_stages", Mock(side_effect=UserError("stop here")))
@@ -659,7 +659,7 @@ def test_a_network_that_is_trained_on_says_how_to_keep_what_it_knows(folder, unt
         assert ("--optimizer.rate_factor=0.1 --optimizer.schedule.warmup_steps=2" in output) == at_full_rates
 
 
-def test_a_tokenizer_that_is_missing_is_noticed_before_text_is_read(folder, untouched, monkeypatch, capfd):
+def test_a_missing_tokenizer_is_detected_before_text_is_read(folder, untouched, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     assert run("export", monkeypatch, "--run_dir=untouched", "--out=with tokenizer") == 0
     Path("new text").mkdir()
@@ -672,7 +672,7 @@ def test_a_tokenizer_that_is_missing_is_noticed_before_text_is_read(folder, unto
     assert run("train", monkeypatch, *command, "--data.tokenizer=with tokenizer", "--steps=1") == 0
 
 
-def test_a_renamed_run_goes_on_and_a_lost_config_comes_back_from_a_checkpoint(folder, untouched, monkeypatch, capfd):
+def test_a_renamed_run_resumes_and_a_lost_config_is_restored_from_a_checkpoint(folder, untouched, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     shutil.copytree("untouched", "renamed")
     command = ("--config=tiny.py", "--run_dir=renamed", "--name=another")
@@ -688,7 +688,7 @@ def test_a_renamed_run_goes_on_and_a_lost_config_comes_back_from_a_checkpoint(fo
     assert json.loads(Path("renamed/config.json").read_text()) == record
 
 
-def test_a_damaged_checkpoint_is_told_put_aside_and_made_up_for(folder, untouched, monkeypatch, capfd):
+def test_a_damaged_checkpoint_is_reported_set_aside_and_replaced(folder, untouched, monkeypatch, capfd):
     run_dir = folder / "damaged"
     subprocess.run(["cp", "-r", "untouched", "damaged"], cwd=folder, check=True)
     (run_dir / "summary.json").unlink()

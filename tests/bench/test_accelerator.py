@@ -24,7 +24,7 @@ def run(monkeypatch, out, *words):
 
 
 @pytest.mark.slow
-def test_it_continues_where_it_ended_and_says_what_is_missing(monkeypatch, tmp_path, capsys):
+def test_it_resumes_and_reports_what_is_missing(monkeypatch, tmp_path, capsys):
     parts_of = accelerator.parts_of  # the limits are for accelerators
     monkeypatch.setattr(accelerator, "parts_of", lambda *a: [part._replace(limit=1800) for part in parts_of(*a)])
     none = run(monkeypatch, tmp_path, "--minutes=0.001")
@@ -91,6 +91,6 @@ def test_every_part_is_a_command_that_parses(monkeypatch, tmp_path):
     assert config.mesh.fsdp == 2 and config.model.depth == 4 and config.batch.tokens_per_step == 65536
 
 
-def test_a_part_that_there_is_not_is_named(monkeypatch, tmp_path):
+def test_an_unknown_part_is_refused(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="nothing"):
         run(monkeypatch, tmp_path, "--parts", "nothing")

@@ -32,7 +32,7 @@ def ours() -> Ours:
 
 
 @pytest.mark.medium
-def test_our_gradient_is_the_same_for_every_split_and_that_of_means_is_not(ours):
+def test_our_gradient_is_the_same_for_every_split_and_the_mean_of_means_differs(ours):
     rows = rows_of_conversations()
     assert max(gradient_errors(ours.summed, rows, ROWS).values()) < 1e-5
     errors = gradient_errors(ours.multi_steps, rows, ROWS)

@@ -58,7 +58,7 @@ def test_sizes_below_one_are_refused(monkeypatch, program, word):
 
 
 @pytest.mark.medium
-def test_along_tensor_the_sizes_are_those_that_are_printed(monkeypatch, capsys):
+def test_sizes_along_tensor_are_as_printed(monkeypatch, capsys):
     """Count the rows of a micro-batch per replica: the devices along `tensor` share them."""
     arguments = "--config=configs/plain.py --model.depth=1 --model.width=64 --batch.sequence_length=32 --timed_steps=1"
     mesh = "--mesh.tensor=2 --mesh.fsdp=2"

@@ -74,7 +74,7 @@ def test_a_switch_takes_true_and_false():
     assert not parse(None, Extra, [f"--config={SMALL}", "--no-deterministic"])[0].deterministic
 
 
-def test_what_is_no_switch_may_be_true_or_end_in_it(monkeypatch):
+def test_an_option_that_is_no_switch_may_be_true_or_end_in_it(monkeypatch):
     config, _ = parse(
         None, Extra, [f"--config={SMALL}", "--name=True", "--eval.prompts", "f(x=True", "x=True", "y=False"]
     )
@@ -102,7 +102,7 @@ def test_run_dir_is_runs_name_unless_given(words, run_dir):
         (["--run_dir=~nobody-here/x"], "there is no such home folder"),
     ],
 )
-def test_a_command_without_config_refuses_what_its_fields_types_do(words, message, monkeypatch):
+def test_a_command_without_config_refuses_values_of_wrong_types(words, message, monkeypatch):
     monkeypatch.setattr("sys.argv", ["sample", *words])
     with pytest.raises(UserError, match=re.escape(message)):
         parse_arguments("", sample.Arguments)
@@ -114,7 +114,7 @@ def test_paths_of_a_command_know_the_home_folder(monkeypatch):
     assert parse_arguments("", sample.Arguments) == sample.Arguments(run_dir="/home/me/x", tokens=3)
 
 
-def test_commands_own_options_are_parsed_beside_the_configs():
+def test_a_commands_options_are_parsed_with_the_configs():
     assert parse("", Extra, [f"--config={SMALL}"])[1] == Extra(accept_changes=False)
     config, extra = parse("", Extra, [f"--config={SMALL}", "--accept_changes", "--steps=3"])
     assert extra == Extra(accept_changes=True)
@@ -170,7 +170,7 @@ def test_missing_config_is_refused_with_one_to_try(argv):
         parse("", argv=argv)
 
 
-def test_config_file_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
+def test_a_missing_config_file_is_refused_with_the_existing_ones(monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(UserError, match=r"--config=nowhere\.py: there is no such file") as error:
         parse("", argv=["--config=nowhere.py"])
@@ -189,7 +189,7 @@ def test_config_file_that_is_not_there_is_refused_with_those_that_are(monkeypatc
         ("c.yaml", "steps: 3", r"ends in \.py"),
     ],
 )
-def test_config_file_that_gives_no_config_is_refused_with_the_reason(tmp_path, name, text, message):
+def test_a_config_file_without_a_config_is_refused_with_the_reason(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message) as error:
         parse("", argv=[f"--config={tmp_path / name}"])
@@ -210,13 +210,13 @@ def test_help_exits_with_0_and_explains_every_option(words, capsys, monkeypatch)
     assert "Rows of a micro-batch on one device: as many as fit its memory. It never changes the result." in output
 
 
-def test_help_that_nobody_reads_to_its_end_leaves_no_traceback():
+def test_help_read_in_part_leaves_no_traceback():
     read = f"{sys.executable} -m tools.tune --help | head -n 1"
     done = subprocess.run(["bash", "-c", read], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "usage: python -m tools.tune [-h] [OPTIONS]\n" and done.stderr == ""
 
 
-def test_help_names_a_module_as_it_is_started():
+def test_help_names_a_module_by_its_command():
     words = [sys.executable, "-m", "tools.goodput"]
     assert "python -m tools.goodput --help" in subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stderr
 

@@ -35,7 +35,7 @@ def test_batch_rates_and_decay_follow_the_horizon(depth, batch):
     assert config.optimizer.muon.weight_decay == pytest.approx(0.28 * scale * horizons[1] / horizons[0], rel=0.01)
 
 
-def test_what_is_given_stays_and_what_depends_on_it_follows(capsys):
+def test_given_options_stay_and_dependent_ones_follow(capsys):
     config = dial("--model.depth=12", "--batch.tokens_per_step=131072", "--optimizer.muon.peak_rate=0.5", "--name=mine")
     assert config.batch.tokens_per_step == 131072 and config.optimizer.muon.peak_rate == 0.5
     assert config.steps == dial("--model.depth=12").steps * 4 + 1 or config.steps == dial("--model.depth=12").steps * 4
@@ -46,7 +46,7 @@ def test_what_is_given_stays_and_what_depends_on_it_follows(capsys):
 
 
 @pytest.mark.parametrize("word", ["--batch.tokens_per_step=4096", "--batch.tokens-per-step=4096"])
-def test_what_is_given_stays_however_it_is_written(word):
+def test_given_options_stay_in_any_spelling(word):
     assert dial("--model.depth=12", word).batch.tokens_per_step == 4096
 
 

@@ -120,7 +120,7 @@ def paths() -> list[tuple[str, list[str], str]]:
 @pytest.mark.parametrize(
     ("command", "words", "option"), paths(), ids=lambda part: part if isinstance(part, str) else ""
 )
-def test_a_url_where_it_cannot_go_is_refused_by_name(command, words, option, tmp_path, monkeypatch):
+def test_an_unsuitable_url_is_refused_by_name(command, words, option, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [command, *words])
     with pytest.raises(UserError, match=f"^{re.escape(option)} cannot work: give a path on this machine"):

@@ -8,7 +8,7 @@ from configs.schema import BatchConfig, Config, UserError
 RAMP = Ramp.read("0:256,2e3:512,5000:1024", 1)
 
 
-def test_a_stage_begins_with_the_first_step_that_has_its_tokens_behind_it():
+def test_a_stage_begins_with_the_first_step_after_its_tokens():
     assert RAMP.stages == (Stage(0, 0, 256), Stage(8, 2048, 512), Stage(14, 5120, 1024))
     sizes, tokens = [], 0
     for step in range(20):
@@ -30,7 +30,7 @@ def test_a_constant_batch_is_a_ramp_of_one_stage():
     assert constant.tokens(7) == 7 * 512 and constant.steps_in(7 * 512 + 511) == 7 and constant.index(10**9) == 0
 
 
-def test_the_stages_that_a_run_comes_to():
+def test_the_stages_that_a_run_reaches():
     assert [len(RAMP.reached(steps)) for steps in (1, 8, 9, 14, 15)] == [1, 1, 2, 2, 3]
 
 
@@ -49,7 +49,7 @@ def test_the_stages_that_a_run_comes_to():
         ("0:64,10:100", "100 tokens a step must be a multiple of batch.sequence_length=32; nearest: 96 or 128"),
     ],
 )
-def test_what_is_no_ramp_is_refused_with_what_would_be_one(text, says):
+def test_an_invalid_ramp_is_refused_with_a_valid_one(text, says):
     with pytest.raises(UserError) as error:
         Ramp.of(BatchConfig(32, 512, ramp=text))
     assert says in str(error.value) and str(error.value).startswith(f"--batch.ramp={text} cannot work: ")

@@ -62,7 +62,7 @@ def answered(**facts: object) -> Exception:
     ],
     ids=str,
 )
-def test_errors_of_disks_and_stores_may_pass_and_others_come_again(error, may_pass):
+def test_errors_of_disks_and_stores_are_passing_and_others_permanent(error, may_pass):
     assert passes(error) == may_pass
 
 
@@ -77,7 +77,7 @@ def failing(times: int, error: Exception):
     return function
 
 
-def test_what_passes_is_waited_for_and_what_lasts_is_raised_at_once(monkeypatch, capsys):
+def test_passing_errors_are_retried_and_permanent_ones_raised(monkeypatch, capsys):
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
     assert patiently("the disk", failing(4, OSError(errno.EIO, "Input/output error"))) == "done"
     assert "the disk: [Errno 5] Input/output error; trying again" in capsys.readouterr().err
@@ -85,7 +85,7 @@ def test_what_passes_is_waited_for_and_what_lasts_is_raised_at_once(monkeypatch,
         patiently("the disk", failing(1, PermissionError(errno.EACCES, "Permission denied")))
 
 
-def test_what_does_not_pass_for_long_is_lost_storage(monkeypatch):
+def test_an_error_that_lasts_long_is_lost_storage(monkeypatch):
     monkeypatch.setattr(configs.retry, "SECONDS", 0)
     with pytest.raises(StorageLost, match=r"the disk: .*Stale file handle"):
         patiently("the disk", failing(3, OSError(errno.ESTALE, "Stale file handle")))

@@ -155,7 +155,7 @@ def test_every_option_has_a_docstring():
 
 
 @pytest.mark.parametrize(("value", "unit"), [(5000, 2048), (1, 7), (99, 100), (101, 100), (12345, 6)])
-def test_nearest_multiples_lie_on_both_sides(value, unit):
+def test_nearest_multiples_are_on_both_sides(value, unit):
     multiples = [int(word) for word in re.findall(r"\d+", nearest_multiples(value, unit))]
     assert all(multiple % unit == 0 and 0 < abs(multiple - value) < unit for multiple in multiples)
     assert len(multiples) == (2 if value > unit else 1)

@@ -31,7 +31,7 @@ def flip(path, place: int) -> None:
     path.write_bytes(content)
 
 
-def test_a_sidecar_says_what_the_shard_holds(shard):
+def test_a_sidecar_describes_its_shard(shard):
     blocks = read_blocks(shard)
     content = shard.read_bytes()
     parts = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
@@ -53,7 +53,7 @@ def test_a_start_reads_no_shard_that_has_a_sidecar(shard, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("place", [9, HEADER_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES, -1])
-def test_a_flipped_byte_is_found_where_it_is_read_and_nowhere_else(shard, tmp_path, place):
+def test_a_flipped_byte_is_detected_only_if_its_block_is_read(shard, tmp_path, place):
     flip(shard, place)
     block = range(shard.stat().st_size)[place] // BLOCK_BYTES
     with pytest.raises(UserError, match=rf"{shard} is damaged") as error:
@@ -81,7 +81,7 @@ def test_a_sidecar_of_another_shard_is_named(shard, tmp_path):
         MappedShard(tmp_path / "y.bin", tmp_path / "memory")
 
 
-def test_an_examination_is_remembered_until_the_file_changes(tmp_path, monkeypatch):
+def test_an_examination_is_stored_until_the_file_changes(tmp_path, monkeypatch):
     path, memory = tmp_path / "x.bin", tmp_path / "memory"
     write_shard(path, np.array([3, 77, 5]), 300)
     blocks = examine(path, memory)

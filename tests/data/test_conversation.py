@@ -72,7 +72,7 @@ U, A = message("user", "x"), message("assistant", "y")
         ([U, message("assistant", [])], r"message 2 \(assistant\) is empty"),
     ],
 )
-def test_what_is_no_conversation_is_named(messages, problem: str):
+def test_an_invalid_conversation_is_refused_with_the_reason(messages, problem: str):
     with pytest.raises(ValueError, match=problem):
         messages_of({"messages": messages})
     with pytest.raises(ValueError, match=problem):

@@ -60,7 +60,7 @@ def test_conversations_share_rows_and_count_what_an_assistant_writes(chat, tmp_p
     assert len(list(chat.glob(f"plans/*-whole-{too_long}-{LENGTH}-*"))) == 2
 
 
-def test_what_would_cut_conversations_or_leaves_none_is_refused(chat, tmp_path):
+def test_options_that_cut_or_exclude_all_conversations_are_refused(chat, tmp_path):
     for packing in ("stream", "best_fit"):
         with pytest.raises(UserError, match=f"packing={packing} would cut in two; give --data.packing=whole"):
             open_text(DataConfig(str(chat), packing=packing), 290, LENGTH, 1, tmp_path)

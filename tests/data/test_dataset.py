@@ -62,7 +62,7 @@ def test_a_prepared_folder_gives_its_tokens_in_order(made, cache):
 
 
 @pytest.mark.parametrize("writable", [True, False])
-def test_best_fit_keeps_its_plan_beside_the_data_or_in_the_cache_and_makes_it_once(made, cache, monkeypatch, writable):
+def test_best_fit_stores_its_plan_with_the_data_or_in_the_cache_once(made, cache, monkeypatch, writable):
     if not writable:
         (made / "plans").write_text("in the way")
     first = opened(made, cache, packing="best_fit")
@@ -86,7 +86,7 @@ def test_shards_are_held_out_by_a_word_of_their_names(tmp_path, cache, tokenizer
         open_dataset(str(tmp_path / "x"), DataConfig(tokenizer=str(tokenizer)), 0, cache)
 
 
-def test_a_mixture_of_datasets_that_hold_out_otherwise_says_so(raw, made, tmp_path, capfd):
+def test_a_mixture_of_datasets_with_different_held_out_text_is_reported(raw, made, tmp_path, capfd):
     opened(f"0.5:{made},0.5:{made}/../made", tmp_path)
     assert not capfd.readouterr().err
     prepare(Preparation(source=str(raw), tokenizer=str(made / "tokenizer"), val_fraction=0.2), tmp_path / "other")
@@ -116,7 +116,7 @@ def test_raw_text_is_prepared_in_the_cache_once_and_again_when_it_changes(raw, c
     assert len(set(prints)) == 4
 
 
-def test_what_prepares_raw_text_ends_with_the_process_that_started_it(tmp_path):
+def test_preparation_of_raw_text_ends_with_its_parent_process(tmp_path):
     """Expect no orphan that keeps the dataset's lock. Its stdin stays open, as if it were still working."""
     os.mkfifo(tmp_path / "stdin")
     stdin = os.open(tmp_path / "stdin", os.O_RDWR)
@@ -174,7 +174,7 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_shards_of_others_train_as_they_are(tmp_path, cache, tokenizer, packing):
+def test_shards_of_other_programs_train_unchanged(tmp_path, cache, tokenizer, packing):
     tokens = np.random.default_rng(0).integers(1, 260, 1200)
     tokens[[50, 333, 600, 900, 901, 1100]] = 0
     for i, part in enumerate(np.split(tokens, [300, 800])):
@@ -190,13 +190,13 @@ def test_shards_of_others_train_as_they_are(tmp_path, cache, tokenizer, packing)
     assert set(val[0]["inputs"].tolist()) <= set(range(100))
 
 
-def test_a_dataset_that_lost_its_record_is_not_taken_for_the_shards_of_others(made, cache):
+def test_a_dataset_without_its_record_is_not_read_as_other_programs_shards(made, cache):
     (made / "dataset.json").unlink()
     with pytest.raises(UserError, match=r"made has lost its dataset\.json; copy it there again"):
         opened(made, cache)
 
 
-def test_shards_of_others_need_a_tokenizer_and_a_held_out_part(tmp_path, cache, tokenizer):
+def test_shards_of_other_programs_need_a_tokenizer_and_held_out_shards(tmp_path, cache, tokenizer):
     foreign(tmp_path / "x", "train.bin", [0, 1, 2] * 100)
     with pytest.raises(UserError, match=r"without a dataset\.json.*--data\.tokenizer=tiktoken:gpt2"):
         opened(tmp_path / "x", cache)
@@ -220,12 +220,12 @@ def test_a_relative_source_leads_to_the_same_text_from_any_folder(made, tokenize
 
 
 @pytest.mark.parametrize("source", ["stdlib", "hf:a/b", "gs://bucket/x", "/a/b", "0.5:/a,2:/b", "1:/a"])
-def test_a_source_that_is_the_same_everywhere_stays_as_it_is(source):
+def test_an_absolute_source_stays_unchanged(source):
     config = DataConfig(source=source, tokenizer="tiktoken:gpt2")
     assert absolute(config) == config
 
 
-def test_a_mixture_holds_both_and_its_fingerprint_their_shares(made, raw, tmp_path, cache):
+def test_a_mixture_contains_both_and_its_fingerprint_depends_on_shares(made, raw, tmp_path, cache):
     settings = Preparation(source=str(raw), tokenizer=str(made / "tokenizer"), val_fraction=0.5)
     prepare(settings, tmp_path / "second")
     texts = [opened(f"{a}:{made},{b}:{tmp_path / 'second'}", cache) for a, b in ((3, 1), (1, 1), (6, 2))]
@@ -260,7 +260,7 @@ def flip(content: bytearray) -> bytearray:
     ],
 )
 @pytest.mark.parametrize("part", ["train", "val"])
-def test_a_damaged_shard_is_named_even_where_it_was_sound_before(made, cache, part, change, says):
+def test_a_shard_damaged_after_its_check_is_named(made, cache, part, change, says):
     opened(made, cache)
     path = made / f"{part}_000000.bin"
     damage(path, change)
@@ -302,12 +302,12 @@ def test_text_that_does_not_fit_the_run_is_refused(made, cache, options, says):
     assert opened(made, cache, vocab_size=SIZE + 20).tokenizer.vocab_size == SIZE  # the network may be larger
 
 
-def test_text_that_is_not_here_is_refused_with_the_command_that_brings_it(cache):
+def test_missing_text_is_refused_with_the_command_that_downloads_it(cache):
     with pytest.raises(UserError, match=r"python -m data\.prepare --source=hf:owner/name --out=DIR"):
         open_dataset("hf:owner/name", DataConfig(), SIZE, cache)
 
 
-def test_a_dataset_in_the_making_is_refused(made, cache):
+def test_an_incomplete_dataset_is_refused(made, cache):
     record = made / "dataset.json"
     facts = json.loads(record.read_text())
     record.write_text(json.dumps({**facts, "shards": facts["shards"][:3], "complete": False}))

@@ -115,7 +115,7 @@ def test_segments_begin_with_documents():
     assert "segment_ids" not in step_batches(**KINDS[2])[0]
 
 
-def test_a_mixture_s_held_out_rows_are_of_each_dataset_its_share():
+def test_held_out_rows_of_a_mixture_follow_the_shares():
     rows, weights = [ROWS, VAL], [0.4, 0.6]
     batches, text_bytes = held_out_batches(rows, weights, 20 * LENGTH, np.ones(999, int), (1, 8, LENGTH), sharding())
     expected = [ROWS[i * 37 // 8]["targets"] for i in range(8)] + [VAL[i * 97 // 12]["targets"] for i in range(12)]
@@ -128,7 +128,7 @@ def test_padding_of_held_out_rows_counts_no_bytes():
     assert text_bytes.sum() == sum(target for _, target in counted(batches)) == DOCUMENTS.sum()
 
 
-def test_of_held_out_conversations_answers_and_their_ends_count():
+def test_in_held_out_conversations_answers_and_their_ends_count():
     """Tokens 1 to 8 are `CHAT_TOKENS`, without text. Every other token i has i bytes."""
     documents = [[0, 1, 20, 2, 3, 21, 22, 4], [0, 1, 20, 2, 3, 5, 23, 6, 7, 24, 8, 25, 4], [0, 1, 20, 2]]
     tokens, starts = np.concatenate(documents), np.array([0, 8, 21])
@@ -173,7 +173,7 @@ def test_iterating_from_any_start_with_any_workers_equals_random_access(start, w
     assert all(array.sharding == sharding() for array in batches[0].values())
 
 
-def test_one_batch_more_than_was_asked_for_is_on_the_devices(monkeypatch):
+def test_one_batch_is_prefetched_to_the_devices(monkeypatch):
     placed = threading.Semaphore(0)
 
     def counted(*args):
@@ -189,7 +189,7 @@ def test_one_batch_more_than_was_asked_for_is_on_the_devices(monkeypatch):
     assert placed.acquire(timeout=60) and not placed.acquire(blocking=False)
 
 
-def test_stages_of_a_ramp_go_on_in_each_other_s_rows_whatever_the_workers_and_the_start():
+def test_stages_of_a_ramp_continue_one_sequence_for_any_workers_and_start():
     """Take two stages of 8 rows per step and one of 32, in micro-batches of 2 x 16, and start at any step."""
     sizes, kind = [8, 8, 32, 32], KINDS[2]
     shapes = {8: (1, 8, LENGTH), 32: (2, 16, LENGTH)}

@@ -70,7 +70,7 @@ def test_sources_stages_and_shares(source, names, stages):
         *("a;from=,b", "a;from=5", "a;from=9,b;from=9,a", "a;from=9,b;from=8,a", "a;from=9e99,b", "a;from=9,0.5:b,c"),
     ],
 )
-def test_a_source_that_cannot_be_meant_is_refused_by_its_name(source):
+def test_an_invalid_source_is_refused_by_name(source):
     with pytest.raises(UserError, match=re.escape(f"--data.source={source}: ")):
         read_source(source)
 
@@ -90,7 +90,7 @@ def test_shares_are_exact():
     assert Mixture(stages, LENGTH).counts(3 * 10**9) == (10**9,) * 3
 
 
-def test_each_stage_has_its_shares_from_its_first_row_on_and_sources_go_on_where_they_were():
+def test_each_stage_has_its_shares_from_its_first_row_and_sources_continue():
     mixture = Mixture(STAGES, LENGTH)
     rows = [mixture[n] for n in range(500)]
     for begins, ends, (_, shares) in zip(BEGINS, [*BEGINS[1:], 500], STAGES):
@@ -127,13 +127,13 @@ def test_batches_depend_on_the_rows_before_them_alone():
     assert np.array_equal(batches(10, 120)[0]["inputs"], large[1]["inputs"][:, :10])
 
 
-def test_stages_between_two_rows_and_a_million_rows_on():
+def test_stages_may_start_between_rows_and_after_a_million_rows():
     mixture = Mixture([stage(0, "1", "0"), stage(5, "0.5", "0.5"), stage(6, "0", "1")], LENGTH)
     assert [mixture[n] for n in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert mixture[10**12] == (1, 10**12 - 2)
 
 
-def test_where_a_source_runs_out():
+def test_the_end_of_a_source_is_reported():
     mixture = Mixture(STAGES, LENGTH)
     for source, size in enumerate((83, 11, 47)):
         n = mixture.row_after(source, size + 1, 600)

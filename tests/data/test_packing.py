@@ -19,7 +19,7 @@ def stream_rows(tokens, length: int) -> StreamRows:
 
 
 @given(streams)
-def test_every_token_but_the_first_is_a_target_once_short_of_the_tail(sizes):
+def test_every_token_between_the_first_and_the_tail_is_a_target_once(sizes):
     count, length = sizes
     rows = stream_rows(np.arange(count), length)
     targets = [target for i in range(len(rows)) for target in rows[i]["targets"].tolist()]
@@ -74,7 +74,7 @@ def test_best_fit_counts_every_token_as_a_target_once_after_the_token_before_it(
 
 
 @given(documents, st.integers(3, 20))
-def test_a_stream_that_starts_inside_a_document_loses_only_the_token_that_nothing_precedes(sizes, length):
+def test_a_stream_that_starts_inside_a_document_loses_only_its_first_token(sizes, length):
     tokens, rows = packed(sizes, length, headless=True)
     assert Counter(counted(rows)) == Counter(zip(tokens.tolist(), [*tokens[1:].tolist(), BOS]))
     assert all(rows[i]["inputs"][0] == BOS for i in range(len(rows)))

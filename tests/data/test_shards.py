@@ -48,7 +48,7 @@ def test_writes_what_llm_c_reads_and_leaves_nothing_else(tmp_path, vocab_size, k
         (None, "cannot be read: No such file"),
     ],
 )
-def test_what_is_no_whole_shard_is_refused_and_named(tmp_path, content, message):
+def test_an_incomplete_shard_is_refused_by_name(tmp_path, content, message):
     path = tmp_path / "x.bin"
     if content is not None:
         path.write_bytes(content)

@@ -78,7 +78,7 @@ def reads_of_shards(bucket: FakeGCS) -> list[str]:
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_batches_are_those_of_the_disk_and_a_start_reads_no_shard(bucket, made, tmp_path, packing):
+def test_batches_equal_the_disk_s_and_a_start_reads_no_shard(bucket, made, tmp_path, packing):
     bucket.seconds, bucket.failing = 0.01, 0.01
     expected, remote = (opened(source, tmp_path / "cache", packing=packing) for source in (made, URL))
     assert remote.fingerprint == expected.fingerprint
@@ -90,7 +90,7 @@ def test_batches_are_those_of_the_disk_and_a_start_reads_no_shard(bucket, made, 
 
 
 @pytest.mark.medium
-def test_a_pod_of_two_processes_reads_the_batches_of_the_disk_each_its_own(bucket, made, tmp_path):
+def test_each_of_two_processes_reads_its_part_of_the_disk_s_batches(bucket, made, tmp_path):
     bucket.seconds, bucket.failing = 0.05, 0.02
     program = (
         "import sys; from pathlib import Path; from tests.data.test_store import *\n"
@@ -136,12 +136,12 @@ def test_a_shard_that_changed_after_the_run_began_is_named(bucket, tmp_path):
 
 
 @pytest.mark.parametrize("url", ["gs://another/text", "gs://bucket/nothing", "nowhere://x/y", "memory://none"])
-def test_a_bucket_that_is_not_there_is_named(bucket, tmp_path, url):
+def test_a_missing_bucket_is_named(bucket, tmp_path, url):
     with pytest.raises(UserError, match=rf"--data\.source={url}: (cannot be read|nothing is there)"):
         opened(url, tmp_path / "cache")
 
 
-def test_a_bucket_that_may_not_be_read_is_named(bucket, tmp_path):
+def test_an_unreadable_bucket_is_named(bucket, tmp_path):
     bucket.forbidden = True
     with pytest.raises(UserError, match=rf"--data\.source={URL}: cannot be read: .*Forbidden.*you may not read this"):
         opened(URL, tmp_path / "cache")
@@ -153,7 +153,7 @@ def test_text_in_a_bucket_is_no_dataset(bucket, tmp_path):
         opened("gs://bucket/raw", tmp_path / "cache")
 
 
-def test_a_block_that_was_damaged_on_its_way_or_in_the_cache_is_read_again(bucket, made, tmp_path, monkeypatch):
+def test_a_block_damaged_in_transfer_or_in_the_cache_is_read_again(bucket, made, tmp_path, monkeypatch):
     expected = digest(opened(made, tmp_path / "cache"))
     text = opened_with_cache(0.01, URL, tmp_path / "cache")
     ask, asked = module.read_range, set()
@@ -178,7 +178,7 @@ def test_a_block_that_was_damaged_on_its_way_or_in_the_cache_is_read_again(bucke
     )
 
 
-def test_the_cache_stays_under_its_limit_and_is_shared_by_what_comes_after(bucket, made, tmp_path):
+def test_the_cache_stays_under_its_limit_and_later_runs_share_it(bucket, made, tmp_path):
     expected, most = digest(opened(made, tmp_path / "cache")), 3 * BLOCK_BYTES
     for _ in range(2):
         assert digest(opened_with_cache(most / 1e9, URL, tmp_path / "cache")) == expected
@@ -186,7 +186,7 @@ def test_the_cache_stays_under_its_limit_and_is_shared_by_what_comes_after(bucke
 
 
 @pytest.mark.parametrize(("call", "code", "verb"), [("pwrite", errno.ENOSPC, "written"), ("pread", errno.EIO, "read")])
-def test_a_disk_that_is_full_or_fails_costs_the_cache_and_is_said_once(
+def test_a_full_or_failing_disk_disables_the_cache_and_is_reported_once(
     bucket, made, tmp_path, monkeypatch, capfd, call, code, verb
 ):
     def fails(*_):
@@ -208,7 +208,7 @@ def test_a_disk_that_is_full_or_fails_costs_the_cache_and_is_said_once(
     ],
     ids=repr,
 )
-def test_an_outage_costs_time_and_nothing_else(bucket, made, tmp_path, monkeypatch, capfd, away):
+def test_an_outage_costs_only_time(bucket, made, tmp_path, monkeypatch, capfd, away):
     text = opened(URL, tmp_path / "cache")
     vars(bucket).update(away)
     monkeypatch.setattr(module, "SECONDS", 2)  # gcsfs itself would try for half a minute
@@ -229,7 +229,7 @@ def test_an_outage_costs_time_and_nothing_else(bucket, made, tmp_path, monkeypat
     assert "the store answers again" in log
 
 
-def test_a_copy_goes_on_where_it_stopped_and_is_read_like_any_folder(bucket, made, tmp_path, monkeypatch):
+def test_a_copy_resumes_and_is_read_like_any_folder(bucket, made, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", BLOCK_BYTES)
     expected, copy = digest(opened(made, tmp_path / "cache")), lambda: opened(URL, tmp_path / "cache", copy="all")
     written = Path.rename
@@ -254,13 +254,13 @@ def test_a_copy_goes_on_where_it_stopped_and_is_read_like_any_folder(bucket, mad
     assert not list(folder.glob("*.partial"))
 
 
-def test_a_copy_for_which_there_is_no_room_says_how_much_it_needs(bucket, tmp_path, monkeypatch):
+def test_a_copy_without_room_reports_the_bytes_it_needs(bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(9, 9, 10**5))
     with pytest.raises(UserError, match=r"needs [\d.]+ [kM]B in .*, but only [\d.]+ [kM]B are free"):
         opened(URL, tmp_path / "cache", copy="all")
 
 
-def test_shards_of_others_are_read_whole_once(bucket, made, tmp_path):
+def test_shards_of_other_programs_are_read_completely_once(bucket, made, tmp_path):
     for name in list(bucket.objects):
         if not re.fullmatch(r"text/(train|val)_\d+\.bin", name):
             del bucket.objects[name]
@@ -315,7 +315,7 @@ class Answered(Exception):
     ],
     ids=repr,
 )
-def test_only_what_may_pass_is_repeated(error, repeated, tmp_path, monkeypatch):
+def test_only_passing_errors_are_retried(error, repeated, tmp_path, monkeypatch):
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
     (tmp_path / "file").write_bytes(b"content")
     store, answers = Store(f"file://{tmp_path}"), [error, b"content"]

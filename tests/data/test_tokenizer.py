@@ -121,7 +121,7 @@ def test_a_tokenizer_without_a_bos_is_refused_and_its_special_tokens_named():
 
 
 @pytest.mark.parametrize("content", [None, "{}", "no json"])
-def test_what_is_no_tokenizer_is_refused_and_named(tmp_path, content):
+def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     if content is not None:
         path.write_text(content)

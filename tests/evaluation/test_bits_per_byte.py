@@ -13,7 +13,7 @@ def of_sums(losses: np.ndarray, counts: np.ndarray, text_bytes: np.ndarray) -> d
     return evaluate(eval_step, {}, batches, text_bytes)  # pyright: ignore
 
 
-def test_the_error_is_that_of_means_of_such_micro_batches():
+def test_the_error_is_the_standard_deviation_over_evaluations():
     """Compare it with the standard deviation over many evaluations of eight batches of two micro-batches."""
     generator = np.random.default_rng(0)
     values, errors = [], []
@@ -26,6 +26,6 @@ def test_the_error_is_that_of_means_of_such_micro_batches():
     assert np.mean(errors) == pytest.approx(np.std(values), rel=0.05)
 
 
-def test_of_a_single_micro_batch_there_is_none_and_empty_ones_count_nothing():
+def test_a_single_micro_batch_has_no_error_and_empty_ones_do_not_count():
     result = of_sums(np.array([[5.0, 0.0]]), np.array([[4, 0]]), np.array([10, 0]))
     assert result["val_bpb_stderr"] is None and result["val_loss"] == 5 / 4

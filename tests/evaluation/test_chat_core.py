@@ -30,7 +30,7 @@ NANOCHAT_S = json.loads(nanochat_chat.RESULTS.read_text())
 
 @pytest.mark.medium
 @pytest.mark.parametrize("devices", [1, 8])
-def test_every_item_is_as_nanochat_s_chat_eval_has_it_on_any_mesh(sets, devices):
+def test_every_item_equals_nanochat_s_chat_eval_on_any_mesh(sets, devices):
     ours, log = network(devices), ItemLog()
     tasks = read_chat_tasks(str(sets), None)
     ChatCore(tasks, ours, ours.scorer())(ours.params, log)
@@ -48,13 +48,13 @@ def test_every_item_is_as_nanochat_s_chat_eval_has_it_on_any_mesh(sets, devices)
 
 @pytest.mark.slow
 @pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="NANOCHAT_DIR names no checkout of nanochat")
-def test_what_was_kept_is_what_nanochat_beside_us_answers(monkeypatch):
+def test_stored_answers_equal_those_of_nanochat_s_checkout(monkeypatch):
     pytest.importorskip("torch")
     assert nanochat_chat.their_answers(monkeypatch) == NANOCHAT_S
 
 
 @pytest.mark.medium
-def test_the_command_goes_on_after_a_kill(sets, tmp_path, monkeypatch, capsys):
+def test_the_command_resumes_after_a_kill(sets, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(item_log, "AT_A_TIME", 4)
     monkeypatch.setattr(evaluate, "open_network", lambda *_: network())
     monkeypatch.setattr(evaluate, "is_network", lambda _: True)
@@ -91,7 +91,7 @@ def test_the_command_goes_on_after_a_kill(sets, tmp_path, monkeypatch, capsys):
         ("GSM8K", {"question": None}, "no column question"),
     ],
 )
-def test_what_the_sets_lack_is_named(tmp_path, label, changed, message):
+def test_incomplete_sets_are_refused_with_the_reason(tmp_path, label, changed, message):
     file = make_sets(tmp_path) / FOLDERS[label] / "test-00000-of-00001.parquet"
     file.unlink()
     if changed:

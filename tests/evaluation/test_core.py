@@ -56,7 +56,7 @@ def nanochat_s():
 
 
 @pytest.mark.medium
-def test_items_that_are_cut_are_as_nanochat_has_them_of_a_network_with_a_limit(bundle, nanochat_s):
+def test_truncated_items_equal_nanochat_s_for_a_network_with_a_limit(bundle, nanochat_s):
     lines = lines_on(bundle, labels=[label for label in LABELS if f"{label}, cut" in nanochat_s], longest=LONGEST)
     tasks = [task for task in read_bundle(str(bundle), None) if f"{task.label}, cut" in nanochat_s]
     require_equal(lines, {task.label: nanochat_s[f"{task.label}, cut"] for task in tasks}, tasks, LONGEST)
@@ -64,7 +64,7 @@ def test_items_that_are_cut_are_as_nanochat_has_them_of_a_network_with_a_limit(b
 
 
 @pytest.mark.slow
-def test_every_item_is_as_nanochat_s_core_eval_has_it_on_any_mesh(bundle, nanochat_s):
+def test_every_item_equals_nanochat_s_core_eval_on_any_mesh(bundle, nanochat_s):
     """Compare items with and without shots, with a shared prefix, and with prompts longer than the row."""
     one, eight, tasks = lines_on(bundle), lines_on(bundle, 8), read_bundle(str(bundle), None)
     long = next(task for task in tasks if task.label == "long_schema")
@@ -85,7 +85,7 @@ def test_every_item_is_as_nanochat_s_core_eval_has_it_on_any_mesh(bundle, nanoch
 
 @pytest.mark.slow
 @pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="NANOCHAT_DIR names no checkout of nanochat")
-def test_a_subset_is_as_nanochat_beside_us_has_it(bundle, monkeypatch):
+def test_a_subset_equals_that_of_nanochat_s_checkout(bundle, monkeypatch):
     """Take 16 items per task, and draw the shots from them."""
     pytest.importorskip("torch")
     gpt, core_eval = import_nanochat(monkeypatch, "gpt", "core_eval")
@@ -107,7 +107,7 @@ def test_core_is_the_mean_of_centred_accuracies():
     assert results["core_stderr"] == pytest.approx(np.hypot(1 / 6 / 0.75, 0.2) / 2)
 
 
-def test_an_option_without_a_token_of_its_own_is_chosen_only_where_it_is_the_first(bundle):
+def test_an_option_without_its_own_token_is_chosen_only_if_first(bundle):
     """Expect the choice that nanochat's mean over nothing, nan, makes."""
     task = read_bundle(str(bundle), None)[0]
     question = encode(task, [0], tokenizer(), LONGEST)[0]
@@ -119,7 +119,7 @@ def test_an_option_without_a_token_of_its_own_is_chosen_only_where_it_is_the_fir
     assert answer((5, 5), (5, 6))["losses"] == [None, 2] and answer((5, 5), (5, 6))["unscored"] == 1
 
 
-def test_where_the_tokens_before_a_continuation_change_with_it_the_first_that_differs_is_scored(bundle):
+def test_scoring_starts_at_the_first_token_that_differs(bundle):
     task = Task("a", "language_modeling", 0, "", 0.0, [{"context": "pos", "continuation": "ition"}] * 2)
     (question,) = encode(task, [0], tokenizer(), LONGEST)
     start, end = question.spans[0]

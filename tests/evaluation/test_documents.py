@@ -109,7 +109,7 @@ def lines_of(bits, size=1000):
     return [{"source": "a", "document": str(i), "bits": of, "bytes": size} for i, of in enumerate(bits)]
 
 
-def test_a_small_difference_that_all_documents_share_is_none_of_noise():
+def test_a_small_difference_shared_by_all_documents_is_significant():
     random = np.random.default_rng(0)
     hard = 1000 + 300 * random.standard_normal(40)
     ours, theirs = hard - 5 + random.standard_normal(40), hard
@@ -159,7 +159,7 @@ def test_documents_of_raw_text_and_of_a_dataset_are_always_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("source", "says"), [("nothing", "nothing: no file of text"), ("empty", "no document with text")]
 )
-def test_text_that_is_not_there_is_refused(tmp_path, monkeypatch, source, says):
+def test_missing_text_is_refused(tmp_path, monkeypatch, source, says):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.txt").write_text("")

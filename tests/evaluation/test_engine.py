@@ -65,7 +65,7 @@ def answered(engine, prompt, sampling, most=12):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(("devices", "sampling"), [(1, DRAWN), (8, DRAWN), (8, GREEDY)])
-def test_tokens_are_those_of_generate_whoever_else_is_answered(devices, sampling):
+def test_tokens_equal_generate_s_whatever_other_requests_run(devices, sampling):
     engine = Engine(network(devices), 4)
     answers = []
     for prompt in PROMPTS:

@@ -53,7 +53,7 @@ def test_a_mesh_of_all_axes_gives_the_tokens_of_one_device(options):
     np.testing.assert_array_equal(tokens_of(mesh, 8, **options), tokens_of(MeshConfig(), 1, **options))
 
 
-def test_what_tensor_divides_is_never_whole():
+def test_parameters_divided_by_tensor_are_never_gathered():
     """Keep heads, MLP width, vocabulary and the cache's heads divided along `tensor`."""
     config = ModelConfig(depth=2, width=64, heads=8, kv_heads=8, head_dim=24, vocab_size=2048)
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=4))
@@ -68,7 +68,7 @@ def test_what_tensor_divides_is_never_whole():
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(arguments, rel=0.01)
 
 
-def test_on_a_tpu_slice_what_fsdp_divides_is_gathered_matrix_by_matrix():
+def test_on_a_tpu_slice_fsdp_gathers_one_matrix_at_a_time():
     pytest.importorskip("libtpu")
     config = ModelConfig(depth=2, width=512, heads=8, kv_heads=8, head_dim=64, vocab_size=512)
     mesh = make_mesh(MeshConfig(fsdp=4), devices_of("v5e:2x2"))

@@ -70,7 +70,7 @@ def hf(tmp_path_factory):
     return partial(HFLM, pretrained=str(folder), trust_remote_code=True, device="cpu", batch_size=4)
 
 
-def test_loglikelihoods_are_those_of_the_harness_own_model(requests, answered, hf):
+def test_loglikelihoods_equal_the_harness_own_model_s(requests, answered, hf):
     ours, theirs = answered[0]["loglikelihood"], hf().loglikelihood(requests["loglikelihood"])
     assert len(ours) == len(theirs) == 58
     for request, own, other in zip(requests["loglikelihood"], ours, theirs):
@@ -80,7 +80,7 @@ def test_loglikelihoods_are_those_of_the_harness_own_model(requests, answered, h
     assert sum(line.get("cut", 0) > 0 for line in answered[1].lines) >= 4
 
 
-def test_whole_texts_are_those_of_the_harness_own_model(requests, answered, hf):
+def test_losses_of_complete_texts_equal_the_harness_own_model_s(requests, answered, hf):
     """The harness puts a BOS before a text that it cuts into rows, so the tokenizer must not add one."""
     kind = "loglikelihood_rolling"
     theirs = hf(add_bos_token=False).loglikelihood_rolling(requests[kind])
@@ -88,13 +88,13 @@ def test_whole_texts_are_those_of_the_harness_own_model(requests, answered, hf):
     assert max(line["tokens"] for line in answered[1].lines if "tokens" in line) > 2 * LENGTH
 
 
-def test_texts_are_those_that_the_harness_own_model_writes(requests, answered, hf):
+def test_generated_texts_equal_the_harness_own_model_s(requests, answered, hf):
     ours, theirs = answered[0]["generate_until"], hf().generate_until(requests["generate_until"])
     assert ours == theirs and len(set(ours)) > 1
 
 
 @pytest.mark.medium
-def test_a_conversation_s_answers_are_those_of_the_harness_own_model_with_the_template(loaded, tmp_path):
+def test_answers_in_conversations_equal_the_harness_own_model_s_with_the_template(loaded, tmp_path):
     """Use a system message, shots as turns, and an answer that the task begins."""
     pytest.importorskip("torch")
     from lm_eval.models.huggingface import HFLM
@@ -142,7 +142,7 @@ def test_a_mesh_gives_the_answers_of_one_device(requests, answered):
             assert one == other if kind == "generate_until" else one == pytest.approx(other, abs=1e-3)
 
 
-def test_figures_have_errors_ties_and_chance_and_go_on_from_the_log(loaded, answered, monkeypatch):
+def test_figures_have_errors_ties_and_chance_and_resume_from_the_log(loaded, answered, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")  # as in a process other than the machine's first
     ours = answering(log=answered[1])
     ours.scorer = ours.generate = None  # the log has every answer
@@ -158,7 +158,7 @@ def test_figures_have_errors_ties_and_chance_and_go_on_from_the_log(loaded, answ
     assert one == another and len(one) == 4 and [line["item"] for line in one] != [0, 1, 2, 3]
 
 
-def test_what_is_drawn_follows_from_the_request_and_each_of_several_draws_is_another(requests):
+def test_draws_depend_on_the_request_and_repeated_draws_differ(requests):
     drawn = {"until": ["~~"], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
     one, other = (replace(request, arguments=(request.args[0], drawn)) for request in requests["generate_until"][:2])
     together = answering().generate_until([one, one, one, other])
@@ -166,7 +166,7 @@ def test_what_is_drawn_follows_from_the_request_and_each_of_several_draws_is_ano
     assert answering().generate_until([other, one, one]) == [together[3], *together[:2]]
 
 
-def test_a_text_that_finds_no_room_and_options_that_do_not_exist_are_refused(requests):
+def test_a_text_without_room_and_unknown_options_are_refused(requests):
     (request, *_) = requests["generate_until"]
     ours = answering(longest=12)
     with pytest.raises(UserError, match="asks for 12 new tokens, and a row of the network has 12"):
@@ -176,7 +176,7 @@ def test_a_text_that_finds_no_room_and_options_that_do_not_exist_are_refused(req
         ours.generate_until([request])
 
 
-def test_a_network_of_another_architecture_is_measured_by_the_harness_itself(tmp_path, monkeypatch, capsys):
+def test_the_harness_evaluates_networks_of_other_architectures(tmp_path, monkeypatch, capsys):
     """Use a small, random GPT-2."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("torch")

@@ -6,7 +6,7 @@ from configs.schema import UserError
 from evaluation.item_log import ItemLog
 
 
-def test_a_place_that_cannot_be_written_and_a_damaged_log_are_told_apart(tmp_path):
+def test_an_unwritable_folder_and_a_damaged_log_have_different_errors(tmp_path):
     (tmp_path / "file").write_text("no JSON\n")
     with pytest.raises(UserError, match=r"file/log cannot be written .*; give --out=FOLDER"):
         ItemLog(tmp_path / "file" / "log", {})

@@ -104,7 +104,7 @@ def test_every_launcher(environ, machine, cluster):
 
 
 @pytest.mark.parametrize("endpoints", ["10.0.0.2,10.0.0.3", "a:0:10.0.0.2,b:1:10.0.0.3"])
-def test_tpu_vms_are_told_by_their_metadata(endpoints):
+def test_tpu_vms_are_recognised_by_their_metadata(endpoints):
     facts = {"agent-worker-number": "1", "worker-network-endpoints": endpoints, "tpu-env": "ZONE: 'z'\nNOTHING"}
     read = lambda key: facts.get(key, "")
     hosts = ("10.0.0.2", "10.0.0.3")
@@ -125,12 +125,12 @@ def test_tpu_vms_are_told_by_their_metadata(endpoints):
         MPI | {"OMPI_MCA_orte_hnp_uri": ""},  # Open MPI 5
     ],
 )
-def test_half_a_cluster_is_a_mistake(environ):
+def test_an_incomplete_cluster_is_a_user_error(environ):
     with pytest.raises(UserError, match=r"JAX_PROCESS_ID .* belong together"):
         detect(environ)
 
 
-def test_gpus_that_do_not_divide_among_a_machines_tasks_are_a_mistake():
+def test_gpus_that_do_not_divide_among_tasks_are_a_user_error():
     tasks = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}
     with pytest.raises(UserError, match="8 GPUs do not divide among the 3 tasks"):
         detect(SLURM | tasks, gpus=8)

@@ -18,7 +18,7 @@ def test_peak_flops():
     assert math.isfinite(peak_flops("NVIDIA A100-SXM4-80GB") or math.inf)
 
 
-def test_the_longest_name_counts_and_a_gpu_s_memory_is_what_jax_takes_of_it():
+def test_the_longest_name_counts_and_a_gpu_s_memory_is_jax_s_part():
     kinds = {
         "NVIDIA GH200 480GB": "gh200",
         "NVIDIA H200": "h200",
@@ -38,13 +38,13 @@ def test_the_longest_name_counts_and_a_gpu_s_memory_is_what_jax_takes_of_it():
     assert machines()["v5e"].for_programs == machines()["v5e"].memory
 
 
-def test_every_machine_says_where_its_figures_are_from():
+def test_every_machine_states_the_source_of_its_figures():
     for machine in machines().values():
         assert machine.source and machine.device_kind
         assert 0 < machine.network < machine.links < machine.bandwidth < machine.flops
 
 
-def test_a_machine_that_a_user_adds_wrongly_is_named(tmp_path, monkeypatch):
+def test_an_invalid_machine_of_the_user_is_named(tmp_path, monkeypatch):
     file = tmp_path / "machines.toml"
     file.write_text('[mine]\ndevice_kind = ["Mine"]\nmemory = 1e9\n')
     monkeypatch.setattr(module, "MACHINES", file)

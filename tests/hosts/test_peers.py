@@ -63,7 +63,7 @@ def wait_for(condition):
         time.sleep(0.02)
 
 
-def test_all_wait_for_the_last_and_every_one_is_told_who_is_missing(port):
+def test_all_wait_for_the_last_and_each_reports_who_is_missing(port):
     callers = [Caller(port, i, 3) for i in (1, 0)]
     wait_for(lambda: all(any("waiting for process 2 of 3" in line for line in caller.log) for caller in callers))
     with connect(port) as scanner:
@@ -73,7 +73,7 @@ def test_all_wait_for_the_last_and_every_one_is_told_who_is_missing(port):
     socket.create_server(("127.0.0.1", port)).close()  # the port is free for JAX
 
 
-def test_one_that_went_away_is_missing_again_and_one_that_does_not_answer_is_named(port):
+def test_a_process_that_left_is_missing_and_a_silent_one_is_named(port):
     first, hello = Caller(port, 0, 2), f"here 1 2 {'host-b'}\n".encode()
     with connect(port) as gone:
         gone.sendall(hello)
@@ -84,7 +84,7 @@ def test_one_that_went_away_is_missing_again_and_one_that_does_not_answer_is_nam
     wait_for(lambda: first.ended == second.ended == "together")
 
 
-def test_one_that_does_not_come_ends_the_others_by_its_name(port):
+def test_a_process_that_never_joins_ends_the_others_and_is_named(port):
     callers = [Caller(port, i, 3, timeout=2) for i in (0, 1)]
     wait_for(lambda: all(caller.ended.startswith("PeerLost: ") for caller in callers))
     assert all("waiting for process 2 of 3" in caller.ended for caller in callers)
@@ -93,13 +93,13 @@ def test_one_that_does_not_come_ends_the_others_by_its_name(port):
     assert re.search(rf"PeerLost: \d+ s: process 0 at 127.0.0.1:{port} cannot be reached", alone.ended), alone.ended
 
 
-def test_processes_that_were_told_different_things_are_a_mistake(port):
+def test_processes_with_different_settings_are_a_user_error(port):
     callers = [Caller(port, 0, 2), Caller(port, 1, 4)]
     wait_for(lambda: all("UserError" in caller.ended for caller in callers))
     assert all("expects 4 processes, process 0 2" in caller.ended for caller in callers)
 
 
-def test_the_missing_are_named_by_host_where_it_is_known():
+def test_missing_processes_are_named_by_host_if_known():
     cluster = Cluster("GKE", 4, 0, "a:1", hosts=("a", "b", "c", "d"))
     assert missing(cluster, {0: "a", 2: "pod-c"}, []) == "process 1 (b), 3 (d)"
     assert missing(cluster, {0: "a", 1: "b", 2: "pod-c", 3: "d"}, [2]) == "an answer of process 2 (pod-c), which came"
@@ -174,13 +174,13 @@ def test_a_ctrl_c_of_one_before_training_ends_all_with_130(port):
 
 
 @pytest.mark.slow
-def test_what_jax_ends_by_an_abort_is_42(port):
+def test_an_abort_by_jax_is_code_42(port):
     first, second = begin_and_join(port, "abort")
     first.kill()
     assert "another process of the run was lost" in finish([second], 42)[0]
 
 
-def test_one_that_is_started_again_waits_until_the_service_of_the_run_before_has_left_the_port(port):
+def test_a_restarted_process_waits_until_the_previous_service_leaves_the_port(port):
     """Its greeting is answered by gRPC, in bytes that are no text."""
     with socket.create_server(("127.0.0.1", port)) as service:
         service.settimeout(20)
@@ -195,7 +195,7 @@ def test_one_that_is_started_again_waits_until_the_service_of_the_run_before_has
 
 
 @pytest.mark.slow
-def test_one_that_restarts_alone_joins_the_others_when_they_restart(port):
+def test_a_process_that_restarts_first_joins_the_others_later(port):
     """The remaining process ends with 42. Restart it as its launcher would."""
     first, second = begin_and_join(port, "abort")
     second.kill()
@@ -205,7 +205,7 @@ def test_one_that_restarts_alone_joins_the_others_when_they_restart(port):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_who_agrees_during_a_restore_waits_as_long_as_a_restore_may_take(monkeypatch, waits):
+def test_agreement_during_a_restore_waits_as_long_as_a_restore_may_take(monkeypatch, waits):
     """A process that reads for 40 minutes is kept. One that is silent for longer is lost, and its host is named."""
     answers = iter([jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")] * 3 + ['["", ""]'])
     client = Mock(blocking_key_value_get=Mock(side_effect=answers))

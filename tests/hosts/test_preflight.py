@@ -51,11 +51,11 @@ def host(name: str, clock: float = 1000.0, problems=(), **differs: str) -> Host:
         ),
     ],
 )
-def test_what_is_wrong_is_named_by_host(hosts, wrong):
+def test_problems_are_named_by_host(hosts, wrong):
     assert compare(hosts) == wrong
 
 
-def test_the_code_is_what_a_run_may_import(tmp_path):
+def test_the_code_s_hash_covers_what_a_run_may_import(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "runs" / "x").mkdir(parents=True)
     (tmp_path / "train.py").write_text("a")
@@ -79,7 +79,7 @@ def test_one_process_passes_and_leaves_nothing(tmp_path):
     assert list((tmp_path / "run").iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_or_is_full_is_a_mistake(tmp_path, monkeypatch):
+def test_an_unwritable_or_full_folder_is_a_user_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     config = replace(tiny_config(), run_dir=str(tmp_path / "run"), checkpoint=CheckpointConfig(str(tmp_path / "file")))
     with pytest.raises(UserError, match=r"process 0 .*: cannot write to .*/file"):
@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_written_or_is_full_is_a_mistake(tmp_path, monke
     assert needs(config) == [f"1.0 kB are free at {tmp_path}/run; a checkpoint takes 0.5 MB"]
 
 
-def test_a_wrong_sum_is_a_mistake(monkeypatch):
+def test_a_wrong_sum_is_a_user_error(monkeypatch):
     monkeypatch.setattr("jax.numpy.sum", lambda x: x[0])
     with pytest.raises(UserError, match="the sum over all devices is 36, but process 0 found 1"):
         checked_sum(make_mesh(MeshConfig()))

@@ -42,12 +42,12 @@ def test_exit_codes(raised, code, says, capsys):
     assert exit_code(Mock(return_value=0, side_effect=raised)) == code and capsys.readouterr().err == says
 
 
-def test_what_started_a_command_starts_it_again_after_two_codes():
+def test_launchers_restart_a_command_after_two_codes():
     assert [int(code) for code in Exit if code.start_again] == [42, 143]
     assert [int(code) for code in Exit] == [0, 1, 2, 3, 42, 130, 143]
 
 
-def test_a_peer_that_does_not_come_is_code_42():
+def test_a_peer_that_never_joins_is_code_42():
     script = "from hosts.runtime import *\ndef main(): raise PeerLost('process 3 has not come')\nrun_command(main)"
     ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 42 and ended.stderr == "error: process 3 has not come; start all again\n"
@@ -62,7 +62,7 @@ def test_ctrl_c_outside_of_training(capsys):
 
 
 @pytest.mark.parametrize("write", [write_whole, append_whole])
-def test_a_file_that_finds_no_room_is_named_and_keeps_what_it_had(write, tmp_path, monkeypatch):
+def test_a_file_without_room_is_named_and_keeps_its_content(write, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space")
 
@@ -74,7 +74,7 @@ def test_a_file_that_finds_no_room_is_named_and_keeps_what_it_had(write, tmp_pat
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "before")]
 
 
-def test_a_line_for_which_there_is_half_the_room_leaves_nothing(tmp_path):
+def test_a_line_that_fits_in_part_leaves_nothing(tmp_path):
     (tmp_path / "file").write_text("before\n")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len("before\n") + 70, before[1]))
@@ -87,7 +87,7 @@ def test_a_line_for_which_there_is_half_the_room_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "shown"), [("Event loop is closed", 0), ("another", 1)])
-def test_writes_that_a_failed_save_had_begun_leave_no_traceback(text, shown):
+def test_writes_left_by_a_failed_save_print_no_traceback(text, shown):
     """tensorstore prints errors of its callback in a thread of its own, as this does."""
     program = f"""
 import asyncio, time, tensorstore
@@ -116,7 +116,7 @@ def test_other_errors_keep_their_traceback():
 
 
 @pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_is_a_request_while_steps_are_taken_and_what_it_was_outside(sign, code):
+def test_a_signal_is_a_request_during_steps_and_unchanged_outside(sign, code):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with Stop() as stop, stop.heeded():
         assert not stop.after(1)
@@ -126,7 +126,7 @@ def test_a_signal_is_a_request_while_steps_are_taken_and_what_it_was_outside(sig
 
 
 @pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_before_training_ends_it_at_once_even_where_a_callback_swallows_the_exception(sign, code):
+def test_a_signal_before_training_ends_it_even_if_a_callback_swallows_the_exception(sign, code):
     def main():
         with Stop() as stop:
             with suppress(KeyboardInterrupt, SystemExit):  # like JAX's callbacks
@@ -137,7 +137,7 @@ def test_a_signal_before_training_ends_it_at_once_even_where_a_callback_swallows
     assert exit_code(main) == code
 
 
-def test_a_second_ctrl_c_ends_the_process_and_says_what_is_lost():
+def test_a_second_ctrl_c_ends_the_process_and_reports_the_loss():
     script = (
         "import os, signal, time\n"
         "from hosts.stop import Stop\n"

@@ -74,7 +74,7 @@ def test_the_first_step_may_take_longer():
     assert not watched.barks_after(599) and watched.barks_after(601)
 
 
-def test_a_store_that_is_away_is_no_hang(monkeypatch):
+def test_an_unreachable_store_is_no_hang(monkeypatch):
     watched = Watched(seconds=100)
     watched.take(10, seconds=2)
     watched.time += 500
@@ -118,7 +118,7 @@ with Watchdog(HangConfig(seconds=1)) as dog:
 @pytest.mark.parametrize(
     ("hang", "says"), [(RESTORE, "restoring takes longer than 0.5 s"), (STEP, "no step after 1 has ended")]
 )
-def test_a_hang_ends_with_42_and_says_where_every_thread_is(hang, says):
+def test_a_hang_ends_with_42_and_prints_every_thread_s_stack(hang, says):
     script = (
         "import threading, time\n"
         "from configs.schema import HangConfig\n"

@@ -66,7 +66,7 @@ def conversations(special: bool) -> list[list[dict]]:
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, GROWN], ids=["reserved", "added"])
-def test_the_template_gives_our_tokens_and_what_is_learned_of_them(tokenizer, tmp_path):
+def test_the_template_gives_our_tokens_and_mask(tokenizer, tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(written(tmp_path / "out", tokenizer)[2])
     for messages in conversations(special=False):
         for ask in (False, True):
@@ -87,7 +87,7 @@ def test_special_tokens_in_a_text_are_letters_only_if_transformers_is_asked(chat
 
 
 @pytest.mark.parametrize("roles", ["system", "user user", "assistant", "user assistant system"])
-def test_what_is_no_conversation_is_refused_by_the_template_too(chat, roles):
+def test_the_template_refuses_invalid_conversations_too(chat, roles):
     theirs = transformers.AutoTokenizer.from_pretrained(chat[2])
     messages = [{"role": role, "content": "x"} for role in roles.split()]
     with pytest.raises(ValueError):
@@ -126,7 +126,7 @@ def test_more_tokens_find_room_in_every_table(chat):
     assert theirs(torch.full((1, 3), size - 1)).logits.shape[-1] == size
 
 
-def test_a_network_that_saw_no_conversation_has_no_template_and_ends_with_its_document(tmp_path):
+def test_a_network_without_conversations_has_no_template_and_ends_with_its_document(tmp_path):
     folder = written(tmp_path / "out", packing="stream")[2]
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert theirs.chat_template is None and theirs.eos_token_id == TOKENIZER.bos

@@ -94,7 +94,7 @@ def test_rows_are_added_for_the_tokens_of_conversations_and_nothing_else_changes
     compare(state.opt_state, moments, mean=False)
 
 
-def test_a_network_that_has_the_tokens_is_left_as_it_is(tmp_path):
+def test_a_network_with_the_tokens_stays_unchanged(tmp_path):
     before = base(tmp_path / "base", "fits", False)
     config = replace(CONFIG, init_from=str(tmp_path / "base"))
     state = initial_state(build(config, jax.devices()[:1]), OLD["fits"])

@@ -60,7 +60,7 @@ def change_arrays(folder, change):
 
 
 @pytest.mark.parametrize("options", [{}, ALL_FEATURES], ids=["plain", "all"])
-def test_plain_safetensors_come_back_to_the_bit_on_a_mesh(tmp_path, options):
+def test_plain_safetensors_are_read_back_exactly_on_a_mesh(tmp_path, options):
     config, params = network(**options)
     write_safetensors(tmp_path / "plain", [arrays_of(params)], config, TOKENIZER)
     config = replace(config, init_from=str(tmp_path / "plain"))
@@ -122,7 +122,7 @@ def windows(tmp_path_factory):
     ],
     ids=str,
 )
-def test_options_that_leave_the_function_as_it_is_may_differ(windows, options):
+def test_options_that_keep_the_function_may_differ(windows, options):
     config, _ = windows
     require_same_network(replace(config, model=replace(config.model, **options)))
 
@@ -168,7 +168,7 @@ def test_a_broken_description_is_one_message(windows, content, message):
     path.write_bytes(before)
 
 
-def test_a_constant_that_our_network_cannot_have_is_named(written):
+def test_an_unsupported_constant_is_named(written):
     config, folder = written
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-2}))

@@ -49,7 +49,7 @@ def peak_bytes(folder: Path) -> int:
 
 
 @pytest.mark.slow
-def test_the_memory_of_an_export_is_bounded_whatever_the_network(tmp_path):
+def test_the_memory_of_an_export_is_bounded_for_any_network(tmp_path):
     """Export 0.2 GB and 0.7 GB. Reading, converting and writing shards of 0.1 GB takes about 0.5 GB."""
     sizes = make_run(tmp_path / "small", 4, 1024), make_run(tmp_path / "large", 14, 1024)
     assert sizes[1] - sizes[0] > 0.5e9

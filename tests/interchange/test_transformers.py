@@ -163,7 +163,7 @@ def test_gradients_of_the_mean_loss_are_equal_parameter_by_parameter(pair):
     assert not by_name
 
 
-def test_what_transformers_saved_again_comes_back_to_the_bit(pair, tmp_path):
+def test_a_network_saved_by_transformers_is_read_back_exactly(pair, tmp_path):
     config, params, folder = pair
     loaded(folder).save_pretrained(tmp_path, max_shard_size="40kB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1

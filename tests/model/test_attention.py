@@ -111,7 +111,7 @@ def test_which_kernel(expected, platform, capability, dtype, length, head_dim, d
 
 
 @pytest.mark.parametrize(("window", "share"), [(None, 0.6), (256, 0.25)])
-def test_scores_that_nobody_sees_are_not_computed(window, share):
+def test_masked_scores_are_not_computed(window, share):
     length, heads, head_dim = 2048, 2, 64
     planned = sum((rows.stop - rows.start) * (keys.stop - keys.start) for rows, keys in query_spans(length, window))
     assert planned < share * length**2
@@ -120,7 +120,7 @@ def test_scores_that_nobody_sees_are_not_computed(window, share):
     assert cost["flops"] < share * (4 * head_dim + 8) * heads * length**2  # two products, and some work per score
 
 
-def test_on_a_gpu_cudnn_reads_and_writes_heads_as_they_lie(monkeypatch):
+def test_on_a_gpu_cudnn_reads_and_writes_heads_in_place(monkeypatch):
     """Lower for CUDA without a GPU. Keys are not repeated, and arrays are transposed only in name: cuDNN writes its
     results in the memory order of their transposition."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91002)

@@ -55,7 +55,7 @@ def test_greedy_equals_the_full_pass_token_by_token(options):
         assert row.tolist() == tokens[0].tolist()
 
 
-def test_a_row_does_not_depend_on_those_beside_it(network):
+def test_a_row_does_not_depend_on_other_rows(network):
     together = sample(network)
     assert sample(network, PROMPTS[:1])[0].tolist() == together[0].tolist()
     assert sample(network, [PROMPTS[0], [9]])[0].tolist() == together[0].tolist()

@@ -55,7 +55,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_backward_pass_is_that_of_its_plain_expression(case):
+def test_a_backward_pass_equals_its_plain_expression_s(case):
     function, plain, arrays = CASES[case]
     (y, backward), (plain_y, plain_backward) = (jax.vjp(f, *arrays) for f in (function, plain))
     np.testing.assert_allclose(y, plain_y, rtol=1e-6, atol=1e-6)

@@ -41,7 +41,7 @@ def test_value_and_gradient(z_loss):
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 16])
-def test_the_head_s_gradients_whatever_the_chunks(chunks):
+def test_the_head_s_gradients_do_not_depend_on_chunks(chunks):
     config = replace(CONFIG, loss_chunks=chunks)
     ours = lambda x, kernel: 3 * head_loss(x, kernel, TARGETS, WEIGHTS, AXES, config)[0]
     loss, gradients = jax.jit(jax.value_and_grad(ours, (0, 1)))(X, KERNEL)

@@ -39,7 +39,7 @@ def test_it_is_the_sum(numbers, dtype):
     np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_no_number_is_added_in_an_order_of_its_own():
+def test_values_are_added_in_a_fixed_order():
     """Write only row numbers by index, each to its own place."""
     text = jax.jit(segment_sum, static_argnums=2).lower(jnp.zeros((300, 8)), jnp.zeros(300, jnp.int32), 50).as_text()
     scatters = [line for line in text.splitlines() if "stablehlo.scatter" in line]
@@ -47,7 +47,7 @@ def test_no_number_is_added_in_an_order_of_its_own():
 
 
 @pytest.mark.parametrize("fsdp", [1, 2])
-def test_on_a_mesh_the_gradient_of_a_table_is_that_of_scatters(monkeypatch, fsdp):
+def test_on_a_mesh_the_gradient_of_a_table_equals_a_scatter_s(monkeypatch, fsdp):
     mesh = make_mesh(MeshConfig(data=2, fsdp=fsdp, tensor=2), jax.devices()[: 4 * fsdp])
     table = PartitionSpec("tensor", "fsdp")
     tokens = np.random.default_rng(0).integers(0, 40, (8, 16), np.int32)

@@ -39,7 +39,7 @@ def test_values_and_gradients(kv_heads, window, documents, length, head_dim):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-def test_in_shard_map_its_results_vary_and_gradients_are_summed_where_they_must_be():
+def test_in_shard_map_results_vary_and_gradients_are_summed_over_the_right_axes():
     """Use jax.shard_map's checks: rows over `data`, heads over `tensor`, and a matrix replicated on every device, whose
     gradient is summed over all. Run it in a scan and jax.checkpoint, like blocks."""
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), 2 * (AxisType.Auto,), devices=jax.devices()[:4])

@@ -51,7 +51,7 @@ def test_what_is_kept(gcs):
 
 
 @pytest.mark.parametrize("deleted_in_part", [False, True])
-def test_one_half_written_or_half_deleted_is_none_and_is_cleared(gcs, deleted_in_part):
+def test_a_half_written_or_half_deleted_checkpoint_is_ignored_and_deleted(gcs, deleted_in_part):
     state = saved(RUN, (1, 2))[1]
     lost = [name for name in sorted(gcs.objects) if name.startswith("runs/mine/checkpoints/2/")]
     assert f"runs/mine/checkpoints/2/{COMMITTED}" in lost
@@ -64,7 +64,7 @@ def test_one_half_written_or_half_deleted_is_none_and_is_cleared(gcs, deleted_in
     assert_equal(restored.params, state.params)
 
 
-def test_a_damaged_one_is_put_aside(gcs):
+def test_a_damaged_checkpoint_is_set_aside(gcs):
     state = saved(RUN, (1, 2))[1]
     arrays = [name for name in gcs.objects if name.startswith("runs/mine/checkpoints/2/rest/")]
     name = max(arrays, key=lambda name: len(gcs.objects[name][1]))
@@ -79,7 +79,7 @@ def test_a_damaged_one_is_put_aside(gcs):
     assert sorted(name[:2] for name in under(gcs, "bad-checkpoints")) == ["2-", "RE"]
 
 
-def test_a_store_that_answers_errors_costs_a_save_and_no_more(gcs, tmp_path):
+def test_a_store_s_errors_cost_only_a_save(gcs, tmp_path):
     (tmp_path / "metrics.jsonl").write_text("what was measured")
     checkpoints = Checkpoints(RUN, CheckpointConfig(keep=1), Record(tmp_path, RUN))
     state = changed(state_on(1)[0])
@@ -97,14 +97,14 @@ def test_a_store_that_answers_errors_costs_a_save_and_no_more(gcs, tmp_path):
     assert gcs.objects["runs/mine/metrics.jsonl"][1] == b"what was measured"
 
 
-def test_a_bucket_that_cannot_be_written_is_said_before_the_first_step(gcs, tmp_path):
+def test_an_unwritable_bucket_is_reported_before_the_first_step(gcs, tmp_path):
     gcs.full = True
     config = replace(tiny_config(), run_dir=str(tmp_path), checkpoint=CheckpointConfig(RUN))
     with pytest.raises(UserError, match=f"cannot write to {RUN}: Forbidden"):
         preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
 
 
-def test_a_bucket_that_lets_nothing_be_overwritten_is_refused_before_the_first_step_with_the_role(gcs, tmp_path):
+def test_a_bucket_that_forbids_overwriting_is_refused_before_the_first_step_with_the_role(gcs, tmp_path):
     """Refuse it, since tensorstore overwrites manifest.ocdbt and no save can succeed."""
     gcs.keeps = True
     checkpoints = Checkpoints(RUN, CheckpointConfig())
@@ -116,14 +116,14 @@ def test_a_bucket_that_lets_nothing_be_overwritten_is_refused_before_the_first_s
         preflight(config, make_mesh(MeshConfig()), "data", "tokenizer")
 
 
-def test_a_permission_that_is_missing_is_named_with_its_role(gcs):
+def test_a_missing_permission_is_named_with_its_role(gcs):
     message = "x@y.com does not have storage.buckets.get access to the Google Cloud Storage bucket."
     gcs.page = (403, json.dumps({"error": {"code": 403, "message": message}}).encode())
     with pytest.raises(UserError, match=r"lacks storage\.buckets\.get: grant it roles/storage\.legacyBucketReader"):
         Checkpoints(RUN, KEEP_ALL)
 
 
-def test_a_store_that_answers_503_at_the_start_is_asked_again_and_then_lost(gcs, monkeypatch):
+def test_a_store_that_answers_503_at_the_start_is_retried_and_then_lost(gcs, monkeypatch):
     saved(RUN, (1,))
     errors = [HttpError({"code": 503, "message": "try again"})]
 

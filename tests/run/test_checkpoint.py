@@ -93,7 +93,7 @@ def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source, other):
     assert digests == {params_sha256(tree, OTHER.model) for tree in (params, whole.params)}
 
 
-def test_what_is_saved_is_the_state_at_that_step_although_the_next_step_takes_its_memory(tmp_path):
+def test_a_checkpoint_has_its_step_s_state_although_the_next_step_reuses_the_memory(tmp_path):
     state = changed(state_on(8)[0])
     expected = jax.device_get(state)
     checkpoints = Checkpoints(tmp_path, KEEP_ALL)
@@ -134,7 +134,7 @@ def test_scores_come_from_the_run_s_record(tmp_path):
     assert [info.metrics for info in infos] == [None, {"val_bpb": 1.5}]
 
 
-def test_an_old_one_goes_only_when_a_newer_one_is_whole(tmp_path):
+def test_an_old_checkpoint_is_deleted_only_after_a_newer_one_is_complete(tmp_path):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1))
     for step in (1, 2, 3):
         checkpoints.save(step, state_on(1)[0], FACTS)
@@ -144,7 +144,7 @@ def test_an_old_one_goes_only_when_a_newer_one_is_whole(tmp_path):
     assert names(tmp_path) == ["3"]
 
 
-def test_reading_leaves_what_a_run_is_writing_alone_and_a_start_clears_it(tmp_path):
+def test_reading_keeps_unfinished_writes_and_a_start_deletes_them(tmp_path):
     saved(tmp_path)
     for leftover in ("7.orbax-checkpoint-tmp", "2.deleted"):
         (tmp_path / "checkpoints" / leftover / "params").mkdir(parents=True)
@@ -196,7 +196,7 @@ def files_of(folder: Path, step: int) -> list[Path]:
 
 @pytest.mark.medium
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_to_any_file_is_harmless_or_noticed_and_the_one_before_is_taken(tmp_path, pristine, damage):
+def test_damage_to_any_file_is_harmless_or_detected_and_the_previous_checkpoint_is_used(tmp_path, pristine, damage):
     """Damage every file of a checkpoint in turn. The newest state is restored, or, with a warning, the one before."""
     source, states = pristine
     noticed = set()
@@ -259,7 +259,7 @@ def test_another_optimizer_is_refused_by_name(tmp_path):
     assert names(tmp_path) == ["3"]
 
 
-def test_what_has_a_checkpoints_name_and_is_none_is_put_aside(tmp_path):
+def test_a_folder_with_only_a_checkpoint_s_name_is_set_aside(tmp_path):
     saved(tmp_path)
     (tmp_path / "checkpoints" / "99").mkdir()
     assert Checkpoints(tmp_path).newest == 3
@@ -269,7 +269,7 @@ def test_what_has_a_checkpoints_name_and_is_none_is_put_aside(tmp_path):
     checkpoints.close()
 
 
-def test_a_deletion_that_fails_is_said_and_holds_up_no_save(tmp_path, monkeypatch):
+def test_a_failed_deletion_is_reported_and_delays_no_save(tmp_path, monkeypatch):
     seen: list[int] = []
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1), on_saved=seen.append)
     with monkeypatch.context() as patch:
@@ -318,7 +318,7 @@ def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_
     assert names(tmp_path) == ["5"]
 
 
-def test_every_failure_is_kept_if_the_next_save_finds_it(tmp_path):
+def test_every_failure_is_recorded_even_by_the_next_save(tmp_path):
     checkpoints = Checkpoints(tmp_path, KEEP_ALL)
     with FullDisk():
         for step in (1, 2):
@@ -338,7 +338,7 @@ def test_a_disk_that_stays_away_ends_the_run_with_42(tmp_path, monkeypatch):
         checkpoints.save(2, state_on(1)[0], FACTS)
 
 
-def test_looking_does_not_wait(tmp_path, monkeypatch):
+def test_listing_does_not_wait(tmp_path, monkeypatch):
     checkpoints, may_end = Checkpoints(tmp_path, KEEP_ALL), threading.Event()
     make_whole = orbax_calls.Saving._make_whole
     monkeypatch.setattr(orbax_calls.Saving, "_make_whole", lambda self: may_end.wait() and make_whole(self))

@@ -135,7 +135,7 @@ def test_a_summary_of_fewer_steps_and_a_folder_with_a_number_do_not_make_a_run_c
 
 
 @pytest.mark.medium
-def test_another_tokens_per_step_goes_on_in_the_data_where_the_run_was(folder, monkeypatch):
+def test_with_another_tokens_per_step_the_data_continue_at_the_same_token(folder, monkeypatch):
     """Two steps of 8 rows read what four of 4 rows would read. With Adam's rates at 0, the losses agree too."""
     still = [f"--optimizer.{group}.peak_rate=1e-30" for group in ("embed", "matrices", "lm_head")]
     rates = [*still, "--seed=3"]
@@ -151,7 +151,7 @@ def test_another_tokens_per_step_goes_on_in_the_data_where_the_run_was(folder, m
     assert json.loads((folder / "mixed" / "summary.json").read_text())["tokens"] == 1024
 
 
-def test_a_rollback_on_record_is_followed_however_often_the_run_is_started(folder, monkeypatch):
+def test_a_recorded_rollback_is_applied_at_every_start(folder, monkeypatch):
     """The batches that it skips stay skipped after a kill."""
     run_dir = copy_of(folder, "rolled")
     events = Events(run_dir)
@@ -174,7 +174,7 @@ def test_a_source_may_be_spelled_in_another_way(folder, monkeypatch):
     assert record["changes"] == [["steps: 6 -> 7"]] and record["config"]["data"]["source"] == f"{folder}/text"
 
 
-def test_a_network_to_start_from_is_checked_whatever_the_folder_holds(folder, monkeypatch, capsys):
+def test_a_network_to_start_from_is_checked_in_any_folder(folder, monkeypatch, capsys):
     arguments = [f"--run_dir={folder}/finished", f"--out={folder}/exported", "--format=safetensors"]
     assert run("export", monkeypatch, *arguments) == 0
     (folder / "empty").mkdir()
@@ -183,7 +183,7 @@ def test_a_network_to_start_from_is_checked_whatever_the_folder_holds(folder, mo
         assert "of another network than the options ask for" in capsys.readouterr().err
 
 
-def test_a_finished_run_whose_metrics_and_summary_are_gone_is_finished_again(folder, monkeypatch):
+def test_a_complete_run_without_metrics_and_summary_is_completed_again(folder, monkeypatch):
     run_dir = copy_of(folder, "headless")
     expected = json.loads((run_dir / "summary.json").read_text())["params_sha256"]
     for name in ("summary.json", "metrics.jsonl"):
@@ -199,7 +199,7 @@ def test_a_relative_source_is_found_from_another_folder(folder, tmp_path, monkey
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["step"] == 6
 
 
-def test_starts_that_bring_no_newer_checkpoint_come_to_an_end_and_a_person_may_start_again(folder, monkeypatch, capsys):
+def test_starts_without_a_newer_checkpoint_end_and_a_user_may_restart(folder, monkeypatch, capsys):
     run_dir = copy_of(folder, "in-vain")
     longer = ("--run_dir=in-vain", "--steps=7", "--accept_changes")
     for _ in range(STARTS):
@@ -209,7 +209,7 @@ def test_starts_that_bring_no_newer_checkpoint_come_to_an_end_and_a_person_may_s
     assert start(monkeypatch, folder, *longer) == 0
 
 
-def test_each_start_records_what_it_was_made_with_and_the_report_compares(folder, monkeypatch):
+def test_each_start_records_its_versions_and_the_report_compares_them(folder, monkeypatch):
     run_dir = copy_of(folder, "other-code")
     monkeypatch.setattr("run.folder.code_digest", lambda: "feedbeef")
     assert start(monkeypatch, folder, "--run_dir=other-code", "--steps=7", "--accept_changes") == 0
@@ -220,7 +220,7 @@ def test_each_start_records_what_it_was_made_with_and_the_report_compares(folder
     assert sentence.text.startswith("From step 6 on these differ: code ") and "-> feedbeef" in sentence.text
 
 
-def test_a_machine_that_comes_back_after_another_has_gone_on_takes_over_its_record(folder, monkeypatch, capsys):
+def test_a_machine_that_returns_takes_over_the_newer_record_of_another(folder, monkeypatch, capsys):
     shared = ("--checkpoint.folder=shared", "--checkpoint.every_steps=2")
     assert start(monkeypatch, folder, "--run_dir=machine-a", "--steps=4", *shared) == 0
     assert start(monkeypatch, folder, "--run_dir=machine-b", "--steps=6", "--accept_changes", *shared) == 0

@@ -21,7 +21,7 @@ def test_events_are_read_in_order_and_a_half_line_is_cut_off(tmp_path):
     assert [event["event"] for event in events.read()] == ["start", "saved", "stop"]
 
 
-def test_a_damaged_line_is_refused_since_it_may_say_where_the_data_go_on(tmp_path):
+def test_a_damaged_line_is_refused_since_it_may_hold_the_data_s_position(tmp_path):
     events = Events(tmp_path)
     events.add("start", 0)
     with events.path.open("ab") as file:
@@ -71,7 +71,7 @@ def test_the_batch_of_a_ramp_that_was_changed_and_rolled_back():
     assert {step: batch_of(events, step, Ramp.read("", 7)) for step in expected} == expected
 
 
-def test_starts_are_in_vain_until_a_checkpoint_comes_a_person_stops_it_or_it_is_given_up():
+def test_starts_in_vain_are_counted_since_a_checkpoint_a_stop_or_giving_up():
     begun, lost = event("begun", 10), event("stop", 10, code=143)
     assert starts_in_vain([], 10) == 0
     before = event("begun", 5)

@@ -180,7 +180,7 @@ def test_accepted_changes_are_recorded_and_from_then_on_the_runs_own(config):
         open_run(config, "another", accept_changes=False)
 
 
-def test_resume_never_refuses_a_run_that_is_there(config):
+def test_resume_never_refuses_an_existing_run(config):
     never = replace(config, resume="never")
     open_run(never, "print", accept_changes=False)
     with pytest.raises(UserError, match=r"--resume=never.*holds a run already"):
@@ -188,14 +188,14 @@ def test_resume_never_refuses_a_run_that_is_there(config):
     assert open_run(replace(config, resume="must"), "print", accept_changes=False) == []
 
 
-def test_resume_must_refuses_where_there_is_no_run_and_writes_nothing(config):
+def test_resume_must_refuses_a_missing_run_and_writes_nothing(config):
     with pytest.raises(UserError, match="--resume=must, but there is no run"):
         open_run(replace(config, resume="must"), "print", accept_changes=False)
     assert not Path(config.run_dir).exists()
 
 
 @pytest.mark.parametrize("resume", ["auto", "never", "must"])
-def test_a_folder_of_something_else_is_refused_and_left_as_it_is(config, resume):
+def test_a_folder_of_something_else_is_refused_and_stays_unchanged(config, resume):
     folder = Path(config.run_dir)
     folder.mkdir(parents=True)
     (folder / "thesis.tex").write_text("mine")
@@ -206,7 +206,7 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(config, resume)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_run_without_a_step_binds_nobody(config, tmp_path, elsewhere):
+def test_a_run_without_a_step_accepts_any_config(config, tmp_path, elsewhere):
     """The corrected command needs no --accept_changes, whatever a refused or killed start has left."""
     if elsewhere:
         config = replace(config, checkpoint=CheckpointConfig(folder=str(tmp_path / "store")))
@@ -223,7 +223,7 @@ def test_a_run_without_a_step_binds_nobody(config, tmp_path, elsewhere):
         open_run(replace(config, seed=8), "another", accept_changes=False)
 
 
-def test_steps_before_the_first_checkpoint_bind(config):
+def test_steps_before_the_first_checkpoint_fix_the_config(config):
     with RunLock(config.run_dir) as lock:
         run_folder.open_run(config, "print", False, lock)
     (Path(config.run_dir) / "metrics.jsonl").write_text(json.dumps({"step": 4, "loss": 3.0, "time": 1.0}) + "\n")
@@ -279,7 +279,7 @@ def test_a_start_killed_while_it_fetched_the_record_can_be_repeated(config, tmp_
     assert open_run(config, "data", False) == [] and record_of(config)["dataset"] == "data"
 
 
-def test_using_a_folder_without_a_run_names_the_runs_that_are_there(config, tmp_path, monkeypatch):
+def test_using_a_folder_without_a_run_names_existing_runs(config, tmp_path, monkeypatch):
     open_run(config, "print", accept_changes=False)
     monkeypatch.chdir(tmp_path)
     mesh = jax.sharding.Mesh(jax.devices(), ("data",))
@@ -287,7 +287,7 @@ def test_using_a_folder_without_a_run_names_the_runs_that_are_there(config, tmp_
         load_run("runs/typo", mesh)
 
 
-def test_one_process_holds_a_run_at_a_time(config):
+def test_one_process_uses_a_run_at_a_time(config):
     with RunLock(config.run_dir) as lock:
         run_folder.open_run(config, "print", False, lock)
         run_folder.open_run(config, "print", False, lock)  # the same process may open it again
@@ -303,7 +303,7 @@ def test_a_folder_that_cannot_be_made_is_refused(config, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "taken"), [(errno.ENOSYS, True), (errno.EOPNOTSUPP, True), (errno.ENOLCK, False)])
-def test_a_disk_without_locks_is_said_and_one_whose_locks_fail_is_no_mistake(
+def test_a_disk_without_locks_is_reported_and_failing_locks_are_no_user_error(
     tmp_path, monkeypatch, capsys, number, taken
 ):
     def flock(*_):
@@ -320,7 +320,7 @@ def test_a_disk_without_locks_is_said_and_one_whose_locks_fail_is_no_mistake(
         assert passes(error.value)
 
 
-def test_the_lock_of_a_machine_that_is_gone_is_waited_for_and_that_of_this_one_is_not(tmp_path, monkeypatch):
+def test_a_lock_of_a_lost_machine_is_waited_for_but_not_one_of_this_machine(tmp_path, monkeypatch):
     """An NFS server keeps a lost machine's lock for 90 seconds."""
     pauses = []
     monkeypatch.setattr("tenacity.nap.time.sleep", pauses.append)
@@ -342,7 +342,7 @@ def test_the_lock_of_a_machine_that_is_gone_is_waited_for_and_that_of_this_one_i
     assert len(pauses) == 3
 
 
-def test_a_disk_that_fails_at_the_start_is_waited_for(tmp_path, monkeypatch):
+def test_a_disk_that_fails_at_the_start_is_retried(tmp_path, monkeypatch):
     monkeypatch.setattr("configs.retry.SECONDS", 0)
     monkeypatch.setattr("run.folder._open_run", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(StorageLost, match="Input/output error"):

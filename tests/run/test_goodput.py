@@ -65,7 +65,7 @@ def test_a_rollback_loses_steps_once_and_so_does_a_second_start_from_the_same_ch
     assert nonzero(goodput(events)) == {"steps": 21, "lost": 15, "down": 5}
 
 
-def test_events_of_older_versions_count_for_nothing():
+def test_events_of_older_versions_are_ignored():
     assert nonzero(goodput([{"event": "start", "step": 0, "time": 1.0}, event("start", 5, 10.0, start=2)])) == {
         "start": 2
     }

@@ -44,7 +44,7 @@ def choose(run_dir, chosen: dict[str, str]) -> None:
             (folder / "tmp" / name).rename(folder / name)
 
 
-def test_a_run_goes_on_with_its_choices_whatever_becomes_of_the_cache_or_of_its_folder(tmp_path, cache):
+def test_a_run_keeps_its_choices_without_the_cache_or_its_folder(tmp_path, cache):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     assert start(run, {"a": "1", "b": "1"}) == {"a": "1", "b": "1"}
     shutil.rmtree(cache)
@@ -54,7 +54,7 @@ def test_a_run_goes_on_with_its_choices_whatever_becomes_of_the_cache_or_of_its_
     assert start(elsewhere, {"a": "3", "d": "3"}) == {"a": "1", "b": "1", "c": "2", "d": "3"}
 
 
-def test_a_new_run_begins_with_the_choices_of_others_and_changes_none(tmp_path):
+def test_a_new_run_starts_with_the_choices_of_others_and_changes_none(tmp_path):
     start(tmp_path / "first", {"a": "1"})
     assert start(tmp_path / "second", {"a": "2", "b": "2"}) == {"a": "1", "b": "2"}
     assert start(tmp_path / "third", {"a": "3", "b": "3"}) == {"a": "1", "b": "2"}
@@ -62,7 +62,7 @@ def test_a_new_run_begins_with_the_choices_of_others_and_changes_none(tmp_path):
     assert start(tmp_path / "fourth", {}) == {"a": "1", "b": "2"}
 
 
-def test_a_choice_lies_whole_in_the_cache_or_not_at_all(tmp_path, monkeypatch):
+def test_a_choice_is_complete_in_the_cache_or_missing(tmp_path, monkeypatch):
     """Other processes may copy the cache while a run that is killed writes to it."""
     use_choices(tmp_path / "run")
     choose(tmp_path / "run", {"a": "1"})
@@ -91,7 +91,7 @@ def test_an_archive_that_cannot_be_read_is_named(tmp_path):
         use_choices(tmp_path / "run")
 
 
-def test_what_a_later_compilation_chooses_is_kept_too(tmp_path):
+def test_choices_of_later_compilations_are_stored_too(tmp_path):
     """Compile an earlier stage, as when the newest checkpoint is damaged."""
     run_dir = tmp_path / "run"
     config = Config("run", str(run_dir), steps=8, batch=BatchConfig(2, rows_per_device=1, ramp="0:2,8:4"))

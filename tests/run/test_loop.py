@@ -151,28 +151,28 @@ def test_a_kill_during_an_evaluation_costs_no_step_and_the_next_start_makes_up_f
     assert [line["step"] for line in read_metrics(tmp_path) if "val_loss" in line] == [0, 20, 40]
 
 
-def test_a_jump_goes_back_to_the_newest_checkpoint_and_says_where_the_data_go_on(make):
+def test_a_jump_returns_to_the_newest_checkpoint_with_the_data_s_new_position(make):
     loop, _, saved = make([2.0] * 26 + [9.0] + [2.0] * 13)
     loop.run(BATCHES)
     assert saved.newest == 20 and loop.jump.position == 27 * TOKENS and not loop.was_stopping
     assert loop.jump.spike["spike"]["batch"] == 26 and loop.jump.spike["spike"]["rows"] == [(0, 26)]
 
 
-def test_a_jump_before_the_first_checkpoint_is_said_and_forgotten(make):
+def test_a_jump_before_the_first_checkpoint_is_only_reported(make):
     losses = [2.0] * ENOUGH + [9.0] + [2.0] * 23
     loop, messages, saved = make(losses, checkpoint=CheckpointConfig(every_steps=20))
     assert loop.run(BATCHES)[0].step == 40 and saved.steps == [20, 40]
     assert any("no checkpoint is older than the jump" in text for text in messages)
 
 
-def test_who_asks_to_stop_while_the_loss_jumps_is_heard(make):
+def test_a_request_to_stop_during_a_jump_is_followed(make):
     stop = Stop()
     loop, _, _ = make([2.0] * 24 + [9.0] + [2.0] * 15, stop=stop)
     loop.run(asking(stop, Exit.PREEMPTED, 25))  # before step 26
     assert loop.jump and loop.was_stopping
 
 
-def test_a_rollback_that_ends_the_run_saves_nothing_though_a_save_failed_before(make):
+def test_a_rollback_that_ends_the_run_saves_nothing_even_after_a_failed_save(make):
     loop, _, saved = make([2.0] * 24 + [9.0] + [2.0] * 15)
     saved.failing_steps = {20}
     loop.run(BATCHES)
@@ -180,7 +180,7 @@ def test_a_rollback_that_ends_the_run_saves_nothing_though_a_save_failed_before(
 
 
 @pytest.mark.parametrize("last", [13, 20, 40])
-def test_a_run_that_is_to_stop_saves_its_step_and_evaluates_nothing(make, last):
+def test_a_run_asked_to_stop_saves_its_step_without_evaluation(make, last):
     stop = Stop()
     loop, _, saved = make([2.0] * 40, stop=stop)
     run, _ = loop.run(asking(stop, Exit.PREEMPTED, last - 1))

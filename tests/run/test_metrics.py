@@ -49,7 +49,7 @@ def test_lines_are_json_in_the_order_they_were_written_with_their_time(tmp_path,
     assert read_metrics(tmp_path) == [{**each, "time": 123.5} for each in lines]
 
 
-def test_a_line_is_in_the_file_and_soon_in_tensorboard_though_the_run_goes_on(tmp_path):
+def test_lines_reach_the_file_and_tensorboard_during_the_run(tmp_path):
     writer = MetricsWriter(tmp_path, 0)
     writer.write(line(1))
     assert lines_of(tmp_path) == [line(1)]
@@ -68,7 +68,7 @@ def test_continuing_drops_what_came_after_the_checkpoint_and_a_half_written_line
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "tensorboard"}
 
 
-def test_both_show_each_step_once_however_often_the_run_was_continued(tmp_path):
+def test_both_show_each_step_once_after_any_number_of_resumes(tmp_path):
     """Start again from step 0 after a kill before the first checkpoint. Each step must appear once."""
     starts = [
         (0, range(0, 3), 9.0),
@@ -92,7 +92,7 @@ def test_continuing_keeps_the_time_of_earlier_points(tmp_path, monkeypatch):
     assert [event.wall_time for event in shown(tmp_path / "tensorboard").Scalars("loss")] == [1000.0, 2000.0]
 
 
-def test_tensorboard_shows_numbers_nested_numbers_and_texts_and_leaves_out_what_is_none(tmp_path):
+def test_tensorboard_shows_numbers_nested_numbers_and_texts_without_none(tmp_path):
     samples = ["def a():\n    pass", "a\n````\nb"]
     write(tmp_path, 0, [{"step": 5, "loss": 1.5, "norm": {"embed": 2.0, "head": 3}, "mfu": None, "samples": samples}])
     assert scalars(tmp_path) == {"loss": [(5, 1.5)], "norm/embed": [(5, 2.0)], "norm/head": [(5, 3.0)]}
@@ -167,7 +167,7 @@ def test_a_disk_that_is_full_at_the_end_does_not_change_how_the_run_ends(tmp_pat
     assert capsys.readouterr().err == "TensorBoard's file cannot be written: No space left on device\n"
 
 
-def test_a_damaged_line_is_named_and_costs_itself_alone(tmp_path, capsys):
+def test_a_damaged_line_is_named_and_only_it_is_lost(tmp_path, capsys):
     write(tmp_path, 0, [line(step) for step in range(1, 4)])
     path = tmp_path / "metrics.jsonl"
     first, _, third = path.read_bytes().splitlines()

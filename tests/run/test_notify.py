@@ -24,7 +24,7 @@ def config_with(folder, **log):
     return dataclasses.replace(tiny_config(), run_dir=str(folder), log=LogConfig(**log))
 
 
-def test_the_command_is_told_which_event_and_run(tmp_path):
+def test_the_command_receives_event_and_run(tmp_path):
     shown = "$TOKENSUM_EVENT,$TOKENSUM_STEP,$TOKENSUM_RUN,$TOKENSUM_RUN_DIR,$TOKENSUM_MESSAGE"
     tell(config_with(tmp_path, on_event=f'echo "{shown}"'), "end", "it's \0 done", 7)
     assert (tmp_path / "on_event.log").read_text() == f"end,7,tiny,{tmp_path},it's  done\n"
@@ -36,7 +36,7 @@ def test_a_jump_does_not_wait_for_the_command(tmp_path):
     assert time.monotonic() - began < 4 and (tmp_path / "on_event.log").exists()
 
 
-def test_the_end_waits_only_so_long(tmp_path, monkeypatch):
+def test_the_end_waits_for_a_limited_time(tmp_path, monkeypatch):
     monkeypatch.setattr(notify, "LAST", 0.1)
     began = time.monotonic()
     tell(config_with(tmp_path, on_event="sleep 60 & echo $! > pid; mv pid $TOKENSUM_RUN_DIR; wait"), "end", "", 3)
@@ -46,7 +46,7 @@ def test_the_end_waits_only_so_long(tmp_path, monkeypatch):
     os.kill(int((tmp_path / "pid").read_text()), 15)
 
 
-def test_what_cannot_be_started_is_said_and_nothing_more(tmp_path, capfd):
+def test_a_command_that_cannot_start_is_only_reported(tmp_path, capfd):
     tell(config_with(tmp_path / "gone", on_event="true"), "failure", "", 3)
     assert "--log.on_event was not started: " in capfd.readouterr().err
     tell(config_with(tmp_path, on_event="exit 9"), "failure", "", 3)
@@ -54,7 +54,7 @@ def test_what_cannot_be_started_is_said_and_nothing_more(tmp_path, capfd):
     assert "not found" in (tmp_path / "on_event.log").read_text()
 
 
-def test_only_the_first_process_tells(tmp_path, monkeypatch):
+def test_only_the_first_process_notifies(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     tell(config_with(tmp_path, on_event="true"), "end", "", 3)
     assert not (tmp_path / "on_event.log").exists()
@@ -115,7 +115,7 @@ def test_weights_and_biases_gets_the_numbers_under_one_id(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("wrong", [None, OSError("no network\nat all"), SystemExit(1)])
-def test_a_run_goes_on_without_weights_and_biases(tmp_path, monkeypatch, capfd, wrong):
+def test_a_run_continues_without_weights_and_biases(tmp_path, monkeypatch, capfd, wrong):
     monkeypatch.setitem(sys.modules, "wandb", FakeWandb(wrong) if wrong else None)  # None: not installed
     monkeypatch.setattr(weights_and_biases, "WAITING", 2)
     wandb = Wandb(config_with(tmp_path, wandb="gpts"))

@@ -35,7 +35,7 @@ def contents(folder: str) -> dict[str, str]:
     return inside
 
 
-def test_all_that_a_run_shows_is_copied_and_fetched(run_dir, elsewhere, tmp_path):
+def test_the_complete_record_is_copied_and_fetched(run_dir, elsewhere, tmp_path):
     Record(run_dir, elsewhere).copy()
     board = ("tensorboard/events.1", "tensorboard/hparams/events.2")
     assert contents(elsewhere) == {name: f"of {name}" for name in (*CONTINUES, *board)}
@@ -43,7 +43,7 @@ def test_all_that_a_run_shows_is_copied_and_fetched(run_dir, elsewhere, tmp_path
     assert contents(str(tmp_path / "fresh")) == {name: f"of {name}" for name in CONTINUES}
 
 
-def test_what_changed_is_copied_again_and_what_is_gone_is_deleted(run_dir, elsewhere):
+def test_changed_files_are_copied_again_and_removed_ones_deleted(run_dir, elsewhere):
     record = Record(run_dir, elsewhere)
     record.copy()
     (run_dir / "tensorboard/events.1").rename(run_dir / "tensorboard/events.3")
@@ -57,7 +57,7 @@ def test_what_changed_is_copied_again_and_what_is_gone_is_deleted(run_dir, elsew
     assert contents(elsewhere) == inside
 
 
-def test_what_has_not_changed_is_not_copied_again(run_dir, gcs):
+def test_unchanged_files_are_not_copied_again(run_dir, gcs):
     record = Record(run_dir, RUN)
     record.copy()
     asked = len(gcs.asked)
@@ -65,7 +65,7 @@ def test_what_has_not_changed_is_not_copied_again(run_dir, gcs):
     assert len(gcs.asked) - asked <= 2
 
 
-def test_events_come_last_whichever_way(run_dir, elsewhere, tmp_path, monkeypatch):
+def test_events_are_copied_last_in_both_directions(run_dir, elsewhere, tmp_path, monkeypatch):
     """Events show a start if the copy is up to date: after a kill before them, the copy is made again."""
     order = []
 
@@ -92,7 +92,7 @@ def test_the_traceback_and_the_last_events_are_kept(run_dir, elsewhere, monkeypa
     assert (inside["events.jsonl"] == "a line more") == (process == 0)
 
 
-def test_a_users_mistake_and_a_store_that_fails_leave_the_error_as_it_is(run_dir, gcs):
+def test_a_user_error_and_a_failing_store_keep_the_error(run_dir, gcs):
     with pytest.raises(UserError, match="a mistake"), tell_of_failure(tiny_config(), Record(run_dir, RUN)):
         raise UserError("a mistake")
     assert not gcs.objects
@@ -101,7 +101,7 @@ def test_a_users_mistake_and_a_store_that_fails_leave_the_error_as_it_is(run_dir
         raise ZeroDivisionError("division by zero")
 
 
-def test_a_run_in_a_bucket_is_at_hand_with_its_newest_lines(run_dir, gcs):
+def test_a_run_in_a_bucket_is_readable_with_its_newest_lines(run_dir, gcs):
     (run_dir / "config.json").write_text(
         json.dumps({"config": {"name": "mine", "checkpoint": {"folder": "gs://old/x"}}})
     )
@@ -118,7 +118,7 @@ def test_a_run_in_a_bucket_is_at_hand_with_its_newest_lines(run_dir, gcs):
     assert at_hand("~/x") == Path("~/x").expanduser()
 
 
-def test_where_no_run_is_or_none_may_be_read_that_is_said(gcs):
+def test_a_missing_or_unreadable_run_is_reported(gcs):
     with pytest.raises(UserError, match="gs://bucket/runs/none holds no run"):
         at_hand("gs://bucket/runs/none")
     gcs.put("runs/mine/config.json", b"{}")

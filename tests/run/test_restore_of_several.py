@@ -84,7 +84,7 @@ def checkpoints_in(folder) -> tuple[list[str], int]:
         ("cannot write", 0, "not saved: [Errno 5] Input/output error (process 1)", (["1", "2", "4"], 0)),
     ],
 )
-def test_an_error_of_one_host_is_retried_and_condemns_no_checkpoint_that_is_sound(tmp_path, act, code, says, left):
+def test_an_error_of_one_host_is_retried_and_discards_no_sound_checkpoint(tmp_path, act, code, says, left):
     """Nobody waits for a process that cannot save, although Orbax's barriers wait twenty minutes."""
     acts = [f"{tmp_path} sound", f"{tmp_path} {act}"]
     acts = reversed(acts) if act == "cannot begin" else acts

@@ -56,7 +56,7 @@ def there(folder, monkeypatch):
     monkeypatch.chdir(folder)
 
 
-def test_there_are_as_many_programs_as_stages_that_the_run_comes_to(compilations):
+def test_each_stage_that_the_run_reaches_has_one_program(compilations):
     of_the_step = [line for line in compilations.lines if "Finished XLA compilation of jit(train_step)" in line]
     assert len(of_the_step) == 2
 
@@ -73,7 +73,7 @@ def test_tokens_are_counted_by_stage(folder):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("saved", [3, 4, 5])
-def test_killed_around_a_border_it_ends_as_the_untouched_one(folder, saved):
+def test_a_run_killed_around_a_border_ends_like_an_undisturbed_one(folder, saved):
     run_dir = folder / f"killed-after-{saved}"
     shutil.copytree("whole", run_dir)
     (run_dir / "summary.json").unlink()
@@ -99,7 +99,7 @@ def test_a_step_s_rows_are_found_again(folder, monkeypatch, capfd):
     assert "step 5: 16 rows of 32 tokens" in capfd.readouterr().out
 
 
-def test_another_ramp_is_refused_and_another_spelling_is_none(folder, capfd):
+def test_another_ramp_is_refused_but_not_another_spelling(folder, capfd):
     assert trained("whole", "--batch.ramp=0:256,1000:512,1000000:1024") == 0
     assert "is complete" in capfd.readouterr().out
     assert trained("whole", "--batch.ramp=0:256,2e3:512") == 2

@@ -155,7 +155,7 @@ def test_an_answer_streamed_or_not_has_its_text_reason_and_counts():
         assert usage.prompt_tokens_details.cached_tokens == 1
 
 
-def test_what_is_asked_of_the_engine_follows_from_the_request():
+def test_the_engine_s_options_follow_from_the_request():
     engine = FakeEngine(lambda prompt: spell("many words"))
     parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
@@ -183,7 +183,7 @@ def test_a_text_ends_before_the_first_of_its_stops():
         wait_until(lambda: engine.free == 1)
 
 
-def test_several_are_answered_at_once_each_with_its_own_text_and_beyond_the_queue_none():
+def test_several_requests_are_answered_at_once_and_those_beyond_the_queue_refused():
     engine = FakeEngine(echo, slots=3)
     engine.gate.clear()
     questions = [f"question {i} of several" for i in range(5)]
@@ -264,7 +264,7 @@ def refusing() -> Iterator[openai.OpenAI]:
         (b" " * (1 << 21), None, "more than 1,048,576 bytes"),
     ],
 )
-def test_what_is_wrong_with_a_request_is_named_in_openai_s_form(refusing, body, param, words):
+def test_an_invalid_request_gets_an_error_in_openai_s_form(refusing, body, param, words):
     body = body if isinstance(body, bytes) else json.dumps({"messages": HELLO} | body).encode()
     status, answer = fetch(refusing, "chat/completions", body)
     assert status == {"model": 404, None: 413 if "bytes" in words else 400}.get(param, 400)

@@ -161,7 +161,7 @@ def test_a_turn_reads_its_own_tokens_and_regenerate_draws_with_the_next_seed(eng
 
 
 @pytest.mark.medium
-def test_what_happens_when_the_row_is_full_is_said_before_it_happens(engine, capsys):
+def test_the_effect_of_a_full_row_is_announced(engine, capsys):
     terminal = Terminal(engine, GREEDY, "Be brief.", 20)
     for number in range(9):
         terminal.say(f"message number {number}")

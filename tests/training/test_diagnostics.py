@@ -212,7 +212,7 @@ def test_scalars_alone_cross_the_mesh_once_after_the_scan():
     assert 0 < size(measuring, False) - size(plain, False) < 8192
 
 
-def test_the_plain_program_knows_nothing_of_diagnostics():
+def test_the_plain_program_has_no_diagnostics():
     text = lambda config: (
         (built := build(config, jax.devices()[:1])).train_step.lower(built.abstract_state, built.abstract_batch())
     ).as_text()

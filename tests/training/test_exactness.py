@@ -45,7 +45,7 @@ TEXT = {"data.source": f"{sysconfig.get_path('stdlib')}/*.py"}
 
 
 @pytest.mark.parametrize(("config", "split"), CASES)
-def test_every_shipped_config_gives_the_same_run_whatever_the_split(config, split):
+def test_every_shipped_config_gives_the_same_run_for_every_split(config, split):
     """Run each config with its features, optimizer, schedule and text, from its own start.
 
     With the groups' former `eps`, small's second loss differed by 4.5% on 2 x 2 x 2 devices. Without the warmup of
@@ -133,6 +133,6 @@ def test_no_group_s_update_amplifies_rounding(name, dtype):
     assert max(disturbances(tiny(name, dtype)).values()) < DISTURBANCE[dtype]
 
 
-def test_the_eps_that_the_groups_once_had_would_fail():
+def test_the_former_eps_would_fail():
     moved = disturbances(tiny("small", "float32", eps=1e-10))
     assert min(moved["x0_lambdas"], moved["resid_lambdas"]) > 100 * DISTURBANCE["float32"], moved

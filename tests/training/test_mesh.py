@@ -67,7 +67,7 @@ def gpus(nodes: int, each: int, tasks: int = 1) -> list[GPU]:
     return [GPU(i, i // each, i * tasks // each) for i in range(nodes * each)]
 
 
-def test_islands_are_what_slice_index_tells_and_processes_where_it_does_not():
+def test_islands_follow_slice_index_or_else_processes():
     assert [len(island) for island in islands(gpus(2, 8))] == [8, 8]
     assert [len(island) for island in islands(gpus(2, 8, tasks=8))] == [8, 8]  # one task per GPU: still two nodes
     one_domain = [replace(gpu, slice_index=0) for gpu in gpus(2, 4)]  # an NVLink domain of several machines
@@ -98,7 +98,7 @@ def test_data_spans_nodes_and_the_rest_stays_inside_as_far_as_it_fits(nodes, eac
     assert tuple(bool(np.ptp(node, axis).any()) for axis in range(3)) == across
 
 
-def test_what_does_not_fit_a_node_is_told_with_its_cost(monkeypatch):
+def test_a_mesh_that_crosses_nodes_is_reported_with_its_cost(monkeypatch):
     def note(*sizes):
         devices = make_mesh(MeshConfig(*sizes))
         with monkeypatch.context() as patch:

@@ -101,7 +101,7 @@ def test_decay_falls_on_what_the_update_shrinks_and_fades():
 
 
 @pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
-def test_no_matrix_is_worked_on_twice_nor_sent_whole(sizes):
+def test_no_matrix_is_processed_twice_or_sent_complete(sizes):
     """Each of eight devices multiplies two of 16 matrices, an eighth of one device's work. A device's share is sent out
     and back once; otherwise only norms are sent."""
     mesh = make_mesh(MeshConfig(*sizes))

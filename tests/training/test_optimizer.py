@@ -36,7 +36,7 @@ def test_every_parameter_has_the_group_of_its_kind():
     assert groups["smear_lambda"] == groups["backout_lambda"] == {"values": "scalars"}
 
 
-def test_a_group_that_there_is_not_is_refused_with_its_parameter(monkeypatch):
+def test_an_unknown_group_is_refused_with_its_parameter(monkeypatch):
     monkeypatch.setattr("training.optimizer.parameter_groups", lambda model: {"blocks": {0: {"gate": "gates"}}})
     with pytest.raises(UserError, match=r"blocks\.0\.gate declares the optimizer group 'gates', but .* embed,"):
         make_optimizer(OptimizerConfig(), TINY, 100)

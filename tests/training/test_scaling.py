@@ -63,7 +63,7 @@ def test_a_stage_s_options_follow_the_batch_that_they_are_given_for(scaling, rat
         assert stage.optimizer.embed.beta1 == GROUP.beta1
 
 
-def test_second_moments_stay_unbiased_over_borders_whose_own_steps_are_skipped():
+def test_second_moments_stay_unbiased_over_borders_with_skipped_steps():
     """With equal gradients, each unbiased moment is the gradient, and Adam's direction is 1."""
     ramp, builds = Ramp.of(config().batch), build_stages(config("root"), jax.devices()[:1])
     params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), builds[0].abstract_state.params)

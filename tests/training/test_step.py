@@ -189,7 +189,7 @@ def test_documents_side_by_side_give_the_update_of_documents_apart(sizes, device
     assert distance(run_steps(config, without)[0], expected) > 1e-4
 
 
-def test_all_features_give_the_reference_update_whatever_the_split_and_mesh():
+def test_all_features_give_the_reference_update_for_every_split_and_mesh():
     config = tiny_config(heads=4, kv_heads=4, **ALL_FEATURES | {"depth": 3})
     sizes = ((4, ONE), (1, (8, 1, 1)), (2, (2, 2, 2)), (4, (1, 2, 4)))
     assert_same_steps(config, [on_mesh(config, *size) for size in sizes], reference.train)
@@ -217,7 +217,7 @@ def test_a_mesh_that_divides_few_sizes_gives_the_update_of_one():
     assert distance(run_steps(divided, rows, devices)[0], run_steps(config, rows)[0]) < 1e-6
 
 
-def test_muon_s_update_is_the_same_whatever_the_split_and_mesh():
+def test_muon_s_update_is_the_same_for_every_split_and_mesh():
     matrices = MatricesConfig(0.01, kind="muon")
     config = tiny_config(heads=4, kv_heads=4)
     # With OPTIMIZER's warmup, rounding decides the sign of one element's update, and so whether it decays.

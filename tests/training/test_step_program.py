@@ -51,7 +51,7 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches(devices):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("option", [{"remat": "products"}, {"remat": "block"}, {"loss_chunks": 4}])
-def test_what_saves_memory_does_not_change_the_result(option):
+def test_options_that_save_memory_do_not_change_the_result(option):
     config = tiny_config(rows_per_device=4)
     rows = [random_rows(config, step) for step in range(2)]
     params, metrics = run_steps(replace(config, model=replace(config.model, **option)), rows)
@@ -107,7 +107,7 @@ def test_a_run_compiles_its_step_once(caplog):
 
 @pytest.mark.medium
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)])
-def test_the_state_comes_out_where_it_went_in(mesh):
+def test_the_state_keeps_its_sharding(mesh):
     """A compiled step rejects a state stored elsewhere. XLA would choose another place for Muon's second moments."""
     matrices = replace(tiny_config().optimizer.matrices, kind="muon")
     config = replace(tiny_config(rows_per_device=1), mesh=mesh)

@@ -73,7 +73,7 @@ def test_tasks_in_any_order_stopped_anywhere_give_the_same_bytes(source, tmp_pat
         assert digests(out) == expected
 
 
-def test_the_first_failure_of_the_source_is_told_whichever_comes_first(source, tmp_path, monkeypatch):
+def test_the_source_s_first_failure_is_reported_in_any_order(source, tmp_path, monkeypatch):
     for seed in range(3):
         with pytest.raises(UserError, match=r"a\.jsonl line 11: not JSON"):
             make(monkeypatch, Preparation(**vars(source) | {"on_error": "stop"}), tmp_path / str(seed), seed)

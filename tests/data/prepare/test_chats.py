@@ -84,7 +84,7 @@ def test_each_row_is_the_conversation_that_nanochat_s_task_makes_of_it(tmp_path,
     assert converted(monkeypatch, tmp_path, schema, columns) == theirs
 
 
-def test_of_two_people_who_begins_is_the_user_and_a_chat_ends_with_an_answer(tmp_path, monkeypatch, capsys):
+def test_the_first_speaker_is_the_user_and_a_chat_ends_with_an_answer(tmp_path, monkeypatch, capsys):
     texts = lambda sent: [{"text": text, "sender": "", "timestamp": ""} for text in sent]
     chats = {name: {"messages": [texts(sent) for sent in chat], "prompt": ""} for name, chat in CHITCHAT.items()}
     monkeypatch.setitem(sys.modules, "chitchat_dataset", SimpleNamespace(Dataset=lambda: chats))

@@ -53,7 +53,7 @@ def rendered(tokenizer: TextTokenizer, some: list[dict]) -> Counter:
     return Counter(tuple(render(tokenizer, messages_of(one))) for one in some)
 
 
-def test_documents_are_rendered_and_held_out_by_their_text_whatever_the_workers(tmp_path, monkeypatch):
+def test_documents_are_rendered_and_held_out_by_text_for_any_number_of_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(data.prepare.parts, "TASK_BYTES", (9_000, 9_000))
     write_lines(tmp_path / "chat" / "a.jsonl", [*SOME[:150], SOME[1]])
     write_lines(tmp_path / "chat" / "b.jsonl", [one["messages"] for one in SOME[150:]])  # nanochat's format
@@ -110,7 +110,7 @@ def test_a_bad_conversation_is_named_or_skipped_and_counted_by_kind(tmp_path):
     assert facts_of(tmp_path / "out")["skipped"] == dict.fromkeys(kinds, 1)
 
 
-def test_what_is_given_as_text_or_as_conversations_by_mistake_is_refused(tmp_path):
+def test_text_given_as_conversations_is_refused_and_vice_versa(tmp_path):
     lines = write_lines(tmp_path / "a.jsonl", PLAIN)
     pq.write_table(pa.table({"messages": [[U, A]] * 9}), tmp_path / "b.parquet")
     pq.write_table(pa.table({"text": ["x", "y"]}), tmp_path / "c.parquet")

@@ -69,7 +69,7 @@ def test_folder_gives_its_text_files_whole_in_the_order_of_their_names(tmp_path)
 @pytest.mark.parametrize(
     ("pattern", "matches"), [("*.txt", ["a.txt"]), ("b/*", ["1.py", "2.txt"]), ("**/*.txt", ["a.txt", "b/2.txt"])]
 )
-def test_glob_gives_what_it_matches_named_below_its_fixed_part(tmp_path, pattern, matches):
+def test_a_glob_gives_its_matches_named_below_its_fixed_part(tmp_path, pattern, matches):
     write_files(tmp_path, {"a.txt": "one", "b/1.py": "three", "b/2.txt": "two", "b/c.png": "no"})
     assert names(find_corpus(f"{tmp_path}/{pattern}")) == matches
 
@@ -154,7 +154,7 @@ def test_a_long_file_is_cut_among_others_too(tmp_path):
     assert len(sizes) > 50 and sizes[-1] == 60_000 and max(sizes[:-1]) < 2 * CHUNK_BYTES
 
 
-def test_what_is_left_out_is_listed_and_its_option_takes_it(tmp_path):
+def test_excluded_files_are_listed_with_the_option_that_includes_them(tmp_path):
     write_files(tmp_path, {"a.txt": "one", "b.rst": "two" * 9, "c.json": "{}", "d.txt.gz": "x", "e.png": "x" * 999})
     corpus = find_corpus(str(tmp_path))
     assert (
@@ -294,7 +294,7 @@ def test_a_long_line_gives_what_a_short_one_does(tmp_path, monkeypatch, line):
 
 
 @pytest.mark.slow
-def test_a_worker_takes_less_than_1_5_gb_whatever_the_document_and_the_file(tmp_path):
+def test_a_worker_takes_less_than_1_5_gb_for_any_document_and_file(tmp_path):
     train_tokenizer(["some words"], 266).save(tmp_path / "tokenizer")
     for kind, path in large_files(tmp_path):
         read, peak = peak_bytes(tmp_path / "tokenizer", path)

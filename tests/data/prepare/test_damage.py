@@ -187,7 +187,7 @@ def test_a_file_that_vanished_since_it_was_listed_is_named(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"null", b"[]", b"{}", b'{"shards": 3', b"[" * 99_999, b"\xff", "half", "types"]
 )
-def test_a_damaged_record_is_named_by_all_who_read_it(folder, content):
+def test_every_reader_names_a_damaged_record(folder, content):
     path = folder / "made" / "dataset.json"
     whole = path.read_text()
     changed = {"half": whole[: len(whole) // 2], "types": whole.replace('"tokens": ', '"tokens": "many", "x": ')}
@@ -239,7 +239,7 @@ def test_a_damaged_plan_is_named(folder):
     opened(folder)
 
 
-def test_shards_that_hold_nothing_out_are_refused(folder, tmp_path):
+def test_shards_without_held_out_text_are_refused(folder, tmp_path):
     for name in ("train", "val"):
         write_shard(tmp_path / f"{name}.bin", np.zeros(0, int), 300)
     config = DataConfig(source=str(tmp_path), packing="best_fit", tokenizer=str(folder / "made" / "tokenizer"))
@@ -265,7 +265,7 @@ def test_a_prepared_dataset_opens_where_nothing_can_be_written(folder, monkeypat
     assert ("cannot be written: each start makes this plan again" in log) == (packing == "best_fit")
 
 
-def test_a_half_written_memory_of_an_examination_is_made_again(folder):
+def test_a_half_written_examination_is_repeated(folder):
     for sidecar in (folder / "made").glob("*.blocks"):  # without them shards are read completely, which is recorded
         sidecar.unlink()
     expected = opened(folder).fingerprint
@@ -284,7 +284,7 @@ def test_plans_are_as_readable_as_the_umask_says(folder):
         assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask
 
 
-def test_another_users_plan_is_made_again_in_the_cache(folder, monkeypatch):
+def test_another_users_plan_is_recreated_in_the_cache(folder, monkeypatch):
     expected = len(opened(folder).train[0])
 
     def load(home: Path):
@@ -302,7 +302,7 @@ def test_another_users_plan_is_made_again_in_the_cache(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("write", range(8))
-def test_a_preparation_without_room_says_so_and_goes_on_later(prepared, tmp_path, monkeypatch, write):
+def test_a_preparation_reports_a_full_disk_and_resumes_later(prepared, tmp_path, monkeypatch, write):
     """Fill the disk at one write after another: the record, a tokenizer file, the record, an index, a shard, its
     sidecar, the record."""
     writes = iter(range(99))
@@ -316,7 +316,7 @@ def test_a_preparation_without_room_says_so_and_goes_on_later(prepared, tmp_path
         assert (tmp_path / "out" / path.relative_to(prepared / "made")).read_bytes() == path.read_bytes()
 
 
-def test_a_complete_dataset_in_a_folder_that_may_only_be_read_serves(folder, monkeypatch):
+def test_a_complete_dataset_in_a_read_only_folder_opens(folder, monkeypatch):
     monkeypatch.setattr(data.prepare.preparation, "_only_one", no_room)
     prepare(preparation(folder), folder / "made")
 
@@ -350,7 +350,7 @@ def test_a_tokenizer_that_changed_under_a_preparation_is_refused(folder):
         ("max_files", [0, -1]),
     ],
 )
-def test_an_option_that_cannot_work_is_named_before_anything_is_made(prepared, tmp_path, name, values):
+def test_an_invalid_option_is_named_before_anything_is_created(prepared, tmp_path, name, values):
     for value in values:
         options = {} if name == "max_files" else {name: value}
         with pytest.raises(UserError, match=f"--{name}={value} cannot work: "):

@@ -41,7 +41,7 @@ def changed(**model: object) -> TextTokenizer:
     return TextTokenizer(json.dumps(facts))
 
 
-def test_tiktoken_is_not_taken_where_its_order_of_merges_would_be_another():
+def test_tiktoken_is_not_used_if_its_order_of_merges_differs():
     merges = json.loads(trained().json)["model"]["merges"]
     swapped = [merges[1], merges[0], *merges[2:]]
     assert tiktoken_of(changed()) and not tiktoken_of(changed(merges=swapped))
@@ -54,7 +54,7 @@ def test_blanks_that_tiktoken_cannot_take_are_encoded():
 
 
 @pytest.mark.parametrize("words", [["alpha", "naïve", "日本語", "😀 the"], ["日本語\n"], ["12345"], ["x"]])
-def test_parts_side_by_side_are_the_text_and_its_utf_8_has_the_same(words, monkeypatch):
+def test_joined_parts_are_the_text_and_utf_8_gives_the_same_parts(words, monkeypatch):
     monkeypatch.setattr("data.prepare.encoding.WINDOW", 5000)
     encoder, generator = Encoder(trained()), random.Random(1)
     text = (" " if len(words) > 1 else "").join(generator.choices(words, k=6000))

@@ -141,7 +141,7 @@ def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_resumes(en
     assert f"bytes={PIECE}-" in downloads  # the bytes received were not requested again
 
 
-def test_a_glob_and_a_revision_are_asked_for_and_the_first_is_asked_for_again(endpoint, monkeypatch):
+def test_a_glob_and_a_revision_are_requested_and_the_revision_stays(endpoint, monkeypatch):
     ask(endpoint, monkeypatch)
     revisions, info = [], HfApi.dataset_info
     monkeypatch.setattr(HfApi, "dataset_info", lambda *a, revision, **k: revisions.append(revision) or info(*a, **k))
@@ -160,13 +160,13 @@ def test_a_glob_and_a_revision_are_asked_for_and_the_first_is_asked_for_again(en
         ("hf:no name at all", "the hub refuses this dataset"),
     ],
 )
-def test_what_the_hub_does_not_have_is_a_mistake(endpoint, monkeypatch, source, says):
+def test_a_dataset_missing_on_the_hub_is_a_user_error(endpoint, monkeypatch, source, says):
     ask(endpoint, monkeypatch)
     with pytest.raises(UserError, match=says):
         find_corpus(source)
 
 
-def test_a_network_that_is_away_is_waited_for_and_is_no_mistake(monkeypatch):
+def test_an_unreachable_network_is_retried_and_no_user_error(monkeypatch):
     """Retry, although the client's errors are no OSErrors."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("configs.retry.SECONDS", 0)

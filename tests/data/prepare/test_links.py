@@ -48,7 +48,7 @@ def test_linked_files_and_folders_are_read_under_the_links_names(linked):
     assert texts(linked) == LINKED
 
 
-def test_a_folder_that_is_itself_a_link_and_one_of_nothing_but_links(linked, tmp_path):
+def test_a_linked_folder_and_a_folder_of_links_are_read(linked, tmp_path):
     (tmp_path / "alias").symlink_to(linked)
     assert texts(tmp_path / "alias") == LINKED
     for name in ("a.txt", "sub/b.txt"):
@@ -69,13 +69,13 @@ def test_globs_follow_links_too(linked, pattern, names):
     assert list(texts(f"{linked}/{pattern}")) == names
 
 
-def test_a_glob_finds_what_only_a_link_s_name_matches(linked):
+def test_a_glob_matches_names_of_links(linked):
     (linked / "sub" / "once_more").symlink_to(linked / "sub")
     assert list(texts(f"{linked}/**/once*/*.txt")) == ["sub/once_more/b.txt"]
     assert list(texts(f"{linked}/*/*/b.txt")) == ["sub/once_more/b.txt"]
 
 
-def test_text_that_several_links_lead_to_is_read_once_under_its_own_name(linked):
+def test_text_behind_several_links_is_read_once_under_its_own_name(linked):
     (linked / "0again.txt").symlink_to(linked / "a.txt")
     (linked / "0whole").symlink_to(linked)
     (linked / "0sub").symlink_to(linked / "sub")
@@ -91,7 +91,7 @@ def test_loops_of_links_end(linked, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gone.txt", "gone_folder"])
-def test_a_link_that_leads_nowhere_is_refused_or_counted(linked, name):
+def test_a_broken_link_is_refused_or_counted(linked, name):
     (linked / name).symlink_to("/nowhere/at/all")
     (linked / "picture.png").symlink_to("/nowhere/at/all")  # no text file, wherever it leads
     with pytest.raises(
@@ -115,7 +115,7 @@ def forbidden(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "why"), [("a.txt", "no permission"), ("sub", "Permission denied")])
-def test_what_may_not_be_read_is_refused_or_counted(linked, monkeypatch, name, why):
+def test_unreadable_files_are_refused_or_counted(linked, monkeypatch, name, why):
     forbidden(monkeypatch, name)
     with pytest.raises(UserError, match=rf"1 file\(s\) or folder\(s\).*/{name} the first: {why}.*--on_error=skip"):
         find_corpus(str(linked))
@@ -123,21 +123,21 @@ def test_what_may_not_be_read_is_refused_or_counted(linked, monkeypatch, name, w
     assert read[name].startswith(why) and len(read) == len(LINKED)
 
 
-def test_a_glob_does_not_look_where_it_cannot_match(linked, monkeypatch):
+def test_a_glob_skips_folders_that_cannot_match(linked, monkeypatch):
     forbidden(monkeypatch, "sub")
     assert list(texts(f"{linked}/*.txt")) == ["a.txt", "link.txt", "named.txt"]
     assert list(texts(f"{linked}/l*/*.txt")) == ["linked/two.txt"]
 
 
 @pytest.mark.parametrize("folder", ["bad[2023]", "what?", "std::vector", "stars*", "x:/y"])
-def test_what_exists_as_it_is_written_is_no_glob(tmp_path, folder):
+def test_an_existing_path_is_no_glob(tmp_path, folder):
     write(tmp_path / folder, "std::vector.md", "a[1].txt")
     assert list(texts(tmp_path / folder)) == ["a[1].txt", "std::vector.md"]
     assert list(texts(tmp_path / folder / "std::vector.md")) == ["std::vector.md"]
     assert list(texts(f"{tmp_path / folder}/*.md")) == ["std::vector.md"]
 
 
-def test_a_name_that_is_not_utf8_has_its_side_and_its_text(tmp_path):
+def test_a_file_whose_name_is_not_utf8_is_read_and_split(tmp_path):
     name = os.fsdecode(b"caf\xe9.txt")
     write(tmp_path, name)
     assert list(texts(tmp_path)) == [f"{name}"]

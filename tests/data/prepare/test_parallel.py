@@ -85,7 +85,7 @@ def slurm(monkeypatch):
 
 
 @pytest.mark.slow
-def test_jobs_of_slurm_write_the_bytes_of_one_worker_and_name_what_kills_them(slurm, source, serial, tmp_path):
+def test_slurm_jobs_write_the_bytes_of_one_worker_and_name_a_deadly_document(slurm, source, serial, tmp_path):
     for workers in (1, 2):
         out = tmp_path / str(workers)
         prepare(source, out, where=Where(engine="slurm", workers=workers, jobs=2, sbatch="--nice=1"))
@@ -97,14 +97,14 @@ def test_jobs_of_slurm_write_the_bytes_of_one_worker_and_name_what_kills_them(sl
         prepare(source, tmp_path / "refused", where=Where(engine="slurm", sbatch="--partition=nowhere"))
 
 
-def test_a_machine_without_slurm_is_told_so(source, tmp_path, monkeypatch):
+def test_missing_slurm_is_reported(source, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="no `sbatch` here"):
         prepare(source, tmp_path / "out", where=Where(engine="slurm"))
     assert not (tmp_path / "out").exists()
 
 
-def test_five_kills_of_workers_and_of_the_command_leave_no_trace(source, serial, tmp_path):
+def test_five_kills_of_workers_and_the_command_change_nothing(source, serial, tmp_path):
     kills, log = prepare_under_fire(source, tmp_path / "out", 9_000, 5, random.Random(0))
     assert kills == 5, log
     assert digests(tmp_path / "out") == digests(serial)

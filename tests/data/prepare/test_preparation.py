@@ -62,7 +62,7 @@ def documents(folder: Path, part: str) -> list[str]:
     return texts
 
 
-def test_both_parts_hold_all_text_a_bos_before_each_document_in_many_shards(settings, tmp_path):
+def test_both_splits_contain_all_text_with_a_bos_before_each_document(settings, tmp_path):
     prepare(settings, tmp_path / "out")
     facts, parts = facts_of(tmp_path / "out"), {part: documents(tmp_path / "out", part) for part in ("train", "val")}
     assert Counter(parts["train"] + parts["val"]) == Counter(texts_of(settings))
@@ -78,7 +78,7 @@ def test_both_parts_hold_all_text_a_bos_before_each_document_in_many_shards(sett
 
 @pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
 @pytest.mark.parametrize("count", [2, 5])
-def test_each_side_gets_a_document_however_few_there_are(tmp_path, fraction, count):
+def test_each_split_gets_a_document_even_of_two(tmp_path, fraction, count):
     (tmp_path / "text").mkdir()
     for i in range(count):
         (tmp_path / "text" / f"{i}.txt").write_text("some words and more of them " * 9 + str(i))
@@ -87,7 +87,7 @@ def test_each_side_gets_a_document_however_few_there_are(tmp_path, fraction, cou
     assert counts == ([count - 1, 1] if fraction < 0.5 else [1, count - 1])
 
 
-def test_equal_texts_share_a_side_in_every_dataset(tmp_path):
+def test_equal_texts_share_a_split_in_every_dataset(tmp_path):
     """Write the same 500 texts twice to one dataset, and 400 of them once to another."""
     lines = [json.dumps({"text": f"text {i} " * (i % 5 + 1)}) + "\n" for i in range(500)]
     for name, order in (("one/a", lines), ("one/b", lines[::-1]), ("two/c", [*lines[100:], "{}\n"])):
@@ -151,7 +151,7 @@ def test_a_tokenizer_is_trained_on_a_bounded_number_of_files(settings, monkeypat
 
 
 @pytest.mark.parametrize("given", ["tokenizer.json", "folder"])
-def test_a_given_tokenizer_is_used_as_it_is(settings, tmp_path, given):
+def test_a_given_tokenizer_is_used_unchanged(settings, tmp_path, given):
     train_tokenizer(["other text " * 50], 265).save(tmp_path / "tok")
     name = tmp_path / "tok" / ("tokenizer.json" if given == "tokenizer.json" else "")
     prepare(replace(settings, tokenizer=str(name)), tmp_path / "out")
@@ -179,7 +179,7 @@ def test_a_deleted_shard_is_made_again_to_the_bit(settings, tmp_path, part):
     assert contents(tmp_path / "out") == before
 
 
-def test_more_files_can_follow_and_give_the_whole(settings, tmp_path):
+def test_files_added_later_give_the_complete_dataset(settings, tmp_path):
     prepare(settings, tmp_path / "out", max_files=3)
     first = documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")
     assert len(first) == 3
@@ -196,7 +196,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("call", range(0, 90, 7))
-def test_killed_at_any_write_it_goes_on_and_gives_the_same_bytes(settings, tmp_path, monkeypatch, call):
+def test_a_preparation_killed_at_any_write_resumes_to_the_same_bytes(settings, tmp_path, monkeypatch, call):
     """Kill at every rename, with half of the file written."""
     prepare(settings, tmp_path / "whole")
     calls = iter(range(1000))
@@ -255,7 +255,7 @@ def test_of_two_preparations_at_once_one_waits_for_the_other(settings, tmp_path,
     )
 
 
-def test_a_preparation_that_begins_while_another_looks_is_waited_for(settings, tmp_path, monkeypatch):
+def test_a_preparation_that_starts_during_a_check_is_waited_for(settings, tmp_path, monkeypatch):
     def looked(path):
         exists = path.is_file() or path.is_dir()
         if path == tmp_path / "out" / "dataset.json":
@@ -269,7 +269,7 @@ def test_a_preparation_that_begins_while_another_looks_is_waited_for(settings, t
 
 
 @pytest.mark.parametrize(("text", "some_size_works"), [("hello hello world ", True), ("a", False)])
-def test_too_large_vocabulary_names_a_size_that_works_if_there_is_one(text, some_size_works, tmp_path):
+def test_a_too_large_vocabulary_names_a_valid_size(text, some_size_works, tmp_path):
     (tmp_path / "text").mkdir()
     for i in range(10):
         (tmp_path / "text" / f"{i}.txt").write_text((text * 2 if some_size_works else text) + str(i))
@@ -284,7 +284,7 @@ def test_too_large_vocabulary_names_a_size_that_works_if_there_is_one(text, some
         assert load_tokenizer(tmp_path / f"out{size}" / "tokenizer").vocab_size == size
 
 
-def test_skipped_documents_are_said_and_counted_even_where_nothing_follows_them(settings, tmp_path, capfd):
+def test_skipped_documents_are_reported_and_counted_even_at_the_end(settings, tmp_path, capfd):
     for name in ("0first", "5middle", "zlast"):
         Path(settings.source, f"{name}.txt").write_bytes(b"\xff\xfe")
     Path(settings.source, "zzlast.txt").write_text("")
@@ -343,7 +343,7 @@ def test_a_start_that_failed_does_not_claim_the_folder(settings, tmp_path):
     assert facts_of(tmp_path / "out")["complete"]
 
 
-def test_after_a_bad_document_the_rest_can_be_made_without_it(settings, tmp_path, monkeypatch):
+def test_after_a_bad_document_the_rest_can_be_prepared(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(data.prepare.parts, "TASK_BYTES", (1500, 1500))
     lines = [json.dumps({"text": f"line {i} " * (i % 9 + 1)}) for i in range(40)]
     Path(settings.source, "table.jsonl").write_text("\n".join([*lines, "no json", *lines[:5]]))
@@ -382,7 +382,7 @@ def splits(tmp_path) -> Preparation:
     return Preparation(source=str(tmp_path / "text"), tokenizer=str(tmp_path / "tok"), val_fraction=0.3)
 
 
-def test_files_of_a_validation_split_are_held_out_and_their_texts_left_out_of_training(splits, tmp_path, capfd):
+def test_a_validation_split_is_held_out_and_its_texts_excluded_from_training(splits, tmp_path, capfd):
     out = tmp_path / "out"
     prepare(splits, out)
     parts = [documents(out, part) for part in ("train", "val")]
@@ -405,7 +405,7 @@ def test_val_source_is_held_out_and_workers_change_no_byte(splits, tmp_path):
         prepare(splits, tmp_path / "1")
 
 
-def test_a_test_split_is_refused_and_one_alone_is_a_text_like_others(splits, tmp_path):
+def test_a_test_split_is_refused_unless_it_is_the_only_text(splits, tmp_path):
     Path(splits.source, "test-00000.jsonl").write_bytes(Path(splits.source, "validation-00000.jsonl").read_bytes())
     with pytest.raises(
         UserError, match=r"1 file\(s\) of a test split, test-00000\.jsonl the first: .*glob.*--val_source"
@@ -425,7 +425,7 @@ def test_documents_with_13_words_of_an_evaluation_are_left_out_and_counted(split
     assert len(kept) == 16 and not any(text.startswith(("text 3 ", "text 4 ")) for text in kept)
 
 
-def test_a_folder_of_which_most_would_be_left_out_is_refused(settings, tmp_path):
+def test_a_folder_with_mostly_excluded_files_is_refused(settings, tmp_path):
     Path(settings.source, "manual.rst").write_text("words " * 9000)
     with pytest.raises(UserError, match=r"most of its text .* 1 \.rst \(54,000 bytes; --text_extensions=\.rst\).*glob"):
         prepare(settings, tmp_path / "out")

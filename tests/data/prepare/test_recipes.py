@@ -80,13 +80,13 @@ def endpoint():
         yield url
 
 
-def test_there_is_a_recipe_for_each():
+def test_every_dataset_has_a_recipe():
     sources = [re.split("[: ]", recipe)[1] for recipe in RECIPES]
     assert sources == list(Laid.repositories)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_works_as_it_is_typed(recipe, endpoint, tmp_path, monkeypatch):
+def test_every_recipe_runs(recipe, endpoint, tmp_path, monkeypatch):
     """Change only the output folder, and sizes that need more text."""
     ask(endpoint, monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))

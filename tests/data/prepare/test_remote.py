@@ -39,12 +39,12 @@ def texts() -> list[str]:
     return [document.text for file in corpus.files for document in corpus.documents(file)]
 
 
-def test_a_read_that_fails_is_made_again_and_no_byte_is_lost_or_doubled(bucket):
+def test_a_failed_read_is_retried_without_losing_or_repeating_bytes(bucket):
     bucket.append(ConnectionResetError("reset"))
     assert texts() == 2 * TEXTS
 
 
-def test_a_span_is_read_from_where_it_begins(bucket):
+def test_a_span_is_read_from_its_start(bucket):
     bucket.append(TimeoutError())
     corpus = find_corpus("memory://texts")
     file, middle = corpus.files[0], 900_000
@@ -58,7 +58,7 @@ def test_an_error_of_the_program_ends_at_once(bucket):
         texts()
 
 
-def test_a_server_that_stays_away_is_no_mistake(bucket, monkeypatch):
+def test_an_unreachable_server_is_no_user_error(bucket, monkeypatch):
     monkeypatch.setattr("configs.retry.SECONDS", 0)
     monkeypatch.setattr(MemoryFile, "read", lambda *_: (_ for _ in ()).throw(ConnectionResetError("reset")))
     with pytest.raises(StorageLost, match=r"memory://.*reset"):

@@ -10,7 +10,7 @@ from run.goodput import Times
 from run.hooks.idle import Idle
 
 
-def test_data_that_come_while_the_devices_are_busy_cost_nothing(monkeypatch):
+def test_data_that_arrive_while_devices_work_cost_no_time(monkeypatch):
     now, ended = [0.0], threading.Event()
     monkeypatch.setattr("run.goodput.time.monotonic", lambda: now[0])
 

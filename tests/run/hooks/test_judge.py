@@ -46,7 +46,7 @@ def judged(tmp_path):
     return make
 
 
-def test_a_jump_is_said_with_batch_and_rows(judged, tmp_path):
+def test_a_jump_is_reported_with_batch_and_rows(judged, tmp_path):
     one = judged()
     one.feed([2.0] * ENOUGH + [2.9, 3.1, 2.0, 9.0])
     spikes = [line for line in read_metrics(tmp_path) if "spike" in line]
@@ -58,13 +58,13 @@ def test_a_jump_is_said_with_batch_and_rows(judged, tmp_path):
 
 
 @pytest.mark.parametrize(("factor", "before"), [(0.0, ENOUGH), (1.5, ENOUGH - 1)])
-def test_no_jump_is_said_when_off_or_before_there_is_anything_to_compare_with(judged, factor, before):
+def test_no_jump_is_reported_when_off_or_without_earlier_losses(judged, factor, before):
     one = judged(factor)
     one.feed([2.0] * before + [9.0])
     assert not one.messages
 
 
-def test_what_a_loss_is_compared_with_is_resumed_from_what_was_saved(judged):
+def test_the_losses_to_compare_with_are_resumed_from_a_checkpoint(judged):
     untouched = judged(1.1)
     losses = [2.0 + (i * 37 % 11) / 20 for i in range(2 * WINDOW)]
     untouched.feed(losses)
@@ -76,7 +76,7 @@ def test_what_a_loss_is_compared_with_is_resumed_from_what_was_saved(judged):
     assert untouched.messages == first.messages + resumed.messages and untouched.messages
 
 
-def test_skipped_steps_are_said_with_their_reason_and_counted_in_a_row(judged):
+def test_skipped_steps_are_reported_with_their_reason_and_counted_in_a_row(judged):
     one = judged()
     one.read(read(1, 2.0, skipped=1, norm=float("nan")), read(2, float("nan"), skipped=2, norm=float("inf")))
     assert one.judge.skipped_in_a_row == 2 and "the gradient of matrices is not finite; 2 step(s)" in one.messages[1]

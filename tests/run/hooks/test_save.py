@@ -61,7 +61,7 @@ def test_a_save_that_fails_is_tried_again_and_the_third_in_a_row_ends_the_run(
     assert all(saved.facts[step]["tokens"] == saved.facts[step]["position"] == step * TOKENS for step in steps)
 
 
-def test_a_disk_that_is_away_for_a_while_does_not_end_the_run(tmp_path, monkeypatch):
+def test_a_disk_that_fails_for_a_while_does_not_end_the_run(tmp_path, monkeypatch):
     saved = Saved(ALL)
     saved.passing = True
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: saved.failing_steps.clear())

@@ -18,7 +18,7 @@ from tests.run.hooks.runs import config_of, progress
         (0, "0:128,1280:256", 600),
     ],
 )
-def test_it_watches_the_step_after_those_that_were_taken(tmp_path, resumed, ramp, allowed):
+def test_it_watches_the_next_step(tmp_path, resumed, ramp, allowed):
     batch = BatchConfig(sequence_length=16, tokens_per_step=256, rows_per_device=16, ramp=ramp)
     config = config_of(tmp_path, batch=batch, hang=HangConfig(seconds=100))
     run, watch = progress(config, resumed), Watch(config, Times())
@@ -34,7 +34,7 @@ def test_it_watches_the_step_after_those_that_were_taken(tmp_path, resumed, ramp
     watch.close()
 
 
-def test_a_hang_is_told_and_ends_all_processes_and_other_work_has_its_own_limit(tmp_path, monkeypatch):
+def test_a_hang_is_reported_and_ends_all_processes_and_other_work_has_its_own_limit(tmp_path, monkeypatch):
     tell, end = Mock(), Mock()
     monkeypatch.setattr("run.hooks.watch.tell", tell)
     monkeypatch.setattr("run.hooks.watch.end_as_hung", end)

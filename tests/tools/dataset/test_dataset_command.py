@@ -77,7 +77,7 @@ def test_documents_their_bytes_and_what_repeats(facts, monkeypatch):
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_what_packing_costs_is_what_its_rows_show(facts, packing, tmp_path):
+def test_the_cost_of_packing_equals_the_count_of_its_rows(facts, packing, tmp_path):
     """Count at every position of every row."""
     rows = facts.dataset.rows("train", DataConfig(packing=packing), 6, tmp_path / "plans")
     packed = facts.packed[packing]
@@ -98,7 +98,7 @@ def test_documents_that_would_fit_a_row_are_cut_by_stream_alone(facts):
     assert facts.packed["stream"].cut == pytest.approx(1 / 6) and facts.packed["best_fit"].cut == 0
 
 
-def test_the_page_says_it_and_stands_alone(made, monkeypatch, capsys, tmp_path):
+def test_the_page_has_the_facts_and_is_self_contained(made, monkeypatch, capsys, tmp_path):
     assert inspect(monkeypatch, made, *SIZES[:1]) == 0
     output, page = capsys.readouterr().out, (made / "dataset.html").read_text()
     assert "repeated  " in output and "stream  " in output and "best_fit  " in output
@@ -107,7 +107,7 @@ def test_the_page_says_it_and_stands_alone(made, monkeypatch, capsys, tmp_path):
         inspect(monkeypatch, made, "--out=/x/y.html")
 
 
-def test_listed_documents_name_their_files_while_the_source_is_what_it_was(tmp_path, monkeypatch):
+def test_listed_documents_name_their_files_while_the_source_is_unchanged(tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     for name, letter in (("a", "é"), ("b", "b"), ("c", "c")):
         (tmp_path / "text" / f"{name}.txt").write_text(f"{letter} " * 4000)
@@ -128,7 +128,7 @@ def test_listed_documents_name_their_files_while_the_source_is_what_it_was(tmp_p
     assert "tokens: file not known" in page and ".txt</p>" not in page
 
 
-def test_of_conversations_it_says_what_is_learned_and_marks_it(tmp_path, monkeypatch, capsys):
+def test_for_conversations_it_counts_and_marks_the_learned_tokens(tmp_path, monkeypatch, capsys):
     turn = lambda i: [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "answer"}]
     lines = [json.dumps({"messages": turn(i) * (1 + i % 3)}) for i in range(60)]
     (tmp_path / "chat.jsonl").write_text("\n".join(lines))

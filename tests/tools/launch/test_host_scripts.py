@@ -54,7 +54,7 @@ def kill(folder) -> None:
                     os.kill(int(entry.name), signal.SIGKILL)
 
 
-def test_a_start_after_the_end_starts_nothing_until_the_end_is_forgotten(host):
+def test_a_start_after_the_end_starts_nothing_until_the_end_is_reset(host):
     ssh, repository, prepare = host
     repository.plan([0])
     ssh(host_scripts.start("tiny"))
@@ -83,14 +83,14 @@ def test_a_stop_saves_and_lasts(host):
     assert " ended 143" in ssh(host_scripts.state("tiny")) and len(repository.starts()) == 1
 
 
-def test_where_nothing_was_prepared_nothing_is_known_started_or_stopped(host):
+def test_without_preparation_nothing_is_known_started_or_stopped(host):
     """A lost disk looks the same: it is no error, and `state` reports it."""
     ssh, _, _ = host
     assert ssh(host_scripts.start("other")) == ssh(host_scripts.stop("other")) == ""
     assert ssh(host_scripts.state("other")).split()[1] == "none"
 
 
-def test_crashes_are_counted_over_a_reboot_and_forgotten_by_a_person(host, tmp_path):
+def test_crashes_are_counted_over_a_reboot_and_reset_by_a_user(host, tmp_path):
     ssh, repository, prepare = host
     repository.plan(["kill"], ["wait"], ["kill"])
     ssh(host_scripts.start("tiny"))
@@ -104,7 +104,7 @@ def test_crashes_are_counted_over_a_reboot_and_forgotten_by_a_person(host, tmp_p
     wait_for(lambda: len(repository.starts()) == 5)
 
 
-def test_who_starts_the_run_again_while_it_saves_at_its_limit_keeps_the_slices(host, tmp_path):
+def test_a_restart_during_the_save_at_the_limit_keeps_the_slices(host, tmp_path):
     ssh, repository, prepare = host
     repository.plan(["wait"])
     prepare(2, until=round(time.time()) + 1)

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
         ("2x cpu:1", 2, 1, 2),
     ],
 )
-def test_hardware_is_read_as_it_is_written(text, hosts, per_host, devices):
+def test_hardware_is_parsed(text, hosts, per_host, devices):
     hardware = parse_hardware(text)
     assert (hardware.hosts, hardware.devices_per_host, hardware.devices) == (hosts, per_host, devices)
     assert str(hardware) == text
@@ -42,12 +42,12 @@ def test_hardware_is_read_as_it_is_written(text, hosts, per_host, devices):
 @pytest.mark.parametrize(
     "text", ["", "v5e", "v5e:3x3", "v5e:16", "v5p:4x4", "v5p:8x4x4", "h200:9", "h200:2x2", "0x cpu:1"]
 )
-def test_hardware_that_there_is_not_is_refused(text):
+def test_unknown_hardware_is_refused(text):
     with pytest.raises(UserError, match="--hardware"):
         parse_hardware(text)
 
 
-def test_every_kind_is_read_with_what_its_launchers_ask_for():
+def test_every_kind_is_read_with_what_its_launchers_need():
     for kind, facts in catalog().items():
         if "dimensions" in facts:
             assert facts["zones"] and facts["runtime"] and facts["type"] and facts["units_per_chip"], kind
@@ -84,7 +84,7 @@ def repository(path: Path) -> Path:
     return path
 
 
-def test_the_code_is_what_lies_here_without_what_git_ignores(tmp_path):
+def test_the_code_is_the_work_tree_without_ignored_files(tmp_path):
     root = repository(tmp_path)
     (root / "new.py").write_text("not added")
     with tarfile.open(fileobj=BytesIO(pack(root).archive)) as archive:
@@ -112,7 +112,7 @@ def test_the_hash_follows_the_files_and_nothing_else(tmp_path):
     assert not any(name.startswith(("here", "text", "report")) for name in pack(root).names)
 
 
-def test_unpacking_twice_or_at_once_leaves_it_whole_and_damage_is_refused(tmp_path):
+def test_unpacking_twice_or_at_once_is_harmless_and_damage_is_refused(tmp_path):
     (tmp_path / "code").mkdir()
     code = pack(repository(tmp_path / "code"))
     archive = tmp_path / "archive.tar"
@@ -129,7 +129,7 @@ def test_unpacking_twice_or_at_once_leaves_it_whole_and_damage_is_refused(tmp_pa
     assert not (tmp_path / "elsewhere" / code.name).exists()
 
 
-def test_what_is_no_code_is_refused(tmp_path):
+def test_an_archive_of_no_code_is_refused(tmp_path):
     with pytest.raises(UserError, match="git"):
         pack(tmp_path)
     root = repository(tmp_path)
@@ -187,7 +187,7 @@ def test_a_job_is_checked_as_train_py_would(monkeypatch):
         (["--data.source=/data/a", "--eval.bundle=/data/bundle"], ""),
     ],
 )
-def test_what_the_hosts_cannot_see_is_refused_and_text_is_asked_for(tmp_path, monkeypatch, words, message):
+def test_paths_that_hosts_cannot_see_are_refused_and_text_is_required(tmp_path, monkeypatch, words, message):
     root = repository(tmp_path)
     (root / "text").mkdir()
     (root / "text" / "one.txt").write_text("travels with the code")
@@ -200,7 +200,7 @@ def test_what_the_hosts_cannot_see_is_refused_and_text_is_asked_for(tmp_path, mo
         job()
 
 
-def test_names_are_what_every_scheduler_takes():
+def test_names_suit_every_scheduler():
     assert job_name("", "My run/2") == "my-run-2"
     for name in ("-a", "a-", "A", "a_b", "a" * 41, "1"):
         with pytest.raises(UserError, match="--name"):

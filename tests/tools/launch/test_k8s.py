@@ -62,7 +62,7 @@ def job_of(jobset: dict) -> tuple[int, dict, dict]:
 @pytest.mark.parametrize(
     "hardware", ["v5e:2x2", "v5e:4x4", "2x v5e:4x4", "v5p:2x2x2", "2x h200:8", "h100:4", "2x cpu:1"]
 )
-def test_a_jobset_is_what_its_definition_allows(repository, capsys, schema, hardware):
+def test_a_jobset_matches_its_schema(repository, capsys, schema, hardware):
     options = ["--claim=disk", "--data_claim=corpus", "--queue=mine", "--service_account=writer"]
     train = (BUCKET, "--data.source=/data/mine", "--name=\u00fc: # \U0001f600")
     words = [*options, "--name=tiny", "--node_selector", "pool=a", "b=c"]
@@ -84,7 +84,7 @@ def test_a_jobset_is_what_its_definition_allows(repository, capsys, schema, hard
         dry_run(capsys, hardware, "--name=tiny", train=train)
 
 
-def test_the_definition_refuses_what_it_does_not_know(repository, capsys, schema):
+def test_the_schema_refuses_unknown_fields(repository, capsys, schema):
     _, jobset = dry_run(capsys, "v5e:4x4")
     schema.validate(jobset)
     job_of(jobset)[2]["containers"][0]["enviroment"] = []
@@ -92,7 +92,7 @@ def test_the_definition_refuses_what_it_does_not_know(repository, capsys, schema
         schema.validate(jobset)
 
 
-def test_slices_and_nodes_are_asked_for_as_gke_names_them(repository, capsys):
+def test_slices_and_nodes_are_requested_by_gke_s_names(repository, capsys):
     _, jobset = dry_run(capsys, "2x v5e:4x4")
     jobs, job, pod = job_of(jobset)
     assert (jobs, job["completions"]) == (2, 4) and pod["hostNetwork"]
@@ -224,7 +224,7 @@ def test_up_builds_pushes_and_creates_and_down_waits_until_nothing_is_left(repos
 
 
 @pytest.mark.parametrize("refusal", ["no matches for kind JobSet", "jobsets tiny already exists"])
-def test_nothing_is_built_where_it_cannot_start(repository, tmp_path, monkeypatch, refusal):
+def test_nothing_is_built_if_it_cannot_start(repository, tmp_path, monkeypatch, refusal):
     log = stand_ins(tmp_path, monkeypatch, refusal)
     with pytest.raises(UserError, match=refusal):
         up()
@@ -239,20 +239,20 @@ def test_nothing_is_built_where_it_cannot_start(repository, tmp_path, monkeypatc
         (["--image=x", "--node_selector", "a", "--", "--config=tiny.py", BUCKET], "key=value"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_made(repository, tmp_path, monkeypatch, words, message):
+def test_a_user_error_is_reported_before_anything_is_created(repository, tmp_path, monkeypatch, words, message):
     log = stand_ins(tmp_path, monkeypatch)
     with pytest.raises(UserError, match=message):
         main(["k8s", "up", "--hardware=2x cpu:1", *words])
     assert log.read_text() == ""
 
 
-def test_an_image_with_a_tag_is_taken_as_it_is():
+def test_an_image_with_a_tag_is_used_unchanged():
     assert image_of("here:5000/a", "t") == ("here:5000/a:t", False)
     assert image_of("here:5000/a:1", "t") == ("here:5000/a:1", True)
     assert image_of("a@sha256:12", "t") == ("a@sha256:12", True)
 
 
-def test_the_dockerfile_installs_what_pyproject_asks_for_alone():
+def test_the_dockerfile_installs_only_pyproject_s_packages():
     lines = (ROOT / "tools" / "launch" / "Dockerfile").read_text().splitlines()
     before_code = lines[: lines.index("COPY . .")]  # changed code keeps the installed packages in the cache
     assert any(line.startswith("RUN pip install") and ".[${EXTRA}]" in line for line in before_code)

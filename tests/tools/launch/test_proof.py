@@ -16,7 +16,7 @@ from tools.launch.code import pack
 
 
 @pytest.mark.slow
-def test_a_slice_that_is_taken_from_a_run_leaves_no_trace_in_it(folder, cloud, tmp_path, monkeypatch):  # noqa: F811
+def test_a_preempted_slice_changes_no_parameter(folder, cloud, tmp_path, monkeypatch):  # noqa: F811
     cloud.set("workers", 1)
     monkeypatch.setattr("tools.launch.hardware.Hardware.hosts_per_group", 1)
     monkeypatch.chdir(tmp_path)

@@ -78,7 +78,7 @@ def test_it_starts_again_after_143_and_42_and_ends_when_complete(cluster, reposi
 
 
 @pytest.mark.parametrize("codes", [[1, 42], [2, 2], [143, 3], [130, 130]])
-def test_a_code_that_must_not_be_repeated_is_not_whatever_its_peers_say(repository, slurm, codes):
+def test_a_permanent_code_is_not_retried_whatever_its_peers_return(repository, slurm, codes):
     repository.plan(codes, [0, 0])
     log = run_to_its_end(repository, 120)
     assert len(repository.starts()) == 1 and "never" in log
@@ -107,7 +107,7 @@ def test_a_node_that_crashed_twice_is_left_out(repository, monkeypatch):
     assert log.count(" on node[0-1]") == 2 and " on node[1-2]" in log
 
 
-def test_a_notice_is_waited_for_and_down_saves_and_ends_it_for_good(cluster, repository, capsys):
+def test_a_preemption_notice_saves_and_down_saves_and_ends_the_job(cluster, repository, capsys):
     repository.plan(["wait", "wait"])
     assert launch(repository, "up") == 0
     log = job_folder(repository) / "log"
@@ -146,9 +146,7 @@ def test_secrets_are_in_a_file_of_the_owner_s_alone(repository, slurm, monkeypat
     assert not kept.exists() and "GIVEN_KEY" not in repository.starts()[1]
 
 
-def test_a_job_that_is_queued_sees_no_changed_file_and_asks_a_controller_that_does_not_answer_again(
-    repository, slurm, tmp_path
-):
+def test_a_queued_job_sees_no_changed_file_and_retries_a_silent_controller(repository, slurm, tmp_path):
     (tmp_path / "slurm" / "deaf").write_text("2")
     repository.plan(["wait", "wait"], [0, 0])
     launch(repository, "up")
@@ -190,7 +188,7 @@ def test_without_slurm_nothing_is_made(repository, monkeypatch):
         (["--folder=/tmp/x", "--time=1h"], "--time=1h: sbatch takes minutes"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_made(repository, slurm, tmp_path, words, message):
+def test_a_user_error_is_reported_before_anything_is_created(repository, slurm, tmp_path, words, message):
     with pytest.raises(UserError, match=message):
         main(["slurm", "up", "--hardware=2x cpu:1", *words, "--", "--config=tiny.py"])
     assert not list((tmp_path / "slurm").iterdir())

@@ -16,7 +16,7 @@ def printed(capsys, *options: str) -> dict:
     return yaml.safe_load(capsys.readouterr().out)
 
 
-def test_every_node_starts_as_one_of_all_and_the_exit_codes_decide(repository, capsys):
+def test_every_node_joins_the_others_and_exit_codes_decide(repository, capsys):
     task = printed(capsys, "--hardware=2x h200:8", "--spot", f"--setup={repository.setup}")
     recovery = {"max_restarts_on_errors": 0, "recover_on_exit_codes": [42, 143]}
     assert task["resources"] == {"accelerators": "H200:8", "use_spot": True, "job_recovery": recovery}

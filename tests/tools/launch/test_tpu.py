@@ -130,7 +130,7 @@ def test_run_takes_a_job_to_its_end_and_leaves_nothing(repository, cloud, capsys
 
 
 @pytest.mark.parametrize(("codes", "code"), [([1, "wait"], 1), ([2, 2], 2), ([130, 130], 130)])
-def test_a_code_that_must_not_be_repeated_ends_it_and_its_log_outlives_the_slice(repository, cloud, codes, code):
+def test_a_permanent_code_ends_the_run_and_its_log_outlives_the_slice(repository, cloud, codes, code):
     repository.plan(codes)
     assert launch(repository, "run") == code
     assert starts(repository) == [1, 1] and not cloud.left()
@@ -148,12 +148,12 @@ def test_the_next_zone_is_tried_when_one_has_none(repository, cloud, capsys):
     assert starts(repository) == [2, 2] and not cloud.left()
 
 
-def test_up_leaves_no_request_behind_where_no_zone_has_any(repository, cloud):
+def test_up_leaves_no_request_if_no_zone_has_capacity(repository, cloud):
     cloud.plan(us_central1_a=["stockout"], us_west4_a=["waits"])
     assert launch(repository, "up", "--wait_minutes=0.005") == 1 and not cloud.left()
 
 
-def test_up_that_fails_deletes_what_it_asked_for_and_nothing_else(repository, cloud, capsys):
+def test_a_failed_up_deletes_only_its_own_requests(repository, cloud, capsys):
     repository.plan(["wait", "wait"])
     cloud.set("failing", 3)
     assert launch(repository, "up") == 1 and not cloud.left()
@@ -166,7 +166,7 @@ def test_up_that_fails_deletes_what_it_asked_for_and_nothing_else(repository, cl
     started(repository)()
 
 
-def test_slices_that_are_there_are_taken_before_any_that_are_waited_for():
+def test_existing_slices_are_used_before_waiting_ones():
     zones = {
         state: Mock(**{"wait.return_value": "ACTIVE"}) for state in (queued.GONE, "ACCEPTED", "ACTIVE", "CREATING")
     }
@@ -174,9 +174,7 @@ def test_slices_that_are_there_are_taken_before_any_that_are_waited_for():
     assert tpu_run.get(job, {zone: state for state, zone in zones.items()}) is zones["ACTIVE"]
 
 
-def test_a_slice_that_is_taken_is_replaced_and_the_watcher_s_events_start_the_user_s_command(
-    repository, cloud, tmp_path
-):
+def test_a_preempted_slice_is_replaced_and_the_watcher_s_events_run_the_user_s_command(repository, cloud, tmp_path):
     hook = f'echo "$TOKENSUM_RUN $TOKENSUM_EVENT" >> {tmp_path}/events'
     repository.plan(["wait", "wait"], ["wait", "wait"], [0, 0])
     cloud.plan(us_central1_a=["active", "stockout", "stockout", "active"], us_west4_a=["refused", "active"])
@@ -230,7 +228,7 @@ def test_a_deletion_that_is_refused_is_tried_again_until_all_is_gone(repository,
     assert capsys.readouterr().err.count(output) >= 3
 
 
-def test_a_zone_that_deletes_nothing_keeps_no_other_from_it(monkeypatch):
+def test_a_zone_that_fails_to_delete_does_not_hinder_others(monkeypatch):
     asked = []
 
     def place(zone: str, failures: int) -> SimpleNamespace:
@@ -246,7 +244,7 @@ def test_a_zone_that_deletes_nothing_keeps_no_other_from_it(monkeypatch):
     assert asked == ["a", "b", "c", "a", "b", "a"]
 
 
-def test_a_zone_that_this_project_may_not_use_hides_no_other(repository, cloud, capsys):
+def test_a_forbidden_zone_does_not_hide_others(repository, cloud, capsys):
     repository.plan(["wait", "wait"])
     assert launch(repository, "up") == 0
     (cloud.folder / "closed").write_text("us-central2-b")
@@ -261,7 +259,7 @@ def test_a_zone_that_this_project_may_not_use_hides_no_other(repository, cloud, 
         launch(repository, "down", "--zones", "us-central2-b")
 
 
-def test_a_network_that_is_lost_is_no_mistake_and_nothing_is_called_gone(repository, cloud, capsys):
+def test_a_lost_network_is_no_user_error_and_no_resource_is_called_deleted(repository, cloud, capsys):
     cloud.set("offline", 3)  # all attempts in the first zone
     assert launch(repository, "down", "--zones", *ZONES) == 42
     output = capsys.readouterr()
@@ -291,9 +289,7 @@ def test_a_command_that_stalls_does_not_stop_the_watch(repository, cloud, deadli
 
 
 @pytest.mark.parametrize("fault", ["expired", "offline"])
-def test_credentials_or_a_network_lost_at_the_deadline_delay_the_end_and_nothing_else(
-    repository, cloud, deadline, capsys, fault
-):
+def test_credentials_or_a_network_lost_at_the_deadline_only_delay_the_end(repository, cloud, deadline, capsys, fault):
     repository.plan(["wait", "wait"])
     lose = lambda: cloud.set(fault, 9)
     with meanwhile(started(repository), lose, lambda: wait_for(lambda: cloud.times(fault) < 8), deadline.set):
@@ -304,7 +300,7 @@ def test_credentials_or_a_network_lost_at_the_deadline_delay_the_end_and_nothing
     assert "MAY COST MONEY" in output.err and all("saved by process" in text for text in cloud.logs())
 
 
-def test_a_set_up_that_fails_is_tried_again_and_once_it_has_worked_until_the_deadline(repository, cloud):
+def test_a_failed_set_up_is_retried_and_after_a_success_until_the_deadline(repository, cloud):
     repository.plan(["wait", "wait"], [0, 0])
     cloud.set("failing", 1)
     with meanwhile(started(repository), lambda: cloud.set("failing", 4), cloud.take):
@@ -312,7 +308,7 @@ def test_a_set_up_that_fails_is_tried_again_and_once_it_has_worked_until_the_dea
     assert starts(repository) == [2, 2] and not cloud.left() and cloud.times("failing") == 0
 
 
-def test_what_another_process_has_started_is_not_given_up_for_a_set_up_that_fails(repository, cloud):
+def test_a_run_of_another_process_survives_a_failed_set_up(repository, cloud):
     repository.plan(["wait", "wait"], [0, 0])
     assert launch(repository, "up") == 0
     started(repository)()
@@ -329,7 +325,7 @@ def test_a_set_up_that_never_works_ends_it_and_leaves_nothing(repository, cloud,
     assert not cloud.left() and cloud.times("failing") == 97 and "pip: connection reset" in capsys.readouterr().err
 
 
-def test_two_people_start_one_run_also_where_their_names_differ_on_the_hosts(repository, cloud, monkeypatch):
+def test_two_users_can_start_one_run_even_with_different_names_on_the_hosts(repository, cloud, monkeypatch):
     repository.plan(["wait", "wait"])
     cloud.set("oslogin", 1)
     for person in ("ada", "bob"):
@@ -340,7 +336,7 @@ def test_two_people_start_one_run_also_where_their_names_differ_on_the_hosts(rep
     assert starts(repository) == [1, 1] and not cloud.left()
 
 
-def test_hosts_end_by_themselves_where_nobody_watches(repository, cloud, monkeypatch):
+def test_hosts_end_by_themselves_without_a_watcher(repository, cloud, monkeypatch):
     repository.plan(["wait", "wait"])
     soon = time.time() + 6  # longer than `up` takes on a busy machine
     monkeypatch.setattr(tpu_run.Launch, "limit", property(lambda launch: round(soon)))
@@ -418,7 +414,7 @@ def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, caps
         (["--project=p", "--capacity=flex_start", "--hours=200", "--", "--config=tiny.py", BUCKET], "168 hours"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_made(repository, cloud, words, message):
+def test_a_user_error_is_reported_before_anything_is_created(repository, cloud, words, message):
     with pytest.raises(UserError, match=message):
         main(["tpu", "up", f"--hardware={HARDWARE}", *words])
     assert not cloud.asked("create")

@@ -62,7 +62,7 @@ def small(mesh: MeshConfig) -> Candidate:
 
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tensor": 2}, {"fsdp": 4}], ids=str)
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_parameters_and_moments_are_those_of_the_state(mesh, kind):
+def test_parameters_and_moments_equal_the_state_s(mesh, kind):
     config = tiny_config(**ALL_FEATURES, width=64)
     config = replace(
         config, optimizer=replace(config.optimizer, matrices=replace(config.optimizer.matrices, kind=kind))
@@ -78,7 +78,7 @@ def test_parameters_and_moments_are_those_of_the_state(mesh, kind):
 
 
 @MESHES
-def test_the_program_asks_for_the_arguments_and_sends_what_is_planned(mesh):
+def test_the_program_takes_the_arguments_and_sends_as_planned(mesh):
     step, shape, _ = lowered(mesh)
     of = small(mesh)
     assert of.sizes == shape
@@ -109,7 +109,7 @@ def test_the_program_asks_for_the_arguments_and_sends_what_is_planned(mesh):
         ("4x h200:8", {"fsdp": 16}, {"data", "fsdp"}),
     ],
 )
-def test_what_goes_between_slices_and_nodes(topology, mesh, between):
+def test_traffic_between_slices_and_nodes(topology, mesh, between):
     traffic = communication(candidate(topology, **mesh))
     assert {t.axis for t in traffic if t.link == "between"} == between
     assert all(t.fast <= t.slow for t in traffic)
@@ -159,19 +159,19 @@ NARROW = "h200:1 --config=configs/d12.py --model.depth=4 --rows=32 --model.width
         ("h200:8 --config=configs/nanochat.py --model.depth=10 --rows=16 --mesh.fsdp=4 --model.remat=block", 3.857),
     ],
 )
-def test_memory_is_that_of_programs(words, gib):
+def test_memory_equals_that_of_compiled_programs(words, gib):
     """Compare a step of two micro-batches with a program of each rule, compiled with JAX 0.10.2."""
     of = candidate_of(f"{words} --micro_batches=2")
     assert sum(memory(of).values()) == pytest.approx(gib * GIB, rel=0.05 if "fsdp" in words else 0.03)
 
 
-def test_passes_take_what_the_vector_units_need_where_memory_is_faster():
+def test_passes_take_the_vector_units_time_if_memory_is_faster():
     """v5p's memory is 3.4 times as fast as v5e's, and its vector units are 2.3 times as fast."""
     takes = [step_time(candidate(topology)).passes for topology in ("v5e:2x2", "v5p:2x2x1")]
     assert 2.2 < takes[0] / takes[1] < 2.6
 
 
-def test_held_out_rows_and_a_cache_take_the_bytes_that_they_have_on_a_device():
+def test_held_out_rows_and_a_cache_take_their_bytes_on_a_device():
     config = tiny_config(rows_per_device=1)
     rows = StreamRows(TokenStream([np.ones(16 * 99 + 1, np.int64)]), 16)
     of = candidate("h200:8", replace(config, eval=EvalConfig(tokens=16 * 17, sample_tokens=8)))
@@ -213,7 +213,7 @@ def test_less_memory_costs_more_time():
         assert list(sizes) == sorted(sizes, reverse=True) and list(times) == sorted(times)
 
 
-def test_a_search_puts_what_fits_and_is_fastest_first():
+def test_a_search_puts_the_fastest_that_fits_first():
     rows = search(candidate("v5e:4x4"), Given())
     fitting = [row for row in rows if row.fits]
     assert rows[: len(fitting)] == fitting
@@ -250,7 +250,7 @@ def test_preemptions_take_half_an_interval_and_a_restart_each():
         whole_run(of, time, None, 1000.0)
 
 
-def test_what_a_program_asks_for_counts_and_the_next_is_compiled_where_one_does_not_fit(monkeypatch):
+def test_compiled_sizes_count_and_the_next_is_compiled_if_one_does_not_fit(monkeypatch):
     rows = search(candidate("v5e:4x4"), Given())
     asked = []
 
@@ -283,7 +283,7 @@ def finished_run(folder, of, seconds, peak):
     return read_run(folder)
 
 
-def test_what_a_run_measured_takes_the_place_of_what_is_assumed(tmp_path):
+def test_measurements_of_a_run_replace_assumptions(tmp_path):
     of = candidate("v5e:4x4")
     seconds, peak = 2 * step_time(of).expected, int(1.25 * device_bytes(of))
     result = measured(finished_run(tmp_path / "run", of, seconds, peak))
@@ -302,7 +302,7 @@ def test_what_a_run_measured_takes_the_place_of_what_is_assumed(tmp_path):
 
 
 @pytest.mark.slow  # parses about 160 command lines; JAX's version does not matter
-def test_what_is_said_of_its_errors_is_what_the_grid_says():
+def test_the_printed_errors_are_the_grid_s():
     """Read compiled programs' figures from bench/plan_grid.jsonl, and whether the rules were chosen with them."""
     errors = {True: [], False: []}
     for program in map(json.loads, Path("bench/plan_grid.jsonl").read_text().splitlines()):

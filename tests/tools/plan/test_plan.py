@@ -55,7 +55,7 @@ def test_a_mistake_is_one_message_and_code_2(monkeypatch, capsys, words, text):
     assert code == Exit.MISTAKE and text in problem and problem.count("\n") == 1
 
 
-def test_where_nothing_fits_it_ends_with_1_and_names_what_would(monkeypatch, capsys):
+def test_if_nothing_fits_it_ends_with_1_and_names_what_would(monkeypatch, capsys):
     network = lambda heads: [f"--model.width={128 * heads}", f"--model.heads={heads}", f"--model.kv_heads={heads}"]
     words = [D12, "--model.depth=32", "--batch.rows_per_device=16", "--topology"]
     code, _, problem = run(monkeypatch, capsys, *words, "v5e:4x4", *network(64))
@@ -81,7 +81,7 @@ def test_the_chosen_one_is_a_command_of_train(monkeypatch, capsys, tmp_path):
     assert (config.model.remat, config.model.loss_chunks) == (options["model.remat"], options["model.loss_chunks"])
 
 
-def test_a_table_says_what_it_stands_on(monkeypatch, capsys):
+def test_a_table_states_its_assumptions(monkeypatch, capsys):
     code, out, _ = run(monkeypatch, capsys, D12, "--topology=v5e:4x4", "v6e:4x4", "--price=1.5")
     assert code == Exit.COMPLETE
     parts = ("gathered copies", "reduce-scatter", "limited by", "device-hours", "assumed of a")
@@ -107,7 +107,7 @@ def test_advice_of_a_batch_that_is_too_small_and_of_memory_near_the_limit(monkey
         assert row.fits and any("--compile=1" in line for line in output.advice(row)) == expected
 
 
-def test_a_search_prefers_what_is_clear_of_the_limit_where_that_costs_little(monkeypatch):
+def test_a_search_prefers_a_margin_below_the_limit_if_it_costs_little(monkeypatch):
     of = Candidate(d12.get_config(), parse_topology("v5e:4x4"))
     best = search(of, Given())
     fastest = min(best, key=lambda row: row.time.expected)

@@ -67,7 +67,7 @@ def test_in_chunks_the_logits_never_exist_whole():
 
 
 @pytest.mark.parametrize("model", [{}, {"kv_heads": 1}, {"window_pattern": "S", "short_window": 128}])
-def test_attention_runs_in_cudnn_as_heads_lie(model):
+def test_attention_runs_in_cudnn_without_transposing_heads(model):
     """Nothing is transposed, repeated or copied around it, and no array has the scores."""
     program = passes(**model)
     assert sum("__cudnn$fmha" in i.attributes for i, _, _ in program) == 2 * DEPTH
@@ -91,7 +91,7 @@ def scatters(config: Config) -> list[tuple[str, bool]]:
     return [(i.type.split("[")[0], "unique_indices=true" in i.attributes) for i in ops]
 
 
-def test_nothing_is_added_in_an_order_that_changes():
+def test_sums_have_a_fixed_order():
     """Gradients of tables, value embeddings' included, are sums of products. Only numbers of rows are scattered, each
     to a place of its own."""
     types = scatters(small(value_embeddings=True))
@@ -99,7 +99,7 @@ def test_nothing_is_added_in_an_order_that_changes():
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_xla_is_told_to_be_deterministic(monkeypatch, deterministic):
+def test_xla_gets_the_deterministic_option(monkeypatch, deterministic):
     """XLA would rewrite a scatter-add of the network. The same option makes cuDNN's backward attention deterministic
     (`RequireDeterminism` in XLA's cudnn_custom_call_compiler.cc), but only on a GPU."""
     monkeypatch.setattr("model.layers.platform", lambda: "cpu")
@@ -134,7 +134,7 @@ def temporaries(config: Config) -> int:
     return compile_step(build(config, devices_of(topology))).memory_analysis().temp_size_in_bytes
 
 
-def test_with_fsdp_nothing_is_kept_for_products_that_xla_would_leave_for_the_end(monkeypatch):
+def test_with_fsdp_no_gathered_matrix_is_kept_for_delayed_products(monkeypatch):
     """It takes 57 MB; left to itself, XLA takes 89."""
     pytest.importorskip("jax_cuda13_plugin")
     config = small(depth=4, remat="block", vocab_size=1024)
@@ -146,7 +146,7 @@ def test_with_fsdp_nothing_is_kept_for_products_that_xla_would_leave_for_the_end
     assert ours < 0.75 * temporaries(config)
 
 
-def test_blocks_that_are_computed_again_keep_no_float32_copies_of_their_parameters(monkeypatch):
+def test_recomputed_blocks_keep_no_float32_copies_of_their_parameters(monkeypatch):
     pytest.importorskip("jax_cuda13_plugin")
     config = small(remat="block", vocab_size=1024)
     ours = temporaries(config)

@@ -46,7 +46,7 @@ MESH = {"data": 2, "fsdp": 2, "tensor": 2}
         ("source_target_pairs={{0,0},{1,1}}", ()),
     ],
 )
-def test_groups_in_every_notation_cross_the_axes_that_they_do(notation, axes):
+def test_groups_in_every_notation_cross_the_right_axes(notation, axes):
     attributes = f", channel_id=1, {notation}, use_global_device_ids=true, to_apply=%add"
     assert axes_crossed(device_groups(attributes, 8), MESH) == axes
 

@@ -41,14 +41,14 @@ def test_topologies_are_read(text, topology, devices):
 @pytest.mark.parametrize(
     "text", ["v5e", "v5e:", "v5e:4x", "0x v5e:4x4", "2 v5e:4x4", "v5e:0x4", "4x4", "h200:2x4", "x", "v5p-96"]
 )
-def test_another_text_is_a_mistake_that_shows_what_works(text):
+def test_an_invalid_topology_is_refused_with_valid_ones(text):
     with pytest.raises(UserError, match=r"--topology=.*h200:8"):
         parse_topology(text)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["v5e:4x4", "2x v5e:2x4", "v5p:2x2x4", "2x h200:8"])
-def test_devices_are_named_as_a_topology_that_gives_them(topology):
+def test_devices_are_named_by_their_topology(topology):
     """A step that does not fit prints the planning command for its devices."""
     pytest.importorskip("jax_cuda13_plugin" if "h200" in topology else "libtpu")
     assert topology_of(devices_of(topology)) == topology

@@ -59,7 +59,7 @@ def test_in_chunks_the_logits_never_exist_whole():
 
 
 @pytest.mark.slow
-def test_attention_runs_in_its_kernel_and_its_scores_are_nowhere():
+def test_attention_runs_in_its_kernel_and_no_array_has_its_scores():
     arrays, _ = scheduled()
     kernels = [i for i in arrays if i.opcode == "custom-call" and "tpu_custom_call" in i.attributes]
     assert len(kernels) == 3 * DEPTH  # forward, gradients of queries, gradients of keys and values

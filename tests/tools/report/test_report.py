@@ -127,7 +127,7 @@ def test_sentences(tmp_path, changes, sentence, heed):
         ("0:65536,6553600:262144", r"(19\.\d|20|20\.\d)"),
     ],
 )
-def test_a_run_that_trains_says_how_far_it_is_and_how_long_it_takes(tmp_path, ramp, left):
+def test_a_running_run_shows_its_progress_and_the_time_left(tmp_path, ramp, left):
     running = write_run(tmp_path / "run", complete=False, logged=100, ramp=ramp)
     expected = rf"Running: step 100 of 400 \(25%\); {left} min of training are left at its present rate\."
     text = next(iter(marks(running, now=BEGAN + 140)))
@@ -141,7 +141,7 @@ def test_a_run_that_has_logged_nothing_says_so(tmp_path):
     assert not [figure for figure in figures([read_run(started)]) if figure.traces and figure.id != "goodput"]
 
 
-def test_steps_done_again_and_time_without_a_process_are_reported(tmp_path):
+def test_repeated_steps_and_time_without_a_process_are_reported(tmp_path):
     run = write_run(tmp_path / "run", complete=False, logged=100)
     seconds = {"start": 10.0, "steps": 1.0}
     start = {"event": "start", "step": 50, "began": BEGAN + 1000, "seconds": seconds, "time": BEGAN + 1010}
@@ -151,7 +151,7 @@ def test_steps_done_again_and_time_without_a_process_are_reported(tmp_path):
     assert lost.startswith("4.5% of the wall time went to repeated steps, 86% to no process")
 
 
-def test_runs_beside_each_other(tmp_path):
+def test_several_runs_are_compared(tmp_path):
     slow = write_run(tmp_path / "slow", name="slow", steps=200, spike=False)
     fast = write_run(tmp_path / "fast", name="fast", steps=200, slope=2.0, line={"tokens_per_second": 99.0})
     runs = read_runs([str(slow), str(fast)])
@@ -166,7 +166,7 @@ def test_runs_beside_each_other(tmp_path):
     assert texts[3].startswith("slow trains on 65,") and texts[3].endswith(" tokens a second, fast on 99.")
 
 
-def test_what_differs_is_listed_and_losses_of_different_texts_are_not_compared(tmp_path):
+def test_differences_are_listed_and_losses_on_different_texts_not_compared(tmp_path):
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", batch=32_768)]
     record = json.loads((folders[1] / "config.json").read_text())
     record["dataset"], record["versions"]["jax"] = "another", "0.99"
@@ -190,7 +190,7 @@ def test_a_folder_named_twice_is_one_run(tmp_path, monkeypatch):
     assert len(read_runs(["run", "./run", str(tmp_path / "run")])) == 1
 
 
-def test_courses_lie_on_every_axis(tmp_path):
+def test_curves_are_plotted_over_every_axis(tmp_path):
     run = read_run(write_run(tmp_path / "run", batch=32_768))
     assert run.along("tokens", [0, 10, 205, 400]) == [0, 327_680, 205 * 32_768, 400 * 32_768]
     assert run.along("seconds", [0, 10, 205, 400]) == [0, 10, 205, 400]
@@ -201,12 +201,12 @@ def test_courses_lie_on_every_axis(tmp_path):
 @pytest.mark.parametrize(
     "hurt", [None, {}, [], "much", {"groups": None}, {"groups": {"embed": None}}, {"noise_scale": "x"}]
 )
-def test_diagnostics_are_read_whatever_they_lack(tmp_path, hurt):
+def test_incomplete_diagnostics_are_read(tmp_path, hurt):
     run = read_run(write_run(tmp_path / "run", diagnostics=False, line={"diagnostics": hurt, "grad_norms": hurt}))
     assert list(sentences(run, LATER)) and figures([run])
 
 
-def test_every_plot_of_diagnostics_draws_what_a_step_measures_of_itself(tmp_path):
+def test_every_plot_of_diagnostics_draws_what_a_step_measures(tmp_path):
     """Use the names from the step and run/diagnosis.py."""
     built = build(tiny_config(rows=32), jax.devices()[:1])
     _, metrics = jax.eval_shape(built.measuring_step, built.abstract_state, built.abstract_batch())
@@ -234,7 +234,7 @@ def test_a_rollback_is_a_jump_whose_text_is_shown(tmp_path):
         ('{"config": {"name": "x", "lr": 1}}', "make its report with the version that trained it"),
     ],
 )
-def test_what_is_no_run_is_refused_by_name(tmp_path, text, problem):
+def test_a_folder_that_is_no_run_is_refused_by_name(tmp_path, text, problem):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(UserError) as error:
@@ -242,7 +242,7 @@ def test_what_is_no_run_is_refused_by_name(tmp_path, text, problem):
     assert problem in str(error.value) and str(tmp_path) in str(error.value)
 
 
-def test_it_reads_without_jax_and_without_what_writes_a_run():
+def test_it_reads_without_jax_and_the_run_s_code():
     unwanted = "{'jax', 'tensorboardX', 'torch', 'numpy'}"
     code = f"import sys, tools.report.__main__; sys.exit(bool({unwanted} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

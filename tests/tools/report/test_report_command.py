@@ -105,7 +105,7 @@ def test_every_plot_has_its_lines(page, runs):
 
 
 @in_browser
-def test_it_says_what_to_know_and_text_of_a_run_stays_text(page):
+def test_it_shows_the_sentences_and_escapes_text_of_a_run(page):
     text = page.value("document.body.innerText")
     assert "The batch of 65,536 tokens is 2.3 times the noise scale" in text
     assert "They differ in 1 option: batch.tokens_per_step." in text and "131072" in text
@@ -194,7 +194,7 @@ def test_follow_serves_the_page_alone_and_to_this_machine(followed):
 
 
 @in_browser
-def test_a_page_that_is_followed_grows_and_keeps_its_zoom(followed, browser):
+def test_a_followed_page_grows_and_keeps_its_zoom(followed, browser):
     folder, address, process = followed
     browser.open(address)
     browser.wait_for("document.getElementById('loss').data[1].x.length == 10")

@@ -47,7 +47,7 @@ def test_the_frontier_is_found_with_few_programs(fitting, expected):
     assert [named(name).name for name in asked] == asked
 
 
-def test_a_mesh_that_sends_more_is_looked_at_only_where_one_that_sends_less_lacks_memory():
+def test_a_mesh_that_sends_more_is_tried_only_if_others_lack_memory():
     asked = set()
     needs = lambda c: asked.add(c.fsdp) or c.rows * {"none": 4, "block": 1}[c.remat] <= 16 * c.fsdp
     frontier([[("none", 1)], [("block", 1)]], [1, 2, 4, 8], 8, 16, needs)
@@ -64,7 +64,7 @@ def test_meshes_are_those_that_divide_devices_and_network(monkeypatch):
     assert meshes(config, jax.devices()) == [1, 2, 4]
 
 
-def test_timing_ends_where_it_costs_more_than_it_can_save():
+def test_timing_ends_when_it_costs_more_than_it_can_save():
     alike = {"a": [1.0, 1.1, 1.0, 1.1], "b": [1.05, 1.0, 1.05, 1.0]}
     assert timing.at_stake({name: seconds[:3] for name, seconds in alike.items()}) == math.inf
     assert timing.at_stake(alike) == pytest.approx(max(abs(end) for end in slowdowns(alike)["a"][1:]))
@@ -91,21 +91,21 @@ def test_those_with_the_least_recomputation_and_the_most_rows_are_timed():
         ({"a": [1.0] * 6, "b": [1.2, 0.9, 1.1, 1.0, 0.9, 1.0], "dropped": [2.0] * 4}, ["a", "b"], False),
     ],
 )
-def test_timing_goes_on_until_intervals_separate(seconds, left, alike):
+def test_timing_continues_until_intervals_separate(seconds, left, alike):
     assert _left(seconds) == (left, alike)
 
 
 @pytest.mark.parametrize(
     ("steps", "expected"), [(300, [8, 16, 32]), (100_000, [1000, 2000, 5000, 10_000]), (50, [8]), (4, [])]
 )
-def test_noise_is_read_at_shares_of_the_run_that_a_batch_four_times_as_large_can_start_at(steps, expected):
+def test_noise_is_read_at_the_shares_at_which_a_larger_batch_can_start(steps, expected):
     assert noise.points(steps) == expected
 
 
 @pytest.mark.parametrize(
     ("share", "rows", "replicas", "expected"), [(16, 8, 1, 2), (16, 1, 1, 1), (2, 2, 8, 2), (4, 4, 1, 1), (6, 6, 1, 3)]
 )
-def test_a_step_is_divided_into_units_enough(share, rows, replicas, expected):
+def test_a_step_has_enough_units(share, rows, replicas, expected):
     assert noise.units_of(share, rows, replicas) == expected
 
 

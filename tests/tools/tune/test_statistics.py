@@ -20,7 +20,7 @@ def test_a_single_value_has_no_bounds_and_a_failed_run_loses(values, expected):
     assert tuple(mean(values)) == expected
 
 
-def test_what_pairs_share_is_not_in_their_difference():
+def test_shared_noise_of_pairs_cancels():
     texts = np.random.default_rng(0).normal(4.0, 1.0, 32)
     more = difference(list(texts + 0.01), list(texts))
     assert more.value == pytest.approx(0.01) and more.high - more.low < 1e-6

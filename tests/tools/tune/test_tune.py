@@ -75,7 +75,7 @@ def tuned(folder):
 
 
 @pytest.mark.medium
-def test_it_goes_on_where_it_was_interrupted(tuned):
+def test_it_resumes_after_an_interruption(tuned):
     _, trials = tuned
     names = [name for _, name, _ in trials]
     assert sorted(set(names)) == sorted(names), "a trial was done again"
@@ -90,7 +90,7 @@ def test_trials_that_are_compared_train_their_schedules_to_the_end(tuned):
 
 
 @pytest.mark.medium
-def test_tune_json_holds_every_piece_with_its_cost_and_every_decision(tuned):
+def test_tune_json_has_every_trial_with_its_cost_and_every_decision(tuned):
     record = json.loads((tuned[0] / "tune.json").read_text())
     assert [decision["stage"] for decision in record["decisions"]] == ["fit", "time", "noise", "rate", "branch"]
     assert {decision["kind"] for decision in record["decisions"]} <= {"measured", "extrapolated"}
@@ -105,7 +105,7 @@ def test_tune_json_holds_every_piece_with_its_cost_and_every_decision(tuned):
 
 
 @pytest.mark.medium
-def test_tuned_py_is_a_config_that_holds_the_decisions(tuned):
+def test_tuned_py_is_a_config_with_the_decisions(tuned):
     config, _ = load_config(str(tuned[0] / "tuned.py"))
     validate(config)
     record = json.loads((tuned[0] / "tune.json").read_text())
@@ -164,7 +164,7 @@ def test_a_mistake_is_one_message_and_code_2(folder, monkeypatch, capsys, argume
     assert message in capsys.readouterr().err
 
 
-def test_where_nothing_fits_time_is_refused(folder, monkeypatch, capsys):
+def test_a_budget_without_a_fitting_step_is_refused(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2 * 2**30})
     for stages, message in [("fit", "no micro-batch of this run fits"), ("time", "give fit, too")]:
@@ -172,7 +172,7 @@ def test_where_nothing_fits_time_is_refused(folder, monkeypatch, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_a_stage_that_the_budget_is_too_small_for_is_left_out_and_told(folder, monkeypatch, capsys):
+def test_a_stage_beyond_the_budget_is_skipped_and_reported(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2**30})
     assert run(monkeypatch, *TUNE, "--out=small", "--stages=fit,noise", "--budget=1%") == 0
@@ -182,7 +182,7 @@ def test_a_stage_that_the_budget_is_too_small_for_is_left_out_and_told(folder, m
 
 @pytest.mark.medium
 @pytest.mark.parametrize("budget", [0.01, 0.03, 0.6, 1.5, 4.0])
-def test_no_budget_is_passed(folder, monkeypatch, budget):
+def test_no_budget_is_exceeded(folder, monkeypatch, budget):
     """Use trials without cost, and losses that depend on rates and batches."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2**20})
