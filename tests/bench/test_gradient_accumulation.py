@@ -1,4 +1,4 @@
-"""Run optax's notebook through our step, as docs claim that it can be."""
+"""Run optax's notebook on gradient accumulation through our step."""
 
 import pytest
 

@@ -133,7 +133,7 @@ def test_stages_may_start_between_rows_and_after_a_million_rows():
     assert mixture[10**12] == (1, 10**12 - 2)
 
 
-def test_the_end_of_a_source_is_reported():
+def test_row_after_finds_the_end_of_a_source():
     mixture = Mixture(STAGES, LENGTH)
     for source, size in enumerate((83, 11, 47)):
         n = mixture.row_after(source, size + 1, 600)

@@ -318,7 +318,7 @@ def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_
     assert names(tmp_path) == ["5"]
 
 
-def test_every_failure_is_recorded_even_by_the_next_save(tmp_path):
+def test_a_failure_found_by_the_next_save_is_recorded(tmp_path):
     checkpoints = Checkpoints(tmp_path, KEEP_ALL)
     with FullDisk():
         for step in (1, 2):

@@ -65,7 +65,7 @@ def answers() -> dict[tuple[str, str], set[str]]:
         ("m.wait", "Is it a function or a method?", "A function."),
     ],
 )
-def test_an_answer_is_the_module_s_docstring(
+def test_answers_follow_from_the_module(
     answers: dict[tuple[str, str], set[str]], subject: str, question: str, answer: str
 ) -> None:
     assert answers[subject, question] == {answer}

@@ -141,7 +141,7 @@ def test_a_folder_of_a_dataset_comes_file_by_file_at_one_revision_and_resumes(en
     assert f"bytes={PIECE}-" in downloads  # the bytes received were not requested again
 
 
-def test_a_glob_and_a_revision_are_requested_and_the_revision_stays(endpoint, monkeypatch):
+def test_a_glob_and_a_revision_are_requested_and_a_given_commit_is_kept(endpoint, monkeypatch):
     ask(endpoint, monkeypatch)
     revisions, info = [], HfApi.dataset_info
     monkeypatch.setattr(HfApi, "dataset_info", lambda *a, revision, **k: revisions.append(revision) or info(*a, **k))

@@ -129,7 +129,7 @@ def test_unpacking_twice_or_at_once_is_harmless_and_damage_is_refused(tmp_path):
     assert not (tmp_path / "elsewhere" / code.name).exists()
 
 
-def test_an_archive_of_no_code_is_refused(tmp_path):
+def test_a_folder_without_git_and_a_large_file_are_refused(tmp_path):
     with pytest.raises(UserError, match="git"):
         pack(tmp_path)
     root = repository(tmp_path)

@@ -115,7 +115,7 @@ def test_a_preemption_notice_saves_and_down_saves_and_ends_the_job(cluster, repo
     assert launch(repository, "up") == 0 and "in the queue already" in capsys.readouterr().out
     subprocess.run(
         ["scancel", "--me", "--name=tiny", "--state=RUNNING", "--signal=TERM"], check=True
-    )  # as at the limit of jobs
+    )  # as at the time limit
     wait_for(lambda: repository.both_have_started(2), cluster)
     assert launch(repository, "status") == 0 and "tiny" not in capsys.readouterr().err
     assert launch(repository, "down") == 0

@@ -134,7 +134,7 @@ def temporaries(config: Config) -> int:
     return compile_step(build(config, devices_of(topology))).memory_analysis().temp_size_in_bytes
 
 
-def test_with_fsdp_no_gathered_matrix_is_kept_for_delayed_products(monkeypatch):
+def test_with_fsdp_products_are_not_delayed_to_the_end(monkeypatch):
     """It takes 57 MB; left to itself, XLA takes 89."""
     pytest.importorskip("jax_cuda13_plugin")
     config = small(depth=4, remat="block", vocab_size=1024)

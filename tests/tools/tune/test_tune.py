@@ -164,7 +164,7 @@ def test_a_mistake_is_one_message_and_code_2(folder, monkeypatch, capsys, argume
     assert message in capsys.readouterr().err
 
 
-def test_a_budget_without_a_fitting_step_is_refused(folder, monkeypatch, capsys):
+def test_stage_time_is_refused_if_nothing_fits(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2 * 2**30})
     for stages, message in [("fit", "no micro-batch of this run fits"), ("time", "give fit, too")]:
