@@ -119,7 +119,7 @@ def test_an_option_without_its_own_token_is_chosen_only_if_first(bundle):
     assert answer((5, 5), (5, 6))["losses"] == [None, 2] and answer((5, 5), (5, 6))["unscored"] == 1
 
 
-def test_scoring_starts_at_the_first_token_that_differs(bundle):
+def test_scoring_starts_at_the_first_token_that_differs():
     task = Task("a", "language_modeling", 0, "", 0.0, [{"context": "pos", "continuation": "ition"}] * 2)
     (question,) = encode(task, [0], tokenizer(), LONGEST)
     start, end = question.spans[0]

@@ -83,7 +83,7 @@ def test_on_a_tpu_slice_fsdp_gathers_one_matrix_at_a_time():
     assert a_token == pytest.approx(whole, rel=0.01)  # each of the loop's 4 passes reads the network once
 
 
-def test_continuations_compile_once(monkeypatch):
+def test_continuations_compile_once():
     generate, params = sampler(MeshConfig(), 1)
     compiled = generate._cache_size()
     prompts = encode_prompts(TOKENIZER, ["to be", ""], 16)

@@ -37,7 +37,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 class FakeEngine:
-    """Has the interface of evaluation.engine.Engine. Answers a prompt with the tokens of `script(prompt)`."""
+    """An evaluation.engine.Engine that answers a prompt with the tokens of `script(prompt)`."""
 
     def __init__(self, script: Callable[[list[int]], Iterable[int]], slots: int = 1):
         self.script, self.slots, self.capacity = script, slots, 200

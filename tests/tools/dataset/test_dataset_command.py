@@ -98,7 +98,7 @@ def test_documents_that_would_fit_a_row_are_cut_by_stream_alone(facts):
     assert facts.packed["stream"].cut == pytest.approx(1 / 6) and facts.packed["best_fit"].cut == 0
 
 
-def test_the_page_has_the_facts_and_is_self_contained(made, monkeypatch, capsys, tmp_path):
+def test_the_page_has_the_facts_and_is_self_contained(made, monkeypatch, capsys):
     assert inspect(monkeypatch, made, *SIZES[:1]) == 0
     output, page = capsys.readouterr().out, (made / "dataset.html").read_text()
     assert "repeated  " in output and "stream  " in output and "best_fit  " in output

@@ -124,7 +124,7 @@ def test_a_preemption_notice_saves_and_down_saves_and_ends_the_job(cluster, repo
     assert len(repository.starts()) == 2 and output.count("saved by process") == 4 and "stopped by launch" in output
 
 
-def test_at_the_deadline_it_saves_and_is_not_started_again(repository, slurm, monkeypatch, capsys):
+def test_at_the_deadline_it_saves_and_is_not_started_again(repository, slurm, capsys):
     repository.plan(["wait", "wait"])
     log = run_to_its_end(repository, 120, f"--hours={8 / 3600}", "--price=3")
     assert len(repository.starts()) == 1 and log.count("saved by process") == 2 and "at its deadline" in log

@@ -376,7 +376,7 @@ def test_secrets_reach_train_py_and_nothing_else(repository, cloud, monkeypatch,
     assert "GIVEN_KEY" not in repository.starts()[-1]
 
 
-def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, capsys, tmp_path):
+def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, capsys):
     repository.plan(["wait", "wait"], ["wait", "wait"], [0, 0])
     assert launch(repository, "up") == 0
     started(repository)()
