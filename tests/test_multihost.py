@@ -104,7 +104,7 @@ def test_every_process_reports_a_user_error(folder, one_device):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_ramp_resumed_by_two_processes_before_a_border_equals_that_of_one(folder, monkeypatch):  # noqa: F811
+def test_a_ramp_resumed_by_two_processes_before_a_border_equals_one_process_s(folder, monkeypatch):  # noqa: F811
     """Each process reads its own rows of steps of either size: 5 steps of 8 rows, then 10 of 16."""
     monkeypatch.chdir(folder)
     sizes = ("--batch.ramp=0:256,5120:512", "--batch.ramp_scaling=root")

@@ -93,7 +93,7 @@ def test_with_masked_documents_collectives_and_memory_are_of_the_batch_that_is_t
     assert traffic and not [c for c in traffic if c.in_loop and "data" in c.axes]
 
 
-def test_the_profile_names_instructions_and_where_they_come_from(monkeypatch, capsys):
+def test_the_profile_names_instructions_and_their_sources(monkeypatch, capsys):
     arguments = "--config=configs/plain.py --depth=1 --rows=1 --micro_batches=2 --timed_steps=1 --profile"
     monkeypatch.setattr(sys, "argv", ["throughput", *arguments.split(), "--batch.sequence_length=64"])
     assert throughput.main() == 0

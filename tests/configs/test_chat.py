@@ -31,7 +31,7 @@ def base(tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
-def test_it_follows_a_run_but_for_the_recipe_and_for_what_is_given(base):
+def test_it_copies_a_run_except_the_recipe_and_given_options(base):
     config, recipe = chat(f"--init_from={base}"), load_config("configs/chat.py")[0]
     assert config.model == replace(BASE.model, dtype="auto", short_window=config.model.short_window)
     assert config.batch == BASE.batch and config.data.tokenizer == str(base / "tokenizer")

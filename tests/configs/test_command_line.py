@@ -132,7 +132,7 @@ def test_a_commands_options_are_parsed_with_the_configs():
         ("stray", "stray"),
     ],
 )
-def test_words_that_are_no_options_exit_with_code_2_and_name_what_is_wrong(word, message, capsys):
+def test_unknown_options_exit_with_code_2_and_are_named(word, message, capsys):
     with pytest.raises(SystemExit) as exit_info:
         parse("", argv=[f"--config={SMALL}", word])
     assert exit_info.value.code == 2

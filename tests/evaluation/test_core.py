@@ -85,7 +85,7 @@ def test_every_item_equals_nanochat_s_core_eval_on_any_mesh(bundle, nanochat_s):
 
 @pytest.mark.slow
 @pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="NANOCHAT_DIR names no checkout of nanochat")
-def test_a_subset_equals_that_of_nanochat_s_checkout(bundle, monkeypatch):
+def test_a_subset_equals_nanochat_s_checkout(bundle, monkeypatch):
     """Take 16 items per task, and draw the shots from them."""
     pytest.importorskip("torch")
     gpt, core_eval = import_nanochat(monkeypatch, "gpt", "core_eval")

@@ -84,7 +84,7 @@ def test_the_parts_of_a_process_sum_to_the_time_since_it_began():
     assert note["seconds"]["start"] > 0  # and the time before this file was imported
 
 
-def test_the_command_prints_a_table_and_refuses_what_is_no_run(tmp_path, monkeypatch, capsys):
+def test_the_command_prints_a_table_and_refuses_other_folders(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["tools.goodput", str(tmp_path)])
     with pytest.raises(UserError, match="holds no run"):
         main()

@@ -255,7 +255,7 @@ def no_room(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
-def test_a_prepared_dataset_opens_where_nothing_can_be_written(folder, monkeypatch, capfd, packing):
+def test_a_prepared_dataset_opens_on_a_read_only_disk(folder, monkeypatch, capfd, packing):
     expected = opened(folder, packing).train[0][1]["inputs"].tolist()
     shutil.rmtree(folder / "made" / "plans", ignore_errors=True)
     shutil.rmtree(folder / "cache", ignore_errors=True)

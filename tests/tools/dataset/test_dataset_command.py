@@ -66,7 +66,7 @@ def facts(tmp_path) -> Facts:
     return read_facts(open_dataset(str(folder), config, 0, tmp_path / "cache"), 6)
 
 
-def test_documents_their_bytes_and_what_repeats(facts, monkeypatch):
+def test_documents_bytes_and_duplicates_are_counted(facts, monkeypatch):
     assert facts.train.tokens.tolist() == [4, 2, 4, 9, 2, 2, 2] and facts.val.tokens.tolist() == [2, 3]
     assert facts.train.bytes.tolist() == [3, 1, 3, 8, 1, 1, 1]
     assert facts.repeats.tolist() == [False, False, True, False, True, True, False]

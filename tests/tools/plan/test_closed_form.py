@@ -159,7 +159,7 @@ NARROW = "h200:1 --config=configs/d12.py --model.depth=4 --rows=32 --model.width
         ("h200:8 --config=configs/nanochat.py --model.depth=10 --rows=16 --mesh.fsdp=4 --model.remat=block", 3.857),
     ],
 )
-def test_memory_equals_that_of_compiled_programs(words, gib):
+def test_memory_equals_compiled_programs(words, gib):
     """Compare a step of two micro-batches with a program of each rule, compiled with JAX 0.10.2."""
     of = candidate_of(f"{words} --micro_batches=2")
     assert sum(memory(of).values()) == pytest.approx(gib * GIB, rel=0.05 if "fsdp" in words else 0.03)

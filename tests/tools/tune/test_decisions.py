@@ -143,7 +143,7 @@ def test_noise_of_the_run_s_beginning_changes_no_batch(low, high, expected, says
         ({1.0: [math.inf], 2.0: [math.inf]}, []),
     ],
 )
-def test_the_grid_grows_where_its_edge_is_the_best(losses, more):
+def test_the_grid_grows_if_its_edge_is_best(losses, more):
     assert rate.beyond(losses) == more
 
 
@@ -178,7 +178,7 @@ def test_the_better_rule_at_the_critical_batch_is_taken():
     assert smaller.options == {} and "a batch of 2,048 tokens (x0.5)" in smaller.says and "stays" in smaller.says
 
 
-def test_a_larger_batch_has_as_many_tokens_in_fewer_steps_and_what_follows():
+def test_a_larger_batch_has_the_same_tokens_in_fewer_steps():
     config = replace(tiny_config(rows=16), steps=400, optimizer=OptimizerConfig())
     before = options(config)
     for rule, factor in (("root", 2.0), ("linear", 4.0)):
