@@ -1,7 +1,7 @@
 """Write build/docs, from which `make docs` builds the site: python -m tools.reference.
 
-It has the repository's files at their own paths, so that every link between them works, and under docs/reference/ a page
-of each command's options, made of the dataclasses that `--help` prints.
+It has the repository's files at their own paths, so that links between them work. docs/reference/ has every option and
+command, made of the dataclasses and docstrings that `--help` prints.
 """
 
 import inspect
@@ -12,16 +12,20 @@ from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, NoneType
+from textwrap import dedent, indent
+from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tyro
 from docstring_parser import parse_from_object
-from msgspec import Meta
 
 from configs.schema import Config, Role, hints
 
-ROOT = Path(__file__).parents[1]
+INTRO = """
+A config file gives the options of a run, and the command line changes them: `--model.depth=20`. The defaults here are
+those of `configs/schema.py`; `python train.py --config=FILE --help` prints those of a file. A run that resumes refuses
+another value, except for options marked *may change on resume*, or with `--accept_changes`.
+"""
 COMMANDS = (
     *("train", "evaluate", "sample", "chat", "export", "data.prepare.__main__", "data.prepare.chats"),
     *("tools.plan.__main__", "tools.tune.__main__", "tools.launch.__main__", "tools.report.__main__"),
@@ -29,7 +33,6 @@ COMMANDS = (
 )
 KINDS = {str: "text", int: "integer", float: "number", bool: "`True` or `False`"}
 BOUNDS = {"gt": "> ", "ge": "≥ ", "lt": "< ", "le": "≤ ", "multiple_of": "multiple of "}
-REQUIRED = "required"
 
 
 def values(hint: Any) -> str:
@@ -38,13 +41,11 @@ def values(hint: Any) -> str:
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" if choice else "empty" for choice in get_args(kind))
     if get_origin(kind) is tuple:
-        return f"several, {values(get_args(kind)[0])}"
+        return f"list of {values(get_args(kind)[0])}"
     if get_args(kind):
         return " or ".join(values(one) for one in get_args(kind) if one is not NoneType)
-    bounds = [
-        (sign, getattr(extra, name)) for extra in extras if isinstance(extra, Meta) for name, sign in BOUNDS.items()
-    ]
-    return f"{KINDS[kind]} {' and '.join(f'{sign}{bound}' for sign, bound in bounds if bound is not None)}".strip()
+    limits = [(sign, getattr(extra, name, None)) for extra in extras for name, sign in BOUNDS.items()]
+    return f"{KINDS[kind]} {' and '.join(f'{sign}{limit}' for sign, limit in limits if limit is not None)}".strip()
 
 
 def linked(text: str | None) -> str:
@@ -52,19 +53,19 @@ def linked(text: str | None) -> str:
     text = re.sub(r"\bdocs/[\w-]+\.md", r"[\g<0>](../../\g<0>)", inspect.cleandoc(text or ""))
     text = re.sub(r"arXiv:([\d.]+\d)", r"[\g<0>](https://arxiv.org/abs/\1)", text)
     parts = text.split("\n\n")
-    return "\n\n".join(f"```\n{part}\n```" if "  " in part or part.startswith("python ") else part for part in parts)
+    return "\n\n".join(f"```\n{dedent(part)}\n```" if "  " in part or part.startswith("python ") else part for part in parts)
 
 
-def option(name: str, hint: Any, value: object, text: str | None) -> str:
-    """Return the entry of an option with this default, which starts a run with it if the option is a run's."""
+def option(name: str, hint: Any, default: Any, text: str | None) -> str:
+    """Return the entry of an option: its name, the values it takes, its default (MISSING: none), and its text."""
     extras = getattr(hint, "__metadata__", ())
     by_tyro = next((extra.name for extra in extras if hasattr(extra, "prefix_name")), None)
     positional = tyro.conf.Positional in extras
     word = name.upper() if positional else name if Role.FILE in extras else f"--{by_tyro or name}"
-    default = " ".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
-    facts = [values(hint), default if value is REQUIRED else f"default `{default}`" if default.strip() else ""]
+    typed = "" if default is None else " ".join(default) if isinstance(default, tuple) else str(default)
+    facts = [values(hint), "required" if default is MISSING else f"default `{typed}`" if typed.strip() else ""]
     facts += ["may change on resume" * (Role.FREE in extras), "in a config file only" * (Role.FILE in extras)]
-    return f"`{word}` · {'; '.join(filter(None, facts))}\n:   {linked(text).replace(chr(10), chr(10) + '    ')}"
+    return f"`{word}` · {'; '.join(filter(None, facts))}\n:   {indent(linked(text), ' ' * 4).lstrip()}"
 
 
 def entries(
@@ -72,11 +73,10 @@ def entries(
 ) -> Iterator[str]:
     """Yield an entry for each option of a dataclass, and then for those of its sections, under a heading each."""
     kinds = kinds or hints(section)
-    needed = [f.name for f in fields(section) if f.default is MISSING and f.default_factory is MISSING]
-    default = default or section(**dict.fromkeys(needed, REQUIRED))
     bases = reversed(section.__mro__[:-1])
     texts = {param.arg_name: param.description for base in bases for param in parse_from_object(base).params}
-    defaults = {f.name: getattr(default, f.name) for f in fields(section)}
+    initial = lambda f: f.default if f.default_factory is MISSING else f.default_factory()
+    defaults = {f.name: getattr(default, f.name) if default else initial(f) for f in fields(section)}
     for name, value in sorted(defaults.items(), key=lambda item: is_dataclass(item[1])):
         if not is_dataclass(value):
             yield option(prefix + name, kinds[prefix + name], value, texts.get(name))
@@ -86,45 +86,33 @@ def entries(
         yield from entries(type(value), level + 1, value, f"{prefix}{name}.", kinds)
 
 
-def launchers(module: ModuleType) -> Iterator[str]:
-    """Yield the commands of each launcher, and their options, which are the same for all of them."""
-    for name, scheduler in module.SCHEDULERS.items():
-        yield f"### python -m tools.launch {name}"
-        yield linked(scheduler.__doc__)
-        yield from (f"`{name}`\n:   {linked(command.__doc__)}" for name, (command, _) in scheduler.COMMANDS.items())
-        yield from entries(next(options for _, options in scheduler.COMMANDS.values()), 4)
-
-
 def pages() -> dict[str, str]:
     """Return the text of each page by its name."""
-    intro = (
-        "A config file gives every option of a run, and the command line overrides it: `--model.depth=20`. "
-        "The defaults here are those of `configs/schema.py`; `python train.py --config=FILE --help` shows a file's own. "
-        "A run that resumes refuses changes of options, except for those marked *may change on resume*, "
-        "unless `--accept_changes` is given."
-    )
     commands = ["# Commands"]
     for name in COMMANDS:
-        module = import_module(name)
-        dotted = name.removesuffix(".__main__")
-        commands += [f"## python {'-m ' + dotted if '.' in dotted else dotted + '.py'}", linked(module.__doc__)]
+        module, command = import_module(name), name.removesuffix(".__main__")
+        command = f"python -m {command}" if "." in command else f"python {command}.py"
+        commands += [f"## {command}", linked(module.__doc__)]
         if hasattr(module, "parse"):
             commands += ["`--config` · required\n:   A config file. [Every option of a run](options.md) follows it."]
         if hasattr(module, "Arguments"):
             commands += entries(module.Arguments, 3)
-        elif hasattr(module, "SCHEDULERS"):
-            commands += launchers(module)
-    options = ["# Options of a run", intro, *entries(Config, 2)]
+        for scheduler, launcher in getattr(module, "SCHEDULERS", {}).items():
+            commands += [f"### {command} {scheduler}", linked(launcher.__doc__)]
+            commands += [f"`{name}`\n:   {linked(run.__doc__)}" for name, (run, _) in launcher.COMMANDS.items()]
+            commands += entries(next(options for _, options in launcher.COMMANDS.values()), 4)
+    options = ["# Options of a run", linked(INTRO), *entries(Config, 2)]
     return {"options.md": "\n\n".join(options) + "\n", "commands.md": "\n\n".join(commands) + "\n"}
 
 
 def main() -> None:
-    out = ROOT / "build/docs"
+    out = Path("build/docs")
     shutil.rmtree(out, ignore_errors=True)
-    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    for path in subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for path in filter(Path.is_file, map(Path, listing.splitlines())):
         (out / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / path, out / path)
+        shutil.copy(path, out / path)
     (out / "docs/reference").mkdir()
     for name, text in pages().items():
         (out / "docs/reference" / name).write_text(text)

@@ -1,4 +1,4 @@
-"""The reference has every command, and every option with its text."""
+"""The reference has every command, and every option with its text. What pages link to is there."""
 
 import re
 from importlib import import_module
@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from configs.command_line import parse, parse_arguments
-from configs.schema import Role, hints, roles
-from tests.house import python_files
+from configs.schema import Role, roles
+from tests.house import ROOT, python_files
 from tools.reference import COMMANDS, pages
 
 ENTRY = re.compile(r"^`(\S+)` · (.+)\n:   (.*)$", re.MULTILINE)
@@ -23,7 +23,7 @@ def test_every_option_of_a_run_has_its_entry(reference):
     entries = ENTRY.findall(reference["options.md"])
     names = {("" if Role.FILE in role else "--") + name for name, role in roles().items()}
     assert len(entries) == len(names) and {name for name, _, _ in entries} == names
-    assert all(facts and text for _, facts, text in entries)
+    assert all(text for _, _, text in entries)
 
 
 def test_an_entry_says_what_the_option_takes_and_whether_it_may_change(reference):
@@ -35,15 +35,27 @@ def test_an_entry_says_what_the_option_takes_and_whether_it_may_change(reference
 
 
 def test_every_command_is_there():
-    users = [path for path in python_files() if not path.startswith(("bench/", "tests/"))]
-    starts = {path for path in users if re.search(r"^    (run_command\(|sys.exit\(exit_code_of)", Path(path).read_text(), re.M)}
-    assert starts - {"data/prepare/raw.py"} == {f"{name.replace('.', '/')}.py" for name in COMMANDS}
+    ours = [path for path in python_files() if not path.startswith(("bench/", "tests/"))]
+    starts = re.compile(r"^    (run_command\(|sys\.exit\(exit_code_of)", re.MULTILINE)
+    commands = {path for path in ours if starts.search((ROOT / path).read_text())}
+    assert commands == {f"{name.replace('.', '/')}.py" for name in COMMANDS}
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if hasattr(import_module(name), "Arguments")])
-def test_every_option_that_help_prints_is_there(name, reference, capsys):
+@pytest.mark.parametrize("name", sorted({*COMMANDS} - {"tools.launch.__main__", "tools.doctor"}))
+def test_every_option_that_help_prints_is_there(name, reference, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     module = import_module(name)
     with pytest.raises(SystemExit):
         (parse if hasattr(module, "parse") else parse_arguments)(None, module.Arguments, ["--help"])
-    printed = set(re.findall(r"(?<=[│ ]) (--[a-z_.0-9]+)", capsys.readouterr().out))
-    section = reference["commands.md"].partition(f"## python {name}")
+    printed = set(re.findall(r"^\W{1,3}(--[a-z_.\d]+)", capsys.readouterr().out, re.MULTILINE))
+    title = "## python " + (f"-m {name.removesuffix('.__main__')}" if "." in name else f"{name}.py")
+    section = next(part for part in re.split(r"\n(?=## )", reference["commands.md"]) if part.startswith(title + "\n"))
+    entries = {option for option, _, _ in ENTRY.findall(section + reference["options.md"] * hasattr(module, "parse"))}
+    assert printed <= entries
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("*.md")) + sorted(ROOT.glob("docs/*.md")), ids=lambda page: page.name)
+def test_what_a_page_links_to_is_there(page):
+    """`make docs` checks pages and anchors, but neither pictures nor other files."""
+    links = re.findall(r"\]\(([^)#\s]+)", re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL))
+    assert not [link for link in links if "://" not in link and not (Path(page).parent / link).exists()]
