@@ -53,7 +53,9 @@ def linked(text: str | None) -> str:
     text = re.sub(r"\bdocs/[\w-]+\.md", r"[\g<0>](../../\g<0>)", inspect.cleandoc(text or ""))
     text = re.sub(r"arXiv:([\d.]+\d)", r"[\g<0>](https://arxiv.org/abs/\1)", text)
     parts = text.split("\n\n")
-    return "\n\n".join(f"```\n{dedent(part)}\n```" if "  " in part or part.startswith("python ") else part for part in parts)
+    return "\n\n".join(
+        f"```\n{dedent(part)}\n```" if "  " in part or part.startswith("python ") else part for part in parts
+    )
 
 
 def option(name: str, hint: Any, default: Any, text: str | None) -> str:

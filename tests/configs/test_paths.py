@@ -59,7 +59,7 @@ OTHERS = {
         "system",
         "host",
     ),
-    *("options", "beside", "parts", "only", "configs", "splits", "variants", "window_pattern", "ramp", "prompts"),
+    *("options", "reference", "parts", "only", "configs", "splits", "variants", "window_pattern", "ramp", "prompts"),
     *(
         "on_event",
         "wandb",
