@@ -18,7 +18,7 @@ from data.conversation import render
 from data.prepare.chats import COLUMNS, Row, multiple_choice, of_gsm8k, of_mmlu, parquet_rows
 from data.tokenizer import TextTokenizer
 from evaluation.core import Core, Task
-from evaluation.engine import Answer, Engine
+from evaluation.engine import Engine
 from evaluation.network import Network
 from evaluation.scorer import Question, Scorer
 from model.sampling import Sampling
@@ -127,25 +127,17 @@ class ChatCore(Core):
         return made
 
     def written(self, params: dict, task: Task, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Yield the lines of items as their greedy answers end. Every slot of the engine is kept full. A question that
-        leaves no room in the row is wrong."""
+        """Yield the lines of items as their greedy answers end. A question that leaves no room in the row is wrong."""
         engine = Engine(replace(self.network, params=params), min(self.slots, len(indices)))
-        waiting = [(index, self.prompt(task, index)) for index in reversed(indices)]
-        writing: dict[Answer, int] = {}
-        bar = progress(total=len(indices), unit="answers", desc="writing", leave=False, disable=jax.process_index() > 0)
-        while waiting or writing:
-            while waiting and engine.free:
-                index, prompt = waiting.pop()
-                if len(prompt) < engine.capacity:
-                    writing[engine.begin(prompt, Sampling(temperature=0.0), NEW_TOKENS)] = index
-                else:
-                    yield self.line(task, index, [], cut=True)
-                    bar.update()
-            engine.step()
-            for answer in [answer for answer in writing if answer.finished]:
-                yield self.line(task, writing.pop(answer), answer.tokens, cut=answer.finished == "length")
-                bar.update()
-        bar.close()
+        prompts = {index: self.prompt(task, index) for index in indices}
+        fit = [index for index, prompt in prompts.items() if len(prompt) < engine.capacity]
+        yield from (self.line(task, index, [], cut=True) for index in indices if index not in fit)
+        answers = engine.answers([(prompts[index], Sampling(temperature=0.0), NEW_TOKENS) for index in fit])
+        hidden = jax.process_index() > 0
+        for place, answer in progress(
+            answers, total=len(fit), unit="answers", desc="writing", leave=False, disable=hidden
+        ):
+            yield self.line(task, fit[place], answer.tokens, cut=answer.finished == "length")
 
     @property
     def slots(self) -> int:

@@ -5,7 +5,8 @@ takes the free slot that shares most with its prompt. The rest of a prompt is re
 tokens are drawn for all slots together, so there are three programs, whatever the prompts and the options.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -130,16 +131,18 @@ def write(model: GPT, layers: list[LayerCache], parts: Parts) -> tuple[list[Laye
 class Engine:
     """Call `begin` for each answer, and then `step` until it is finished."""
 
-    def __init__(self, network: Network, slots: int = 1):
-        """On a mesh, `slots` is rounded up to a multiple of the devices that rows are divided over."""
+    def __init__(self, network: Network, slots: int = 1, capacity: int | None = None, chat: bool = True):
+        """On a mesh, `slots` is rounded up to a multiple of the devices that rows are divided over. `capacity`: tokens
+        of a row, else those of the network's sequence. Without `chat` an answer ends with its document alone, and
+        calls of Python are text."""
         config, mesh, dtype = network.config.model, network.mesh, network.dtype
         self.devices = batch_devices(mesh)
         self.each = -(-slots // self.devices)
         # Consecutive slots are on different devices, which read at the same time.
         self.slots = [Slot(device * self.each + i) for i in range(self.each) for device in range(self.devices)]
-        self.capacity = network.config.batch.sequence_length
+        self.capacity = capacity or network.config.batch.sequence_length
         self.tokenizer = network.tokenizer
-        special = network.tokenizer.special_tokens
+        special = network.tokenizer.special_tokens if chat else {}
         _, _, _, end, *self.tools = (special.get(name, -1) for name in CHAT_TOKENS)
         self.ends = {network.tokenizer.bos, end}
         self.begun = 0
@@ -184,6 +187,22 @@ class Engine:
         slot.used, slot.row, slot.given, slot.cached = self.begun, list(tokens), len(tokens), shared[slot.index]
         slot.answer = Answer(sampling, most or self.capacity, len(tokens) - slot.cached)
         return slot.answer
+
+    def answers(
+        self,
+        asked: Iterable[tuple[Sequence[int], Sampling, int]],
+        ended: Callable[[int, Answer], bool] = lambda place, answer: False,
+    ) -> Iterator[tuple[int, Answer]]:
+        """Yield each prompt's place and its answer when it is finished, or `ended`. Every slot is kept busy."""
+        waiting, writing = deque(enumerate(asked)), dict[Answer, int]()
+        while waiting or writing:
+            while waiting and self.free:
+                place, (prompt, sampling, most) = waiting.popleft()
+                writing[self.begin(prompt, sampling, most)] = place
+            self.step()
+            for answer in [one for one, place in writing.items() if one.finished or ended(place, one)]:
+                self.drop(answer)
+                yield writing.pop(answer), answer
 
     def drop(self, answer: Answer) -> None:
         """End an answer early. Its slot is free, and keeps what it has read."""

@@ -44,30 +44,6 @@ def encode_prompts(tokenizer: TextTokenizer, prompts: Sequence[str], capacity: i
     return encoded
 
 
-def new_tokens(
-    generate: Generate,
-    params: dict,
-    prompts: Sequence[Sequence[int]],
-    seeds: Sequence[int],
-    *,
-    shape: tuple[int, int],
-    tokens: int,
-    prefill: int,
-    temperature: float,
-    top_k: int,
-) -> list[list[int]]:
-    """Return up to `tokens` tokens after each prompt. A text ends when the network starts another document. Every
-    prompt starts with a BOS. `shape`: rows and tokens of the arrays, which may be more than the prompts need."""
-    buffer, lengths = np.zeros(shape, np.int32), np.full(shape[0], prefill, np.int32)
-    for row, ids in enumerate(prompts):
-        buffer[row, : len(ids)], lengths[row] = ids, len(ids)
-    of_rows = np.resize(np.array(seeds, np.int32), shape[0])
-    options = {"prefill": prefill, "temperature": temperature, "top_k": top_k}
-    filled = np.asarray(generate(params, buffer, lengths, of_rows, **options))
-    new = [row[len(ids) : len(ids) + tokens].tolist() for row, ids in zip(filled, prompts)]
-    return [ids[: ids.index(prompt[0])] if prompt[0] in ids else ids for ids, prompt in zip(new, prompts)]
-
-
 def continuations(
     generate: Generate,
     params: dict,
@@ -84,16 +60,13 @@ def continuations(
     ends. `generate` is of `make_generate`, `params` the state's. Every process must call it."""
     if not prompts:
         return []
-    lengths = [len(ids) for ids in prompts]
-    new = new_tokens(
-        generate,
-        params,
-        prompts,
-        np.random.default_rng(seed).integers(1 << 31, size=len(prompts)).tolist(),
-        shape=(len(prompts), min(max(lengths) + tokens, capacity)),
-        tokens=tokens,
-        prefill=min(lengths),
-        temperature=temperature,
-        top_k=top_k,
-    )
+    prefill, shape = min(map(len, prompts)), (len(prompts), min(max(map(len, prompts)) + tokens, capacity))
+    buffer, lengths = np.zeros(shape, np.int32), np.array([*map(len, prompts)], np.int32)
+    for row, ids in zip(buffer, prompts):
+        row[: len(ids)] = ids
+    seeds = np.random.default_rng(seed).integers(1 << 31, size=len(prompts)).astype(np.int32)
+    options = {"prefill": prefill, "temperature": temperature, "top_k": top_k}
+    filled = np.asarray(generate(params, buffer, lengths, seeds, **options)).tolist()
+    ended = lambda ids: ids[: ids.index(tokenizer.bos)] if tokenizer.bos in ids else ids
+    new = [ended(row[len(ids) : len(ids) + tokens]) for row, ids in zip(filled, prompts)]
     return [tokenizer.decode([*ids[1:], *more]) for ids, more in zip(prompts, new)]

@@ -17,12 +17,13 @@ import numpy as np
 
 from configs.schema import UserError
 from data.conversation import messages_of, render
-from data.tokenizer import TextTokenizer
 from evaluation.chat_core import require_chat_tokens
-from evaluation.generation import Generate, new_tokens
+from evaluation.engine import Engine
 from evaluation.item_log import ItemLog
-from evaluation.scorer import Question, Scorer, size_down
+from evaluation.network import Network
+from evaluation.scorer import Question, Scorer
 from hosts.runtime import check_hosts_agree
+from model.sampling import Sampling
 
 try:
     from lm_eval.api.model import LM
@@ -34,23 +35,14 @@ class HarnessNetwork(LM):
     """Our network, as the harness calls it. It reads every text after a BOS, as in training. Requests in `log` are not
     answered again. With `chat`, texts contain conversations, and an answer ends at <|assistant_end|>."""
 
-    def __init__(
-        self,
-        params: dict,
-        tokenizer: TextTokenizer,
-        scorer: Scorer,
-        generate: Generate,
-        log: ItemLog,
-        chat: bool = False,
-    ):
+    def __init__(self, network: Network, scorer: Scorer, log: ItemLog, chat: bool = False):
         """Raise UserError if, with `chat`, the tokenizer cannot encode conversations."""
         super().__init__()
-        self.params, self.scorer, self.generate, self.log = params, scorer, generate, log
-        self.tokenizer = replace(tokenizer)
+        self.network, self.scorer, self.log, self.chat = network, scorer, log, chat
+        self.tokenizer = replace(network.tokenizer)
         self.tokenizer.library.encode_special_tokens = not chat  # True: they stay text
         if chat:
-            require_chat_tokens(tokenizer)
-        self.end = tokenizer.special_tokens["<|assistant_end|>"] if chat else tokenizer.bos
+            require_chat_tokens(self.tokenizer)
 
     @property
     def tokenizer_name(self) -> str:
@@ -127,7 +119,7 @@ class HarnessNetwork(LM):
 
     def _scored(self, questions: Sequence[Question]) -> Iterator[tuple[int, int, dict]]:
         """Yield each question's `index`, each of its rows' numbers, and the line of that row."""
-        for question, scores in self.scorer(self.params, questions):
+        for question, scores in self.scorer(self.network.params, questions):
             for i, (start, end) in enumerate(question.spans):
                 line = {
                     "loglikelihood": -float(np.sum(scores.losses[i])),
@@ -157,59 +149,39 @@ class HarnessNetwork(LM):
                 yield text, lines[text]
 
     def _generated(self, new: dict) -> Iterator[tuple[int, dict]]:
-        """Yield continuations. Prompts of similar length and equal options share a batch. A context loses its first
-        tokens if the new ones need the room. A sample depends on its request, not on the others in its batch."""
-        groups, seeds = defaultdict(list), [int(digest(key)[:7], 16) for key in new]
-        encoded = self.tokenizer.encode([request.args[0] for request in new.values()])
-        for i, (request, ids) in enumerate(zip(new.values(), encoded)):
-            until, options = self._generation(request)
-            prompt = [self.tokenizer.bos, *ids][-(self.scorer.longest - options["tokens"]) :]
-            groups[tuple(sorted(options.items()))].append((i, prompt, until, 1 + len(ids) - len(prompt)))
-        for options, prompts in sorted(groups.items()):
-            options = dict(options)
-            prompts.sort(key=lambda prompt: len(prompt[1]))
-            longest = coarse_size(len(prompts[-1][1])) + options["tokens"]
-            fit = max(1, self.scorer.tokens_per_device // longest)  # every device has all of them
-            width = 1 << min(fit.bit_length() - 1, (len(prompts) - 1).bit_length())
-            for first in range(0, len(prompts), width):
-                batch = prompts[first : first + width]
-                shape = width, coarse_size(len(batch[-1][1])) + options["tokens"]
-                # The rest of a prompt is read token by token. Rounding down keeps the programs few.
-                prefill = max(1, size_down(len(batch[0][1])) // 64 * 64)
-                rows, draws = [prompt for _, prompt, *_ in batch], [seeds[i] for i, *_ in batch]
-                new_ids = new_tokens(self.generate, self.params, rows, draws, shape=shape, prefill=prefill, **options)
-                for ids, (i, _, until, cut) in zip(new_ids, batch):
-                    text = self.tokenizer.decode(ids[: ids.index(self.end)] if self.end in ids else ids)
-                    for end in until:
-                        text = text.split(end)[0] if end else text
-                    yield i, {"text": text, "cut": cut}
+        """Yield the place and the line of each request when its text is complete. A context loses its first tokens if
+        the new ones need the room. A sample depends on its request, not on the others."""
+        asked, stops, cuts = [], [], []
+        for (key, request), ids in zip(new.items(), self.tokenizer.encode([r.args[0] for r in new.values()])):
+            until, sampling, tokens = self._generation(request)
+            prompt = [self.tokenizer.bos, *ids][-(self.scorer.longest - tokens) :]
+            asked.append((prompt, sampling._replace(seed=int(digest(key)[:7], 16)), tokens))
+            stops.append([stop for stop in until if stop])
+            cuts.append(1 + len(ids) - len(prompt))
+        capacity = max(len(prompt) + tokens for prompt, _, tokens in asked)
+        slots = min(len(asked), max(1, self.scorer.tokens_per_device // capacity) * self.scorer.replicas)
+        text = lambda answer: self.tokenizer.decode(answer.tokens)
+        stopped = lambda place, answer: any(stop in text(answer) for stop in stops[place])
+        for place, answer in Engine(self.network, slots, capacity, self.chat).answers(asked, stopped):
+            first = min((text(answer).split(stop)[0] for stop in stops[place]), key=len, default=text(answer))
+            yield place, {"text": first, "cut": cuts[place]}
 
-    def _generation(self, request: Any) -> tuple[list[str], dict[str, Any]]:
-        """Return where a task's text ends, and `new_tokens`' options for it. Raise UserError for an unsupported
-        option."""
+    def _generation(self, request: Any) -> tuple[list[str], Sampling, int]:
+        """Return a task's stop sequences, how its text is drawn, and its most tokens. Raise UserError for an
+        unsupported option."""
         from lm_eval.models.utils import normalize_gen_kwargs
 
         asked: dict[str, Any] = dict(normalize_gen_kwargs(request.args[1]))
-        until, sampled = asked.pop("until"), asked.pop("do_sample")
-        options = {
-            "tokens": asked.pop("max_gen_toks"),
-            "temperature": asked.pop("temperature", 0.0) if sampled else 0.0,
-            "top_k": asked.pop("top_k", 50) if sampled else 0,
-        }
+        until, sampled, tokens = asked.pop("until"), asked.pop("do_sample"), asked.pop("max_gen_toks")
+        sampling = Sampling(asked.pop("temperature", 0.0), asked.pop("top_k", 50)) if sampled else Sampling(0.0)
         if asked and sampled:
             raise UserError(f"{request.task_name} draws its text with {asked}; known: temperature, top_k")
-        if options["tokens"] >= self.scorer.longest:
+        if tokens >= self.scorer.longest:
             raise UserError(
-                f"{request.task_name} asks for {options['tokens']} new tokens, and a row of the network has "
+                f"{request.task_name} asks for {tokens} new tokens, and a row of the network has "
                 f"{self.scorer.longest}: leave that task out"
             )
-        return until, options
-
-
-def coarse_size(length: int) -> int:
-    """Return the next larger of the sizes 64, 96, 128, 192, 256, 384, ...: two in each octave."""
-    power = max(64, 1 << (length - 1).bit_length())
-    return power * 3 // 4 if 64 < length <= power * 3 // 4 else power
+        return until, sampling, tokens
 
 
 def pair_of(context: str, continuation: str) -> tuple[str, str]:

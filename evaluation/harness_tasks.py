@@ -88,7 +88,7 @@ def evaluate_tasks(
         scorer = network.scorer(prompt_tokens)
         facts = {"tokenizer": network.tokenizer.sha256} | scorer.facts | network.facts
         log = ItemLog(folder.parent / "requests.jsonl", facts)
-        model = HarnessNetwork(network.params, network.tokenizer, scorer, network.generate(), log, chat)
+        model = HarnessNetwork(network, scorer, log, chat)
         results, lines = measure(model, loaded, items, TIES[network.dtype.name], asking=asking)
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)

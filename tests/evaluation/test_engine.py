@@ -75,6 +75,15 @@ def test_tokens_equal_generate_s_whatever_other_requests_run(devices, sampling):
 
 
 @pytest.mark.medium
+def test_prompts_wait_for_slots_and_an_answer_may_end_early():
+    ended = lambda place, answer: place == 1 and len(answer.tokens) == 3
+    answers = dict(Engine(network(), 2).answers([(prompt, DRAWN, 12) for prompt in PROMPTS], ended))
+    whole = expected(DRAWN)
+    assert [answers[place].tokens for place in range(4)] == [whole[0], whole[1][:3], *whole[2:]]
+    assert not answers[1].finished and len(whole[1]) > 3
+
+
+@pytest.mark.medium
 def test_a_shared_prefix_is_not_read_and_nothing_compiles_for_another_prompt():
     """Ask for turns of a conversation, another answer to one turn, and a conversation that stops inside it."""
     engine, fresh = Engine(network()), Engine(network())

@@ -48,7 +48,7 @@ def requests(loaded):
 
 def answering(devices=1, longest=None, log=None, chat=False):
     ours = network(devices, LENGTH, short_window=64)
-    return HarnessNetwork(ours.params, tokenizer(), ours.scorer(longest), ours.generate(), log or ItemLog(), chat)
+    return HarnessNetwork(ours, ours.scorer(longest), log or ItemLog(), chat)
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +100,11 @@ def test_answers_in_conversations_equal_the_harness_own_model_s_with_the_templat
     from lm_eval.models.huggingface import HFLM
 
     ours, end = answering(chat=True), tokenizer().special_tokens["<|assistant_end|>"]
-    ours.params["lm_head"]["kernel"] = ours.params["lm_head"]["kernel"].at[:, end].mul(2)  # some answers end
+    weights = ours.network.params
+    weights["lm_head"]["kernel"] = weights["lm_head"]["kernel"].at[:, end].mul(2)  # some answers end
     config = network(1, LENGTH, short_window=64).config
     config = replace(config, data=replace(config.data, packing="whole"))
-    write_hf(tmp_path / "out", [arrays_of(ours.params)], config, tokenizer())
+    write_hf(tmp_path / "out", [arrays_of(weights)], config, tokenizer())
     theirs = HFLM(pretrained=str(tmp_path / "out"), trust_remote_code=True, device="cpu", batch_size=4)
     tasks = {name: loaded["tasks"][name] for name in ("tiny_choices", "tiny_writing")}
     asking, lengths = {"apply_chat_template": True, "system_instruction": "be brief"}, set()
@@ -145,7 +146,7 @@ def test_a_mesh_gives_the_answers_of_one_device(requests, answered):
 def test_figures_have_errors_ties_and_chance_and_resume_from_the_log(loaded, answered, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")  # as in a process other than the machine's first
     ours = answering(log=answered[1])
-    ours.scorer = ours.generate = None  # the log has every answer
+    ours.scorer = ours.network = None  # the log has every answer
     results, lines = measure(ours, loaded, None, tie=1e-4)
     choices = results["tiny_choices"]
     assert choices["items"] == 10 and choices["baseline"] == 0.25 and choices["ties"] == 2 and choices["cut"] > 0

@@ -19,10 +19,12 @@ from configs.schema import BatchConfig, Config, MeshConfig
 from configs.validation import resolved
 from data.conversation import PARTS, learned, messages_of, render
 from data.tokenizer import CHAT_TOKENS, TextTokenizer, train_tokenizer
-from evaluation.generation import make_generate, new_tokens
+from evaluation.engine import Engine
+from evaluation.network import Network
 from interchange.safetensors import arrays_of
 from interchange.transformers import beyond_hf, write_hf
 from model.gpt import GPT
+from model.sampling import Sampling
 from tests.helpers import TINY, perturbed
 from tests.interchange.test_transformers import ALL_EXPORTED, modules_of_their_own  # noqa: F401
 from training.mesh import make_mesh
@@ -99,16 +101,14 @@ def test_the_template_refuses_invalid_conversations_too(chat, roles):
 def test_the_pipeline_gives_our_greedy_answer(chat):
     config, params, folder = chat
     pipeline = transformers.pipeline("text-generation", model=str(folder), trust_remote_code=True)
-    generate = make_generate(config.model, jnp.dtype("float32"), make_mesh(MeshConfig(), jax.devices()[:1]))
-    ended = 0
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    engine, ended = Engine(Network(config, TOKENIZER, jax.tree.map(jnp.asarray, params), mesh)), 0
     for question in ["to be?", "what", "that is", "not?", "or", "question", "x", "7"]:
         messages = [{"role": "system", "content": "be"}, {"role": "user", "content": question}]
         prompt = render(TOKENIZER, messages_of(messages), ask=True)
-        sizes = {"shape": (1, LENGTH), "tokens": LENGTH - len(prompt), "prefill": 8, "temperature": 0.0, "top_k": 0}
-        (ours,) = new_tokens(generate, params, [prompt], [0], **sizes)
-        end = TOKENIZER.special_tokens["<|assistant_end|>"]
-        ended += end in ours
-        text = TOKENIZER.decode(ours[: ours.index(end)] if end in ours else ours)
+        ((_, answer),) = engine.answers([(prompt, Sampling(temperature=0.0), LENGTH)])
+        ended += answer.finished == "stop"
+        text = TOKENIZER.decode(answer.tokens)
         got = pipeline(messages, do_sample=False, max_new_tokens=LENGTH - len(prompt))[0]["generated_text"]
         assert got == [*messages, {"role": "assistant", "content": text}]
     assert 0 < ended < 8
