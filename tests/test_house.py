@@ -3,12 +3,12 @@
 from tests.house import closure, counts
 
 BOUNDS = {
-    "lines outside tests": 26_730,
-    "lines of tests": 21_200,
+    "lines outside tests": 26_910,
+    "lines of tests": 21_430,
     "lines of train.py": 180,
     "names that train.py imports": 40,
     "modules that train.py needs": 100,
-    "lines that train.py needs": 12_330,
+    "lines that train.py needs": 12_380,
     "options on the command line": 92,
 }
 
