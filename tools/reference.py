@@ -52,10 +52,8 @@ def linked(text: str | None) -> str:
     """Return a docstring as Markdown: with links to pages and papers, and examples and lists of files as code."""
     text = re.sub(r"\bdocs/[\w-]+\.md", r"[\g<0>](../../\g<0>)", inspect.cleandoc(text or ""))
     text = re.sub(r"arXiv:([\d.]+\d)", r"[\g<0>](https://arxiv.org/abs/\1)", text)
-    parts = text.split("\n\n")
-    return "\n\n".join(
-        f"```\n{dedent(part)}\n```" if "  " in part or part.startswith("python ") else part for part in parts
-    )
+    is_code = lambda part: "  " in part or part.startswith("python ")
+    return "\n\n".join(f"```\n{dedent(part)}\n```" if is_code(part) else part for part in text.split("\n\n"))
 
 
 def option(name: str, hint: Any, default: Any, text: str | None) -> str:
