@@ -80,12 +80,12 @@ def _read_task(folder: str, label: str, items: int | None) -> Task:
 
 def number_of(text: str) -> str | None:
     """Return the number after ####, without commas; None if there is none."""
-    found = NUMBER.search(text)
-    return found[1].replace(",", "") if found else None
+    match = NUMBER.search(text)
+    return match[1].replace(",", "") if match else None
 
 
 def require_chat_tokens(tokenizer: TextTokenizer) -> None:
-    """UserError if conversations cannot be spelled."""
+    """Raise UserError if the tokenizer cannot encode conversations."""
     if missing := tokenizer.missing_chat_tokens:
         raise UserError(
             f"the network's tokenizer has no {', '.join(missing)}: it was not trained on conversations; fine-tune it "
