@@ -49,4 +49,4 @@ if __name__ == "__main__":
     found = [
         f"{path}:{line}: {what}" for path in paths for line, what in sorted(problems(path, Path(path).read_text()))
     ]
-    sys.exit("\n".join(found))
+    sys.exit("\n".join(found) or 0)
