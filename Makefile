@@ -1,7 +1,7 @@
 # make train [CONFIG=configs/small.py] [ARGS="--steps=100"]    set up, then train
-# make chat [ARGS="--name=mine"]                               train the small run, fine-tune it, and talk to it
+# make chat [ARGS=--name=mine]                                 train the small run, fine-tune it, and talk to it
 # make test [ARGS="-m ''"]                                     set up, then run the quick tests [all]
-# make check                                                   lint, format, types, and which room imports which
+# make check                                                   lint, format, types, words, and which room imports which
 # make docs                                                    check every link, and build the site: build/site/index.html
 # make house                                                   how large the house is
 # make setup [EXTRA=cuda|tpu] [PYTHON=python3.12]              set up alone, with the newest Python here unless named

@@ -111,7 +111,7 @@ def chosen(arguments: Arguments) -> Callable[[Arguments, str, Mesh], dict[str, A
         (bool(run_dir) == bool(from_), "give one of them: --run_dir=RUN, or --from=FOLDER of a network"),
         (
             keeps and folder.startswith("gs://") and not arguments.out,
-            f"--out=FOLDER is missing: {folder} is read-only, and results need a folder",
+            f"--out=FOLDER is missing: results are not written to {folder}",
         ),
         (from_ and arguments.step, f"--step chooses a checkpoint of a run; --from={from_} has one network"),
         (from_ and not keeps, "--from needs --source=PATH or --tasks: a network in a folder has no text of its own"),

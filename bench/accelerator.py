@@ -197,7 +197,7 @@ def main() -> int:
         raise UserError("JAX finds no device here:\n" + "\n".join(here["last_lines"]))
     device = here["result"]
     if record.setdefault("device", device) != device:
-        raise UserError(f"{path} was measured on {record['device']}, not on {device} as here; give --out")
+        raise UserError(f"{path} was measured on {record['device']}; this machine has {device}: give another --out")
 
     def wanted(part: Part) -> bool:
         if part.name not in (arguments.parts or names) or (part.name == "reference" and not arguments.reference):

@@ -64,7 +64,7 @@ def derive(config: Config, given: set[str]) -> Config:
     try:
         base = base_of_chat(config)
     except UserError:
-        if begun := begun_run(config):  # which no longer needs its base
+        if begun := begun_run(config):  # its own record is enough
             return with_options(config, taken(begun, (*OF_BASE, *OF_A_RUN, "init_optimizer", "data.tokenizer"), given))
         raise
     config = with_options(config, {"data.tokenizer": base.tokenizer})

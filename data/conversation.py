@@ -23,7 +23,8 @@ Message = dict[str, Any]
 
 def messages_of(conversation: object) -> list[Message]:
     """Return the messages of a conversation: a list of them, or an object that has it as `messages`. The system's is
-    merged into the first user's. ValueError, with what is wrong, if they are no conversation."""
+    merged into the first user's. Raise ValueError, with what is wrong, if they are no
+    conversation."""
     messages = conversation.get("messages") if isinstance(conversation, dict) else conversation
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("no list of messages")
@@ -87,7 +88,7 @@ def render(
     encode: Callable[[list[str]], Iterable[list[int]]] | None = None,
 ) -> list[int]:
     """Return the tokens of what `messages_of` returns, and with `ask` the <|assistant_start|> of an answer to them.
-    `encode` replaces the tokenizer's own. KeyError if the tokenizer has no such tokens."""
+    `encode` replaces the tokenizer's own. Raise KeyError if the tokenizer has no such tokens."""
     special = tokenizer.special_tokens
     pieces: list[str | int] = [tokenizer.bos]
     for message in messages:

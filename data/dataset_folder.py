@@ -33,7 +33,7 @@ from data.shards import TokenStream
 from data.store import Shard, Store, StoredShard, mirrored, readers
 from data.tokenizer import TextTokenizer, load_tokenizer
 
-CACHE_GB = 20.0  # most bytes of blocks from a URL
+CACHE_GB = 20.0  # most gigabytes of blocks from a URL
 PLANNED = 2**22  # documents of one plan of rows: it takes about 145 bytes for each
 
 

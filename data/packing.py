@@ -159,7 +159,7 @@ def plan_rows(
 
 
 def join_plans(plans: Iterable[tuple[int, Plan]]) -> Iterator[Plan]:
-    """Return stretches of one plan, from plans for stretches of a stream that begin at `starts`."""
+    """Yield one plan in pieces, from pairs of a position in a stream and the plan of what begins there."""
     pieces, first = 0, True
     for begin, plan in plans:
         rows = plan.rows if first else plan.rows[1:]

@@ -169,8 +169,8 @@ class Engine:
         return sum(slot.answer is None for slot in self.slots)
 
     def begin(self, tokens: Sequence[int], sampling: Sampling, most: int | None = None) -> Answer:
-        """Return an answer to a prompt, of at most `most` tokens. NoSlot if no slot is free, UserError if the prompt
-        leaves no room in the row."""
+        """Return an answer to a prompt, of at most `most` tokens. Raise NoSlot if no slot is free, and
+        UserError if the prompt leaves no room in the row."""
         if len(tokens) >= self.capacity:
             raise UserError(
                 f"the prompt has {len(tokens)} tokens; the network's sequence has {self.capacity}, so at most "
@@ -180,7 +180,7 @@ class Engine:
         if not free:
             raise NoSlot(f"all {len(self.slots)} slots are taken")
         shared = {slot.index: slot.shares(tokens) for slot in free}
-        # A short common beginning, as of all conversations, is no reason to overwrite a slot that was just used.
+        # All conversations begin alike: a short common prefix does not justify overwriting a slot that was just used.
         worth = lambda slot: shared[slot.index] if 2 * shared[slot.index] > slot.cached else 0
         slot = max(free, key=lambda slot: (worth(slot), -slot.used))
         self.begun += 1

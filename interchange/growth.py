@@ -46,7 +46,7 @@ class Base(NamedTuple):
 
 def base_of_chat(config: Config) -> Base:
     """Return the network in `config.init_from`, with `data.tokenizer` or else its own tokenizer, to which the tokens of
-    conversations are added if it lacks them. UserError if either is missing."""
+    conversations are added if it lacks them. Raise UserError if either is missing."""
     folder = origin(config.init_from)
     base = network_config(folder)
     if not (home := config.data.tokenizer or tokenizer_in(folder)):
@@ -61,16 +61,20 @@ def base_of_chat(config: Config) -> Base:
 
 
 def begun_run(config: Config) -> Config | None:
-    """Return the options of the run that `config` resumes, and its tokenizer. None if the run has no checkpoint."""
+    """Return the options of the run that `config` resumes, and its tokenizer. None if it has no checkpoint, or started
+    from another network."""
     config = resolved(config)
     if not whole_steps(checkpoint_folder(config)):
         return None
     folder = at_hand(config.checkpoint.folder or config.run_dir)
-    return with_options(record_of(folder)[1], {"data.tokenizer": str(kept(load_tokenizer(folder / "tokenizer")))})
+    begun = record_of(folder)[1]
+    if begun.init_from != config.init_from:
+        return None
+    return with_options(begun, {"data.tokenizer": str(kept(load_tokenizer(folder / "tokenizer")))})
 
 
 def kept(tokenizer: TextTokenizer) -> Path:
-    """Return the folder in the cache that has a tokenizer of no other folder that stays."""
+    """Save a tokenizer in the cache, if it is not there, and return its folder."""
     home = cache_dir() / "tokenizers" / tokenizer.sha256[:16]
     if not home.exists():
         made = home.with_name(f"{home.name}.{os.getpid()}")  # several processes of a host may make it

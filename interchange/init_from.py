@@ -27,7 +27,7 @@ from training.state import split_model
 
 OURS = ("nanochat", "tokensum")
 """Architectures that our network computes, as config.json names them."""
-TOKENS_AT_A_TIME = 16_384  # rows of a measured network, per device
+TOKENS_AT_A_TIME = 16_384  # in a measurement of a network, per device
 
 
 @cache

@@ -31,9 +31,9 @@ class TokensumConfig(PretrainedConfig):
     rotary_base: float = 100_000.0
     qk_scale: float = 1.0
     windows: list | tuple = ()
-    """Return the number of earlier positions that each block sees; None: all."""
+    """Number of earlier positions that each block sees; None: all."""
     value_embeddings: list | tuple = ()
-    """Return the blocks with value embeddings."""
+    """Blocks with value embeddings."""
     resid_lambdas: bool = False
     x0_lambdas: bool = False
     smear: bool = False

@@ -25,8 +25,9 @@ from model.parallel import (
 from model.rotary import Angles, rotate_and_norm
 from model.splash import splash_attention
 
-ROWS = 2  # rows of a batch, and
-QUERIES = 256  # queries: the most whose scores exist at a time, if the backward pass recomputes them
+# The most scores in memory at a time, if the backward pass recomputes them: of this many rows and queries.
+ROWS = 2
+QUERIES = 256
 
 
 class Inputs(NamedTuple):

@@ -50,7 +50,7 @@ class RunLock:
         self.path = Path(run_dir) / "lock"
         self.file: IO | None = None
         self.claimed = False
-        """Return whether the folder has no step, and so nothing worth keeping."""
+        """True if the folder has no step, and so nothing worth keeping."""
 
     def __enter__(self) -> "RunLock":
         return self

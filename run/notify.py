@@ -13,7 +13,7 @@ from configs.retry import first_line
 from configs.schema import Config, UserError
 from run.record import Record, place
 
-LAST = 10  # seconds to wait for the command at the end, which in a container or job would kill it
+LAST = 10  # seconds to wait for the command: a container or job kills it when the run ends
 
 
 def tell(

@@ -77,7 +77,7 @@ class Service:
         if asked.model not in (None, self.model):
             message = f"model: there is no {asked.model!r} here; this server answers with {self.model!r}"
             raise Refused(message, "model", 404, "model_not_found")
-        # In a thread: of a long text the others' answers would wait for the tokens.
+        # In a thread: encoding a long text would stop all other answers.
         prompt = await asyncio.to_thread(asked.prompt, self.tokenizer, self.batcher.engine.capacity)
         job = Job(prompt, asked.sampling(self.sampling), asked.max_completion_tokens or asked.max_tokens)
         if not self.batcher.submit(job):

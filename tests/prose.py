@@ -45,7 +45,8 @@ def problems(path: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    paths = [path for path in check_output(["git", "ls-files"], text=True).split() if not UNCHECKED.match(path)]
+    listed = check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], text=True).splitlines()
+    paths = [path for path in listed if Path(path).is_file() and not UNCHECKED.match(path)]
     found = [
         f"{path}:{line}: {what}" for path in paths for line, what in sorted(problems(path, Path(path).read_text()))
     ]

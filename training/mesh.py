@@ -48,7 +48,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def mesh_of_first(config: MeshConfig) -> Mesh:
-    """Return a mesh of as many of the devices here as it needs. UserError if there are too few."""
+    """Return a mesh of as many of the devices here as it needs. Raise UserError if there are too few."""
     count = config.data * config.fsdp * config.tensor
     return make_mesh(config, jax.devices()[:count] if count > 0 else None)
 

@@ -176,5 +176,5 @@ def _counted(number: int) -> str:
 
 
 def _draw(name: str, what: str, choices: int) -> int:
-    """Return a number below `count`, drawn from a name and a purpose."""
+    """Return a number below `choices`, drawn from a name and a purpose."""
     return int.from_bytes(hashlib.sha256(f"{name}: {what}".encode()).digest()[:8], "big") % choices

@@ -23,7 +23,7 @@ class Exclusion:
     """The texts to exclude."""
 
     def __init__(self, shares: np.ndarray, words: list[str], grams: UInt64[np.ndarray, "grams"], source: str):
-        """Take `shares`: hashes of the held-out texts; and `words`: numbers of the n-grams' words."""
+        """Take `shares`: hashes of the held-out texts; `words`: of the n-grams, in the order of their numbers."""
         self.shares, self.grams, self.source = set(shares.tolist()), grams, source
         self.numbers = {word: i for i, word in enumerate(words, 1)}
 

@@ -48,7 +48,7 @@ def find_corpus(
         raise UserError(f"--text_extensions={text_extensions} cannot work: write .rst or .rst,.tex")
     library = source in LIBRARY
     if conversations and source == "stdlib":
-        raise UserError(f"--source=stdlib is text; conversations made of it are --source={CHAT_STDLIB}")
+        raise UserError(f"the source stdlib is text; {CHAT_STDLIB} is conversations made of it")
     conversations = conversations or source == CHAT_STDLIB
     text_column = text_column or ("messages" if conversations else "text")
     suffixes = (*(() if conversations else TEXT_SUFFIXES), *TABLE_SUFFIXES, *extensions)

@@ -79,7 +79,7 @@ class Recipe:
         return token_type(self.vocab_size)
 
     def order(self, level: int, number: int, documents: int) -> Int[np.ndarray, "documents"]:
-        """Return an order of `count` documents. The raw stream of PCG64 is the same in every numpy."""
+        """Return an order of `documents` documents. The raw stream of PCG64 is the same in every numpy."""
         if self.seed is None:
             return np.arange(documents)
         return np.argsort(np.random.PCG64([self.seed, level, number]).random_raw(documents), kind="stable")

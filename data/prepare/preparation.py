@@ -105,7 +105,7 @@ def prepare(settings: Preparation, out: Path, max_files: int | None = None, wher
     try:
         _prepare(settings, out, max_files, where)
     except OSError as error:  # errors of reading the text are UserErrors already
-        raise UserError(f"{out} cannot be written: {error}; then the same command continues") from error
+        raise UserError(f"{out} cannot be written: {error}; the same command continues once it can") from error
 
 
 def prepare_raw(source: str, config: DataConfig, vocab_size: int, cache: Path, no_training: str) -> Path:

@@ -144,7 +144,7 @@ def rows(
     leaves = [i for i in range(len(facts.schema)) if f"{facts.schema.column(i).path}.".startswith(f"{column}.")]
     for i in range(facts.num_row_groups):
         group = facts.row_group(i)
-        place = min(max(group.column(0).data_page_offset, 0), file.size - 1)  # a damaged file may have a wrong count
+        place = min(max(group.column(0).data_page_offset, 0), file.size - 1)  # a damaged file may have a wrong offset
         if start <= place and (stop is None or place < stop):
             groups.append(i)
             numbers += [before + 1, before + group.num_rows + 1]

@@ -56,6 +56,8 @@ def test_it_is_resumed_without_its_base(folder, monkeypatch, capfd):
     try:
         assert run("train", monkeypatch, *CHAT, *OFTEN, "--run_dir=new", devices=1) == 2
         assert "base holds no run" in capfd.readouterr().err
+        assert run("train", monkeypatch, CHAT[0], "--init_from=typo", CHAT[2], f"--run_dir={again}", devices=1) == 2
+        assert "typo holds no run" in capfd.readouterr().err
         assert run("train", monkeypatch, *CHAT, *OFTEN, f"--run_dir={again}", devices=1) == 0
         assert run("train", monkeypatch, *CHAT, f"--run_dir={again}", "--init_optimizer=False", devices=1) == 2
         assert "init_optimizer: True -> False" in capfd.readouterr().err

@@ -57,9 +57,9 @@ class Facts(NamedTuple):
     train: Documents
     val: Documents
     repeats: Bool[np.ndarray, "documents"]
-    """Return which training documents repeat an earlier one."""
+    """True for training documents that repeat an earlier one."""
     leaked: Bool[np.ndarray, "documents"]
-    """Return which held-out documents are also trained on."""
+    """True for held-out documents that are also trained on."""
     packed: dict[str, Packed]
     """By packing."""
 

@@ -70,7 +70,7 @@ def catalog() -> dict[str, dict[str, Any]]:
 
 
 def parse_hardware(text: str) -> Hardware:
-    """Return the hardware that `text` names. UserError, with what would be right, for an unknown kind or size."""
+    """Return the hardware that `text` names. Raise UserError, with what would be right, for an unknown kind or size."""
     asked = parse_topology(text, "--hardware")
     hardware = Hardware(asked.kind, asked.slices, "x".join(map(str, asked.chips)))
     if asked.kind not in catalog():

@@ -119,7 +119,7 @@ def test_text_given_as_conversations_is_refused_and_vice_versa(tmp_path):
         (lines, False): f"a.jsonl line 1: no text under 'text'; {need}",
         (f"{tmp_path}/b.parquet", False): f"no column 'text'; nor elsewhere; {need}",
         (f"{tmp_path}/c.parquet", True): "has no column 'messages'",
-        ("stdlib", True): "stdlib is text; conversations made of it are --source=chat-stdlib",
+        ("stdlib", True): "stdlib is text; chat-stdlib is conversations made of it",
         (str(tmp_path / "*.txt"), True): "no file of text found",
     }
     for (source, conversations), message in refused.items():
