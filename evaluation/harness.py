@@ -18,7 +18,7 @@ import numpy as np
 from configs.schema import UserError
 from data.conversation import messages_of, render
 from evaluation.chat_core import require_chat_tokens
-from evaluation.engine import Answer, Engine
+from evaluation.engine import Engine
 from evaluation.item_log import ItemLog
 from evaluation.network import Network
 from evaluation.scorer import Question, Scorer
@@ -160,14 +160,10 @@ class HarnessNetwork(LM):
             cuts.append(1 + len(ids) - len(prompt))
         capacity = max(len(prompt) + tokens for prompt, _, tokens in asked)
         slots = min(len(asked), max(1, self.scorer.tokens_per_device // capacity) * self.scorer.replicas)
-
-        def complete(place: int, answer: Answer) -> bool:
-            text = self.tokenizer.decode(answer.tokens)
-            return any(stop in text for stop in stops[place])
-
-        for place, answer in Engine(self.network, slots, capacity, self.chat).answers(asked, complete):
-            text = self.tokenizer.decode(answer.tokens)
-            first = min((text.split(stop)[0] for stop in stops[place]), key=len, default=text)
+        text = lambda answer: self.tokenizer.decode(answer.tokens)
+        stopped = lambda place, answer: bool(stops[place]) and any(map(text(answer).__contains__, stops[place]))
+        for place, answer in Engine(self.network, slots, capacity, self.chat).answers(asked, stopped):
+            first = min((text(answer).split(stop)[0] for stop in stops[place]), key=len, default=text(answer))
             yield place, {"text": first, "cut": cuts[place]}
 
     def _generation(self, request: Any) -> tuple[list[str], Sampling, int]:
