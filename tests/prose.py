@@ -4,7 +4,8 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import check_output
+
+from tools.launch.code import listed
 
 UNCHECKED = re.compile(
     r"CHANGELOG\.md|.*LICENSE|tests/.*(prose\.py|words\.txt)|bench/plan_grid\.|.*\.(png|svg|jsonl?|gz)$"
@@ -45,8 +46,8 @@ def problems(path: str, text: str) -> Iterator[tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    listed = check_output(["git", "ls-files", "--cached", "--others", "--exclude-standard"], text=True).splitlines()
-    paths = [path for path in listed if Path(path).is_file() and not UNCHECKED.match(path)]
+    files = sorted(filter(Path.is_file, listed(Path(), "--cached", "--others", "--exclude-standard")))
+    paths = [path for path in map(str, files) if not UNCHECKED.match(path)]
     found = [
         f"{path}:{line}: {what}" for path in paths for line, what in sorted(problems(path, Path(path).read_text()))
     ]

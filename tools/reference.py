@@ -7,7 +7,6 @@ command, made of the dataclasses and docstrings that `--help` prints.
 import inspect
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from importlib import import_module
@@ -20,6 +19,7 @@ import tyro
 from docstring_parser import parse_from_object
 
 from configs.schema import Config, Role, hints
+from tools.launch.code import listed
 
 INTRO = """
 A config file gives the options of a run, and the command line changes them: `--model.depth=20`. The defaults here are
@@ -108,9 +108,7 @@ def pages() -> dict[str, str]:
 def main() -> None:
     out = Path("build/docs")
     shutil.rmtree(out, ignore_errors=True)
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    for path in filter(Path.is_file, map(Path, listing.splitlines())):
+    for path in filter(Path.is_file, listed(Path(), "--cached", "--others", "--exclude-standard")):
         (out / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, out / path)
     (out / "docs/reference").mkdir()
