@@ -61,7 +61,8 @@ def take_steps(
                         hook.before_step(run)
                     batch = idle.next_of(batches, run)
                     train_step = step_after(programs, run.step, run.config.diagnostics.every_steps)
-                    run.state, metrics = train_step(run.state, batch)
+                    with run.clock.waiting():  # a CPU's call waits for the step before it
+                        run.state, metrics = train_step(run.state, batch)
                     run.step += 1
                     run.stopping = stop.after(run.step)
                     due = due_after(run.step, run.config, last=run.is_last, soon=run.save_soon)
