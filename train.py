@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
-from tqdm import tqdm
-
 from configs.command_line import parse
 from configs.exit_codes import Exit
+from configs.messages import LOGGER
 from configs.schema import Config
 from data.loader import train_batches
 from hosts.cluster import Cluster
@@ -95,52 +93,51 @@ def begin_all(hook_list: Sequence[hooks.Hook], run: Progress, opened: ExitStack)
 def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock, record: Record, stop: Stop) -> Exit:
     """Train, or resume training, until `config.steps`."""
     times = Times()
-    say = tqdm.write if jax.process_index() == 0 else lambda text: None  # does not break the progress bar
-    opening.check_processes(config, cluster, say)
+    opening.check_processes(config, cluster)
 
     # The network, its text, its record and its checkpoints.
-    builds, text, evaluator = opening.open_training(config, say)
+    builds, text, evaluator = opening.open_training(config)
     built = builds[-1]  # for everything that does not depend on the size of a step
     config = built.config
     past, checkpoints = opening.open_folder(built, text, accept_changes, lock, record)
     if message := opening.why_nothing_to_do(config, past, checkpoints):
-        say(message)
+        LOGGER.info(message)
         opening.copy_record(config, record)
         return Exit.COMPLETE
     if message := opening.why_given_up(config, checkpoints.newest, record):
-        say(message)
+        LOGGER.info(message)
         return Exit.FAILED
 
     # The programs.
-    say(describe(builds))
+    LOGGER.info(describe(builds))
     programs: list[Program] = []
     with explain_out_of_memory(mistake=True):
-        compile_stages(programs, builds, checkpoints.newest, times, say)
+        compile_stages(programs, builds, checkpoints.newest, times)
 
     # The hooks around a step, in this order.
     watch, idle = hooks.Watch(config, times), hooks.Idle(times)
-    log = hooks.Log(built, watch, lambda position: text.epochs(position // built.batch_shape[2]), record, say)
-    save = hooks.Save(config, checkpoints, text.fingerprint, watch, say)
-    judge = hooks.Judge(config, log, save, text.seen, say)
-    evaluate = hooks.Evaluate(config, evaluator, evaluator.tasks, checkpoints, log, say)
+    log = hooks.Log(built, watch, lambda position: text.epochs(position // built.batch_shape[2]), record)
+    save = hooks.Save(config, checkpoints, text.fingerprint, watch)
+    judge = hooks.Judge(config, log, save, text.seen)
+    evaluate = hooks.Evaluate(config, evaluator, evaluator.tasks, checkpoints, log)
     changes = list(past.changes)
-    hook_list = [watch, idle, hooks.Profile(config, say), log, hooks.History(log, changes), judge, save, evaluate]
+    hook_list = [watch, idle, hooks.Profile(config), log, hooks.History(log, changes), judge, save, evaluate]
 
     def start() -> tuple[Progress, Iterator[Any]]:
         """Start from the newest readable checkpoint, or from step 0."""
-        begins = resume(built, text.tokenizer, checkpoints, times, say)
-        compile_stages(programs, builds, begins.step, times, say)  # none, unless an older checkpoint was restored
+        begins = resume(built, text.tokenizer, checkpoints, times)
+        compile_stages(programs, builds, begins.step, times)  # none, unless an older checkpoint was restored
         record_start(built, text, changes, begins, times)
         batches = batches_from(begins, builds, text)
         return Progress(config, begins, batches), train_batches(batches, built.batch_sharding, config.data.workers)
 
     with explain_out_of_memory(), times.during("steps"):
-        run, gave_up = take_steps(start, programs, idle, hook_list, stop, partial(roll_back, save, times, say))
+        run, gave_up = take_steps(start, programs, idle, hook_list, stop, partial(roll_back, save, times))
     if gave_up:
         gave_up += f"; {save.described()}"
     with times.during("saving"), limited(config.hang, "the end of saving"):
         checkpoints.close()
-    code = finish(run, gave_up, stop, times, say)
+    code = finish(run, gave_up, stop, times)
     opening.copy_record(config, record)
     return code
 

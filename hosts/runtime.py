@@ -24,6 +24,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 
 from configs.exit_codes import Exit
 from configs.files import cache_dir
+from configs.messages import show_messages
 from configs.retry import StorageLost, first_line
 from configs.schema import UserError
 from hosts.cluster import Cluster, detect
@@ -120,7 +121,7 @@ def report_unless_loop_is_closed(unraisable: Any) -> None:
 
 
 def start_jax() -> Cluster:
-    """Join the other processes of the run, if there are any, and cache compiled programs on disk.
+    """Join the other processes of the run, if there are any, cache compiled programs on disk, and show messages.
 
     Start every process with the same command; hosts/cluster.py finds the others. Raise UserError if their settings are
     incomplete or contradictory, PeerLost if one does not join.
@@ -135,6 +136,7 @@ def start_jax() -> Cluster:
     cluster = detect(os.environ, tpus, len(glob("/dev/nvidia[0-9]*")), google_metadata)
     if cluster.processes > 1 and not jax.distributed.is_initialized():
         join(cluster)
+    show_messages(first=cluster.index == 0)
     return cluster
 
 

@@ -26,6 +26,7 @@ import jax
 from etils import epath
 
 from configs import retry
+from configs.messages import LOGGER
 from configs.retry import StorageLost, causes, described, first_line, passes, patiently, role
 from configs.schema import CheckpointConfig, UserError
 from hosts.runtime import Damaged, NoCheckpoint, highest, on_every_process, on_first_process, versions
@@ -97,8 +98,6 @@ class Checkpoints:
         """Number of consecutive failed saves; the same on every process."""
         self.failure, self.passing, self.failing_since = "", False, 0.0
         """Why the last save failed, whether that may pass by itself, and when saves began to fail."""
-        self.messages: list[str] = []
-        """Failed saves and deletions that were not reported yet."""
 
     @property
     def steps(self) -> list[int]:
@@ -182,7 +181,7 @@ class Checkpoints:
         self.failing_since = self.failing_since if self.failed_saves else time.monotonic()
         self.failed_saves += 1
         self.passing, self.failure = failure[0] == "1", failure[2:]
-        self.messages.append(f"{self.failed_saves} save(s) in a row failed: {self.failure}; trying again")
+        LOGGER.warning(f"{self.failed_saves} save(s) in a row failed: {self.failure}; trying again")
         on_first_process(self._try_to_clear)
         if self.passing and highest(time.monotonic() - self.failing_since > retry.SECONDS):
             raise StorageLost(f"saving in {self.folder}: {self.failure}")
@@ -228,19 +227,19 @@ class Checkpoints:
             step_array, arrays["params"], arrays["rest"]["opt_state"], arrays["rest"]["skipped_steps"]
         ), facts
 
-    def restore_newest(self, abstract: TrainState, say: Callable[[str], Any]) -> tuple[TrainState, dict] | None:
+    def restore_newest(self, abstract: TrainState) -> tuple[TrainState, dict] | None:
         """Return the newest state that can be read, or None without any checkpoint. Report damaged ones, and move them
         to bad-checkpoints/. Raise NoCheckpoint if all are damaged, and StorageLost if a disk or store does not answer,
         which does not mean damage."""
         for name in self.not_whole:
-            say(f"checkpoint {name} cannot be read (it is incomplete); it is in bad-checkpoints")
+            LOGGER.warning(f"checkpoint {name} cannot be read (it is incomplete); it is in bad-checkpoints")
         bad = []
         for step in reversed(self.steps):
             try:
                 restored = self.restore(step, abstract)
             except Damaged as error:
                 bad.append(step)
-                say(f"checkpoint {step} cannot be read ({first_line(error)}); trying the one before it")
+                LOGGER.warning(f"checkpoint {step} cannot be read ({first_line(error)}); trying the one before it")
                 continue
             if bad:
                 self._forget(bad)
@@ -344,7 +343,7 @@ class Checkpoints:
                 else:
                     path.rename(self.folder / f"{path.name}.deleted").rmtree()
             except Exception as error:
-                self.messages.append(f"checkpoint {path.name} could not be deleted: {first_line(error)}")
+                LOGGER.warning(f"checkpoint {path.name} could not be deleted: {first_line(error)}")
 
     def _put_aside(self, path: epath.Path) -> None:
         """Move an unreadable checkpoint to bad-checkpoints/, on the first process."""

@@ -1,14 +1,13 @@
 """The end of a run: its last message, and the files of a complete run."""
 
 import math
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from configs.exit_codes import Exit
+from configs.messages import LOGGER
 from hosts.stop import Stop
 from run.events import Events
 from run.goodput import Times, goodput, summed_up
@@ -18,16 +17,18 @@ from run.progress import Progress
 from training.state import params_sha256
 
 
-def finish(run: Progress, gave_up: str, stop: Stop, times: Times, say: Callable[[str], Any]) -> Exit:
+def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
     """Print how the run ended, and return its exit code. Write the summary, the picture and the samples of a complete
     run. `gave_up`: why another step makes no sense, or empty."""
     config, run_dir, code = run.config, Path(run.config.run_dir), Exit.COMPLETE
     if gave_up:
         code = Exit.FAILED
-        say(f"stopped at step {run.step}: {gave_up}")
+        LOGGER.error(f"stopped at step {run.step}: {gave_up}")
     elif run.stopping:
         code = stop.agreed_code()
-        say(f"stopped after step {run.step} of {config.steps}, saved in {run_dir}; the same command continues it")
+        LOGGER.info(
+            f"stopped after step {run.step} of {config.steps}, saved in {run_dir}; the same command continues it"
+        )
     else:
         digest = params_sha256(run.state.params, config.model)  # gathered from all processes
     if jax.process_index() > 0:
@@ -36,7 +37,7 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times, say: Callable[
         Events(run_dir).add("stop", run.step, code=code, **times.note())
     spent = goodput(Events(run_dir).read())
     if code != Exit.COMPLETE:
-        say(summed_up(spent))
+        LOGGER.info(summed_up(spent))
         tell(config, "failure" if gave_up else "end", gave_up or f"stopped, exit code {int(code)}", run.step)
         return code
 

@@ -1,12 +1,11 @@
 """The preparation of a run's first step: its text, its folder, its checkpoints, and hosts that agree."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from configs.messages import LOGGER
 from configs.ramp import Ramp
 from configs.retry import patiently
 from configs.schema import Config
@@ -28,13 +27,13 @@ from training.build import Build, build_stages
 from training.mesh import make_mesh
 
 
-def check_processes(config: Config, cluster: Cluster, say: Callable[[str], Any]) -> None:
+def check_processes(config: Config, cluster: Cluster) -> None:
     """Print the run's processes and devices. Raise UserError if the processes have different configs."""
-    say(describe_processes(cluster, make_mesh(config.mesh)))
+    LOGGER.info(describe_processes(cluster, make_mesh(config.mesh)))
     check_hosts_agree("their config", json.dumps(asdict(config)))
 
 
-def open_training(config: Config, say: Callable[[str], Any]) -> tuple[list[Build], Text, Evaluator]:
+def open_training(config: Config) -> tuple[list[Build], Text, Evaluator]:
     """Return the builds of the run's stages, with the steps of an epoch for `steps=0`, the text that it trains on, and
     what evaluates on its held-out part. UserError if the text, or the network in `init_from`, does not fit the run."""
     builds = build_stages(config)
@@ -57,19 +56,19 @@ def open_training(config: Config, say: Callable[[str], Any]) -> tuple[list[Build
         validate(config)
         builds = build_stages(config)
         built = builds[-1]
-    say(text.outlook(rows, length, config.data.max_epochs))
+    LOGGER.info(text.outlook(rows, length, config.data.max_epochs))
     if text.too_long:
-        say(text.too_long)
-    say(text.validation(config.eval.tokens, length))
+        LOGGER.info(text.too_long)
+    LOGGER.info(text.validation(config.eval.tokens, length))
     if text.tokenizer.vocab_size < config.model.vocab_size:
         known = f"{text.tokenizer.vocab_size:,} of --model.vocab_size={config.model.vocab_size:,} tokens"
-        say(f"the text's tokenizer has {known}: the others are never seen")
+        LOGGER.info(f"the text's tokenizer has {known}: the others are never seen")
     evaluator = Evaluator(built, text)
     if config.eval.tasks:
         check_hosts_agree("their bundle", evaluator.benchmarks.facts["bundle"])
     if starts_from:
         require_same_vocabulary(config, text.tokenizer)
-        say("\n".join(filter(None, [describe_start(config), describe_growth(config, text.tokenizer)])))
+        LOGGER.info("\n".join(filter(None, [describe_start(config), describe_growth(config, text.tokenizer)])))
     return builds, text, evaluator
 
 

@@ -1,12 +1,11 @@
 """The start of a run: from its newest checkpoint, from another network, or from step 0."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 
+from configs.messages import LOGGER
 from configs.schema import Config, UserError
 from data.dataset import Text
 from data.tokenizer import TextTokenizer
@@ -36,21 +35,19 @@ def open_checkpoints(config: Config, record: Record) -> Checkpoints:
     return checkpoints
 
 
-def resume(
-    built: Build, tokenizer: TextTokenizer, checkpoints: Checkpoints, times: Times, say: Callable[[str], Any]
-) -> Start:
+def resume(built: Build, tokenizer: TextTokenizer, checkpoints: Checkpoints, times: Times) -> Start:
     """Return the state and the data's position: of the newest checkpoint that can be read, or before step 0.
     `tokenizer`: the text's."""
     config = built.config
     with times.during("restore" if checkpoints.newest else "start"), limited(config.hang, "restoring"):
         events = on_first_process(Events(config.run_dir).read)
-        restored = checkpoints.restore_newest(built.abstract_state, say)
+        restored = checkpoints.restore_newest(built.abstract_state)
         if restored is None:
             return Start(jax.block_until_ready(initial_state(built, tokenizer)))  # making it is not training
     state, facts = restored
     step = facts["step"]
     position = max([facts["position"], *(event["position"] for event in rollbacks_to(events, step))])
-    say(f"continuing after step {step} of {config.steps}")
+    LOGGER.info(f"continuing after step {step} of {config.steps}")
     return Start(state, step, facts["tokens"], position, facts["seconds"], tuple(facts["losses"]))
 
 

@@ -1,10 +1,8 @@
 """Rollback after a jump of the loss."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 
+from configs.messages import LOGGER
 from hosts.runtime import on_first_process
 from run.events import Events, rollbacks_to
 from run.goodput import Times
@@ -15,7 +13,7 @@ from run.progress import GaveUp, Jumped, Progress
 MOST = 3  # most rollbacks to one checkpoint
 
 
-def roll_back(save: Save, times: Times, say: Callable[[str], Any], run: Progress, jump: Jumped) -> None:
+def roll_back(save: Save, times: Times, run: Progress, jump: Jumped) -> None:
     """Record that the run resumes from its newest checkpoint, without the batches up to the jump's. Raise GaveUp after
     MOST rollbacks to that checkpoint."""
     config, spike = run.config, jump.spike
@@ -27,6 +25,6 @@ def roll_back(save: Save, times: Times, say: Callable[[str], Any], run: Progress
         raise GaveUp(f"{MOST} rollbacks to step {newest} did not help")
     on_first_process(lambda: Events(config.run_dir).add("rollback", newest, position=jump.position, **spike["spike"]))
     back = f"back to step {newest}, and on without the batches up to step {spike['step']}"
-    say(back)
+    LOGGER.info(back)
     tell(config, "rollback", back, newest)
     run.step = newest

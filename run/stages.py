@@ -1,10 +1,10 @@
 """The stages of a run's ramp: the program and the batches of each. A constant batch is one stage."""
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+from configs.messages import LOGGER
 from configs.ramp import Ramp
 from data.dataset import Text
 from data.loader import StagedBatches, StepBatches, local_rows
@@ -33,9 +33,7 @@ def stages_from(builds: list[Build], step: int) -> list[tuple[int, Build]]:
     return [(stage.step, built) for stage, built in zip(ramp.reached(config.steps), builds)][ramp.index(step) :]
 
 
-def compile_stages(
-    programs: list[Program], builds: list[Build], step: int, times: Times, say: Callable[[str], Any]
-) -> None:
+def compile_stages(programs: list[Program], builds: list[Build], step: int, times: Times) -> None:
     """Compile the programs that the run needs after `step`, and add those missing in `programs`, in order. So a later
     stage's problems, memory included, show now. A compiled program refuses other shapes, so no step can recompile.
     Every process must call it, together with the others."""
@@ -59,7 +57,7 @@ def compile_stages(
     if keeps_kernels:
         on_first_process(partial(keep_choices, run_dir))
     if config.batch.ramp:
-        say(f"compiled the programs of {len(new)} stage(s) in {time.monotonic() - began:.1f} s")
+        LOGGER.info(f"compiled the programs of {len(new)} stage(s) in {time.monotonic() - began:.1f} s")
 
 
 def step_after(programs: list[Program], step: int, measured_every: int) -> TrainStep:

@@ -1,11 +1,13 @@
 """Use eight CPU devices in one process, check array types at run time, and keep a compilation cache per session."""
 
 import atexit
+import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.metadata import version
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -37,6 +39,7 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+from configs.messages import LOGGER
 from tests.fake_gcs import FakeGCS
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -75,3 +78,16 @@ def forget_programs():
     yield
     if len(Path("/proc/self/maps").read_text().splitlines()) > 15_000:
         jax.clear_caches()
+
+
+@pytest.fixture
+def messages(monkeypatch) -> Iterator[list[str]]:
+    """Yield the messages so far, which grow."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())
+    monkeypatch.setattr(LOGGER, "handlers", [handler])
+    before = LOGGER.level
+    LOGGER.setLevel(logging.INFO)
+    yield texts
+    LOGGER.setLevel(before)

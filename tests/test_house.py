@@ -7,7 +7,7 @@ BOUNDS = {
     "lines of tests": 21_430,
     "lines of train.py": 180,
     "names that train.py imports": 40,
-    "modules that train.py needs": 100,
+    "modules that train.py needs": 101,
     "lines that train.py needs": 12_380,
     "options on the command line": 92,
 }

@@ -1,10 +1,10 @@
 """The hook that evaluates the network."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
+from configs.messages import LOGGER
 from configs.schema import Config
 from hosts.runtime import on_first_process
 from run.checkpoint import Checkpoints
@@ -26,12 +26,11 @@ class Evaluate(Hook):
         measure_tasks: Callable[[dict], dict],
         checkpoints: Checkpoints,
         log: Log,
-        say: Callable[[str], Any],
     ):
         """Take `measure(params)`, which returns the results on held-out text with samples, and `measure_tasks(params)`,
         which returns those of `eval.tasks`."""
         self.config, self.measure, self.measure_tasks = config, measure, measure_tasks
-        self.checkpoints, self.log, self.say = checkpoints, log, say
+        self.checkpoints, self.log = checkpoints, log
 
     def begin(self, run: Progress) -> None:
         self._evaluate(run, due_after(run.step, self.config, last=False))
@@ -50,10 +49,10 @@ class Evaluate(Hook):
             loss, bits = results["val_loss"], results["val_bpb"]
             self.checkpoints.score(run.step, bits)
             error = f" +- {error:.4f}" if (error := results.get("val_bpb_stderr")) else ""
-            self.say(f"step {run.step}: validation loss {loss:.4f}, {bits:.4f}{error} bits per byte")
+            LOGGER.info(f"step {run.step}: validation loss {loss:.4f}, {bits:.4f}{error} bits per byte")
         if run.step > 0 and due.tasks and "core" not in on_record:
             results = self._measured(run, self.measure_tasks)
-            self.say(f"step {run.step}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}")
+            LOGGER.info(f"step {run.step}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}")
 
     def _measured(self, run: Progress, measure: Callable[[dict], dict]) -> dict:
         """Return the results of `measure`, and record them. Its time does not count as training."""

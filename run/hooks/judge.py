@@ -5,6 +5,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+from configs.messages import LOGGER
 from configs.ramp import Ramp
 from configs.schema import Config
 from run.hooks.hook import Hook
@@ -22,9 +23,9 @@ class Judge(Hook):
     """Reports skipped steps and jumps of the loss. Raises GaveUp after too many consecutive skipped steps, and Jumped
     if `stability.rollback` is on and there is a checkpoint to return to."""
 
-    def __init__(self, config: Config, log: Log, save: Save, seen: Callable[[Any], dict], say: Callable[[str], Any]):
+    def __init__(self, config: Config, log: Log, save: Save, seen: Callable[[Any], dict]):
         """Take `seen(numbers)`, which returns the rows and texts of a batch by its rows' numbers."""
-        self.config, self.log, self.save, self.seen, self.say = config, log, save, seen, say
+        self.config, self.log, self.save, self.seen = config, log, save, seen
 
     def begin(self, run: Progress) -> None:
         self.skipped, self.skipped_in_a_row = int(run.state.skipped_steps), 0
@@ -39,7 +40,7 @@ class Judge(Hook):
         if jumps and self.config.stability.rollback:
             if self.save.newest():
                 raise Jumped(jumps[0], run.position_after(jumps[0]["step"]))
-            self.say("no checkpoint is older than the jump: the run continues")
+            LOGGER.warning("no checkpoint is older than the jump: the run continues")
 
     def _count_skipped(self, read: ReadStep) -> None:
         skipped = read.values["skipped_steps"]
@@ -48,7 +49,7 @@ class Judge(Hook):
         if self.skipped_in_a_row:
             bad = [group for group, norm in read.values["grad_norms"].items() if not math.isfinite(norm)]
             why = f"the gradient of {', '.join(bad)} is not finite" if bad else "it has no valid token"
-            self.say(f"step {read.step} changed nothing: {why}; {skipped} step(s) skipped so far")
+            LOGGER.warning(f"step {read.step} changed nothing: {why}; {skipped} step(s) skipped so far")
 
     def _jumps(self, run: Progress, read: ReadStep) -> list[dict]:
         """Compare a step's loss with those before it. Return the record of a jump, if any."""
@@ -62,7 +63,7 @@ class Judge(Hook):
         seen = {"batch": batch, **self.seen(run.batches.row_numbers(read.step - 1 - run.start.step))}
         spike = {"step": read.step, "spike": {"loss": loss, "median": usual, **seen}}
         jumped = f"step {read.step}: the loss jumped to {loss:.4f} from a median of {usual:.4f}"
-        self.say(f"{jumped}; its rows: python -m tools.dataset {self.config.run_dir} --step={read.step - 1}")
+        LOGGER.warning(f"{jumped}; its rows: python -m tools.dataset {self.config.run_dir} --step={read.step - 1}")
         self.log.writer.write(spike)
         tell(self.config, "spike", jumped, read.step)
         return [spike]

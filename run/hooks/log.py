@@ -5,12 +5,13 @@ import platform
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
+from configs.messages import LOGGER
 from configs.ramp import Ramp
 from configs.schema import options
 from hosts.machines import peak_flops
@@ -46,11 +47,10 @@ class Log(Hook):
         watch: Watch,
         epochs: Callable[[int], dict[str, float]],
         record: Record | None,
-        say: Callable[[str], Any],
     ):
         """Take `epochs(position)`, which counts the epochs of each source up to a position, and `record`, which copies
         signs of life."""
-        self.config, self.watch, self.epochs, self.record, self.say = built.config, watch, epochs, record, say
+        self.config, self.watch, self.epochs, self.record = built.config, watch, epochs, record
         peak = peak_flops(built.mesh.devices.flat[0].device_kind)
         flops = flops_per_token(self.config.model, self.config.batch.sequence_length)
         self.flops_share = flops / (peak * built.mesh.size) if peak else None
@@ -119,12 +119,12 @@ class Log(Hook):
         line |= of_all_hosts(ours)
         self.writer.write(line | {"seconds": run.clock.seconds})
         if self.writer.problem:
-            self.say(self.writer.problem)
+            LOGGER.warning(self.writer.problem)
         shown = f"loss {line['loss']:.4f}  {tokens_per_second:,.0f} tokens/s" + (f"  MFU {mfu:.1%}" if mfu else "")
         self.bar.set_postfix_str(shown, refresh=False)
         self.bar.update(self.work(step) - self.bar.n)
         if self.bar.disable:
-            self.say(f"step {step}/{self.config.steps}  {shown}")
+            LOGGER.info(f"step {step}/{self.config.steps}  {shown}")
         self._note(step)
 
     def _note(self, step: int) -> None:

@@ -1,11 +1,10 @@
 """The hook that traces some steps into the run's folder."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
+from configs.messages import LOGGER
 from configs.schema import Config
 from configs.validation import profiled_steps
 from run.hooks.hook import Hook
@@ -16,15 +15,15 @@ from training.step import Metrics
 class Profile(Hook):
     """Traces the steps of `profile.steps`, on the first process."""
 
-    def __init__(self, config: Config, say: Callable[[str], Any]):
+    def __init__(self, config: Config):
         self.first, self.last = profiled_steps(config) or (0, 0)
-        self.folder, self.say = Path(config.run_dir) / "profile", say
+        self.folder = Path(config.run_dir) / "profile"
         self.tracing = False
 
     def begin(self, run: Progress) -> None:
         if 0 < self.first <= run.step:
             steps = run.config.profile.steps
-            self.say(f"--profile.steps={steps}: step {run.step} is done already; nothing is traced")
+            LOGGER.info(f"--profile.steps={steps}: step {run.step} is done already; nothing is traced")
 
     def before_step(self, run: Progress) -> None:
         """Start the trace at its first step, once the devices have completed the steps before."""

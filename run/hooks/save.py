@@ -2,8 +2,6 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any
 
 from tenacity import Retrying, retry_if_result, wait_random_exponential
 
@@ -23,9 +21,9 @@ MOST_FAILED = 10  # consecutive failed saves that end the run
 class Save(Hook):
     """Saves due checkpoints asynchronously. Raises GaveUp after MOST_FAILED consecutive failures."""
 
-    def __init__(self, config: Config, checkpoints: Checkpoints, dataset: str, watch: Watch, say: Callable[[str], Any]):
+    def __init__(self, config: Config, checkpoints: Checkpoints, dataset: str, watch: Watch):
         """Take `dataset`: the fingerprint that checkpoints contain."""
-        self.config, self.checkpoints, self.dataset, self.watch, self.say = config, checkpoints, dataset, watch, say
+        self.config, self.checkpoints, self.dataset, self.watch = config, checkpoints, dataset, watch
 
     def begin(self, run: Progress) -> None:
         self.saved = time.monotonic()
@@ -34,7 +32,7 @@ class Save(Hook):
         if due.save:
             self._save(run)
         elif due.log:
-            failed = self._failed(wait=False)
+            failed = self.checkpoints.failing(wait=False)
             run.save_soon = (failed > 0 and not self.checkpoints.pending) or self._is_old()
         many = self.checkpoints.failed_saves >= MOST_FAILED and not self.checkpoints.passing
         if many and not run.is_last:  # `finish` waits for the last step's save
@@ -60,7 +58,7 @@ class Save(Hook):
             if failed:
                 self._save(run)
             with self.watch.away("saving", "saving"):
-                failed = self._failed(wait=True)
+                failed = self.checkpoints.failing(wait=True)
             attempt.retry_state.set_result(failed)
         if failed:
             raise GaveUp(f"{failed} save(s) in a row failed: {self.checkpoints.failure}")
@@ -73,18 +71,6 @@ class Save(Hook):
         with self.watch.away("saving", "saving"):
             self.checkpoints.save(run.step, run.state, {**position, **kept, **origin})
         self.saved, run.save_soon = time.monotonic(), False
-        self._say_failures()
-
-    def _failed(self, wait: bool) -> int:
-        """Return the number of consecutive failed saves (`Checkpoints.failing`)."""
-        failed = self.checkpoints.failing(wait)
-        self._say_failures()
-        return failed
-
-    def _say_failures(self) -> None:
-        """Report each failure once."""
-        while self.checkpoints.messages:
-            self.say(self.checkpoints.messages.pop(0))
 
     def _is_old(self) -> bool:
         """Return whether `checkpoint.every_minutes` have passed, by any process's clock."""

@@ -59,20 +59,19 @@ def test_a_half_written_or_half_deleted_checkpoint_is_ignored_and_deleted(gcs, d
         if not name.endswith("manifest.ocdbt"):
             del gcs.objects[name]
     assert under(gcs, "checkpoints") == {"1", "2"} and Checkpoints(RUN).steps == [1]
-    restored, _ = Checkpoints(RUN, KEEP_ALL).restore_newest(state_on(1)[1], print)
+    restored, _ = Checkpoints(RUN, KEEP_ALL).restore_newest(state_on(1)[1])
     assert under(gcs, "checkpoints") == {"1"}
     assert_equal(restored.params, state.params)
 
 
-def test_a_damaged_checkpoint_is_set_aside(gcs):
+def test_a_damaged_checkpoint_is_set_aside(gcs, messages):
     state = saved(RUN, (1, 2))[1]
     arrays = [name for name in gcs.objects if name.startswith("runs/mine/checkpoints/2/rest/")]
     name = max(arrays, key=lambda name: len(gcs.objects[name][1]))
     generation, content = gcs.objects[name]
     middle = len(content) // 2
     gcs.objects[name] = (generation, content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
-    messages = []
-    restored, facts = Checkpoints(RUN, KEEP_ALL).restore_newest(state_on(1)[1], messages.append)
+    restored, facts = Checkpoints(RUN, KEEP_ALL).restore_newest(state_on(1)[1])
     assert facts["step"] == 1 and "checkpoint 2 cannot be read" in messages[0]
     assert_equal(restored.params, state.params)
     assert under(gcs, "checkpoints") == {"1"}

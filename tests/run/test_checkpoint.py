@@ -170,7 +170,7 @@ def test_the_layout_on_the_disk_and_orbax_alone_reads_it(tmp_path, monkeypatch):
 
 def test_no_checkpoint(tmp_path):
     assert Checkpoints(tmp_path).steps == []
-    assert Checkpoints(tmp_path, KEEP_ALL).restore_newest(state_on(1)[1], print) is None
+    assert Checkpoints(tmp_path, KEEP_ALL).restore_newest(state_on(1)[1]) is None
     with pytest.raises(UserError, match="no checkpoint"):
         Checkpoints(tmp_path).restore_params(state_on(1)[1].params)
 
@@ -196,7 +196,9 @@ def files_of(folder: Path, step: int) -> list[Path]:
 
 @pytest.mark.medium
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_to_any_file_is_harmless_or_detected_and_the_previous_checkpoint_is_used(tmp_path, pristine, damage):
+def test_damage_to_any_file_is_harmless_or_detected_and_the_previous_checkpoint_is_used(
+    tmp_path, pristine, messages, damage
+):
     """Damage every file of a checkpoint in turn. The newest state is restored, or, with a warning, the one before."""
     source, states = pristine
     noticed = set()
@@ -206,8 +208,8 @@ def test_damage_to_any_file_is_harmless_or_detected_and_the_previous_checkpoint_
         victim = folder / path.relative_to(source)
         change = DAMAGE[damage]
         victim.unlink() if change is None else victim.write_bytes(change(path.read_bytes()))
-        messages: list[str] = []
-        restored = Checkpoints(folder, KEEP_ALL).restore_newest(state_on(1)[1], messages.append)
+        messages.clear()
+        restored = Checkpoints(folder, KEEP_ALL).restore_newest(state_on(1)[1])
         assert restored
         step = restored[1]["step"]
         assert_equal(restored[0], states[step]._replace(step=step))
@@ -244,7 +246,7 @@ def test_another_network_is_refused_with_the_sizes_that_differ(tmp_path):
     abstract = abstract_state(wider, optimizer, make_mesh(MeshConfig(), jax.devices()[:1]))
     message = r"checkpoint 3 in .* is of another network:(.|\n)*embed\.table: \[272, 32\], not \[272, 48\]"
     with pytest.raises(UserError, match=message):
-        Checkpoints(tmp_path, KEEP_ALL).restore_newest(abstract, print)
+        Checkpoints(tmp_path, KEEP_ALL).restore_newest(abstract)
     with pytest.raises(UserError, match=message):
         Checkpoints(tmp_path).restore_params(abstract.params)
     assert names(tmp_path) == ["3"]
@@ -255,7 +257,7 @@ def test_another_optimizer_is_refused_by_name(tmp_path):
     abstract = state_on(1)[1]
     moments = {"mu": abstract.params["embed"]}
     with pytest.raises(UserError, match=r"was made with another optimizer: .*and others are in only one of the two"):
-        Checkpoints(tmp_path, KEEP_ALL).restore_newest(abstract._replace(opt_state=moments), print)
+        Checkpoints(tmp_path, KEEP_ALL).restore_newest(abstract._replace(opt_state=moments))
     assert names(tmp_path) == ["3"]
 
 
@@ -269,7 +271,7 @@ def test_a_folder_with_only_a_checkpoint_s_name_is_set_aside(tmp_path):
     checkpoints.close()
 
 
-def test_a_failed_deletion_is_reported_and_delays_no_save(tmp_path, monkeypatch):
+def test_a_failed_deletion_is_reported_and_delays_no_save(tmp_path, monkeypatch, messages):
     seen: list[int] = []
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1), on_saved=seen.append)
     with monkeypatch.context() as patch:
@@ -284,7 +286,7 @@ def test_a_failed_deletion_is_reported_and_delays_no_save(tmp_path, monkeypatch)
         for step in (1, 2, 3):
             checkpoints.save(step, state_on(1)[0], FACTS)
             assert checkpoints.failing() == 0
-        assert set(checkpoints.messages) == {f"checkpoint {step} could not be deleted: Forbidden" for step in (1, 2)}
+        assert set(messages) == {f"checkpoint {step} could not be deleted: Forbidden" for step in (1, 2)}
     checkpoints.close()
     assert seen == [1, 2, 3] and names(tmp_path) == ["1", "2", "3"]
     Checkpoints(tmp_path, CheckpointConfig(keep=1)).close()
@@ -301,7 +303,7 @@ class FullDisk:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
-def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_path):
+def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_path, messages):
     config = CheckpointConfig(keep=1)
     states = saved(tmp_path, (1,), config)
     checkpoints = Checkpoints(tmp_path, config)
@@ -310,7 +312,7 @@ def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_
             checkpoints.save(failed + 1, state_on(1)[0], FACTS)
             assert checkpoints.failing() == failed
             assert checkpoints.failure and checkpoints.steps == [1]
-    assert [message.split(" save")[0] for message in checkpoints.messages] == ["1", "2", "3"]
+    assert [message.split(" save")[0] for message in messages] == ["1", "2", "3"]
     assert_equal(checkpoints.restore(1, state_on(1)[1])[0], states[1])
     checkpoints.save(5, changed(state_on(1)[0], 5), FACTS)
     assert checkpoints.failing() == 0
@@ -318,13 +320,13 @@ def test_a_save_that_fails_is_counted_leaves_nothing_and_the_next_one_works(tmp_
     assert names(tmp_path) == ["5"]
 
 
-def test_a_failure_found_by_the_next_save_is_recorded(tmp_path):
+def test_a_failure_found_by_the_next_save_is_recorded(tmp_path, messages):
     checkpoints = Checkpoints(tmp_path, KEEP_ALL)
     with FullDisk():
         for step in (1, 2):
             checkpoints.save(step, state_on(1)[0], FACTS)
         assert checkpoints.failing() == 2
-    assert [message.split(" save")[0] for message in checkpoints.messages] == ["1", "2"]
+    assert [message.split(" save")[0] for message in messages] == ["1", "2"]
 
 
 def test_a_disk_that_stays_away_ends_the_run_with_42(tmp_path, monkeypatch):

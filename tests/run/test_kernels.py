@@ -119,7 +119,7 @@ def test_choices_of_later_compilations_are_stored_too(tmp_path):
     )
     programs, builds = [], [stage("first", 1), stage("second", 2)]
     for newest, kept in ((6, ["second"]), (2, ["first", "second"])):
-        compile_stages(programs, builds, newest, Times(), lambda line: None)  # pyright: ignore
+        compile_stages(programs, builds, newest, Times())  # pyright: ignore
         assert sorted(ZipFile(run_dir / KERNELS).namelist()) == kept
 
 

@@ -71,15 +71,15 @@ def test_positions_follow_the_ramp_rollbacks_included(make, tmp_path):
 class Loop:
     """Run take_steps with the hooks of train.py. A jump of the loss ends it."""
 
-    def __init__(self, built, run, train_step, measure, saved, stop, messages):
+    def __init__(self, built, run, train_step, measure, saved, stop):
         self.times, self.stop, self.progress, self.jump = Times(), stop, run, None
-        config, say = built.config, messages.append
+        config = built.config
         watch, self.idle = Watch(config, self.times), Idle(self.times)
-        log = Log(built, watch, lambda position: {}, saved.record, say)
-        save = Save(config, saved, "print", watch, say)
+        log = Log(built, watch, lambda position: {}, saved.record)
+        save = Save(config, saved, "print", watch)
         seen = lambda numbers: {"rows": [(0, numbers)], "texts": [f"row {numbers}"]}
-        evaluate = Evaluate(config, measure, lambda params: {}, saved, log, say)
-        self.hooks = [watch, self.idle, log, Judge(config, log, save, seen, say), save, evaluate]
+        evaluate = Evaluate(config, measure, lambda params: {}, saved, log)
+        self.hooks = [watch, self.idle, log, Judge(config, log, save, seen), save, evaluate]
         self.programs = [Program(0, train_step, train_step)]
 
     def run(self, batches):
@@ -93,7 +93,7 @@ class Loop:
 
 
 @pytest.fixture
-def make(tmp_path):
+def make(tmp_path, messages):
     """Return a function that makes a loop of 40 steps with given losses, its output, and its saves."""
 
     def make(losses, resumed=None, stop=None, measure=None, **options):
@@ -106,9 +106,9 @@ def make(tmp_path):
             metrics = {"loss": loss, "skipped_steps": skipped, "grad_norms": {"embed": loss}, "learning_rate": {}}
             return state, metrics
 
-        messages, saved, run = [], Saved(), progress(config, **(resumed or {}))
+        saved, run = Saved(), progress(config, **(resumed or {}))
         measure = measure or (lambda params: {"val_loss": 2.0, "val_bpb": 1.0, "samples": []})
-        return Loop(built_of(config), run, train_step, measure, saved, stop or Stop(), messages), messages, saved
+        return Loop(built_of(config), run, train_step, measure, saved, stop or Stop()), messages, saved
 
     return make
 

@@ -9,16 +9,14 @@ tune.json and pictures. docs/tuning.md shows an example.
 import math
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from configs.command_line import parse
 from configs.exit_codes import Exit
+from configs.messages import LOGGER
 from configs.schema import Config, FilePath, NotNegative, UserError
 from configs.validation import require_steps
 from data.dataset import open_text
@@ -102,7 +100,7 @@ def require_enough(config: Config, record: Record, stages: list[str]) -> None:
 
 def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit:
     """Run the stages, one after the other. Each prints its decision when it ends."""
-    stages, say = stages_of(arguments.stages), tqdm.write
+    stages = stages_of(arguments.stages)
     require_steps(config)
     if config.batch.ramp:
         raise UserError(f"--batch.ramp={config.batch.ramp}: tools.tune tunes a constant batch; leave the ramp out")
@@ -117,18 +115,18 @@ def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit
     require_enough(config, record, stages)
     if "time" in stages and "fit" not in stages and not fit.that_fit(record, limit):
         raise UserError("--stages: time needs the results of fit, and there are none yet; give fit, too")
-    programs = fit.fit(config, record, limit, say, devices) if "fit" in stages else {}
+    programs = fit.fit(config, record, limit, devices) if "fit" in stages else {}
     if "fit" in stages:
-        say_decision(record, "fit", say)
+        say_decision(record, "fit")
     if stages != ["fit"]:
         micro_batches, rows, length = built.batch_shape
         text = open_text(config.data, config.model.vocab_size, length, 4 * micro_batches * rows, cache_dir())
-        context = Context(config, folder, record, text, stop, say)
+        context = Context(config, folder, record, text, stop)
         fitting = timing.chosen(fit.that_fit(record, limit))
         for stage in [stage for stage in stages if stage != "fit"]:
             least = needs(config, record, len(fitting))[stage]
             if least > record.left:
-                say(f"{too_little(record, stage, least)}: left out")
+                LOGGER.info(f"{too_little(record, stage, least)}: left out")
                 continue
             if stage == "time":
                 timing.time_steps(context, fitting, programs)
@@ -139,20 +137,20 @@ def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit
                 rate.rate(context, record.left * (OF_RATE if "branch" in stages else 1))
             else:
                 branch.branch(context, record.decided("rate", "rate", 1.0))
-            say_decision(record, stage, say)
+            say_decision(record, stage)
     names = panels.draw(config, record, limit)
     command = "python -m tools.tune " + shlex.join(sys.argv[1:])
     tuned.write(config, record, command, devices)
     written = ", ".join(["tuned.py", "tune.json", *(f"{name}.png" for name in names)])
-    say(f"{record.share(record.spent)} of the run's FLOPs were spent. In {folder}: {written}")
-    say(f"train: python train.py --config={folder}/tuned.py")
+    LOGGER.info(f"{record.share(record.spent)} of the run's FLOPs were spent. In {folder}: {written}")
+    LOGGER.info(f"train: python train.py --config={folder}/tuned.py")
     return Exit.COMPLETE
 
 
-def say_decision(record: Record, stage: str, say: Callable[[str], Any]) -> None:
+def say_decision(record: Record, stage: str) -> None:
     """Print a stage's decision as a line."""
     decision = record.decisions[stage]
-    say(f"{stage}: {decision.says} ({decision.kind}; cost {record.share(record.cost(stage))} of the run)")
+    LOGGER.info(f"{stage}: {decision.says} ({decision.kind}; cost {record.share(record.cost(stage))} of the run)")
 
 
 def device_memory(arguments: Arguments, devices: list) -> int:

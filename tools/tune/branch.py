@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from configs.messages import LOGGER
 from configs.schema import Config, UserError, with_options
 from tools.tune.fit import divides
 from tools.tune.noise import DIVISOR, TRUNK, points
@@ -38,7 +39,7 @@ def length(start: int, tokens_per_step: int, allowed: float, evaluation: int) ->
 def branch(context: Context, rate: float) -> None:
     """Train with each batch and rule from the beginning that `noise` trained, and choose the largest batch that loses
     at most TOLERANCE. If `rate` chose another rate, train a new beginning with it."""
-    record, say = context.record, context.say
+    record = context.record
     rate = record.pieces.get("branch/plan", {}).get("rate", rate)
     config = with_rates(with_options(context.config, record.speed), rate)
     size, evaluation = config.batch.tokens_per_step, evaluation_cost(context.config)
@@ -52,11 +53,11 @@ def branch(context: Context, rate: float) -> None:
         branched, first, last = with_batch(config, factor, rule), plan["start"] / factor, plan["steps"] / factor
         branched = fitting(branched)
         if branched is None:
-            say(f"branch: the rows of a step cannot be divided for a batch x{factor:g}")
+            LOGGER.info(f"branch: the rows of a step cannot be divided for a batch x{factor:g}")
             continue
         name = f"branch/x{factor:g}-{rule}"
         if name not in record.pieces and plan["steps"] * size + evaluation > record.left:
-            say(f"branch: {name} would pass the budget")
+            LOGGER.info(f"branch: {name} would pass the budget")
             break
         origin, until = Origin(trunk, plan["start"], int(first)), int(first + last)
         branched = with_options(branched, {"steps": until})  # schedules end with the branch
@@ -66,7 +67,7 @@ def branch(context: Context, rate: float) -> None:
         piece = [float(loss) for loss in record.piece(name, work)["losses"]]
         context.forget(name)
         losses[factor, rule] = piece
-        say(f"{name}: held-out loss {sum(piece) / len(piece):.4f}")
+        LOGGER.info(f"{name}: held-out loss {sum(piece) / len(piece):.4f}")
     noise = record.pieces_of("noise").get(str(plan["start"]), {})
     record.decide(decision(losses, size, plan["start"] / config.steps, noise))
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from configs.messages import LOGGER
 from configs.schema import Config, UserError, with_options
 from configs.validation import validate
 from hosts.machines import HEADROOM, VECTOR_MEMORY, exceeds_vector_memory
@@ -125,9 +126,7 @@ def halvings(n: int) -> list[int]:
     return [n] + (halvings(n // 2) if n % 2 == 0 else [])
 
 
-def fit(
-    config: Config, record: Record, limit: int, say: Callable[[str], Any], devices: Sequence[Any] | None = None
-) -> dict[str, Any]:
+def fit(config: Config, record: Record, limit: int, devices: Sequence[Any] | None = None) -> dict[str, Any]:
     """Compile candidates for all devices here or those given, until the frontier is known, and choose the most rows
     with the least recomputation. Return the programs that were compiled now. Raise UserError if none fits."""
     mesh = make_mesh(config.mesh, devices)
@@ -140,7 +139,7 @@ def fit(
         size = piece["bytes"]
         verdict = size is not None and size <= HEADROOM * limit
         asks = f"{size / GIB:.3g} GiB" if size else f"more than the device has ({piece['problem']})"
-        say(f"fit: {describe(wanted)}: {asks}; " + ("it fits" if verdict else "it does not fit"))
+        LOGGER.info(f"fit: {describe(wanted)}: {asks}; " + ("it fits" if verdict else "it does not fit"))
         return verdict
 
     frontier(kinds(config), meshes(config, devices), min(config.batch.rows_per_device, share), share, fits)

@@ -1,5 +1,6 @@
 """noise: measure the gradient noise scale along the run's first tenth, a proxy of the critical batch."""
 
+from configs.messages import LOGGER
 from configs.schema import UserError, with_options
 from run.diagnosis import BLOCKS, NoiseScale, noise_scale
 from run.lines import read_metrics
@@ -64,7 +65,7 @@ def noise(context: Context) -> None:
     size, done = config.batch.tokens_per_step, max(map(int, record.pieces_of("noise")), default=0)
     reached = [point for point in points(config.steps) if (point - done) * size <= record.left]
     for point in points(config.steps)[len(reached) :][:1]:
-        context.say(f"noise: training to {record.share(point * size)} of the tokens would exceed the budget")
+        LOGGER.info(f"noise: training to {record.share(point * size)} of the tokens would exceed the budget")
     if reached and reached[-1] > done and context.train(TRUNK, measured, reached[-1]) is None:
         raise UserError("the run gives up in its first tenth; find lower rates: --stages=rate")
     lines = read_metrics(context.folder / TRUNK)
@@ -72,7 +73,7 @@ def noise(context: Context) -> None:
         scale = read(lines, point)
         piece = {name: getattr(scale, name) if scale else None for name in ("value", "low", "high")}
         piece = record.piece(f"noise/{point}", lambda: {**piece, "tokens": (point - before) * size})  # noqa: B023
-        context.say(f"noise: after {point} steps B is {interval(piece)} tokens")
+        LOGGER.info(f"noise: after {point} steps B is {interval(piece)} tokens")
     pieces = {int(step): piece for step, piece in record.pieces_of("noise").items() if piece["value"] is not None}
     record.decide(decision(pieces, size, config.steps))
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 
+from configs.messages import LOGGER
 from configs.schema import with_options
 from tools.tune.statistics import better_half, lowest_of_the_best
 from tools.tune.trial import Context, evaluation_cost
@@ -45,13 +46,13 @@ def rate(context: Context, allowed: float) -> None:
             factor = alive.pop(0)
             name = f"rate/{steps}/x{factor:g}"
             if name not in record.pieces and record.spent + steps * size + evaluation > most:
-                context.say(f"rate: {name} would exceed the stage's share of the budget")
+                LOGGER.info(f"rate: {name} would exceed the stage's share of the budget")
                 break
             trial = with_steps(with_rates(config, factor), steps)
             piece = record.piece(name, lambda trial=trial, name=name: context.losses(name, trial, trial.steps))
             context.forget(name)
             losses[factor] = [float(loss) for loss in piece["losses"]]
-            context.say(f"{name}: held-out loss {sum(losses[factor]) / len(losses[factor]):.4f}")
+            LOGGER.info(f"{name}: held-out loss {sum(losses[factor]) / len(losses[factor]):.4f}")
             if not alive and rung == 0:
                 alive += beyond(losses)
         else:

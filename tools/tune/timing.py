@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from configs.messages import LOGGER
 from data.loader import to_devices
 from tools.programs.compile import compile_step
 from tools.tune.fit import REMAT, Candidate, describe, named
@@ -38,11 +39,11 @@ def time_steps(context: Context, candidates: list[Candidate], programs: dict[str
     state, steps = None, {}
     while len(left) > 1 and not alike and len(kept[left[0]]) < MAX_ROUNDS:
         if sum(map(len, kept.values())) >= OF_STAKE * at_stake({name: kept[name] for name in left}) * config.steps:
-            context.say("time: more rounds would cost too much of what the choice can save")
+            LOGGER.info("time: more rounds would cost too much of what the choice can save")
             break
         first = [name for name in left if name not in steps]
         if (len(left) + len(first)) * config.batch.tokens_per_step > record.left:
-            context.say("time: the next round would exceed the budget")
+            LOGGER.info("time: the next round would exceed the budget")
             break
         if state is None:
             state = build(config).create_state()

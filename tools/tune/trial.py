@@ -2,13 +2,13 @@
 
 import math
 import shutil
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from configs.messages import LOGGER
 from configs.schema import Config, UserError, with_options
 from data.dataset import Text
 from data.loader import StepBatches, held_out_batches, local_rows, train_batches
@@ -61,8 +61,8 @@ class Origin(NamedTuple):
 class Context:
     """The context that all stages share."""
 
-    def __init__(self, config: Config, folder: Path, record: Record, text: Text, stop: Stop, say: Callable[[str], Any]):
-        self.config, self.folder, self.record, self.text, self.stop, self.say = config, folder, record, text, stop, say
+    def __init__(self, config: Config, folder: Path, record: Record, text: Text, stop: Stop):
+        self.config, self.folder, self.record, self.text, self.stop = config, folder, record, text, stop
 
     def batches(self, built: Build) -> StepBatches:
         """Return the run's batches from its first row on, in a build's shape."""
@@ -107,29 +107,30 @@ class Context:
         if begins.step >= until:
             checkpoints.close()
             return begins.state.params
-        times, say = Times(), lambda text: self.say(f"{name}: {text}")
+        LOGGER.info(f"{name}: steps {begins.step + 1} to {until}")
+        times = Times()
         programs: list[Program] = []
-        compile_stages(programs, [built], begins.step, times, say)
+        compile_stages(programs, [built], begins.step, times)
         accept(config, self.text.fingerprint, [], begins.step, begins.position)
         batches = batches_from(begins, [built], self.text)
         progress = Progress(config, begins, batches)
         start = lambda: (progress, train_batches(batches, built.batch_sharding, config.data.workers))
         watch, idle = Watch(config, times), Idle(times)
-        log = Log(built, watch, lambda position: {}, None, say)
-        save = Save(config, checkpoints, self.text.fingerprint, watch, say)
-        hooks = [watch, idle, log, Judge(config, log, save, self.text.seen, say), save]
+        log = Log(built, watch, lambda position: {}, None)
+        save = Save(config, checkpoints, self.text.fingerprint, watch)
+        hooks = [watch, idle, log, Judge(config, log, save, self.text.seen), save]
         run, gave_up = take_steps(start, programs, idle, hooks, Until(self.stop, until), lambda run, jump: None)
         checkpoints.close()
         if gave_up:
-            say(gave_up)
+            LOGGER.info(f"{name}: {gave_up}")
             return None
         if run.step < until:
-            self.say(f"stopped in {name} after step {run.step}; the same command continues from there")
+            LOGGER.info(f"stopped in {name} after step {run.step}; the same command continues from there")
             raise SystemExit(self.stop.agreed_code())
         return run.state.params
 
     def _start(self, built: Build, checkpoints: Checkpoints, origin: Origin | None) -> Start:
-        restored = checkpoints.restore_newest(built.abstract_state, self.say)
+        restored = checkpoints.restore_newest(built.abstract_state)
         if restored is not None:
             state, facts = restored
             return Start(state, facts["step"], facts["tokens"], facts["position"], facts["seconds"])

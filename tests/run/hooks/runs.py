@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import numpy as np
 
+from configs.messages import LOGGER
 from configs.schema import CheckpointConfig, Config, EvalConfig, LogConfig
 from run.progress import Due, Progress, Start
 from tests.helpers import tiny_config
@@ -41,7 +42,7 @@ class Saved:
 
     def __init__(self, failing_steps=()):
         self.steps, self.failing_steps, self.facts, self.scores = [], set(failing_steps), {}, {}
-        self.failed_saves, self.failure, self.messages, self.pending = 0, "the disk is full", [], None
+        self.failed_saves, self.failure, self.pending = 0, "the disk is full", None
         self.record, self.passing = Mock(), False
 
     @property
@@ -51,7 +52,7 @@ class Saved:
     def save(self, step, state, facts):
         if step in self.failing_steps:
             self.failed_saves += 1
-            self.messages.append(f"{self.failed_saves} save(s) in a row failed: {self.failure}; trying again")
+            LOGGER.warning(f"{self.failed_saves} save(s) in a row failed: {self.failure}; trying again")
         else:
             self.failed_saves = 0
             self.steps.append(step)

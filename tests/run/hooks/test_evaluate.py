@@ -35,9 +35,11 @@ BOTH = TEXT._replace(tasks=True)
         (60, None, False, {"step": 60, "val_loss": 2.0}, ["core"]),
     ],
 )
-def test_what_is_due_and_not_on_record_is_evaluated(tmp_path, monkeypatch, step, due, stopping, on_record, expected):
+def test_what_is_due_and_not_on_record_is_evaluated(
+    tmp_path, monkeypatch, messages, step, due, stopping, on_record, expected
+):
     config = config_of(tmp_path, steps=100, eval=EvalConfig(20, tasks="core", tasks_every_steps=30))
-    run, times, saved, texts = progress(config, step), Times(), Saved(), []
+    run, times, saved = progress(config, step), Times(), Saved()
     run.stopping = stopping
     log = SimpleNamespace(watch=Watch(config, times), writer=MetricsWriter(tmp_path, step))
     if on_record:
@@ -47,12 +49,13 @@ def test_what_is_due_and_not_on_record_is_evaluated(tmp_path, monkeypatch, step,
     monkeypatch.setattr("run.metrics.time.perf_counter", lambda: now[0])
     measure = Mock(side_effect=lambda params: now.append(now.pop() + 5) or {"val_loss": 2.0, "val_bpb": 1.0})
     tasks = Mock(return_value={"core": 0.1, "core_stderr": 0.01})
-    hook = Evaluate(config, measure, tasks, saved, log, texts.append)  # pyright: ignore
+    hook = Evaluate(config, measure, tasks, saved, log)  # pyright: ignore
     hook.begin(run) if due is None else hook.after_step(run, {}, due)  # pyright: ignore
     log.writer.close()
     lines = read_metrics(tmp_path)[bool(on_record) :]
     assert [next(name for name in ("val_loss", "core") if name in line) for line in lines] == expected
-    assert all((line["step"], line["tokens"]) == (step, 256 * step) for line in lines) and len(texts) == len(expected)
+    assert all((line["step"], line["tokens"]) == (step, 256 * step) for line in lines)
+    assert len(messages) == len(expected)
     assert [measure.called, tasks.called] == [name in expected for name in ("val_loss", "core")]
     assert saved.scores == ({step: 1.0} if measure.called else {})
     assert (times.spent["evaluation"] > 0) == bool(expected) and run.clock.seconds == 0  # no training

@@ -26,12 +26,12 @@ from tests.run.hooks.runs import NOTHING, TOKENS, built_of, config_of, progress
     ],
 )
 def test_a_line_is_written_while_the_next_step_runs_unless_a_save_or_an_evaluation_follows(
-    due, read_at_once, lines_at_once, tmp_path, monkeypatch
+    due, read_at_once, lines_at_once, tmp_path, monkeypatch, messages
 ):
     monkeypatch.setattr("run.goodput.NOTED_EVERY", 0)  # each line is followed by a sign of life
-    config, saw = config_of(tmp_path), []
+    config = config_of(tmp_path)
     watch, record = Watch(config, Times()), Mock()
-    log = Log(built_of(config), watch, lambda position: {"text": position / 512}, record, saw.append)
+    log = Log(built_of(config), watch, lambda position: {"text": position / 512}, record)
     log.flops_share = 1e-6
     run = progress(config)
     log.begin(run)
@@ -48,11 +48,11 @@ def test_a_line_is_written_while_the_next_step_runs_unless_a_save_or_an_evaluati
             assert len(read_metrics(tmp_path)) == lines_at_once
     log.close()
     lines = read_metrics(tmp_path)
-    assert len(lines) == len(saw) == due.log and record.copy_events.called == due.log
+    assert len(lines) == len(messages) == due.log and record.copy_events.called == due.log
     for line in lines:
         assert (line["step"], line["tokens"], line["loss"]) == (2, 2 * 256, 2.0) and line["epochs"] == {"text": 1.0}
         assert line["mfu"] == pytest.approx(1e-6 * line["tokens_per_second"]) and line["grad_norms"]["embed"] == 0.5
-        assert line["data_wait"] > 0 and saw[0].startswith("step 2/40  loss 2.0000  ")
+        assert line["data_wait"] > 0 and messages[0].startswith("step 2/40  loss 2.0000  ")
 
 
 def test_a_resumed_run_has_the_noise_scale_s_window_up_to_its_checkpoint(tmp_path):
@@ -61,7 +61,7 @@ def test_a_resumed_run_has_the_noise_scale_s_window_up_to_its_checkpoint(tmp_pat
         writer.write({"step": step, "diagnostics": {"signal": {"all": 1.0}, "noise": {"all": step}}})
     writer.close()
     config = config_of(tmp_path, diagnostics=DiagnosticsConfig(every_steps=4))
-    log = Log(built_of(config), Watch(config, Times()), Mock(), None, print)
+    log = Log(built_of(config), Watch(config, Times()), Mock(), None)
     log.begin(progress(config, step=8))
     log.close()
     assert [measured["noise"] for measured in log.diagnosis.newest] == [{"all": 4}, {"all": 8}]
@@ -71,7 +71,7 @@ def test_steps_that_are_read_together_count_in_the_watchdog_s_limit_with_their_m
     config = config_of(tmp_path, hang=HangConfig(seconds=0))  # no thread
     now = itertools.count(step=60.0)  # each call is a minute later
     watch = Watch(config, Times())
-    log, run = Log(built_of(config), watch, lambda position: {}, None, print), progress(config)
+    log, run = Log(built_of(config), watch, lambda position: {}, None), progress(config)
     watch.begin(run)
     watch.watchdog.now = lambda: next(now)
     log.begin(run)

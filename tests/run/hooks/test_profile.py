@@ -20,10 +20,10 @@ from tests.run.hooks.runs import NOTHING, config_of, progress
     ],
 )
 def test_the_steps_asked_for_are_traced_into_the_run_s_folder(
-    tmp_path, monkeypatch, steps, resumed, process, traced, says
+    tmp_path, monkeypatch, messages, steps, resumed, process, traced, says
 ):
-    config, seen, messages = config_of(tmp_path, profile=ProfileConfig(steps)), [], []
-    run, hook = progress(config, resumed), Profile(config, messages.append)
+    config, seen = config_of(tmp_path, profile=ProfileConfig(steps)), []
+    run, hook = progress(config, resumed), Profile(config)
     monkeypatch.setattr(jax, "process_index", lambda: process)
     starts = lambda folder: seen.append(f"from {run.step}") or folder == tmp_path / "profile" or pytest.fail(folder)
     monkeypatch.setattr(jax.profiler, "start_trace", starts)

@@ -19,8 +19,8 @@ class Run:
     """40 steps that compute nothing. Three failed saves end them."""
 
     def __init__(self, saved: Saved, run_dir: object, **options):
-        config, self.messages, self.gave_up = config_of(run_dir, **options), [], ""
-        run, save = progress(config), Save(config, saved, "print", Watch(config, Times()), self.messages.append)  # pyright: ignore
+        config, self.gave_up = config_of(run_dir, **options), ""
+        run, save = progress(config), Save(config, saved, "print", Watch(config, Times()))  # pyright: ignore
         save.begin(run)
         try:
             while run.step < config.steps:
@@ -51,12 +51,12 @@ def pauses(monkeypatch):
     ],
 )
 def test_a_save_that_fails_is_tried_again_and_the_third_in_a_row_ends_the_run(
-    tmp_path, pauses, failing, steps, failures, gave_up, waits
+    tmp_path, pauses, messages, failing, steps, failures, gave_up, waits
 ):
     saved = Saved(failing)
     run = Run(saved, tmp_path)
     assert saved.steps == steps and len(pauses) == waits and all(pauses)
-    assert [int(text.split(" save(s) in a row failed: the disk is full")[0]) for text in run.messages] == failures
+    assert [int(text.split(" save(s) in a row failed: the disk is full")[0]) for text in messages] == failures
     assert run.gave_up == (f"3 save(s) in a row failed: the disk is full; {gave_up}" if gave_up else "")
     assert all(saved.facts[step]["tokens"] == saved.facts[step]["position"] == step * TOKENS for step in steps)
 
