@@ -4,7 +4,7 @@ from tests.house import closure, counts
 
 BOUNDS = {
     "lines outside tests": 26_910,
-    "lines of tests": 21_430,
+    "lines of tests": 21_450,
     "lines of train.py": 180,
     "names that train.py imports": 40,
     "modules that train.py needs": 101,
