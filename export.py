@@ -21,9 +21,9 @@ from interchange.card import model_card
 from interchange.safetensors import write_safetensors
 from interchange.transformers import write_hf
 from interchange.verify import require_transformers, verify
-from run.folder import read_in_shards
 from run.lines import scores
 from run.record import at_hand
+from run.saved_run import read_in_shards
 from training.mesh import make_mesh
 
 

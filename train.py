@@ -19,8 +19,8 @@ from hosts.watchdog import limited
 from run import hooks, opening
 from run.describe import describe
 from run.finish import finish
-from run.folder import RunLock
 from run.goodput import Times
+from run.lock import RunLock
 from run.notify import tell_of_failure
 from run.out_of_memory import explain_out_of_memory
 from run.progress import GaveUp, Jumped, Progress, due_after

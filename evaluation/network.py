@@ -14,7 +14,8 @@ from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.generation import Generate, make_generate
 from evaluation.scorer import Scorer
 from interchange.init_from import config_of, is_network, read_params, require_same_network
-from run.folder import load_run, record_of
+from run.folder import record_of
+from run.saved_run import load_run
 from training.state import abstract_params, compute_dtype, params_sha256
 
 

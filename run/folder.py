@@ -1,130 +1,34 @@
-"""A run's folder: its owner, whether this command may continue it, and how other commands read it."""
+"""A run's folder: whether this command may continue it, and its config.json."""
 
 import dataclasses
-import errno
-import fcntl
 import json
-import os
-import platform
 import subprocess
-import time
-from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from etils import epath
 from jax.sharding import Mesh
-from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from configs.command_line import config_from_json
 from configs.exit_codes import Exit
 from configs.files import write_whole
+from configs.messages import LOGGER
 from configs.retry import patiently
-from configs.schema import Config, MeshConfig, UserError, free_to_change, options
-from configs.validation import validate
+from configs.schema import Config, UserError, free_to_change, options
 from data.dataset import absolute
 from hosts.preflight import ROOT, code_digest
 from hosts.runtime import versions
-from run.checkpoint import Checkpoints, whole_steps
+from run.checkpoint import whole_steps
 from run.events import Events, another_went_on, saved_up_to, starts_in_vain
-from run.lines import read_metrics, scores
+from run.lines import read_metrics
+from run.lock import MADE, RunLock
 from run.orbax_calls import read_facts
 from run.record import CONTINUES, Record, place, reading
-from training.build import build
-from training.mesh import islands, make_mesh, sizes_of
-from training.optimizer import path_name
-from training.state import TrainState, abstract_params
+from training.mesh import islands, sizes_of
 
 STARTS = 10  # consecutive processes without a newer checkpoint, after which the run is given up
-MADE = ("lock", "config.json")  # files that a refused start makes in a run's folder
-LEASE = 120  # seconds to wait for the lock of a machine that may be gone: NFS servers keep it for 90
-
-
-class RunLock:
-    """The lock of the process that writes to a run's folder. The system releases it when the process ends, however."""
-
-    def __init__(self, run_dir: str | Path):
-        self.path = Path(run_dir) / "lock"
-        self.file: IO | None = None
-        self.claimed = False
-        """True if the folder has no step, and so nothing worth keeping."""
-
-    def __enter__(self) -> "RunLock":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if not self.file:
-            return
-        with suppress(OSError):
-            if kind and issubclass(kind, UserError):
-                self._leave_nothing()
-        self.file.close()
-
-    def _leave_nothing(self) -> None:
-        """Delete the files of a refused start, unless the folder contains others."""
-        folder, made = self.path.parent, MADE[: 1 + self.claimed]
-        if {path.name for path in folder.iterdir()} <= {*made, "checkpoints"}:
-            if (folder / "checkpoints").exists():
-                (folder / "checkpoints").rmdir()  # OSError unless it is empty
-            for name in made:
-                (folder / name).unlink(missing_ok=True)
-            folder.rmdir()
-
-    def take(self) -> None:
-        """Take the lock, if this process does not have it. Raise UserError if another process has it."""
-        if self.file:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("a+")
-        waits = Retrying(
-            retry=retry_if_exception(lambda error: isinstance(error, BlockingIOError) and self._is_of_another(file)),
-            stop=stop_after_delay(LEASE),
-            wait=wait_random(1, 3),
-            before_sleep=lambda state: self._say_waiting(file) if state.attempt_number == 1 else None,
-            reraise=True,
-        )
-        holder = ""
-        try:
-            waits(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = self._holder(file)[0] or "which has just begun"
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
-                raise
-            print(f"{self.path.parent} is on a disk without locks: nothing keeps a second process from writing to it")
-        if holder:
-            raise UserError(
-                f"{self.path.parent} is being written to by another process ({holder}); wait for it, or end it, "
-                "or choose another --run_dir"
-            )
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n{_boot()}")
-        file.flush()
-        self.file = file
-
-    def _holder(self, file: IO) -> list[str]:
-        """Return the writer of the file: a line for people, and the machine's boot."""
-        file.seek(0)
-        return [*file.read().splitlines(), "", ""][:2]
-
-    def _is_of_another(self, file: IO) -> bool:
-        """Return whether a process of another machine has the lock. It may be gone: an NFS server keeps its lock for a
-        while. A process of this machine is alive."""
-        return self._holder(file)[1] not in ("", _boot())
-
-    def _say_waiting(self, file: IO) -> None:
-        holder = self._holder(file)[0]
-        print(f"{self.path} is locked ({holder}): waiting up to {LEASE} s, in case its machine is gone", flush=True)
-
-
-def _boot() -> str:
-    """Return the identity of this machine's boot."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return platform.node()
 
 
 class Past(NamedTuple):
@@ -162,7 +66,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
     if not (record.exists() or copied) and (saved := _saved_facts(config)):
         lock.take()
         write_record(record, config_from_json(json.dumps(saved["config"])), saved["dataset"], [])
-        print(f"{record} was missing: it is written again from checkpoint {saved['step']}")
+        LOGGER.warning(f"{record} was missing: it is written again from checkpoint {saved['step']}")
     if not record.exists():
         # A start that ended while it claimed the folder may leave these, and a preflight its file.
         harmless = {*MADE, f"{record.name}.partial", ".preflight-0", "on_event.log"}
@@ -186,7 +90,7 @@ def _open_run(config: Config, fingerprint: str, accept_changes: bool, lock: RunL
         raise UserError(f"--resume=never, but {holder} holds a run already; choose another --{option}")
     if fetching:
         if record.exists():
-            print(f"another machine has continued this run: fetching its record from {elsewhere}")
+            LOGGER.info(f"another machine has continued this run: fetching its record from {elsewhere}")
         with reading(checkpoints):
             Record(folder, elsewhere).fetch()
     if not has_steps:  # a start without a step does not bind later ones
@@ -282,71 +186,6 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int, posi
         (folder / "summary.json").unlink(missing_ok=True)  # from a shorter run
     batch = {"tokens_per_step": config.batch.tokens_per_step, **({"ramp": ramp} if (ramp := config.batch.ramp) else {})}
     Events(folder).add("start", step, position=position, **batch, **facts)
-
-
-class Run(NamedTuple):
-    """The parts of a run that a command needs to use a checkpoint."""
-
-    config: Config
-    dataset: str
-    """Fingerprint of the dataset it trains on."""
-    params: dict
-    """Float32 parameters over the replicas of the mesh."""
-    step: int
-    """The checkpoint's step."""
-
-
-def load_run(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Run:
-    """Return the run in `run_dir` with the parameters of the checkpoint of `step`, or of the newest. Raise UserError if
-    there is no run or checkpoint, or if the mesh cannot divide its network, and NoCheckpoint if it is damaged."""
-    facts, config = record_of(run_dir)
-    validate(dataclasses.replace(config, mesh=MeshConfig(**sizes_of(mesh))))
-    checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
-    return Run(config, facts["dataset"], *checkpoints.restore_params(abstract_params(config.model, mesh), step))
-
-
-def read_in_shards(
-    run_dir: str | Path, max_bytes: int, step: int | None = None
-) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
-    """Return a run's Config, a checkpoint's step (`step`, or the newest), and its parameters by their dotted names: at
-    most `max_bytes` at a time, or one that is larger, so a network larger than the memory can be read."""
-    _, config = record_of(run_dir)
-    checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
-    step = checkpoints.asked(step)
-    abstract = abstract_params(config.model, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]))
-    shards, size = [set()], 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
-        nbytes = leaf.size * leaf.dtype.itemsize
-        if shards[-1] and size + nbytes > max_bytes:
-            shards, size = [*shards, set()], 0
-        shards[-1].add(path_name(path))
-        size += nbytes
-
-    def read(names: set[str]) -> dict[str, np.ndarray]:
-        params, _ = checkpoints.restore_params(_only(abstract, names), step)
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        return {path_name(path): np.asarray(leaf) for path, leaf in leaves}
-
-    return config, step, map(read, shards)
-
-
-def _only(tree: dict, names: set[str], within: str = "") -> dict:
-    """Return the part of a tree that has these dotted names."""
-    part_of_tree = {}
-    for key, value in tree.items():
-        name = f"{within}{key}"
-        if isinstance(value, dict):
-            part_of_tree |= {key: part} if (part := _only(value, names, f"{name}.")) else {}
-        elif name in names:
-            part_of_tree[key] = value
-    return part_of_tree
-
-
-def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
-    """Return a run's checkpoints, and the abstract state to restore on one device."""
-    _, config = record_of(run_dir)
-    built = build(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
-    return Checkpoints(config.checkpoint.folder or run_dir, scores=scores(run_dir)), built.abstract_state
 
 
 def record_of(run_dir: str | Path) -> tuple[dict[str, Any], Config]:

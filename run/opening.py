@@ -20,7 +20,8 @@ from interchange.growth import describe_growth, require_moments
 from interchange.init_from import require_same_network, require_same_vocabulary, why_no_training
 from run.checkpoint import Checkpoints, whole_steps
 from run.describe import describe_start
-from run.folder import STARTS, Past, RunLock, begin, checkpoint_folder, open_run, require_checkpoints
+from run.folder import STARTS, Past, begin, checkpoint_folder, open_run, require_checkpoints
+from run.lock import RunLock
 from run.record import Record
 from run.resume import open_checkpoints
 from training.build import Build, build_stages

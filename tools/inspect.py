@@ -14,8 +14,8 @@ from configs.exit_codes import Exit
 from configs.retry import first_line
 from configs.schema import AnyPath
 from hosts.runtime import run_command, start_jax
-from run.folder import open_for_reading
 from run.record import at_hand
+from run.saved_run import open_for_reading
 
 
 @dataclass(frozen=True)

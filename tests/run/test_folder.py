@@ -27,7 +27,8 @@ from configs.schema import (
 from hosts.runtime import versions
 from run import folder as run_folder
 from run.events import Events
-from run.folder import RunLock, load_run
+from run.lock import RunLock
+from run.saved_run import load_run
 from tests.helpers import tiny_config
 
 FREE = {
@@ -304,7 +305,7 @@ def test_a_folder_that_cannot_be_made_is_refused(config, tmp_path):
 
 @pytest.mark.parametrize(("number", "taken"), [(errno.ENOSYS, True), (errno.EOPNOTSUPP, True), (errno.ENOLCK, False)])
 def test_a_disk_without_locks_is_reported_and_failing_locks_are_no_user_error(
-    tmp_path, monkeypatch, capsys, number, taken
+    tmp_path, monkeypatch, messages, number, taken
 ):
     def flock(*_):
         raise OSError(number, os.strerror(number))
@@ -313,7 +314,7 @@ def test_a_disk_without_locks_is_reported_and_failing_locks_are_no_user_error(
     lock = RunLock(tmp_path)
     if taken:
         lock.take()
-        assert lock.file and "without locks" in capsys.readouterr().out
+        assert lock.file and "without locks" in messages[0]
     else:
         with pytest.raises(OSError) as error:
             lock.take()

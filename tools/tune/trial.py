@@ -16,13 +16,14 @@ from hosts.stop import Stop
 from interchange.growth import initial_state
 from run.checkpoint import Checkpoints
 from run.events import Events
-from run.folder import Past, RunLock, accept, open_run, require_checkpoints
+from run.folder import Past, accept, open_run, require_checkpoints
 from run.goodput import Times
 from run.hooks.idle import Idle
 from run.hooks.judge import Judge
 from run.hooks.log import Log
 from run.hooks.save import Save
 from run.hooks.watch import Watch
+from run.lock import RunLock
 from run.progress import Progress, Start
 from run.stages import Program, batches_from, compile_stages
 from tools.tune.tune_json import Record

@@ -1,0 +1,85 @@
+"""Read a run's checkpoints from other commands."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from configs.schema import Config, MeshConfig
+from configs.validation import validate
+from run.checkpoint import Checkpoints
+from run.folder import record_of
+from run.lines import scores
+from training.build import build
+from training.mesh import make_mesh, sizes_of
+from training.optimizer import path_name
+from training.state import TrainState, abstract_params
+
+
+class Run(NamedTuple):
+    """The parts of a run that a command needs to use a checkpoint."""
+
+    config: Config
+    dataset: str
+    """Fingerprint of the dataset it trains on."""
+    params: dict
+    """Float32 parameters over the replicas of the mesh."""
+    step: int
+    """The checkpoint's step."""
+
+
+def load_run(run_dir: str | Path, mesh: Mesh, step: int | None = None) -> Run:
+    """Return the run in `run_dir` with the parameters of the checkpoint of `step`, or of the newest. Raise UserError if
+    there is no run or checkpoint, or if the mesh cannot divide its network, and NoCheckpoint if it is damaged."""
+    facts, config = record_of(run_dir)
+    validate(dataclasses.replace(config, mesh=MeshConfig(**sizes_of(mesh))))
+    checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
+    return Run(config, facts["dataset"], *checkpoints.restore_params(abstract_params(config.model, mesh), step))
+
+
+def read_in_shards(
+    run_dir: str | Path, max_bytes: int, step: int | None = None
+) -> tuple[Config, int, Iterator[dict[str, np.ndarray]]]:
+    """Return a run's Config, a checkpoint's step (`step`, or the newest), and its parameters by their dotted names: at
+    most `max_bytes` at a time, or one that is larger, so a network larger than the memory can be read."""
+    _, config = record_of(run_dir)
+    checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
+    step = checkpoints.asked(step)
+    abstract = abstract_params(config.model, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]))
+    shards, size = [set()], 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
+        nbytes = leaf.size * leaf.dtype.itemsize
+        if shards[-1] and size + nbytes > max_bytes:
+            shards, size = [*shards, set()], 0
+        shards[-1].add(path_name(path))
+        size += nbytes
+
+    def read(names: set[str]) -> dict[str, np.ndarray]:
+        params, _ = checkpoints.restore_params(_only(abstract, names), step)
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        return {path_name(path): np.asarray(leaf) for path, leaf in leaves}
+
+    return config, step, map(read, shards)
+
+
+def _only(tree: dict, names: set[str], within: str = "") -> dict:
+    """Return the part of a tree that has these dotted names."""
+    part_of_tree = {}
+    for key, value in tree.items():
+        name = f"{within}{key}"
+        if isinstance(value, dict):
+            part_of_tree |= {key: part} if (part := _only(value, names, f"{name}.")) else {}
+        elif name in names:
+            part_of_tree[key] = value
+    return part_of_tree
+
+
+def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
+    """Return a run's checkpoints, and the abstract state to restore on one device."""
+    _, config = record_of(run_dir)
+    built = build(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
+    return Checkpoints(config.checkpoint.folder or run_dir, scores=scores(run_dir)), built.abstract_state
