@@ -5,10 +5,14 @@
 # make docs                                                    check every link, and build the site: build/site/index.html
 # make house                                                   how large the house is
 # make setup [EXTRA=cuda|tpu] [PYTHON=python3.12]              set up alone, with the newest Python here unless named
+# make image [EXTRA=cuda,gcs]                                  fetch wheels/, and build the image `tokensum` from them
 
 CONFIG ?= configs/small.py
 ARGS ?=
-EXTRA ?=
+# What the first GPU and its driver support: CUDA 13 needs driver 580 and Turing (7.5), CUDA 12 driver 525.
+CUDA := $(shell nvidia-smi --query-gpu=driver_version,compute_cap --format=csv,noheader 2>/dev/null | \
+	awk -F, 'NR == 1 && $$1 + 0 >= 525 { print ($$1 + 0 >= 580 && $$2 >= 7.5) ? "cuda" : "cuda12" }')
+EXTRA ?= $(CUDA)
 VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
@@ -16,7 +20,7 @@ EXTRAS := dev$(if $(EXTRA),$(comma)$(EXTRA))
 # One stamp for each choice of extras, made again when pyproject.toml changes.
 STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: train chat test setup check docs house
+.PHONY: train chat test setup check docs house image
 
 train: setup
 	$(BIN)/python train.py --config=$(CONFIG) $(ARGS)
@@ -48,6 +52,14 @@ docs:
 house: setup
 	$(BIN)/python -m tests.house
 
+# The image's own Python chooses the wheels.
+image: FOR := $(or $(EXTRA),cuda)
+image:
+	docker run --rm --volume="$(CURDIR)/wheels:/wheels" --volume="$(CURDIR)/pyproject.toml:/tokensum/pyproject.toml:ro" \
+		python:3.12-slim pip download --dest=/wheels "/tokensum[$(FOR)]" setuptools
+	docker build --network=none --build-arg=PIP_NO_INDEX=1 --build-arg=EXTRA=$(FOR) --tag=tokensum \
+		--file=tools/launch/Dockerfile .
+
 setup: $(STAMP)
 
 PYTHONS := $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
@@ -56,6 +68,10 @@ SUITS := import sys; sys.exit(None if sys.version_info >= (3, 11) else "it is " 
 VERSION := import sys; print(sys.version_info[:2])
 
 $(STAMP): pyproject.toml
+	$(if $(filter cudacuda12,$(filter cuda,$(subst $(comma), ,$(EXTRA)))$(CUDA)),\
+		$(error EXTRA=cuda needs driver 580 and a GPU of Turing or later; take EXTRA=cuda12 here))
+	@[ -n "$(CUDA)$(EXTRA)" ] || ! command -v nvidia-smi >/dev/null || \
+		echo "nvidia-smi shows no GPU with driver 525 or later: this set-up is for the CPU" >&2
 	@for python in $(PYTHONS); do \
 		if problem=$$($$python -c '$(SUITS)' 2>&1); then break; fi; \
 		problem="$$python: $$(echo "$$problem" | head -n 1)"; python=; \

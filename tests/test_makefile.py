@@ -1,5 +1,5 @@
-"""Test which Python `make setup` takes and its errors, and what `make chat` runs. Nothing is installed: the Pythons are
-scripts that print a version and log their arguments."""
+"""Test which Python and which CUDA `make setup` takes and its errors, and what `make chat` runs. Nothing is installed:
+the Pythons are scripts that print a version and log their arguments."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ def setup(tmp_path):
     """Return a function that runs make in a copy, with only the shell's tools and the given Pythons on PATH."""
     tools = tmp_path / "tools"
     tools.mkdir()
-    for tool in ("make", "sh", "head", "cat", "rm", "mkdir", "cp", "touch", "basename", "test"):
+    for tool in ("make", "sh", "awk", "head", "cat", "rm", "mkdir", "cp", "touch", "basename", "test"):
         (tools / tool).symlink_to(shutil.which(tool))  # pyright: ignore[reportArgumentType]
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
@@ -82,6 +82,26 @@ def test_an_environment_of_an_old_or_other_python_is_recreated(setup, tmp_path):
     for stamp in (tmp_path / ".venv").glob("installed-*"):
         stamp.unlink()
     assert setup({}) == (0, "", ["venv 3.12", "pip 3.12"])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words", "stamp", "message"),
+    [
+        ("580.65.06, 7.5", (), "dev-cuda", ""),
+        ("590.44.01, 12.0\n590.44.01, 12.0", ("EXTRA=cuda,gcs",), "dev-cuda-gcs", ""),
+        ("580.65.06, 7.0", (), "dev-cuda12", ""),  # a V100
+        ("535.183.01, 8.0", (), "dev-cuda12", ""),
+        ("535.183.01, 8.0", ("EXTRA=",), "dev", ""),
+        ("535.183.01, 8.0", ("EXTRA=gcs,cuda",), None, "take EXTRA=cuda12 here"),
+        ("470.256.02, 8.0", (), "dev", "no GPU with driver 525 or later: this set-up is for the CPU"),
+        ("NVIDIA-SMI has failed because it ...", (), "dev", "this set-up is for the CPU"),
+    ],
+)
+def test_the_driver_and_the_gpu_choose_the_cuda(setup, tmp_path, gpu, words, stamp, message):
+    pythons = {"python3.12": stub("3.12"), "nvidia-smi": f"#!/bin/sh\necho '{gpu}'\n"}
+    code, errors, _ = setup(pythons, *words)
+    assert (code == 0, bool(errors)) == (stamp is not None, bool(message)) and message in errors
+    assert [path.name for path in tmp_path.glob(".venv/installed-*")] == [f"installed-{stamp}"] * (stamp is not None)
 
 
 def test_uv_makes_it_with_the_same_python(setup, tmp_path):
