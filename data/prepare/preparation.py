@@ -92,7 +92,9 @@ class Where:
             from data.prepare.slurm_engine import SlurmEngine
 
             return SlurmEngine(folder, self.workers, self.jobs, self.sbatch)
-        return LocalEngine(min(self.workers or len(os.sched_getaffinity(0)), max(tasks, 1)))
+        # macOS assigns no processors to processes.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return LocalEngine(min(self.workers or cores, max(tasks, 1)))
 
 
 def prepare(settings: Preparation, out: Path, max_files: int | None = None, where: Where = Where()) -> None:

@@ -131,6 +131,8 @@ spec:
             # Without this train.py would be process 1, for which the kernel ignores a SIGTERM that has no handler yet.
             shareProcessNamespace: true
             serviceAccountName: {service_account}
+            # The image's user is 1000, whose group can then write to claims. A TPU's devices belong to root.
+            securityContext: {security}
             # Slices speak to each other over the hosts' network, at its full speed, as under xpk.
             hostNetwork: {host_network}
             dnsPolicy: {dns}
@@ -207,6 +209,7 @@ def jobset(job: Job, options: K8sOptions, image: str) -> str:
         "again": sorted(AGAIN),
         "grace": options.grace,
         "service_account": options.service_account or "default",
+        "security": {"runAsUser": 0} if hardware.is_tpu else {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"},
         "host_network": hardware.is_tpu,
         "dns": "ClusterFirstWithHostNet" if hardware.is_tpu else "ClusterFirst",
         "selector": selector,

@@ -1,6 +1,7 @@
 """Test that many workers write what one writes, even if some are killed."""
 
 import json
+import os
 import random
 from collections import Counter
 from dataclasses import replace
@@ -95,6 +96,12 @@ def test_slurm_jobs_write_the_bytes_of_one_worker_and_name_a_deadly_document(slu
     assert not tasks[-1].out.exists() and all(task.out.exists() for task in tasks[:-1])
     with pytest.raises(UserError, match=r"sbatch failed.*nowhere"):
         prepare(source, tmp_path / "refused", where=Where(engine="slurm", sbatch="--partition=nowhere"))
+
+
+def test_a_system_that_assigns_no_processors_uses_all(tmp_path, monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity")  # macOS has none
+    engine = Where().open(tmp_path, tasks=99)
+    assert isinstance(engine, LocalEngine) and engine.workers == os.cpu_count()
 
 
 def test_missing_slurm_is_reported(source, tmp_path, monkeypatch):
