@@ -16,7 +16,7 @@ def test_changed_code_keeps_the_installed_packages():
     """Each line is run again only if a file that was copied before it has changed."""
     installs, code = DOCKERFILE.split("pip install", 1)
     assert re.findall("^COPY .*", installs, re.MULTILINE) == ["COPY pyproject.toml ."]
-    assert "\nCOPY --chown=trainer . .\n" in code and DOCKERFILE.endswith("\nUSER trainer\n")
+    assert "\nCOPY --chown=trainer . .\n" in code and DOCKERFILE.endswith("\nUSER 1000\n")
 
 
 def test_the_image_has_no_file_that_git_ignores():
