@@ -5,7 +5,7 @@
 # make docs                                                    check every link, and build the site: build/site/index.html
 # make house                                                   how large the house is
 # make setup [EXTRA=cuda|tpu] [PYTHON=python3.12]              set up alone, with the newest Python here unless named
-# make image [EXTRA=cuda,gcs]                                  fetch wheels/, and build the image `tokensum` from them
+# make image [EXTRA=cuda,gcs]                                  fetch wheels, and build the image `tokensum` from them
 
 CONFIG ?= configs/small.py
 ARGS ?=
@@ -55,10 +55,11 @@ house: setup
 # The image's own Python chooses the wheels.
 image: FOR := $(or $(EXTRA),cuda)
 image:
-	docker run --rm --volume="$(CURDIR)/wheels:/wheels" --volume="$(CURDIR)/pyproject.toml:/tokensum/pyproject.toml:ro" \
+	mkdir -p build/wheels
+	docker run --rm --volume="$(CURDIR)/build/wheels:/wheels" --volume="$(CURDIR)/pyproject.toml:/tokensum/pyproject.toml:ro" \
 		python:3.12-slim pip download --dest=/wheels "/tokensum[$(FOR)]" setuptools
-	docker build --network=none --build-arg=PIP_NO_INDEX=1 --build-arg=EXTRA=$(FOR) --tag=tokensum \
-		--file=tools/launch/Dockerfile .
+	docker build --network=none --build-context=wheels=build/wheels --build-arg=PIP_NO_INDEX=1 --build-arg=EXTRA=$(FOR) \
+		--tag=tokensum --file=tools/launch/Dockerfile .
 
 setup: $(STAMP)
 

@@ -72,6 +72,7 @@ def test_a_jobset_matches_its_schema(repository, capsys, schema, hardware):
     _, _, pod = job_of(jobset)
     (container,) = pod["containers"]
     assert pod["serviceAccountName"] == "writer" and pod["nodeSelector"]["b"] == "c"
+    assert ("fsGroup" in pod["securityContext"]) == ("v5" not in hardware)  # the user who may write to a claim
     assert container["args"] == ["--config=tiny.py", *train, "--run_dir=/runs/tiny"]
     claim = {"claimName": "corpus", "readOnly": True}
     assert {"name": "data", "persistentVolumeClaim": claim} in pod["volumes"]
