@@ -63,7 +63,7 @@ image:
 
 setup: $(STAMP)
 
-PYTHONS := $(or $(PYTHON),python3.13 python3.12 python3.11 python3)
+PYTHONS := $(or $(PYTHON),python3.14 python3.13 python3.12 python3.11 python3)
 # Exits with 0 if the dependencies support this Python, otherwise with its version as an error.
 SUITS := import sys; sys.exit(None if sys.version_info >= (3, 11) else "it is " + sys.version.split()[0])
 VERSION := import sys; print(sys.version_info[:2])
