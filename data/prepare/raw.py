@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import redirect_stdout
 
 from data.prepare.preparation import prepare_raw
 
@@ -24,16 +23,17 @@ def end_with(parent: int) -> None:
 
 def main() -> None:
     threading.Thread(target=end_with, args=[int(sys.argv[1])], daemon=True).start()
-    answer = sys.stdout.buffer
-    with redirect_stdout(sys.stderr):
-        try:
-            result = prepare_raw(*pickle.load(sys.stdin.buffer))
-        except Exception as error:
-            error.add_note(traceback.format_exc())  # a pickle has no traceback
-            result = error
-        except KeyboardInterrupt:  # the waiting command reports it
-            sys.exit(1)
-    answer.write(pickle.dumps(result))
+    answer = os.dup(1)
+    os.dup2(2, 1)  # in a terminal, the training of a tokenizer prints an empty line from Rust
+    try:
+        result = prepare_raw(*pickle.load(sys.stdin.buffer))
+    except Exception as error:
+        error.add_note(traceback.format_exc())  # a pickle has no traceback
+        result = error
+    except KeyboardInterrupt:  # the waiting command reports it
+        sys.exit(1)
+    with open(answer, "wb") as file:
+        file.write(pickle.dumps(result))
 
 
 if __name__ == "__main__":

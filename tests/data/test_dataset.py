@@ -1,5 +1,6 @@
 import json
 import os
+import pty
 import re
 import struct
 import subprocess
@@ -114,6 +115,16 @@ def test_raw_text_is_prepared_in_the_cache_once_and_again_when_it_changes(raw, c
     prints.append(opened(raw, cache, val_fraction=0.6).fingerprint)
     prints.append(opened(raw, cache, vocab_size=SIZE + 1).fingerprint)
     assert len(set(prints)) == 4
+
+
+def test_raw_text_is_prepared_in_a_terminal_too(raw, cache):
+    """There, the training of a tokenizer prints to the standard output."""
+    terminal, stderr = pty.openpty()[1], os.dup(2)
+    os.dup2(terminal, 2)
+    try:
+        assert opened(raw, cache).fingerprint
+    finally:
+        os.dup2(stderr, 2)
 
 
 def test_preparation_of_raw_text_ends_with_its_parent_process(tmp_path):
