@@ -1,0 +1,119 @@
+"""Test that notebooks/quickstart.ipynb runs from top to bottom, stops at a failure, and is stored without outputs."""
+
+import glob
+import io
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+from copy import deepcopy
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat.v4 import new_code_cell
+
+from configs.command_line import parse
+from tests.house import ROOT
+from tools.launch.code import pack
+from tools.reference import pages
+
+TEXT = (ROOT / "notebooks/quickstart.ipynb").read_text()
+NOTEBOOK = nbformat.reads(TEXT, as_version=4)
+SOURCES = {cell.id: cell.source for cell in NOTEBOOK.cells}
+TINY = """
+--data.source=configs --model.width=32 --model.head_dim=8 --model.vocab_size=512 --batch.sequence_length=64
+--batch.tokens_per_step=512 --eval.tokens=1024 --steps=4
+"""
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch) -> Path:
+    """Return a copy of the checkout, set up with this Python. Nothing can be installed."""
+    with tarfile.open(fileobj=io.BytesIO(pack(ROOT).archive)) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tmp_path / ".venv").mkdir()
+    for name in ("bin", "lib", "pyvenv.cfg"):
+        (tmp_path / ".venv" / name).symlink_to(Path(sys.prefix) / name)
+    (tmp_path / ".venv/installed-dev").touch()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    return tmp_path
+
+
+def executed(folder: Path, last: str, **parameters: str) -> dict[str, list]:
+    """Return the outputs of each code cell, run in `folder` up to the cell `last`, with other parameters."""
+    notebook = deepcopy(NOTEBOOK)
+    ids = list(SOURCES)
+    notebook.cells = notebook.cells[: ids.index(last) + 1]
+    assert NOTEBOOK.cells[ids.index("parameters")].metadata.tags == ["parameters"]
+    values = "\n".join(f"{name} = {value!r}" for name, value in {"extra": "", **parameters}.items())
+    notebook.cells.insert(ids.index("parameters") + 1, new_code_cell(values, id="values"))
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(folder)}}).execute()
+    return {cell.id: cell.get("outputs") for cell in notebook.cells}
+
+
+@pytest.mark.slow
+def test_every_cell_runs(copy):
+    sizes = {"sizes": " ".join(TINY.split()), "chat_sizes": "--steps=4 --eval.tokens=1024"}
+    outputs = executed(copy / "notebooks", "chat", **sizes)  # Jupyter starts it there
+    for name in "quickstart", "quickstart-chat":
+        assert json.loads((copy / "runs" / name / "summary.json").read_text())["steps"] == 4
+    shown = {kind: data for output in outputs["report"] for kind, data in output.get("data", {}).items()}
+    assert shown["image/png"] and "&lt;html" in shown["text/html"]
+    assert "quickstart: 4 steps, " in "".join(output.text for output in outputs["train"])
+    assert "".join(output.text for output in outputs["chat"]).strip()
+
+
+@pytest.mark.medium
+def test_a_command_that_fails_stops_the_notebook(copy):
+    with pytest.raises(CellExecutionError, match=r"--steps=-1 cannot work(.|\n)*exit code 2: python train\.py"):
+        executed(copy, "report", sizes="--steps=-1")
+    assert not (copy / "runs").exists()
+
+
+def test_outside_a_checkout_it_clones_one(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/train.py").touch()
+    (tmp_path / "there/Makefile").write_text("setup:\n\techo $(EXTRA) > made\n")
+    git = ["git", "-c", "user.name=A", "-c", "user.email=a@b"]
+    for words in ["init", "-q"], ["add", "."], ["commit", "-qm", "All"]:
+        subprocess.run([*git, *words], cwd=tmp_path / "there", check=True)
+    executed(tmp_path, "setup", repository=f"file://{tmp_path}/there", extra="tpu")
+    assert (tmp_path / "tokensum/made").read_text() == "tpu\n"
+
+
+@pytest.mark.parametrize(("smi", "devices", "extra"), [(0, [], "cuda12"), (9, ["/dev/vfio/0"], "tpu"), (9, [], "")])
+def test_the_sizes_for_each_device_are_options(monkeypatch, tmp_path, smi, devices, extra):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nexit {smi}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setattr(glob, "glob", lambda pattern: [name for name in devices if name.startswith(pattern[:9])])
+    chosen = {}
+    exec(SOURCES["parameters"], chosen)
+    assert chosen["extra"] == extra
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extra in {"", *extras}
+    config, _ = parse(None, argv=[f"--config={ROOT}/configs/small.py", *chosen["sizes"].split()])
+    assert config.model.heads * config.model.head_dim == config.model.width
+
+
+def test_every_file_and_option_it_names_exists():
+    everything = "\n".join(SOURCES.values())
+    reference = "\n".join(pages().values())
+    options = re.findall(r"(--[a-z][\w.]*)", re.sub(r"git clone.*", "", everything))
+    assert [option for option in options if f"`{option}`" not in reference and option != "--config"] == []
+    files = re.findall(r"\b(?:docs|configs)/[\w-]+\.\w+|(?<=python )\w+\.py", everything)
+    assert len(files) > 8 and [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def test_it_is_stored_without_outputs_and_with_ids_that_name_the_cells():
+    nbformat.validate(NOTEBOOK)
+    assert nbformat.writes(NOTEBOOK) + "\n" == TEXT  # saving it changes no other line
+    assert all(re.fullmatch(r"[a-z-]+", name) for name in SOURCES)
+    for cell in NOTEBOOK.cells:
+        assert cell.cell_type == "markdown" or (cell.outputs == [] and cell.execution_count is None), cell.id
