@@ -22,7 +22,7 @@ from model.loss import loss_sums
 from training.optimizer import make_optimizer, parameter_groups
 from training.state import split_model
 
-# At these sizes several files give one run: d12, d20 and plain.
+# At these sizes several files give one run: d12, d20, plain and track_d12; small and track.
 RUNS: dict[Config, list[str]] = {}
 for name in shipped():
     RUNS.setdefault(sized(name), []).append(name)
