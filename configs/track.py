@@ -2,7 +2,7 @@
 
 python -m bench.track
 
-The network is configs/small.py at half the width. docs/track.md has what its steps reach.
+The network is configs/small.py at half the width. docs/track.md has what one seed reached.
 """
 
 from dataclasses import replace
