@@ -144,7 +144,7 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     """Return validation loss and bits per byte of the run's own text. Raise UserError if the text here differs."""
     network = open_network(folder, mesh, arguments.step)
     config = network.config
-    shape = (1, config.batch.rows_per_device * batch_devices(mesh), config.batch.sequence_length)
+    shape = (1, config.batch.rows * batch_devices(mesh), config.batch.sequence_length)
     text = open_text(config.data, config.model.vocab_size, shape[2], 1, cache_dir())
     if text.fingerprint != network.dataset:
         raise UserError(

@@ -4,26 +4,27 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
+
+import jax
 
 from configs.command_line import parse
 from configs.exit_codes import Exit
 from configs.messages import LOGGER
-from configs.schema import Config
+from configs.schema import Config, NotNegative
 from data.loader import train_batches
 from hosts.cluster import Cluster
 from hosts.runtime import run_command, start_jax
 from hosts.stop import Stop
 from hosts.watchdog import limited
 from run import hooks, opening
-from run.describe import describe
 from run.finish import finish
+from run.fitting import Fitting
 from run.goodput import Times
 from run.lock import RunLock
 from run.notify import tell_of_failure
 from run.out_of_memory import explain_out_of_memory
-from run.progress import GaveUp, Jumped, Progress, due_after
+from run.progress import GaveUp, Jumped, Progress, Start, due_after
 from run.record import Record
 from run.resume import record_start, resume
 from run.rollback import roll_back
@@ -37,19 +38,23 @@ class Arguments:
     accept_changes: bool = False
     """Resume a run although options that change its result differ from the first start's. config.json and metrics.jsonl
     record the changes."""
+    memory: NotNegative[float] = 0.0
+    """GiB of a device, in place of what it reports, for `--batch.rows_per_device=auto`. A CPU reports the memory that
+    the machine has available."""
 
 
 def take_steps(
-    start: Callable[[], tuple[Progress, Iterator[Any]]],
+    start: Callable[[Start | None], tuple[Progress, Iterator[Any]]],
     programs: list[Program],
     idle: hooks.Idle,
     hook_list: Sequence[hooks.Hook],
     stop: Stop,
-    go_back: Callable[[Progress, Jumped], Any],
+    go_back: Callable[[Progress, Exception], Start | None],
 ) -> tuple[Progress, str]:
     """Take steps until the last, or until the run is asked to stop. Return the progress, and the reason if a hook gave
-    up. `start` returns the run's progress and the next batches; `go_back` records a rollback."""
-    run, batches = start()
+    up. `start(begins)` returns the run's progress and the next batches, after `begins` or the newest checkpoint.
+    `go_back` records a rollback or a lack of memory and returns `begins`, or raises another error of the devices."""
+    run, batches = start(None)
     with ExitStack() as opened, stop.heeded():
         begin_all(hook_list, run, opened)
         try:
@@ -66,14 +71,15 @@ def take_steps(
                     due = due_after(run.step, run.config, last=run.is_last, soon=run.save_soon)
                     for hook in hook_list:
                         hook.after_step(run, metrics, due)
-                except Jumped as jump:
+                except (Jumped, jax.errors.JaxRuntimeError) as reason:
                     opened.close()
                     with stop.unheeded():
-                        go_back(run, jump)
+                        begins = go_back(run, reason)
                         if run.stopping:
                             return run, ""  # nothing to save: the newest checkpoint is of this step
-                        run.drop_state()
-                        run, batches = start()
+                        if begins is None:
+                            run.drop_state()
+                        run, batches = start(begins)
                     begin_all(hook_list, run, opened)
             for hook in hook_list:
                 hook.finish(run)
@@ -90,16 +96,17 @@ def begin_all(hook_list: Sequence[hooks.Hook], run: Progress, opened: ExitStack)
     gc.freeze()  # garbage collection in the loop then skips the set-up's objects: 0.3 s
 
 
-def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock, record: Record, stop: Stop) -> Exit:
+def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock, record: Record, stop: Stop) -> Exit:
     """Train, or resume training, until `config.steps`."""
     times = Times()
     opening.check_processes(config, cluster)
 
     # The network, its text, its record and its checkpoints.
-    builds, text, evaluator = opening.open_training(config)
+    fitting = Fitting(config, arguments.memory)
+    builds, text, evaluator = opening.open_training(fitting.first())
     built = builds[-1]  # for everything that does not depend on the size of a step
     config = built.config
-    past, checkpoints = opening.open_folder(built, text, accept_changes, lock, record)
+    past, checkpoints = opening.open_folder(built, text, arguments.accept_changes, lock, record)
     if message := opening.why_nothing_to_do(config, past, checkpoints):
         LOGGER.info(message)
         opening.copy_record(config, record)
@@ -108,11 +115,12 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
         LOGGER.info(message)
         return Exit.FAILED
 
-    # The programs.
-    LOGGER.info(describe(builds))
+    # The programs, of as many rows as fit.
     programs: list[Program] = []
     with explain_out_of_memory(mistake=True):
-        compile_stages(programs, builds, checkpoints.newest, times)
+        builds = fitting.compile(programs, builds, checkpoints.newest, times)
+    built = builds[-1]
+    config, evaluator = built.config, evaluator.on(built)
 
     # The hooks around a step, in this order.
     watch, idle = hooks.Watch(config, times), hooks.Idle(times)
@@ -123,16 +131,25 @@ def train(config: Config, cluster: Cluster, accept_changes: bool, lock: RunLock,
     changes = list(past.changes)
     hook_list = [watch, idle, hooks.Profile(config), log, hooks.History(log, changes), judge, save, evaluate]
 
-    def start() -> tuple[Progress, Iterator[Any]]:
-        """Start from the newest readable checkpoint, or from step 0."""
-        begins = resume(built, text.tokenizer, checkpoints, times)
+    def start(begins: Start | None) -> tuple[Progress, Iterator[Any]]:
+        """Start there, or from the newest readable checkpoint, or from step 0."""
+        begins = begins or resume(built, text.tokenizer, checkpoints, times)
         compile_stages(programs, builds, begins.step, times)  # none, unless an older checkpoint was restored
-        record_start(built, text, changes, begins, times)
+        record_start(builds[-1], text, changes, begins, times)
         batches = batches_from(begins, builds, text)
         return Progress(config, begins, batches), train_batches(batches, built.batch_sharding, config.data.workers)
 
+    def go_back(run: Progress, reason: Exception) -> Start | None:
+        """To the newest checkpoint after a jump; to the same state, if it is left, when the memory ran out."""
+        if isinstance(reason, Jumped):
+            return roll_back(save, times, run, reason)
+        builds[:] = fitting.halved(builds, run, reason)
+        programs.clear()
+        save.newest()  # once it is whole: it may be needed
+        return run.here()
+
     with explain_out_of_memory(), times.during("steps"):
-        run, gave_up = take_steps(start, programs, idle, hook_list, stop, partial(roll_back, save, times))
+        run, gave_up = take_steps(start, programs, idle, hook_list, stop, go_back)
     if gave_up:
         gave_up += f"; {save.described()}"
     with times.during("saving"), limited(config.hang, "the end of saving"):
@@ -148,7 +165,7 @@ def main() -> int:
     with RunLock(config.run_dir) as lock, Stop() as stop:
         cluster = start_jax()
         with tell_of_failure(config, record):
-            return train(config, cluster, arguments.accept_changes, lock, record, stop)
+            return train(config, cluster, arguments, lock, record, stop)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def rates(arguments: Arguments, folder: Path) -> dict[str, Any]:
     result["plan_padding"] = 1 - lengths.sum() / 2048 / (len(plan.rows) - 1)
 
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    shape, sharding = batch_shape(BatchConfig(), mesh), batch_sharding(mesh)
+    shape, sharding = batch_shape(BatchConfig(rows_per_device=32), mesh), batch_sharding(mesh)
     mixture, here = Mixture([Stage(0, (Fraction(1),))], shape[2]), local_rows(shape, sharding)
     for packing in ("stream", "best_fit"):
         rows = dataset.rows("train", DataConfig(packing=packing), shape[2], folder / "cache")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from configs.schema import Config, Positive
+from configs.schema import Config, Positive, UserError
 from configs.validation import validate
 
 
@@ -26,6 +26,8 @@ def sized(config: Config, sizes: Sizes, devices: int) -> Config:
         model = replace(model, depth=sizes.depth, width=heads * model.head_dim, heads=heads, kv_heads=heads)
     if sizes.rows or sizes.micro_batches:
         rows = sizes.rows or batch.rows_per_device
+        if rows == "auto":
+            raise UserError(f"--micro_batches={sizes.micro_batches} needs --rows: together they make the step's size")
         # If tensor does not divide the devices, the mesh is refused.
         unit = rows * max(devices // config.mesh.tensor, 1) * batch.sequence_length
         micro_batches = sizes.micro_batches or max(batch.tokens_per_step // unit, 1)

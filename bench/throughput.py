@@ -20,12 +20,15 @@ from configs.command_line import parse
 from configs.schema import Config, Positive
 from configs.validation import require_steps
 from evaluation.generation import make_generate
-from hosts.machines import peak_flops
+from hosts.limits import device_limit
+from hosts.machines import HEADROOM, peak_flops
 from hosts.runtime import run_command
 from model.flops import flops_per_token, parameter_counts
 from tools.programs.compile import peak_memory_bytes
 from tools.programs.operations import top_operations
 from training.build import Build, build
+from training.candidate import candidate_of
+from training.memory import with_rows
 from training.step import Batch
 
 WARMUP_STEPS = 3
@@ -121,7 +124,10 @@ def measure(config: Config, arguments: Arguments) -> dict[str, Any]:
 def main() -> int:
     config, arguments = parse(__doc__, Arguments)
     require_steps(config)
-    print(json.dumps(measure(sized(config, arguments, jax.device_count()), arguments)))
+    devices = jax.devices()
+    limit = HEADROOM * device_limit(devices[0], jax.local_device_count())
+    config = with_rows(candidate_of(sized(config, arguments, len(devices)), devices), limit).config
+    print(json.dumps(measure(config, arguments)))
     return 0
 
 

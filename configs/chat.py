@@ -31,7 +31,7 @@ from configs.schema import (
 from interchange.growth import base_of_chat, begun_run
 
 OF_BASE = ("model.", "batch.sequence_length")
-OF_A_RUN = ("optimizer.", "batch.tokens_per_step", "batch.rows_per_device")
+OF_A_RUN = ("optimizer.", "batch.tokens_per_step")
 RECIPE = ("optimizer.rate_factor", "optimizer.schedule.", "optimizer.muon.momentum", "optimizer.muon.weight_decay")
 
 
@@ -40,7 +40,7 @@ def get_config() -> Config:
         name="chat",
         steps=0,  # one epoch
         data=DataConfig(source="chat-stdlib", packing="whole", mask_documents=True),
-        batch=BatchConfig(sequence_length=2048, tokens_per_step=524_288, rows_per_device=32),
+        batch=BatchConfig(sequence_length=2048, tokens_per_step=524_288),
         optimizer=OptimizerConfig(
             matrices=MatricesConfig(0.002, kind="muon"),
             muon=MuonConfig(momentum=0.95, momentum_warmup_steps=300, momentum_final=0.95, weight_decay=0.0),

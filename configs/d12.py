@@ -15,5 +15,5 @@ def get_config() -> Config:
         name="d12",
         steps=2520,
         model=ModelConfig(depth=12, width=768, heads=6, kv_heads=6, head_dim=128, vocab_size=32768),
-        batch=BatchConfig(sequence_length=2048, tokens_per_step=524_288, rows_per_device=32),
+        batch=BatchConfig(sequence_length=2048, tokens_per_step=524_288),
     )

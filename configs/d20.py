@@ -14,5 +14,5 @@ def get_config() -> Config:
         name="d20",
         steps=9960,
         model=ModelConfig(depth=20, width=1280, heads=10, kv_heads=10, head_dim=128, vocab_size=32768),
-        batch=BatchConfig(sequence_length=2048, tokens_per_step=524_288, rows_per_device=16),
+        batch=BatchConfig(sequence_length=2048, tokens_per_step=524_288),
     )

@@ -44,7 +44,7 @@ def get_config() -> Config:
             backout=True,
         ),
         data=DataConfig(packing="best_fit"),
-        batch=BatchConfig(sequence_length=2048, rows_per_device=32),
+        batch=BatchConfig(sequence_length=2048),
         optimizer=OptimizerConfig(
             embed=replace(DEFAULT.embed, peak_rate=0.3, weight_decay=0.001),
             lm_head=replace(DEFAULT.lm_head, peak_rate=0.008, weight_decay=0.01),

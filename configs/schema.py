@@ -146,15 +146,22 @@ class BatchConfig:
     tokens_per_step: Positive[int] = 524_288
     """Tokens of one optimizer step, over all devices and micro-batches. With a `ramp`, the size of step that the
     optimizer's options refer to."""
-    rows_per_device: Free[Positive[int]] = 32
-    """Rows of a micro-batch on one device: as many as fit its memory. It never changes the result. If a complete step
-    has fewer rows per device, the step is one micro-batch."""
+    rows_per_device: Free[Positive[int] | Literal["auto"]] = "auto"
+    """Rows of a micro-batch on one device. It never changes the result. `auto`: as many as fit its memory; if none
+    fits, `model.loss_chunks`, `model.remat` and `mesh.fsdp` change too (docs/planning.md). If a complete step has fewer
+    rows per device, the step is one micro-batch."""
     ramp: str = ""
     """A batch that grows. `0:65536,2e8:131072`: 65,536 tokens per step, and 131,072 once the run has seen 2e8 tokens.
     Each stage is a program; all are compiled at the start (docs/batch-ramp.md). Empty: always `tokens_per_step`."""
     ramp_scaling: Literal["none", "root", "linear"] = "none"
     """Scaling with a `ramp`: none; or rates scale with the square root of a stage's size over `tokens_per_step`, or
     linearly. Second moments then keep their half-life in tokens (arXiv:2507.07101)."""
+
+    @property
+    def rows(self) -> int:
+        """Return `rows_per_device` where it is a number: in every config that a run, an evaluation or a tool uses."""
+        assert isinstance(self.rows_per_device, int), "rows_per_device=auto: run/fitting.py makes it a number"
+        return self.rows_per_device
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,7 @@ class ChatCore(Core):
     @property
     def slots(self) -> int:
         """Return how many answers are written together: as many as rows are trained on together."""
-        return self.network.config.batch.rows_per_device * batch_devices(self.network.mesh)
+        return self.network.config.batch.rows * batch_devices(self.network.mesh)
 
     def line(self, task: Task, index: int, tokens: Sequence[int], cut: bool) -> dict[str, Any]:
         """Return the line of a written answer."""

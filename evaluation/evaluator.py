@@ -18,7 +18,7 @@ class Evaluator:
     def __init__(self, built: Build, text: Text):
         """Raise UserError for a prompt that leaves no room for a continuation, and for an incomplete bundle."""
         config = built.config
-        self.built, self.tokenizer = built, text.tokenizer
+        self.built, self.text, self.tokenizer = built, text, text.tokenizer
         self.prompts = encode_prompts(text.tokenizer, config.eval.prompts, config.batch.sequence_length)
         self.generate = make_generate(config.model, built.dtype, built.mesh)
         self.batches, self.text_bytes = held_out_batches(
@@ -34,6 +34,10 @@ class Evaluator:
             tasks = read_bundle(config.eval.bundle, config.eval.items)
             scorer = Scorer(config.model, config.batch, built.dtype, built.mesh, READS * config.batch.sequence_length)
             self.benchmarks = Core(tasks, text.tokenizer, scorer)
+
+    def on(self, built: Build) -> "Evaluator":
+        """Return an evaluator of the same run for another build."""
+        return self if built is self.built else Evaluator(built, self.text)
 
     def __call__(self, params: dict) -> dict[str, Any]:
         """Return the figures of float32 parameters, as after a step. Every process must call it."""

@@ -132,7 +132,7 @@ class Scorer:
         self.longest = longest or batch.sequence_length
         self.facts = {"dtype": dtype.name, "longest": self.longest, "window": batch.sequence_length}
         """The facts, other than parameters and questions, that scores depend on."""
-        self.tokens_per_device = batch.rows_per_device * batch.sequence_length
+        self.tokens_per_device = batch.rows * batch.sequence_length
         self.replicas = batch_devices(mesh)
         self.score = make_score(config, dtype, mesh, batch.sequence_length)
 

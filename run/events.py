@@ -1,10 +1,11 @@
 """events.jsonl: the events of a run, one per line, appended and never rewritten.
 
-`begun`: a process is about to compile and restore. `start`: the step, the tokens of the data before it, tokens per step
-or the ramp, the code's hash, versions, devices and mesh. `running`: the step, each minute. `saved`: a complete
-checkpoint. `rollback`: the checkpoint, and the tokens of the data at which it continues. `stop`: the last step and the
-exit code. Events identify a run whose checkpoints are gone, the batch that each step saw, and the use of time: `start`,
-`running` and `stop` have their process's start time, and its seconds by activity (run/goodput.py).
+`begun`: a process is about to compile and restore. `fitted`: the options that `batch.rows_per_device=auto` chose.
+`start`: the step, the tokens of the data before it, tokens per step or the ramp, the code's hash, versions, devices and
+mesh. `running`: the step, each minute. `saved`: a complete checkpoint. `rollback`: the checkpoint, and the tokens of
+the data at which it continues. `out_of_memory`: the step before, and the rows that the run continues with. `stop`: the
+last step and the exit code. Events identify a run whose checkpoints are gone, the batch that each step saw, and the use
+of time: `start`, `running` and `stop` have their process's start time, and its seconds by activity (run/goodput.py).
 """
 
 import json

@@ -178,10 +178,8 @@ def accept(config: Config, fingerprint: str, changes: list[str], step: int, posi
     Only the first process may call it, once the state is restored."""
     folder = Path(config.run_dir)
     record = folder / "config.json"
-    recorded, first = read_record(record)
-    respelled = absolute(first.data) != absolute(config.data)
-    if changes or respelled:
-        write_record(record, config, fingerprint, recorded["changes"] + ([changes] if changes else []))
+    recorded, _ = read_record(record)
+    write_record(record, config, fingerprint, recorded["changes"] + ([changes] if changes else []))
     if step < config.steps:
         (folder / "summary.json").unlink(missing_ok=True)  # from a shorter run
     batch = {"tokens_per_step": config.batch.tokens_per_step, **({"ramp": ramp} if (ramp := config.batch.ramp) else {})}

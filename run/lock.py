@@ -40,7 +40,7 @@ class RunLock:
 
     def _leave_nothing(self) -> None:
         """Delete the files of a refused start, unless the folder contains others."""
-        folder, made = self.path.parent, MADE[: 1 + self.claimed]
+        folder, made = self.path.parent, (*MADE, "events.jsonl") if self.claimed else MADE[:1]
         if {path.name for path in folder.iterdir()} <= {*made, "checkpoints"}:
             if (folder / "checkpoints").exists():
                 (folder / "checkpoints").rmdir()  # OSError unless it is empty

@@ -58,6 +58,15 @@ class Progress:
         """Return the tokens of the data's sequence up to the batch of `step`."""
         return self.start.position + self._tokens_since(step)
 
+    def here(self) -> Start | None:
+        """Return where the run is, to continue from the same state; None if a failed step took that with it."""
+        try:
+            jax.block_until_ready(self.state)
+        except RuntimeError:  # deleted, or what the failed step should have made
+            return None
+        tokens, position = self.tokens_after(self.step), self.position_after(self.step)
+        return Start(self.state, self.step, tokens, position, self.clock.seconds, tuple(self.losses))
+
     def drop_state(self) -> None:
         """Free the devices' memory of the state, before another is restored."""
         for leaf in jax.tree.leaves(self.state):

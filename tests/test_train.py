@@ -407,7 +407,7 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
     used = "RESOURCE_EXHAUSTED: Used 20.3G of 15.7G hbm."
     compiling = Mock(side_effect=jax.errors.JaxRuntimeError(f"{used}\nand a page more"))
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("train.compile_stages", compiling)
+    monkeypatch.setattr("run.fitting.compile_stages", compiling)
     monkeypatch.setitem(machines(), "h200", replace(machines()["h200"], device_kind=["cpu"]))
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=large", devices=8) == 2
     log = capfd.readouterr().err
@@ -639,7 +639,7 @@ def test_a_start_reports_what_is_less_than_requested(folder, untouched, monkeypa
     monkeypatch.chdir(folder)
     options = ("--eval.tokens=1_000_000", "--model.window_pattern=SSSL", "--model.vocab_size=320", "--steps=2")
     text = ("--data.source=text", "--data.tokenizer=untouched/tokenizer")
-    monkeypatch.setattr("train.compile_stages", Mock(side_effect=UserError("stop here")))
+    monkeypatch.setattr("run.fitting.compile_stages", Mock(side_effect=UserError("stop here")))
     assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=less", *options, *text) == 2
     output = capfd.readouterr().out
     assert ": fewer than --eval.tokens=1,000,000, of " in output and "document(s): too few" in output
@@ -650,7 +650,7 @@ def test_a_start_reports_what_is_less_than_requested(folder, untouched, monkeypa
 def test_training_a_network_further_prints_how_to_keep_what_it_learned(folder, untouched, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     assert run("export", monkeypatch, "--run_dir=untouched", "--out=start") == 0
-    monkeypatch.setattr("train.compile_stages", Mock(side_effect=UserError("stop here")))
+    monkeypatch.setattr("run.fitting.compile_stages", Mock(side_effect=UserError("stop here")))
     command = ("--config=tiny.py", "--init_from=start", "--steps=40", "--data.tokenizer=start", "--run_dir=trained on")
     for options, at_full_rates in (((), True), (("--optimizer.rate_factor=0.1",), False)):
         assert run("train", monkeypatch, *command, *options) == 2

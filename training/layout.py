@@ -28,13 +28,13 @@ def mesh_shape(config: MeshConfig, devices: int, described: str) -> tuple[int, i
 
 def step_shape(config: BatchConfig, sizes: Mapping[str, int]) -> tuple[int, int, int]:
     """Return `(K, B, T)` of a step's arrays: K micro-batches of B rows (over the mesh) of T tokens. The step has
-    `config.tokens_per_step`, whatever the ramp.
+    `config.tokens_per_step`, whatever the ramp. With `rows_per_device=auto` it is one micro-batch.
 
     Raise UserError, with the sizes that would work, if the step's rows do not divide.
     """
     replicas = sizes["data"] * sizes["fsdp"]
     rows, unit = config.tokens_per_step // config.sequence_length, config.sequence_length * replicas
-    here = config.rows_per_device
+    here = rows if config.rows_per_device == "auto" else config.rows_per_device
     shares = [n for n in range(1, rows // replicas + here + 1) if n <= here or n % here == 0]
     below = [n * unit for n in shares if n * replicas <= rows][-1:]
     above = [n * unit for n in shares if n * replicas > rows][:1]

@@ -57,14 +57,16 @@ class Log(Hook):
         """MFU at one token per second."""
         self.just_read: list[ReadStep] = []
         """Steps whose metrics the last call read, in order."""
+        self.unread: list[tuple[int, Metrics]] = []
+        self.is_pending = False
 
     def begin(self, run: Progress) -> None:
         wandb = partial(Wandb, self.config) if self.config.log.wandb else None
         self.writer = MetricsWriter(self.config.run_dir, run.step, wandb, options(self.config))
         lines = read_metrics(self.config.run_dir) if self.config.diagnostics.every_steps else []
         self.diagnosis = Diagnosis((line for line in lines if line["step"] <= run.step), self.config.optimizer)
-        self.unread: list[tuple[int, Metrics]] = []
-        self.is_pending = False
+        self.unread = [(step, metrics) for step, metrics in self.unread if step <= run.step]  # not what is done again
+        self.is_pending = self.is_pending and self.unread != []
         # In tokens if steps differ in size, for a correct time left.
         ramp = Ramp.of(self.config.batch)
         self.work, unit = (ramp.tokens, "token") if self.config.batch.ramp else (lambda step: step, "step")

@@ -34,7 +34,8 @@ def base(tmp_path, monkeypatch):
 def test_it_copies_a_run_except_the_recipe_and_given_options(base):
     config, recipe = chat(f"--init_from={base}"), load_config("configs/chat.py")[0]
     assert config.model == replace(BASE.model, dtype="auto", short_window=config.model.short_window)
-    assert config.batch == BASE.batch and config.data.tokenizer == str(base / "tokenizer")
+    assert config.batch == replace(BASE.batch, rows_per_device="auto")
+    assert config.data.tokenizer == str(base / "tokenizer")
     tuned = config.optimizer
     assert tuned.embed == BASE.optimizer.embed and tuned.matrices.kind == "muon" and tuned.rate_factor == 0.8 * 0.5
     assert config.init_optimizer and not chat(f"--init_from={base}", "--init_optimizer=False").init_optimizer

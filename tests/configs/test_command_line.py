@@ -207,7 +207,7 @@ def test_help_exits_with_0_and_explains_every_option(words, capsys, monkeypatch)
     assert shown == {name for name, kind in hints(Config).items() if Role.FILE not in getattr(kind, "__metadata__", ())}
     for text in ("What it does.", "--config FILE", "--accept_changes", "Continue all the same."):
         assert text in output
-    assert "Rows of a micro-batch on one device: as many as fit its memory. It never changes the result." in output
+    assert "Rows of a micro-batch on one device. It never changes the result. `auto`: as many as fit" in output
 
 
 def test_help_read_in_part_leaves_no_traceback():

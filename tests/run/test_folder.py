@@ -91,7 +91,8 @@ def other(config: Any, name: str) -> Any:
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     model = ModelConfig(dtype="float32")  # a run records its type
-    return Config(name="run", run_dir=str(tmp_path / "runs/run"), steps=10, model=model, eval=EvalConfig(prompts=()))
+    batch, run_dir = BatchConfig(rows_per_device=32), str(tmp_path / "runs/run")
+    return Config(name="run", run_dir=run_dir, steps=10, model=model, batch=batch, eval=EvalConfig(prompts=()))
 
 
 def record_of(config: Config) -> dict:

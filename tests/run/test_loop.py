@@ -17,7 +17,7 @@ from run.hooks.log import Log
 from run.hooks.save import Save
 from run.hooks.watch import Watch
 from run.lines import read_metrics
-from run.progress import Due, Jumped, due_after
+from run.progress import Due, due_after
 from run.stages import Program
 from tests.run.hooks.runs import TOKENS, Saved, built_of, config_of, progress
 from train import take_steps
@@ -84,9 +84,9 @@ class Loop:
 
     def run(self, batches):
         """Return where the run is when it ends, and why it gave up."""
-        start = lambda: (self.progress, iter(batches))
+        start = lambda begins: (self.progress, iter(batches))
 
-        def go_back(run, jump: Jumped):
+        def go_back(run, jump):
             self.jump, self.was_stopping, run.stopping = jump, run.stopping, True
 
         return take_steps(start, self.programs, self.idle, self.hooks, self.stop, go_back)  # pyright: ignore

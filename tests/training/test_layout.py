@@ -16,10 +16,10 @@ from configs.nanochat import network_of_depth
 from configs.schema import Config, MeshConfig
 from configs.validation import resolved
 from model.axes import BATCH_AXES, DATA
-from tools.plan.candidate import Candidate
-from tools.plan.memory import memory
 from tools.programs.topologies import Topology
+from training.candidate import Candidate
 from training.layout import data_parts, padded, place
+from training.memory import memory
 from training.mesh import batch_devices, make_mesh, resized, spec_of
 from training.shares import all_gather_data, reduce_scatter_data
 

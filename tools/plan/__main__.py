@@ -18,11 +18,14 @@ from configs.command_line import exit_code_of, parse
 from configs.exit_codes import Exit
 from configs.schema import AnyPaths, Config, FilePath, NotNegative, UserError
 from configs.validation import require_steps
+from hosts.machines import HEADROOM, name_of
 from tools.plan import compiled, output
-from tools.plan.candidate import Candidate, known_topology, name_of
 from tools.plan.measured import factors, measured
 from tools.plan.search import Given, Row, more_devices, nearest_change, row_of, search
+from tools.programs.topologies import known_topology
 from tools.report.runs import read_runs
+from training.candidate import Candidate
+from training.memory import with_rows
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ def plan(config: Config, arguments: Arguments, words: list[str]) -> int:
             "--batch.tokens_per_step, without the ramp"
         )
     asked = [Candidate(config, known_topology(text)) for text in arguments.topology]
+    if not arguments.search:
+        asked = [with_rows(candidate, HEADROOM * candidate.machine.for_programs) for candidate in asked]
     prices = arguments.price or (None,)
     prices = prices * len(asked) if len(prices) == 1 else prices
     if len(prices) != len(asked):
@@ -112,6 +117,8 @@ def command(words: list[str], config: Config, chosen: Row | None) -> str:
         return ""
     before = Candidate(config, chosen.candidate.topology).options()
     changed = {name: value for name, value in chosen.candidate.options().items() if value != before[name]}
+    if config.batch.rows_per_device == "auto" and [*changed] == ["batch.rows_per_device"]:
+        changed = {}  # train.py chooses them, too
     own, kept, taken = {field.name for field in fields(Arguments)}, [], False
     for word in words:
         if word.startswith("--"):

@@ -6,7 +6,7 @@ Bytes are a device's payload, as bench.collectives reads them: the result of an 
 from collections import defaultdict
 from typing import NamedTuple
 
-from tools.plan.candidate import Candidate
+from training.candidate import Candidate
 
 START, HOP = 10e-6, 1e-6
 """Seconds that a collective takes to start, and that a hop to the next device takes. Assumed."""

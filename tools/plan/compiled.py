@@ -9,8 +9,7 @@ import time
 from dataclasses import asdict, replace
 
 from configs.schema import UserError
-from hosts.machines import HEADROOM, VECTOR_MEMORY, exceeds_vector_memory
-from tools.plan.candidate import GIB, name_of
+from hosts.machines import GIB, HEADROOM, VECTOR_MEMORY, exceeds_vector_memory, name_of
 from tools.plan.search import Row
 
 

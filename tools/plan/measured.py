@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from configs.command_line import config_from_json
 from configs.schema import UserError, with_options
-from hosts.machines import machine_of
-from tools.plan.candidate import GIB, Candidate, name_of
-from tools.plan.memory import device_bytes
+from hosts.machines import GIB, machine_of, name_of
 from tools.plan.step_time import step_time
 from tools.programs.topologies import Topology
 from tools.report.runs import Run
+from training.candidate import Candidate
+from training.memory import device_bytes
 
 
 class Measured(NamedTuple):

@@ -6,10 +6,11 @@ from importlib.metadata import version
 from typing import Any
 
 from configs.schema import UserError
-from hosts.machines import HEADROOM
+from hosts.machines import GIB, HEADROOM, name_of
 from tools.plan import step_time, whole_run
-from tools.plan.candidate import GIB, Candidate, name_of
-from tools.plan.search import ERROR, Row, max_rows_per_device
+from tools.plan.search import ERROR, Row
+from training.candidate import Candidate
+from training.memory import most_rows
 
 SHOWN = 8  # candidates of a topology
 COMPILED_WITH = "0.10.2"
@@ -71,10 +72,11 @@ def details(row: Row) -> str:
     if row.compiled is not None:
         lines += [f"  {'compiled':18}{row.compiled / GIB:9.3f} GiB"]
     lines += [f"  {part:18}{size / GIB:9.3f} GiB" for part, size in row.evaluation.items()]
+    fitting = most_rows(candidate, HEADROOM * machine.for_programs / row.given.bytes)
     has = f"{machine.for_programs / GIB:.3g}, {limit(row)} may be taken"
     lines += [
         f"  {'at most':18}{row.bytes / GIB:9.3f} GiB of {has}",
-        f"  the most rows_per_device that fit, all else equal: {max_rows_per_device(row)}",
+        f"  the most rows_per_device that fit, all else equal: {fitting}",
         *advice(row),
         "",
         "what crosses the mesh in a step",

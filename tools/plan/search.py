@@ -1,22 +1,20 @@
 """List meshes, rows, recomputation and chunks, and find which fit and which is best, by the closed form alone."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from configs.schema import UserError
-from hosts.machines import HEADROOM
-from tools.plan.candidate import Candidate, name_of
+from hosts.machines import HEADROOM, name_of
 from tools.plan.communication import Traffic, communication
-from tools.plan.memory import device_bytes, evaluation_memory, memory, most
 from tools.plan.step_time import StepTime, step_time
 from tools.plan.whole_run import WholeRun, whole_run
+from training.candidate import CHUNKS, REMAT, Candidate
+from training.memory import device_bytes, evaluation_memory, memory, most
 
 ERROR = 0.136
 """The largest error of the closed form's memory on held-out programs (docs/planning.md)."""
 WORTH = 1.05
 """How many times as long a step may take, to stay below the limit by ERROR."""
-REMAT = ("none", "products", "block")
-CHUNKS = 8  # tried as well as 1
 MAX_TENSOR = 8
 
 
@@ -117,16 +115,6 @@ def search(base: Candidate, given: Given) -> list[Row]:
     safe = (row for row in rows if row.safe and row.time.expected <= WORTH * rows[0].time.expected)
     first = next(safe, rows[0])
     return [first, *(row for row in rows if row is not first)]
-
-
-def max_rows_per_device(row: Row) -> int:
-    """Return the most rows_per_device that fit, of those that divide the step's; 0 if none fits."""
-    base = row.candidate
-    share = base.step[0] * base.step[1]
-    config_with = lambda rows: replace(base.config, batch=replace(base.config.batch, rows_per_device=rows))
-    bytes_of = lambda rows: row.given.bytes * device_bytes(Candidate(config_with(rows), base.topology))
-    fitting = [n for n in range(1, share + 1) if share % n == 0 and bytes_of(n) <= HEADROOM * base.machine.for_programs]
-    return max(fitting, default=0)
 
 
 def nearest_change(row: Row) -> tuple[str, Row] | None:

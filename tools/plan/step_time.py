@@ -8,8 +8,8 @@ of the bracket is what nanochat's d20 reaches in public on eight H100: an MFU of
 from typing import NamedTuple
 
 from model.kernels import attention_kernel, products, window_of
-from tools.plan.candidate import Candidate
 from tools.plan.communication import Traffic, communication
+from training.candidate import Candidate
 
 PRODUCTS = (1.0, 0.75)
 """Share of the peak that matrix products reach: at best, and at worst."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from configs.schema import Config, UserError
 from data.record import read_record
 from model.flops import flops_per_token
-from tools.plan.candidate import Candidate
 from tools.plan.step_time import StepTime
+from training.candidate import Candidate
 
 DAY = 86_400
 RESTART = 600.0

@@ -3,10 +3,10 @@
 import os
 import re
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from configs.schema import UserError
-from hosts.machines import machines
+from hosts.machines import Topology, machines
 
 TWO_DIMENSIONS = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # beyond these, every side is a multiple of four
@@ -37,32 +37,6 @@ device_description_str: "NVIDIA H200"
 dnn_version_info { major: 9 minor: 12 }
 runtime_version { major: 13 }
 """
-
-
-class Topology(NamedTuple):
-    """Slices of chips, or machines with GPUs, as a command names them."""
-
-    slices: int
-    """Number of TPU slices, or GPU machines."""
-    kind: str
-    """`v5e`, `v5p`, `v6e`, ...; `h200`."""
-    chips: tuple[int, ...]
-    """A slice's chips in each direction; or (GPUs of one machine,)."""
-
-    @property
-    def is_gpu(self) -> bool:
-        """Return whether `chips` are GPUs."""
-        return self.kind in machines() and machines()[self.kind].gpu
-
-    @property
-    def inside(self) -> int:
-        """Return the number of a slice's JAX devices, or of a machine's GPUs."""
-        return prod(self.chips) * (machines()[self.kind].per_chip if self.kind in machines() else 1)
-
-    @property
-    def devices(self) -> int:
-        """Return the number of devices of all slices, or machines."""
-        return self.slices * self.inside
 
 
 def parse_topology(text: str, option: str = "--topology") -> Topology:
@@ -105,6 +79,25 @@ def shapes_of(topology: Topology, dimensions: int) -> str:
     sides = topology.chips
     cube = len(sides) == 3 and list(sides) == sorted(sides) and all(side % 4 == 0 for side in sides)
     return "" if cube or shape in SMALL_CUBES else f"{', '.join(SMALL_CUBES)}, or rising multiples of 4 (4x4x8)"
+
+
+def known_topology(text: str) -> Topology:
+    """Parse a topology. Raise UserError for kinds that hosts/machines.toml does not describe, and impossible shapes."""
+    topology = parse_topology(text)
+    if topology.kind not in machines():
+        known = ", ".join(machines())
+        raise UserError(
+            f"--topology={text}: hosts/machines.toml does not describe {topology.kind}; it has {known}; add yours to it"
+        )
+    machine = machines()[topology.kind]
+    if not machine.gpu and (right := shapes_of(topology, machine.directions // 2)):
+        raise UserError(f"--topology={text}: a slice of {topology.kind} is {right}")
+    if machine.pod and prod(topology.chips) > machine.pod:
+        raise UserError(
+            f"--topology={text}: a pod of {topology.kind} has {machine.pod:,} chips; take several slices: "
+            f"'2x {topology.kind}:...'"
+        )
+    return topology
 
 
 def devices_of(topology: str) -> Any:

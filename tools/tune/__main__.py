@@ -17,20 +17,22 @@ import jax
 from configs.command_line import parse
 from configs.exit_codes import Exit
 from configs.messages import LOGGER
-from configs.schema import Config, FilePath, NotNegative, UserError
+from configs.schema import Config, FilePath, NotNegative, UserError, with_options
 from configs.validation import require_steps
 from data.dataset import open_text
-from hosts.machines import machines
+from hosts.limits import device_limit
+from hosts.machines import GIB, HEADROOM, machines
 from hosts.runtime import cache_dir, run_command, start_jax
 from hosts.stop import Stop
 from run.diagnosis import BLOCKS
 from run.lock import RunLock
-from tools.programs.compile import GIB, device_bytes
 from tools.programs.topologies import devices_of, parse_topology
 from tools.tune import branch, fit, noise, panels, rate, timing, tuned
 from tools.tune.trial import Context, evaluation_cost
 from tools.tune.tune_json import STAGES, Record
 from training.build import build
+from training.candidate import candidate_of
+from training.memory import with_rows
 
 OF_RATE = 0.5  # the share of the remaining budget that `rate` may spend if `branch` comes after it
 
@@ -108,6 +110,8 @@ def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit
         raise UserError(f"--topology={arguments.topology} can be compiled for, not run on: give --stages=fit")
     devices = devices_of(arguments.topology)
     limit = device_memory(arguments, devices)
+    rows = with_rows(candidate_of(config, devices), HEADROOM * limit).config.batch.rows_per_device
+    config = with_options(config, {"batch.rows_per_device": rows})
     built = build(config, devices)  # raises UserError for sizes that do not divide
     record = Record(folder, config, budget_of(arguments.budget), devices[0], len(devices))
     if {"noise", "branch"} & {*stages} and not noise.points(config.steps):
@@ -158,7 +162,7 @@ def device_memory(arguments: Arguments, devices: list) -> int:
     if arguments.memory:
         return int(arguments.memory * GIB)
     if not arguments.topology:
-        return device_bytes(devices[0], len(devices))
+        return device_limit(devices[0], len(devices))
     kind = parse_topology(arguments.topology).kind
     if kind not in machines():
         raise UserError(f"--topology={arguments.topology}: the memory of a {kind} is not known; give --memory=GIB")

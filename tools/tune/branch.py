@@ -92,7 +92,7 @@ def _trunk(context: Context, config: Config, rate: float) -> tuple[int, Path]:
 def fitting(config: Config, devices: Sequence[Any] | None = None) -> Config | None:
     """Return the config with rows of a micro-batch that divide its batch, on all devices here or those given; None if
     there are none."""
-    for rows in (config.batch.rows_per_device >> n for n in range(config.batch.rows_per_device.bit_length())):
+    for rows in (config.batch.rows >> n for n in range(config.batch.rows.bit_length())):
         if divides(of_rows := with_options(config, {"batch.rows_per_device": rows}), devices):
             return of_rows
     return None

@@ -9,14 +9,13 @@ import jax
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, with_options
 from configs.validation import validate
-from hosts.machines import HEADROOM, VECTOR_MEMORY, exceeds_vector_memory
-from tools.programs.compile import GIB, compile_step, program_bytes
+from hosts.machines import GIB, HEADROOM, VECTOR_MEMORY, exceeds_vector_memory
+from run.fitting import program_bytes
+from tools.programs.compile import compile_step
 from tools.tune.tune_json import Decision, Record
 from training.build import build
+from training.candidate import CHUNKS, REMAT
 from training.mesh import batch_devices, islands, make_mesh
-
-REMAT = ("none", "products", "block")  # each with more work than the one before
-MORE_CHUNKS = 8  # tried as well if the config has 1
 
 
 class Candidate(NamedTuple):
@@ -77,7 +76,7 @@ def kinds(config: Config) -> list[list[tuple[str, int]]]:
     """Return (remat, loss_chunks) by levels of recomputation from the config's on. Its own chunks come first, so the
     unchanged config is among the timed candidates."""
     length, chunks = config.batch.sequence_length, config.model.loss_chunks
-    other = 1 if chunks > 1 else MORE_CHUNKS
+    other = 1 if chunks > 1 else CHUNKS
     tried = [chunks] if length % other else [chunks, other]
     return [[(remat, n) for n in tried] for remat in REMAT[REMAT.index(config.model.remat) :]]
 
@@ -142,7 +141,7 @@ def fit(config: Config, record: Record, limit: int, devices: Sequence[Any] | Non
         LOGGER.info(f"fit: {describe(wanted)}: {asks}; " + ("it fits" if verdict else "it does not fit"))
         return verdict
 
-    frontier(kinds(config), meshes(config, devices), min(config.batch.rows_per_device, share), share, fits)
+    frontier(kinds(config), meshes(config, devices), min(config.batch.rows, share), share, fits)
     fitting = that_fit(record, limit)
     if not fitting:
         least = min((p["bytes"] for p in record.pieces_of("fit").values() if p["bytes"]), default=0)

@@ -55,7 +55,7 @@ def noise(context: Context) -> None:
     mesh = make_mesh(config.mesh)
     replicas = batch_devices(mesh)
     share = config.batch.tokens_per_step // config.batch.sequence_length // replicas
-    rows = units_of(share, min(config.batch.rows_per_device, share), replicas)
+    rows = units_of(share, min(config.batch.rows, share), replicas)
     measured = with_options(config, {"batch.rows_per_device": rows, "diagnostics.every_steps": every(config.steps)})
     micro_batches = build(measured).batch_shape[0]
     if micro_batches * replicas == 1:

@@ -10,8 +10,7 @@ import numpy as np
 
 from configs.files import write_whole
 from configs.schema import Config
-from hosts.machines import HEADROOM
-from tools.programs.compile import GIB
+from hosts.machines import GIB, HEADROOM
 from tools.tune.statistics import better_half, difference, mean
 from tools.tune.tune_json import Record
 

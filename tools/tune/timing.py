@@ -10,11 +10,12 @@ import jax
 from configs.messages import LOGGER
 from data.loader import to_devices
 from tools.programs.compile import compile_step
-from tools.tune.fit import REMAT, Candidate, describe, named
+from tools.tune.fit import Candidate, describe, named
 from tools.tune.statistics import mean, slowdowns
 from tools.tune.trial import Context
 from tools.tune.tune_json import Decision
 from training.build import build
+from training.candidate import REMAT
 from training.state import stored_as
 
 MAX_CANDIDATES = 6

@@ -48,6 +48,11 @@ class Until(Stop):
         return self.asked.after(step) or step >= self.last
 
 
+def again(run: Progress, reason: Exception) -> None:
+    """Raise what a trial cannot continue after."""
+    raise reason
+
+
 class Origin(NamedTuple):
     """The checkpoint of another trial that a trial starts from."""
 
@@ -115,12 +120,12 @@ class Context:
         accept(config, self.text.fingerprint, [], begins.step, begins.position)
         batches = batches_from(begins, [built], self.text)
         progress = Progress(config, begins, batches)
-        start = lambda: (progress, train_batches(batches, built.batch_sharding, config.data.workers))
+        start = lambda begins: (progress, train_batches(batches, built.batch_sharding, config.data.workers))
         watch, idle = Watch(config, times), Idle(times)
         log = Log(built, watch, lambda position: {}, None)
         save = Save(config, checkpoints, self.text.fingerprint, watch)
         hooks = [watch, idle, log, Judge(config, log, save, self.text.seen), save]
-        run, gave_up = take_steps(start, programs, idle, hooks, Until(self.stop, until), lambda run, jump: None)
+        run, gave_up = take_steps(start, programs, idle, hooks, Until(self.stop, until), again)
         checkpoints.close()
         if gave_up:
             LOGGER.info(f"{name}: {gave_up}")

@@ -24,16 +24,17 @@ from model.gpt import GPT
 from tests.helpers import ALL_FEATURES, tiny_config
 from tests.tools.programs.test_hlo_collectives import MESHES, lowered
 from tools.plan import compiled, output
-from tools.plan.candidate import Candidate, known_topology
 from tools.plan.communication import START, communication
 from tools.plan.measured import factors, measured
-from tools.plan.memory import device_bytes, evaluation_memory, memory
 from tools.plan.search import Given, nearest_change, row_of, search
 from tools.plan.step_time import step_time
 from tools.plan.whole_run import PROCESSORS, whole_run
 from tools.programs.hlo_collectives import collectives
+from tools.programs.topologies import known_topology
 from tools.report.runs import read_run
 from training.build import build
+from training.candidate import Candidate
+from training.memory import device_bytes, evaluation_memory, memory
 
 GIB = 2**30
 

@@ -13,9 +13,9 @@ from configs.exit_codes import Exit
 from hosts.machines import HEADROOM, machines
 from tools.plan import __main__ as plan
 from tools.plan import output
-from tools.plan.candidate import Candidate
 from tools.plan.search import ERROR, WORTH, Given, row_of, search
 from tools.programs.topologies import parse_topology
+from training.candidate import Candidate
 
 D12 = "--config=configs/d12.py"
 

@@ -8,13 +8,14 @@ import pytest
 from bench.sizes import Sizes, sized
 from configs import d12
 from configs.schema import MeshConfig, UserError, with_options
+from hosts.machines import name_of
 from model.axes import DATA
 from model.flops import parameter_counts
-from run.out_of_memory import topology_of
 from tools.programs.compile import compile_step
 from tools.programs.hlo_collectives import Collective, collectives
 from tools.programs.topologies import Topology, devices_of, parse_topology
 from training.build import Build, build
+from training.candidate import topology_of
 from training.mesh import axes_between
 
 
@@ -51,7 +52,7 @@ def test_an_invalid_topology_is_refused_with_valid_ones(text):
 def test_devices_are_named_by_their_topology(topology):
     """A step that does not fit prints the planning command for its devices."""
     pytest.importorskip("jax_cuda13_plugin" if "h200" in topology else "libtpu")
-    assert topology_of(devices_of(topology)) == topology
+    assert name_of(topology_of(devices_of(topology))) == topology
 
 
 @cache

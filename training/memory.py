@@ -6,9 +6,10 @@ Parameters, moments, the batch, and gathered, summed and kept arrays are counted
 
 from math import ceil, prod
 
-from tools.plan.candidate import Candidate
+from training.candidate import Candidate
 
 PARTS = "parameters", "moments", "batch", "gathered copies", "gradient sums", "activations", "logits", "temporaries"
+OF_PARAMETERS = "parameters", "moments", "gathered copies", "gradient sums"
 DRAWING = 4
 """Arrays [rows, vocabulary] in float32 that drawing a token needs: logits, truncated logits, noise, and their sum."""
 
@@ -108,7 +109,7 @@ def kept_widths(candidate: Candidate) -> tuple[float, float]:
     if not gpu:  # seen in a program: also the gradient of the block's MLP, and queries and keys in float32
         whole += 4 * model.width / tensor + 2 * (queries + keys) + mixed
     # Read in programs for GPUs: attention's and the MLP's outputs are both kept, not their sum with the block's input.
-    return model.width + (2 if gpu else 1) * mixed, whole
+    return 1.0 * model.width + (2 if gpu else 1) * mixed, whole
 
 
 def waiting(candidate: Candidate, kept: float, again: float) -> float:
@@ -162,13 +163,33 @@ def evaluation_memory(candidate: Candidate, step: dict[str, float]) -> dict[str,
     }
 
 
-def most(step: float, evaluation: dict[str, float]) -> float:
+def most(step: float | int, evaluation: dict[str, float]) -> float:
     """Return the bytes a device needs, from a step's bytes and `evaluation_memory`."""
     held_out, *others = evaluation.values()
     return max(step + held_out, *others)
 
 
-def device_bytes(candidate: Candidate) -> float:
-    """Return the bytes a device needs, by closed form."""
+def most_rows(candidate: Candidate, limit: float, scale: float = 1.0) -> int:
+    """Return the most rows_per_device of which a device needs at most `limit` bytes, by closed form; 0: none."""
+    fit = lambda rows: device_bytes(candidate.having({"batch.rows_per_device": rows}), scale) <= limit
+    return next(filter(fit, candidate.row_counts), 0)
+
+
+def with_rows(candidate: Candidate, limit: float) -> Candidate:
+    """Return the candidate with a number in place of `rows_per_device=auto`: `most_rows`, or 1 if none fits."""
+    if candidate.config.batch.rows_per_device != "auto":
+        return candidate
+    return candidate.having({"batch.rows_per_device": most_rows(candidate, limit) or 1})
+
+
+def device_bytes(candidate: Candidate, scale: float = 1.0) -> float:
+    """Return the bytes a device needs, by closed form. `scale` multiplies what is there for a micro-batch's rows."""
     step = memory(candidate)
-    return most(sum(step.values()), evaluation_memory(candidate, step))
+    fixed = sum(step[part] for part in OF_PARAMETERS)
+    return fixed + scale * (most(sum(step.values()), evaluation_memory(candidate, step)) - fixed)
+
+
+def scale_of(candidate: Candidate, needs: float) -> float:
+    """Return the `scale` by which `device_bytes` are those that a compiled program `needs`."""
+    fixed = device_bytes(candidate, 0.0)
+    return max(needs - fixed, 0.0) / (device_bytes(candidate) - fixed)

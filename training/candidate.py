@@ -1,17 +1,24 @@
 """A config on a topology: one candidate of a plan."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from math import prod
+from typing import Any
 
-from configs.schema import Config, UserError
-from hosts.machines import Machine, machines
+from configs.ramp import Ramp
+from configs.schema import Config, with_options
+from hosts.machines import UNKNOWN, Machine, Topology, machine_of, machines, name_of
 from model.axes import DATA
 from model.shapes import Parameter, kinds
-from tools.programs.topologies import Topology, parse_topology, shapes_of
 from training.layout import AXES, data_parts, inside, mesh_shape, place, step_shape
+from training.mesh import islands
+from training.state import compute_dtype
 
-GIB = 2**30
+REMAT = ("none", "products", "block")
+"""Each computes more again than the one before."""
+CHUNKS = 8
+"""Chunks of the loss that are tried as well as 1."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class Candidate:
 
     @property
     def machine(self) -> Machine:
-        return machines()[self.topology.kind]
+        return machines().get(self.topology.kind, UNKNOWN)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -63,6 +70,14 @@ class Candidate:
         return micro_batches, rows // (self.sizes["data"] * self.sizes["fsdp"]), length
 
     @property
+    def row_counts(self) -> list[int]:
+        """Return the rows_per_device that divide every step of the run's ramp, the most first."""
+        batch, replicas = self.config.batch, self.sizes["data"] * self.sizes["fsdp"]
+        of_step = lambda size: step_shape(replace(batch, tokens_per_step=size, rows_per_device="auto"), self.sizes)
+        shares = [of_step(stage.tokens_per_step)[1] // replicas for stage in Ramp.of(batch).stages]
+        return [n for n in range(max(shares), 0, -1) if all(share % min(n, share) == 0 for share in shares)]
+
+    @property
     def tokens(self) -> int:
         """Return the tokens of a micro-batch on a device."""
         return self.step[1] * self.step[2]
@@ -77,7 +92,7 @@ class Candidate:
         """Return the parameters, equal shapes once, with their number."""
         return kinds(self.config.model)
 
-    def options(self) -> dict[str, int | str]:
+    def options(self) -> dict[str, Any]:
         """Return what a search chooses, by the options' names."""
         mesh, model = self.config.mesh, self.config.model
         return {
@@ -89,18 +104,30 @@ class Candidate:
             "model.loss_chunks": model.loss_chunks,
         }
 
+    def having(self, options: Mapping[str, Any]) -> "Candidate":
+        """Return the same run with other options."""
+        return Candidate(with_options(self.config, options), self.topology)
+
     def changed(self, fsdp: int, tensor: int, rows: int, remat: str, chunks: int) -> "Candidate":
         """Return the same run with other choices."""
-        config = self.config
-        return Candidate(
-            replace(
-                config,
-                mesh=replace(config.mesh, data=-1, fsdp=fsdp, tensor=tensor),
-                batch=replace(config.batch, rows_per_device=rows),
-                model=replace(config.model, remat=remat, loss_chunks=chunks),  # pyright: ignore[reportArgumentType]
-            ),
-            self.topology,
-        )
+        mesh = {"mesh.data": -1, "mesh.fsdp": fsdp, "mesh.tensor": tensor}
+        return self.having(mesh | {"batch.rows_per_device": rows, "model.remat": remat, "model.loss_chunks": chunks})
+
+
+def candidate_of(config: Config, devices: Sequence[Any]) -> Candidate:
+    """Return a config on devices that are here, with the largest step of its ramp."""
+    dtype = compute_dtype(config.model, devices[0].platform).name
+    size = Ramp.of(config.batch).stages[-1].tokens_per_step
+    return Candidate(with_options(config, {"model.dtype": dtype, "batch.tokens_per_step": size}), topology_of(devices))
+
+
+def topology_of(devices: Sequence[Any]) -> Topology:
+    """Return the topology of devices that are here. Its kind is the platform's name if no machine is described."""
+    machine, groups = machine_of(devices[0].device_kind), islands(devices)
+    shape = [len(groups[0])]
+    if machine and not machine.gpu:
+        shape = [len({*along}) for along in zip(*(device.coords for device in groups[0]))][: machine.directions // 2]
+    return Topology(len(groups), machine.kind if machine else devices[0].platform, tuple(shape))
 
 
 @cache  # a search asks of each mesh with many rows
@@ -109,28 +136,3 @@ def share_of(shape: tuple[int, ...], axes: tuple[str | None, ...], sizes: tuple[
     mesh = dict(sizes)
     layout = place(shape, axes, mesh)
     return prod(layout.stored) // prod(mesh[name] for names in layout.spec for name in names)
-
-
-def known_topology(text: str) -> Topology:
-    """Parse a topology. Raise UserError for kinds that hosts/machines.toml does not describe, and impossible shapes."""
-    topology = parse_topology(text)
-    if topology.kind not in machines():
-        known = ", ".join(machines())
-        raise UserError(
-            f"--topology={text}: hosts/machines.toml does not describe {topology.kind}; it has {known}; add yours to it"
-        )
-    machine = machines()[topology.kind]
-    if not machine.gpu and (right := shapes_of(topology, machine.directions // 2)):
-        raise UserError(f"--topology={text}: a slice of {topology.kind} is {right}")
-    if machine.pod and prod(topology.chips) > machine.pod:
-        raise UserError(
-            f"--topology={text}: a pod of {topology.kind} has {machine.pod:,} chips; take several slices: "
-            f"'2x {topology.kind}:...'"
-        )
-    return topology
-
-
-def name_of(topology: Topology) -> str:
-    """Return the topology as a user types it."""
-    slices = f"{topology.slices}x " if topology.slices > 1 else ""
-    return f"{slices}{topology.kind}:{'x'.join(map(str, topology.chips))}"

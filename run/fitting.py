@@ -1,0 +1,198 @@
+"""`batch.rows_per_device=auto`: choose the rows of a micro-batch, and what else the devices' memory asks for.
+
+A closed form (training/memory.py) expects what fits, and the compiled program says what it needs. If not one row fits,
+the loss is computed in chunks, then blocks are recomputed, then `mesh.fsdp` grows: the one that costs least time first.
+events.jsonl keeps the choice, and the cache keeps it for the next run of these sizes on such devices.
+"""
+
+import json
+from contextlib import suppress
+from functools import cached_property
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from configs.files import cache_dir, write_whole
+from configs.messages import LOGGER
+from configs.schema import Config, UserError, options, with_options
+from configs.validation import validate
+from hosts.limits import device_limit
+from hosts.machines import GIB, HEADROOM, exceeds_vector_memory
+from hosts.runtime import highest, on_first_process
+from run.describe import describe
+from run.events import Events
+from run.goodput import Times
+from run.progress import Progress
+from run.stages import Program, compile_stages
+from training.build import Build, build_stages
+from training.candidate import CHUNKS, REMAT, Candidate, candidate_of
+from training.memory import device_bytes, evaluation_memory, memory, most, most_rows, scale_of
+
+COMPILATIONS = 3
+CHOSEN = ("batch.rows_per_device", "model.loss_chunks", "model.remat", "mesh.fsdp")
+DECIDE = ("model.", "batch.", "mesh.", "eval.", "diagnostics.", "data.mask_documents", "optimizer.matrices.kind")
+"""Beginnings of the options that a program's memory follows from."""
+REFUSED = 1.2
+"""Times the limit that a program is taken to need if the compiler refuses it without a number."""
+
+
+class Fitting:
+    """Choose what fits the memory of the devices here, from the config that was asked for."""
+
+    def __init__(self, asked: Config, gib: float):
+        """`gib`: of a device, in place of what it reports; 0: what it reports. Every process must call it."""
+        self.asked, self.auto, self.is_halved = asked, asked.batch.rows_per_device == "auto", False
+        if not self.auto:
+            return
+        devices, here = jax.devices(), jax.local_devices()
+        self.base = candidate_of(asked, devices)
+        self.limit = HEADROOM * -highest(-(int(gib * GIB) or device_limit(here[0], len(here))))
+        """The bytes that may be taken of any device."""
+        sizes = {name: value for name, value in options(asked).items() if name.startswith(DECIDE)}
+        text = json.dumps([devices[0].device_kind, len(devices), gib, sizes])
+        self.key = sha256(text.encode()).hexdigest()[:16]
+        """The devices and sizes that a choice is for."""
+        self.kept: dict[str, Any] = on_first_process(self._read)
+        """The choice of an earlier start, if there is one."""
+
+    def first(self) -> Config:
+        """Return the config with an earlier start's choice, or with what the closed form expects to fit."""
+        return with_options(self.asked, self.kept or chosen(self._expected(1.0))) if self.auto else self.asked
+
+    def compile(self, programs: list[Program], builds: list[Build], step: int, times: Times) -> list[Build]:
+        """Compile as `compile_stages`, at most COMPILATIONS times, until a program fits. Return its builds. UserError,
+        with the smallest change that would fit, if none does. Every process must call it."""
+        LOGGER.info(describe(builds))
+        if not self.auto:
+            compile_stages(programs, builds, step, times)
+            return builds
+        now, best, tried = self.base.having(chosen(builds[-1])), None, []
+        while True:
+            tried.append(now)
+            new: list[Program] = []
+            needs = self._needs(now, new, builds, step, times)
+            fits, scale = needs <= self.limit, scale_of(now, needs)
+            verdict = "it fits" if fits else "it does not fit"
+            LOGGER.info(f"{words(now)}: a device needs {needs / GIB:.3g} of {self.limit / GIB:.3g} GiB; {verdict}")
+            best = (now, builds, new, scale) if fits else best
+            if len(tried) == COMPILATIONS or (best and (self.kept or len(tried) > 1)):
+                break
+            now = self._expected(scale) if best or len(tried) < COMPILATIONS - 1 else self.levels[-1]
+            if now in tried:
+                break
+            builds = build_stages(with_options(builds[-1].config, chosen(now)))
+            LOGGER.info(describe(builds))
+        if best is None:
+            raise UserError(self._too_small(tried[-1], needs))
+        now, builds, new, scale = best
+        programs += new
+        before = options(self.asked)
+        for name, value in chosen(now).items():
+            if name != "batch.rows_per_device" and value != before[name]:
+                saved = device_bytes(now.having({name: before[name]}), scale) - device_bytes(now, scale)
+                LOGGER.info(f"--{name}={value}: not one row fits without it; it saves {saved / GIB:.3g} GiB")
+        self._keep(chosen(now), step)
+        return builds
+
+    def halved(self, builds: list[Build], run: Progress, reason: Exception) -> list[Build]:
+        """Return builds with half the rows, if the memory ran out in a step, and put that on record. Raise `reason` if
+        it is another error, a second time, and on several processes, of which the others would wait."""
+        ends = not self.auto or self.is_halved or run.stopping or jax.process_count() > 1
+        config = builds[-1].config
+        if ends or config.batch.rows == 1 or "RESOURCE_EXHAUSTED" not in str(reason):
+            raise reason
+        self.is_halved = True
+        rows = next(n for n in self.base.row_counts if n <= config.batch.rows // 2)
+        Events(config.run_dir).add("out_of_memory", run.step, rows_per_device=rows)
+        LOGGER.warning(f"out of memory after step {run.step}: --batch.rows_per_device={rows} from here on")
+        builds = build_stages(with_options(config, {"batch.rows_per_device": rows}))
+        self._keep(chosen(builds[-1]), run.step)
+        return builds
+
+    def _read(self) -> dict[str, Any]:
+        """Return the newest choice for such devices: the run's own, or else another run's."""
+        events = [event for event in Events(self.asked.run_dir).read() if event["event"] == "fitted"]
+        own = [event["options"] for event in events if event["key"] == self.key]
+        return own[-1] if own else json.loads(kept.read_text()) if (kept := known() / self.key).exists() else {}
+
+    def _keep(self, choice: dict[str, Any], step: int) -> None:
+        """Keep a choice for later starts of this run and of others. Every process must call it."""
+
+        def write() -> None:
+            Events(self.asked.run_dir).add("fitted", step, key=self.key, options=choice)
+            known().mkdir(parents=True, exist_ok=True)
+            write_whole(known() / self.key, json.dumps(choice))
+
+        on_first_process(write)
+
+    @cached_property
+    def levels(self) -> list[Candidate]:
+        """Return one row of the network as asked for, and then with ever less memory and more time."""
+        model, mesh, inside = self.asked.model, self.asked.mesh, self.base.topology.inside
+        less: list[dict[str, Any]] = [{"model.loss_chunks": CHUNKS}] if model.loss_chunks < CHUNKS else []
+        less += [{"model.remat": remat} for remat in REMAT[REMAT.index(model.remat) + 1 :]]
+        if mesh.data == -1:
+            larger = (mesh.fsdp << n for n in range(1, inside.bit_length()))
+            less += [{"mesh.fsdp": fsdp} for fsdp in larger if inside % (fsdp * mesh.tensor) == 0]
+        levels = [self.base.having({"batch.rows_per_device": 1})]
+        for change in less:
+            with suppress(UserError):  # it does not divide the network
+                validate((level := levels[-1].having(change)).config)
+                levels.append(level)
+        return levels
+
+    def _expected(self, scale: float) -> Candidate:
+        """Return the fastest that should fit, by the closed form with `scale`; the last level if none."""
+        for level in self.levels:
+            if rows := most_rows(level, self.limit, scale):
+                return level.having({"batch.rows_per_device": rows})
+        return self.levels[-1]
+
+    def _needs(self, candidate: Candidate, programs: list[Program], *of_stages: Any) -> float:
+        """Compile, and return the bytes of a device that a candidate's step, evaluation and sampling need."""
+        try:
+            compile_stages(programs, *of_stages)
+            step = max(program_bytes(compiled) for program in programs for compiled in program[1:])
+        except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what exceeds its memory
+            if "RESOURCE_EXHAUSTED" not in str(error) or exceeds_vector_memory(str(error)):
+                raise
+            step = REFUSED * self.limit
+        return most(highest(int(step)), evaluation_memory(candidate, memory(candidate)))
+
+    def _too_small(self, least: Candidate, needs: float) -> str:
+        """Return that the `least` candidate, which `needs` these bytes, does not fit, and the smallest changes."""
+        scale, depth = scale_of(least, needs), self.asked.model.depth
+        fits = lambda depth: device_bytes(least.having({"model.depth": depth}), scale) <= self.limit
+        less = [f"--model.depth={n}" for n in range(depth - 1, 0, -1) if fits(n)][:1]
+        more = f"{1.001 * needs / HEADROOM / GIB:.4g} GiB of memory a device"  # not less, once it is rounded
+        return (
+            f"not one row fits the device's memory: {words(least)} needs {needs / GIB:.3g} GiB, and "
+            f"{self.limit / GIB:.3g} GiB may be taken. The smallest change that would fit: {' or '.join([*less, more])}"
+        )
+
+
+def chosen(of: Candidate | Build) -> dict[str, Any]:
+    """Return the values of the options that are chosen."""
+    return {name: options(of.config)[name] for name in CHOSEN}
+
+
+def words(candidate: Candidate) -> str:
+    """Return what is chosen of a candidate as options."""
+    return " ".join(f"--{name}={value}" for name, value in chosen(candidate).items())
+
+
+def known() -> Path:
+    """Return the folder of this machine's choices; another JAX makes its own."""
+    return cache_dir() / "fitted" / version("jaxlib")
+
+
+def program_bytes(compiled: Any) -> int:
+    """Return the bytes on a device that a compiled program asks for, by its own analysis: arguments, results,
+    temporaries."""
+    analysis: Any = compiled.memory_analysis()
+    # Donated arguments and the outputs that replace them count once.
+    outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return analysis.argument_size_in_bytes + outputs + analysis.temp_size_in_bytes

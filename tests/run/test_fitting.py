@@ -1,0 +1,258 @@
+"""`batch.rows_per_device=auto` with ever less memory: what is chosen, said and kept, and that it changes no result."""
+
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import train as train_py
+from configs.exit_codes import Exit
+from configs.schema import EvalConfig, MeshConfig, UserError, options, with_options
+from hosts.machines import GIB
+from run import fitting as module
+from run.events import Events
+from run.fitting import CHOSEN, COMPILATIONS, Fitting
+from run.goodput import Times
+from run.lines import read_metrics
+from run.stages import Program
+from tests.helpers import tiny_config
+from tests.hosts.processes import finish, start
+from tests.test_train import ROOT, figures, run, write_folder
+from training.build import build
+from training.candidate import candidate_of
+from training.memory import device_bytes
+
+CONFIG = """
+from configs.schema import *
+
+def get_config():
+    return Config(
+        name="tiny",
+        steps=4,
+        model=ModelConfig(depth=3, width=32, heads=2, kv_heads=1, head_dim=16, vocab_size=300, dtype="float32"),
+        data=DataConfig(source="text", val_fraction=0.2),
+        batch=BatchConfig(sequence_length=64, tokens_per_step=1024),
+        checkpoint=CheckpointConfig(every_steps=2),
+        eval=EvalConfig(every_steps=100, tokens=500, prompts=("the ",), sample_tokens=8),
+        log=LogConfig(every_steps=1),
+    )
+"""
+LEVELS = [(1, "none", 1), (8, "none", 1), (8, "products", 1), (8, "block", 1), *((8, "block", n) for n in (2, 4, 8))]
+NEEDS = re.compile(
+    r"--batch.rows_per_device=(\d+) --model.loss_chunks=(\d+) --model.remat=(\w+) --mesh.fsdp=(\d+): "
+    r"a device needs ([\d.e-]+) of ([\d.e-]+) GiB; it (fits|does not fit)"
+)
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """Return a config with `auto`; the choices have a cache of their own."""
+    monkeypatch.setattr(module, "known", lambda: tmp_path / "known")
+    config = tiny_config(rows=64, rows_per_device="auto", length=64, depth=3)  # pyright: ignore
+    return replace(config, run_dir=str(tmp_path / "run"), eval=EvalConfig(tokens=500, prompts=()))
+
+
+class Device:
+    """A device of another kind."""
+
+    device_kind = "other"
+
+    def __init__(self, device):
+        self.device = device
+
+    def __getattr__(self, name):
+        return getattr(self.device, name)
+
+
+def chosen(config) -> dict:
+    return {name: options(config)[name] for name in CHOSEN}
+
+
+def choices(asked, patch, devices: int) -> list[tuple]:
+    """Return what the closed form chooses, from ample memory to none: rows, chunks, recomputation, fsdp."""
+    patch.setattr(jax, "devices", lambda *_: jax.local_devices()[:devices])
+    fitting, taken = Fitting(asked, 1.0), []
+    for fitting.limit in (1.0 * GIB, *np.geomspace(2, 0.4, 60) * 2**20):  # type: ignore
+        taken.append(tuple(chosen(fitting.first()).values()))
+    return taken
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_rows_then_chunks_then_recomputation_then_fsdp(asked, monkeypatch, devices):
+    taken = choices(asked, monkeypatch, devices)
+    assert taken[0] == (64 // devices, *LEVELS[0]) and taken[-1] == (1, *LEVELS[-1 if devices == 8 else 3])
+    places = [LEVELS.index(choice[1:]) for choice in taken]
+    assert places == sorted(places) and len({*places}) >= 4
+    assert all(rows >= after for (rows, *level), (after, *next) in pairwise(taken) if level == next)
+    if devices == 8:  # a mesh that is asked for stays
+        fixed = choices(replace(asked, mesh=MeshConfig(data=8)), monkeypatch, 8)
+        assert fixed[-1] == (1, *LEVELS[3])
+
+
+def test_rows_divide_every_stage_of_a_ramp(asked, monkeypatch):
+    ramp = replace(asked, batch=replace(asked.batch, ramp="0:1536,6144:4096"))  # 24 rows, then 64
+    taken = choices(ramp, monkeypatch, 1)
+    assert {rows for rows, *_ in taken} >= {64, 1} and all(64 % rows == 0 for rows, *_ in taken)
+    assert all(24 % min(rows, 24) == 0 for rows, *_ in taken)
+
+
+class Compiled:
+    """A program that asks for some bytes."""
+
+    output_size_in_bytes = alias_size_in_bytes = temp_size_in_bytes = 0
+
+    def __init__(self, size: float):
+        self.argument_size_in_bytes = int(size)
+
+    def memory_analysis(self):
+        return self
+
+
+def compiling(patch, truth) -> list:
+    """Let programs need `truth(closed form)` bytes, or be refused if that is None. Return what is compiled, in time."""
+    compiled = []
+
+    def compile_stages(programs, builds, *rest):
+        compiled.append(builds[-1].config)
+        if (size := truth(device_bytes(candidate_of(builds[-1].config, jax.devices())))) is None:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 20.3G of 15.7G hbm.")
+        programs.append(Program(0, Compiled(size), Compiled(size)))  # pyright: ignore
+
+    some, built = jax.local_devices()[:1], build(tiny_config(), jax.local_devices()[:1])
+    patch.setattr(jax, "devices", lambda *_: some)
+    patch.setattr(module, "build_stages", lambda config: [built._replace(config=config)])  # a build takes a second
+    patch.setattr(module, "compile_stages", compile_stages)
+    return compiled
+
+
+def fit(asked, gib: float):
+    """Return the config that train.py would run with."""
+    Path(asked.run_dir).mkdir(exist_ok=True)
+    fitting, programs = Fitting(asked, gib), []
+    builds = fitting.compile(programs, module.build_stages(fitting.first()), 0, Times(), lambda line: None)
+    assert len(programs) == 1
+    return builds[-1].config
+
+
+@pytest.mark.parametrize("factor", [0.25, 1.3, 4.0])
+def test_three_compilations_are_enough_however_wrong_the_closed_form_is(asked, monkeypatch, factor):
+    for number, gib in enumerate((0.02, 0.006, 0.002)):
+        compiled = compiling(monkeypatch, lambda size: factor * size)
+        run_dir = f"{asked.run_dir}{number}"
+        try:
+            config = fit(replace(asked, run_dir=run_dir), gib)
+            needs = factor * device_bytes(candidate_of(config, jax.devices()))
+            assert needs <= 0.9 * gib * GIB and config in compiled
+        except UserError as error:
+            assert compiled[-1].batch.rows == 1 and compiled[-1].model.remat == "block"
+            assert "The smallest change that would fit: " in str(error)
+        assert 1 <= len(compiled) <= COMPILATIONS
+    compiled = compiling(monkeypatch, lambda size: None if size > 0.003 * GIB else size)
+    config = fit(replace(asked, run_dir=f"{asked.run_dir}-refused"), 0.005)
+    assert config in compiled and 1 < len(compiled) <= COMPILATIONS
+
+
+def test_a_choice_is_kept_with_the_run_and_for_others_on_such_devices(asked, monkeypatch, tmp_path):
+    compiled = compiling(monkeypatch, lambda size: 1.9 * size)
+    first = fit(asked, 0.006)
+    assert len(compiled) == 2
+    others = replace(asked, run_dir=str(tmp_path / "other"))
+    for config in (asked, others):  # the run's own choice, and the cache's
+        compiled.clear()
+        again = fit(config, 0.006)
+        assert len(compiled) == 1 and chosen(again) == chosen(first)
+    for path in module.known().iterdir():
+        path.unlink()
+    assert Fitting(asked, 0.006).kept == chosen(first)
+    assert not Fitting(asked, 0.005).kept and not Fitting(with_options(asked, {"model.depth": 2}), 0.006).kept
+    monkeypatch.setattr(jax, "devices", lambda *_: [Device(device) for device in jax.local_devices()[:1]])
+    assert not Fitting(asked, 0.006).kept
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a config and text, and a cache of its own for what is chosen."""
+    monkeypatch.setattr(module, "known", lambda: tmp_path / "known")
+    monkeypatch.chdir(write_folder(tmp_path, CONFIG))
+    return tmp_path
+
+
+def train(patch, capfd, run_dir: str, *more: str) -> tuple[int, list[tuple], str]:
+    """Return the exit code of train.py, what it says of each program that it compiles, and all that it says."""
+    code = run("train", patch, "--config=tiny.py", f"--run_dir={run_dir}", *more, devices=1)
+    out, err = capfd.readouterr()
+    return code, NEEDS.findall(out), out + err
+
+
+def losses(run_dir: str) -> list[float]:
+    return [line["loss"] for line in read_metrics(run_dir) if "loss" in line]
+
+
+def fitted(run_dir: str) -> list[dict]:
+    return [event["options"] for event in Events(run_dir).read() if event["event"] == "fitted"]
+
+
+@pytest.mark.medium
+def test_with_ever_less_memory_it_takes_less_then_names_what_would_fit_and_the_result_stays(folder, monkeypatch, capfd):
+    code, programs, said = train(monkeypatch, capfd, "ample")
+    assert code == Exit.COMPLETE and [program[:4] for program in programs] == [("16", "1", "none", "1")]
+    needed = float(programs[0][4]) / 0.9
+    code, programs, said = train(monkeypatch, capfd, "little", f"--memory={0.115 * needed}")
+    taken = fitted("little")[-1]
+    assert code == Exit.COMPLETE and taken["batch.rows_per_device"] == 1 and taken["model.remat"] != "none"
+    assert (*map(str, taken.values()), "fits") in [(*program[:4], program[6]) for program in programs]
+    assert f"--model.remat={taken['model.remat']}: not one row fits without it; it saves" in said
+    np.testing.assert_allclose(losses("little"), losses("ample"), rtol=2e-5)
+    code, _, said = train(monkeypatch, capfd, "none", f"--memory={0.08 * needed}")
+    assert code == Exit.MISTAKE and "not one row fits the device's memory" in said and "Traceback" not in said
+    assert not (folder / "none").exists()
+    depth, gib = re.findall(r"would fit: --model.depth=(\d+) or ([\d.]+) GiB", said)[0]
+    for change in ((f"--model.depth={depth}", f"--memory={0.08 * needed}"), (f"--memory={gib}",)):
+        assert train(monkeypatch, capfd, f"with{change[0]}", *change)[0] == Exit.COMPLETE
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("left", [True, False])
+def test_out_of_memory_in_a_step_halves_the_rows_once(folder, monkeypatch, capfd, left):
+    assert train(monkeypatch, capfd, "whole", "--steps=6")[0] == Exit.COMPLETE
+    step_after, failures = train_py.step_after, []
+
+    def failing_after(programs, step, every):
+        if step != 3 or len(failures) == fails:
+            return step_after(programs, step, every)
+        failures.append(step)
+
+        def fail(state, batch):
+            for leaf in jax.tree.leaves(state) if not left else ():
+                leaf.delete()
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+
+        return fail
+
+    monkeypatch.setattr(train_py, "step_after", failing_after)
+    fails = 1
+    code, _, said = train(monkeypatch, capfd, "halved", "--steps=6")
+    assert code == Exit.COMPLETE and "out of memory after step 3: --batch.rows_per_device=8 from here on" in said
+    assert ("continuing after step 2 of 6" in said) == (not left)
+    events = Events("halved").read()
+    assert [(e["step"], e["rows_per_device"]) for e in events if e["event"] == "out_of_memory"] == [(3, 8)]
+    assert fitted("halved")[-1]["batch.rows_per_device"] == 8
+    np.testing.assert_allclose(losses("halved"), losses("whole"), rtol=2e-5)
+    assert figures(folder / "halved")["steps"] == 6
+    fails = 3
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
+        train(monkeypatch, capfd, "twice", "--steps=6")
+    assert len(failures) == 3  # one for `halved`, two for `twice`
+
+
+@pytest.mark.slow
+def test_two_processes_choose_what_fits_the_smaller_device(folder):
+    command = [ROOT / "train.py", "--config=tiny.py", "--run_dir=two"]
+    commands = [[*command, f"--memory={gib}"] for gib in (1, 0.006)]
+    assert "it fits" in finish(start(*commands, folders=[folder]), 0)[0]
+    (choice,) = fitted("two")
+    assert choice["batch.rows_per_device"] < 8 and len(losses("two")) == 4
