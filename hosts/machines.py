@@ -1,5 +1,6 @@
 """Describe devices: memory, peaks and links, from hosts/machines.toml. Without JAX."""
 
+import re
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -38,10 +39,18 @@ class Machine:
     source: str
     gpu: bool = False
     capability: float = 0.0
+    float32: float = 0.0
+    multiprocessors: int = 0
+    clock: float = 0.0
+    l2: int = 0
     vector: float = 0.0
     cores: int = 1
     per_chip: int = 1
     pod: int = 0
+
+    def peak(self, dtype: str) -> float:
+        """Return FLOP/s of matrix products in a compute type. A TPU multiplies float32 in six passes of bfloat16."""
+        return self.flops if dtype != "float32" else self.float32 or self.flops / 6
 
     @property
     def for_programs(self) -> int:
@@ -97,7 +106,9 @@ def name_of(topology: Topology) -> str:
 
 def machine_of(device_kind: str) -> Machine | None:
     """Return the machine of a `jax.Device.device_kind`, or None if none is described (every CPU)."""
-    matches = [(len(part), m.kind) for m in machines().values() for part in m.device_kind if part in device_kind]
+    matches = [
+        (len(part), m.kind) for m in machines().values() for part in m.device_kind if re.search(part, device_kind)
+    ]
     return machines()[max(matches)[1]] if matches else None
 
 

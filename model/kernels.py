@@ -19,6 +19,11 @@ SHORTEST_FOR_CUDNN = 64  # positions; for fewer, a cache's prefill and scoring g
 KEPT = 2048  # the longest rows whose scores a CPU keeps for the backward pass
 
 
+def has_bfloat16(platform: str, capability: float) -> bool:
+    """Return whether a device multiplies bfloat16. GPUs do from Ampere on."""
+    return platform not in ("gpu", "cuda") or capability >= 8
+
+
 def attention_kernel(
     platform: str, capability: float, dtype: str, length: int, head_dim: int, documents: bool
 ) -> Kernel:

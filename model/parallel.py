@@ -16,6 +16,9 @@ from model.axes import BATCH_AXES
 T = TypeVar("T")
 Axes = tuple[str | None, ...]
 """For each dimension of a parameter, the mesh axis that divides it."""
+described_capability = 9.0
+"""Compute capability of the GPU that programs are compiled for on a machine without one: Hopper's, unless
+tools/programs/topologies.py describes another."""
 
 
 def in_shard_map() -> bool:
@@ -31,9 +34,9 @@ def platform() -> str:
 
 
 def compute_capability() -> float:
-    """Return the compute capability of the GPUs here; without a GPU, Hopper's, for which programs are compiled
-    elsewhere (tools/programs/topologies.py)."""
-    return float(jax.local_devices()[0].compute_capability) if jax.default_backend() == "gpu" else 9.0
+    """Return the compute capability of the GPUs here; without a GPU, `described_capability`."""
+    here = jax.default_backend() == "gpu"
+    return float(jax.local_devices()[0].compute_capability) if here else described_capability
 
 
 def varying_as(like: Array, tree: T) -> T:

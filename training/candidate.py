@@ -10,6 +10,7 @@ from configs.ramp import Ramp
 from configs.schema import Config, with_options
 from hosts.machines import UNKNOWN, Machine, Topology, machine_of, machines, name_of
 from model.axes import DATA
+from model.kernels import has_bfloat16
 from model.shapes import Parameter, kinds
 from training.layout import AXES, data_parts, inside, mesh_shape, place, step_shape
 from training.mesh import islands
@@ -83,9 +84,15 @@ class Candidate:
         return self.step[1] * self.step[2]
 
     @property
+    def dtype(self) -> str:
+        """Return the compute type, `auto` resolved."""
+        auto = "bfloat16" if has_bfloat16("gpu" if self.machine.gpu else "tpu", self.machine.capability) else "float32"
+        return auto if self.config.model.dtype == "auto" else self.config.model.dtype
+
+    @property
     def bytes_of_type(self) -> int:
         """Return the bytes of a number in the compute type."""
-        return 4 if self.config.model.dtype == "float32" else 2
+        return 4 if self.dtype == "float32" else 2
 
     @cached_property
     def kinds(self) -> tuple[tuple[Parameter, int], ...]:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 
 from configs.schema import ModelConfig
 from model.gpt import GPT, abstract_model, map_parameters
+from model.kernels import has_bfloat16
 from model.parallel import compute_capability
 from model.shapes import parameter_shapes
 from training.layout import Place, place
@@ -42,7 +43,7 @@ def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:
     GPUs before Ampere, which have no bfloat16."""
     if config.dtype == "auto":
         float32_is_as_fast = platform == "cpu" and jax.__version_info__ < (0, 12)  # docs/performance.md
-        lacks_bfloat16 = platform == "gpu" and compute_capability() < 8
+        lacks_bfloat16 = not has_bfloat16(platform, compute_capability())
         return jnp.dtype("float32" if float32_is_as_fast or lacks_bfloat16 else "bfloat16")
     return jnp.dtype(config.dtype)
 

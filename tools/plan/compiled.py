@@ -11,11 +11,16 @@ from dataclasses import asdict, replace
 from configs.schema import UserError
 from hosts.machines import GIB, HEADROOM, VECTOR_MEMORY, exceeds_vector_memory, name_of
 from tools.plan.search import Row
+from tools.programs.topologies import CORES
 
 
 def corrected(rows: list[Row], most: int) -> list[Row]:
     """Return the rows, the best `most` that should fit with their programs' memory. Rows that fit come first, of these
-    the compiled ones. If one does not fit, the next is compiled instead, once."""
+    the compiled ones. If one does not fit, the next is compiled instead, once. GPUs that CUDA 13 does not compile for
+    keep the closed form's."""
+    machine = rows[0].candidate.machine
+    if machine.gpu and machine.capability not in CORES:
+        return rows
     compiled_rows, spare = list(rows), most
     for i, row in enumerate(rows):
         if not row.fits or most == 0:

@@ -165,12 +165,18 @@ def money(cost: float | None) -> str:
 
 def comparison(rows: Sequence[Row]) -> str:
     """Return a table of the best of each topology, the cheapest first, then the fastest."""
-    lines = [f"\n{'topology':18}{'mesh':16}{'tokens/s':>12}{'days':>8}{'device-hours':>14}{'$':>12}"]
+    lines = [
+        f"\n{'topology':16}{'mesh':12}{'rows':>4} {'remat':9}{'chunks':>6}{'GiB':>7} {'read from':12}{'type':9}"
+        f"{'attention':10}{'tokens/s':>12}{'days':>8}{'device-hours':>14}{'$':>12}"
+    ]
     for row in sorted(rows, key=lambda row: (row.run.cost or 0, row.run.days)):
         run, cost = row.run, "" if row.run.cost is None else f"{row.run.cost:,.0f}"
+        candidate, model = row.candidate, row.candidate.config.model
+        source, kernel = "shapes" if row.compiled is None else "a program", step_time.kernel_of(candidate)
         lines.append(
-            f"{name_of(row.candidate.topology):18}{mesh(row.candidate):16}{run.tokens_per_second:12,.0f}{run.days:8.3g}"
-            f"{run.device_hours:14,.0f}{cost:>12}"
+            f"{name_of(candidate.topology):16}{mesh(candidate):12}{candidate.step[1]:4} {model.remat:9}"
+            f"{model.loss_chunks:6}{row.bytes / GIB:7.2f} {source:12}{candidate.dtype:9}{kernel:10}"
+            f"{run.tokens_per_second:12,.0f}{run.days:8.3g}{run.device_hours:14,.0f}{cost:>12}"
         )
     return "\n".join(lines)
 

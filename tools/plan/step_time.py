@@ -7,7 +7,7 @@ of the bracket is what nanochat's d20 reaches in public on eight H100: an MFU of
 
 from typing import NamedTuple
 
-from model.kernels import attention_kernel, products, window_of
+from model.kernels import Kernel, attention_kernel, products, window_of
 from tools.plan.communication import Traffic, communication
 from training.candidate import Candidate
 
@@ -75,8 +75,9 @@ def step_time(candidate: Candidate, traffic: list[Traffic] | None = None) -> Ste
     """Return a step's time, by closed form."""
     machine = candidate.machine
     traffic = communication(candidate) if traffic is None else traffic
-    products = product_flops(candidate) / machine.flops
-    attention = attention_flops(candidate) / machine.flops
+    peak = machine.peak(candidate.dtype)
+    products = product_flops(candidate) / peak
+    attention = attention_flops(candidate) / peak
     passes = pass_seconds(candidate)
     shares = reaches(machine.gpu)
     best, worst = ([at / share[i] for at, share in zip((products, attention, passes), shares)] for i in (0, 1))
@@ -114,29 +115,28 @@ def product_flops(candidate: Candidate) -> float:
 
 
 def muon_flops(candidate: Candidate) -> float:
-    """Return FLOPs of five iterations for each matrix, in float32, weighted by its cost over bfloat16's. Each device
-    has its share of the matrices (training/muon.py). Float32 takes six passes of a TPU's matrix units. On a GPU it does
-    not use the tensor cores: H200's data sheet has 67 TFLOP/s, a fifteenth of bfloat16's 989."""
+    """Return FLOPs of five iterations for each matrix, in float32, weighted by its cost over the compute type's. Each
+    device has its share of the matrices (training/muon.py)."""
     if candidate.config.optimizer.matrices.kind != "muon":
         return 0.0
     each = lambda short, long: 5 * (4 * short**2 * long + 2 * short**3)
     flops = sum(count * each(*sorted(p.shape)) for p, count in candidate.kinds if p.group == "matrices")
-    return (15 if candidate.machine.gpu else 6) * flops / candidate.topology.devices
+    machine = candidate.machine
+    return machine.peak(candidate.dtype) / machine.peak("float32") * flops / candidate.topology.devices
+
+
+def kernel_of(candidate: Candidate) -> Kernel:
+    """Return attention's kernel on the candidate's devices."""
+    machine, config = candidate.machine, candidate.config
+    platform, documents = "gpu" if machine.gpu else "tpu", config.data.mask_documents
+    length, head_dim = candidate.step[2], config.model.head_dim
+    return attention_kernel(platform, machine.capability, candidate.dtype, length, head_dim, documents)
 
 
 def attention_flops(candidate: Candidate) -> float:
     """Return FLOPs of a step on a device: the products that its kernel runs. They include masked scores of partly
     masked blocks and products that it repeats. If blocks are recomputed, the forward pass counts twice."""
-    model, length, machine = candidate.config.model, candidate.step[2], candidate.machine
-    dtype = "float32" if model.dtype == "float32" else "bfloat16"
-    kernel = attention_kernel(
-        "gpu" if machine.gpu else "tpu",
-        machine.capability,
-        dtype,
-        length,
-        model.head_dim,
-        candidate.config.data.mask_documents,
-    )
+    model, length, kernel = candidate.config.model, candidate.step[2], kernel_of(candidate)
     forwards, scores = 2 if model.remat == "block" else 1, 0.0
     for layer in range(model.depth):
         run = products(kernel, length, window_of(model, layer))

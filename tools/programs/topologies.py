@@ -6,37 +6,21 @@ from math import prod
 from typing import Any
 
 from configs.schema import UserError
-from hosts.machines import Topology, machines
+from hosts.machines import Machine, Topology, machines
 
 TWO_DIMENSIONS = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 SMALL_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4")  # beyond these, every side is a multiple of four
-# What XLA:GPU needs to know about the GPU that it compiles for: a GpuTargetConfigProto, as text.
-H200 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  device_memory_size: 150754820096
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
+CORES = {
+    7.5: (64, 1024, 64),
+    8.0: (64, 2048, 164),
+    8.6: (128, 1536, 100),
+    8.9: (128, 1536, 100),
+    9.0: (128, 2048, 228),
+    10.0: (128, 2048, 228),
+    12.0: (128, 1536, 100),
 }
-platform_name: "CUDA"
-device_description_str: "NVIDIA H200"
-dnn_version_info { major: 9 minor: 12 }
-runtime_version { major: 13 }
-"""
+"""For each compute capability that CUDA 13 compiles for: a multiprocessor's float32 units, threads, and KiB of shared
+memory (docs.nvidia.com: CUDA C++ programming guide, technical specifications)."""
 
 
 def parse_topology(text: str, option: str = "--topology") -> Topology:
@@ -100,12 +84,47 @@ def known_topology(text: str) -> Topology:
     return topology
 
 
+def target_config(machine: Machine) -> str:
+    """Return what XLA:GPU needs to know about the GPU that it compiles for: a GpuTargetConfigProto, as text."""
+    units, threads, shared = CORES[machine.capability]
+    major, minor = str(machine.capability).split(".")
+    own = 1 if machine.capability >= 8 else 0  # KiB of a block's shared memory that CUDA takes
+    return f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  core_count: {machine.multiprocessors}
+  fpus_per_core: {units}
+  clock_rate_ghz: {machine.clock / 1e9}
+  device_memory_size: {machine.memory}
+  memory_bandwidth: {machine.bandwidth:.0f}
+  l2_cache_size: {machine.l2}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: {threads}
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {(shared - own) * 1024}
+  shared_memory_per_core: {shared * 1024}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}}
+platform_name: "CUDA"
+device_description_str: "NVIDIA {machine.device_kind[0].removesuffix("$")}"
+dnn_version_info {{ major: 9 minor: 12 }}
+runtime_version {{ major: 13 }}
+"""
+
+
 def devices_of(topology: str) -> Any:
     """Return the devices of a topology, which need not be there, or the devices here if it is empty. Raise UserError
     for a topology that does not exist."""
     import jax  # here: `python -m tools.launch` reads topologies on machines without JAX
     from jax._src.cudnn import fused_attention_stablehlo
     from jax.experimental import topologies
+
+    from model import parallel
 
     if not topology:
         return jax.devices()
@@ -115,12 +134,15 @@ def devices_of(topology: str) -> Any:
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     try:
         if asked.is_gpu:
-            if kind != "h200":
-                raise ValueError("h200 is the only GPU that can be compiled for without having it")
-            # JAX asks only for these before a program runs: cuDNN's version, and the compute capability of H200.
+            machine = machines()[kind]
+            if machine.capability not in CORES:
+                raise ValueError(f"CUDA 13 compiles for compute capability 7.5 and later, not {machine.capability}")
+            # JAX asks only for these before a program runs: cuDNN's version, and the compute capability. So do we.
             fused_attention_stablehlo.check_cudnn_version = lambda: 91200
-            fused_attention_stablehlo.check_compute_capability = lambda least: float(least) <= 9.0
-            options = {"topology": f"{slices}x1x{chips[0]}", "target_config": H200}  # slices x machines x GPUs of one
+            fused_attention_stablehlo.check_compute_capability = lambda least: float(least) <= machine.capability
+            parallel.described_capability = machine.capability
+            shape = f"{slices}x1x{chips[0]}"  # slices x machines x GPUs of one
+            options = {"topology": shape, "target_config": target_config(machine)}
             return topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices
         name, several = f"{kind}:{'x'.join(map(str, chips))}", {"num_slices": slices} if slices > 1 else {}
         return topologies.get_topology_desc(platform="tpu", topology_name=name, **several).devices

@@ -1,6 +1,7 @@
 """Run tools.plan as a user does."""
 
 import json
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -14,8 +15,10 @@ from hosts.machines import HEADROOM, machines
 from tools.plan import __main__ as plan
 from tools.plan import output
 from tools.plan.search import ERROR, WORTH, Given, row_of, search
+from tools.plan.step_time import kernel_of, step_time
 from tools.programs.topologies import parse_topology
 from training.candidate import Candidate
+from training.state import compute_dtype
 
 D12 = "--config=configs/d12.py"
 
@@ -117,3 +120,37 @@ def test_a_search_prefers_a_margin_below_the_limit_if_it_costs_little(monkeypatc
     near = [row for row in rest if row.fits and row.time.expected < first.time.expected]
     assert first.safe and near and not any(row.safe for row in near)
     assert first.time.expected <= WORTH * fastest.time.expected
+
+
+@pytest.mark.parametrize("machine", [m for m in machines().values() if m.gpu], ids=lambda machine: machine.kind)
+def test_every_gpu_s_compute_type_and_attention(machine, monkeypatch):
+    """GPUs before Ampere compute in float32, which cuDNN's attention does not take; a run chooses the same type."""
+    old = machine.kind in ("t4", "v100")
+    of = Candidate(d12.get_config(), parse_topology(f"{machine.kind}:1"))
+    assert (of.dtype, kernel_of(of)) == (("float32", "blocks") if old else ("bfloat16", "cudnn"))
+    monkeypatch.setattr("model.parallel.described_capability", machine.capability)
+    assert compute_dtype(of.config.model, "gpu").name == of.dtype
+    documents = replace(of.config, data=replace(of.config.data, mask_documents=True))
+    heads = replace(of.config, model=replace(of.config.model, heads=3, kv_heads=3, head_dim=256))
+    assert kernel_of(replace(of, config=documents)) == "blocks"
+    assert kernel_of(replace(of, config=heads)) == ("cudnn" if machine.capability >= 9 else "blocks")
+
+
+def test_products_in_float32_take_the_time_of_their_own_peak():
+    config = d12.get_config()
+    seconds = lambda topology, dtype: (
+        step_time(
+            Candidate(replace(config, model=replace(config.model, dtype=dtype)), parse_topology(topology))
+        ).products
+    )
+    assert seconds("v5e:4x4", "float32") == pytest.approx(6 * seconds("v5e:4x4", "bfloat16"))
+    assert seconds("h100:1", "float32") == pytest.approx(989 / 67 * seconds("h100:1", "bfloat16"))
+    assert seconds("t4:1", "auto") == seconds("t4:1", "float32")
+
+
+def test_a_comparison_names_what_memory_was_read_from_and_compiles_no_card_that_cuda_cannot(monkeypatch, capsys):
+    code, out, err = run(monkeypatch, capsys, D12, "--topology", "v100:1", "v5e:4x4", "--search")
+    assert code == Exit.COMPLETE and re.search(r"v100:1 .* shapes +float32 +blocks", out)
+    assert re.search(r"v5e:4x4 .* shapes +bfloat16 +splash", out)
+    code, out, err = run(monkeypatch, capsys, D12, "--topology=v100:1", "--search", "--compile=1")
+    assert code == Exit.COMPLETE and "compiling" not in err

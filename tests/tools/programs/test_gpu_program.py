@@ -7,16 +7,19 @@ from functools import cache
 from math import prod
 
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo
 
 from bench.sizes import Sizes, sized
 from configs import d12
-from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, ModelConfig
+from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, ModelConfig, UserError
+from hosts.machines import machines
+from model import parallel
 from model.flops import parameter_counts
 from tests.helpers import tiny_config
 from tools.programs.compile import compile_step
 from tools.programs.hlo import Instruction, kernels, numbers, read_program, traffic
 from tools.programs.hlo_collectives import collectives
-from tools.programs.topologies import devices_of
+from tools.programs.topologies import CORES, devices_of
 from training.build import build
 
 DEPTH, ROWS, LENGTH, WIDTH, HEAD, VOCAB = 2, 4, 512, 256, 128, 24576
@@ -82,6 +85,21 @@ def test_a_document_mask_makes_no_matrix_of_a_row_by_itself():
     config = replace(small(vocab_size=1024), data=DataConfig(mask_documents=True))
     arrays = re.findall(r"\w+\[[\d,]*\]", compiled(config).as_text())
     assert not [array for array in arrays if array.endswith(f",{LENGTH},{LENGTH}]")]
+
+
+@pytest.mark.parametrize("capability", CORES)
+def test_cards_of_each_compute_capability_compile_with_their_kernel_and_type(capability, monkeypatch):
+    """T4 multiplies float32 in our own kernel; from Ampere on, cuDNN takes bfloat16."""
+    for module, name in ((parallel, "described_capability"), (fused_attention_stablehlo, "check_compute_capability")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # restores it after the test
+    kind = next(machine.kind for machine in machines().values() if machine.capability == capability)
+    program = compiled(small(depth=1, vocab_size=1024), f"{kind}:1").as_text()
+    assert ("__cudnn$fmha" in program) == ("bf16[" in program) == (capability >= 8)
+
+
+def test_a_card_that_cuda_13_does_not_compile_for_is_refused():
+    with pytest.raises(UserError, match=r"7\.5 and later, not 7\.0"):
+        devices_of("v100:1")
 
 
 def scatters(config: Config) -> list[tuple[str, bool]]:
