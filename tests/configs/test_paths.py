@@ -30,7 +30,7 @@ COMMANDS = {
     "chat": [],
     "data.prepare.chats": ["mmlu"],
     "tools.doctor": [CONFIG],
-    **{f"bench.{name}": [] for name in ("accelerator", "chaos", "exactness", "quality")},
+    **{f"bench.{name}": [] for name in ("accelerator", "chaos", "compare", "exactness")},
 }
 
 
@@ -59,7 +59,7 @@ OTHERS = {
         "system",
         "host",
     ),
-    *("options", "reference", "parts", "only", "configs", "splits", "variants", "window_pattern", "ramp", "prompts"),
+    *("options", "reference", "parts", "only", "configs", "splits", "recipes", "window_pattern", "ramp", "prompts"),
     *(
         "on_event",
         "wandb",

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -18,7 +18,7 @@ from configs.exit_codes import Exit
 from configs.files import write_whole
 from configs.schema import AnyPaths, FilePath, NotNegative, Positive, UserError
 from tools.report.page import contents, page
-from tools.report.runs import read_runs
+from tools.report.runs import read_comparisons, read_runs
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Arguments:
     """Options of this command."""
 
     runs: Annotated[AnyPaths, tyro.conf.Positional]
-    """Folders of runs, here or at gs://, each with a config.json."""
+    """Folders of runs, here or at gs://, each with a config.json; or of bench.compare."""
     out: FilePath = ""
     """The page, which opens from the disk, without a network. Default: report.html in the first run's folder, or here
     if that run is at gs://."""
@@ -38,6 +38,12 @@ class Arguments:
     """Seconds between two readings of the runs, for `follow`."""
 
 
+def read_contents(folders: list[str]) -> dict[str, Any]:
+    """Return the page's contents, from what the folders contain now."""
+    comparisons = [pair for folder in folders for pair in read_comparisons(folder)]
+    return contents(read_runs(folders), time.time(), comparisons)
+
+
 def serve(folders: list[str], port: int, every_seconds: int) -> None:
     """Serve the page to this machine until an interrupt. Raise UserError if the port is taken."""
 
@@ -47,7 +53,7 @@ def serve(folders: list[str], port: int, every_seconds: int) -> None:
             if self.path not in kinds:
                 return self.send_error(404)
             try:
-                shown = contents(read_runs(folders), time.time())
+                shown = read_contents(folders)
             except UserError as error:  # a run that is being moved or deleted
                 return self.send_error(503, explain=str(error))
             body = (page(shown, every_seconds) if self.path == "/" else json.dumps(shown)).encode()
@@ -73,16 +79,16 @@ def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     if not arguments.runs:
         raise UserError("name at least one run's folder: python -m tools.report runs/small")
-    runs = read_runs(list(arguments.runs))
+    shown = read_contents(list(arguments.runs))
     if arguments.follow:
         serve(list(arguments.runs), arguments.port, arguments.every_seconds)
     folder = Path() if "://" in arguments.runs[0] else Path(arguments.runs[0])
     out = Path(arguments.out or folder / "report.html")
     try:
-        write_whole(out, page(contents(runs, time.time())))
+        write_whole(out, page(shown))
     except OSError as error:
         raise UserError(f"--out={out} cannot be written: {error}") from error
-    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB, on {', '.join(run.name for run in runs)}")
+    print(f"{out}: {out.stat().st_size / 1e6:.1f} MB, on {shown['title']}")
     return Exit.COMPLETE
 
 

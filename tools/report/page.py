@@ -1,6 +1,7 @@
 """Write a report as one self-contained HTML page: it needs no network, no server and no other file."""
 
 import time
+from collections.abc import Sequence
 from html import escape
 from itertools import count
 from typing import Any
@@ -15,14 +16,16 @@ from tools.report.sentences import sentences
 SHOWN_SPIKES = 20  # only the newest, since each has texts
 
 
-def contents(runs: list[Run], now: float) -> dict[str, Any]:
-    """Return the page's contents as JSON: sections of HTML by their ids, and the plots for page.js."""
+def contents(runs: list[Run], now: float, comparisons: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """Return the page's contents as JSON: sections of HTML by their ids, and the plots for page.js. `comparisons`:
+    those of bench.compare."""
     plots = figures(runs)
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
     return {
         "title": ", ".join(run.name for run in runs),
         "sections": {
             "made": escape(f"Made {when} from {', '.join(str(run.folder) for run in runs)}"),
+            "recipes": "".join(map(_recipes, comparisons)),
             "know": _know(runs, now),
             "differences": _differences(runs),
             "missing": _missing(plots),
@@ -43,7 +46,7 @@ def page(shown: dict[str, Any], follow: int = 0) -> str:
         f'<label><input type="radio" name="axis" value="{axis}"{" checked" * (axis == "tokens")}> {name}</label>'
         for axis, name in AXES.items()
     )
-    body = f"""{section("know")}{section("differences")}
+    body = f"""{section("recipes")}{section("know")}{section("differences")}
 <h2>Course</h2><div class="axis"><span class="muted">against&ensp;</span>{choice}
 <span class="muted">Drag to zoom, double-click to go back, click a name to hide its line.</span></div>
 <div class="plots">{"".join(map(place, shown["figures"]))}</div>{section("missing")}
@@ -52,6 +55,20 @@ def page(shown: dict[str, Any], follow: int = 0) -> str:
 <h2>Machine, versions and options</h2>{section("machines")}"""
     script = f"let report = {in_script(shown)}; const follow = {follow};\n{(FOLDER / 'page.js').read_text()}"
     return document(shown["title"], shown["sections"]["made"], body, script)
+
+
+def _recipes(pair: dict[str, Any]) -> str:
+    """Return a comparison of bench.compare."""
+    ends = lambda of: "[{:+.4f}, {:+.4f}]".format(*of["interval"]) if of["interval"] else ""
+    rows = [
+        [f"equal {name}", f"{of['difference']:+.4f}", ends(of), f"{of['p_corrected']:.2g}"]
+        for name, of in pair["axes"].items()
+        if name != "seconds" or not pair["seconds_not_comparable"]
+    ]
+    if of := pair["documents"]:
+        rows.append([f"these networks, over {of['documents']} documents", f"{of['difference']:+.4f}", ends(of), ""])
+    title = f"<h2>{escape(pair['recipe'])} less {escape(pair['first'])}</h2><p>{escape(pair['verdict'])}</p>"
+    return title + table(["", "bits per byte", "95% interval", "p, corrected"], rows)
 
 
 def _know(runs: list[Run], now: float) -> str:

@@ -175,8 +175,17 @@ def flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return names
 
 
-def read_runs(folders: list[str]) -> list[Run]:
-    """Return the runs in these folders, each with a unique name: its folder if two have the same name."""
+def read_comparisons(folder: str) -> list[dict[str, Any]]:
+    """Return what bench.compare wrote to this folder; nothing if it is a run's."""
+    file = Path(folder) / "compare.json"
+    return json.loads(file.read_bytes())["comparisons"] if file.is_file() else []
+
+
+def read_runs(given: list[str]) -> list[Run]:
+    """Return the runs in these folders, each with a unique name: its folder if two have the same name. A folder of
+    bench.compare gives its runs."""
+    listed = lambda folder: [f"{folder}/{name}" for pair in read_comparisons(folder) for name in pair["runs"]]
+    folders = [name for folder in given for name in listed(folder) or [folder]]
     runs = [read_run(folder) for folder in {place(folder): folder for folder in folders}.values()]
     names = [run.name for run in runs]
     return [run if names.count(run.name) == 1 else replace(run, name=run.folder) for run in runs]

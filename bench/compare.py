@@ -1,0 +1,224 @@
+"""Compare recipes over seeds: python -m bench.compare configs/plain.py "configs/plain.py --model.smear" --seeds=5.
+
+Each recipe is a config, maybe with options. The others are compared with the first one. All train on the same tokens in
+the same order, seed after seed, until every difference is clear or `--seeds` are spent. The same command resumes. It
+prints intervals and a verdict, and writes compare.json and compare.png. docs/comparing.md explains the statistics.
+"""
+
+import io
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import tyro
+from msgspec import Meta
+from scipy.interpolate import PchipInterpolator
+from scipy.special import stdtrit
+
+from bench.paired import LEVEL, holm, interval, p_value
+from bench.recipes import Recipe, read_recipes, why_seconds_differ
+from configs.command_line import exit_code_of, parse_arguments
+from configs.exit_codes import Exit
+from configs.files import write_whole
+from configs.schema import FilePath, NotNegative, UserError
+from evaluation.bits_per_byte import ratio
+from evaluation.item_log import write_json
+from model.flops import flops_per_token
+from tools.report.runs import Run, read_run
+
+AXES = ("tokens", "FLOPs", "seconds")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of this command."""
+
+    recipes: Annotated[tuple[str, ...], tyro.conf.Positional]
+    """Two recipes or more: a config each, or one in quotes with options of train.py."""
+    seeds: Annotated[int, Meta(ge=1, le=12)] = 5
+    """Most runs of each recipe. Choose it before you look: the intervals allow looks up to this number."""
+    at: Literal["tokens", "FLOPs", "seconds"] = "tokens"
+    """What the verdict holds equal. It decides when a comparison ends; the other two are printed, too."""
+    documents: NotNegative[int] = 100
+    """Held-out documents that each network reads at its end, for an interval over documents; 0: none."""
+    out: FilePath = "runs/compare"
+    """A folder for the runs, compare.json and compare.png."""
+
+
+@dataclass
+class Pair:
+    """A recipe and the first one, and what their seeds gave so far."""
+
+    first: Recipe
+    other: Recipe
+    seeds: int
+    """Most seeds."""
+    differences: dict[str, list[float]] = field(default_factory=lambda: {axis: [] for axis in AXES})
+    """Bits per byte of the other less the first, for each axis and seed."""
+    shares: dict[str, list[list[float]]] = field(default_factory=lambda: {axis: [] for axis in AXES})
+    """The share of each of the two runs up to which they are compared."""
+    documents: list[tuple[dict, dict]] = field(default_factory=list)
+    """Each seed's bits and bytes of documents, under the first and the other."""
+
+    def add(self, seed: int, documents: int) -> None:
+        """Add the results of a seed, whose runs are complete."""
+        (first, other) = (curves(recipe, read_run(recipe.run_dir(seed))) for recipe in (self.first, self.other))
+        for axis in AXES:
+            both = (first[axis], other[axis])
+            end = min(x[-1] for x, _ in both)
+            bits = [float(PchipInterpolator(x, y)(end)) for x, y in both]
+            self.differences[axis].append(bits[1] - bits[0])
+            self.shares[axis].append([end / x[-1] for x, _ in both])
+        self.documents.append((self.first.documents(seed, documents), self.other.documents(seed, documents)))
+
+    def p_value(self, axis: str) -> float:
+        return float(p_value(np.array(self.differences[axis]), self.seeds))
+
+    def over_documents(self) -> dict[str, Any]:
+        """Return the difference over documents, the mean of the seeds, with a 95% interval by Student's t. It is of
+        these networks: another seed gives others."""
+        names = self.documents[0][0].keys()
+        mean = lambda name: float(np.mean([other[name][0] - first[name][0] for first, other in self.documents]))
+        value, error = ratio([mean(name) for name in names], [self.documents[0][0][name][1] for name in names])
+        reach = -float(stdtrit(len(names) - 1, LEVEL / 2)) * (error or 0.0)
+        return {"difference": value, "interval": [value - reach, value + reach], "documents": len(names)}
+
+
+def curves(recipe: Recipe, run: Run) -> dict[str, tuple[list[float], list[float]]]:
+    """Return bits per byte of held-out text along a run, against each axis. Raise UserError if it diverged."""
+    steps, bits = run.course("val_bpb")
+    if not steps or steps[-1] != recipe.config.steps:
+        raise UserError(f"{run.folder} has no finite bits per byte at its end; leave {recipe.text} out")
+    tokens, flops = (
+        run.along("tokens", steps),
+        flops_per_token(recipe.config.model, recipe.config.batch.sequence_length),
+    )
+    return {
+        "tokens": (tokens, bits),
+        "FLOPs": ([flops * count for count in tokens], bits),
+        "seconds": (run.along("seconds", steps), bits),
+    }
+
+
+def corrected(pairs: list[Pair], axis: str) -> list[float]:
+    """Return the pairs' p-values on an axis, corrected for their number."""
+    return holm(np.array([pair.p_value(axis) for pair in pairs])).tolist()
+
+
+def results(pairs: list[Pair], arguments: Arguments) -> dict[str, Any]:
+    """Return everything that compare.json records."""
+    by_axis = {axis: corrected(pairs, axis) for axis in AXES}
+    compared = []
+    for i, pair in enumerate(pairs):
+        count = len(pair.documents)
+        folders = [recipe.run_dir(seed) for recipe in (pair.first, pair.other) for seed in range(count)]
+        axes = {}
+        for axis in AXES:
+            low, high = (float(end) for end in interval(np.array(pair.differences[axis]), arguments.seeds))
+            axes[axis] = {
+                "difference": float(np.mean(pair.differences[axis])),
+                "interval": [low, high] if count > 1 else None,
+                "by_seed": pair.differences[axis],
+                "p": pair.p_value(axis),
+                "p_corrected": by_axis[axis][i],
+                "shares_of_runs": np.mean(pair.shares[axis], axis=0).tolist(),
+            }
+        of = {"recipe": pair.other.text, "first": pair.first.text, "seeds": count, "axes": axes}
+        of |= {"documents": pair.over_documents() if len(pair.documents[0][0]) > 1 else None}
+        of |= {"seconds_not_comparable": why_seconds_differ(folders), "runs": [folder.name for folder in folders]}
+        compared.append(of | {"verdict": verdict(of, arguments)})
+    return {"at": arguments.at, "most_seeds": arguments.seeds, "comparisons": compared}
+
+
+def verdict(of: dict[str, Any], arguments: Arguments) -> str:
+    """Return a comparison's verdict as a sentence."""
+    axis, names = of["axes"][arguments.at], f"{of['recipe']} less {of['first']}"
+    if arguments.at == "seconds" and of["seconds_not_comparable"]:
+        return f"{names}: no verdict at equal seconds, since {of['seconds_not_comparable']}."
+    if of["seeds"] == 1:
+        return f"{names}: no verdict on the recipes, since there is one seed."
+    how = (
+        f"at equal {arguments.at}, {shown(axis)} bits per byte over {of['seeds']} seeds, p = {axis['p_corrected']:.2g}"
+    )
+    if axis["p_corrected"] > LEVEL:
+        spent = "after all seeds" if of["seeds"] == arguments.seeds else "so far"
+        return f"{names}: no difference is shown {spent} {how}."
+    return f"{of['recipe']} is {'better' if axis['difference'] < 0 else 'worse'} than {of['first']} {how}."
+
+
+def shown(of: dict[str, Any]) -> str:
+    """Return a difference with its interval."""
+    ends = "[{:+.4f}, {:+.4f}]".format(*of["interval"]) if of["interval"] else "(no interval: one seed)"
+    return f"{of['difference']:+.4f} {ends}"
+
+
+def in_words(of: dict[str, Any], comparisons: int) -> str:
+    """Return a comparison for a terminal."""
+    lines = [f"{of['recipe']}  less  {of['first']}, bits per byte, 95% intervals"]
+    for name, axis in of["axes"].items():
+        seeds = " ".join(f"{value:+.4f}" for value in axis["by_seed"])
+        line = f"  equal {name:<8} {shown(axis)}  p {axis['p_corrected']:.2g}  by seed: {seeds}"
+        share, cut = min(zip(axis["shares_of_runs"], (of["first"], of["recipe"])))
+        line += f"  ({cut} after {share:.0%} of its run)" if share < 0.995 else ""
+        if name == "seconds" and of["seconds_not_comparable"]:
+            line += f"  NOT COMPARABLE: {of['seconds_not_comparable']}"
+        lines.append(line)
+    if documents := of["documents"]:
+        about = "of these networks, not of the recipes"
+        lines.append(f"  over {documents['documents']} documents {shown(documents)}: {about}")
+    return "\n".join([*lines, f"  {of['verdict']}", f"  p is corrected for {comparisons} comparison(s)."])
+
+
+def draw(compared: dict[str, Any], path: Path) -> None:
+    """Draw each comparison's interval and seeds, for each axis."""
+    from matplotlib.figure import Figure  # a second to import
+
+    comparisons = compared["comparisons"]
+    figure = Figure(figsize=(8, 1.2 + 0.9 * len(comparisons)), layout="constrained")
+    panel = figure.add_subplot()
+    for i, of in enumerate(comparisons):
+        for j, (name, axis) in enumerate(of["axes"].items()):
+            if name == "seconds" and of["seconds_not_comparable"]:
+                continue
+            place, color = i + 0.25 * (j - 1), f"C{j}"
+            panel.plot(axis["by_seed"], [place] * of["seeds"], "|", color=color, markersize=9)
+            panel.plot(axis["difference"], place, "o", color=color, label=f"equal {name}" if i == 0 else None)
+            if axis["interval"]:
+                panel.plot(axis["interval"], [place, place], color=color)
+    panel.axvline(0, color="black", linewidth=1)
+    panel.set_yticks(range(len(comparisons)), [of["recipe"].replace(" --", "\n--") for of in comparisons])
+    panel.set_ylim(len(comparisons) - 0.5, -0.5)
+    panel.set_xlabel(f"bits per byte, less {comparisons[0]['first']}; 95% intervals, a tick for each seed")
+    panel.grid(alpha=0.3, axis="x")
+    panel.legend(fontsize="small")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150)
+    write_whole(path, picture.getbuffer())
+
+
+def main() -> int:
+    arguments = parse_arguments(__doc__, Arguments)
+    out = Path(arguments.out)
+    first, *others = read_recipes(arguments.recipes, out)
+    pairs = [Pair(first, other, arguments.seeds) for other in others]
+    compared: dict[str, Any] = {}
+    for seed in range(arguments.seeds):
+        running = [pair for pair, p in zip(pairs, corrected(pairs, arguments.at)) if p > LEVEL]
+        for recipe in [first, *(pair.other for pair in running)] if running else ():
+            recipe.train(seed)
+            print(f"complete: {recipe.text}, seed {seed}", flush=True)
+        for pair in running:
+            pair.add(seed, arguments.documents)
+        compared = results(pairs, arguments)
+        write_json(out / "compare.json", compared)
+        draw(compared, out / "compare.png")
+    for of in compared["comparisons"]:
+        print(in_words(of, len(pairs)))
+    print(f"in {out}: compare.json, compare.png; with the curves: python -m tools.report {out}")
+    return Exit.COMPLETE
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main, "interrupted; the same command continues"))

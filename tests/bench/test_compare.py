@@ -1,0 +1,147 @@
+"""Test comparisons of recipes: refusals, what is equal on each axis, verdicts, and the command on two tiny recipes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tools.report.__main__ as report
+from bench import compare
+from bench.compare import Arguments, Pair, results
+from bench.recipes import Recipe, read_recipes
+from configs.command_line import config_from_json
+from configs.exit_codes import Exit
+from configs.schema import UserError
+from run.events import Events
+from run.lines import read_metrics
+from tests.hosts.processes import environment_of
+from tests.run_folders import write_run
+from tests.test_train import CONFIG, wait_until, write_folder
+
+WIDER = "tiny.py --model.width=64 --model.head_dim=32"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Return the current folder, with a config and text to train on."""
+    monkeypatch.chdir(write_folder(tmp_path, CONFIG.replace("steps=120", "steps=30")))
+    return tmp_path
+
+
+def compared(monkeypatch, *words: str) -> Exit | int | None:
+    """Return the exit code of the command, run in this process."""
+    monkeypatch.setattr("sys.argv", ["bench.compare", *words])
+    try:
+        return compare.main()
+    except SystemExit as error:
+        return error.code
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        ("other.py", "other.py: there is no such file"),
+        ("tiny.py --model.kv_heads=7", "kv_heads"),
+        ("tiny.py 'x", "No closing quotation"),
+        ("tiny.py --seed=3", "two recipes are the same"),
+        ("tiny.py --steps=31", r"cannot be paired.*\n  tokens of the run: 15360, and 15872$"),
+        ("tiny.py --model.vocab_size=301", r"cannot be paired.*\n  model.vocab_size: 300, and 301$"),
+        ("tiny.py --data.source=more", r"cannot be paired.*\n  data.source: \S*/text, and \S*/more$"),
+        ("tiny.py --data.packing=best_fit", r"cannot be paired.*\n  data.packing: stream, and best_fit$"),
+    ],
+)
+def test_recipes_that_cannot_be_paired_are_refused_before_any_run(folder, monkeypatch, other, reason):
+    with pytest.raises(UserError, match=reason):
+        compared(monkeypatch, "tiny.py", other)
+    assert not (folder / "runs").exists()
+
+
+def test_a_wrong_option_and_a_single_recipe_are_refused(folder, monkeypatch, capsys):
+    assert compared(monkeypatch, "tiny.py", "tiny.py --model.dept=3") == Exit.MISTAKE
+    assert "model.depth" in capsys.readouterr().err and not (folder / "runs").exists()
+    with pytest.raises(UserError, match="two recipes or more"):
+        compared(monkeypatch, "tiny.py")
+
+
+def test_more_steps_of_fewer_tokens_can_be_paired(folder):
+    recipes = read_recipes(("tiny.py", "tiny.py --steps=60 --batch.tokens_per_step=256"), folder)
+    assert recipes[0].facts == recipes[1].facts
+
+
+def made_up(folder: Path, name: str, **options) -> Recipe:
+    """Return a recipe with a run of seed 0, as train.py would leave it."""
+    run = write_run(folder / name, name=name, **options)
+    config = config_from_json(json.dumps(json.loads((run / "config.json").read_text())["config"]))
+    recipe = Recipe(name, config, folder)
+    run.rename(recipe.run_dir(0))
+    return recipe
+
+
+def test_each_axis_compares_where_both_have_spent_the_same(tmp_path):
+    first, other = made_up(tmp_path, "a"), made_up(tmp_path, "b", slope=0.8)
+    pair = Pair(first, other, 3)
+    pair.add(0, 0)
+    ends = [
+        [line["val_bpb"] for line in read_metrics(recipe.run_dir(0)) if "val_bpb" in line][-1]
+        for recipe in (first, other)
+    ]
+    assert all(values == [pytest.approx(ends[1] - ends[0])] for values in pair.differences.values())
+    assert all(shares == [[1.0, 1.0]] for shares in pair.shares.values())
+
+
+def verdict_of(differences: list[float], at: str = "tokens") -> str:
+    """Return the verdict on a pair with these differences by seed, of at most five."""
+    pair = Pair(*(Recipe(name, config_from_json('{"name": "x"}'), Path("nowhere")) for name in "AB"), 5)
+    for value in differences:
+        for axis in pair.differences:
+            pair.differences[axis].append(value)
+            pair.shares[axis].append([1.0, 1.0])
+        pair.documents.append(({}, {}))
+    return results([pair], Arguments(("A", "B"), at=at))["comparisons"][0]["verdict"]
+
+
+def test_a_verdict_says_what_the_seeds_show():
+    assert verdict_of([-0.1]) == "B less A: no verdict on the recipes, since there is one seed."
+    assert verdict_of([-0.1, -0.1001, -0.0999]).startswith("B is better than A at equal tokens: -0.1000 [-0.1")
+    assert verdict_of([0.1, 0.1001, 0.0999]).startswith("B is worse than A at equal tokens: +0.1000 [+0.0")
+    assert verdict_of([-0.1, 0.1, 0.0]).startswith("B less A: no difference is shown so far at equal tokens: ")
+    assert verdict_of([-0.1, 0.1] * 2 + [0.0]).startswith("B less A: no difference is shown after all seeds at equal")
+    assert "no verdict at equal seconds, since B" in verdict_of([-0.1, -0.1001], "seconds").replace("x-", "B")
+
+
+@pytest.mark.medium
+def test_a_killed_comparison_continues_and_repeats_no_run(folder, monkeypatch, capsys):
+    words = ["tiny.py", WIDER, "--seeds=2", "--documents=3"]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "bench.compare", *words], cwd=folder, env=environment_of(1), stderr=subprocess.PIPE
+    )
+    first, other = read_recipes(("tiny.py", WIDER), Path("runs/compare"))
+    lock, saved = first.run_dir(0) / "lock", first.run_dir(0) / "checkpoints" / "20"
+    wait_until(saved.exists, command)
+    os.kill(int(lock.read_text().split()[1]), signal.SIGKILL)
+    assert b"train.py ended with exit code -9" in command.communicate()[1] and command.returncode == 137
+    assert compared(monkeypatch, *words) == Exit.COMPLETE
+    starts = lambda: [
+        sum(event["event"] == "start" for event in Events(recipe.run_dir(seed)).read())
+        for recipe in (first, other)
+        for seed in (0, 1)
+    ]
+    assert starts() == [2, 1, 1, 1]
+    made = json.loads(Path("runs/compare/compare.json").read_text())
+    (pair,) = made["comparisons"]
+    ends = lambda recipe: [read_metrics(recipe.run_dir(seed))[-1]["val_bpb"] for seed in (0, 1)]
+    assert pair["axes"]["tokens"]["by_seed"] == pytest.approx([b - a for a, b in zip(ends(first), ends(other))])
+    flops = pair["axes"]["FLOPs"]["shares_of_runs"]
+    assert flops[0] == 1 and 0.2 < flops[1] < 0.6  # four times the parameters of a matrix
+    assert pair["documents"]["documents"] == 3 and pair["seconds_not_comparable"].endswith("was interrupted")
+
+    assert compared(monkeypatch, *words) == Exit.COMPLETE  # from the folder alone
+    assert starts() == [2, 1, 1, 1] and json.loads(Path("runs/compare/compare.json").read_text()) == made
+    assert pair["verdict"] in capsys.readouterr().out and Path("runs/compare/compare.png").exists()
+    monkeypatch.setattr("sys.argv", ["report", "runs/compare"])
+    assert report.main() == Exit.COMPLETE
+    assert pair["verdict"].split(" at equal")[0] in Path("runs/compare/report.html").read_text()
