@@ -1,7 +1,7 @@
 """Intervals and p-values of paired differences, one for each seed, that allow a look after every seed.
 
-Whoever looks after each seed, and stops at a clear difference, errs more often than Student's t says: with 8 looks
-17% of equal pairs seem to differ, not 5%. So every look tests zero at one stricter level, chosen such that 5% of equal
+Whoever looks after each seed, and stops at a clear difference, errs more often than Student's t says: with 8 seeds
+18% of equal pairs seem to differ, not 5%. So every look tests zero at one stricter level, chosen such that 5% of equal
 pairs are found to differ at any of them (Pocock, Biometrika 64, 1977, 191-199; for unknown variances by significance
 levels: Jennison and Turnbull, Group Sequential Methods, 1999, 4.4). Simulated pairs with a fixed seed give the level.
 
