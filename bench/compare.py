@@ -40,7 +40,7 @@ class Arguments:
     seeds: Annotated[int, Meta(ge=1, le=12)] = 5
     """Most runs of each recipe. Choose it before you look: the intervals allow looks up to this number."""
     at: Literal["tokens", "FLOPs", "seconds"] = "tokens"
-    """What the verdict holds equal. It decides when a comparison ends; the other two are printed, too."""
+    """The cost that is equal for the verdict. It decides when a comparison ends; the other two are printed, too."""
     documents: NotNegative[int] = 100
     """Held-out documents that each network reads at its end, for an interval over documents; 0: none."""
     out: FilePath = "runs/compare"

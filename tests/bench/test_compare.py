@@ -28,7 +28,7 @@ WIDER = "tiny.py --model.width=64 --model.head_dim=32"
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """Return the current folder, with a config and text to train on."""
-    monkeypatch.chdir(write_folder(tmp_path, CONFIG.replace("steps=120", "steps=30")))
+    monkeypatch.chdir(write_folder(tmp_path, CONFIG.replace("steps=120", "steps=50")))
     return tmp_path
 
 
@@ -48,7 +48,7 @@ def compared(monkeypatch, *words: str) -> Exit | int | None:
         ("tiny.py --model.kv_heads=7", "kv_heads"),
         ("tiny.py 'x", "No closing quotation"),
         ("tiny.py --seed=3", "two recipes are the same"),
-        ("tiny.py --steps=31", r"cannot be paired.*\n  tokens of the run: 15360, and 15872$"),
+        ("tiny.py --steps=51", r"cannot be paired.*\n  tokens of the run: 25600, and 26112$"),
         ("tiny.py --model.vocab_size=301", r"cannot be paired.*\n  model.vocab_size: 300, and 301$"),
         ("tiny.py --data.source=more", r"cannot be paired.*\n  data.source: \S*/text, and \S*/more$"),
         ("tiny.py --data.packing=best_fit", r"cannot be paired.*\n  data.packing: stream, and best_fit$"),
@@ -68,7 +68,7 @@ def test_a_wrong_option_and_a_single_recipe_are_refused(folder, monkeypatch, cap
 
 
 def test_more_steps_of_fewer_tokens_can_be_paired(folder):
-    recipes = read_recipes(("tiny.py", "tiny.py --steps=60 --batch.tokens_per_step=256"), folder)
+    recipes = read_recipes(("tiny.py", "tiny.py --steps=100 --batch.tokens_per_step=256"), folder)
     assert recipes[0].facts == recipes[1].facts
 
 
@@ -106,42 +106,50 @@ def verdict_of(differences: list[float], at: str = "tokens") -> str:
 
 def test_a_verdict_says_what_the_seeds_show():
     assert verdict_of([-0.1]) == "B less A: no verdict on the recipes, since there is one seed."
-    assert verdict_of([-0.1, -0.1001, -0.0999]).startswith("B is better than A at equal tokens: -0.1000 [-0.1")
-    assert verdict_of([0.1, 0.1001, 0.0999]).startswith("B is worse than A at equal tokens: +0.1000 [+0.0")
-    assert verdict_of([-0.1, 0.1, 0.0]).startswith("B less A: no difference is shown so far at equal tokens: ")
+    assert verdict_of([-0.1, -0.1001, -0.0999]).startswith("B is better than A at equal tokens, -0.1000 [-0.1")
+    assert verdict_of([0.1, 0.1001, 0.0999]).startswith("B is worse than A at equal tokens, +0.1000 [+0.0")
+    assert verdict_of([-0.1, 0.1, 0.0]).startswith("B less A: no difference is shown so far at equal tokens, ")
     assert verdict_of([-0.1, 0.1] * 2 + [0.0]).startswith("B less A: no difference is shown after all seeds at equal")
-    assert "no verdict at equal seconds, since B" in verdict_of([-0.1, -0.1001], "seconds").replace("x-", "B")
+    assert "no verdict at equal seconds, since A-" in verdict_of([-0.1, -0.1001], "seconds")
+
+
+def test_seeds_are_added_until_each_difference_is_clear(folder, monkeypatch, capsys):
+    texts = ("tiny.py", "tiny.py --model.depth=3", "tiny.py --model.depth=4")
+    first, better, similar = read_recipes(texts, Path("runs/compare"))
+    for seed in range(5):
+        for recipe, slope in ((first, 1.0), (better, 1.5 + seed / 1000), (similar, 1 + 0.01 * (-1) ** seed)):
+            write_run(recipe.run_dir(seed), name=recipe.run_dir(seed).name, steps=50, slope=slope)
+    assert compared(monkeypatch, *texts, "--seeds=4", "--documents=0") == Exit.COMPLETE
+    pairs = json.loads(Path("runs/compare/compare.json").read_text())["comparisons"]
+    assert [pair["seeds"] for pair in pairs] == [2, 4]
+    assert "depth=3 is better than tiny.py at" in pairs[0]["verdict"] and "no difference" in pairs[1]["verdict"]
+    assert pairs[0]["axes"]["tokens"]["p_corrected"] == 2 * pairs[0]["axes"]["tokens"]["p"]
+    printed = capsys.readouterr().out
+    assert all(pair["verdict"] in printed for pair in pairs) and "of its run)" in printed
+    monkeypatch.setattr("sys.argv", ["report", "runs/compare"])
+    assert report.main() == Exit.COMPLETE
+    assert all(pair["verdict"] in Path("runs/compare/report.html").read_text() for pair in pairs)
 
 
 @pytest.mark.medium
-def test_a_killed_comparison_continues_and_repeats_no_run(folder, monkeypatch, capsys):
-    words = ["tiny.py", WIDER, "--seeds=2", "--documents=3"]
+def test_a_killed_comparison_continues_and_repeats_no_run(folder, monkeypatch):
+    words = ["tiny.py", WIDER, "--seeds=1", "--documents=3"]
     command = subprocess.Popen(
         [sys.executable, "-m", "bench.compare", *words], cwd=folder, env=environment_of(1), stderr=subprocess.PIPE
     )
-    first, other = read_recipes(("tiny.py", WIDER), Path("runs/compare"))
-    lock, saved = first.run_dir(0) / "lock", first.run_dir(0) / "checkpoints" / "20"
-    wait_until(saved.exists, command)
-    os.kill(int(lock.read_text().split()[1]), signal.SIGKILL)
+    runs = [recipe.run_dir(0) for recipe in read_recipes(("tiny.py", WIDER), Path("runs/compare"))]
+    wait_until((runs[0] / "checkpoints" / "20").exists, command)
+    os.kill(int((runs[0] / "lock").read_text().split()[1]), signal.SIGKILL)
     assert b"train.py ended with exit code -9" in command.communicate()[1] and command.returncode == 137
     assert compared(monkeypatch, *words) == Exit.COMPLETE
-    starts = lambda: [
-        sum(event["event"] == "start" for event in Events(recipe.run_dir(seed)).read())
-        for recipe in (first, other)
-        for seed in (0, 1)
-    ]
-    assert starts() == [2, 1, 1, 1]
+    starts = lambda: [sum(event["event"] == "start" for event in Events(run).read()) for run in runs]
+    assert starts() == [2, 1]
     made = json.loads(Path("runs/compare/compare.json").read_text())
     (pair,) = made["comparisons"]
-    ends = lambda recipe: [read_metrics(recipe.run_dir(seed))[-1]["val_bpb"] for seed in (0, 1)]
-    assert pair["axes"]["tokens"]["by_seed"] == pytest.approx([b - a for a, b in zip(ends(first), ends(other))])
-    flops = pair["axes"]["FLOPs"]["shares_of_runs"]
-    assert flops[0] == 1 and 0.2 < flops[1] < 0.6  # four times the parameters of a matrix
+    first, other = (json.loads((run / "summary.json").read_text())["val_bpb"] for run in runs)
+    assert pair["axes"]["tokens"]["by_seed"] == [pytest.approx(other - first)]
+    shares = pair["axes"]["FLOPs"]["shares_of_runs"]
+    assert shares[0] == 1 and 0.2 < shares[1] < 0.6  # four times the parameters of a matrix
     assert pair["documents"]["documents"] == 3 and pair["seconds_not_comparable"].endswith("was interrupted")
-
     assert compared(monkeypatch, *words) == Exit.COMPLETE  # from the folder alone
-    assert starts() == [2, 1, 1, 1] and json.loads(Path("runs/compare/compare.json").read_text()) == made
-    assert pair["verdict"] in capsys.readouterr().out and Path("runs/compare/compare.png").exists()
-    monkeypatch.setattr("sys.argv", ["report", "runs/compare"])
-    assert report.main() == Exit.COMPLETE
-    assert pair["verdict"].split(" at equal")[0] in Path("runs/compare/report.html").read_text()
+    assert starts() == [2, 1] and json.loads(Path("runs/compare/compare.json").read_text()) == made
