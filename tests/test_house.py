@@ -3,12 +3,12 @@
 from tests.house import closure, counts
 
 BOUNDS = {
-    "lines outside tests": 26_910,
-    "lines of tests": 21_450,
+    "lines outside tests": 28_140,
+    "lines of tests": 22_560,
     "lines of train.py": 180,
     "names that train.py imports": 40,
-    "modules that train.py needs": 101,
-    "lines that train.py needs": 12_380,
+    "modules that train.py needs": 106,
+    "lines that train.py needs": 12_980,
     "options on the command line": 92,
 }
 
