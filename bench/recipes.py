@@ -81,7 +81,9 @@ class Recipe:
         if not datasets or datasets[0].conversations:
             return {}
         folders = [str(dataset.folder.absolute()) for dataset in datasets]
-        source = folders[0] if len(folders) == 1 else join_source([(0, list(zip(mean_shares(stages), folders)))])
+        source = (
+            folders[0] if len(folders) == 1 else join_source([("", list(zip(map(str, mean_shares(stages)), folders)))])
+        )
         out = folder / f"documents-{most}"
         if not list(out.glob("texts/*/bits_per_byte.json")):
             command = [f"--run_dir={folder}", f"--source={source}", f"--documents={most}", f"--out={out}"]
