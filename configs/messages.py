@@ -18,3 +18,4 @@ def show_messages(first: bool = True) -> None:
     """Show the messages of a command's first process, and none of its others."""
     LOGGER.handlers = [AboveTheBar() if first else logging.NullHandler()]
     LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False  # some library gives the root logger a handler, too

@@ -28,6 +28,7 @@ def test_the_image_has_no_file_that_git_ignores():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # it fetches 300 MB
 def test_it_installs_from_wheels_without_an_index_and_trains(tmp_path):
     """Only the first command has pip's index and settings. The rest runs on the installed packages alone."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
