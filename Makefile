@@ -4,8 +4,8 @@
 # make check                                                   lint, format, types, words, and which room imports which
 # make docs                                                    check every link, and build the site: build/site/index.html
 # make house                                                   how large the house is
-# make setup [EXTRA=cuda|tpu] [PYTHON=python3.12]              set up alone, with the newest Python here unless named
-# make image [EXTRA=cuda,gcs]                                  fetch wheels, and build the image `tokensum` from them
+# make setup [EXTRA=cuda|cuda12|tpu] [PYTHON=python3.12]       set up alone; the driver chooses CUDA unless it is named
+# make image [EXTRA=cuda,gcs] [PLATFORM=linux/amd64]           fetch wheels, and build the image `tokensum` from them
 
 CONFIG ?= configs/small.py
 ARGS ?=
@@ -16,6 +16,7 @@ EXTRA ?= $(CUDA)
 VENV := .venv
 BIN := $(VENV)/bin
 comma := ,
+LIST := $(subst $(comma), ,$(EXTRA))
 EXTRAS := dev$(if $(EXTRA),$(comma)$(EXTRA))
 # One stamp for each choice of extras, made again when pyproject.toml changes.
 STAMP := $(VENV)/installed-$(subst $(comma),-,$(EXTRAS))
@@ -54,11 +55,12 @@ house: setup
 
 # The image's own Python chooses the wheels.
 image: FOR := $(or $(EXTRA),cuda)
+image: FOR_PLATFORM := $(if $(PLATFORM),--platform=$(PLATFORM))
 image:
 	mkdir -p build/wheels
-	docker run --rm --volume="$(CURDIR)/build/wheels:/wheels" --volume="$(CURDIR)/pyproject.toml:/tokensum/pyproject.toml:ro" \
+	docker run $(FOR_PLATFORM) --rm --volume="$(CURDIR)/build/wheels:/wheels" --volume="$(CURDIR)/pyproject.toml:/tokensum/pyproject.toml:ro" \
 		python:3.12-slim pip download --dest=/wheels "/tokensum[$(FOR)]" setuptools
-	docker build --network=none --build-context=wheels=build/wheels --build-arg=PIP_NO_INDEX=1 --build-arg=EXTRA=$(FOR) \
+	docker build $(FOR_PLATFORM) --network=none --build-context=wheels=build/wheels --build-arg=PIP_NO_INDEX=1 --build-arg=EXTRA=$(FOR) \
 		--tag=tokensum --file=tools/launch/Dockerfile .
 
 setup: $(STAMP)
@@ -68,9 +70,14 @@ PYTHONS := $(or $(PYTHON),python3.14 python3.13 python3.12 python3.11 python3)
 SUITS := import sys; sys.exit(None if sys.version_info >= (3, 11) else "it is " + sys.version.split()[0])
 VERSION := import sys; print(sys.version_info[:2])
 
+HAS_12 := $(wildcard $(VENV)/installed-*cuda12*)
+HAS_13 := $(filter-out $(HAS_12),$(wildcard $(VENV)/installed-*cuda*))
+
 $(STAMP): pyproject.toml
-	$(if $(filter cudacuda12,$(filter cuda,$(subst $(comma), ,$(EXTRA)))$(CUDA)),\
-		$(error EXTRA=cuda needs driver 580 and a GPU of Turing or later; take EXTRA=cuda12 here))
+	$(if $(filter cudacuda12,$(filter cuda,$(LIST))$(CUDA)),\
+		$(error EXTRA=cuda needs driver 580 and a GPU of Turing or later; take EXTRA=cuda12 here, or CUDA= for others))
+	$(if $(or $(and $(HAS_12),$(filter cuda,$(LIST))),$(and $(HAS_13),$(filter cuda12,$(LIST)))),\
+		$(error $(VENV) has another CUDA than EXTRA=$(EXTRA); run rm -r $(VENV) first))
 	@[ -n "$(CUDA)$(EXTRA)" ] || ! command -v nvidia-smi >/dev/null || \
 		echo "nvidia-smi shows no GPU with driver 525 or later: this set-up is for the CPU" >&2
 	@for python in $(PYTHONS); do \

@@ -112,7 +112,7 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
         opening.copy_record(config, record)
         return Exit.COMPLETE
     if message := opening.why_given_up(config, checkpoints.newest, record):
-        LOGGER.info(message)
+        LOGGER.error(message)
         return Exit.FAILED
 
     # The programs, of as many rows as fit.

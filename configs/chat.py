@@ -85,5 +85,5 @@ def following(config: Config, base: Config, run: bool, given: set[str]) -> Confi
 
 def taken(base: Config, names: tuple[str, ...], given: set[str]) -> dict[str, object]:
     """Return the options of `base` that begin with `names`, but for those that are `given`."""
-    left = given | {"model.dtype"}  # it suits the machine
+    left = given | {"model.dtype", "model.remat", "model.loss_chunks"}  # they suit the machine
     return {name: value for name, value in options(base).items() if name.startswith(names) and name not in left}

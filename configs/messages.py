@@ -1,6 +1,7 @@
 """Messages to the person who runs a command. Modules log them, and a command shows them above its progress bar."""
 
 import logging
+import sys
 
 from tqdm import tqdm
 
@@ -12,6 +13,7 @@ class AboveTheBar(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record))
+        sys.stdout.flush()  # a file or a pipe is otherwise written late
 
 
 def show_messages(first: bool = True) -> None:

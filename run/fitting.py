@@ -6,10 +6,12 @@ events.jsonl keeps the choice, and the cache keeps it for the next run of these 
 """
 
 import json
+import re
 from contextlib import suppress
 from functools import cached_property
 from hashlib import sha256
 from importlib.metadata import version
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ CHOSEN = ("batch.rows_per_device", "model.loss_chunks", "model.remat", "mesh.fsd
 DECIDE = ("model.", "batch.", "mesh.", "eval.", "diagnostics.", "data.mask_documents", "optimizer.matrices.kind")
 """Beginnings of the options that a program's memory follows from."""
 REFUSED = 1.2
-"""Times the limit that a program is taken to need if the compiler refuses it without a number."""
+"""Times the limit that a program is taken to need if the compiler's refusal has no number."""
 
 
 class Fitting:
@@ -46,15 +48,18 @@ class Fitting:
         """`gib`: of a device, in place of what it reports; 0: what it reports. Every process must call it."""
         self.asked, self.auto, self.is_halved = asked, asked.batch.rows_per_device == "auto", False
         if not self.auto:
+            if gib:
+                raise UserError("--memory: the rows are given; --batch.rows_per_device=auto chooses what fits it")
             return
         devices, here = jax.devices(), jax.local_devices()
         self.base = candidate_of(asked, devices)
         self.limit = HEADROOM * -highest(-(int(gib * GIB) or device_limit(here[0], len(here))))
         """The bytes that may be taken of any device."""
         sizes = {name: value for name, value in options(asked).items() if name.startswith(DECIDE)}
-        text = json.dumps([devices[0].device_kind, len(devices), gib, sizes])
+        # In steps of a fifth: what a CPU has available changes from start to start.
+        text = json.dumps([devices[0].device_kind, self.base.topology, int(4 * log2(self.limit)), sizes])
         self.key = sha256(text.encode()).hexdigest()[:16]
-        """The devices and sizes that a choice is for."""
+        """The devices, their memory and the sizes that a choice is for."""
         self.kept: dict[str, Any] = on_first_process(self._read)
         """The choice of an earlier start, if there is one."""
 
@@ -69,7 +74,10 @@ class Fitting:
         if not self.auto:
             compile_stages(programs, builds, step, times)
             return builds
-        now, best, tried = self.base.having(chosen(builds[-1])), None, []
+        self.kept = on_first_process(self._read)  # again: the record may have come from the checkpoints' folder
+        now, best, tried = self.base.having(self.kept or chosen(builds[-1])), None, []
+        if chosen(now) != chosen(builds[-1]):
+            builds = build_stages(with_options(builds[-1].config, chosen(now)))
         while True:
             tried.append(now)
             new: list[Program] = []
@@ -93,8 +101,9 @@ class Fitting:
         for name, value in chosen(now).items():
             if name != "batch.rows_per_device" and value != before[name]:
                 saved = device_bytes(now.having({name: before[name]}), scale) - device_bytes(now, scale)
-                LOGGER.info(f"--{name}={value}: not one row fits without it; it saves {saved / GIB:.3g} GiB")
+                LOGGER.info(f"--{name}={value}: one row should not fit without it; it saves {saved / GIB:.3g} GiB")
         self._keep(chosen(now), step)
+        on_first_process(lambda: self._share(chosen(now)))
         return builds
 
     def halved(self, builds: list[Build], run: Progress, reason: Exception) -> list[Build]:
@@ -116,17 +125,19 @@ class Fitting:
         """Return the newest choice for such devices: the run's own, or else another run's."""
         events = [event for event in Events(self.asked.run_dir).read() if event["event"] == "fitted"]
         own = [event["options"] for event in events if event["key"] == self.key]
-        return own[-1] if own else json.loads(kept.read_text()) if (kept := known() / self.key).exists() else {}
+        with suppress(OSError, ValueError):  # none, or damaged
+            own = own or [json.loads((known() / self.key).read_text())]
+        return own[-1] if own and own[-1].keys() == {*CHOSEN} else {}
 
     def _keep(self, choice: dict[str, Any], step: int) -> None:
-        """Keep a choice for later starts of this run and of others. Every process must call it."""
+        """Keep a choice for later starts of this run. Every process must call it."""
+        on_first_process(lambda: Events(self.asked.run_dir).add("fitted", step, key=self.key, options=choice))
 
-        def write() -> None:
-            Events(self.asked.run_dir).add("fitted", step, key=self.key, options=choice)
+    def _share(self, choice: dict[str, Any]) -> None:
+        """Keep a choice for other runs, if the cache can be written. Only the first process may call it."""
+        with suppress(OSError):
             known().mkdir(parents=True, exist_ok=True)
             write_whole(known() / self.key, json.dumps(choice))
-
-        on_first_process(write)
 
     @cached_property
     def levels(self) -> list[Candidate]:
@@ -155,11 +166,13 @@ class Fitting:
         """Compile, and return the bytes of a device that a candidate's step, evaluation and sampling need."""
         try:
             compile_stages(programs, *of_stages)
-            step = max(program_bytes(compiled) for program in programs for compiled in program[1:])
+            # None if a ramp's last stage begins after the last step.
+            step = max((program_bytes(compiled) for program in programs for compiled in program[1:]), default=0)
         except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what exceeds its memory
             if "RESOURCE_EXHAUSTED" not in str(error) or exceeds_vector_memory(str(error)):
                 raise
-            step = REFUSED * self.limit
+            used = re.search(r"Used ([\d.]+)G of", str(error))
+            step = float(used[1]) * GIB if used else REFUSED * self.limit
         return most(highest(int(step)), evaluation_memory(candidate, memory(candidate)))
 
     def _too_small(self, least: Candidate, needs: float) -> str:

@@ -29,7 +29,7 @@ from training.mesh import make_mesh
 
 
 def check_processes(config: Config, cluster: Cluster) -> None:
-    """Print the run's processes and devices. Raise UserError if the processes have different configs."""
+    """Log the run's processes and devices. Raise UserError if the processes have different configs."""
     LOGGER.info(describe_processes(cluster, make_mesh(config.mesh)))
     check_hosts_agree("their config", json.dumps(asdict(config)))
 

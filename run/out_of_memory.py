@@ -35,6 +35,6 @@ def too_large(devices: Sequence[Any]) -> str:
     too_much = f"the step needs more memory than a {kind} has"
     if (topology := topology_of(devices)).kind not in machines():
         return f"{too_much}; hosts/machines.toml describes no such device, so what would fit cannot be planned"
-    words = [word for word in sys.argv[1:] if not word.startswith("--accept")]
+    words = [word for word in sys.argv[1:] if not word.startswith(("--accept", "--memory"))]
     plan = shlex.join(["python", "-m", "tools.plan", *words, f"--topology={name_of(topology)}"])
     return f"{too_much}. Its memory by part, and the nearest change that would fit: {plan}"

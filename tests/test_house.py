@@ -3,12 +3,12 @@
 from tests.house import closure, counts
 
 BOUNDS = {
-    "lines outside tests": 28_140,
-    "lines of tests": 22_590,
+    "lines outside tests": 28_170,
+    "lines of tests": 22_610,
     "lines of train.py": 180,
     "names that train.py imports": 40,
     "modules that train.py needs": 106,
-    "lines that train.py needs": 12_980,
+    "lines that train.py needs": 13_010,
     "options on the command line": 92,
 }
 

@@ -104,6 +104,14 @@ def test_the_driver_and_the_gpu_choose_the_cuda(setup, tmp_path, gpu, words, sta
     assert [path.name for path in tmp_path.glob(".venv/installed-*")] == [f"installed-{stamp}"] * (stamp is not None)
 
 
+@pytest.mark.parametrize(("there", "words"), [("dev-cuda12", "EXTRA=cuda"), ("dev-cuda-gcs", "EXTRA=gcs,cuda12")])
+def test_an_environment_gets_no_second_cuda(setup, tmp_path, there, words):
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / f"installed-{there}").touch()
+    code, errors, _ = setup({"python3.12": stub("3.12")}, words)
+    assert code == 2 and ".venv has another CUDA" in errors and "rm -r .venv" in errors
+
+
 def test_uv_makes_it_with_the_same_python(setup, tmp_path):
     uv = '#!/bin/sh\necho "uv $*" >> log\n[ $1 = pip ] || mkdir -p .venv/bin\n'
     code, errors, log = setup({"uv": uv, "python3.11": stub("3.11")})

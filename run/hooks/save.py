@@ -52,6 +52,8 @@ class Save(Hook):
     def finish(self, run: Progress) -> None:
         """Wait for the last step's checkpoint. If it fails, try again after a pause."""
         failed = 0
+        if not (self.checkpoints.pending or self.checkpoints.failed_saves or run.step in self.checkpoints.steps):
+            self._save(run)  # the memory ran out as it began
         again = lambda failed: failed > 0 and (failed < MOST_FAILED or self.checkpoints.passing)
         pause = wait_random_exponential(multiplier=0.5, max=LONGEST)
         for attempt in Retrying(retry=retry_if_result(again), wait=pause):

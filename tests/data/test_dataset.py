@@ -119,12 +119,14 @@ def test_raw_text_is_prepared_in_the_cache_once_and_again_when_it_changes(raw, c
 
 def test_raw_text_is_prepared_in_a_terminal_too(raw, cache):
     """There, the training of a tokenizer prints to the standard output."""
-    terminal, stderr = pty.openpty()[1], os.dup(2)
+    (reader, terminal), stderr = pty.openpty(), os.dup(2)
     os.dup2(terminal, 2)
     try:
         assert opened(raw, cache).fingerprint
     finally:
         os.dup2(stderr, 2)
+        for end in (reader, terminal, stderr):
+            os.close(end)
 
 
 def test_preparation_of_raw_text_ends_with_its_parent_process(tmp_path):

@@ -67,7 +67,7 @@ def up(options: SlurmOptions, train: list[str]) -> int:
     archive, home = folder / f"{job.code.name}.tar", folder / "code" / job.code.name
     shell.write(archive, job.code.archive)
     shell.run(["bash", "-c", unpack(job.code, str(archive), str(folder / "code"))])
-    setup = options.setup or ("make setup" if job.hardware.kind == "cpu" else "make setup EXTRA=cuda")
+    setup = options.setup or f"make setup CUDA= EXTRA={'' if job.hardware.kind == 'cpu' else 'cuda'}"
     shell.run(["bash", "-c", f"cd {quote(str(home))} && bash -c {quote(setup)}"])
     shell.run(["rm", "-f", *(str(folder / name) for name in ("stop", "crashes", "environment")), str(archive)])
     if names := [*job.env, *job.secrets]:

@@ -16,7 +16,7 @@ import jax
 
 from configs.command_line import parse
 from configs.exit_codes import Exit
-from configs.messages import LOGGER
+from configs.messages import LOGGER, show_messages
 from configs.schema import Config, FilePath, NotNegative, UserError, with_options
 from configs.validation import require_steps
 from data.dataset import open_text
@@ -101,7 +101,7 @@ def require_enough(config: Config, record: Record, stages: list[str]) -> None:
 
 
 def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit:
-    """Run the stages, one after the other. Each prints its decision when it ends."""
+    """Run the stages, one after the other. Each logs its decision when it ends."""
     stages = stages_of(arguments.stages)
     require_steps(config)
     if config.batch.ramp:
@@ -173,7 +173,9 @@ def main() -> int:
     config, arguments = parse(__doc__, Arguments)
     folder = Path(arguments.out or f"runs/{config.name}-tune")
     with RunLock(folder) as lock, Stop() as stop:
-        if not arguments.topology:
+        if arguments.topology:
+            show_messages()
+        else:
             start_jax()
         if jax.process_count() > 1:
             raise UserError("python -m tools.tune runs in one process: times of several would disagree")

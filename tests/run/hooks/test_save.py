@@ -74,3 +74,11 @@ def test_minutes_make_a_checkpoint_due_after_a_step_that_is_logged(tmp_path, mon
     saved = Saved()
     Run(saved, tmp_path, checkpoint=CheckpointConfig(every_steps=1000, every_minutes=0.5))
     assert saved.steps == [16, 31, 40]  # 39 seconds, at the third line
+
+
+def test_the_end_saves_a_last_step_whose_save_never_began(tmp_path):
+    saved, config = Saved(), config_of(tmp_path)
+    run, save = progress(config, step=40), Save(config, saved, "print", Watch(config, Times()))  # pyright: ignore
+    save.begin(run)
+    save.finish(run)
+    assert saved.steps == [40]

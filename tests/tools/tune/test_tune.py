@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from configs.command_line import load_config
+from configs.messages import LOGGER
 from configs.schema import options
 from configs.validation import validate
 from hosts.runtime import run_command
@@ -170,6 +171,16 @@ def test_stage_time_is_refused_if_nothing_fits(folder, monkeypatch, capsys):
     for stages, message in [("fit", "no micro-batch of this run fits"), ("time", "give fit, too")]:
         assert run(monkeypatch, *TUNE, "--out=too-large", "--memory=1", f"--stages={stages}") == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_fit_for_absent_devices_shows_its_decision(folder, monkeypatch, capsys):
+    """This is the one case without `start_jax`, which shows messages otherwise."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(LOGGER, "handlers", [])
+    monkeypatch.setattr(tune, "devices_of", lambda topology: jax.devices()[:1])
+    monkeypatch.setattr(fit, "_compile", lambda *_: {"bytes": 2**20})
+    assert run(monkeypatch, *TUNE, "--out=absent", "--memory=1", "--stages=fit", "--topology=v5e:2x2") == 0
+    assert "train: python train.py --config=absent/tuned.py" in capsys.readouterr().out
 
 
 def test_a_stage_beyond_the_budget_is_skipped_and_reported(folder, monkeypatch, capsys):
