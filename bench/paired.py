@@ -34,26 +34,26 @@ def means(values: Values) -> tuple[Values, Values]:
     return mean, np.sqrt(squares / (counts - 1) / counts)
 
 
-def lowest_level(values: Values) -> Each:
-    """Return the lowest two-sided p-value of the t tests of zero on the first 2, 3, ... values."""
+def levels(values: Values) -> Values:
+    """Return the two-sided p-value of each t test of zero on the first 2, 3, ... values."""
     mean, error = means(values)
     with np.errstate(divide="ignore", invalid="ignore"):  # equal values
         statistic = np.nan_to_num(-np.abs(mean) / error, nan=0.0)
-    return 2 * stdtr(np.arange(1, values.shape[-1]), statistic).min(-1)
+    return 2 * stdtr(np.arange(1, values.shape[-1]), statistic)
 
 
 @cache
 def of_equal_pairs(seeds: int) -> Float[np.ndarray, "draws"]:
     """Return the lowest levels of simulated equal pairs with a look after each of 2, ..., `seeds` seeds, sorted."""
-    return np.sort(lowest_level(np.random.default_rng(0).standard_normal((DRAWS, seeds))))
+    return np.sort(levels(np.random.default_rng(0).standard_normal((DRAWS, seeds))).min(-1))
 
 
 def p_value(values: Values, seeds: int) -> Each:
-    """Return the p-value of no difference, after looks at the first 2, 3, ... values of at most `seeds`: the share of
-    equal pairs that would seem as different at some look. It is 1 for a single value."""
+    """Return the p-value of no difference at the last look at values, of at most `seeds`: the share of equal pairs that
+    would seem as different at some look. It is 1 for a single value."""
     if values.shape[-1] < 2:
         return np.ones(values.shape[:-1])
-    return (1 + np.searchsorted(of_equal_pairs(seeds), lowest_level(values), side="right")) / (DRAWS + 1)
+    return (1 + np.searchsorted(of_equal_pairs(seeds), levels(values)[..., -1], side="right")) / (DRAWS + 1)
 
 
 def interval(values: Values, seeds: int) -> tuple[Each, Each]:
