@@ -11,17 +11,18 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
+from msgspec import Meta
 
 from bench.exactness import text_of
 from configs.command_line import parse_arguments
 from configs.nanochat import get_config
-from configs.schema import Config, FilePath, Positive, with_options
+from configs.schema import Config, FilePath, Positive, UserError, with_options
 from configs.validation import resolved
 from data.loader import StepBatches, to_devices
 from hosts.runtime import run_command
@@ -49,7 +50,7 @@ Line = dict[str, Any]
 class Arguments:
     """The sizes of the networks, and the picture."""
 
-    widths: tuple[Positive[int], ...] = (64, 128, 256, 512, 1024)
+    widths: tuple[Annotated[int, Meta(gt=0, multiple_of=HEAD_DIM)], ...] = (64, 128, 256, 512, 1024)
     """Widths of the networks of depth 2: multiples of 64, the channels of a head."""
     depths: tuple[Positive[int], ...] = (2, 4, 8, 16, 24)
     """Depths of the networks of width 128."""
@@ -178,6 +179,9 @@ def draw(series: dict[str, list[Line]], path: Path) -> None:
 
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
+    picture = Path(arguments.picture)
+    if not picture.parent.is_dir():
+        raise UserError(f"--picture={picture}: there is no folder {picture.parent}; make it, or give another one")
     sizes = {"width": [(w, DEPTH) for w in arguments.widths], "depth": [(WIDTH, d) for d in arguments.depths]}
     lines = {}
     for size in dict.fromkeys([*sizes["width"], *sizes["depth"]]):
@@ -185,7 +189,7 @@ def main() -> int:
         print(json.dumps(lines[size]), flush=True)
     series = {along: [lines[size] for size in of_series] for along, of_series in sizes.items()}
     print(table(series))
-    draw(series, Path(arguments.picture))
+    draw(series, picture)
     return 0
 
 

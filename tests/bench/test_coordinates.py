@@ -9,7 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from bench.coordinates import CHANGE, INITIAL, NORM, STEPS, Line, by_kind, draw, exponents, measure, sized, table
+from bench.coordinates import CHANGE, INITIAL, NORM, STEPS, Line, by_kind, draw, exponents, main, measure, sized, table
+from configs.schema import UserError
 from training import optimizer
 from training.muon import muon
 
@@ -44,6 +45,13 @@ def wrong(lines: list[Line], along: str, expected: Mapping) -> dict:
     """Return the exponents that are not as expected."""
     fits = exponents(lines, along)
     return {key: fits[key] for key, exponent in expected.items() if abs(fits[key] - exponent) > TOLERANCE}
+
+
+@pytest.mark.parametrize("word", ["--widths=[96]", "--picture=missing/picture.png"])
+def test_what_cannot_be_measured_or_drawn_is_refused(monkeypatch, word):
+    monkeypatch.setattr("sys.argv", ["bench.coordinates", word])
+    with pytest.raises(UserError, match=word[2:9]):
+        main()
 
 
 @pytest.mark.medium
