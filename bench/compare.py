@@ -9,7 +9,8 @@ import io
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from tempfile import TemporaryFile
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import tyro
@@ -42,9 +43,19 @@ class Arguments:
     at: Literal["tokens", "FLOPs", "seconds"] = "tokens"
     """The cost that is equal for the verdict. It decides when a comparison ends; the other two are printed, too."""
     documents: NotNegative[int] = 100
-    """Held-out documents that each network reads at its end, for an interval over documents; 0: none."""
+    """Held-out documents of a dataset that each network reads at its end, for an interval over documents; 0: none.
+    There are none of a mixture, of a dataset at a URL, and of conversations."""
     out: FilePath = "runs/compare"
     """A folder for the runs, compare.json and compare.png."""
+
+
+class Outcome(NamedTuple):
+    """What a complete run gives."""
+
+    curves: dict[str, tuple[list[float], list[float]]]
+    documents: dict[str, tuple[float, int]]
+    made: set[tuple[str, str | None]]
+    """The dataset's fingerprint and the code's hash of each start."""
 
 
 @dataclass
@@ -62,16 +73,17 @@ class Pair:
     documents: list[tuple[dict, dict]] = field(default_factory=list)
     """Each seed's bits and bytes of documents, under the first and the other."""
 
-    def add(self, seed: int, documents: int) -> None:
-        """Add the results of a seed, whose runs are complete."""
-        (first, other) = (curves(recipe, read_run(recipe.run_dir(seed))) for recipe in (self.first, self.other))
+    def add(self, first: Outcome, other: Outcome) -> None:
+        """Add a seed. Raise UserError if the text or the code of its two runs differ."""
+        if len(made := first.made | other.made) > 1:
+            raise UserError(f"text or code changed between runs in {self.first.out} ({made}): give another --out")
         for axis in AXES:
-            both = (first[axis], other[axis])
+            both = (first.curves[axis], other.curves[axis])
             end = min(x[-1] for x, _ in both)
             bits = [float(PchipInterpolator(x, y)(end)) for x, y in both]
             self.differences[axis].append(bits[1] - bits[0])
             self.shares[axis].append([end / x[-1] for x, _ in both])
-        self.documents.append((self.first.documents(seed, documents), self.other.documents(seed, documents)))
+        self.documents.append((first.documents, other.documents))
 
     def p_value(self, axis: str) -> float:
         return float(p_value(np.array(self.differences[axis]), self.seeds))
@@ -84,6 +96,14 @@ class Pair:
         value, error = ratio([mean(name) for name in names], [self.documents[0][0][name][1] for name in names])
         reach = -float(stdtrit(len(names) - 1, LEVEL / 2)) * (error or 0.0)
         return {"difference": value, "interval": [value - reach, value + reach], "documents": len(names)}
+
+
+def outcome(recipe: Recipe, seed: int, documents: int) -> Outcome:
+    """Return what a recipe's complete run with a seed gives."""
+    run = read_run(recipe.run_dir(seed))
+    starts = [event for event in run.events if event["event"] == "start"]
+    made = {(run.record["dataset"], start.get("code_hash")) for start in starts}
+    return Outcome(curves(recipe, run), recipe.documents(seed, documents), made)
 
 
 def curves(recipe: Recipe, run: Run) -> dict[str, tuple[list[float], list[float]]]:
@@ -135,8 +155,6 @@ def results(pairs: list[Pair], arguments: Arguments) -> dict[str, Any]:
 def verdict(of: dict[str, Any], arguments: Arguments) -> str:
     """Return a comparison's verdict as a sentence."""
     axis, names = of["axes"][arguments.at], f"{of['recipe']} less {of['first']}"
-    if arguments.at == "seconds" and of["seconds_not_comparable"]:
-        return f"{names}: no verdict at equal seconds, since {of['seconds_not_comparable']}."
     if of["seeds"] == 1:
         return f"{names}: no verdict on the recipes, since there is one seed."
     how = (
@@ -202,15 +220,27 @@ def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     out = Path(arguments.out)
     first, *others = read_recipes(arguments.recipes, out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise UserError(f"--out={out} cannot be written: {error.strerror}") from error
     pairs = [Pair(first, other, arguments.seeds) for other in others]
     compared: dict[str, Any] = {}
+    folders: list[Path] = []
     for seed in range(arguments.seeds):
         running = [pair for pair, p in zip(pairs, corrected(pairs, arguments.at)) if p > LEVEL]
-        for recipe in [first, *(pair.other for pair in running)] if running else ():
-            recipe.train(seed)
+        if not running:
+            break
+        outcomes = {}
+        for recipe in [first, *(pair.other for pair in running)]:
+            folders.append(recipe.train(seed))
+            if arguments.at == "seconds" and (why := why_seconds_differ(folders)):
+                raise UserError(f"no verdict at equal seconds, since {why}; delete that folder in {out}, and repeat")
+            outcomes[recipe.digest] = outcome(recipe, seed, arguments.documents)
             print(f"complete: {recipe.text}, seed {seed}", flush=True)
         for pair in running:
-            pair.add(seed, arguments.documents)
+            pair.add(outcomes[first.digest], outcomes[pair.other.digest])
         compared = results(pairs, arguments)
         write_json(out / "compare.json", compared)
         draw(compared, out / "compare.png")

@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,10 +20,10 @@ from typing import Any, Literal
 
 from scipy.stats import t  # JAX depends on SciPy
 
+from bench.recipes import made_with, run_program
 from configs.command_line import parse
 from configs.files import write_whole
 from configs.schema import Config, FilePath, Positive, UserError, free_to_change, options
-from hosts.preflight import code_digest
 from hosts.runtime import run_command, versions
 from run.events import Events
 from run.folder import record_of
@@ -110,7 +109,7 @@ def train(command: Sequence[str], run_dir: Path) -> Figures:
     if not complete.exists():
         continued, before = run_dir.exists(), energy()
         # stdout is for the result.
-        if code := subprocess.run([*command, f"--run_dir={run_dir}"], stdout=sys.stderr).returncode:
+        if code := run_program([*command, f"--run_dir={run_dir}"], sys.stderr):
             sys.exit(code)
         write_whole(complete, json.dumps({"joules": None if continued else joules_between(before, energy())}))
     summary, (record, config) = json.loads((run_dir / "summary.json").read_text()), record_of(run_dir)
@@ -179,14 +178,8 @@ def main() -> int:
     ideas = {name: value for name, value in changes.items() if is_idea(name)}
     if arguments.write_reference and (ideas or arguments.seeds < 2):
         raise UserError(f"--write_reference: a reference has no changed option ({ideas}), and two seeds or more")
-    made_with = hashlib.sha256(repr((code_digest(), changes, versions())).encode()).hexdigest()[:12]
-    command = [
-        sys.executable,
-        "train.py",
-        f"--config={path}",
-        *(f"--{name}={value}" for name, value in changes.items()),
-    ]
-    folder = Path(arguments.out) / f"{arguments.size}-{made_with}"
+    command = ["train.py", f"--config={path}", *(f"--{name}={value}" for name, value in changes.items())]
+    folder = Path(arguments.out) / f"{arguments.size}-{made_with(changes)}"
     runs = [train([*command, f"--seed={seed}"], folder / str(seed)) for seed in range(arguments.seeds)]
     facts = {"recipe": recipe_of(base), "changed": ideas, "versions": versions()}
     line = {"size": arguments.size, "seeds": arguments.seeds, **line_of(runs), **facts}

@@ -422,6 +422,11 @@ class Config:
     profile: Free[ProfileConfig] = field(default_factory=ProfileConfig)
 
 
+# Options of the runs that a command makes to measure a recipe, whatever the recipe's own are.
+MEASURED: dict[str, object] = {"resume": "auto", "checkpoint.folder": "", "checkpoint.keep": 1, "profile.steps": ""}
+MEASURED |= {"checkpoint.keep_every": 0, "stability.rollback": False, "log.on_event": "", "log.wandb": ""}
+
+
 def options(config: object, prefix: str = "") -> dict[str, object]:
     """Return every option by its command-line name: `{"steps": 1000, "model.depth": 12, ...}`."""
     flat: dict[str, object] = {}

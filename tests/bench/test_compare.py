@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import tools.report.__main__ as report
-from bench import compare
-from bench.compare import Arguments, Pair, results
-from bench.recipes import Recipe, read_recipes
+from bench import compare, recipes
+from bench.compare import Arguments, Pair, outcome, results
+from bench.recipes import Recipe, dataset_folder, read_recipes
 from configs.command_line import config_from_json
 from configs.exit_codes import Exit
-from configs.schema import UserError
+from configs.schema import DataConfig, ModelConfig, UserError
 from run.events import Events
 from run.lines import read_metrics
 from tests.hosts.processes import environment_of
@@ -48,6 +48,7 @@ def compared(monkeypatch, *words: str) -> Exit | int | None:
         ("tiny.py --model.kv_heads=7", "kv_heads"),
         ("tiny.py 'x", "No closing quotation"),
         ("tiny.py --seed=3", "two recipes are the same"),
+        ("tiny.py --resume=never --checkpoint.folder=x --stability.rollback --log.on_event=x", "recipes are the same"),
         ("tiny.py --steps=51", r"cannot be paired.*\n  tokens of the run: 25600, and 26112$"),
         ("tiny.py --model.vocab_size=301", r"cannot be paired.*\n  model.vocab_size: 300, and 301$"),
         ("tiny.py --data.source=more", r"cannot be paired.*\n  data.source: \S*/text, and \S*/more$"),
@@ -81,19 +82,60 @@ def made_up(folder: Path, name: str, **options) -> Recipe:
     return recipe
 
 
-def test_each_axis_compares_where_both_have_spent_the_same(tmp_path):
-    first, other = made_up(tmp_path, "a"), made_up(tmp_path, "b", slope=0.8)
+def test_each_axis_compares_where_both_have_spent_the_same(tmp_path, monkeypatch):
+    """The other run takes 4/3 of the FLOPs and twice the seconds, so its cuts are at evaluated steps."""
+    first, other = made_up(tmp_path, "a"), made_up(tmp_path, "b", slope=0.8, model=ModelConfig(depth=16))
+    monkeypatch.setattr(compare, "flops_per_token", lambda model, length: model.depth)
+    metrics = other.run_dir(0) / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    doubled = [line | {"seconds": 2 * line["seconds"]} if "seconds" in line else line for line in lines]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in doubled))
     pair = Pair(first, other, 3)
-    pair.add(0, 0)
-    ends = [
-        [line["val_bpb"] for line in read_metrics(recipe.run_dir(0)) if "val_bpb" in line][-1]
+    pair.add(outcome(first, 0, 0), outcome(other, 0, 0))
+    ours, theirs = (
+        {line["step"]: line["val_bpb"] for line in read_metrics(recipe.run_dir(0)) if "val_bpb" in line}
         for recipe in (first, other)
-    ]
-    assert all(values == [pytest.approx(ends[1] - ends[0])] for values in pair.differences.values())
-    assert all(shares == [[1.0, 1.0]] for shares in pair.shares.values())
+    )
+    for axis, step in {"tokens": 400, "FLOPs": 300, "seconds": 200}.items():
+        assert pair.differences[axis] == [pytest.approx(theirs[step] - ours[400])]
+        assert pair.shares[axis] == [[1.0, pytest.approx(step / 400)]]
 
 
-def verdict_of(differences: list[float], at: str = "tokens") -> str:
+def test_runs_of_other_text_or_code_are_not_paired(tmp_path, monkeypatch):
+    first, other = made_up(tmp_path, "a"), made_up(tmp_path, "b")
+    outcomes = [outcome(recipe, 0, 0) for recipe in (first, other)]
+    (same,) = outcomes[1].made
+    for made in (("another", same[1]), (same[0], "another")):
+        with pytest.raises(UserError, match="text or code changed"):
+            Pair(first, other, 3).add(outcomes[0], outcomes[1]._replace(made={made}))
+    before = first.run_dir(0)
+    monkeypatch.setattr(recipes, "code_digest", lambda: "another")
+    assert Recipe(first.text, first.config, first.out).run_dir(0) != before
+
+
+def test_a_mixture_and_a_dataset_at_a_url_have_no_documents(capsys):
+    for source in ("0.7:a,0.3:b", "gs://bucket/folder"):
+        for _ in range(2):
+            assert dataset_folder(DataConfig(source=source), 300) == ""
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("is ")[2] for line in printed] == ["a mixture", "at a URL"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_mistake(folder, monkeypatch):
+    (folder / "file").touch()
+    with pytest.raises(UserError, match="--out=file cannot be written: File exists"):
+        compared(monkeypatch, "tiny.py", WIDER, "--out=file")
+
+
+def test_equal_seconds_end_at_the_first_run_whose_seconds_say_nothing(folder, monkeypatch):
+    first, other = read_recipes(("tiny.py", WIDER), Path("runs/compare"))
+    write_run(first.run_dir(0), name="a", steps=50)
+    with pytest.raises(UserError, match=f"since {first.run_dir(0).name} was interrupted; delete that folder"):
+        compared(monkeypatch, "tiny.py", WIDER, "--at=seconds")
+    assert not other.run_dir(0).exists()
+
+
+def verdict_of(differences: list[float]) -> str:
     """Return the verdict on a pair with these differences by seed, of at most five."""
     pair = Pair(*(Recipe(name, config_from_json('{"name": "x"}'), Path("nowhere")) for name in "AB"), 5)
     for value in differences:
@@ -101,7 +143,7 @@ def verdict_of(differences: list[float], at: str = "tokens") -> str:
             pair.differences[axis].append(value)
             pair.shares[axis].append([1.0, 1.0])
         pair.documents.append(({}, {}))
-    return results([pair], Arguments(("A", "B"), at=at))["comparisons"][0]["verdict"]
+    return results([pair], Arguments(("A", "B")))["comparisons"][0]["verdict"]
 
 
 def test_a_verdict_says_what_the_seeds_show():
@@ -110,7 +152,6 @@ def test_a_verdict_says_what_the_seeds_show():
     assert verdict_of([0.1, 0.1001, 0.0999]).startswith("B is worse than A at equal tokens, +0.1000 [+0.0")
     assert verdict_of([-0.1, 0.1, 0.0]).startswith("B less A: no difference is shown so far at equal tokens, ")
     assert verdict_of([-0.1, 0.1] * 2 + [0.0]).startswith("B less A: no difference is shown after all seeds at equal")
-    assert "no verdict at equal seconds, since A-" in verdict_of([-0.1, -0.1001], "seconds")
 
 
 def test_seeds_are_added_until_each_difference_is_clear(folder, monkeypatch, capsys):
@@ -128,7 +169,10 @@ def test_seeds_are_added_until_each_difference_is_clear(folder, monkeypatch, cap
     assert all(pair["verdict"] in printed for pair in pairs) and "of its run)" in printed
     monkeypatch.setattr("sys.argv", ["report", "runs/compare"])
     assert report.main() == Exit.COMPLETE
-    assert all(pair["verdict"] in Path("runs/compare/report.html").read_text() for pair in pairs)
+    page = Path("runs/compare/report.html").read_text()
+    assert all(
+        pair["verdict"] in page and f"not comparable: {pair['seconds_not_comparable']}" in page for pair in pairs
+    )
 
 
 @pytest.mark.medium

@@ -1,7 +1,11 @@
 """Run the track at a miniature budget; test what it refuses, and its verdict on planted numbers."""
 
 import json
+import os
+import signal
 import sys
+import time
+from threading import Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -56,6 +60,26 @@ def test_a_line_of_json_and_a_verdict_against_the_reference(tmp_path, monkeypatc
         (tmp_path / "track.jsonl").write_text(json.dumps(reference | {name: "another"}))
         other = line("--seeds=1")
         assert other["verdict"] == "not comparable" and f"{name} another" in other["why"]
+
+
+def test_ctrl_c_waits_for_the_run_and_sigterm_reaches_it(tmp_path, capfd):
+    (tmp_path / "child.py").write_text(
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(7)))\n"
+        "pathlib.Path(sys.argv[1]).touch()\n"
+        "time.sleep(60)\n"
+    )
+
+    def stop():
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    Thread(target=stop, daemon=True).start()
+    with pytest.raises(SystemExit, match="7"):
+        track.train([str(tmp_path / "child.py"), str(tmp_path / "ready")], tmp_path / "0")
 
 
 @pytest.mark.parametrize("size", track.CONFIGS)

@@ -63,8 +63,9 @@ def _recipes(pair: dict[str, Any]) -> str:
     rows = [
         [f"equal {name}", f"{of['difference']:+.4f}", ends(of), f"{of['p_corrected']:.2g}"]
         for name, of in pair["axes"].items()
-        if name != "seconds" or not pair["seconds_not_comparable"]
     ]
+    if why := pair["seconds_not_comparable"]:
+        rows[-1][1:] = [f"not comparable: {why}", "", ""]
     if of := pair["documents"]:
         rows.append([f"these networks, over {of['documents']} documents", f"{of['difference']:+.4f}", ends(of), ""])
     title = f"<h2>{escape(pair['recipe'])} less {escape(pair['first'])}</h2><p>{escape(pair['verdict'])}</p>"

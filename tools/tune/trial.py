@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from configs.messages import LOGGER
-from configs.schema import Config, UserError, with_options
+from configs.schema import MEASURED, Config, UserError, with_options
 from data.dataset import Text
 from data.loader import StepBatches, held_out_batches, local_rows, train_batches
 from hosts.stop import Stop
@@ -179,16 +179,5 @@ def trial_config(config: Config, run_dir: Path, steps: int) -> Config:
     rollback would change its data."""
     return with_options(
         config,
-        {
-            "run_dir": str(run_dir),
-            "resume": "auto",
-            "checkpoint.folder": "",
-            "checkpoint.keep": 1,
-            "checkpoint.keep_every": 0,
-            "stability.rollback": False,
-            "log.every_steps": max(1, steps // LOGGED),
-            "log.on_event": "",
-            "log.wandb": "",
-            "profile.steps": "",
-        },
+        MEASURED | {"run_dir": str(run_dir), "log.every_steps": max(1, steps // LOGGED)},
     )
