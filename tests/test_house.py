@@ -4,7 +4,7 @@ from tests.house import closure, counts
 
 BOUNDS = {
     "lines outside tests": 28_220,
-    "lines of tests": 22_680,
+    "lines of tests": 22_690,
     "lines of train.py": 180,
     "names that train.py imports": 40,
     "modules that train.py needs": 106,
