@@ -12,9 +12,10 @@ CGROUPS, OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 def device_limit(device: Any, devices_here: int) -> int:
     """Return the bytes that programs may take on a device that is here. Devices that do not report it (CPUs) share what
     the machine has available now, within the limit of this process's container."""
-    stats = device.memory_stats() or {}
+    if reported := (device.memory_stats() or {}).get("bytes_limit"):
+        return reported
     available = min(psutil.virtual_memory().available, cgroup_limit() - psutil.Process().memory_info().rss)
-    return stats.get("bytes_limit", available // devices_here)
+    return available // devices_here
 
 
 def cgroup_limit() -> int:

@@ -26,21 +26,11 @@ from training.build import build
 from training.candidate import candidate_of
 from training.memory import device_bytes
 
-CONFIG = """
-from configs.schema import *
-
-def get_config():
-    return Config(
-        name="tiny",
-        steps=4,
-        model=ModelConfig(depth=3, width=32, heads=2, kv_heads=1, head_dim=16, vocab_size=300, dtype="float32"),
-        data=DataConfig(source="text", val_fraction=0.2),
-        batch=BatchConfig(sequence_length=64, tokens_per_step=1024),
-        checkpoint=CheckpointConfig(every_steps=2),
-        eval=EvalConfig(every_steps=100, tokens=500, prompts=("the ",), sample_tokens=8),
-        log=LogConfig(every_steps=1),
-    )
-"""
+OPTIONS = (  # of test_train.py's config: four short steps, with rows that are chosen
+    *("--config=tiny.py", "--steps=4", "--model.depth=3", "--batch.sequence_length=64", "--batch.tokens_per_step=1024"),
+    *("--batch.rows_per_device=auto", "--checkpoint.every_steps=2", "--eval.every_steps=100", "--eval.tokens=500"),
+    "--log.every_steps=1",
+)
 LEVELS = [(1, "none", 1), (8, "none", 1), (8, "products", 1), (8, "block", 1), *((8, "block", n) for n in (2, 4, 8))]
 NEEDS = re.compile(
     r"--batch.rows_per_device=(\d+) --model.loss_chunks=(\d+) --model.remat=(\w+) --mesh.fsdp=(\d+): "
@@ -178,13 +168,13 @@ def test_a_choice_is_kept_with_the_run_and_for_others_on_such_devices(asked, mon
 def folder(tmp_path, monkeypatch):
     """A folder with a config and text, and a cache of its own for what is chosen."""
     monkeypatch.setattr(module, "known", lambda: tmp_path / "known")
-    monkeypatch.chdir(write_folder(tmp_path, CONFIG))
+    monkeypatch.chdir(write_folder(tmp_path))
     return tmp_path
 
 
 def train(patch, capfd, run_dir: str, *more: str) -> tuple[int, list[tuple], str]:
     """Return the exit code of train.py, what it says of each program that it compiles, and all that it says."""
-    code = run("train", patch, "--config=tiny.py", f"--run_dir={run_dir}", *more, devices=1)
+    code = run("train", patch, *OPTIONS, f"--run_dir={run_dir}", *more, devices=1)
     out, err = capfd.readouterr()
     return code, NEEDS.findall(out), out + err
 
@@ -252,7 +242,7 @@ def test_out_of_memory_in_a_step_halves_the_rows_once(folder, monkeypatch, capfd
 
 @pytest.mark.slow
 def test_two_processes_choose_what_fits_the_smaller_device(folder):
-    command = [ROOT / "train.py", "--config=tiny.py", "--run_dir=two"]
+    command = [ROOT / "train.py", *OPTIONS, "--run_dir=two"]
     commands = [[*command, f"--memory={gib}"] for gib in (1, 0.006)]
     assert "it fits" in finish(start(*commands, folders=[folder]), 0)[0]
     (choice,) = fitted("two")
