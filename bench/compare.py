@@ -50,7 +50,7 @@ class Arguments:
 
 
 class Outcome(NamedTuple):
-    """What a complete run gives."""
+    """The results of a complete run."""
 
     curves: dict[str, tuple[list[float], list[float]]]
     documents: dict[str, tuple[float, int]]
