@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jaxtyping import Array, Bool, Float, Int
 
 from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
@@ -65,9 +66,11 @@ def attend(
     positions: Int[Array, "length"] | None = None,
     segment_ids: Int[Array, "batch length"] | None = None,
     window: int | None = None,
+    layer: int = 0,
 ) -> Float[Array, "batch length heads head_dim"]:
     """Return softmax attention of scaled queries. It is causal, or with `positions` of the queries attends to all keys
-    up to them. With `segment_ids` it stays within a segment; with `window`, within this many positions back.
+    up to them. With `segment_ids` it stays within a segment; with `window`, within this many positions back. `layer`
+    never changes the result (`cudnn_attention`).
 
     `model.kernels.attention_kernel` chooses the kernel; a cache is read by plain products.
     """
@@ -79,10 +82,7 @@ def attend(
     if kernel == "splash":
         return splash_attention(q, k, v, segment_ids, window)
     if kernel == "cudnn":
-        back = None if window is None else (window, 0)
-        return jax.nn.dot_product_attention(
-            q, k, v, scale=1.0, is_causal=True, local_window_size=back, implementation="cudnn"
-        )
+        return cudnn_attention(q, k, v, window, layer)
     places = Places(jnp.arange(length), segment_ids)
     if kernel == "blocks":
         size = math.gcd(q.shape[0], ROWS)
@@ -95,6 +95,26 @@ def attend(
             for rows, keys in query_spans(length, window)
         ],
         axis=1,
+    )
+
+
+def cudnn_attention(
+    q: Float[Array, "batch length heads head_dim"],
+    k: Float[Array, "batch length kv_heads head_dim"],
+    v: Float[Array, "batch length kv_heads head_dim"],
+    window: int | None,
+    layer: int,
+) -> Float[Array, "batch length heads head_dim"]:
+    """Return causal attention by cuDNN.
+
+    `jax.nn.dot_product_attention` would make the same call in every layer. With `--deterministic`, XLA sets
+    cuDNN's deterministic flag for the first of equal backward calls only, and the program then fails in its first step:
+    `IndexError: raw_hash_map<>::at` (openxla/xla, pull request 46500). The number of the layer makes the calls unequal,
+    as the seed of a dropout of zero.
+    """
+    back = None if window is None else window + 1  # with the query's own position
+    return cudnn.dot_product_attention(
+        q, k, v, scale=1.0, mask_type=cudnn.MaskType.CAUSAL, seed=layer, sliding_window_length=back
     )
 
 
@@ -233,7 +253,7 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs | None):
         self.head_dim, self.kv_heads, self.qk_scale = config.head_dim, config.kv_heads, config.qk_scale
-        self.window = window_of(config, layer)
+        self.layer, self.window = layer, window_of(config, layer)
         # As nanochat: uniform of the same standard deviation as a normal of 1/sqrt(width), to avoid outliers.
         uniform = nnx.initializers.variance_scaling(1.0, "fan_in", "uniform")
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
@@ -270,7 +290,7 @@ class Attention(nnx.Module):
         if cache is not None:
             cache = LayerCache(*(write(old, new, positions) for old, new in zip(cache, (k, v))))
         if cache is None or positions is None:  # nothing came before
-            y = attend(q, k, v, segment_ids=segment_ids, window=self.window)
+            y = attend(q, k, v, segment_ids=segment_ids, window=self.window, layer=self.layer)
         elif positions.ndim == 2:
             y = attend_to_cache(q, cache, positions, self.window)
         else:
