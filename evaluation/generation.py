@@ -13,6 +13,7 @@ from configs.schema import ModelConfig, UserError
 from data.tokenizer import TextTokenizer
 from evaluation.on_mesh import on_mesh
 from model import generate as model_generate
+from training.mesh import xla_options
 
 Generate = Callable[..., Int[Array, "batch length"]]
 
@@ -23,7 +24,7 @@ def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate
     rest. Every device writes all texts; only `fsdp` and `tensor` share that work."""
     everywhere = PartitionSpec()
 
-    @partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"))
+    @partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"), compiler_options=xla_options(mesh))
     def generate(params: dict, *arrays: Int[Array, "..."], **options: float | int) -> Int[Array, "batch length"]:
         write = partial(model_generate.generate, **options)  # pyright: ignore[reportArgumentType]
         return on_mesh(write, config, dtype, mesh, [everywhere] * 3, everywhere)(params, *arrays)

@@ -23,7 +23,7 @@ from model.axes import BATCH_AXES
 from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap
 from model.parallel import mark_varying, pmax_over_tensor, tensor_index
-from training.mesh import batch_devices
+from training.mesh import batch_devices, xla_options
 
 MIN_SHARED = 16  # tokens
 WORTH = 2048  # tokens: a program that saves no more is not worth compiling
@@ -113,7 +113,8 @@ def make_score(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh, row: int) -> S
 
     specs = (ROWS, ROWS, ROWS, ROWS, PartitionSpec())
     of_arrays = on_mesh(score, config, dtype, mesh, specs, ROWS)
-    compiled = jax.jit(of_arrays, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    compiled = jax.jit(of_arrays, out_shardings=replicated, compiler_options=xla_options(mesh))
 
     def put(array: np.ndarray, spec: PartitionSpec) -> Array:
         return jax.make_array_from_callback(array.shape, NamedSharding(mesh, spec), lambda part: array[part])

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import platform
-import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,6 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from configs.messages import LOGGER
 from configs.schema import UserError
-from run.record import KERNELS
 
 MADE = ("lock", "config.json")  # files that a refused start makes in a run's folder
 LEASE = 120  # seconds to wait for the lock of a machine that may be gone: NFS servers keep it for 90
@@ -42,9 +40,7 @@ class RunLock:
 
     def _leave_nothing(self) -> None:
         """Delete the files of a refused start, unless the folder contains others."""
-        folder, made = self.path.parent, (*MADE, "events.jsonl", KERNELS) if self.claimed else MADE[:1]
-        if self.claimed:
-            shutil.rmtree(folder / "compiled", ignore_errors=True)
+        folder, made = self.path.parent, (*MADE, "events.jsonl") if self.claimed else MADE[:1]
         if {path.name for path in folder.iterdir()} <= {*made, "checkpoints"}:
             if (folder / "checkpoints").exists():
                 (folder / "checkpoints").rmdir()  # OSError unless it is empty

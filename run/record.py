@@ -17,12 +17,10 @@ from etils import epath
 from configs.retry import first_line, passes, patiently, role
 from configs.schema import UserError
 
-KERNELS = "kernels.zip"
 # Events come last, in both directions: they show a start whether the copy is newer.
 CONTINUES = (
     "config.json",
     "metrics.jsonl",
-    KERNELS,
     "tokenizer/tokens.json",
     "tokenizer/tokenizer.json",
     "loss.png",

@@ -1,16 +1,13 @@
 """The stages of a run's ramp: the program and the batches of each. A constant batch is one stage."""
 
 import time
-from functools import partial
 from typing import Any, NamedTuple
 
 from configs.messages import LOGGER
 from configs.ramp import Ramp
 from data.dataset import Text
 from data.loader import StagedBatches, StepBatches, local_rows
-from hosts.runtime import on_first_process
 from run.goodput import Times
-from run.kernels import keep_choices, use_choices
 from run.progress import Start
 from training.build import Build
 from training.step import TrainStep
@@ -42,10 +39,7 @@ def compile_stages(programs: list[Program], builds: list[Build], step: int, time
     if not new:
         return
     config, began = builds[-1].config, time.monotonic()
-    every, run_dir = config.diagnostics.every_steps, config.run_dir
-    keeps_kernels = config.deterministic and builds[-1].mesh.devices.flat[0].platform == "gpu"
-    if keeps_kernels:
-        use_choices(run_dir)
+    every = config.diagnostics.every_steps
     with times.during("compilation"):
         for first_step, built in new:
             taken: Any = [
@@ -54,8 +48,6 @@ def compile_stages(programs: list[Program], builds: list[Build], step: int, time
             ]
             programs.append(Program(first_step, taken[0] or taken[1], taken[1] or taken[0]))
     programs.sort(key=lambda program: program.first_step)
-    if keeps_kernels:
-        on_first_process(partial(keep_choices, run_dir))
     if config.batch.ramp:
         LOGGER.info(f"compiled the programs of {len(new)} stage(s) in {time.monotonic() - began:.1f} s")
 

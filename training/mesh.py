@@ -131,13 +131,14 @@ def cost_of_slow_links(mesh: Mesh, model: ModelConfig, batch: tuple[int, int, in
     )
 
 
-def xla_options(mesh: Mesh, deterministic: bool) -> dict[str, bool]:
+def xla_options(mesh: Mesh, deterministic: bool = True) -> dict[str, bool]:
     """Return options of XLA that differ from its defaults, by platform.
 
     On a GPU: round to bfloat16 as the network asks. By default XLA drops such roundings, and keeps and reads float32
     copies of activations: 7 of 24 GiB, and 125 of 894 GB per step, at depth 12 (bench/LOG.md). With `deterministic`,
-    also avoid kernels whose result may differ between executions, cuDNN's backward attention among them
-    (openxla.org/xla/determinism). docs/checkpoints.md has the guarantees on other platforms.
+    also avoid kernels whose result may differ between executions, cuDNN's backward attention among them, and choose
+    kernels without timing them, so that another compilation gives the same bits (openxla.org/xla/determinism).
+    docs/checkpoints.md has the guarantees on other platforms.
     """
     if mesh.devices.flat[0].platform != "gpu":
         return {}

@@ -211,4 +211,5 @@ def make_eval_step(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> EvalSte
         _, (_, losses) = jax.lax.scan(lambda _, rows: ((), loss_sums(model, **rows)), (), batch)
         return psum(losses, BATCH_AXES)
 
-    return jax.jit(on_each_device(sums, mesh, dtype, (jax.tree.map(spec_of, places), ROWS), PartitionSpec()))
+    evaluated = on_each_device(sums, mesh, dtype, (jax.tree.map(spec_of, places), ROWS), PartitionSpec())
+    return jax.jit(evaluated, compiler_options=xla_options(mesh))
