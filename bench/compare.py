@@ -19,11 +19,11 @@ from scipy.interpolate import PchipInterpolator
 from scipy.special import stdtrit
 
 from bench.paired import LEVEL, holm, interval, p_value
-from bench.recipes import Recipe, read_recipes, why_seconds_differ
+from bench.recipes import Recipe, evaluate_all, read_recipes, train_all, why_seconds_differ
 from configs.command_line import exit_code_of, parse_arguments
 from configs.exit_codes import Exit
 from configs.files import write_whole
-from configs.schema import FilePath, NotNegative, UserError
+from configs.schema import FilePath, NotNegative, Positive, UserError
 from evaluation.bits_per_byte import ratio
 from evaluation.item_log import write_json
 from model.flops import flops_per_token
@@ -45,6 +45,9 @@ class Arguments:
     documents: NotNegative[int] = 100
     """Held-out documents of a dataset that each network reads at its end, for an interval over documents; 0: none.
     There are none of a mixture, of a dataset at a URL, and of conversations."""
+    at_once: Positive[int] = 1
+    """Runs of a seed that train side by side on this machine. They take less time together, and the results are the
+    same, but for the seconds. On a GPU they share its memory."""
     out: FilePath = "runs/compare"
     """A folder for the runs, compare.json and compare.png."""
 
@@ -219,7 +222,15 @@ def draw(compared: dict[str, Any], path: Path) -> None:
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     out = Path(arguments.out)
-    first, *others = read_recipes(arguments.recipes, out)
+    if arguments.at == "seconds" and arguments.at_once > 1:
+        raise UserError("--at=seconds needs --at_once=1: runs side by side slow each other")
+    first, *others = recipes = read_recipes(arguments.recipes, out)
+    auto = [recipe.text for recipe in recipes if recipe.config.batch.rows_per_device == "auto"]
+    if auto and arguments.at_once > 1:
+        raise UserError(
+            f"--at_once={arguments.at_once} needs a number of rows, but {auto[0]} takes what all of the memory holds; "
+            "give --batch.rows_per_device=8, for example"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=out).close()
@@ -232,13 +243,13 @@ def main() -> int:
         running = [pair for pair, p in zip(pairs, corrected(pairs, arguments.at)) if p > LEVEL]
         if not running:
             break
-        outcomes = {}
-        for recipe in [first, *(pair.other for pair in running)]:
-            folders.append(recipe.train(seed))
+        needed = [(recipe, seed) for recipe in [first, *(pair.other for pair in running)]]
+        for runs in [needed] if arguments.at_once > 1 else [[run] for run in needed]:
+            folders += train_all(runs, arguments.at_once)
             if arguments.at == "seconds" and (why := why_seconds_differ(folders)):
                 raise UserError(f"no verdict at equal seconds, since {why}; delete that folder in {out}, and repeat")
-            outcomes[recipe.digest] = outcome(recipe, seed, arguments.documents)
-            print(f"complete: {recipe.text}, seed {seed}", flush=True)
+            evaluate_all(runs, arguments.documents, arguments.at_once)
+        outcomes = {recipe.digest: outcome(recipe, seed, arguments.documents) for recipe, _ in needed}
         for pair in running:
             pair.add(outcomes[first.digest], outcomes[pair.other.digest])
         compared = results(pairs, arguments)

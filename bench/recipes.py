@@ -11,6 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -64,35 +67,52 @@ class Recipe:
         readable = re.sub(r"[^\w.=-]+", "_", self.text.replace(".py", "").replace(" --", " ").removeprefix("configs/"))
         return self.out / f"{readable[-60:]}-{self.digest}-{seed}"
 
-    def train(self, seed: int) -> Path:
-        """Train with a seed, or resume, unless the run is complete. Return its folder. Exit with train.py's code if it
-        does not end well. machine.json records who else used the machine, if the run was not interrupted."""
-        folder = self.run_dir(seed)
-        if (folder / "summary.json").exists():
-            return folder
+    def training(self, seed: int) -> list[str]:
+        """Return the command that trains with a seed, or resumes."""
         file, *words = shlex.split(self.text)
-        own = [f"--run_dir={folder}", f"--name={folder.name}", f"--seed={seed}"]
-        own += [f"--eval.every_steps={max(1, self.config.steps // POINTS)}"]
-        resumed, began, before = (folder / "events.jsonl").exists(), time.monotonic(), _seconds_of_others()
-        _run(["train.py", f"--config={file}", *words, *OWN, *own], folder)
-        others = (_seconds_of_others() - before) / (time.monotonic() - began) / (os.cpu_count() or 1)
-        if not resumed:
-            write_json(folder / "machine.json", {"machine": platform.node(), "busy_with_others": round(others, 4)})
-        return folder
+        folder, every = self.run_dir(seed), max(1, self.config.steps // POINTS)
+        own = [f"--run_dir={folder}", f"--name={folder.name}", f"--seed={seed}", f"--eval.every_steps={every}"]
+        return ["train.py", f"--config={file}", *words, *OWN, *own]
 
     def documents(self, seed: int, most: int) -> dict[str, tuple[float, int]]:
-        """Return the bits and bytes of up to `most` held-out documents under a trained network."""
-        folder = self.run_dir(seed)
-        out = folder / f"documents-{most}"
-        if not list(out.glob("texts/*/bits_per_byte.json")):
-            source = most and dataset_folder(self.config.data, self.config.model.vocab_size)
-            if not source:
-                return {}
-            command = [f"--run_dir={folder}", f"--source={source}", f"--documents={most}", f"--out={out}"]
-            _run(["evaluate.py", *command], folder)
-        (log,) = out.glob("texts/*/documents.jsonl")
-        lines = [json.loads(line) for line in log.read_text().splitlines()[1:]]
+        """Return the bits and bytes of up to `most` held-out documents under a trained network. It is empty unless they
+        were evaluated."""
+        logs = (self.run_dir(seed) / f"documents-{most}").glob("texts/*/documents.jsonl")
+        lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()[1:]]
         return {f"{line['source']} {line['document']}": (line["bits"], line["bytes"]) for line in lines}
+
+
+def train_all(runs: Sequence[tuple[Recipe, int]], at_once: int) -> list[Path]:
+    """Train recipes with seeds, up to `at_once` runs side by side, or resume, unless they are complete. Return their
+    folders. Exit with train.py's code if one does not end well. machine.json records who else used the machine, for a
+    run that was not interrupted."""
+    folders = [recipe.run_dir(seed) for recipe, seed in runs]
+    training = {folder: recipe.training(seed) for folder, (recipe, seed) in zip(folders, runs)}
+    commands = {folder: words for folder, words in training.items() if not (folder / "summary.json").exists()}
+    resumed = {folder for folder in commands if (folder / "events.jsonl").exists()}
+    machine = {"machine": platform.node(), "side_by_side": min(at_once, len(commands))}
+
+    def completed(folder: Path, others: float) -> None:
+        if folder not in resumed:
+            write_json(folder / "machine.json", machine | {"busy_with_others": round(others, 4)})
+        print(f"complete: {folder.name}", flush=True)
+
+    _run(commands, at_once, completed)
+    return folders
+
+
+def evaluate_all(runs: Sequence[tuple[Recipe, int]], most: int, at_once: int) -> None:
+    """Evaluate trained networks on up to `most` held-out documents, unless that is done. Exit as `train_all` does."""
+    commands = {}
+    for recipe, seed in runs:
+        folder = recipe.run_dir(seed)
+        out = folder / f"documents-{most}"
+        if list(out.glob("texts/*/bits_per_byte.json")):
+            continue
+        if source := most and dataset_folder(recipe.config.data, recipe.config.model.vocab_size):
+            own = [f"--run_dir={folder}", f"--source={source}", f"--documents={most}", f"--out={out}"]
+            commands[folder] = ["evaluate.py", *own]
+    _run(commands, at_once)
 
 
 def made_with(facts: object) -> str:
@@ -150,6 +170,8 @@ def why_seconds_differ(folders: list[Path]) -> str:
     if resumed := [name for name, record in records.items() if not record.exists()]:
         return f"{resumed[0]} was interrupted"
     facts = {name: json.loads(record.read_text()) for name, record in records.items()}
+    if shared := [name for name, fact in facts.items() if fact["side_by_side"] > 1]:
+        return f"{shared[0]} ran side by side with others"
     first, *_ = facts
     if others := [name for name, fact in facts.items() if fact["machine"] != facts[first]["machine"]]:
         return f"{others[0]} is of another machine than {first}"
@@ -157,40 +179,87 @@ def why_seconds_differ(folders: list[Path]) -> str:
     return f"other programs used {most:.0%} of the machine during {name}" if most > BUSY else ""
 
 
-def _seconds_of_others() -> float:
-    """Return the processor seconds that others have used on this machine: all but our ended processes. Without Linux's
-    /proc they count as always busy."""
+Completed = Callable[[Path, float], None]
+
+
+def _run(commands: dict[Path, list[str]], at_once: int, completed: Completed = lambda folder, others: None) -> None:
+    """Run a command for each folder as `run_programs` does, with its output in FOLDER.log. Exit with the code of the
+    first that fails."""
+    folders = list(commands)
+    logs = [folder.with_name(f"{folder.name}.log") for folder in folders]
+    with ExitStack() as files:
+        outputs = [files.enter_context(log.open("a")) for log in logs]
+        codes = run_programs([*commands.values()], outputs, at_once, lambda i, others: completed(folders[i], others))
+    for i, code in codes.items():
+        if code != Exit.COMPLETE:
+            words, name, tail = commands[folders[i]], folders[i].name, logs[i].read_text(errors="replace")[-1500:]
+            print(f"{tail}\n{words[0]} ended with exit code {code} in {name}; all of it: {logs[i]}", file=sys.stderr)
+            raise SystemExit(code)
+
+
+def run_programs(
+    commands: Sequence[list[str]],
+    outputs: Sequence[TextIO],
+    at_once: int = 1,
+    completed: Callable[[int, float], None] = lambda i, others: None,
+) -> dict[int, int]:
+    """Run commands of this repository, up to `at_once` side by side, with their outputs in files. Return exit codes by
+    the command's number, in the order of their ends; a signal's as a shell reports it.
+
+    Call `completed` after a code of 0, with the number and the share of the processors that others used meanwhile. The
+    first other code, SIGTERM and a terminal's Ctrl-C end all commands, which save. Exit if these two were for this one.
+    """
+    own = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if at_once > 1 else {}  # they share a GPU's memory
+    waiting, asked, codes = deque(range(len(commands))), [], {}
+    running: dict[int, tuple[subprocess.Popen, float, float]] = {}
+    catch = lambda number, _: asked.append(number)
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    terminated = False
+    try:
+        while running or waiting:
+            failed = any(codes.values())
+            if asked or failed:
+                waiting.clear()
+            # A terminal's Ctrl-C has reached the commands: a SIGTERM as well could interrupt their saving.
+            if not terminated and (signal.SIGTERM in asked or (failed and not asked)):
+                terminated = True
+                for child, _, _ in running.values():
+                    child.terminate()
+            while waiting and len(running) < at_once:
+                i = waiting.popleft()
+                words = [sys.executable, ROOT / commands[i][0], *commands[i][1:]]
+                child = subprocess.Popen(words, stdout=outputs[i], stderr=subprocess.STDOUT, env=own | os.environ)
+                running[i] = child, time.monotonic(), _busy_seconds()
+            for i, (child, began, busy) in list(running.items()):
+                ended = _seconds_of_ended()
+                if (code := child.poll()) is not None:
+                    del running[i]
+                    codes[i] = code if code >= 0 else 128 - code
+                    others = _busy_seconds() - busy - (_seconds_of_ended() - ended)
+                    if not code:
+                        completed(i, others / (time.monotonic() - began) / (os.cpu_count() or 1))
+            time.sleep(0.05)
+    finally:
+        for child, _, _ in running.values():  # after an exception
+            child.terminate()
+            child.wait()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if asked and not any(codes.values()):
+        raise SystemExit(128 + asked[0])
+    return codes
+
+
+def _busy_seconds() -> float:
+    """Return the processor seconds that were used on this machine. Without Linux's /proc it seems always busy."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return time.monotonic() * (os.cpu_count() or 1)
     user, nice, system, _, _, *more = map(int, stat.read_text().splitlines()[0].split()[1:9])
+    return (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK")
+
+
+def _seconds_of_ended() -> float:
+    """Return the processor seconds of this process's ended children."""
     ours = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK") - ours.ru_utime - ours.ru_stime
-
-
-def _run(words: list[str], folder: Path) -> None:
-    """Run a command of this repository, with its output in FOLDER.log. Exit with its code if that is not 0."""
-    log = folder.with_name(f"{folder.name}.log")
-    with log.open("a") as file:
-        code = run_program(words, file)
-    if code != Exit.COMPLETE:
-        tail = log.read_text(errors="replace")[-1500:]
-        print(f"{tail}\n{words[0]} ended with exit code {code} in {folder.name}; all of it: {log}", file=sys.stderr)
-        raise SystemExit(code)
-
-
-def run_program(words: list[str], output: TextIO) -> int:
-    """Run a command of this repository, with its output in a file. Return its exit code, a signal as a shell reports
-    it. Ctrl-C and SIGTERM end the command, not this function."""
-    child = subprocess.Popen([sys.executable, ROOT / words[0], *words[1:]], stdout=output, stderr=subprocess.STDOUT)
-    handlers = {
-        signal.SIGINT: lambda *_: None,  # a terminal's Ctrl-C reaches the child, which saves
-        signal.SIGTERM: lambda *_: child.terminate(),
-    }
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        code = child.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
+    return ours.ru_utime + ours.ru_stime

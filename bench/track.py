@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from scipy.stats import t  # JAX depends on SciPy
 
-from bench.recipes import made_with, run_program
+from bench.recipes import made_with, run_programs
 from configs.command_line import parse
 from configs.files import write_whole
 from configs.schema import Config, FilePath, Positive, UserError, free_to_change, options
@@ -109,7 +109,7 @@ def train(command: Sequence[str], run_dir: Path) -> Figures:
     if not complete.exists():
         continued, before = run_dir.exists(), energy()
         # stdout is for the result.
-        if code := run_program([*command, f"--run_dir={run_dir}"], sys.stderr):
+        if code := run_programs([[*command, f"--run_dir={run_dir}"]], [sys.stderr])[0]:
             sys.exit(code)
         write_whole(complete, json.dumps({"joules": None if continued else joules_between(before, energy())}))
     summary, (record, config) = json.loads((run_dir / "summary.json").read_text()), record_of(run_dir)

@@ -5,14 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from threading import Thread
 
+import psutil
 import pytest
 
 import tools.report.__main__ as report
 from bench import compare, recipes
 from bench.compare import Arguments, Pair, outcome, results
-from bench.recipes import Recipe, dataset_folder, read_recipes
+from bench.recipes import Recipe, dataset_folder, read_recipes, run_programs
 from configs.command_line import config_from_json
 from configs.exit_codes import Exit
 from configs.schema import DataConfig, ModelConfig, UserError
@@ -66,6 +69,14 @@ def test_a_wrong_option_and_a_single_recipe_are_refused(folder, monkeypatch, cap
     assert "model.depth" in capsys.readouterr().err and not (folder / "runs").exists()
     with pytest.raises(UserError, match="two recipes or more"):
         compared(monkeypatch, "tiny.py")
+
+
+def test_runs_side_by_side_have_a_number_of_rows_and_no_verdict_at_equal_seconds(folder, monkeypatch):
+    with pytest.raises(UserError, match="--at=seconds needs --at_once=1"):
+        compared(monkeypatch, "tiny.py", WIDER, "--at=seconds", "--at_once=2")
+    with pytest.raises(UserError, match="--at_once=2 needs a number of rows, but tiny[.]py --model.width=64"):
+        compared(monkeypatch, "tiny.py", f"{WIDER} --batch.rows_per_device=auto", "--at_once=2")
+    assert not (folder / "runs").exists()
 
 
 def test_more_steps_of_fewer_tokens_can_be_paired(folder):
@@ -135,6 +146,78 @@ def test_equal_seconds_end_at_the_first_run_whose_seconds_say_nothing(folder, mo
     assert not other.run_dir(0).exists()
 
 
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+name, code, after, *others = sys.argv[1:]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+Path(name).write_text(os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "not set"))
+while not all(Path(other).exists() for other in others):
+    time.sleep(0.01)
+time.sleep(float(after))
+sys.exit(int(code))
+"""
+
+
+def side_by_side(folder: Path, programs: str, at_once: int) -> tuple[dict[int, int], dict[int, float]]:
+    """Return the exit codes of programs, each `NAME CODE SECONDS [OTHERS]`, and the share of the processors that others
+    used during each. A program waits until the others have begun, then for the seconds."""
+    (folder / "program.py").write_text(PROGRAM)
+    commands = [[str(folder / "program.py"), *program.split()] for program in programs.split(",")]
+    shares: dict[int, float] = {}
+    return run_programs(commands, [sys.stderr] * len(commands), at_once, shares.__setitem__), shares
+
+
+def test_programs_run_side_by_side_and_share_a_gpu_s_memory(folder, monkeypatch):
+    codes, shares = side_by_side(folder, "a 0 0 b,b 0 0 a,c 0 0", 2)  # a and b wait for each other
+    assert codes.keys() == shares.keys() == {0, 1, 2} and set(codes.values()) == {0}
+    assert Path("a").read_text() == "false"
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    side_by_side(folder, "a 0 0", 2)
+    assert Path("a").read_text() == "true"
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE")
+    side_by_side(folder, "a 0 0", 1)
+    assert Path("a").read_text() == "not set"
+
+
+def test_a_program_s_sibling_counts_as_another_even_if_it_ends_first(folder):
+    (folder / "busy.py").write_text("import sys, time\nwhile time.process_time() < float(sys.argv[1]): pass")
+    (folder / "program.py").write_text("import sys, time\ntime.sleep(float(sys.argv[1]))")
+    shares: dict[int, float] = {}
+    commands = [[str(folder / "busy.py"), "1"], [str(folder / "program.py"), "2"]]
+    run_programs(commands, [sys.stderr] * 2, 2, shares.__setitem__)
+    assert shares[1] > 0.9 / 60 / (os.cpu_count() or 1)
+
+
+def test_the_first_failure_ends_the_others(folder):
+    codes, shares = side_by_side(folder, "a 0 99,b 7 0 a,c 0 0", 2)
+    assert list(codes.items()) == [(1, 7), (0, 143)] and not shares and not Path("c").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_all_programs(folder, number):
+    """A terminal sends Ctrl-C to the programs, too."""
+    seen = []
+
+    def interrupt() -> None:
+        wait = lambda: [path for path in (Path("a"), Path("b")) if path.exists()]
+        while len(wait()) < 2:
+            time.sleep(0.01)
+        children = [child.pid for child in psutil.Process().children() if "program.py" in " ".join(child.cmdline())]
+        for pid in [os.getpid(), *(children if number == signal.SIGINT else [])]:
+            os.kill(pid, number)
+        seen.extend(children)
+
+    before = signal.getsignal(number)
+    thread = Thread(target=interrupt)
+    thread.start()
+    codes, _ = side_by_side(folder, "a 0 99,b 0 99,c 0 0", 2)
+    thread.join()
+    assert codes == {0: 128 + number, 1: 128 + number} and len(seen) == 2 and not Path("c").exists()
+    assert signal.getsignal(number) == before
+
+
 def verdict_of(differences: list[float]) -> str:
     """Return the verdict on a pair with these differences by seed, of at most five."""
     pair = Pair(*(Recipe(name, config_from_json('{"name": "x"}'), Path("nowhere")) for name in "AB"), 5)
@@ -179,7 +262,10 @@ def test_seeds_are_added_until_each_difference_is_clear(folder, monkeypatch, cap
 def test_a_killed_comparison_continues_and_repeats_no_run(folder, monkeypatch):
     words = ["tiny.py", WIDER, "--seeds=1", "--documents=3"]
     command = subprocess.Popen(
-        [sys.executable, "-m", "bench.compare", *words], cwd=folder, env=environment_of(1), stderr=subprocess.PIPE
+        [sys.executable, "-m", "bench.compare", *words, "--at_once=2"],
+        cwd=folder,
+        env=environment_of(1),
+        stderr=subprocess.PIPE,
     )
     runs = [recipe.run_dir(0) for recipe in read_recipes(("tiny.py", WIDER), Path("runs/compare"))]
     wait_until((runs[0] / "checkpoints" / "20").exists, command)
@@ -187,7 +273,8 @@ def test_a_killed_comparison_continues_and_repeats_no_run(folder, monkeypatch):
     assert b"train.py ended with exit code 137" in command.communicate()[1] and command.returncode == 137
     assert compared(monkeypatch, *words) == Exit.COMPLETE
     starts = lambda: [sum(event["event"] == "start" for event in Events(run).read()) for run in runs]
-    assert starts() == [2, 1]
+    before = starts()
+    assert before[0] == 2
     made = json.loads(Path("runs/compare/compare.json").read_text())
     (pair,) = made["comparisons"]
     first, other = (json.loads((run / "summary.json").read_text())["val_bpb"] for run in runs)
@@ -196,4 +283,4 @@ def test_a_killed_comparison_continues_and_repeats_no_run(folder, monkeypatch):
     assert shares[0] == 1 and 0.2 < shares[1] < 0.6  # four times the parameters of a matrix
     assert pair["documents"]["documents"] == 3 and pair["seconds_not_comparable"].endswith("was interrupted")
     assert compared(monkeypatch, *words) == Exit.COMPLETE  # from the folder alone
-    assert starts() == [2, 1] and json.loads(Path("runs/compare/compare.json").read_text()) == made
+    assert starts() == before and json.loads(Path("runs/compare/compare.json").read_text()) == made
