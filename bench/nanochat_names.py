@@ -4,7 +4,7 @@ import os
 import sys
 from typing import Any
 
-from configs.schema import Config, UserError
+from configs.schema import Config, ModelConfig, UserError
 from interchange.safetensors import arrays_of
 from interchange.transformers import turned
 
@@ -34,21 +34,29 @@ def their_name(name: str) -> str:
     return name
 
 
-def their_network(config: Config, params: dict) -> Any:
-    """Return nanochat's network (torch) in float32, not compiled, with our parameters. UserError if NANOCHAT_DIR names
-    no checkout, or if the config leaves out a feature of nanochat's."""
+def new_network(model: ModelConfig, length: int, dtype: str = "float32", compiled: bool = False) -> Any:
+    """Return nanochat's network (torch) of these sizes, for rows of `length` tokens, freshly initialized. `compiled`:
+    its optimizer's steps may be compiled. Only the first call in a process chooses that and `dtype`. UserError if
+    NANOCHAT_DIR names no checkout."""
     if "NANOCHAT_DIR" not in os.environ:
         raise UserError("NANOCHAT_DIR names no checkout of nanochat")
-    os.environ |= {"NANOCHAT_DTYPE": "float32", "TORCHDYNAMO_DISABLE": "1"}
+    os.environ |= {"NANOCHAT_DTYPE": dtype, "TORCHDYNAMO_DISABLE": str(int(not compiled))}
     sys.path.append(os.environ["NANOCHAT_DIR"])
-    import torch
     from nanochat.gpt import GPT, GPTConfig  # pyright: ignore[reportMissingImports]
 
-    model = config.model
     sizes = {"n_layer": model.depth, "n_head": model.heads, "n_kv_head": model.kv_heads, "n_embd": model.width}
-    sizes |= {"vocab_size": model.vocab_size, "sequence_len": config.batch.sequence_length}
-    network = GPT(GPTConfig(**sizes, window_pattern=model.window_pattern))
+    sizes |= {"vocab_size": model.vocab_size, "sequence_len": length, "window_pattern": model.window_pattern}
+    network = GPT(GPTConfig(**sizes))
     network.init_weights()
+    return network
+
+
+def their_network(config: Config, params: dict) -> Any:
+    """Return nanochat's network in float32, not compiled, with our parameters. UserError if NANOCHAT_DIR names no
+    checkout, or if the config leaves out a feature of nanochat's."""
+    network = new_network(config.model, config.batch.sequence_length)
+    import torch
+
     by_name = dict(network.named_parameters())
     with torch.no_grad():
         for name, array in arrays_of(params).items():

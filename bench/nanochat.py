@@ -1,0 +1,219 @@
+"""Train nanochat's own network, with its own optimizer and recipe, on the batches of a config.
+
+NANOCHAT_DIR=CHECKOUT python -m bench.nanochat --config=configs/small.py --device=cuda --out=runs/nanochat
+
+Text, rows, their order, micro-batches, steps, evaluated steps and held-out rows are those of `train.py` with the same
+options, on one device. Depth, width, heads, vocabulary and windows are the config's. Everything else of the network and
+of the optimizer is nanochat's, so other options of `model` and `optimizer` have no effect. Rates, decay and schedules
+follow its scripts/base_train.py at its default arguments.
+"""
+
+import json
+import math
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from bench.nanochat_names import new_network
+from configs.command_line import parse
+from configs.messages import LOGGER
+from configs.nanochat import REFERENCE_BATCH, REFERENCE_DEPTH, network_of_depth
+from configs.schema import Config, FilePath, UserError, with_options
+from data.loader import train_batches
+from evaluation.bits_per_byte import evaluate
+from hosts.runtime import run_command, start_jax
+from run.metrics import Clock
+from run.opening import open_training
+from run.progress import Start, due_after
+from run.stages import batches_from
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Where and how nanochat trains."""
+
+    out: FilePath = "runs/nanochat"
+    """A new folder for metrics.jsonl: a line for each evaluated step."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device of torch. Our part, which reads the text, is always on the CPU."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """nanochat's compute type. `auto`: bfloat16 on a GPU, float32 on a CPU."""
+    compile: bool = True
+    """Compile the network and the optimizer's steps, as nanochat does."""
+
+
+class Schedules(NamedTuple):
+    """The schedules of nanochat's scripts/base_train.py, with its default arguments, as functions of the steps
+    taken."""
+
+    steps: int
+    """Steps of the run."""
+
+    @property
+    def warmdown(self) -> int:
+        """Return the number of steps at the end in which the rate falls (`warmdown_iters`)."""
+        return round(0.65 * self.steps)
+
+    def rate(self, step: int) -> float:
+        """Return the factor of every rate (`get_lr_multiplier`): it rises to 1 over 40 steps, and falls to 0.05."""
+        if step < 40:
+            return (step + 1) / 40
+        return 0.05 + 0.95 * min(1.0, (self.steps - step) / self.warmdown)
+
+    def momentum(self, step: int) -> float:
+        """Return Muon's momentum (`get_muon_momentum`): it rises from 0.85 to 0.97 over 400 steps, and then falls to
+        0.9 during the warmdown."""
+        if step < 400:
+            return 0.85 + 0.12 * step / 400
+        return 0.97 - 0.07 * max(0.0, 1 - (self.steps - step) / self.warmdown)
+
+    def decay(self, step: int) -> float:
+        """Return the factor of Muon's weight decay (`get_weight_decay`): a half cosine."""
+        return (1 + math.cos(math.pi * step / self.steps)) / 2
+
+
+def scaled(parameters: int, reference: int, tokens_per_step: int) -> dict[str, float]:
+    """Return the options of nanochat's `setup_optimizer`, from the parameters of blocks and head of the network and of
+    the reference of depth 12. base_train.py multiplies rates by the root of the batch over 2^19 (`batch_lr_scale`), and
+    the decay also by the reference's horizon over this network's (`weight_decay_scaled`). A horizon is 12 tokens a
+    parameter, whatever the run's steps."""
+    root = math.sqrt(tokens_per_step / REFERENCE_BATCH)
+    rates = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "scalar_lr": 0.5, "matrix_lr": 0.02}
+    decay = 0.28 * root * (12 * reference) / int(12 * parameters)
+    return {name: rate * root for name, rate in rates.items()} | {"weight_decay": decay}
+
+
+def micro_batches(batch: dict[str, Any], device: str) -> Any:
+    """Yield (inputs, targets, weights) of each micro-batch [B, T] of a batch [K, B, T], as tensors on the device."""
+    import torch
+
+    inputs, targets, weights = (torch.tensor(np.asarray(batch[of])) for of in ("inputs", "targets", "weights"))
+    yield from zip(inputs.long().to(device), targets.long().to(device), weights.to(device))
+
+
+class Trainer:
+    """nanochat's network and optimizer, on a device."""
+
+    def __init__(self, config: Config, arguments: Arguments):
+        """Take a config whose `steps` are known."""
+        model, length, self.device = config.model, config.batch.sequence_length, arguments.device
+        dtype = arguments.dtype if arguments.dtype != "auto" else "bfloat16" if self.device == "cuda" else "float32"
+        import torch
+
+        torch.manual_seed(config.seed)
+        if self.device == "cuda":
+            torch.set_float32_matmul_precision("high")  # as `compute_init` does
+        new = partial(new_network, length=length, dtype=dtype, compiled=arguments.compile)
+        self.network = new(model).to(self.device)
+        with torch.device("meta"):
+            reference = new(network_of_depth(model, REFERENCE_DEPTH))
+        sizes = [net.num_scaling_params() for net in (self.network, reference)]
+        of_scaling = [size["transformer_matrices"] + size["lm_head"] for size in sizes]
+        options = scaled(*of_scaling, config.batch.tokens_per_step)
+        self.decay, self.schedules = options["weight_decay"], Schedules(config.steps)
+        self.optimizer = self.network.setup_optimizer(**options)
+        self.compiled = torch.compile(self.network, dynamic=False)
+
+    def step(self, step: int, batch: dict[str, Any]) -> None:
+        """Take the step after `step` steps."""
+        for inputs, targets, weights in micro_batches(batch, self.device):
+            loss = self.compiled(inputs, targets.masked_fill(weights == 0, -1))
+            (loss / len(batch["inputs"])).backward()
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * self.schedules.rate(step)
+            if group["kind"] == "muon":
+                group["momentum"] = self.schedules.momentum(step)
+                group["weight_decay"] = self.decay * self.schedules.decay(step)
+        self.optimizer.step()
+        self.network.zero_grad(set_to_none=True)
+
+    def compile(self, batch: dict[str, Any]) -> None:
+        """Compile everything by a step that is undone."""
+        state = deepcopy(self.network.state_dict())
+        self.step(0, batch)
+        self.network.load_state_dict(state)
+        self.optimizer.state.clear()
+
+    def sums(self, _: dict, batch: dict[str, Any]) -> tuple[list[float], list[int]]:
+        """Return each micro-batch's loss, summed in nats, and its number of counted targets, as our `eval_step`."""
+        import torch
+
+        losses, counts = [], []
+        with torch.no_grad():
+            for inputs, targets, weights in micro_batches(batch, self.device):
+                losses.append((weights.flatten() * self.network(inputs, targets, loss_reduction="none")).sum().item())
+                counts.append(int(weights.sum().item()))
+        return losses, counts
+
+    def facts(self) -> dict[str, Any]:
+        """Return what was used, for the record."""
+        import torch
+        from nanochat.common import COMPUTE_DTYPE  # pyright: ignore[reportMissingImports]
+        from nanochat.flash_attention import USE_FA3  # pyright: ignore[reportMissingImports]
+
+        device = torch.cuda.get_device_name() if self.device == "cuda" else "cpu"
+        parameters = sum(parameter.numel() for parameter in self.network.parameters())
+        facts = {"device": device, "torch": torch.__version__, "dtype": str(COMPUTE_DTYPE).removeprefix("torch.")}
+        return facts | {"flash_attention_3": USE_FA3, "parameters": parameters}
+
+    def wait(self) -> None:
+        """Return when the device has done everything."""
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.synchronize()
+
+
+def train(config: Config, arguments: Arguments) -> dict[str, Any]:
+    """Train, and write metrics.jsonl. Return the last line, with what was used."""
+    if config.batch.ramp:
+        raise UserError("--batch.ramp: nanochat has one size of step; leave the ramp out")
+    if config.batch.rows_per_device == "auto":
+        config = with_options(config, {"batch.rows_per_device": 32})  # nanochat's default
+    metrics = Path(arguments.out) / "metrics.jsonl"
+    if metrics.exists():
+        raise UserError(f"{metrics} is of an earlier run: give another --out")
+    builds, text, evaluator = open_training(replace(config, eval=replace(config.eval, prompts=(), tasks="")))
+    config = builds[-1].config
+    staged = batches_from(Start(builds[-1].abstract_state), builds, text)
+    trainer = Trainer(config, arguments)
+    trainer.compile(staged[0])
+    metrics.parent.mkdir(parents=True, exist_ok=True)
+    clock, line = Clock(0.0, 0), {}
+
+    def evaluated(step: int) -> dict[str, Any]:
+        """Write and return the line of a step."""
+        trainer.wait()
+        seconds = clock.seconds
+        with clock.paused(), metrics.open("a") as file:
+            bits = evaluate(trainer.sums, {}, evaluator.batches, evaluator.text_bytes)["val_bpb"]
+            line = {"step": step, "tokens": step * config.batch.tokens_per_step, "seconds": round(seconds, 3)}
+            file.write(f"{json.dumps(line | {'val_bpb': bits})}\n")
+            LOGGER.info(f"step {step}: {bits:.4f} bits per byte after {seconds:.1f} s of training")
+        return line | {"val_bpb": bits}
+
+    clock.start()
+    batches = train_batches(staged, builds[-1].batch_sharding, config.data.workers)
+    for step, batch in zip(range(config.steps + 1), batches):
+        if due_after(step, config, last=False).evaluate:
+            line = evaluated(step)
+        if step < config.steps:
+            trainer.step(step, batch)
+    return line | trainer.facts()
+
+
+def main() -> int:
+    config, arguments = parse(__doc__, Arguments)
+    jax.config.update("jax_platforms", "cpu")
+    start_jax()
+    print(json.dumps(train(config, arguments)))
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
