@@ -10,8 +10,9 @@ follow its scripts/base_train.py at its default arguments.
 
 import json
 import math
+from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,6 +25,7 @@ from configs.command_line import parse
 from configs.messages import LOGGER
 from configs.nanochat import REFERENCE_BATCH, REFERENCE_DEPTH, network_of_depth
 from configs.schema import Config, FilePath, UserError, with_options
+from configs.validation import require_steps
 from data.loader import train_batches
 from evaluation.bits_per_byte import evaluate
 from hosts.runtime import run_command, start_jax
@@ -88,30 +90,47 @@ def scaled(parameters: int, reference: int, tokens_per_step: int) -> dict[str, f
     return {name: rate * root for name, rate in rates.items()} | {"weight_decay": decay}
 
 
-def micro_batches(batch: dict[str, Any], device: str) -> Any:
-    """Yield (inputs, targets, weights) of each micro-batch [B, T] of a batch [K, B, T], as tensors on the device."""
+def micro_batches(batch: dict[str, Any], device: str) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield inputs, targets and weights [B, T] of each micro-batch of a batch [K, B, T], as tensors on the device. The
+    host does not wait for what the device has to do before."""
     import torch
 
-    inputs, targets, weights = (torch.tensor(np.asarray(batch[of])) for of in ("inputs", "targets", "weights"))
-    yield from zip(inputs.long().to(device), targets.long().to(device), weights.to(device))
+    names = ("inputs", "targets", "weights")
+    tensors = [torch.tensor(np.asarray(batch[name])).to(device, non_blocking=True) for name in names]
+    yield from zip(tensors[0].long(), tensors[1].long(), tensors[2])
+
+
+def summed(network: Any, batch: dict[str, Any], device: str) -> tuple[list[float], list[float]]:
+    """Return each micro-batch's loss, summed in nats, and its number of counted targets, as our `eval_step` does."""
+    import torch
+
+    sums, counts = [], []
+    with torch.no_grad():
+        for inputs, targets, weights in micro_batches(batch, device):
+            losses = network(inputs, targets, loss_reduction="none")
+            sums.append((losses * weights.flatten()).sum().item())
+            counts.append(weights.sum().item())
+    return sums, counts
 
 
 class Trainer:
     """nanochat's network and optimizer, on a device."""
 
     def __init__(self, config: Config, arguments: Arguments):
-        """Take a config whose `steps` are known."""
-        model, length, self.device = config.model, config.batch.sequence_length, arguments.device
-        dtype = arguments.dtype if arguments.dtype != "auto" else "bfloat16" if self.device == "cuda" else "float32"
+        """Raise UserError if NANOCHAT_DIR names no checkout, or if torch has no such device."""
         import torch
 
-        torch.manual_seed(config.seed)
+        self.device = arguments.device
         if self.device == "cuda":
-            torch.set_float32_matmul_precision("high")  # as `compute_init` does
-        new = partial(new_network, length=length, dtype=dtype, compiled=arguments.compile)
-        self.network = new(model).to(self.device)
+            if not torch.cuda.is_available():
+                raise UserError("--device=cuda: torch finds no GPU here; use --device=cpu")
+            torch.set_float32_matmul_precision("high")  # as nanochat does
+        dtype = arguments.dtype if arguments.dtype != "auto" else "bfloat16" if self.device == "cuda" else "float32"
+        new = partial(new_network, length=config.batch.sequence_length, dtype=dtype, compiled=arguments.compile)
+        torch.manual_seed(config.seed)
+        self.network = new(config.model).to(self.device)
         with torch.device("meta"):
-            reference = new(network_of_depth(model, REFERENCE_DEPTH))
+            reference = new(network_of_depth(config.model, REFERENCE_DEPTH))
         sizes = [net.num_scaling_params() for net in (self.network, reference)]
         of_scaling = [size["transformer_matrices"] + size["lm_head"] for size in sizes]
         options = scaled(*of_scaling, config.batch.tokens_per_step)
@@ -139,17 +158,6 @@ class Trainer:
         self.network.load_state_dict(state)
         self.optimizer.state.clear()
 
-    def sums(self, _: dict, batch: dict[str, Any]) -> tuple[list[float], list[int]]:
-        """Return each micro-batch's loss, summed in nats, and its number of counted targets, as our `eval_step`."""
-        import torch
-
-        losses, counts = [], []
-        with torch.no_grad():
-            for inputs, targets, weights in micro_batches(batch, self.device):
-                losses.append((weights.flatten() * self.network(inputs, targets, loss_reduction="none")).sum().item())
-                counts.append(int(weights.sum().item()))
-        return losses, counts
-
     def facts(self) -> dict[str, Any]:
         """Return what was used, for the record."""
         import torch
@@ -170,38 +178,33 @@ class Trainer:
 
 
 def train(config: Config, arguments: Arguments) -> dict[str, Any]:
-    """Train, and write metrics.jsonl. Return the last line, with what was used."""
+    """Train, and write metrics.jsonl. Return its last line, with what was used. UserError for a ramp, for a folder that
+    has a run, and as `Trainer` and `open_training` raise it."""
+    require_steps(config)
     if config.batch.ramp:
-        raise UserError("--batch.ramp: nanochat has one size of step; leave the ramp out")
-    if config.batch.rows_per_device == "auto":
-        config = with_options(config, {"batch.rows_per_device": 32})  # nanochat's default
+        raise UserError("--batch.ramp: nanochat's steps have one size; give --batch.ramp=''")
     metrics = Path(arguments.out) / "metrics.jsonl"
     if metrics.exists():
-        raise UserError(f"{metrics} is of an earlier run: give another --out")
-    builds, text, evaluator = open_training(replace(config, eval=replace(config.eval, prompts=(), tasks="")))
-    config = builds[-1].config
-    staged = batches_from(Start(builds[-1].abstract_state), builds, text)
+        raise UserError(f"{metrics} is of an earlier run; give another --out")
+    if config.batch.rows_per_device == "auto":
+        config = with_options(config, {"batch.rows_per_device": 32})  # nanochat's default
     trainer = Trainer(config, arguments)
+    builds, text, evaluator = open_training(config)
+    staged = batches_from(Start(builds[-1].abstract_state), builds, text)
     trainer.compile(staged[0])
     metrics.parent.mkdir(parents=True, exist_ok=True)
     clock, line = Clock(0.0, 0), {}
-
-    def evaluated(step: int) -> dict[str, Any]:
-        """Write and return the line of a step."""
-        trainer.wait()
-        seconds = clock.seconds
-        with clock.paused(), metrics.open("a") as file:
-            bits = evaluate(trainer.sums, {}, evaluator.batches, evaluator.text_bytes)["val_bpb"]
-            line = {"step": step, "tokens": step * config.batch.tokens_per_step, "seconds": round(seconds, 3)}
-            file.write(f"{json.dumps(line | {'val_bpb': bits})}\n")
-            LOGGER.info(f"step {step}: {bits:.4f} bits per byte after {seconds:.1f} s of training")
-        return line | {"val_bpb": bits}
-
+    sums: Any = partial(summed, device=arguments.device)
     clock.start()
-    batches = train_batches(staged, builds[-1].batch_sharding, config.data.workers)
-    for step, batch in zip(range(config.steps + 1), batches):
+    for step, batch in zip(range(config.steps + 1), train_batches(staged, builds[-1].batch_sharding, 2)):
         if due_after(step, config, last=False).evaluate:
-            line = evaluated(step)
+            trainer.wait()
+            line = {"step": step, "tokens": step * config.batch.tokens_per_step, "seconds": round(clock.seconds, 3)}
+            with clock.paused(), metrics.open("a") as file:
+                results = evaluate(sums, trainer.network, evaluator.batches, evaluator.text_bytes)
+                line["val_bpb"] = results["val_bpb"]
+                file.write(f"{json.dumps(line)}\n")
+                LOGGER.info("step {step}: {val_bpb:.4f} bits per byte, {seconds:.1f} s of training".format(**line))
         if step < config.steps:
             trainer.step(step, batch)
     return line | trainer.facts()
