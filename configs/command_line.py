@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, make_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
@@ -74,7 +74,12 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
     )
     # tyro takes hyphens for underscores.
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    config = resolved(derive(with_ramp_spelled_out(check_types(both.config)), given))
+    config = check_types(both.config)
+    if "epochs" in given:
+        if config.steps and "steps" in given:
+            raise UserError("--epochs and --steps both give the length of the run: leave one out")
+        config = replace(config, steps=0)
+    config = resolved(derive(with_ramp_spelled_out(config), given))
     validate(config)
     return config, with_homes(check_types(both.extra))
 

@@ -71,6 +71,9 @@ class ModelConfig:
     z_loss: OfTraining[NotNegative[float]] = 0.0
     """Factor of the squared log-sum-exp of the logits that training adds to the loss (arXiv:2204.02311). The logged
     `loss` and the validation loss exclude it; `z_loss` is the added term."""
+    dropout: OfTraining[Annotated[float, Meta(ge=0, lt=1)]] = 0.0
+    """Share of the outputs of attention and MLP that a training step sets to zero before they join the residual stream;
+    the others are scaled up (arXiv:1207.0580). For text that a run repeats (docs/data.md)."""
     loss_chunks: Free[Positive[int]] = 1
     """Parts in which the head and the loss process a micro-batch's tokens. Only one part's logits exist at a time: less
     memory, more time, the same result. Must divide `batch.sequence_length`."""
@@ -396,7 +399,10 @@ class Config:
     """Seed of the initial parameters, the order of rows and the samples."""
     steps: NotNegative[int] = 1000
     """Optimizer steps of the complete run. With `batch.ramp` they differ in size, and the start prints their total
-    tokens. 0: one epoch, rounded up to a step: as many rows as all datasets of `data.source` have."""
+    tokens. 0: `epochs` give the number."""
+    epochs: Positive[float] = 1.0
+    """With `steps=0`: epochs of the run, rounded up to a step. An epoch has as many rows as all datasets of
+    `data.source`. On the command line, `--epochs` implies `--steps=0`."""
     deterministic: Free[bool] = True
     """On GPUs, use no kernel whose order of additions varies, and keep XLA's autotuning choices in the run's folder. A
     resumed run then ends with the same bits (docs/checkpoints.md). False: use the fastest kernels. On CPUs and TPUs it

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from configs.schema import VALUE_GATE_CHANNELS, ModelConfig
 from model.cache import LayerCache, attend_to_cache, write
@@ -39,6 +39,8 @@ class Inputs(NamedTuple):
     """Positions, of all rows or of each. None if nothing came before: without a cache, or to fill one."""
     angles: Angles
     segment_ids: Int[Array, "batch length"] | None
+    dropout_keys: Key[Array, "batch"] | None = None
+    """A random key for each row. None: no dropout."""
 
 
 class Places(NamedTuple):
@@ -274,7 +276,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x: Float[Array, "batch length width"], inputs: Inputs, cache: LayerCache | None
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
-        tokens, positions, angles, segment_ids = inputs
+        tokens, positions, angles, segment_ids, _ = inputs
         x = vary_over_tensor(x)
         # The queries carry the scale of attention's scores: applied later, it would round them twice.
         # For this device's heads along `tensor`. If devices share a key head, each computes a part of it.

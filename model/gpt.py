@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend.core import Primitive
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from configs.schema import SMEAR_CHANNELS, ModelConfig
 from model.attention import Attention, Inputs
 from model.cache import LayerCache
-from model.layers import SAVED, Embedding, Linear, Scalars, relu_squared, rms_norm
+from model.layers import SAVED, Embedding, Linear, Scalars, dropped, relu_squared, rms_norm
 from model.parallel import own_heads, psum_over_tensor, vary_over_tensor
 from model.rotary import rotary_angles
 
@@ -45,6 +45,7 @@ class Block(nnx.Module):
     """Attention, then MLP. Each reads the normed residual stream and adds to it. Both start as zero."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs | None):
+        self.dropout, self.layer = config.dropout, layer
         self.attention = Attention(config, layer, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
 
@@ -52,8 +53,9 @@ class Block(nnx.Module):
         self, x: Float[Array, "batch length width"], inputs: Inputs, cache: LayerCache | None
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
         y, cache = self.attention(rms_norm(x), inputs, cache)
-        x = x + y
-        return x + self.mlp(rms_norm(x)), cache
+        kept = lambda y, place: dropped(y, self.dropout, inputs.dropout_keys, 2 * self.layer + place)
+        x = x + kept(y, 0)
+        return x + kept(self.mlp(rms_norm(x)), 1), cache
 
 
 @jax.custom_vjp
@@ -134,17 +136,19 @@ class GPT(nnx.Module):
         cache: KVCache | None = None,
         start: Int[Array, ""] | Int[Array, "batch 1"] | int = 0,
         segment_ids: Int[Array, "batch length"] | None = None,
+        dropout_keys: Key[Array, "batch"] | None = None,
     ) -> tuple[Float[Array, "batch length width"], KVCache | None]:
         """Return the head's input. The loss starts from it, so all logits need not exist at once.
 
         With a `cache`, `tokens` are at positions `start`, `start + 1`, ... after those already in it; the extended
         cache is returned, too. `start` [batch, 1] gives each row its own start. With `segment_ids`, positions
-        attend within their own segment only.
+        attend within their own segment only. With `dropout_keys`, one for each row, there is dropout.
         """
         config = self.config
         places = start + jnp.arange(tokens.shape[1])
         positions = None if isinstance(start, int) and start == 0 else places
-        inputs = Inputs(tokens, positions, rotary_angles(places, config.head_dim, config.rotary_base), segment_ids)
+        angles = rotary_angles(places, config.head_dim, config.rotary_base)
+        inputs = Inputs(tokens, positions, angles, segment_ids, dropout_keys)
         x = embedded = self.embedded(tokens)
         if config.smear:
             x = self._smeared(embedded, cache, segment_ids)

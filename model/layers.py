@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from model.parallel import Axes, all_gather_fsdp, order_gradients, platform, reduce_scatter_fsdp, tensor_index
 from model.segment_sum import segment_sum
@@ -211,6 +211,17 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape width"]:
         return embed(tokens, self.table[...], self.axes, dtype)
+
+
+def dropped(
+    x: Float[Array, "batch length width"], rate: float, keys: Key[Array, "batch"] | None, place: int
+) -> Float[Array, "batch length width"]:
+    """Return x with a share `rate` of its elements set to zero and the others divided by `1 - rate`; without `keys`, x.
+    A row's mask is a function of its key and of `place`, the number of this dropout in the network."""
+    if keys is None:
+        return x
+    drawn = lambda key: jax.random.bernoulli(jax.random.fold_in(key, place), 1 - rate, x.shape[1:])
+    return jnp.where(jax.vmap(drawn)(keys), x / (1 - rate), 0)
 
 
 class Scalars(nnx.Module):

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from configs.schema import ModelConfig
 from model.gpt import GPT
@@ -152,10 +152,11 @@ def loss_sums(
     targets: Int[Array, "batch length"],
     weights: Float[Array, "batch length"],
     segment_ids: Int[Array, "batch length"] | None = None,
+    dropout_keys: Key[Array, "batch"] | None = None,
 ) -> tuple[Float[Array, ""], tuple[Float[Array, ""], Int[Array, ""]]]:
     """Return `objective, (loss_sum, token_count)` of one micro-batch: the loss plus z-loss, which training
     differentiates; the loss, in nats; and the number of targets with a weight other than 0."""
-    x, _ = model.activations(inputs, segment_ids=segment_ids)
+    x, _ = model.activations(inputs, segment_ids=segment_ids, dropout_keys=dropout_keys)
     head = model.lm_head
     x, flat_targets, flat_weights = x.reshape(-1, x.shape[-1]), targets.ravel(), weights.ravel()
     objective, loss = jnp.unstack(head_loss(x, head.kernel[...], flat_targets, flat_weights, head.axes, model.config))

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 
 from configs.messages import LOGGER
@@ -35,7 +36,7 @@ def check_processes(config: Config, cluster: Cluster) -> None:
 
 
 def open_training(config: Config) -> tuple[list[Build], Text, Evaluator]:
-    """Return the builds of the run's stages, with the steps of an epoch for `steps=0`, the text that it trains on, and
+    """Return the builds of the run's stages, with the steps of `epochs` for `steps=0`, the text that it trains on, and
     what evaluates on its held-out part. UserError if the text, or the network in `init_from`, does not fit the run."""
     builds = build_stages(config)
     built = builds[-1]  # for everything that does not depend on the size of a step
@@ -51,7 +52,7 @@ def open_training(config: Config) -> tuple[list[Build], Text, Evaluator]:
     ramp = Ramp.of(config.batch)
     rows = ramp.tokens(config.steps) // length
     if not config.steps:
-        rows = sum(map(len, text.train))  # the last step may go beyond them
+        rows = ceil(config.epochs * sum(map(len, text.train)))  # the last step may go beyond them
         steps = ramp.steps_in(rows * length)
         config = replace(config, steps=steps + (ramp.tokens(steps) < rows * length))
         validate(config)

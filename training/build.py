@@ -72,9 +72,9 @@ def build(config: Config, devices: Sequence[Any] | None = None, stage: int = -1)
     offset = of_ramp.tokens / of_ramp.tokens_per_step - of_ramp.step  # the steps before, counted in steps of this size
     optimizer, rates = make_optimizer(here.optimizer, config.model, here.steps, mesh, offset)
     state, clip_norm = abstract_state(config.model, optimizer, mesh), config.optimizer.clip_norm
+    of_step = (config.model, dtype, mesh, state, optimizer, rates, clip_norm, config.seed)
     train_step, measuring_step = (
-        make_train_step(config.model, dtype, mesh, state, optimizer, rates, clip_norm, measure, config.deterministic)
-        for measure in (None, make_measure(config.model, mesh))
+        make_train_step(*of_step, measure, config.deterministic) for measure in (None, make_measure(config.model, mesh))
     )
     shape, eval_step = batch_shape(here.batch, mesh), make_eval_step(config.model, dtype, mesh)
     return Build(config, mesh, shape, optimizer, rates, state, train_step, measuring_step, eval_step)

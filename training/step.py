@@ -12,6 +12,7 @@ model/parallel.py decide what crosses the mesh, and when. No compiler pass does.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from configs.schema import ModelConfig
 from model.axes import BATCH_AXES, DATA
@@ -39,6 +40,8 @@ class Batch(TypedDict):
     targets: Int[Array, "K B T"]
     weights: Float[Array, "K B T"]
     segment_ids: NotRequired[Int[Array, "K B T"]]
+    dropout_keys: NotRequired[Key[Array, "K B"]]
+    """Only inside a training step, if the network has dropout."""
 
 
 class Squares(NamedTuple):
@@ -124,6 +127,13 @@ def squares_of(tokens: Int[Array, ""], gradients: dict, before: dict, total: dic
     return Squares(tokens, *varying_as(tokens, (of_own, square_sums(total))))
 
 
+def dropout_keys(seed: int, step: Int[Array, ""], shape: tuple[int, int]) -> Key[Array, "K B"]:
+    """Return a random key for each of a step's rows [K, B]. It is a function of seed, step and the row's number in the
+    step, so it depends neither on the number of micro-batches nor on the mesh."""
+    of_step = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.vmap(partial(jax.random.fold_in, of_step))(jnp.arange(prod(shape))).reshape(shape)
+
+
 def apply_update(
     state: TrainState,
     sums: StepSums,
@@ -159,6 +169,7 @@ def make_train_step(
     optimizer: optax.GradientTransformationExtraArgs,
     rates: Mapping[str, Schedule],
     clip_norm: float,
+    seed: int,
     measure: Measure | None = None,
     deterministic: bool = True,
 ) -> TrainStep:
@@ -167,8 +178,8 @@ def make_train_step(
 
     Metrics are scalars: `loss` (nats a valid token), `z_loss` (its addition, if it is on), `grad_norm` (before the
     clip), `grad_norms` and `learning_rate` (of each group), `valid_tokens`, and `skipped_steps` (steps skipped so far:
-    no valid token, or a gradient that is not finite). With `measure`, they include its `diagnostics`. `deterministic`:
-    the same bits in every execution, on GPUs too.
+    no valid token, or a gradient that is not finite). With `measure`, they include its `diagnostics`. `seed`:
+    dropout's. `deterministic`: the same bits in every execution, on GPUs too.
     """
     graphdef, _ = split_model(config, dtype)
     places, groups = parameter_places(config, mesh), jax.tree.leaves(parameter_groups(config))
@@ -181,6 +192,9 @@ def make_train_step(
 
     @partial(jax.jit, donate_argnums=0, out_shardings=shardings, compiler_options=xla_options(mesh, deterministic))
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        if config.dropout:
+            micro_batches, rows, _ = batch["inputs"].shape
+            batch = {**batch, "dropout_keys": dropout_keys(seed, state.step, (micro_batches, rows))}
         sums = sums_of(state.params, batch)
         update = apply_update(state, sums, optimizer, groups, clip_norm)
         metrics = {
