@@ -130,6 +130,7 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
     evaluate = hooks.Evaluate(config, evaluator, evaluator.tasks, checkpoints, log)
     changes = list(past.changes)
     hook_list = [watch, idle, hooks.Profile(config), log, hooks.History(log, changes), judge, save, evaluate]
+    hook_list.append(hooks.Overfitting(config, log))
 
     def start(begins: Start | None) -> tuple[Progress, Iterator[Any]]:
         """Start there, or from the newest readable checkpoint, or from step 0."""

@@ -17,7 +17,10 @@ LAST = 10  # seconds to wait for the command: a container or job kills it when t
 
 
 def tell(
-    config: Config, event: Literal["spike", "rollback", "failure", "end"], message: str, step: int | None = None
+    config: Config,
+    event: Literal["spike", "rollback", "overfitting", "failure", "end"],
+    message: str,
+    step: int | None = None,
 ) -> None:
     """Start the command on the first process. Its output goes to the run's on_event.log. Only the end of a process
     waits for it, for some seconds. A failure is reported and changes nothing."""

@@ -99,6 +99,8 @@ def kept_widths(candidate: Candidate) -> tuple[float, float]:
     mixed = model.width if model.resid_lambdas or model.x0_lambdas else 0
     # The two norms' results, queries, keys, values, what attention gives, and the MLP's.
     whole = 2 * model.width + 2 * queries + 2 * keys + values + 4 * model.width / tensor
+    if model.dropout:
+        whole += 2 * model.width / candidate.bytes_of_type  # two masks of bytes
     gpu = candidate.machine.gpu
     if not gpu:  # splash attention reads queries and keys heads first; the norms' backward pass, rows first
         whole += queries + keys
