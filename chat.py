@@ -28,6 +28,8 @@ class Arguments:
     """Folder of the run whose newest checkpoint is used, or of an exported network, here or at gs://."""
     step: Positive[int] | None = None
     """The checkpoint's step; default: the newest."""
+    average: bool = True
+    """Take the average of the run's parameters, if it has one (`optimizer.average`). False: the last ones."""
     prompt: str = ""
     """A message to answer, and nothing else. Without it, messages come from the terminal, a line each."""
     system: str = ""
@@ -65,7 +67,7 @@ def main() -> int:
     address = listener(arguments.host, arguments.port) if arguments.serve else None
     start_jax()
     folder = at_hand(arguments.run_dir)
-    network = open_network(folder, mesh_of_first(arguments.mesh), arguments.step)
+    network = open_network(folder, mesh_of_first(arguments.mesh), arguments.step, arguments.average)
     if missing := network.tokenizer.missing_chat_tokens:
         raise UserError(
             f"{arguments.run_dir} has no tokens of conversations ({missing[0]}, ...); fine-tune it first: "

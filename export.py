@@ -37,6 +37,8 @@ class Arguments:
     """A new folder."""
     step: Positive[int] | None = None
     """The checkpoint's step; default: the newest."""
+    average: bool = True
+    """Take the average of the run's parameters, if it has one (`optimizer.average`). False: the last ones."""
     format: Literal["hf", "safetensors"] = "hf"
     """`hf`: a folder for transformers' AutoModelForCausalLM and AutoTokenizer, as NanoChatForCausalLM. If that class
     lacks an option of the network, the folder has its own code (trust_remote_code=True). `safetensors`: the arrays
@@ -64,17 +66,19 @@ def main() -> int:
         require_transformers()
     start_jax()
     folder = at_hand(arguments.run_dir)
-    config, step, shards = read_in_shards(folder, int(arguments.shard_gigabytes * 1e9), arguments.step)
+    config, step, shards = read_in_shards(
+        folder, int(arguments.shard_gigabytes * 1e9), arguments.step, arguments.average
+    )
     tokenizer = load_tokenizer(folder / "tokenizer")
     if plain:
         write_safetensors(out, shards, config, tokenizer)
     else:
-        tokens, bits = Ramp.of(config.batch).tokens(step), scores(folder).get(step)
-        card = partial(model_card, config, step, tokens, bits, arguments.license)
+        bits = scores(folder) | (scores(folder, "average_val_bpb") if arguments.average else {})
+        card = partial(model_card, config, step, Ramp.of(config.batch).tokens(step), bits.get(step), arguments.license)
         write_hf(out, shards, config, tokenizer, arguments.dtype, card)
     print(f"step {step} of {arguments.run_dir} is in {out}; --init_from={out} trains from it")
     if arguments.verify:
-        network = open_network(folder, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step)
+        network = open_network(folder, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step, arguments.average)
         print(verify(out, network.params, config.model, arguments.dtype, rows_of_text(network)))
     return 0
 

@@ -19,6 +19,8 @@ class Arguments:
     """Folder of the run whose newest checkpoint is used, here or at gs://."""
     step: Positive[int] | None = None
     """The checkpoint's step; default: the newest."""
+    average: bool = True
+    """Take the average of the run's parameters, if it has one (`optimizer.average`). False: the last ones."""
     prompt: tuple[str, ...] = ("",)
     """Texts to continue, together in one batch; an empty one starts a document."""
     samples: Positive[int] = 3
@@ -42,7 +44,7 @@ def main() -> int:
     if not arguments.prompt:
         raise UserError("--prompt has no text; leave it out to start a document")
     start_jax()
-    network = open_network(at_hand(arguments.run_dir), mesh_of_first(arguments.mesh), arguments.step)
+    network = open_network(at_hand(arguments.run_dir), mesh_of_first(arguments.mesh), arguments.step, arguments.average)
     capacity = network.config.batch.sequence_length
     prompts = [prompt for prompt in arguments.prompt for _ in range(arguments.samples)]
     encoded = encode_prompts(network.tokenizer, prompts, capacity)

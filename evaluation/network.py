@@ -31,11 +31,13 @@ class Network:
     """The step of a run's checkpoint. None: the network is from a folder."""
     dataset: str = ""
     """Fingerprint of the text that a run was trained on."""
+    is_average: bool = False
+    """Whether the parameters are the average of a run's."""
 
     @property
     def label(self) -> str:
         """Name the network in names of files."""
-        return "network" if self.step is None else f"step_{self.step}"
+        return "network" if self.step is None else f"step_{self.step}" + "_average" * self.is_average
 
     @property
     def title(self) -> str:
@@ -44,8 +46,8 @@ class Network:
 
     @property
     def step_line(self) -> dict[str, int]:
-        """Return a run's step, for the results that a user reads."""
-        return {} if self.step is None else {"step": self.step}
+        """Return a run's step, and whether it is its average, for the results that a user reads."""
+        return ({} if self.step is None else {"step": self.step}) | ({"average": True} if self.is_average else {})
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -63,16 +65,17 @@ class Network:
         return make_generate(self.config.model, self.dtype, self.mesh)
 
 
-def open_network(folder: str | Path, mesh: Mesh, step: int | None = None) -> Network:
-    """Return the network in a folder on this machine, or of a run's checkpoint: of `step`, or the newest. Raise
-    UserError if neither is there, or if the network is not one of ours."""
+def open_network(folder: str | Path, mesh: Mesh, step: int | None = None, average: bool = True) -> Network:
+    """Return the network in a folder on this machine, or of a run's checkpoint: of `step`, or the newest, with the
+    average of its parameters if that is asked for and there. Raise UserError if neither is there, or if the network is
+    not one of ours."""
     tokenizer = load_tokenizer(tokenizer_folder(folder))
     if is_network(folder):
         config = config_of(folder)
         require_same_network(config)
         return Network(config, tokenizer, read_params(config, abstract_params(config.model, mesh)), mesh)
-    run = load_run(folder, mesh, step)
-    return Network(run.config, tokenizer, run.params, mesh, run.step, run.dataset)
+    run = load_run(folder, mesh, step, average)
+    return Network(run.config, tokenizer, run.params, mesh, run.step, run.dataset, run.is_average)
 
 
 def tokenizer_folder(folder: str | Path) -> Path:

@@ -131,6 +131,7 @@ def initial_state(built: Build, tokenizer: TextTokenizer) -> TrainState:
         params=grown(state.params, built.abstract_state.params, used),
         opt_state=grown(state.opt_state, built.abstract_state.opt_state, np.zeros(size, bool)),
         skipped_steps=zero(state.skipped_steps),
+        average=jax.tree.map(zero, built.abstract_state.average),
     )
 
 

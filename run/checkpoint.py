@@ -1,6 +1,7 @@
 """Saving and restoring the state with Orbax, asynchronously and sharded.
 
-checkpoints/<step>/params/     float32 parameters: sampling and evaluation read only these
+checkpoints/<step>/params/     float32 parameters: sampling and evaluation read only these, or their average
+checkpoints/<step>/average/    their average, if the run has one (`optimizer.average`): read in their place
 checkpoints/<step>/rest/       optimizer state, skipped steps
 checkpoints/<step>/facts/      step, tokens, position in the data, config, versions, a checksum of each array
 
@@ -39,6 +40,7 @@ from training.optimizer import path_name
 from training.state import TrainState
 
 LEFT_OVER = (HALF_DONE, ".deleted")
+AVERAGE = "average."  # beginning of its arrays' names
 FORBIDDEN = re.compile("^Forbidden|PERMISSION_DENIED")  # gcsfs, tensorstore
 
 
@@ -120,9 +122,8 @@ class Checkpoints:
         A save that fails, at once or in the background, is counted (`failing`). Older checkpoints are deleted once a
         newer one is complete.
         """
-        rest = {"opt_state": state.opt_state, "skipped_steps": state.skipped_steps}
         facts = {"step": step, **facts, "time": time.time(), "versions": versions()}
-        facts["checksums"] = checksums({"params": state.params, **rest}, facts["shapes"])
+        facts["checksums"] = checksums(_arrays(state), facts["shapes"])
         facts["sha256"] = digest(facts)
         self._settle()
         if step in self.steps:
@@ -141,7 +142,7 @@ class Checkpoints:
         if failure := on_first_process(begin):
             self._failed(failure)
         else:
-            self.saving = Saving(target, {"params": state.params, "rest": rest}, facts)
+            self.saving = Saving(target, _items(state), facts)
             self.pending = Info(step, None)
 
     def score(self, step: int, val_bpb: float) -> None:
@@ -212,20 +213,20 @@ class Checkpoints:
         return put_aside
 
     def restore(self, step: int, abstract: TrainState) -> tuple[TrainState, dict]:
-        """Return the state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it.
+        """Return the state saved at `step`, padded and sharded as `abstract` is, and the facts saved with it. The state
+        has an average if both have one.
 
         Raise the same exception on every process: UserError for another network or optimizer, Damaged if the bytes
         differ from the saved ones, StorageLost if a disk or store does not answer for long.
         """
-        rest = {"opt_state": abstract.opt_state, "skipped_steps": abstract.skipped_steps}
         facts = self._facts_for_all(step)
-        self._require_same_state(facts, {"params": abstract.params, **rest})
-        arrays = self._read(step, {"params": abstract.params, "rest": rest})
-        require_checksums(facts["checksums"], {"params": arrays["params"], **arrays["rest"]}, facts["shapes"])
+        self._require_same_state(facts, _arrays(abstract))
+        asked = abstract if _has_average(facts) else abstract._replace(average=None)
+        items = self._read(step, _items(asked))
         step_array = jax.device_put(abstract.step.dtype.type(facts["step"]), abstract.step.sharding)
-        return TrainState(
-            step_array, arrays["params"], arrays["rest"]["opt_state"], arrays["rest"]["skipped_steps"]
-        ), facts
+        state = TrainState(step_array, items["params"], **items["rest"], average=items.get("average"))
+        require_checksums(facts["checksums"], _arrays(state), facts["shapes"])
+        return state, facts
 
     def restore_newest(self, abstract: TrainState) -> tuple[TrainState, dict] | None:
         """Return the newest state that can be read, or None without any checkpoint. Report damaged ones, and move them
@@ -257,26 +258,31 @@ class Checkpoints:
             raise UserError(f"--step={step}: {self.folder} holds {', '.join(map(str, self.steps))}")
         return self.newest if step is None else step
 
-    def restore_params(self, abstract: dict, step: int | None = None) -> tuple[dict, int]:
-        """Return the parameters that `abstract` has, from the checkpoint of `step` or from the newest, and its step.
-        Raise UserError if there is none, and NoCheckpoint, naming a sound one, if it is damaged."""
+    def has_average(self, step: int) -> bool:
+        """Return whether the checkpoint of `step` has an average of parameters."""
+        return _has_average(self._facts_for_all(step))
+
+    def restore_params(self, abstract: dict, step: int | None = None, average: bool = True) -> tuple[dict, int]:
+        """Return the parameters that `abstract` has, from the checkpoint of `step` or from the newest, and its step:
+        their average if it has one and it is asked for. Raise UserError if there is no checkpoint, and NoCheckpoint,
+        naming a sound one, if it is damaged."""
         step = self.asked(step)
         try:
-            return self._params(step, abstract), step
+            return self._params(step, abstract, average), step
         except Damaged as error:
             why = f"checkpoint {step} in {self.folder} is damaged ({first_line(error)})"
         for other in [other for other in reversed(self.steps) if other != step]:
             with suppress(Damaged):
-                self._params(other, abstract)
+                self._params(other, abstract, average)
                 raise NoCheckpoint(f"{why}; {other} is sound: --step={other}")
         raise NoCheckpoint(f"{why}, and there is no sound one")
 
-    def _params(self, step: int, abstract: dict) -> dict:
+    def _params(self, step: int, abstract: dict, average: bool) -> dict:
         facts = self._facts_for_all(step)
         self._require_same_network(facts, abstract, part=True)
-        params = self._read(step, {"params": abstract})["params"]
-        require_checksums(facts["checksums"], {"params": params}, facts["shapes"])
-        return params
+        items = self._read(step, {"average" if average and _has_average(facts) else "params": abstract})
+        require_checksums(facts["checksums"], items, facts["shapes"])
+        return next(iter(items.values()))
 
     def facts(self, step: int) -> dict:
         """Return the facts saved with the arrays. Raise Damaged if they differ from the saved ones."""
@@ -303,7 +309,8 @@ class Checkpoints:
     def _require_same_state(self, facts: dict, state: dict) -> None:
         """Raise UserError if the checkpoint's parameters have other shapes, or its optimizer other moments."""
         self._require_same_network(facts, state["params"])
-        if others := sorted(facts["checksums"].keys() ^ _leaves(state).keys()):
+        differ = facts["checksums"].keys() ^ _leaves(state).keys()
+        if others := sorted(name for name in differ if not name.startswith(AVERAGE)):
             raise UserError(
                 f"checkpoint {facts['step']} in {self.folder} was made with another optimizer: {', '.join(others[:4])}"
                 f"{' and others' if len(others) > 4 else ''} are in only one of the two; give the optimizer it was "
@@ -376,6 +383,21 @@ def _damage() -> Iterator[None]:
 def _metrics(val_bpb: float | None) -> dict[str, float] | None:
     """Return the score for the policies. NaN is not a score: it would be the best."""
     return None if val_bpb is None or not math.isfinite(val_bpb) else {"val_bpb": val_bpb}
+
+
+def _arrays(state: TrainState) -> dict[str, Any]:
+    """Return what a checkpoint has checksums of."""
+    return {name: part for name, part in state._asdict().items() if name != "step"}
+
+
+def _items(state: TrainState) -> dict[str, Any]:
+    """Return the folders of a checkpoint with the state's arrays."""
+    rest = {"opt_state": state.opt_state, "skipped_steps": state.skipped_steps}
+    return {"params": state.params, "rest": rest} | ({"average": state.average} if state.average else {})
+
+
+def _has_average(facts: dict) -> bool:
+    return any(name.startswith(AVERAGE) for name in facts["checksums"])
 
 
 def _leaves(tree: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from configs.messages import LOGGER
 from hosts.stop import Stop
 from run.events import Events
 from run.goodput import Times, goodput, summed_up
+from run.lines import of_average
 from run.metrics import plot_loss, summarize, write_summary
 from run.notify import tell
 from run.progress import Progress
@@ -30,7 +31,9 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
             f"stopped after step {run.step} of {config.steps}, saved in {run_dir}; the same command continues it"
         )
     else:
-        digest = params_sha256(run.state.params, config.model)  # gathered from all processes
+        digests = {"params_sha256": params_sha256(run.state.params, config.model)}  # gathered from all processes
+        if run.state.average:
+            digests["average_sha256"] = params_sha256(run.state.average, config.model)
     if jax.process_index() > 0:
         return code
     with suppress(OSError):  # a full disk may be why it stopped, as reported
@@ -42,7 +45,7 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
         return code
 
     skipped, tokens, seconds = int(run.state.skipped_steps), run.tokens_after(run.step), run.clock.seconds
-    summary, samples = summarize(run_dir, config.steps, tokens, seconds, skipped_steps=skipped, params_sha256=digest)
+    summary, samples = summarize(run_dir, config.steps, tokens, seconds, skipped_steps=skipped, **digests)
     summary["goodput"] = spent
     plot_loss(run_dir)
     write_summary(run_dir, summary)
@@ -51,7 +54,7 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
     print(
         f"---\n{config.name}: {config.steps} steps, {tokens:,} tokens in {seconds:.0f} s of training\n"
         f"training loss {summary['loss'] or math.nan:.4f}, validation loss {summary['val_loss'] or math.nan:.4f}, "
-        f"{summary['val_bpb'] or math.nan:.4f} bits per byte\n"
+        f"{summary['val_bpb'] or math.nan:.4f} bits per byte{of_average(summary)}\n"
         f"{summed_up(spent)}\n"
         f"in {run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
         f"sample:       python sample.py --run_dir={run_dir} --prompt='...'\n"

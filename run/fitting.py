@@ -35,7 +35,10 @@ from training.memory import device_bytes, evaluation_memory, memory, most, most_
 
 COMPILATIONS = 3
 CHOSEN = ("batch.rows_per_device", "model.loss_chunks", "model.remat", "mesh.fsdp")
-DECIDE = ("model.", "batch.", "mesh.", "eval.", "diagnostics.", "data.mask_documents", "optimizer.matrices.kind")
+DECIDE = (
+    *("model.", "batch.", "mesh.", "eval.", "diagnostics.", "data.mask_documents"),
+    *("optimizer.matrices.kind", "optimizer.average"),
+)
 """Beginnings of the options that a program's memory follows from."""
 REFUSED = 1.2
 """Times the limit that a program is taken to need if the compiler's refusal has no number."""

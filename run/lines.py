@@ -22,6 +22,12 @@ def read_metrics(run_dir: str | Path) -> list[dict]:
     return lines
 
 
-def scores(run_dir: str | Path) -> dict[int, float]:
-    """Return `val_bpb` of each evaluated step, if finite."""
-    return {line["step"]: bits for line in read_metrics(run_dir) if (bits := line.get("val_bpb")) is not None}
+def scores(run_dir: str | Path, name: str = "val_bpb") -> dict[int, float]:
+    """Return `val_bpb`, or another figure, of each step that has it, if finite."""
+    return {line["step"]: figure for line in read_metrics(run_dir) if (figure := line.get(name)) is not None}
+
+
+def of_average(figures: dict) -> str:
+    """Return the bits per byte of the parameters' average in words; empty if they were not measured."""
+    bits = figures.get("average_val_bpb")
+    return "" if bits is None else f"; with the average of the parameters {bits:.4f}"

@@ -217,7 +217,8 @@ def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **mo
     lines = read_metrics(run_dir)
     newest = lambda name: next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
     losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
-    losses |= {"core": core} if (core := newest("core")) is not None else {}
+    optional = ("average_val_loss", "average_val_bpb", "core")
+    losses |= {name: value for name in optional if (value := newest(name)) is not None}
     rate = tokens / seconds if seconds else None
     summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}
     return summary, newest("samples") or []
@@ -242,6 +243,8 @@ def plot_loss(run_dir: str | Path) -> Path:
     if val := course("val_loss"):
         label = f"validation ({val[-1][1]:.3f} at the end)"
         axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
+    if average := course("average_val_loss"):
+        axes.plot(*zip(*average), color="tab:green", marker="x", label=f"with the average ({average[-1][1]:.3f})")
     axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.3)

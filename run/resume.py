@@ -4,6 +4,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from configs.messages import LOGGER
 from configs.schema import Config, UserError
@@ -21,6 +22,7 @@ from run.lines import scores
 from run.progress import Start
 from run.record import Record
 from training.build import Build
+from training.state import average_begins
 
 
 def open_checkpoints(config: Config, record: Record) -> Checkpoints:
@@ -45,7 +47,14 @@ def resume(built: Build, tokenizer: TextTokenizer, checkpoints: Checkpoints, tim
         if restored is None:
             return Start(jax.block_until_ready(initial_state(built, tokenizer)))  # making it is not training
     state, facts = restored
-    step = facts["step"]
+    step, begins = facts["step"], average_begins(config)
+    if built.abstract_state.average and not state.average:  # the option is new
+        if step > begins:
+            raise UserError(
+                f"--optimizer.average={config.optimizer.average} is of the steps after {begins}, and the run has come "
+                f"to step {step} without an average; at most {1 - step / config.steps:.6g} would work"
+            )
+        state = state._replace(average=jax.tree.map(jnp.copy, state.params))
     position = max([facts["position"], *(event["position"] for event in rollbacks_to(events, step))])
     LOGGER.info(f"continuing after step {step} of {config.steps}")
     return Start(state, step, facts["tokens"], position, facts["seconds"], tuple(facts["losses"]))

@@ -16,7 +16,7 @@ from training.mesh import batch_shape, batch_sharding, make_mesh
 from training.optimizer import make_optimizer
 from training.scaling import of_stage
 from training.schedule import Schedule
-from training.state import TrainState, abstract_state, compute_dtype, create_state
+from training.state import TrainState, abstract_state, average_begins, compute_dtype, create_state
 from training.step import EvalStep, TrainStep, make_eval_step, make_train_step
 
 
@@ -51,7 +51,8 @@ class Build(NamedTuple):
 
     def create_state(self) -> TrainState:
         """Return the state before step 0, already sharded."""
-        return create_state(self.config.model, self.optimizer, self.mesh, self.config.seed)
+        averages = self.config.optimizer.average > 0
+        return create_state(self.config.model, self.optimizer, self.mesh, self.config.seed, averages)
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes, types and shardings of a step's batch."""
@@ -71,10 +72,11 @@ def build(config: Config, devices: Sequence[Any] | None = None, stage: int = -1)
     here = of_stage(config, of_ramp)
     offset = of_ramp.tokens / of_ramp.tokens_per_step - of_ramp.step  # the steps before, counted in steps of this size
     optimizer, rates = make_optimizer(here.optimizer, config.model, here.steps, mesh, offset)
-    state, clip_norm = abstract_state(config.model, optimizer, mesh), config.optimizer.clip_norm
-    of_step = (config.model, dtype, mesh, state, optimizer, rates, clip_norm, config.seed)
+    state = abstract_state(config.model, optimizer, mesh, config.optimizer.average > 0)
+    of_step = (config.model, dtype, mesh, state, optimizer, rates, config.optimizer.clip_norm, config.seed)
     train_step, measuring_step = (
-        make_train_step(*of_step, measure, config.deterministic) for measure in (None, make_measure(config.model, mesh))
+        make_train_step(*of_step, average_begins(config), measure, config.deterministic)
+        for measure in (None, make_measure(config.model, mesh))
     )
     shape, eval_step = batch_shape(here.batch, mesh), make_eval_step(config.model, dtype, mesh)
     return Build(config, mesh, shape, optimizer, rates, state, train_step, measuring_step, eval_step)

@@ -10,8 +10,9 @@ from hosts.runtime import on_first_process
 from run.checkpoint import Checkpoints
 from run.hooks.hook import Hook
 from run.hooks.log import Log
-from run.lines import read_metrics
+from run.lines import of_average, read_metrics
 from run.progress import Due, Progress, due_after
+from training.state import average_begins
 from training.step import Metrics
 
 
@@ -22,13 +23,13 @@ class Evaluate(Hook):
     def __init__(
         self,
         config: Config,
-        measure: Callable[[dict], dict],
+        measure: Callable[[dict, dict | None], dict],
         measure_tasks: Callable[[dict], dict],
         checkpoints: Checkpoints,
         log: Log,
     ):
-        """Take `measure(params)`, which returns the results on held-out text with samples, and `measure_tasks(params)`,
-        which returns those of `eval.tasks`."""
+        """Take `measure(params, average)`, which returns the results on held-out text with samples, and
+        `measure_tasks(params)`, which returns those of `eval.tasks`."""
         self.config, self.measure, self.measure_tasks = config, measure, measure_tasks
         self.checkpoints, self.log = checkpoints, log
 
@@ -45,11 +46,14 @@ class Evaluate(Hook):
         lines = lambda: [line for line in read_metrics(self.config.run_dir) if line["step"] == run.step]
         on_record = on_first_process(lambda: [name for line in lines() for name in line])
         if due.evaluate and "val_loss" not in on_record:
-            results = self._measured(run, self.measure)
+            average = run.state.average if run.step > average_begins(self.config) else None
+            results = self._measured(run, lambda params: self.measure(params, average))
             loss, bits = results["val_loss"], results["val_bpb"]
             self.checkpoints.score(run.step, bits)
             error = f" +- {error:.4f}" if (error := results.get("val_bpb_stderr")) else ""
-            LOGGER.info(f"step {run.step}: validation loss {loss:.4f}, {bits:.4f}{error} bits per byte")
+            LOGGER.info(
+                f"step {run.step}: validation loss {loss:.4f}, {bits:.4f}{error} bits per byte{of_average(results)}"
+            )
         if run.step > 0 and due.tasks and "core" not in on_record:
             results = self._measured(run, self.measure_tasks)
             LOGGER.info(f"step {run.step}: CORE {results['core']:.4f} +- {results['core_stderr']:.4f}")
