@@ -2,10 +2,9 @@
 
 Each recipe is a config, maybe with options. The others are compared with the first one. All train on the same tokens in
 the same order, seed after seed, until every difference is clear or `--seeds` are spent. The same command resumes. It
-prints intervals and a verdict, and writes compare.json and compare.png. docs/comparing.md explains the statistics.
+prints intervals and a verdict, and writes compare.json, .md and .png. docs/comparing.md explains the statistics.
 """
 
-import io
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,8 @@ from scipy.interpolate import PchipInterpolator
 from scipy.special import stdtrit
 
 from bench.paired import LEVEL, holm, interval, p_value
-from bench.recipes import Recipe, evaluate_all, read_recipes, train_all, why_seconds_differ
+from bench.recipes import Recipe, dataset_folder, evaluate_all, read_recipes, train_all, why_seconds_differ
+from bench.verdicts import AXES, HELD_OUT_ROWS, as_table, draw, in_words, verdict
 from configs.command_line import exit_code_of, parse_arguments
 from configs.exit_codes import Exit
 from configs.files import write_whole
@@ -28,8 +28,6 @@ from evaluation.bits_per_byte import ratio
 from evaluation.item_log import write_json
 from model.flops import flops_per_token
 from tools.report.runs import Run, read_run
-
-AXES = ("tokens", "FLOPs", "seconds")
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Arguments:
     """Runs of a seed that train side by side on this machine. They take less time together, and the results are the
     same, but for the seconds. On a GPU they share its memory."""
     out: FilePath = "runs/compare"
-    """A folder for the runs, compare.json and compare.png."""
+    """A folder for the runs, compare.json, compare.md and compare.png."""
 
 
 class Outcome(NamedTuple):
@@ -76,29 +74,39 @@ class Pair:
     documents: list[tuple[dict, dict]] = field(default_factory=list)
     """Each seed's bits and bytes of documents, under the first and the other."""
 
+    @property
+    def by_documents(self) -> bool:
+        """Return whether the rows differ, those of evaluation, too: then only documents are the same text."""
+        return self.first.config.data.packing != self.other.config.data.packing
+
     def add(self, first: Outcome, other: Outcome) -> None:
         """Add a seed. Raise UserError if the text or the code of its two runs differ."""
         if len(made := first.made | other.made) > 1:
             raise UserError(f"text or code changed between runs in {self.first.out} ({made}): give another --out")
+        self.documents.append((first.documents, other.documents))
+        if self.by_documents:
+            self.differences["tokens"].append(over_documents([self.documents[-1]])["difference"])
+            self.shares["tokens"].append([1.0, 1.0])
+            return
         for axis in AXES:
             both = (first.curves[axis], other.curves[axis])
             end = min(x[-1] for x, _ in both)
             bits = [float(PchipInterpolator(x, y)(end)) for x, y in both]
             self.differences[axis].append(bits[1] - bits[0])
             self.shares[axis].append([end / x[-1] for x, _ in both])
-        self.documents.append((first.documents, other.documents))
 
     def p_value(self, axis: str) -> float:
         return float(p_value(np.array(self.differences[axis]), self.seeds))
 
-    def over_documents(self) -> dict[str, Any]:
-        """Return the difference over documents, the mean of the seeds, with a 95% interval by Student's t. It is of
-        these networks: another seed gives others."""
-        names = self.documents[0][0].keys()
-        mean = lambda name: float(np.mean([other[name][0] - first[name][0] for first, other in self.documents]))
-        value, error = ratio([mean(name) for name in names], [self.documents[0][0][name][1] for name in names])
-        reach = -float(stdtrit(len(names) - 1, LEVEL / 2)) * (error or 0.0)
-        return {"difference": value, "interval": [value - reach, value + reach], "documents": len(names)}
+
+def over_documents(seeds: list[tuple[dict, dict]]) -> dict[str, Any]:
+    """Return the difference over documents, the mean of the seeds, with a 95% interval by Student's t. It is of these
+    networks: another seed gives others."""
+    names = seeds[0][0].keys()
+    mean = lambda name: float(np.mean([other[name][0] - first[name][0] for first, other in seeds]))
+    value, error = ratio([mean(name) for name in names], [seeds[0][0][name][1] for name in names])
+    reach = -float(stdtrit(len(names) - 1, LEVEL / 2)) * (error or 0.0)
+    return {"difference": value, "interval": [value - reach, value + reach], "documents": len(names)}
 
 
 def outcome(recipe: Recipe, seed: int, documents: int) -> Outcome:
@@ -138,7 +146,7 @@ def results(pairs: list[Pair], arguments: Arguments) -> dict[str, Any]:
         count = len(pair.documents)
         folders = [recipe.run_dir(seed) for recipe in (pair.first, pair.other) for seed in range(count)]
         axes = {}
-        for axis in AXES:
+        for axis in AXES if not pair.by_documents else ("tokens",):
             low, high = (float(end) for end in interval(np.array(pair.differences[axis]), arguments.seeds))
             axes[axis] = {
                 "difference": float(np.mean(pair.differences[axis])),
@@ -149,74 +157,23 @@ def results(pairs: list[Pair], arguments: Arguments) -> dict[str, Any]:
                 "shares_of_runs": np.mean(pair.shares[axis], axis=0).tolist(),
             }
         of = {"recipe": pair.other.text, "first": pair.first.text, "seeds": count, "axes": axes}
-        of |= {"documents": pair.over_documents() if len(pair.documents[0][0]) > 1 else None}
-        of |= {"seconds_not_comparable": why_seconds_differ(folders), "runs": [folder.name for folder in folders]}
-        compared.append(of | {"verdict": verdict(of, arguments)})
+        of |= {"documents": over_documents(pair.documents) if len(pair.documents[0][0]) > 1 else None}
+        why = why_seconds_differ(folders) if "seconds" in axes else ""
+        of |= {"text": "documents" if pair.by_documents else HELD_OUT_ROWS, "seconds_not_comparable": why}
+        of |= {"runs": [folder.name for folder in folders]}
+        compared.append(of | {"verdict": verdict(of, arguments.at, arguments.seeds)})
     return {"at": arguments.at, "most_seeds": arguments.seeds, "comparisons": compared}
 
 
-def verdict(of: dict[str, Any], arguments: Arguments) -> str:
-    """Return a comparison's verdict as a sentence."""
-    axis, names = of["axes"][arguments.at], f"{of['recipe']} less {of['first']}"
-    if of["seeds"] == 1:
-        return f"{names}: no verdict on the recipes, since there is one seed."
-    how = (
-        f"at equal {arguments.at}, {shown(axis)} bits per byte over {of['seeds']} seeds, p = {axis['p_corrected']:.2g}"
-    )
-    if axis["p_corrected"] > LEVEL:
-        spent = "after all seeds" if of["seeds"] == arguments.seeds else "so far"
-        return f"{names}: no difference is shown {spent} {how}."
-    return f"{of['recipe']} is {'better' if axis['difference'] < 0 else 'worse'} than {of['first']} {how}."
-
-
-def shown(of: dict[str, Any]) -> str:
-    """Return a difference with its interval."""
-    ends = "[{:+.4f}, {:+.4f}]".format(*of["interval"]) if of["interval"] else "(no interval: one seed)"
-    return f"{of['difference']:+.4f} {ends}"
-
-
-def in_words(of: dict[str, Any], comparisons: int) -> str:
-    """Return a comparison for a terminal."""
-    lines = [f"{of['recipe']}  less  {of['first']}, bits per byte, 95% intervals"]
-    for name, axis in of["axes"].items():
-        seeds = " ".join(f"{value:+.4f}" for value in axis["by_seed"])
-        line = f"  equal {name:<8} {shown(axis)}  p {axis['p_corrected']:.2g}  by seed: {seeds}"
-        share, cut = min(zip(axis["shares_of_runs"], (of["first"], of["recipe"])))
-        line += f"  ({cut} after {share:.0%} of its run)" if share < 0.995 else ""
-        if name == "seconds" and of["seconds_not_comparable"]:
-            line += f"  NOT COMPARABLE: {of['seconds_not_comparable']}"
-        lines.append(line)
-    if documents := of["documents"]:
-        about = "of these networks, not of the recipes"
-        lines.append(f"  over {documents['documents']} documents {shown(documents)}: {about}")
-    return "\n".join([*lines, f"  {of['verdict']}", f"  p is corrected for {comparisons} comparison(s)."])
-
-
-def draw(compared: dict[str, Any], path: Path) -> None:
-    """Draw each comparison's interval and seeds, for each axis."""
-    from matplotlib.figure import Figure  # a second to import
-
-    comparisons = compared["comparisons"]
-    figure = Figure(figsize=(8, 1.2 + 0.9 * len(comparisons)), layout="constrained")
-    panel = figure.add_subplot()
-    for i, of in enumerate(comparisons):
-        for j, (name, axis) in enumerate(of["axes"].items()):
-            if name == "seconds" and of["seconds_not_comparable"]:
-                continue
-            place, color = i + 0.25 * (j - 1), f"C{j}"
-            panel.plot(axis["by_seed"], [place] * of["seeds"], "|", color=color, markersize=9)
-            panel.plot(axis["difference"], place, "o", color=color, label=f"equal {name}" if i == 0 else None)
-            if axis["interval"]:
-                panel.plot(axis["interval"], [place, place], color=color)
-    panel.axvline(0, color="black", linewidth=1)
-    panel.set_yticks(range(len(comparisons)), [of["recipe"].replace(" --", "\n--") for of in comparisons])
-    panel.set_ylim(len(comparisons) - 0.5, -0.5)
-    panel.set_xlabel(f"bits per byte, less {comparisons[0]['first']}; 95% intervals, a tick for each seed")
-    panel.grid(alpha=0.3, axis="x")
-    panel.legend(fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=150)
-    write_whole(path, picture.getbuffer())
+def require_documents(first: Recipe, arguments: Arguments) -> None:
+    """Raise UserError unless documents can give the verdict on recipes with different rows."""
+    if arguments.at != "tokens":
+        raise UserError(f"--at={arguments.at}: recipes with another data.packing are compared at equal tokens only")
+    if not arguments.documents or not dataset_folder(first.config.data, first.config.model.vocab_size):
+        raise UserError(
+            "recipes with another data.packing are compared on documents, since their held-out rows differ; give "
+            "--documents=1000, and one dataset of text on this machine"
+        )
 
 
 def main() -> int:
@@ -231,12 +188,14 @@ def main() -> int:
             f"--at_once={arguments.at_once} needs a number of rows, but {auto[0]} takes what all of the memory holds; "
             "give --batch.rows_per_device=8, for example"
         )
+    pairs = [Pair(first, other, arguments.seeds) for other in others]
+    if any(pair.by_documents for pair in pairs):
+        require_documents(first, arguments)
     try:
         out.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=out).close()
     except OSError as error:
         raise UserError(f"--out={out} cannot be written: {error.strerror}") from error
-    pairs = [Pair(first, other, arguments.seeds) for other in others]
     compared: dict[str, Any] = {}
     folders: list[Path] = []
     for seed in range(arguments.seeds):
@@ -254,10 +213,11 @@ def main() -> int:
             pair.add(outcomes[first.digest], outcomes[pair.other.digest])
         compared = results(pairs, arguments)
         write_json(out / "compare.json", compared)
+        write_whole(out / "compare.md", as_table(compared))
         draw(compared, out / "compare.png")
     for of in compared["comparisons"]:
         print(in_words(of, len(pairs)))
-    print(f"in {out}: compare.json, compare.png; with the curves: python -m tools.report {out}")
+    print(f"in {out}: compare.json, compare.md, compare.png; with the curves: python -m tools.report {out}")
     return Exit.COMPLETE
 
 

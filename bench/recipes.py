@@ -48,13 +48,15 @@ class Recipe:
 
     @property
     def facts(self) -> dict[str, object]:
-        """Return the options that a pair must share: text, rows, and tokens of training and of evaluation."""
+        """Return the options that a pair must share: text, rows, and tokens of training and of evaluation. `stream` and
+        `best_fit` lose no text, so they can be paired."""
         every = options(replace(self.config, data=absolute(self.config.data)))
         text = [name for name in every if name.startswith("data.") and not free_to_change(name)]
         text += ["data.source", "data.tokenizer", "model.vocab_size", "batch.sequence_length", "eval.tokens"]
-        return {name: every[name] for name in text} | {
-            "tokens of the run": Ramp.of(self.config.batch).tokens(self.config.steps)
-        }
+        facts = {name: every[name] for name in text}
+        if self.config.data.packing != "whole":
+            facts["data.packing"] = "stream or best_fit"
+        return facts | {"tokens of the run": Ramp.of(self.config.batch).tokens(self.config.steps)}
 
     @cached_property
     def digest(self) -> str:

@@ -16,6 +16,7 @@ import tools.report.__main__ as report
 from bench import compare, recipes
 from bench.compare import Arguments, Pair, outcome, results
 from bench.recipes import Recipe, dataset_folder, read_recipes, run_programs
+from bench.verdicts import as_table, draw, in_words
 from configs.command_line import config_from_json
 from configs.exit_codes import Exit
 from configs.schema import DataConfig, ModelConfig, UserError
@@ -55,7 +56,7 @@ def compared(monkeypatch, *words: str) -> Exit | int | None:
         ("tiny.py --steps=51", r"cannot be paired.*\n  tokens of the run: 25600, and 26112$"),
         ("tiny.py --model.vocab_size=301", r"cannot be paired.*\n  model.vocab_size: 300, and 301$"),
         ("tiny.py --data.source=more", r"cannot be paired.*\n  data.source: \S*/text, and \S*/more$"),
-        ("tiny.py --data.packing=best_fit", r"cannot be paired.*\n  data.packing: stream, and best_fit$"),
+        ("tiny.py --data.packing=whole", r"cannot be paired.*\n  data.packing: stream or best_fit, and whole$"),
     ],
 )
 def test_recipes_that_cannot_be_paired_are_refused_before_any_run(folder, monkeypatch, other, reason):
@@ -74,8 +75,19 @@ def test_a_wrong_option_and_a_single_recipe_are_refused(folder, monkeypatch, cap
 def test_runs_side_by_side_have_a_number_of_rows_and_no_verdict_at_equal_seconds(folder, monkeypatch):
     with pytest.raises(UserError, match="--at=seconds needs --at_once=1"):
         compared(monkeypatch, "tiny.py", WIDER, "--at=seconds", "--at_once=2")
-    with pytest.raises(UserError, match="--at_once=2 needs a number of rows, but tiny[.]py --model.width=64"):
+    with pytest.raises(UserError, match=r"--at_once=2 needs a number of rows, but tiny[.]py --model.width=64"):
         compared(monkeypatch, "tiny.py", f"{WIDER} --batch.rows_per_device=auto", "--at_once=2")
+    assert not (folder / "runs").exists()
+
+
+def test_recipes_with_other_rows_need_documents(folder, monkeypatch):
+    recipes = ("tiny.py", "tiny.py --data.packing=best_fit")
+    with pytest.raises(UserError, match="compared at equal tokens only"):
+        compared(monkeypatch, *recipes, "--at=FLOPs")
+    with pytest.raises(UserError, match="held-out rows differ; give --documents=1000"):
+        compared(monkeypatch, *recipes, "--documents=0")
+    with pytest.raises(UserError, match="and one dataset of text on this machine"):
+        compared(monkeypatch, *(f"{recipe} --data.source=0.5:text,0.5:more" for recipe in recipes))
     assert not (folder / "runs").exists()
 
 
@@ -218,6 +230,27 @@ def test_a_signal_ends_all_programs(folder, number):
     assert signal.getsignal(number) == before
 
 
+def test_other_rows_are_compared_by_documents(tmp_path):
+    """Rows say that the other recipe is better, documents that it is worse."""
+    first, other = made_up(tmp_path, "a"), made_up(tmp_path, "b", slope=2.0, data=DataConfig(packing="best_fit"))
+    pair = Pair(first, other, 3)
+    for seed in range(3):
+        ours, theirs = {"x": (100.0, 50), "y": (30.0, 50)}, {"x": (110.0, 50), "y": (31.0 + seed, 50)}
+        outcomes = [outcome(recipe, 0, 0) for recipe in (first, other)]
+        pair.add(outcomes[0]._replace(documents=ours), outcomes[1]._replace(documents=theirs))
+    made = results([pair], Arguments(("a", "b"), seeds=3))
+    (of,) = made["comparisons"]
+    assert of["axes"].keys() == {"tokens"} and of["axes"]["tokens"]["by_seed"] == pytest.approx([0.11, 0.12, 0.13])
+    assert of["seconds_not_comparable"] == "" and of["documents"]["difference"] == pytest.approx(0.12)
+    assert of["verdict"].startswith("b is worse than a at equal tokens, +0.1200") and " of documents " in of["verdict"]
+    assert "bits per byte of documents" in in_words(of, 1)
+    draw(made, tmp_path / "compare.png")
+    *_, line = as_table(made).splitlines()
+    low, high = of["axes"]["tokens"]["interval"]
+    p = of["axes"]["tokens"]["p_corrected"]
+    assert line == f"| `b` | +0.1200 [{low:+.4f}, {high:+.4f}], of documents | {p:.2g} | 3 |"
+
+
 def verdict_of(differences: list[float]) -> str:
     """Return the verdict on a pair with these differences by seed, of at most five."""
     pair = Pair(*(Recipe(name, config_from_json('{"name": "x"}'), Path("nowhere")) for name in "AB"), 5)
@@ -250,6 +283,8 @@ def test_seeds_are_added_until_each_difference_is_clear(folder, monkeypatch, cap
     assert pairs[0]["axes"]["tokens"]["p_corrected"] == 2 * pairs[0]["axes"]["tokens"]["p"]
     printed = capsys.readouterr().out
     assert all(pair["verdict"] in printed for pair in pairs) and "of its run)" in printed
+    table = Path("runs/compare/compare.md").read_text().splitlines()
+    assert table[0].startswith("| less `tiny.py` | bits per byte at equal tokens") and len(table) == 4
     monkeypatch.setattr("sys.argv", ["report", "runs/compare"])
     assert report.main() == Exit.COMPLETE
     page = Path("runs/compare/report.html").read_text()
