@@ -18,8 +18,8 @@ from scipy.interpolate import PchipInterpolator
 from scipy.special import stdtrit
 
 from bench.paired import LEVEL, holm, interval, p_value
-from bench.recipes import Recipe, dataset_folder, evaluate_all, read_recipes, train_all, why_seconds_differ
-from bench.verdicts import AXES, HELD_OUT_ROWS, as_table, draw, in_words, verdict
+from bench.recipes import Bits, Recipe, dataset_folder, evaluate_all, read_recipes, train_all, why_seconds_differ
+from bench.verdicts import AXES, FIRST_ROWS, HELD_OUT_ROWS, as_table, draw, in_words, verdict
 from configs.command_line import exit_code_of, parse_arguments
 from configs.exit_codes import Exit
 from configs.files import write_whole
@@ -54,7 +54,9 @@ class Outcome(NamedTuple):
     """The results of a complete run."""
 
     curves: dict[str, tuple[list[float], list[float]]]
-    documents: dict[str, tuple[float, int]]
+    documents: Bits
+    first_rows: Bits
+    """Of the documents."""
     made: set[tuple[str, str | None]]
     """The dataset's fingerprint and the code's hash of each start."""
 
@@ -71,21 +73,23 @@ class Pair:
     """Bits per byte of the other less the first, for each axis and seed."""
     shares: dict[str, list[list[float]]] = field(default_factory=lambda: {axis: [] for axis in AXES})
     """The share of each of the two runs up to which they are compared."""
-    documents: list[tuple[dict, dict]] = field(default_factory=list)
-    """Each seed's bits and bytes of documents, under the first and the other."""
+    documents: list[tuple[Bits, Bits]] = field(default_factory=list)
+    """Each seed's bits and bytes of documents, under the first and the other; of first rows with `by_first_rows`."""
 
     @property
-    def by_documents(self) -> bool:
-        """Return whether the rows differ, those of evaluation, too: then only documents are the same text."""
+    def by_first_rows(self) -> bool:
+        """Return whether packings differ, and so the rows of evaluation. A document's first row is the same text after
+        the same BOS, and both networks were trained on such."""
         return self.first.config.data.packing != self.other.config.data.packing
 
     def add(self, first: Outcome, other: Outcome) -> None:
         """Add a seed. Raise UserError if the text or the code of its two runs differ."""
         if len(made := first.made | other.made) > 1:
             raise UserError(f"text or code changed between runs in {self.first.out} ({made}): give another --out")
-        self.documents.append((first.documents, other.documents))
-        if self.by_documents:
-            self.differences["tokens"].append(over_documents([self.documents[-1]])["difference"])
+        documents = (first.first_rows, other.first_rows) if self.by_first_rows else (first.documents, other.documents)
+        self.documents.append(documents)
+        if self.by_first_rows:
+            self.differences["tokens"].append(over_documents([documents])["difference"])
             self.shares["tokens"].append([1.0, 1.0])
             return
         for axis in AXES:
@@ -99,7 +103,7 @@ class Pair:
         return float(p_value(np.array(self.differences[axis]), self.seeds))
 
 
-def over_documents(seeds: list[tuple[dict, dict]]) -> dict[str, Any]:
+def over_documents(seeds: list[tuple[Bits, Bits]]) -> dict[str, Any]:
     """Return the difference over documents, the mean of the seeds, with a 95% interval by Student's t. It is of these
     networks: another seed gives others."""
     names = seeds[0][0].keys()
@@ -114,7 +118,7 @@ def outcome(recipe: Recipe, seed: int, documents: int) -> Outcome:
     run = read_run(recipe.run_dir(seed))
     starts = [event for event in run.events if event["event"] == "start"]
     made = {(run.record["dataset"], start.get("code_hash")) for start in starts}
-    return Outcome(curves(recipe, run), recipe.documents(seed, documents), made)
+    return Outcome(curves(recipe, run), *recipe.documents(seed, documents), made)
 
 
 def curves(recipe: Recipe, run: Run) -> dict[str, tuple[list[float], list[float]]]:
@@ -146,7 +150,7 @@ def results(pairs: list[Pair], arguments: Arguments) -> dict[str, Any]:
         count = len(pair.documents)
         folders = [recipe.run_dir(seed) for recipe in (pair.first, pair.other) for seed in range(count)]
         axes = {}
-        for axis in AXES if not pair.by_documents else ("tokens",):
+        for axis in AXES if not pair.by_first_rows else ("tokens",):
             low, high = (float(end) for end in interval(np.array(pair.differences[axis]), arguments.seeds))
             axes[axis] = {
                 "difference": float(np.mean(pair.differences[axis])),
@@ -159,7 +163,7 @@ def results(pairs: list[Pair], arguments: Arguments) -> dict[str, Any]:
         of = {"recipe": pair.other.text, "first": pair.first.text, "seeds": count, "axes": axes}
         of |= {"documents": over_documents(pair.documents) if len(pair.documents[0][0]) > 1 else None}
         why = why_seconds_differ(folders) if "seconds" in axes else ""
-        of |= {"text": "documents" if pair.by_documents else HELD_OUT_ROWS, "seconds_not_comparable": why}
+        of |= {"text": FIRST_ROWS if pair.by_first_rows else HELD_OUT_ROWS, "seconds_not_comparable": why}
         of |= {"runs": [folder.name for folder in folders]}
         compared.append(of | {"verdict": verdict(of, arguments.at, arguments.seeds)})
     return {"at": arguments.at, "most_seeds": arguments.seeds, "comparisons": compared}
@@ -171,8 +175,8 @@ def require_documents(first: Recipe, arguments: Arguments) -> None:
         raise UserError(f"--at={arguments.at}: recipes with another data.packing are compared at equal tokens only")
     if not arguments.documents or not dataset_folder(first.config.data, first.config.model.vocab_size):
         raise UserError(
-            "recipes with another data.packing are compared on documents, since their held-out rows differ; give "
-            "--documents=1000, and one dataset of text on this machine"
+            "recipes with another data.packing are compared on the first rows of documents, since their held-out rows "
+            "differ; give --documents=1000, and one dataset of text on this machine"
         )
 
 
@@ -189,7 +193,7 @@ def main() -> int:
             "give --batch.rows_per_device=8, for example"
         )
     pairs = [Pair(first, other, arguments.seeds) for other in others]
-    if any(pair.by_documents for pair in pairs):
+    if any(pair.by_first_rows for pair in pairs):
         require_documents(first, arguments)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -217,7 +221,7 @@ def main() -> int:
         draw(compared, out / "compare.png")
     for of in compared["comparisons"]:
         print(in_words(of, len(pairs)))
-    print(f"in {out}: compare.json, compare.md, compare.png; with the curves: python -m tools.report {out}")
+    print(f"in {out}: compare.json, .md and .png; with the curves: python -m tools.report {out}")
     return Exit.COMPLETE
 
 

@@ -36,6 +36,9 @@ POINTS = 10  # of a curve of validation, after the one before step 0
 OWN = [f"--{name}={value}" for name, value in MEASURED.items()]
 BUSY = 0.05  # share of the processors that others may use during a run whose seconds are compared
 
+Bits = dict[str, tuple[float, int]]
+"""Bits and bytes by document."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -76,12 +79,15 @@ class Recipe:
         own = [f"--run_dir={folder}", f"--name={folder.name}", f"--seed={seed}", f"--eval.every_steps={every}"]
         return ["train.py", f"--config={file}", *words, *OWN, *own]
 
-    def documents(self, seed: int, most: int) -> dict[str, tuple[float, int]]:
-        """Return the bits and bytes of up to `most` held-out documents under a trained network. It is empty unless they
-        were evaluated."""
+    def documents(self, seed: int, most: int) -> tuple[Bits, Bits]:
+        """Return the bits and bytes of up to `most` held-out documents under a trained network, and of their first
+        rows. Both are empty unless they were evaluated."""
         logs = (self.run_dir(seed) / f"documents-{most}").glob("texts/*/documents.jsonl")
         lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()[1:]]
-        return {f"{line['source']} {line['document']}": (line["bits"], line["bytes"]) for line in lines}
+        names = [f"{line['source']} {line['document']}" for line in lines]
+        complete = [(line["bits"], line["bytes"]) for line in lines]
+        first_rows = [(sum(line["bits_by_octave"]), sum(line["bytes_by_octave"])) for line in lines]
+        return dict(zip(names, complete)), dict(zip(names, first_rows))
 
 
 def train_all(runs: Sequence[tuple[Recipe, int]], at_once: int) -> list[Path]:

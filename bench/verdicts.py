@@ -8,7 +8,7 @@ from bench.paired import LEVEL
 from configs.files import write_whole
 
 AXES = ("tokens", "FLOPs", "seconds")
-HELD_OUT_ROWS = "held-out rows"
+HELD_OUT_ROWS, FIRST_ROWS = "held-out rows", "the first rows of documents"
 
 
 def verdict(of: dict[str, Any], at: str, most_seeds: int) -> str:

@@ -230,25 +230,26 @@ def test_a_signal_ends_all_programs(folder, number):
     assert signal.getsignal(number) == before
 
 
-def test_other_rows_are_compared_by_documents(tmp_path):
-    """Rows say that the other recipe is better, documents that it is worse."""
+def test_other_rows_are_compared_by_the_first_rows_of_documents(tmp_path):
+    """Rows and complete documents say that the other recipe is better, first rows that it is worse."""
     first, other = made_up(tmp_path, "a"), made_up(tmp_path, "b", slope=2.0, data=DataConfig(packing="best_fit"))
     pair = Pair(first, other, 3)
     for seed in range(3):
         ours, theirs = {"x": (100.0, 50), "y": (30.0, 50)}, {"x": (110.0, 50), "y": (31.0 + seed, 50)}
         outcomes = [outcome(recipe, 0, 0) for recipe in (first, other)]
-        pair.add(outcomes[0]._replace(documents=ours), outcomes[1]._replace(documents=theirs))
+        ours, theirs = ({"documents": theirs, "first_rows": ours}, {"documents": ours, "first_rows": theirs})
+        pair.add(outcomes[0]._replace(**ours), outcomes[1]._replace(**theirs))
     made = results([pair], Arguments(("a", "b"), seeds=3))
     (of,) = made["comparisons"]
     assert of["axes"].keys() == {"tokens"} and of["axes"]["tokens"]["by_seed"] == pytest.approx([0.11, 0.12, 0.13])
     assert of["seconds_not_comparable"] == "" and of["documents"]["difference"] == pytest.approx(0.12)
-    assert of["verdict"].startswith("b is worse than a at equal tokens, +0.1200") and " of documents " in of["verdict"]
-    assert "bits per byte of documents" in in_words(of, 1)
+    assert of["verdict"].startswith("b is worse than a at equal tokens, +0.1200")
+    assert all("bits per byte of the first rows of documents" in text for text in (of["verdict"], in_words(of, 1)))
     draw(made, tmp_path / "compare.png")
     *_, line = as_table(made).splitlines()
     low, high = of["axes"]["tokens"]["interval"]
     p = of["axes"]["tokens"]["p_corrected"]
-    assert line == f"| `b` | +0.1200 [{low:+.4f}, {high:+.4f}], of documents | {p:.2g} | 3 |"
+    assert line == f"| `b` | +0.1200 [{low:+.4f}, {high:+.4f}], of the first rows of documents | {p:.2g} | 3 |"
 
 
 def verdict_of(differences: list[float]) -> str:
@@ -302,7 +303,8 @@ def test_a_killed_comparison_continues_and_repeats_no_run(folder, monkeypatch):
         env=environment_of(1),
         stderr=subprocess.PIPE,
     )
-    runs = [recipe.run_dir(0) for recipe in read_recipes(("tiny.py", WIDER), Path("runs/compare"))]
+    recipe, wider = read_recipes(("tiny.py", WIDER), Path("runs/compare"))
+    runs = [recipe.run_dir(0), wider.run_dir(0)]
     wait_until((runs[0] / "checkpoints" / "20").exists, command)
     os.kill(int((runs[0] / "lock").read_text().split()[1]), signal.SIGKILL)
     assert b"train.py ended with exit code 137" in command.communicate()[1] and command.returncode == 137
@@ -317,5 +319,8 @@ def test_a_killed_comparison_continues_and_repeats_no_run(folder, monkeypatch):
     shares = pair["axes"]["FLOPs"]["shares_of_runs"]
     assert shares[0] == 1 and 0.2 < shares[1] < 0.6  # four times the parameters of a matrix
     assert pair["documents"]["documents"] == 3 and pair["seconds_not_comparable"].endswith("was interrupted")
+    complete, first_rows = recipe.documents(0, 3)
+    for name, (bits, size) in first_rows.items():
+        assert 0 < size < complete[name][1] and 0 < bits < complete[name][0]  # each text is of several rows
     assert compared(monkeypatch, *words) == Exit.COMPLETE  # from the folder alone
     assert starts() == before and json.loads(Path("runs/compare/compare.json").read_text()) == made
