@@ -194,15 +194,14 @@ def train(config: Config, arguments: Arguments) -> dict[str, Any]:
     trainer.compile(staged[0])
     metrics.parent.mkdir(parents=True, exist_ok=True)
     clock, line = Clock(0.0, 0), {}
-    sums: Any = partial(summed, device=arguments.device)
+    sums: Any = lambda _, batch: summed(trainer.network, batch, arguments.device)
     clock.start()
     for step, batch in zip(range(config.steps + 1), train_batches(staged, builds[-1].batch_sharding, 2)):
         if due_after(step, config, last=False).evaluate:
             trainer.wait()
             line = {"step": step, "tokens": step * config.batch.tokens_per_step, "seconds": round(clock.seconds, 3)}
             with clock.paused(), metrics.open("a") as file:
-                results = evaluate(sums, trainer.network, evaluator.batches, evaluator.text_bytes)
-                line["val_bpb"] = results["val_bpb"]
+                line |= {"val_bpb": evaluate(sums, {}, evaluator.batches, evaluator.text_bytes)["val_bpb"]}
                 file.write(f"{json.dumps(line)}\n")
                 LOGGER.info("step {step}: {val_bpb:.4f} bits per byte, {seconds:.1f} s of training".format(**line))
         if step < config.steps:
