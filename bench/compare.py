@@ -8,7 +8,6 @@ prints intervals and a verdict, and writes compare.json, .md and .png. docs/comp
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,7 +17,16 @@ from scipy.interpolate import PchipInterpolator
 from scipy.special import stdtrit
 
 from bench.paired import LEVEL, holm, interval, p_value
-from bench.recipes import Bits, Recipe, dataset_folder, evaluate_all, read_recipes, train_all, why_seconds_differ
+from bench.recipes import (
+    Bits,
+    Recipe,
+    dataset_folder,
+    evaluate_all,
+    make_writable,
+    read_recipes,
+    train_all,
+    why_seconds_differ,
+)
 from bench.verdicts import AXES, FIRST_ROWS, HELD_OUT_ROWS, as_table, draw, in_words, verdict
 from configs.command_line import exit_code_of, parse_arguments
 from configs.exit_codes import Exit
@@ -195,11 +203,7 @@ def main() -> int:
     pairs = [Pair(first, other, arguments.seeds) for other in others]
     if any(pair.by_first_rows for pair in pairs):
         require_documents(first, arguments)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=out).close()
-    except OSError as error:
-        raise UserError(f"--out={out} cannot be written: {error.strerror}") from error
+    make_writable(out)
     compared: dict[str, Any] = {}
     folders: list[Path] = []
     for seed in range(arguments.seeds):

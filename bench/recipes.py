@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TextIO
 
 from configs.command_line import parse
@@ -142,22 +143,35 @@ def dataset_folder(data: DataConfig, vocab_size: int) -> str:
     return str(dataset.folder.absolute())
 
 
+def make_writable(out: Path) -> None:
+    """Make the folder of the runs. Raise UserError if nothing can be written to it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise UserError(f"--out={out} cannot be written: {error.strerror}") from error
+
+
+def read_recipe(text: str, out: Path) -> Recipe:
+    """Return the recipe, with the options of MEASURED. Raise UserError, before anything runs, if it is not valid. A
+    wrong option exits with code 2."""
+    try:
+        file, *words = shlex.split(text)
+    except ValueError as error:
+        raise UserError(
+            f"{text!r} is not a config with options ({error}); give FILE or 'FILE --OPTION=VALUE'"
+        ) from error
+    config, _ = parse("A recipe: a config file with options.", argv=[f"--config={file}", *words, *OWN])
+    require_steps(config)
+    return Recipe(text, config, out)
+
+
 def read_recipes(texts: tuple[str, ...], out: Path) -> list[Recipe]:
     """Return the recipes, with the options of MEASURED. Raise UserError, before anything runs, for a recipe that is not
     valid, or that cannot be paired with the first one. A wrong option exits with code 2."""
     if len(texts) < 2:
         raise UserError('give two recipes or more: configs/small.py "configs/small.py --model.depth=3"')
-    recipes = []
-    for text in texts:
-        try:
-            file, *words = shlex.split(text)
-        except ValueError as error:
-            raise UserError(
-                f"{text!r} is not a config with options ({error}); give FILE or 'FILE --OPTION=VALUE'"
-            ) from error
-        config, _ = parse("A recipe: a config file with options.", argv=[f"--config={file}", *words, *OWN])
-        require_steps(config)
-        recipes.append(Recipe(text, config, out))
+    recipes = [read_recipe(text, out) for text in texts]
     facts = recipes[0].facts
     for other in recipes[1:]:
         theirs = other.facts

@@ -26,6 +26,7 @@ from configs.schema import (
 from model.flops import parameter_counts
 
 TOKENS_PER_PARAMETER = 12
+BATCH_EXPONENT = 0.383
 DEFAULT = OptimizerConfig()
 REFERENCE_DEPTH, REFERENCE_BATCH = 12, 2**19  # where nanochat tuned its rates
 
@@ -81,8 +82,8 @@ def derive(config: Config, given: set[str]) -> Config:
     )
     tokens = TOKENS_PER_PARAMETER * scaling_parameters(config.model)
     reference = TOKENS_PER_PARAMETER * scaling_parameters(network_of_depth(config.model, REFERENCE_DEPTH))
-    batch = 2 ** round(math.log2(REFERENCE_BATCH * (tokens / reference) ** 0.383))
-    why = f"2^19 x ({tokens / reference:.3f} of d12's horizon)^0.383, to a power of 2"
+    batch = batch_for(tokens, reference)
+    why = f"2^19 x ({tokens / reference:.3f} of d12's horizon)^{BATCH_EXPONENT}, to a power of 2"
     derived({"batch.tokens_per_step": (batch, why)})
     batch = config.batch.tokens_per_step
     per_parameter = f"{TOKENS_PER_PARAMETER} tokens for each of {scaling_parameters(config.model):,} parameters"
@@ -96,6 +97,11 @@ def derive(config: Config, given: set[str]) -> Config:
     why = f"nanochat's, x {scale:.3f} x d12's horizon over this one (arXiv:2405.13698)"
     derived({"optimizer.muon.weight_decay": (decay, why)})
     return config if "name" in given else with_options(config, {"name": f"nanochat-d{depth}"})
+
+
+def batch_for(tokens: int, reference: int) -> int:
+    """Return the tokens of a step for a horizon, from `reference`, the horizon of depth 12."""
+    return 2 ** round(math.log2(REFERENCE_BATCH * (tokens / reference) ** BATCH_EXPONENT))
 
 
 def network_of_depth(model: ModelConfig, depth: int) -> ModelConfig:

@@ -1,0 +1,156 @@
+"""Measure whether the best rates stay from size to size: python -m bench.transfer --widths 128 256 512
+
+Networks of several widths, and of several depths, train on equal tokens with all rates times each factor. The program
+prints bits per byte by factor, each size's best factor, and the exponent of the best factor over width and depth. It
+writes transfer.json and transfer.png. The same command continues. docs/scaling.md explains the figures.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from jaxtyping import Float
+from msgspec import Meta
+
+from bench.minima import bits_of, mean_and_error, minimum, recipe_of, slope, write_results
+from configs.command_line import exit_code_of, parse_arguments
+from configs.exit_codes import Exit
+from configs.schema import Config, FilePath, Positive, UserError, options
+
+ALONG = ("width", "depth")
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Options of this command."""
+
+    recipe: str = "configs/small.py"
+    """A config, maybe with options, in quotes. Its own width and depth stay where the other one varies."""
+    widths: tuple[Positive[int], ...] = (128, 256, 512)
+    """Widths: multiples of the recipe's head_dim."""
+    depths: tuple[Positive[int], ...] = (2, 4, 8, 16)
+    """Depths."""
+    factors: Annotated[tuple[Positive[float], ...], Meta(min_length=3)] = (0.25, 0.5, 1.0, 2.0, 4.0)
+    """Factors of the recipe's rates."""
+    groups: tuple[str, ...] = ()
+    """Groups of parameters whose rates are multiplied, such as `muon`. Empty: all."""
+    seeds: Positive[int] = 1
+    """Runs of each, with the seeds 0, 1, ..."""
+    at_once: Positive[int] = 1
+    """Runs side by side."""
+    out: FilePath = "runs/transfer"
+    """A folder for the runs, transfer.json and transfer.png."""
+
+
+def words(base: Config, size: Size, factor: float, groups: Sequence[str]) -> str:
+    """Return the options of a size with its rates times a factor."""
+    width, depth = size
+    heads, left = divmod(width, base.model.head_dim)
+    if left:
+        raise UserError(f"--widths: {width} is not a multiple of the recipe's head_dim={base.model.head_dim}")
+    names = [f"optimizer.{group}.peak_rate" for group in groups] or ["optimizer.rate_factor"]
+    every = options(base)
+    if unknown := [group for group, name in zip(groups, names) if name not in every]:
+        raise UserError(f"--groups={unknown[0]} has no rate; groups: {', '.join(groups_of(every))}")
+    sizes = {"width": width, "depth": depth, "heads": heads, "kv_heads": heads}
+    given = {f"model.{name}": value for name, value in sizes.items()} | {name: every[name] * factor for name in names}
+    return " ".join(f"--{name}={value}" for name, value in given.items())
+
+
+def groups_of(every: dict[str, Any]) -> list[str]:
+    """Return the groups that have a rate, from the options' names."""
+    return [name.split(".")[1] for name in every if name.endswith(".peak_rate")]
+
+
+def analysed(sizes: Sequence[Size], factors: Sequence[float], bits: Float[np.ndarray, "sizes factors seeds"]) -> Any:
+    """Return each size's bits per byte, and log2 of its best factor: of each seed, the mean and its standard error."""
+    logs, results = np.log2(factors).tolist(), []
+    for (width, depth), of_size in zip(sizes, bits):
+        best = [minimum(logs, values).at for values in of_size.T.tolist()]
+        mean, error = mean_and_error(best)
+        by_factor = dict(zip(map(str, factors), of_size.tolist()))
+        results.append({"width": width, "depth": depth, "bits": by_factor, "best": best, "mean": mean, "error": error})
+    return results
+
+
+def exponent(results: Sequence[dict[str, Any]], along: str) -> dict[str, Any] | None:
+    """Return the slope of log2 of the best factor over log2 of the size, over all seeds."""
+    points = [(math.log2(of[along]), best) for of in results for best in of["best"]]
+    return slope(*zip(*points))
+
+
+def in_words(along: str, fit: dict[str, Any] | None, results: Sequence[dict[str, Any]]) -> str:
+    """Return whether the best rate moves along the sizes."""
+    beyond = sum(math.isnan(best) for of in results for best in of["best"])
+    note = f"; {beyond} best factors are at the end of the factors, and left out" if beyond else ""
+    if not fit:
+        return f"{along}: no exponent, since fewer than three best factors are known{note}"
+    low, high = fit["interval"]
+    verdict = "is not shown to move" if low <= 0 <= high else "moves"
+    fitted = f"{along}^{fit['slope']:+.2f}, standard error {fit['error']:.2f}, 95% [{low:+.2f}, {high:+.2f}]"
+    return f"{along}: the best rate {verdict}: best factor as {fitted}{note}"
+
+
+def row(of: dict[str, Any]) -> str:
+    """Return a size's row of the table."""
+    means = [float(np.mean(values)) for values in of["bits"].values()]
+    cells = [f"{mean:.4f}" if math.isfinite(mean) else "diverged" for mean in means]
+    best = "at an end" if math.isnan(of["mean"]) else f"{2 ** of['mean']:.2f}"
+    best += "" if math.isnan(of["error"]) else f" (log2 {of['mean']:+.2f} +- {of['error']:.2f})"
+    return "| " + " | ".join([f"{of['width']} x {of['depth']}", *cells, best]) + " |"
+
+
+def draw(series: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Draw bits per byte by factor, a curve for each size, with a mark at its best factor."""
+    from matplotlib.figure import Figure  # a second to import
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    for panel, (along, results) in zip(figure.subplots(1, 2, sharey=True), series.items()):
+        for i, of in enumerate(results):
+            factors, means = [float(factor) for factor in of["bits"]], [np.mean(v) for v in of["bits"].values()]
+            (line,) = panel.plot(factors, means, "o-", color=f"C{i}", label=f"{along} {of[along]}")
+            if not math.isnan(of["mean"]):
+                panel.axvline(2 ** of["mean"], color=line.get_color(), linestyle=":")
+        panel.set_xscale("log", base=2)
+        panel.set(xlabel="factor of the rates", ylabel="bits per byte")
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> int:
+    arguments = parse_arguments(__doc__, Arguments)
+    out, factors = Path(arguments.out), sorted(set(arguments.factors))
+    base = recipe_of(arguments.recipe, out).config
+    along = {
+        "width": [(width, base.model.depth) for width in sorted(set(arguments.widths))],
+        "depth": [(base.model.width, depth) for depth in sorted(set(arguments.depths))],
+    }
+    sizes = list(dict.fromkeys([*along["width"], *along["depth"]]))
+    texts = [
+        f"{arguments.recipe} {words(base, size, factor, arguments.groups)}" for size in sizes for factor in factors
+    ]
+    recipes = [recipe_of(text, out) for text in texts]
+    bits = bits_of(recipes, arguments.seeds, arguments.at_once).reshape(len(sizes), len(factors), arguments.seeds)
+    by_size = dict(zip(sizes, analysed(sizes, factors, bits)))
+    series = {name: [by_size[size] for size in of_series] for name, of_series in along.items()}
+    print(
+        "\n".join([f"| width x depth | {' | '.join(f'x{f:g}' for f in factors)} | best |", *map(row, by_size.values())])
+    )
+    fits = {name: exponent(results, name) for name, results in series.items()}
+    for name, fit in fits.items():
+        print(in_words(name, fit, series[name]))
+    made = {"recipe": arguments.recipe, "groups": arguments.groups, "sizes": list(by_size.values()), "exponents": fits}
+    write_results(out / "transfer.json", made)
+    draw(series, out / "transfer.png")
+    print(f"in {out}: transfer.json, transfer.png")
+    return Exit.COMPLETE
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code_of(main, "interrupted; the same command continues"))
