@@ -80,8 +80,8 @@ def bits_of(recipes: Sequence[Recipe], seeds: int, at_once: int) -> Float[np.nda
         try:
             train_all([run for run in runs if run not in before], at_once)
             break
-        except SystemExit:
-            if ended() == before:
+        except SystemExit as end:
+            if end.code != Exit.FAILED or ended() == before:
                 raise
     final = lambda recipe, seed: scores(recipe.run_dir(seed)).get(recipe.config.steps, math.inf)
     return np.array([[final(recipe, seed) for seed in range(seeds)] for recipe in recipes])

@@ -142,7 +142,7 @@ def law_of(parameters: Values, tokens: Values, losses: Values) -> dict[str, Any]
     """Return the law, and its best tokens a parameter for the largest network, with 95% intervals by a bootstrap over
     the points."""
     sizes = [float(np.exp(np.log(values).mean())) for values in (parameters, tokens)]
-    n, d, largest = parameters / sizes[0], tokens / sizes[1], parameters.max()
+    n, d, largest = parameters / sizes[0], tokens / sizes[1], float(parameters.max())
     ratio = lambda law: law.optimum(largest / sizes[0]) * sizes[1] / largest
     figures = lambda law: law._asdict() | {"tokens_per_parameter": ratio(law), "tokens_exponent": law.a / law.b}
     law, chance = fitted(n, d, losses), np.random.default_rng(0)

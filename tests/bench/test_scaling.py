@@ -49,24 +49,24 @@ def test_intervals_cover_the_law_of_most_noisy_draws(monkeypatch):
 
 def test_the_law_and_the_batch_s_exponent_of_invented_runs_are_found(folder, monkeypatch, capsys):  # noqa: F811
     def bits(config, seed):
-        """Have the best step of 16 x tokens^0.25."""
+        """Have the best step of 64 x tokens^0.25."""
         tokens, n = config.steps * config.batch.tokens_per_step, scaling_parameters(config.model)
-        away = math.log2(config.batch.tokens_per_step / (16 * tokens**0.25))
+        away = math.log2(config.batch.tokens_per_step / (64 * tokens**0.25))
         return 0.6 + (n / 1e3) ** -0.35 + (tokens / 1e3) ** -0.28 + 0.002 * away**2
 
     trained = invented(monkeypatch, bits)
-    batches = [str(2.0**-i) for i in range(10)]
-    words = (f"--recipe={DIAL}", "--batches", *batches)
+    batches = [str(2.0**-i) for i in range(2, 8)]
+    words = (f"--recipe={DIAL}", "--horizons", "3", "24", "--batches", *batches)
     assert command(monkeypatch, scaling, *words) == Exit.COMPLETE
     made = json.loads(Path("runs/scaling/scaling.json").read_text())
     assert made["law"]["a"]["value"] == pytest.approx(0.35, abs=0.02)
     assert made["law"]["b"]["value"] == pytest.approx(0.28, abs=0.02)
     assert made["batch"]["slope"] == pytest.approx(0.25, abs=0.01) and made["batch"]["interval"][1] < 0.383
-    assert len(trained) == 3 * 4 * 10
+    assert len(trained) == 3 * 2 * 6
     printed = capsys.readouterr().out
     assert (
         "best step as tokens^0.25" in printed
-        and "; the dial's 0.383; 0 of 12" in printed
+        and "; the dial's 0.383; 0 of 6" in printed
         and "beyond 4 times" in printed
     )
     assert Path("runs/scaling/scaling.png").stat().st_size > 10_000
