@@ -34,7 +34,7 @@ from configs.schema import FilePath, Positive
 from run.lines import read_metrics
 
 MINIATURE = "configs/nanochat.py --model.head_dim=64 --model.vocab_size=4096 --model.loss_chunks=4"
-MINIATURE += " --batch.sequence_length=256 --batch.rows_per_device=8 --eval.tokens=262144"
+MINIATURE += " --batch.sequence_length=256 --batch.rows_per_device=64 --eval.tokens=131072 --eval.prompts=[]"
 DRAWS = 300  # of the bootstrap
 ENDS = (2.5, 97.5)  # percentiles of a 95% interval
 Values = Float[np.ndarray, "points"]

@@ -29,7 +29,7 @@ Size = tuple[int, int]
 class Arguments:
     """Options of this command."""
 
-    recipe: str = "configs/small.py"
+    recipe: str = "configs/small.py --eval.prompts=[]"
     """A config, maybe with options, in quotes. Its own width and depth stay where the other one varies."""
     widths: tuple[Positive[int], ...] = (128, 256, 512)
     """Widths: multiples of the recipe's head_dim."""
@@ -55,16 +55,12 @@ def words(base: Config, size: Size, factor: float, groups: Sequence[str]) -> str
         raise UserError(f"--widths: {width} is not a multiple of the recipe's head_dim={base.model.head_dim}")
     names = [f"optimizer.{group}.peak_rate" for group in groups] or ["optimizer.rate_factor"]
     every = options(base)
-    if unknown := [group for group, name in zip(groups, names) if name not in every]:
-        raise UserError(f"--groups={unknown[0]} has no rate; groups: {', '.join(groups_of(every))}")
+    if unknown := [name for name in names if name not in every]:
+        known = ", ".join(name.split(".")[1] for name in every if name.endswith(".peak_rate"))
+        raise UserError(f"--groups: there is no --{unknown[0]}; groups: {known}")
     sizes = {"width": width, "depth": depth, "heads": heads, "kv_heads": heads}
     given = {f"model.{name}": value for name, value in sizes.items()} | {name: every[name] * factor for name in names}
     return " ".join(f"--{name}={value}" for name, value in given.items())
-
-
-def groups_of(every: dict[str, Any]) -> list[str]:
-    """Return the groups that have a rate, from the options' names."""
-    return [name.split(".")[1] for name in every if name.endswith(".peak_rate")]
 
 
 def analysed(sizes: Sequence[Size], factors: Sequence[float], bits: Float[np.ndarray, "sizes factors seeds"]) -> Any:
@@ -76,12 +72,6 @@ def analysed(sizes: Sequence[Size], factors: Sequence[float], bits: Float[np.nda
         by_factor = dict(zip(map(str, factors), of_size.tolist()))
         results.append({"width": width, "depth": depth, "bits": by_factor, "best": best, "mean": mean, "error": error})
     return results
-
-
-def exponent(results: Sequence[dict[str, Any]], along: str) -> dict[str, Any] | None:
-    """Return the slope of log2 of the best factor over log2 of the size, over all seeds."""
-    points = [(math.log2(of[along]), best) for of in results for best in of["best"]]
-    return slope(*zip(*points))
 
 
 def in_words(along: str, fit: dict[str, Any] | None, results: Sequence[dict[str, Any]]) -> str:
@@ -132,19 +122,18 @@ def main() -> int:
         "depth": [(base.model.width, depth) for depth in sorted(set(arguments.depths))],
     }
     sizes = list(dict.fromkeys([*along["width"], *along["depth"]]))
-    texts = [
-        f"{arguments.recipe} {words(base, size, factor, arguments.groups)}" for size in sizes for factor in factors
-    ]
-    recipes = [recipe_of(text, out) for text in texts]
+    options_of_all = [words(base, size, factor, arguments.groups) for size in sizes for factor in factors]
+    recipes = [recipe_of(f"{arguments.recipe} {more}", out) for more in options_of_all]
     bits = bits_of(recipes, arguments.seeds, arguments.at_once).reshape(len(sizes), len(factors), arguments.seeds)
     by_size = dict(zip(sizes, analysed(sizes, factors, bits)))
     series = {name: [by_size[size] for size in of_series] for name, of_series in along.items()}
-    print(
-        "\n".join([f"| width x depth | {' | '.join(f'x{f:g}' for f in factors)} | best |", *map(row, by_size.values())])
-    )
-    fits = {name: exponent(results, name) for name, results in series.items()}
-    for name, fit in fits.items():
-        print(in_words(name, fit, series[name]))
+    print(f"| width x depth | {' | '.join(f'x{factor:g}' for factor in factors)} | best |")
+    print("\n".join(map(row, by_size.values())))
+    fits = {}
+    for name, results in series.items():
+        points = [(math.log2(of[name]), best) for of in results for best in of["best"]]
+        fits[name] = slope(*zip(*points))
+        print(in_words(name, fits[name], results))
     made = {"recipe": arguments.recipe, "groups": arguments.groups, "sizes": list(by_size.values()), "exponents": fits}
     write_results(out / "transfer.json", made)
     draw(series, out / "transfer.png")

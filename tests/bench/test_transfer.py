@@ -110,7 +110,7 @@ def test_a_best_rate_that_falls_with_the_width_and_not_with_the_depth_is_found(f
 def test_mistakes_are_refused_before_any_run(folder, monkeypatch):
     for words, reason in (
         (("--widths", "20", "32"), "--widths: 20 is not a multiple of the recipe's head_dim=16"),
-        (("--groups", "muno"), "--groups=muno has no rate; groups: embed, "),
+        (("--groups", "muno"), "there is no --optimizer.muno.peak_rate; groups: embed, "),
     ):
         with pytest.raises(UserError, match=reason):
             command(monkeypatch, transfer, "--recipe=tiny.py", *words)
