@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,15 @@ def test_every_config_of_the_ladder_is_valid_and_named_as_its_file(path):
 def test_config_file_gives_every_option_that_is_not_overridden():
     config, _ = parse("", argv=[f"--config={SMALL}"])
     assert options(config) == options(load_config(SMALL)[0]) | {"run_dir": "runs/small", "model.short_window": 128}
+
+
+@pytest.mark.parametrize("name", ["small", "few-data"])
+def test_a_length_in_epochs_replaces_the_steps_and_the_other_way_round(name):
+    length = lambda *words: attrgetter("steps", "epochs")(parse("", argv=[f"--config=configs/{name}.py", *words])[0])
+    assert length("--epochs=2.5") == length("--epochs=2.5", "--steps=0") == (0, 2.5)
+    assert length("--steps=9")[0] == 9
+    with pytest.raises(UserError, match="--epochs and --steps both give the length of the run: leave one out"):
+        length("--epochs=2", "--steps=9")
 
 
 @pytest.mark.parametrize("flag", [[f"--config={SMALL}"], ["--config", SMALL]])

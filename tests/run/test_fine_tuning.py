@@ -44,6 +44,8 @@ def test_an_epoch_is_resolved_and_complete(folder, monkeypatch, capfd):
     capfd.readouterr()
     assert run("train", monkeypatch, *CHAT, "--run_dir=half", "--data.max_epochs=0.5", devices=1) == 2
     assert "--data.max_epochs=0.5, but the run goes through chats 1 times" in capfd.readouterr().err
+    assert run("train", monkeypatch, *CHAT, "--run_dir=twice", "--epochs=2", "--data.max_epochs=1", devices=1) == 2
+    assert "--data.max_epochs=1, but the run goes through chats 2 times" in capfd.readouterr().err
 
 
 @pytest.mark.medium

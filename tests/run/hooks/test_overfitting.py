@@ -61,7 +61,7 @@ def test_a_turn_is_reported_to_the_user_s_command(reported, monkeypatch):
         ({"bits": TURNS[:5]}, None),
         ({"bits": [9.0, 2.0, 1.5, 1.7, 1.55, 1.9, 2.0, 2.1]}, 140),  # one evaluation is as good
         ({"bits": [9.0, 2.0, 1.5, 1.7, None, 1.9, 2.0, 2.1]}, 120),  # not finite
-        ({"bits": [9.0, 2.0, 1.5, 1.7, 1.8, 1.4, 1.3, 1.2]}, 100),
+        ({"bits": [9.0, 2.0, 1.5, 1.7, 1.8, 1.4, 1.5, 1.6]}, None),  # a new minimum
         ({"bits": [1.5, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]}, None),  # no training before the minimum
         ({"bits": [9.0, 2.0, 1.5, 1.4, 1.3, 1.2, 1.1, 1.0]}, None),
         ({"losses": [5.0, 4.0, 3.0, 3.1, 3.2, 3.3, 3.3, 3.3]}, None),  # the training loss rises too

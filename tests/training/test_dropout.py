@@ -1,0 +1,102 @@
+"""Test that dropout depends on seed, step, row and layer only, and exists in training only."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from configs.schema import MeshConfig
+from model.attention import Inputs
+from model.gpt import GPT
+from model.layers import dropped
+from model.rotary import rotary_angles
+from tests.helpers import TINY, distance, initial_state, random_rows, run_steps, tiny_config
+from training.build import build
+from training.state import stored_as
+from training.step import dropout_keys
+
+CONFIG = tiny_config(dropout=0.3, kv_heads=4)
+X = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (2, 64, 32)), jnp.float32)
+
+
+@pytest.mark.medium
+def test_every_split_mesh_and_recomputation_gives_the_same_update():
+    """Take two steps. Without the same masks the parameters would differ by percents, as with another seed."""
+    rows = [random_rows(CONFIG, step) for step in range(2)]
+    expected, expected_metrics = run_steps(CONFIG, rows)
+    others = [(8, (1, 1, 1), "none"), (4, (1, 1, 1), "block"), (2, (8, 1, 1), "products"), (1, (2, 2, 2), "none")]
+    for rows_per_device, sizes, remat in others:
+        batch = replace(CONFIG.batch, rows_per_device=rows_per_device)
+        model = replace(CONFIG.model, remat=remat)
+        other = replace(CONFIG, batch=batch, model=model, mesh=MeshConfig(*sizes))
+        params, metrics = run_steps(other, rows, int(np.prod(sizes)))
+        assert distance(params, expected) < 1e-6, (rows_per_device, sizes, remat)
+        losses, expected_losses = ([float(m["loss"]) for m in each] for each in (metrics, expected_metrics))
+        assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert distance(run_steps(replace(CONFIG, seed=1), rows)[0], expected) > 1e-3
+    assert distance(run_steps(replace(CONFIG, model=replace(CONFIG.model, dropout=0.0)), rows)[0], expected) > 1e-3
+
+
+@pytest.mark.medium
+def test_a_resumed_run_draws_the_masks_that_it_would_have_drawn():
+    built = build(CONFIG, jax.devices()[:1])
+    batch = {name: array.reshape(1, 16, 16) for name, array in random_rows(CONFIG, 0).items()}
+    state = stored_as(initial_state(CONFIG.model, CONFIG.optimizer), built.abstract_state)
+    losses, saved = [], []
+    for _ in range(3):
+        saved.append(jax.device_get(state))
+        state, metrics = built.train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    resumed, metrics = built.train_step(stored_as(saved[2], built.abstract_state), batch)
+    assert float(metrics["loss"]) == losses[2]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed), jax.device_get(state))
+
+
+def test_keys_follow_seed_step_and_row_in_the_global_order():
+    data = lambda *arguments: np.asarray(jax.random.key_data(dropout_keys(*arguments))).reshape(-1, 2)
+    whole = data(3, jnp.int32(7), (1, 16))
+    for shape in ((2, 8), (4, 4), (16, 1)):
+        assert (data(3, jnp.int32(7), shape) == whole).all()
+    together = np.concatenate([whole, data(3, jnp.int32(8), (1, 16)), data(4, jnp.int32(7), (1, 16))])
+    assert len(np.unique(together, axis=0)) == 48
+
+
+def test_the_mean_over_keys_is_the_input():
+    keys = jax.random.split(jax.random.key(0), 4096)
+    drawn = dropped(jnp.broadcast_to(X[:1, :8, :8], (4096, 8, 8)), 0.25, keys, 0)
+    assert np.unique(np.round(drawn / X[0, :8, :8], 5)).tolist() == pytest.approx([0, 4 / 3], abs=1e-4)
+    error = np.sqrt(0.25 / 0.75 / 4096)
+    np.testing.assert_allclose(jnp.mean(drawn, axis=0) / X[0, :8, :8], 1, atol=5 * error)
+    assert jnp.mean(drawn == 0) == pytest.approx(0.25, abs=5 * error / 8)
+
+
+def test_only_outputs_of_attention_and_mlp_are_dropped_by_masks_of_their_own():
+    model = GPT(replace(TINY, dropout=0.5), jnp.dtype("float32"), rngs=nnx.Rngs(0))
+    keys = jax.random.split(jax.random.key(1), 2)
+    inputs = Inputs(jnp.zeros((2, 64), jnp.int32), None, rotary_angles(jnp.arange(64), 8, 1e5), None)
+    masks = []
+    for block in model.blocks:
+        for used, unused in ((block.attention.out, block.mlp.down), (block.mlp.down, block.attention.out)):
+            used.kernel[...], unused.kernel[...] = jnp.ones_like(used.kernel[...]), jnp.zeros_like(unused.kernel[...])
+            added, kept = (block(X, i, None)[0] - X for i in (inputs, inputs._replace(dropout_keys=keys)))
+            masks.append(np.asarray(kept != 0))
+            np.testing.assert_allclose(kept, np.where(masks[-1], 2 * added, 0), rtol=1e-4, atol=1e-4)
+    rows = np.stack(masks).reshape(8, -1)  # two layers, two places, two rows
+    agreement = (rows[:, None] == rows).mean(axis=-1)
+    np.testing.assert_allclose(agreement, 0.5 + 0.5 * np.eye(8), atol=0.06)
+
+
+def test_programs_without_dropout_draw_no_number_and_evaluation_never_does():
+    """Compare the text of the programs."""
+    texts = {}
+    for rate in (0.0, 0.3):
+        config = replace(CONFIG, model=replace(CONFIG.model, dropout=rate))
+        built = build(config, jax.devices()[:1])
+        state, batch = built.abstract_state, built.abstract_batch()
+        train, evaluate = built.train_step.lower(state, batch), built.eval_step.lower(state.params, batch)  # pyright: ignore
+        texts[rate] = train.as_text(), evaluate.as_text()
+    assert "threefry" in texts[0.3][0] and "threefry" not in texts[0.0][0]
+    assert texts[0.3][1] == texts[0.0][1]
