@@ -24,7 +24,7 @@ X = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (2, 64, 32)), jnp.float32
 
 @pytest.mark.medium
 def test_every_split_mesh_and_recomputation_gives_the_same_update():
-    """Take two steps. Without the same masks the parameters would differ by percents, as with another seed."""
+    """Take two steps. Without the same masks the parameters would differ by percents, as they do with another seed."""
     rows = [random_rows(CONFIG, step) for step in range(2)]
     expected, expected_metrics = run_steps(CONFIG, rows)
     others = [(8, (1, 1, 1), "none"), (4, (1, 1, 1), "block"), (2, (8, 1, 1), "products"), (1, (2, 2, 2), "none")]
@@ -37,7 +37,6 @@ def test_every_split_mesh_and_recomputation_gives_the_same_update():
         losses, expected_losses = ([float(m["loss"]) for m in each] for each in (metrics, expected_metrics))
         assert losses == pytest.approx(expected_losses, rel=1e-6)
     assert distance(run_steps(replace(CONFIG, seed=1), rows)[0], expected) > 1e-3
-    assert distance(run_steps(replace(CONFIG, model=replace(CONFIG.model, dropout=0.0)), rows)[0], expected) > 1e-3
 
 
 @pytest.mark.medium
