@@ -32,7 +32,7 @@ class Network:
     dataset: str = ""
     """Fingerprint of the text that a run was trained on."""
     is_average: bool = False
-    """Whether the parameters are the average of a run's."""
+    """True if the parameters are the average of a run's."""
 
     @property
     def label(self) -> str:

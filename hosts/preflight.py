@@ -123,7 +123,8 @@ def needs(config: Config) -> list[str]:
     for probe in written:
         with suppress(Exception):  # they may stay
             probe.unlink()
-    checkpoint = 12 * sum(parameter_counts(config.model).values())  # float32 parameters and two moments
+    sets = 4 if config.optimizer.average else 3  # float32 parameters, two moments, the average
+    checkpoint = 4 * sets * sum(parameter_counts(config.model).values())
     if not str(shared).startswith("gs://"):
         with suppress(OSError):
             free = shutil.disk_usage(shared).free

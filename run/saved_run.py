@@ -31,7 +31,7 @@ class Run(NamedTuple):
     step: int
     """The checkpoint's step."""
     is_average: bool
-    """Whether the parameters are the average that the checkpoint has."""
+    """True if the parameters are the average in the checkpoint."""
 
 
 def load_run(run_dir: str | Path, mesh: Mesh, step: int | None = None, average: bool = True) -> Run:

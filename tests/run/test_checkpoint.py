@@ -70,7 +70,7 @@ def abstract_on(sizes):
     """Return the state of a network with every feature and Muon. Three and five devices divide few of its sizes."""
     mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: int(np.prod(sizes))])
     optimizer, _ = make_optimizer(replace(OTHER.optimizer, matrices=MatricesConfig(0.01, kind="muon")), OTHER.model, 8)
-    return abstract_state(OTHER.model, optimizer, mesh)
+    return abstract_state(OTHER.model, optimizer, mesh, average=True)
 
 
 @pytest.mark.medium
@@ -83,14 +83,16 @@ def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source, other):
     checkpoints = Checkpoints(tmp_path, KEEP_ALL)
     checkpoints.save(5, stored_as(whole, abstract_on(source)), {"shapes": parameter_shapes(OTHER.model)})
     checkpoints.close()
-    digests = set()
+    digests = {True: set(), False: set()}
     for target in MESHES:
         abstract = abstract_on(target)
         restored, _ = Checkpoints(tmp_path).restore(5, abstract)
         assert_equal(restored, stored_as(whole._replace(step=np.int32(5)), abstract))  # the padding is zero again
-        digests.add(params_sha256(restored.params, OTHER.model))
-    params, _ = Checkpoints(tmp_path).restore_params(abstract_on(other).params)
-    assert digests == {params_sha256(tree, OTHER.model) for tree in (params, whole.params)}
+        digests[False].add(params_sha256(restored.params, OTHER.model))
+        digests[True].add(params_sha256(restored.average, OTHER.model))
+    for average, tree in ((True, whole.average), (False, whole.params)):
+        params, _ = Checkpoints(tmp_path).restore_params(abstract_on(other).params, average=average)
+        assert digests[average] == {params_sha256(tree, OTHER.model) for tree in (params, tree)}
 
 
 def test_a_checkpoint_has_its_step_s_state_although_the_next_step_reuses_the_memory(tmp_path):

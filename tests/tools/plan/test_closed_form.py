@@ -62,17 +62,15 @@ def small(mesh: MeshConfig) -> Candidate:
 
 
 @pytest.mark.parametrize("mesh", [{}, {"fsdp": 2, "tensor": 2}, {"fsdp": 4}], ids=str)
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_parameters_and_moments_equal_the_state_s(mesh, kind):
+@pytest.mark.parametrize(("kind", "average"), [("adamw", 0.0), ("muon", 0.1)])
+def test_parameters_and_moments_equal_the_state_s(mesh, kind, average):
     config = tiny_config(**ALL_FEATURES, width=64)
-    config = replace(
-        config, optimizer=replace(config.optimizer, matrices=replace(config.optimizer.matrices, kind=kind))
-    )
+    config = with_options(config, {"optimizer.matrices.kind": kind, "optimizer.average": average})
     of = candidate("h200:8", config, **mesh)
     built = build(of.config, jax.devices()[:8])
     size = lambda tree: sum(4 * prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(tree))
     parts = memory(of)
-    assert parts["parameters"] == size(built.abstract_state.params)
+    assert parts["parameters"] == size((built.abstract_state.params, built.abstract_state.average))
     # The optimizer stores step counts in a few 32-bit numbers.
     assert 0 <= size(built.abstract_state.opt_state) - parts["moments"] <= 64
     assert parts["batch"] == size(built.abstract_batch())
@@ -240,9 +238,10 @@ def test_preemptions_take_half_an_interval_and_a_restart_each():
     assert some.cost == pytest.approx(some.days * 24 * 16 * 2) and none.checkpoint_bytes == 12 * 135_266_304
     config = of.config
     matrices = replace(config.optimizer.matrices, kind="muon")
-    muon = candidate("v5e:4x4", replace(config, optimizer=replace(config.optimizer, matrices=matrices)))
+    optimizer = replace(config.optimizer, matrices=matrices, average=0.1)
+    muon = candidate("v5e:4x4", replace(config, optimizer=optimizer))
     state = build(muon.config, jax.devices()[:1]).abstract_state
-    saved = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((state.params, state.opt_state)))
+    saved = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert whole_run(muon, time, None, 0.0).checkpoint_bytes == pytest.approx(saved, rel=1e-4)
     assert (
         none.goodput < 1 and none.days * 86_400 > muon.config.steps * time.expected + none.compile_seconds / PROCESSORS

@@ -1,0 +1,59 @@
+"""Test that the average is the mean of the last steps' parameters, and that training does not notice it."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from configs.schema import with_options
+from tests.helpers import initial_state, random_rows, start_params, step_of, tiny_config
+from training.mesh import batch_shape, batch_sharding
+from training.state import average_begins, stored_as
+
+STEPS = 8
+SKIPPED = 6  # a step without a valid token
+
+
+def courses(average: float, sizes: tuple[int, int, int], rows: int) -> tuple[list, list]:
+    """Return the parameters and the average after each step, from the perturbed start."""
+    options = {"optimizer.average": average, "batch.rows_per_device": rows}
+    options |= dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), sizes))
+    config = with_options(tiny_config(kv_heads=4), options)
+    step, mesh, placed, _ = step_of(config, math.prod(sizes))
+    state = initial_state(config.model, config.optimizer)._replace(params=start_params(config))
+    state, params, averages = stored_as(state, placed), [], []
+    for number in range(1, STEPS + 1):
+        weights = np.full((16, 16), number != SKIPPED, np.float32)
+        batch = {
+            name: a.reshape(batch_shape(config.batch, mesh)) for name, a in random_rows(config, number, weights).items()
+        }
+        state, _ = step(state, jax.device_put(batch, batch_sharding(mesh)))
+        params.append(jax.device_get(state.params))
+        averages.append(jax.device_get(state.average))
+        for leaf, like in zip(jax.tree.leaves(state.average), jax.tree.leaves(state.params)):
+            assert leaf.dtype == np.float32 and leaf.sharding == like.sharding
+    return params, averages
+
+
+@pytest.mark.parametrize(("average", "first"), [(0.1, 8), (0.6, 4), (1.0, 1)])
+def test_the_last_share_of_the_steps_counts(average, first):
+    assert average_begins(with_options(tiny_config(), {"optimizer.average": average})) == first - 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [((1, 1, 1), 16), pytest.param((1, 1, 1), 8, marks=pytest.mark.medium), ((2, 2, 2), 2)],
+    ids=str,
+)
+def test_the_average_is_the_mean_and_training_is_unchanged(sizes, rows):
+    """On one device with one and two micro-batches, and on eight."""
+    params, averages = courses(0.6, sizes, rows)
+    for step in range(1, STEPS + 1):
+        counted = params[3:step] or [params[step - 1]]  # the last five steps; before them the newest
+        mean = jax.tree.map(lambda *of: np.mean(of, axis=0, dtype=np.float64), *counted)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), averages[step - 1], mean)
+    without, none = courses(0.0, sizes, rows)
+    assert none == [None] * STEPS
+    jax.tree.map(np.testing.assert_array_equal, params, without)
+    assert not np.array_equal(averages[-1]["embed"]["table"], params[-1]["embed"]["table"])
