@@ -24,7 +24,7 @@ from bench.nanochat_names import new_network
 from configs.command_line import parse
 from configs.messages import LOGGER
 from configs.nanochat import REFERENCE_BATCH, REFERENCE_DEPTH, network_of_depth
-from configs.schema import Config, FilePath, UserError, with_options
+from configs.schema import Config, FilePath, Positive, UserError, with_options
 from configs.validation import require_steps
 from data.loader import train_batches
 from evaluation.bits_per_byte import evaluate
@@ -47,6 +47,9 @@ class Arguments:
     """nanochat's compute type. `auto`: bfloat16 on a GPU, float32 on a CPU."""
     compile: bool = True
     """Compile the network and the optimizer's steps, as nanochat does."""
+    rate_factor: Positive[float] = 1.0
+    """Factor of all rates. nanochat multiplies them by the root of the step's tokens / 2^19, 0.088 for 4,096: 11.3 undoes
+    it."""
 
 
 class Schedules(NamedTuple):
@@ -134,6 +137,7 @@ class Trainer:
         sizes = [net.num_scaling_params() for net in (self.network, reference)]
         of_scaling = [size["transformer_matrices"] + size["lm_head"] for size in sizes]
         options = scaled(*of_scaling, config.batch.tokens_per_step)
+        options |= {name: rate * arguments.rate_factor for name, rate in options.items() if name.endswith("_lr")}
         self.decay, self.schedules = options["weight_decay"], Schedules(config.steps)
         self.optimizer = self.network.setup_optimizer(**options)
         self.compiled = torch.compile(self.network, dynamic=False)
