@@ -48,8 +48,8 @@ class Arguments:
     compile: bool = True
     """Compile the network and the optimizer's steps, as nanochat does."""
     rate_factor: Positive[float] = 1.0
-    """Factor of all rates. nanochat multiplies them by the root of the step's tokens / 2^19, 0.088 for 4,096: 11.3 undoes
-    it."""
+    """Factor of all rates. nanochat multiplies them by the root of a step's tokens / 2^19. That is 0.088 for 4,096, and
+    11.3 undoes it."""
 
 
 class Schedules(NamedTuple):
