@@ -3,6 +3,7 @@
 python train.py --config=configs/few-data.py --data.source=FOLDER
 
 The text is read `epochs` times, in another order each time, with dropout. A tokenizer of 4,096 tokens is trained on it.
+docs/data.md has what was measured.
 """
 
 from dataclasses import replace
