@@ -217,8 +217,9 @@ def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **mo
     lines = read_metrics(run_dir)
     newest = lambda name: next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
     losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
-    optional = ("average_val_loss", "average_val_bpb", "core")
-    losses |= {name: value for name in optional if (value := newest(name)) is not None}
+    evaluation = next((line for line in reversed(lines) if "val_loss" in line), {})
+    losses |= {name: value for name, value in evaluation.items() if name.startswith("average_")}
+    losses |= {"core": core} if (core := newest("core")) is not None else {}
     rate = tokens / seconds if seconds else None
     summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}
     return summary, newest("samples") or []

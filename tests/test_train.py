@@ -172,13 +172,15 @@ def assert_as_untouched(run_dir: Path, untouched: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_diagnostics_ends_like_one_without(folder, monkeypatch):
+def test_a_run_with_diagnostics_or_an_average_ends_like_one_without(folder, monkeypatch):
     """Require equal bits, compiled as for users."""
     monkeypatch.setenv("XLA_FLAGS", "")
     options = ("--steps=60", "--eval.every_steps=900", "--model.depth=1")
     measured = (*options, "--run_dir=measured", "--diagnostics.every_steps=4")
-    for started in [start(folder, *options, "--run_dir=plain"), start(folder, *measured)]:
+    averaged = (*options, "--run_dir=averaged", "--optimizer.average=0.5")
+    for started in [start(folder, *more) for more in ((*options, "--run_dir=plain"), measured, averaged)]:
         finish(started)
+    assert summary(folder / "averaged")["params_sha256"] == summary(folder / "plain")["params_sha256"]
     without = [line for line in lines_of(folder / "measured") if "diagnostics" not in line]
     assert without == lines_of(folder / "plain")
     assert summary(folder / "measured")["params_sha256"] == summary(folder / "plain")["params_sha256"]

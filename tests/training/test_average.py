@@ -1,4 +1,4 @@
-"""Test that the average is the mean of the last steps' parameters, and that training does not notice it."""
+"""Test that the average is the mean of the last steps' parameters."""
 
 import math
 
@@ -15,9 +15,9 @@ STEPS = 8
 SKIPPED = 6  # a step without a valid token
 
 
-def courses(average: float, sizes: tuple[int, int, int], rows: int) -> tuple[list, list]:
+def courses(sizes: tuple[int, int, int], rows: int) -> tuple[list, list]:
     """Return the parameters and the average after each step, from the perturbed start."""
-    options = {"optimizer.average": average, "batch.rows_per_device": rows}
+    options = {"optimizer.average": 0.6, "batch.rows_per_device": rows}
     options |= dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), sizes))
     config = with_options(tiny_config(kv_heads=4), options)
     step, mesh, placed, _ = step_of(config, math.prod(sizes))
@@ -46,14 +46,11 @@ def test_the_last_share_of_the_steps_counts(average, first):
     [((1, 1, 1), 16), pytest.param((1, 1, 1), 8, marks=pytest.mark.medium), ((2, 2, 2), 2)],
     ids=str,
 )
-def test_the_average_is_the_mean_and_training_is_unchanged(sizes, rows):
+def test_the_average_is_the_mean(sizes, rows):
     """On one device with one and two micro-batches, and on eight."""
-    params, averages = courses(0.6, sizes, rows)
+    params, averages = courses(sizes, rows)
     for step in range(1, STEPS + 1):
         counted = params[3:step] or [params[step - 1]]  # the last five steps; before them the newest
         mean = jax.tree.map(lambda *of: np.mean(of, axis=0, dtype=np.float64), *counted)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), averages[step - 1], mean)
-    without, none = courses(0.0, sizes, rows)
-    assert none == [None] * STEPS
-    jax.tree.map(np.testing.assert_array_equal, params, without)
     assert not np.array_equal(averages[-1]["embed"]["table"], params[-1]["embed"]["table"])
