@@ -134,9 +134,8 @@ class Trainer:
         self.network = new(config.model).to(self.device)
         with torch.device("meta"):
             reference = new(network_of_depth(config.model, REFERENCE_DEPTH))
-        sizes = [net.num_scaling_params() for net in (self.network, reference)]
-        of_scaling = [size["transformer_matrices"] + size["lm_head"] for size in sizes]
-        options = scaled(*of_scaling, config.batch.tokens_per_step)
+        size = lambda net: sum(net.num_scaling_params()[part] for part in ("transformer_matrices", "lm_head"))
+        options = scaled(size(self.network), size(reference), config.batch.tokens_per_step)
         options |= {name: rate * arguments.rate_factor for name, rate in options.items() if name.endswith("_lr")}
         self.decay, self.schedules = options["weight_decay"], Schedules(config.steps)
         self.optimizer = self.network.setup_optimizer(**options)
