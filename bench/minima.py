@@ -5,7 +5,7 @@ import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,44 +21,35 @@ from run.events import Events
 from run.lines import read_metrics, scores
 
 
-class Minimum(NamedTuple):
-    """The lowest point of a curve."""
-
-    at: float
-    """NaN if the lowest value is at an end of the curve: the minimum may be beyond."""
-    value: float
-
-
-def minimum(x: Sequence[float], y: Sequence[float]) -> Minimum:
-    """Return the vertex of the parabola through the lowest of the values `y` and its neighbours. A diverged run has the
-    value infinity. The lowest point itself counts if it has such a neighbour."""
+def minimum(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Return the vertex (x, y) of the parabola through the lowest point and its neighbours. A diverged run has infinite
+    y; if a neighbour has, the lowest point itself counts. x is NaN if that point is at an end."""
     i = int(np.argmin(y))
     if i in (0, len(y) - 1) or not math.isfinite(y[i]):
-        return Minimum(math.nan, float(y[i]))
+        return math.nan, float(y[i])
     (before, here, after), (low, lowest, high) = x[i - 1 : i + 2], y[i - 1 : i + 2]
     if not math.isfinite(low + high) or low == lowest == high:
-        return Minimum(here, lowest)
+        return here, lowest
     curve = np.polyfit(np.array([before, here, after]) - here, np.array([low, lowest, high]) - lowest, 2)
     vertex = -curve[1] / (2 * curve[0])
-    return Minimum(float(here + vertex), float(lowest + np.polyval(curve, vertex)))
+    return float(here + vertex), float(lowest + np.polyval(curve, vertex))
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> dict[str, Any] | None:
-    """Return the slope of y over x by least squares, with its standard error and its 95% interval by Student's t,
-    without the values of y that are NaN. Return None for fewer than three, or if x does not vary."""
+    """Return the slope of y over x by least squares, its standard error and its 95% interval by Student's t, without
+    the values of y that are NaN. Return None for fewer than three, or if x does not vary."""
     known = [(a, b) for a, b in zip(x, y) if not math.isnan(b)]
     if len(known) < 3 or len({a for a, _ in known}) < 2:
         return None
     fit = linregress(*zip(*known))
     reach = -float(stdtrit(len(known) - 2, LEVEL / 2)) * fit.stderr
     ends = [float(fit.slope - reach), float(fit.slope + reach)]
-    return {"slope": float(fit.slope), "intercept": float(fit.intercept), "error": float(fit.stderr), "interval": ends}
+    return {"value": float(fit.slope), "intercept": float(fit.intercept), "error": float(fit.stderr), "interval": ends}
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Return the mean and its standard error, which is NaN for one value. Both are NaN if a value is NaN."""
-    count = len(values)
-    return float(np.mean(values)), float(np.std(values, ddof=1) / math.sqrt(count)) if count > 1 else math.nan
+def shown(of: dict[str, Any]) -> str:
+    """Return a value with its interval."""
+    return "{:.3g} [{:.3g}, {:.3g}]".format(of["value"], *of["interval"])
 
 
 def recipe_of(text: str, out: Path) -> Recipe:

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from msgspec import Meta
 from scipy.optimize import least_squares  # JAX depends on SciPy
 
-from bench.minima import bits_of, minimum, recipe_of, slope, write_results
+from bench.minima import bits_of, minimum, recipe_of, shown, slope, write_results
 from bench.recipes import Recipe
 from configs.command_line import exit_code_of, parse_arguments
 from configs.exit_codes import Exit
@@ -46,9 +47,9 @@ class Arguments:
 
     recipe: str = MINIATURE
     """The dial, with options of a small size, in quotes."""
-    depths: tuple[Positive[int], ...] = (1, 2, 3)
+    depths: Annotated[tuple[Positive[int], ...], Meta(min_length=3)] = (1, 2, 3)
     """Depths of the networks, 64 channels of width each."""
-    horizons: tuple[Positive[float], ...] = (3, 6, 12, 24)
+    horizons: Annotated[tuple[Positive[float], ...], Meta(min_length=3)] = (3, 6, 12, 24)
     """Tokens for each parameter of blocks and head."""
     batches: tuple[Positive[float], ...] = (0.0625, 0.125, 0.25, 0.5, 1.0)
     """Factors of the dial's tokens of a step for that horizon."""
@@ -158,38 +159,30 @@ def analysed(cells: Sequence[Cell], bits: Sequence[Float[np.ndarray, "batches se
     rows, points, batches = [], [], []
     for cell, of_cell in zip(cells, bits):
         lowest = [minimum(np.log2(cell.batches).tolist(), values) for values in of_cell.T.tolist()]
-        points += [(cell.parameters, cell.tokens, low.value) for low in lowest if math.isfinite(low.value)]
-        batches += [(math.log2(cell.tokens), low.at) for low in lowest]
+        points += [(cell.parameters, cell.tokens, loss) for _, loss in lowest if math.isfinite(loss)]
+        batches += [(math.log2(cell.tokens), best) for best, _ in lowest]
         row = {name: getattr(cell, name) for name in ("depth", "parameters", "tokens", "dial")}
-        row |= {"bits": dict(zip(map(str, cell.batches), of_cell.tolist())), "best": [low.at for low in lowest]}
-        rows.append(row | {"lowest": [low.value for low in lowest]})
+        row |= {"bits": dict(zip(map(str, cell.batches), of_cell.tolist())), "best": [best for best, _ in lowest]}
+        rows.append(row | {"lowest": [loss for _, loss in lowest]})
     return {"cells": rows, "law": law_of(*np.array(points).T), "batch": slope(*zip(*batches))}
 
 
 def in_words(made: dict[str, Any]) -> str:
     """Return the results for a terminal."""
-    shown = lambda of, digits=2: (
-        f"{of['value']:.{digits}f} [{of['interval'][0]:.{digits}f}, {of['interval'][1]:.{digits}f}]"
-    )
     lines = ["| depth | parameters | tokens | bits per byte by tokens of a step | best step |"]
     for row in made["cells"]:
         by_batch = ", ".join(f"{batch}: {np.mean(values):.4f}" for batch, values in row["bits"].items())
         best = ", ".join("at an end" if math.isnan(at) else f"{2**at:,.0f}" for at in row["best"])
         lines.append(f"| {row['depth']} | {row['parameters']:,} | {row['tokens']:,} | {by_batch} | {best} |")
     law, batch = made["law"], made["batch"]
-    lines.append(f"E {shown(law['E'], 3)}, a {shown(law['a'])}, b {shown(law['b'])}; misfit {law['misfit']:.2%}")
-    best, growth = shown(law["tokens_per_parameter"], 1), shown(law["tokens_exponent"])
-    lines.append(f"best horizon of {law['largest']:,} parameters: {best} tokens a parameter; the dial has 12")
-    lines.append(f"best tokens grow as parameters^{growth}; the dial's as parameters^1")
-    ends = sum(math.isnan(at) for row in made["cells"] for at in row["best"])
-    note = f"{ends} of {sum(len(row['best']) for row in made['cells'])} best steps are at an end, and left out"
-    if batch:
-        low, high = batch["interval"]
-        lines.append(
-            f"best step as tokens^{batch['slope']:.2f} [{low:.2f}, {high:.2f}]; the dial's {BATCH_EXPONENT}; {note}"
-        )
-    else:
-        lines.append(f"no exponent of the best step: {note}")
+    ends = [math.isnan(best) for row in made["cells"] for best in row["best"]]
+    lines += [
+        f"E {shown(law['E'])}, a {shown(law['a'])}, b {shown(law['b'])}; misfit {law['misfit']:.2%}",
+        f"best tokens a parameter, for {law['largest']:,}: {shown(law['tokens_per_parameter'])}; the dial's 12",
+        f"best tokens as parameters^p, p {shown(law['tokens_exponent'])}; the dial's 1",
+        f"best step as tokens^p, p {shown(batch) if batch else 'unknown'}; the dial's {BATCH_EXPONENT}",
+        f"{sum(ends)} of {len(ends)} best steps are at an end of the batches, and left out",
+    ]
     repeated = ": beyond 4 times it is worth less (arXiv:2305.16264)" if made["epochs"] > 4 else ""
     return "\n".join([*lines, f"the longest run reads the text {made['epochs']:.1f} times{repeated}"])
 
@@ -212,7 +205,7 @@ def draw(made: dict[str, Any], path: Path) -> None:
             best.plot([row["tokens"]] * seeds, np.exp2(row["best"]), "o", color=f"C{i}")
         by_tokens.plot(tokens, law.loss(n, tokens / made["law"]["D0"]), color=f"C{i}", label=f"depth {depth}")
     if fit := made["batch"]:
-        best.plot(ends, 2 ** fit["intercept"] * ends ** fit["slope"], "k", label=f"tokens^{fit['slope']:.2f}")
+        best.plot(ends, 2 ** fit["intercept"] * ends ** fit["value"], "k", label=f"tokens^{fit['value']:.2f}")
     best.plot(*zip(*sorted((row["tokens"], row["dial"]) for row in cells)), "k:", label=f"tokens^{BATCH_EXPONENT}")
     by_tokens.set(xlabel="tokens", ylabel="bits per byte")
     by_step.set(xlabel="tokens of a step", ylabel="bits per byte")

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 from msgspec import Meta
 
-from bench.minima import bits_of, mean_and_error, minimum, recipe_of, slope, write_results
+from bench.minima import bits_of, minimum, recipe_of, shown, slope, write_results
 from configs.command_line import exit_code_of, parse_arguments
 from configs.exit_codes import Exit
 from configs.schema import Config, FilePath, Positive, UserError, options
@@ -67,8 +67,10 @@ def analysed(sizes: Sequence[Size], factors: Sequence[float], bits: Float[np.nda
     """Return each size's bits per byte, and log2 of its best factor: of each seed, the mean and its standard error."""
     logs, results = np.log2(factors).tolist(), []
     for (width, depth), of_size in zip(sizes, bits):
-        best = [minimum(logs, values).at for values in of_size.T.tolist()]
-        mean, error = mean_and_error(best)
+        best = [minimum(logs, values)[0] for values in of_size.T.tolist()]
+        mean, error = float(np.mean(best)), math.nan
+        if len(best) > 1:
+            error = float(np.std(best, ddof=1)) / math.sqrt(len(best))
         by_factor = dict(zip(map(str, factors), of_size.tolist()))
         results.append({"width": width, "depth": depth, "bits": by_factor, "best": best, "mean": mean, "error": error})
     return results
@@ -82,8 +84,7 @@ def in_words(along: str, fit: dict[str, Any] | None, results: Sequence[dict[str,
         return f"{along}: no exponent, since fewer than three best factors are known{note}"
     low, high = fit["interval"]
     verdict = "is not shown to move" if low <= 0 <= high else "moves"
-    fitted = f"{along}^{fit['slope']:+.2f}, standard error {fit['error']:.2f}, 95% [{low:+.2f}, {high:+.2f}]"
-    return f"{along}: the best rate {verdict}: best factor as {fitted}{note}"
+    return f"{along}: the best rate {verdict}: best factor as {along}^p, p {shown(fit)}, s.e. {fit['error']:.2g}{note}"
 
 
 def row(of: dict[str, Any]) -> str:
