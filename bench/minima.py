@@ -41,10 +41,10 @@ def slope(x: Sequence[float], y: Sequence[float]) -> dict[str, Any] | None:
     known = [(a, b) for a, b in zip(x, y) if not math.isnan(b)]
     if len(known) < 3 or len({a for a, _ in known}) < 2:
         return None
-    fit = linregress(*zip(*known))
-    reach = -float(stdtrit(len(known) - 2, LEVEL / 2)) * fit.stderr
-    ends = [float(fit.slope - reach), float(fit.slope + reach)]
-    return {"value": float(fit.slope), "intercept": float(fit.intercept), "error": float(fit.stderr), "interval": ends}
+    places, values = zip(*known)
+    value, intercept, _, _, error = np.array(linregress(places, values)).tolist()
+    reach = -float(stdtrit(len(known) - 2, LEVEL / 2)) * error
+    return {"value": value, "intercept": intercept, "error": error, "interval": [value - reach, value + reach]}
 
 
 def shown(of: dict[str, Any]) -> str:

@@ -54,7 +54,7 @@ def words(base: Config, size: Size, factor: float, groups: Sequence[str]) -> str
     if left:
         raise UserError(f"--widths: {width} is not a multiple of the recipe's head_dim={base.model.head_dim}")
     names = [f"optimizer.{group}.peak_rate" for group in groups] or ["optimizer.rate_factor"]
-    every = options(base)
+    every: dict[str, Any] = options(base)
     if unknown := [name for name in names if name not in every]:
         known = ", ".join(name.split(".")[1] for name in every if name.endswith(".peak_rate"))
         raise UserError(f"--groups: there is no --{unknown[0]}; groups: {known}")
