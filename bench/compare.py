@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
     curves: dict[str, tuple[list[float], list[float]]]
     documents: Bits
     first_rows: Bits
-    """Of the documents."""
+    """Bits and bytes of each document's first row."""
     made: set[tuple[str, str | None]]
     """The dataset's fingerprint and the code's hash of each start."""
 

@@ -1,4 +1,4 @@
-"""What bench.compare shows of its comparisons: a verdict, text, a table and a picture."""
+"""Show comparisons of bench.compare: a verdict, text, a table and a picture."""
 
 import io
 from pathlib import Path

@@ -3,13 +3,13 @@
 from tests.house import closure, counts
 
 BOUNDS = {
-    "lines outside tests": 28_220,
-    "lines of tests": 22_690,
+    "lines outside tests": 29_280,
+    "lines of tests": 23_410,
     "lines of train.py": 180,
     "names that train.py imports": 40,
     "modules that train.py needs": 106,
-    "lines that train.py needs": 13_010,
-    "options on the command line": 92,
+    "lines that train.py needs": 13_140,
+    "options on the command line": 95,
 }
 
 

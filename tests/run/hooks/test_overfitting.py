@@ -42,10 +42,10 @@ def test_a_turn_is_reported_once_with_its_minimum_and_remedies(reported, message
 
 
 def test_a_turn_is_reported_to_the_user_s_command(reported, monkeypatch):
-    told = []
-    monkeypatch.setattr("run.hooks.overfitting.tell", lambda config, *facts: told.append(facts))
+    notified = []
+    monkeypatch.setattr("run.hooks.overfitting.tell", lambda config, *facts: notified.append(facts))
     reported(FALLING, TURNS)
-    ((event, message, step),) = told
+    ((event, message, step),) = notified
     assert (event, step) == ("overfitting", 100) and "by heart" in message
 
 
