@@ -115,7 +115,7 @@ def cudnn_attention(
     as the seed of a dropout of zero.
     """
     back = None if window is None else window + 1  # with the query's own position
-    return cudnn.dot_product_attention(
+    return cudnn.dot_product_attention(  # pyright: ignore[reportReturnType]
         q, k, v, scale=1.0, mask_type=cudnn.MaskType.CAUSAL, seed=layer, sliding_window_length=back
     )
 
