@@ -3,8 +3,8 @@
 2,520 steps are 1.3 B tokens: 12 for each parameter of a matrix product, nanochat's ratio. Point it at your own
 text with --data.source=FOLDER; a tokenizer of 32,768 tokens is trained on it.
 
-Not run yet: its loss and hours are unknown. docs/performance.md describes its step, compiled for TPU slices and an
-H200.
+Not trained yet: its loss is unknown. One H100 made 546,000 tokens/s of it (docs/performance.md), so these steps would
+take some 40 minutes there.
 """
 
 from configs.schema import BatchConfig, Config, ModelConfig

@@ -5,7 +5,8 @@ python train.py --config=configs/nanochat.py --model.depth=12 --data.source=FOLD
 Network and recipe are nanochat's of mid 2026, all its later features and Muon included. Derived values are printed with
 their reasons. Options on the command line stay as given, and values that depend on them follow.
 
-Not run yet: its loss and hours are unknown. docs/mesh.md describes the step of depth 12, compiled for a TPU slice.
+Not trained yet: its loss is unknown. One H100 made 493,000 tokens/s of depth 12 (docs/performance.md). docs/mesh.md
+describes its step, compiled for a TPU slice.
 bench.exactness runs the first steps of a small network with these options on a CPU.
 """
 
