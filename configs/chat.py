@@ -10,8 +10,8 @@ The recipe is nanochat's chat_sft: 0.8 of pretraining's rates, no warmup, and a 
 not decay, and its momentum rises from 0.85 to 0.95.
 
 After a run of small.py with Muon at 0.02, an epoch of chat-stdlib is 145 steps. Validation loss falls from 5.75 to 2.30
-nats per token of an assistant. That is 2.79 to 1.12 bits per byte, with a standard error of 0.05 (2026-11-26, Python 3.12, JAX 0.12.0.1,
-bfloat16). Without the run's moments (--init_optimizer=False) it falls to 2.35.
+nats per token of an assistant. That is 2.79 to 1.12 bits per byte, with a standard error of 0.05 (2026-11-26, Python
+3.12, JAX 0.12.0.1, bfloat16). Without the run's moments (--init_optimizer=False) it falls to 2.35.
 """
 
 from configs.schema import (
