@@ -88,7 +88,7 @@ def parts_of(arguments: Arguments) -> list[Part]:
 
     def throughput(name: str, config: str, *words: str, depth: int = depth, rows: int = rows) -> Part:
         command = [sys.executable, "-m", "bench.throughput", f"--config={config}", f"--depth={depth}", f"--rows={rows}"]
-        return Part(name, [*command, *words, *options], 150, profiled)
+        return Part(name, [*command, *words, *options], 120, profiled)
 
     def both(depth: int, rows: int) -> list[Part]:
         networks = (("plain", plain), ("full", full))
@@ -104,10 +104,11 @@ def parts_of(arguments: Arguments) -> list[Part]:
     return [
         *both(depth, rows),
         throughput(f"full d{depth}, not deterministic", full, step, "--deterministic=False"),
-        Part("reference", ["bash", "-c", arguments.reference], 180, last_json),
-        Part("kill and resume", [sys.executable, "-m", "bench.chaos", *chaos], 300, last_json),
+        throughput(f"full d{depth}, complete rows", full, step, "--model.window_pattern=L"),
+        Part("reference", ["bash", "-c", arguments.reference], 150, last_json),
+        Part("kill and resume", [sys.executable, "-m", "bench.chaos", *chaos], 240, last_json),
         *(part for sizes in list(zip(arguments.depths, arguments.rows))[1:] for part in both(*sizes)),
-        Part("train.py", train, 300, lambda _: of_run(run_dir)),
+        Part("train.py", train, 200, lambda _: of_run(run_dir)),
         *(throughput(f"plain d{depth}, {n} rows", plain, rows=n) for n in (rows // 4, rows // 2, 2 * rows) if n),
         throughput(f"plain d{depth}, windows", plain, step, "--model.window_pattern=SSSL"),
         throughput(f"plain d{depth}, sampling", plain, step, "--program=sampling"),
