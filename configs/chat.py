@@ -32,7 +32,8 @@ from interchange.growth import base_of_chat, begun_run
 
 OF_BASE = ("model.", "batch.sequence_length")
 OF_A_RUN = ("optimizer.", "batch.tokens_per_step")
-RECIPE = ("optimizer.rate_factor", "optimizer.schedule.", "optimizer.muon.momentum", "optimizer.muon.weight_decay")
+RECIPE = ("model.dropout", "optimizer.average", "optimizer.rate_factor", "optimizer.schedule.")
+RECIPE += ("optimizer.muon.momentum", "optimizer.muon.weight_decay")
 
 
 def get_config() -> Config:

@@ -78,7 +78,7 @@ def parse(description: str | None, extra: type[T] = _NoMore, argv: list[str] | N
     if "epochs" in given:
         if config.steps and "steps" in given:
             raise UserError("--epochs and --steps both give the length of the run: leave one out")
-        config = replace(config, steps=0)
+        config, given = replace(config, steps=0), given | {"steps"}
     config = resolved(derive(with_ramp_spelled_out(config), given))
     validate(config)
     return config, with_homes(check_types(both.extra))

@@ -407,9 +407,9 @@ class Config:
     """With `steps=0`: epochs of the run, rounded up to a step. An epoch has as many rows as all datasets of
     `data.source`. On the command line, `--epochs` implies `--steps=0`."""
     deterministic: Free[bool] = True
-    """On GPUs, use no kernel whose order of additions varies, and keep XLA's autotuning choices in the run's folder. A
-    resumed run then ends with the same bits (docs/checkpoints.md). False: use the fastest kernels. On CPUs and TPUs it
-    changes nothing."""
+    """On GPUs, use no kernel whose order of additions varies, and choose kernels without timing them. A resumed run
+    then ends with the same bits (docs/checkpoints.md). False: use the fastest kernels. On CPUs and TPUs it changes
+    nothing."""
     init_from: AnyPath = ""
     """Another run, a folder that export.py wrote, or a nanochat in transformers' format: start from its parameters. If
     its tokenizer lacks the tokens of conversations and the data's has them, rows for them are added."""

@@ -28,7 +28,7 @@ from model.gpt import GPT, KVCache
 from model.loss import softcap
 from model.parallel import all_gather_vocabulary, pmax_over_tensor
 from model.sampling import Sampling, draw
-from training.mesh import batch_devices
+from training.mesh import batch_devices, xla_options
 
 SHORT, LONG = 32, 256  # tokens of a prompt read at a time
 AHEAD = 4  # tokens drawn in one call
@@ -152,7 +152,8 @@ class Engine:
         outs = (NamedSharding(mesh, CACHE), NamedSharding(mesh, PartitionSpec()))
         self.cache = jax.jit(over(empty, (), CACHE), out_shardings=outs[0])(self.params)
         # With JAX 0.10, XLA's fusions for YNNPACK take a CPU a third more time: few rows, and the sums of a draw.
-        options = {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.default_backend() == "cpu" else None
+        cpu = jax.default_backend() == "cpu"
+        options = {"xla_cpu_experimental_ynn_fusion_type": ""} if cpu else xla_options(mesh)
         of_slots = partial(jax.jit, donate_argnums=1, out_shardings=outs, compiler_options=options)
         self._read = of_slots(over(read, (CACHE, ROWS), (CACHE, ROWS)))
         self._write = of_slots(over(write, (CACHE, ROWS), (CACHE, ROWS)))

@@ -122,7 +122,7 @@ def initial_state(built: Build, tokenizer: TextTokenizer) -> TrainState:
         return built.create_state()._replace(params=params)
     checkpoints = Checkpoints(theirs.checkpoint.folder or folder)
     try:
-        state, _ = checkpoints.restore(checkpoints.newest, stored)
+        state, _ = checkpoints.restore(checkpoints.newest, stored._replace(average=None))
     except Damaged as error:
         raise NoCheckpoint(f"checkpoint {checkpoints.newest} in {checkpoints.folder} is damaged: {error}") from error
     zero = lambda array: jax.device_put(np.zeros(array.shape, array.dtype), array.sharding)

@@ -258,17 +258,14 @@ class Checkpoints:
             raise UserError(f"--step={step}: {self.folder} holds {', '.join(map(str, self.steps))}")
         return self.newest if step is None else step
 
-    def has_average(self, step: int) -> bool:
-        """Return whether the checkpoint of `step` has an average of parameters."""
-        return _has_average(self._facts_for_all(step))
-
-    def restore_params(self, abstract: dict, step: int | None = None, average: bool = True) -> tuple[dict, int]:
-        """Return the parameters that `abstract` has, from the checkpoint of `step` or from the newest, and its step:
-        their average if it has one and it is asked for. Raise UserError if there is no checkpoint, and NoCheckpoint,
-        naming a sound one, if it is damaged."""
+    def restore_params(self, abstract: dict, step: int | None = None, average: bool = True) -> tuple[dict, int, bool]:
+        """Return the parameters that `abstract` has, from the checkpoint of `step` or from the newest, its step, and
+        whether they are their average: so if it has one and it is asked for. Raise UserError if there is no checkpoint,
+        and NoCheckpoint, naming a sound one, if it is damaged."""
         step = self.asked(step)
         try:
-            return self._params(step, abstract, average), step
+            params, is_average = self._params(step, abstract, average)
+            return params, step, is_average
         except Damaged as error:
             why = f"checkpoint {step} in {self.folder} is damaged ({first_line(error)})"
         for other in [other for other in reversed(self.steps) if other != step]:
@@ -277,12 +274,13 @@ class Checkpoints:
                 raise NoCheckpoint(f"{why}; {other} is sound: --step={other}")
         raise NoCheckpoint(f"{why}, and there is no sound one")
 
-    def _params(self, step: int, abstract: dict, average: bool) -> dict:
+    def _params(self, step: int, abstract: dict, average: bool) -> tuple[dict, bool]:
         facts = self._facts_for_all(step)
         self._require_same_network(facts, abstract, part=True)
-        items = self._read(step, {"average" if average and _has_average(facts) else "params": abstract})
+        name = "average" if average and _has_average(facts) else "params"
+        items = self._read(step, {name: abstract})
         require_checksums(facts["checksums"], items, facts["shapes"])
-        return next(iter(items.values()))
+        return items[name], name == "average"
 
     def facts(self, step: int) -> dict:
         """Return the facts saved with the arrays. Raise Damaged if they differ from the saved ones."""

@@ -41,8 +41,8 @@ def load_run(run_dir: str | Path, mesh: Mesh, step: int | None = None, average: 
     facts, config = record_of(run_dir)
     validate(dataclasses.replace(config, mesh=MeshConfig(**sizes_of(mesh))))
     checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
-    params, step = checkpoints.restore_params(abstract_params(config.model, mesh), step, average)
-    return Run(config, facts["dataset"], params, step, average and checkpoints.has_average(step))
+    abstract = abstract_params(config.model, mesh)
+    return Run(config, facts["dataset"], *checkpoints.restore_params(abstract, step, average))
 
 
 def read_in_shards(
@@ -64,7 +64,7 @@ def read_in_shards(
         size += nbytes
 
     def read(names: set[str]) -> dict[str, np.ndarray]:
-        params, _ = checkpoints.restore_params(_only(abstract, names), step, average)
+        params, *_ = checkpoints.restore_params(_only(abstract, names), step, average)
         leaves = jax.tree_util.tree_leaves_with_path(params)
         return {path_name(path): np.asarray(leaf) for path, leaf in leaves}
 

@@ -43,7 +43,8 @@ class TrainState(NamedTuple):
 
 def average_begins(config: Config) -> int:
     """Return the step after which the parameters are averaged."""
-    return config.steps - round(config.optimizer.average * config.steps)
+    share = config.optimizer.average
+    return config.steps - max(round(share * config.steps), share > 0)  # one step at least
 
 
 def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:

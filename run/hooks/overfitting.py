@@ -28,8 +28,8 @@ class Overfitting(Hook):
         message = (
             f"step {run.step}: the run learns its text by heart: the training loss falls, but the last {IN_A_ROW} "
             f"evaluations are worse than step {best['step']}'s {best['val_bpb']:.4f} bits per byte; take fewer steps, "
-            f"--model.dropout or more weight decay, or keep that checkpoint (--checkpoint.keep_every="
-            f"{self.config.eval.every_steps})"
+            f"--model.dropout or more weight decay; the best checkpoint is kept if each evaluated step is saved "
+            f"(--checkpoint.every_steps={self.config.eval.every_steps})"
         )
         LOGGER.warning(message)
         self.log.writer.write({"step": run.step, "overfitting": {name: best[name] for name in ("step", "val_bpb")}})

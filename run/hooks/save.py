@@ -13,6 +13,7 @@ from run.checkpoint import Checkpoints
 from run.hooks.hook import Hook
 from run.hooks.watch import Watch
 from run.progress import Due, GaveUp, Progress
+from training.state import average_begins
 from training.step import Metrics
 
 MOST_FAILED = 10  # consecutive failed saves that end the run
@@ -70,8 +71,10 @@ class Save(Hook):
         kept = {"seconds": run.clock.seconds, "losses": list(run.losses)}
         shapes = parameter_shapes(self.config.model)
         origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config), "shapes": shapes}
+        begun = run.step > average_begins(self.config)
+        state = run.state if begun else run.state._replace(average=None)  # until then it equals the parameters
         with self.watch.away("saving", "saving"):
-            self.checkpoints.save(run.step, run.state, {**position, **kept, **origin})
+            self.checkpoints.save(run.step, state, {**position, **kept, **origin})
         self.saved, run.save_soon = time.monotonic(), False
 
     def _is_old(self) -> bool:

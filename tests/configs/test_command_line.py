@@ -47,7 +47,7 @@ def test_config_file_gives_every_option_that_is_not_overridden():
     assert options(config) == options(load_config(SMALL)[0]) | {"run_dir": "runs/small", "model.short_window": 128}
 
 
-@pytest.mark.parametrize("name", ["small", "few-data"])
+@pytest.mark.parametrize("name", ["small", "few-data", "nanochat"])
 def test_a_length_in_epochs_replaces_the_steps_and_the_other_way_round(name):
     length = lambda *words: attrgetter("steps", "epochs")(parse("", argv=[f"--config=configs/{name}.py", *words])[0])
     assert length("--epochs=2.5") == length("--epochs=2.5", "--steps=0") == (0, 2.5)

@@ -15,6 +15,7 @@ from tests.test_train import figures, lines_of, run, write_folder
 from training.mesh import mesh_of_first
 
 AVERAGE = ("--optimizer.average=0.5", "--checkpoint.every_steps=1", "--checkpoint.keep=9", "--eval.every_steps=2")
+AVERAGE += ("--model.dropout=0.1",)  # its masks resume, too
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,17 @@ def test_a_run_that_was_killed_ends_with_the_same_average(folder, monkeypatch, n
         shutil.rmtree(killed / "checkpoints" / str(step))
     assert start(monkeypatch, folder, f"--run_dir={killed}", *AVERAGE) == 0
     assert figures(killed) == figures(folder / "whole") and lines_of(killed) == lines_of(folder / "whole")
+
+
+def test_a_larger_share_whose_first_steps_are_over_is_refused(folder, monkeypatch, capsys):
+    """Until an average begins, a checkpoint has none."""
+    stopped = shutil.copytree(folder / "whole", folder / "stopped")
+    (stopped / "summary.json").unlink()
+    for step in range(3, 7):
+        shutil.rmtree(stopped / "checkpoints" / str(step))
+    larger = ("--optimizer.average=0.8", "--accept_changes")
+    assert start(monkeypatch, folder, f"--run_dir={stopped}", *AVERAGE, *larger) == 2
+    assert "has come to step 2 without an average" in " ".join(capsys.readouterr().err.split())
 
 
 def test_evaluate_and_export_take_the_average_unless_asked_not_to(folder, monkeypatch, capsys):

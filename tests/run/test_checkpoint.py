@@ -57,7 +57,7 @@ def test_round_trip(tmp_path, saved_on, restored_on):
     assert_equal(restored, state._replace(step=3))
     assert (facts["step"], facts["seconds"]) == (3, 1.5)
     jax.tree.map(lambda leaf, shape: np.testing.assert_equal(leaf.sharding, shape.sharding), restored, abstract)
-    params, step = Checkpoints(tmp_path).restore_params(abstract.params)
+    params, step, _ = Checkpoints(tmp_path).restore_params(abstract.params)
     assert step == 3
     assert_equal(params, state.params)
 
@@ -91,7 +91,7 @@ def test_any_mesh_s_checkpoint_restores_on_any_other(tmp_path, source, other):
         digests[False].add(params_sha256(restored.params, OTHER.model))
         digests[True].add(params_sha256(restored.average, OTHER.model))
     for average, tree in ((True, whole.average), (False, whole.params)):
-        params, _ = Checkpoints(tmp_path).restore_params(abstract_on(other).params, average=average)
+        params, *_ = Checkpoints(tmp_path).restore_params(abstract_on(other).params, average=average)
         assert digests[average] == {params_sha256(tree, OTHER.model) for tree in (params, tree)}
 
 

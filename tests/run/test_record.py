@@ -20,7 +20,7 @@ def elsewhere(request, gcs, tmp_path) -> str:
 @pytest.fixture
 def run_dir(tmp_path) -> Path:
     folder = tmp_path / "run"
-    for name in (*CONTINUES, "tensorboard/events.1", "tensorboard/hparams/events.2", "compiled/program"):
+    for name in (*CONTINUES, "tensorboard/events.1", "tensorboard/hparams/events.2", "profile/trace"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"of {name}")
     return folder

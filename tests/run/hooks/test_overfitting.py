@@ -38,7 +38,7 @@ def test_a_turn_is_reported_once_with_its_minimum_and_remedies(reported, message
     assert (line["step"], line["overfitting"]) == (100, {"step": 40, "val_bpb": 1.5})
     (message,) = messages
     assert "step 100: " in message and "worse than step 40's 1.5000 bits per byte" in message
-    assert all(word in message for word in ("fewer steps", "dropout", "weight decay", "--checkpoint.keep_every=20"))
+    assert all(word in message for word in ("fewer steps", "dropout", "weight decay", "--checkpoint.every_steps=20"))
 
 
 def test_a_turn_is_reported_to_the_user_s_command(reported, monkeypatch):
