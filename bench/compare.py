@@ -24,6 +24,7 @@ from bench.recipes import (
     evaluate_all,
     make_writable,
     read_recipes,
+    require_rows,
     train_all,
     why_seconds_differ,
 )
@@ -194,12 +195,7 @@ def main() -> int:
     if arguments.at == "seconds" and arguments.at_once > 1:
         raise UserError("--at=seconds needs --at_once=1: runs side by side slow each other")
     first, *others = recipes = read_recipes(arguments.recipes, out)
-    auto = [recipe.text for recipe in recipes if recipe.config.batch.rows_per_device == "auto"]
-    if auto and arguments.at_once > 1:
-        raise UserError(
-            f"--at_once={arguments.at_once} needs a number of rows, but {auto[0]} takes what all of the memory holds; "
-            "give --batch.rows_per_device=8, for example"
-        )
+    require_rows(recipes, arguments.at_once)
     pairs = [Pair(first, other, arguments.seeds) for other in others]
     if any(pair.by_first_rows for pair in pairs):
         require_documents(first, arguments)

@@ -14,7 +14,7 @@ from scipy.special import stdtrit  # JAX depends on SciPy
 from scipy.stats import linregress
 
 from bench.paired import LEVEL
-from bench.recipes import Recipe, make_writable, read_recipe, train_all
+from bench.recipes import Recipe, make_writable, read_recipe, require_rows, train_all
 from configs.exit_codes import Exit
 from configs.files import write_whole
 from run.events import Events
@@ -61,6 +61,7 @@ def recipe_of(text: str, out: Path) -> Recipe:
 def bits_of(recipes: Sequence[Recipe], seeds: int, at_once: int) -> Float[np.ndarray, "recipes seeds"]:
     """Train each recipe with each seed, unless it is complete. Return the final bits per byte of held-out text, which
     are infinite for a diverged run."""
+    require_rows(recipes, at_once)
     make_writable(recipes[0].out)
     runs = [(recipe, seed) for seed in range(seeds) for recipe in recipes]
     complete = sum((recipe.run_dir(seed) / "summary.json").exists() for recipe, seed in runs)

@@ -186,6 +186,16 @@ def read_recipes(texts: tuple[str, ...], out: Path) -> list[Recipe]:
     return recipes
 
 
+def require_rows(recipes: Sequence[Recipe], at_once: int) -> None:
+    """Raise UserError if recipes that run side by side would each take all of the memory."""
+    auto = [recipe.text for recipe in recipes if recipe.config.batch.rows_per_device == "auto"]
+    if auto and at_once > 1:
+        raise UserError(
+            f"--at_once={at_once} needs a number of rows, but {auto[0]} takes what all of the memory holds; "
+            "give --batch.rows_per_device=8, for example"
+        )
+
+
 def why_seconds_differ(folders: list[Path]) -> str:
     """Return why the runs' seconds are not comparable, with a folder's name, or an empty text."""
     records = {folder.name: folder / "machine.json" for folder in folders}

@@ -1,4 +1,4 @@
-"""A GPT of 12 M parameters for 1 to 100 MB of text: a language, a domain, one author.
+"""A GPT of 18 M parameters for 1 to 100 MB of text: a language, a domain, one author.
 
 python train.py --config=configs/few-data.py --data.source=FOLDER
 
