@@ -3,7 +3,7 @@
 from tests.house import closure, counts
 
 BOUNDS = {
-    "lines outside tests": 29_280,
+    "lines outside tests": 29_290,
     "lines of tests": 23_410,
     "lines of train.py": 180,
     "names that train.py imports": 40,
