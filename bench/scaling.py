@@ -181,8 +181,8 @@ def in_words(made: dict[str, Any]) -> str:
         f"best tokens a parameter, for {law['largest']:,}: {shown(law['tokens_per_parameter'])}; the dial's 12",
         f"best tokens as parameters^p, p {shown(law['tokens_exponent'])}; the dial's 1",
         f"best step as tokens^p, p {shown(batch) if batch else 'unknown'}; the dial's {BATCH_EXPONENT}",
-        f"{sum(ends)} of {len(ends)} best steps are at an end of the batches: the exponent leaves them out, and the law "
-        "counts their lowest loss",
+        f"{sum(ends)} of {len(ends)} best steps are at an end of the batches: the exponent leaves them out, and the "
+        "law counts their lowest loss",
     ]
     repeated = ": beyond 4 times it is worth less (arXiv:2305.16264)" if made["epochs"] > 4 else ""
     return "\n".join([*lines, f"the longest run reads the text {made['epochs']:.1f} times{repeated}"])
