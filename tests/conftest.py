@@ -52,6 +52,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 
+@pytest.fixture(autouse=True)
+def ignored_pipes():
+    """Ignore SIGPIPE, as Python does. `--help` gives it back to the system for its process, which a test may share."""
+    yield
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+
+
 @pytest.fixture(scope="module")
 def gcs_server():
     """Start one server for all tests of a file, since gcsfs and tensorstore remember its address."""

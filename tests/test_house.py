@@ -4,7 +4,7 @@ from tests.house import closure, counts
 
 BOUNDS = {
     "lines outside tests": 29_290,
-    "lines of tests": 23_410,
+    "lines of tests": 23_415,
     "lines of train.py": 180,
     "names that train.py imports": 40,
     "modules that train.py needs": 106,
