@@ -66,9 +66,8 @@ def main() -> int:
         require_transformers()
     start_jax()
     folder = at_hand(arguments.run_dir)
-    config, step, shards = read_in_shards(
-        folder, int(arguments.shard_gigabytes * 1e9), arguments.step, arguments.average
-    )
+    shard_bytes = int(arguments.shard_gigabytes * 1e9)
+    config, step, shards = read_in_shards(folder, shard_bytes, arguments.step, arguments.average)
     tokenizer = load_tokenizer(folder / "tokenizer")
     if plain:
         write_safetensors(out, shards, config, tokenizer)

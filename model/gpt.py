@@ -45,7 +45,7 @@ class Block(nnx.Module):
     """Attention, then MLP. Each reads the normed residual stream and adds to it. Both start as zero."""
 
     def __init__(self, config: ModelConfig, layer: int, *, rngs: nnx.Rngs | None):
-        self.dropout, self.layer = config.dropout, layer
+        self.dropout = config.dropout
         self.attention = Attention(config, layer, rngs=rngs)
         self.mlp = MLP(config, rngs=rngs)
 
@@ -53,7 +53,7 @@ class Block(nnx.Module):
         self, x: Float[Array, "batch length width"], inputs: Inputs, cache: LayerCache | None
     ) -> tuple[Float[Array, "batch length width"], LayerCache | None]:
         y, cache = self.attention(rms_norm(x), inputs, cache)
-        kept = lambda y, place: dropped(y, self.dropout, inputs.dropout_keys, 2 * self.layer + place)
+        kept = lambda y, place: dropped(y, self.dropout, inputs.dropout_keys, 2 * self.attention.layer + place)
         x = x + kept(y, 0)
         return x + kept(self.mlp(rms_norm(x)), 1), cache
 

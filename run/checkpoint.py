@@ -264,8 +264,7 @@ class Checkpoints:
         and NoCheckpoint, naming a sound one, if it is damaged."""
         step = self.asked(step)
         try:
-            params, is_average = self._params(step, abstract, average)
-            return params, step, is_average
+            return self._params(step, abstract, average)
         except Damaged as error:
             why = f"checkpoint {step} in {self.folder} is damaged ({first_line(error)})"
         for other in [other for other in reversed(self.steps) if other != step]:
@@ -274,13 +273,13 @@ class Checkpoints:
                 raise NoCheckpoint(f"{why}; {other} is sound: --step={other}")
         raise NoCheckpoint(f"{why}, and there is no sound one")
 
-    def _params(self, step: int, abstract: dict, average: bool) -> tuple[dict, bool]:
+    def _params(self, step: int, abstract: dict, average: bool) -> tuple[dict, int, bool]:
         facts = self._facts_for_all(step)
         self._require_same_network(facts, abstract, part=True)
         name = "average" if average and _has_average(facts) else "params"
         items = self._read(step, {name: abstract})
         require_checksums(facts["checksums"], items, facts["shapes"])
-        return items[name], name == "average"
+        return items[name], step, name == "average"
 
     def facts(self, step: int) -> dict:
         """Return the facts saved with the arrays. Raise Damaged if they differ from the saved ones."""

@@ -42,9 +42,13 @@ class TrainState(NamedTuple):
 
 
 def average_begins(config: Config) -> int:
-    """Return the step after which the parameters are averaged."""
-    share = config.optimizer.average
-    return config.steps - max(round(share * config.steps), share > 0)  # one step at least
+    """Return the step after which the parameters are averaged: over one step at least, if at all."""
+    return config.steps - max(round(config.optimizer.average * config.steps), config.optimizer.average > 0)
+
+
+def begun_average(state: TrainState, config: Config, step: int) -> dict | None:
+    """Return the state's average after `step` steps, or None until it begins: then it equals the parameters."""
+    return state.average if step > average_begins(config) else None
 
 
 def compute_dtype(config: ModelConfig, platform: str) -> jnp.dtype:

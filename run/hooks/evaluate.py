@@ -12,7 +12,7 @@ from run.hooks.hook import Hook
 from run.hooks.log import Log
 from run.lines import of_average, read_metrics
 from run.progress import Due, Progress, due_after
-from training.state import average_begins
+from training.state import begun_average
 from training.step import Metrics
 
 
@@ -46,7 +46,7 @@ class Evaluate(Hook):
         lines = lambda: [line for line in read_metrics(self.config.run_dir) if line["step"] == run.step]
         on_record = on_first_process(lambda: [name for line in lines() for name in line])
         if due.evaluate and "val_loss" not in on_record:
-            average = run.state.average if run.step > average_begins(self.config) else None
+            average = begun_average(run.state, self.config, run.step)
             results = self._measured(run, lambda params: self.measure(params, average))
             loss, bits = results["val_loss"], results["val_bpb"]
             self.checkpoints.score(run.step, bits)

@@ -13,7 +13,7 @@ from run.checkpoint import Checkpoints
 from run.hooks.hook import Hook
 from run.hooks.watch import Watch
 from run.progress import Due, GaveUp, Progress
-from training.state import average_begins
+from training.state import begun_average
 from training.step import Metrics
 
 MOST_FAILED = 10  # consecutive failed saves that end the run
@@ -71,8 +71,7 @@ class Save(Hook):
         kept = {"seconds": run.clock.seconds, "losses": list(run.losses)}
         shapes = parameter_shapes(self.config.model)
         origin = {"dataset": self.dataset, "config": dataclasses.asdict(self.config), "shapes": shapes}
-        begun = run.step > average_begins(self.config)
-        state = run.state if begun else run.state._replace(average=None)  # until then it equals the parameters
+        state = run.state._replace(average=begun_average(run.state, self.config, run.step))
         with self.watch.away("saving", "saving"):
             self.checkpoints.save(run.step, state, {**position, **kept, **origin})
         self.saved, run.save_soon = time.monotonic(), False
