@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from msgspec import Meta
 
 from configs.command_line import parse_arguments
-from configs.progress import progress
+from configs.messages import progress
 from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
 from data.dataset import open_text
 from data.loader import held_out_batches

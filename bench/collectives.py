@@ -24,7 +24,7 @@ from bench.sizes import Sizes, sized
 from configs.command_line import parse
 from configs.schema import Positive
 from hosts.runtime import run_command
-from model.flops import parameter_counts
+from model.shapes import parameter_counts
 from tools.programs.compile import compile_step
 from tools.programs.hlo import estimated_cycles, traffic
 from tools.programs.hlo_collectives import Collective, collectives

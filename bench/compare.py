@@ -35,7 +35,7 @@ from configs.files import write_whole
 from configs.schema import FilePath, NotNegative, Positive, UserError
 from evaluation.bits_per_byte import ratio
 from evaluation.item_log import write_json
-from model.flops import flops_per_token
+from model.shapes import flops_per_token
 from tools.report.runs import Run, read_run
 
 

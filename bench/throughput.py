@@ -23,7 +23,7 @@ from evaluation.generation import make_generate
 from hosts.limits import device_limit
 from hosts.machines import HEADROOM, peak_flops
 from hosts.runtime import run_command
-from model.flops import flops_per_token, parameter_counts
+from model.shapes import flops_per_token, parameter_counts
 from tools.programs.compile import peak_memory_bytes
 from tools.programs.operations import top_operations
 from training.build import Build, build

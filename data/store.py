@@ -25,7 +25,7 @@ from jaxtyping import Integer
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
 from configs.files import shown_bytes
-from configs.progress import progress
+from configs.messages import progress
 from configs.retry import CLIENTS, passes, status_of
 from configs.schema import UserError
 from data.block_cache import BlockCache

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from configs.progress import progress
+from configs.messages import progress
 from configs.schema import UserError
 from data.conversation import render
 from data.prepare.chats import COLUMNS, Row, multiple_choice, of_gsm8k, of_mmlu, parquet_rows

@@ -20,7 +20,7 @@ Generate = Callable[..., Int[Array, "batch length"]]
 
 def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate:
     """Return `generate(params, prompts, prompt_lengths, seeds, *, prefill, temperature, top_k) -> tokens`, jitted:
-    compiled once per shape of prompts. `params` are the state's float32 shares; `model.generate.generate` describes the
+    compiled once per shape of prompts. `params` are the state's float32 shares; `model.sampling.generate` describes the
     rest. Every device writes all texts; only `fsdp` and `tensor` share that work."""
     everywhere = PartitionSpec()
 

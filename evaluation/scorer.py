@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from configs.progress import progress
+from configs.messages import progress
 from configs.schema import BatchConfig, ModelConfig
 from evaluation.on_mesh import on_mesh
 from model.axes import BATCH_AXES

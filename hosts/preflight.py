@@ -30,9 +30,9 @@ from configs.schema import Config, UserError
 from hosts.peers import exchange
 from hosts.runtime import versions
 from hosts.watchdog import end_as_hung
-from model.flops import parameter_counts
 from model.kernels import attention_kernel
 from model.parallel import compute_capability
+from model.shapes import parameter_counts
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("configs", "data", "evaluation", "hosts", "interchange", "model", "run", "training")

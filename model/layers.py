@@ -21,10 +21,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Key
 
 from model.parallel import Axes, all_gather_fsdp, order_gradients, platform, reduce_scatter_fsdp, tensor_index
-from model.segment_sum import segment_sum
 
 EPSILON = 1e-6  # every norm adds it to the mean square
 SAVED = "saved"
+SORTED = 128  # rows in a block of `segment_sum`
 
 
 def saved(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -156,6 +156,42 @@ def _embed_backward(axes: Axes, dtype: jnp.dtype, residuals: tuple[Array, Array]
     else:
         gradient = jnp.zeros(shape, jnp.float32).at[row].add(dy.astype(jnp.float32), mode="drop")
     return None, reduce_scatter_fsdp(gradient, axes)
+
+
+def segment_sum(
+    rows: Float[Array, "n width"], number: Int[Array, "n"], segments: int
+) -> Float[Array, "segments width"]:
+    """Return `result[number[i]] += rows[i]`, in float32. Numbers of `segments` or more are ignored; none may be
+    negative.
+
+    On GPUs XLA's scatter-add has no fixed order, so two runs would differ in their last bits. XLA's own remedy
+    (`ScatterDeterminismExpander`) sorts every element of every row, and passes over all for each power of two.
+    Here `number` alone determines the order. Rows are sorted by it and divided into blocks. A product with
+    the mask "same number" sums within each block; one with the mask "number of this block's first row" adds the ends of
+    other blocks.
+    """
+    fill = -len(number) % SORTED
+    number = jnp.pad(number, (0, fill), constant_values=segments)
+    # A stable sort by key: equal numbers stay in the order of their rows.
+    number, order = jax.lax.sort_key_val(number, jnp.arange(len(number)))
+    blocks = rows.at[order].get(mode="fill", fill_value=0).reshape(-1, SORTED, rows.shape[1])
+    numbers = number.reshape(-1, SORTED)
+    same = (numbers[:, :, None] == numbers[:, None, :]).astype(rows.dtype)
+    exact = jax.lax.Precision.HIGHEST
+    sums = jnp.einsum("brs,bsw->brw", same, blocks, precision=exact, preferred_element_type=jnp.float32)
+    first, last = numbers[:, 0], numbers[:, -1]
+    before = jnp.tril(first[:, None] == last[None, :], k=-1).astype(jnp.float32)
+    carried = jnp.einsum("bc,cw->bw", before, sums[:, -1], precision=exact)
+    # The place of each number's last row, which has its sum. None is written twice, so their order does not matter.
+    here = jnp.arange(len(number))
+    ends = jnp.append(number[1:] != number[:-1], True)
+    place = (
+        jnp.full(segments, -1).at[jnp.where(ends, number, segments + here)].set(here, mode="drop", unique_indices=True)
+    )
+    result = sums.reshape(-1, rows.shape[1])[place] + jnp.where(
+        (first[place // SORTED] == jnp.arange(segments))[:, None], carried[place // SORTED], 0
+    )
+    return jnp.where((place >= 0)[:, None], result, 0)
 
 
 def _row(tokens: Array, rows: int, axes: Axes) -> Array:

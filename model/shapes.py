@@ -1,4 +1,4 @@
-"""The network's parameters as names and shapes, to count them or plan with them without arrays."""
+"""The network's parameters as names and shapes, without arrays, and counts of them and of floating-point operations."""
 
 import math
 from collections import Counter
@@ -11,6 +11,7 @@ from flax import nnx
 
 from configs.schema import ModelConfig
 from model.gpt import abstract_model, map_parameters
+from model.kernels import window_of
 from model.layers import Linear
 
 
@@ -46,6 +47,27 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def kinds(config: ModelConfig) -> tuple[tuple[Parameter, int], ...]:
     """Return the parameters and their counts. Parameters that differ only in their block count as one."""
     return tuple(Counter(p._replace(name=p.name.rpartition(".")[2]) for p in parameters(config)).items())
+
+
+def parameter_counts(config: ModelConfig) -> dict[str, int]:
+    """Return the number of parameters of each optimizer group. The plain network has only `embed`, `matrices` and
+    `lm_head`."""
+    counts = Counter()
+    for parameter, count in kinds(config):
+        counts[parameter.group] += count * parameter.size
+    return dict(counts)
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
+    """Return the FLOPs of one training token, forward and backward: 6 for each parameter of a `Linear`, plus attention.
+    Attention takes 12 x heads x head_dim x sequence_length (or the window, if shorter) per block, without the causal
+    discount.
+
+    PaLM (arXiv:2204.02311, appendix B) and nanochat count in the same way, so MFU is comparable.
+    """
+    products = sum(count * parameter.size for parameter, count in kinds(config) if parameter.product)
+    seen = [min(window_of(config, layer) or sequence_length, sequence_length) for layer in range(config.depth)]
+    return 6 * products + 12 * config.heads * config.head_dim * sum(seen)
 
 
 @cache

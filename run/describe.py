@@ -2,9 +2,9 @@
 
 from configs.ramp import Ramp
 from configs.schema import Config
-from model.flops import parameter_counts
 from model.kernels import attention_kernel, described, window_of
 from model.parallel import compute_capability
+from model.shapes import parameter_counts
 from training.build import Build
 from training.mesh import cost_of_slow_links
 

@@ -13,7 +13,7 @@ from data.tokenizer import TextTokenizer
 from hosts.runtime import on_first_process
 from hosts.watchdog import limited
 from interchange.growth import initial_state
-from model.flops import parameter_counts
+from model.shapes import parameter_counts
 from run.checkpoint import Checkpoints
 from run.events import Events, rollbacks_to
 from run.folder import accept, made_with

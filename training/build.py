@@ -14,8 +14,7 @@ from configs.schema import Config
 from training.diagnostics import make_measure
 from training.mesh import batch_shape, batch_sharding, make_mesh
 from training.optimizer import make_optimizer
-from training.scaling import of_stage
-from training.schedule import Schedule
+from training.schedule import Schedule, of_stage
 from training.state import TrainState, abstract_state, average_begins, compute_dtype, create_state
 from training.step import EvalStep, TrainStep, make_eval_step, make_train_step
 

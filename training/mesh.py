@@ -25,8 +25,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from configs.schema import BatchConfig, MeshConfig, ModelConfig, UserError
 from model.axes import BATCH_AXES, DATA
-from model.flops import parameter_counts
 from model.gpt import map_parameters
+from model.shapes import parameter_counts
 from training.layout import AXES, Place, data_parts, inside, mesh_shape, place, step_shape
 
 ROWS = PartitionSpec(None, BATCH_AXES)

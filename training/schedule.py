@@ -1,13 +1,18 @@
-"""Learning rates as functions of the step number, without a counter that could drift."""
+"""Learning rates as functions of the step number, without a counter that could drift; and configs scaled to other
+rates, another length, another batch, or a stage of a ramp. Rates, betas and warmups follow."""
 
+import math
 from collections.abc import Callable
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-from configs.schema import ScheduleConfig
+from configs.ramp import Ramp, Stage
+from configs.schema import Config, ScheduleConfig, options, with_options
 
 Schedule = Callable[[Num[Array, ""] | int], Float[Array, ""]]
+Rule = Literal["root", "linear"]
 
 
 def make_schedule(config: ScheduleConfig, steps: int | float) -> Schedule:
@@ -26,3 +31,51 @@ def make_schedule(config: ScheduleConfig, steps: int | float) -> Schedule:
         return rise * (config.final + (1 - config.final) * fall)
 
     return schedule
+
+
+def with_rates(config: Config, factor: float) -> Config:
+    """Return the config with every group's peak rate times `factor`."""
+    return _each(config, "peak_rate", lambda rate: rate * factor)
+
+
+def with_steps(config: Config, steps: int) -> Config:
+    """Return the config with `steps` steps. The warmups of rates and of Muon's momentum stay the same share of them."""
+    share = lambda warmup: round(warmup * steps / config.steps)
+    for name in ("warmup_steps", "momentum_warmup_steps"):
+        config = _each(config, name, share)
+    return with_options(config, {"steps": steps})
+
+
+def for_batch(config: Config, factor: float, rule: Rule) -> Config:
+    """Return the config with rates and second moments for `factor` times as many tokens per step. Rates are scaled by
+    the factor's root or by the factor (`linear`). Second moments keep their half-life in tokens: beta2 to the power of
+    the factor (arXiv:2507.07101). First moments and decay are unchanged."""
+    config = with_rates(config, factor if rule == "linear" else factor**0.5)
+    return _each(config, "beta2", lambda beta2: beta2**factor)
+
+
+def with_batch(config: Config, factor: float, rule: Rule) -> Config:
+    """Return the config with `factor` times as many tokens per step, and the same total tokens. Rates and second
+    moments follow."""
+    if factor == 1:
+        return config
+    config = for_batch(with_steps(config, math.ceil(config.steps / factor)), factor, rule)
+    return with_options(config, {"batch.tokens_per_step": round(config.batch.tokens_per_step * factor)})
+
+
+def of_stage(config: Config, stage: Stage) -> Config:
+    """Return the config of a stage's steps: its size, and the rates and second moments that follow from it. The run's
+    length and warmups are in steps of that size, which keeps them equal in tokens. A constant batch is unchanged."""
+    ramp, size = Ramp.of(config.batch), stage.tokens_per_step
+    if config.batch.ramp_scaling != "none" and config.batch.ramp:
+        config = for_batch(config, size / config.batch.tokens_per_step, config.batch.ramp_scaling)
+    for name in ("warmup_steps", "momentum_warmup_steps"):
+        config = _each(config, name, lambda warmup: ramp.tokens(warmup) / size)
+    values = {"steps": ramp.tokens(config.steps) / size, "batch.tokens_per_step": size}
+    return with_options(config, values)
+
+
+def _each(config: Config, field: str, change: Callable) -> Config:
+    """Return the config with every option of the optimizer of this name changed."""
+    values = options(config.optimizer, "optimizer.")
+    return with_options(config, {n: change(value) for n, value in values.items() if n.rpartition(".")[2] == field})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from configs.files import write_whole
-from configs.progress import progress
+from configs.messages import progress
 from data.prepare.corpus import Corpus
 from data.prepare.engines import Engine
 from data.prepare.parts import Recipe, Task, make_tasks

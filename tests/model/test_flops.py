@@ -6,8 +6,8 @@ import pytest
 from flax import nnx
 
 from configs.schema import ModelConfig
-from model.flops import flops_per_token
 from model.loss import loss_sums
+from model.shapes import flops_per_token
 from tests.model.test_gpt import build
 
 

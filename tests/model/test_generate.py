@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model.generate import generate
+from model.sampling import generate
 from tests.helpers import TINY
 from tests.model.test_gpt import build, networks
 

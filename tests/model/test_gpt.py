@@ -10,10 +10,10 @@ from flax import nnx
 
 from configs.schema import ModelConfig
 from model.attention import has_value_embedding
-from model.flops import parameter_counts
 from model.gpt import GPT
 from model.kernels import window_of
 from model.loss import softcap
+from model.shapes import parameter_counts
 from tests import reference
 from tests.helpers import ALL_FEATURES, FEATURES, TINY, perturbed
 from training.optimizer import parameter_groups

@@ -11,17 +11,16 @@ from jax.sharding import PartitionSpec
 import model.layers
 from configs.schema import MeshConfig
 from model.axes import BATCH_AXES, DATA
-from model.layers import embed
+from model.layers import SORTED, embed, segment_sum
 from model.parallel import mark_varying, psum, psum_over_tensor
-from model.segment_sum import BLOCK, segment_sum
 from training.mesh import make_mesh
 from training.shares import on_each_device
 
 NUMBERS = {
     "one row": [3],
-    "one number": [2] * (3 * BLOCK + 5),
-    "a number over whole blocks": [0] * 50 + [1] * (4 * BLOCK) + [2] * 60,
-    "each its own": range(2 * BLOCK),
+    "one number": [2] * (3 * SORTED + 5),
+    "a number over whole blocks": [0] * 50 + [1] * (4 * SORTED) + [2] * 60,
+    "each its own": range(2 * SORTED),
     "some outside": [0, 400, 2, 399, 400, 2**30],
     "as words come": np.random.default_rng(0).zipf(1.2, 2000).clip(max=401) - 1,
 }

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from configs.schema import BatchConfig, MeshConfig, UserError
-from model.flops import parameter_counts
+from model.shapes import parameter_counts
 from tests.helpers import TINY
 from training.mesh import (
     arrange,

@@ -11,7 +11,7 @@ from configs.ramp import Ramp
 from configs.schema import BatchConfig, Config, GroupConfig, OptimizerConfig, ScheduleConfig, with_options
 from tests.helpers import OPTIMIZER, TINY
 from training.build import build, build_stages
-from training.scaling import of_stage
+from training.schedule import of_stage
 
 RAMP = "0:256,2048:512,5120:1024"
 SCHEDULE = ScheduleConfig(warmup_steps=10, warmdown=0.5, final=0.1)

@@ -9,7 +9,7 @@ import pytest
 
 from configs import plain
 from configs.schema import BatchConfig, Config, MeshConfig
-from model.flops import parameter_counts
+from model.shapes import parameter_counts
 from tests.helpers import distance, random_rows, run_steps, step_of, tiny_config
 from tools.programs.compile import compile_step
 from training.build import build

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
-from configs.progress import progress
+from configs.messages import progress
 from configs.schema import UserError
 from data.conversation import learned
 from data.dataset_folder import Dataset

@@ -11,7 +11,7 @@ from tools.tune.noise import DIVISOR, TRUNK, points
 from tools.tune.statistics import better_half, critical_batch
 from tools.tune.trial import Context, Origin, evaluation_cost
 from tools.tune.tune_json import Decision
-from training.scaling import Rule, with_batch, with_rates
+from training.schedule import Rule, with_batch, with_rates
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)
 RULES: tuple[Rule, ...] = ("root", "linear")

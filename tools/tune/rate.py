@@ -8,7 +8,7 @@ from configs.schema import with_options
 from tools.tune.statistics import better_half, lowest_of_the_best
 from tools.tune.trial import Context, evaluation_cost
 from tools.tune.tune_json import Decision
-from training.scaling import with_rates, with_steps
+from training.schedule import with_rates, with_steps
 
 GRID = (0.25, 0.5, 1.0, 2.0, 4.0)
 WIDEST = 16.0  # times the config's rates, or its inverse: how far the grid grows if its edge is the best

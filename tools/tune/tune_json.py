@@ -11,7 +11,7 @@ import jax
 
 from configs.files import write_whole
 from configs.schema import Config, UserError, options
-from model.flops import flops_per_token
+from model.shapes import flops_per_token
 
 STAGES = ("fit", "time", "noise", "rate", "branch")
 

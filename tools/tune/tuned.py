@@ -8,7 +8,7 @@ from configs.files import write_whole
 from configs.schema import Config, options, with_options
 from tools.tune.branch import fitting
 from tools.tune.tune_json import Record
-from training.scaling import with_batch, with_rates
+from training.schedule import with_batch, with_rates
 
 
 def tuned(config: Config, record: Record, devices: Sequence[Any] | None) -> Config:

@@ -14,7 +14,7 @@ from configs import d12
 from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, ModelConfig, UserError
 from hosts.machines import machines
 from model import parallel
-from model.flops import parameter_counts
+from model.shapes import parameter_counts
 from tests.helpers import tiny_config
 from tools.programs.compile import compile_step
 from tools.programs.hlo import Instruction, kernels, numbers, read_program, traffic

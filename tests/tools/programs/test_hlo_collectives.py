@@ -12,7 +12,7 @@ import pytest
 from bench import collectives as command
 from configs.schema import MeshConfig
 from model.axes import DATA
-from model.flops import parameter_counts
+from model.shapes import parameter_counts
 from tests.helpers import step_of, tiny_config
 from tools.programs.hlo import estimated_cycles, traffic, type_bytes
 from tools.programs.hlo_collectives import Collective, axes_crossed, collectives, device_groups

@@ -10,7 +10,7 @@ from configs import d12
 from configs.schema import MeshConfig, UserError, with_options
 from hosts.machines import name_of
 from model.axes import DATA
-from model.flops import parameter_counts
+from model.shapes import parameter_counts
 from tools.programs.compile import compile_step
 from tools.programs.hlo_collectives import Collective, collectives
 from tools.programs.topologies import Topology, devices_of, parse_topology

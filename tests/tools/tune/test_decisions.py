@@ -12,7 +12,7 @@ from tools.tune import branch, fit, noise, rate, timing
 from tools.tune.fit import Candidate, frontier, kinds, meshes, named
 from tools.tune.statistics import slowdowns
 from tools.tune.timing import MIN_ROUNDS, _left, chosen
-from training.scaling import with_batch, with_rates, with_steps
+from training.schedule import with_batch, with_rates, with_steps
 
 
 @pytest.mark.parametrize(
