@@ -1,10 +1,11 @@
-"""Test which messages a command shows."""
+"""Test which messages a command shows, and the progress lines of long work without a terminal."""
 
 import logging
 
 import pytest
 
-from configs.messages import LOGGER, show_messages
+import configs.messages
+from configs.messages import LOGGER, progress, show_messages
 
 
 @pytest.mark.parametrize(("first", "shown"), [(True, "step 2\nlow disk\n"), (False, "")])
@@ -17,3 +18,15 @@ def test_the_first_process_shows_each_message_once(first, shown, capsys, monkeyp
     LOGGER.warning("low disk")
     LOGGER.debug("no message")
     assert capsys.readouterr() == (shown, "")
+
+
+def test_without_a_terminal_each_interval_has_a_line_with_the_time_left(monkeypatch, capfd):
+    monkeypatch.setattr(configs.messages, "EVERY", 0)
+    assert list(progress(range(2), desc="encoding", unit="files")) == [0, 1]
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == "encoding: 0%, 0 of 2 files, ? left" and lines[-1] == "encoding: 100%, 2 of 2 files, 00:00 left"
+
+
+def test_short_work_says_nothing(capfd):
+    list(progress(range(2), desc="encoding"))
+    assert capfd.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""Compare the engine's answers with model.sampling.generate's, whatever other requests run and whatever a cache contains."""
+"""Compare the engine's answers with model.sampling's, whatever other requests run and whatever a cache contains."""
 
 from dataclasses import replace
 from functools import cache
@@ -42,7 +42,7 @@ def network(devices=1, **options) -> Network:
 
 
 def expected(sampling, tokens=12):
-    """Return model.sampling.generate's tokens after each of PROMPTS up to the first end."""
+    """Return model.sampling's tokens after each of PROMPTS up to the first end."""
     ours, rows = network(), np.zeros((len(PROMPTS), 163), np.int32)
     for row, prompt in zip(rows, PROMPTS):
         row[: len(prompt)] = prompt

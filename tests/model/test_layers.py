@@ -1,11 +1,20 @@
-"""Test products and norms, and the type in which a matrix's gradient leaves its product."""
+"""Test products and norms, the type in which a matrix's gradient leaves its product, and sums of a table's rows."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
-from model.layers import embed, matmul, relu_squared, rms_norm
+import model.layers
+from configs.schema import MeshConfig
+from model.axes import BATCH_AXES, DATA
+from model.layers import SORTED, embed, matmul, rms_norm, segment_sum
+from model.parallel import mark_varying, psum, psum_over_tensor
+from training.mesh import make_mesh
+from training.shares import on_each_device
 
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64, 32), np.float32))
 KERNEL = jnp.asarray(np.random.default_rng(1).standard_normal((32, 16), np.float32))
@@ -14,16 +23,6 @@ AXES = ("fsdp", "tensor")
 
 def gradients(x, kernel):
     return jax.grad(lambda x, k: jnp.sum(jnp.sin(matmul(x, k, AXES).astype(jnp.float32))), (0, 1))(x, kernel)
-
-
-@pytest.mark.parametrize("cut", [(8, None), (None, 4), (8, 32)])
-def test_a_product_from_and_to_heads_is_the_product(cut):
-    heads = lambda a, head: a if head is None else a.reshape(*a.shape[:-1], -1, min(a.shape[-1], head))
-    flat, backward = jax.vjp(lambda x, k: matmul(x, k, AXES), X, KERNEL)
-    y, backward_of_heads = jax.vjp(lambda x, k: matmul(heads(x, cut[0]), k, AXES, cut), X, KERNEL)
-    np.testing.assert_allclose(y, heads(flat, cut[1]), rtol=1e-5, atol=1e-5)
-    for ours, plain in zip(backward_of_heads(jnp.sin(y)), backward(jnp.sin(flat))):
-        np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-4)
 
 
 def test_bfloat16_gradient_of_a_matrix_is_not_rounded_to_bfloat16():
@@ -41,29 +40,63 @@ def test_a_table_s_gradient_is_a_float32_sum_of_its_tokens_rows():
     np.testing.assert_array_equal(gradient, 1024.0 * (np.arange(5) == 3)[:, None] * np.ones((5, 8)))
 
 
-def test_rms_norm():
-    x = X * 3
-    expected = x / np.sqrt(np.mean(np.asarray(x, np.float64) ** 2, -1, keepdims=True) + 1e-6)
-    np.testing.assert_allclose(rms_norm(x), expected, rtol=1e-5)
-    assert rms_norm(jnp.asarray(x, jnp.bfloat16)).dtype == jnp.bfloat16
-    assert np.all(np.isfinite(rms_norm(jnp.zeros_like(x))))
-
-
-def kept(function, *arrays):
-    """Return the bytes of floating-point arrays that `function` stores for its backward pass."""
-    residuals = jax.tree.leaves(jax.vjp(function, *arrays)[1])
-    return sum(leaf.nbytes for leaf in residuals)
-
-
-def test_what_rms_norm_keeps():
-    assert kept(rms_norm, X) == X.nbytes + X.nbytes // X.shape[-1]
+def test_rms_norm_keeps_its_result_which_the_next_product_needs_too():
     into_a_product = lambda x, kernel: matmul(rms_norm(x), kernel, AXES)
-    shared = {id(leaf): leaf for leaf in jax.tree.leaves(jax.vjp(into_a_product, X, KERNEL)[1])}
-    assert sum(leaf.shape == X.shape for leaf in shared.values()) == 1  # the product's input serves both
+    kept = {id(leaf): leaf for leaf in jax.tree.leaves(jax.vjp(into_a_product, X, KERNEL)[1])}
+    assert sum(leaf.shape == X.shape for leaf in kept.values()) == 1
 
 
-def test_relu_squared_s_gradient_in_bfloat16():
-    x = jnp.linspace(-2, 2, 101).astype(jnp.bfloat16)
-    dx = jax.vjp(relu_squared, x)[1](jnp.ones_like(x))[0]
-    assert dx.dtype == jnp.bfloat16
-    np.testing.assert_allclose(dx.astype(jnp.float32), 2 * np.maximum(x.astype(jnp.float32), 0), rtol=2**-7)
+NUMBERS = {
+    "one row": [3],
+    "one number": [2] * (3 * SORTED + 5),
+    "a number over whole blocks": [0] * 50 + [1] * (4 * SORTED) + [2] * 60,
+    "each its own": range(2 * SORTED),
+    "some outside": [0, 400, 2, 399, 400, 2**30],
+    "as words come": np.random.default_rng(0).zipf(1.2, 2000).clip(max=401) - 1,
+}
+
+
+@pytest.mark.parametrize("numbers", NUMBERS.values(), ids=NUMBERS.keys())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_segment_sum_is_the_sum(numbers, dtype):
+    number = np.random.default_rng(1).permutation(np.array(list(numbers), np.int32))
+    rows = jnp.asarray(np.random.default_rng(2).standard_normal((len(number), 6)), dtype)
+    expected, inside = np.zeros((400, 6)), number < 400
+    np.add.at(expected, number[inside], np.asarray(rows, np.float64)[inside])
+    sums = jax.jit(segment_sum, static_argnums=2)(rows, number, 400)
+    assert sums.dtype == jnp.float32
+    np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_values_are_added_in_a_fixed_order():
+    """Write only row numbers by index, each to its own place."""
+    text = jax.jit(segment_sum, static_argnums=2).lower(jnp.zeros((300, 8)), jnp.zeros(300, jnp.int32), 50).as_text()
+    scatters = [line for line in text.splitlines() if "stablehlo.scatter" in line]
+    assert len(scatters) == 1 and "unique_indices = true" in scatters[0], scatters
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_on_a_mesh_the_gradient_of_a_table_equals_a_scatter_s(monkeypatch, fsdp):
+    mesh = make_mesh(MeshConfig(data=2, fsdp=fsdp, tensor=2), jax.devices()[: 4 * fsdp])
+    table = PartitionSpec("tensor", "fsdp")
+    tokens = np.random.default_rng(0).integers(0, 40, (8, 16), np.int32)
+    dy = np.random.default_rng(1).standard_normal((8, 16, 6), np.float32)
+
+    def gradient(platform: str) -> np.ndarray:
+        monkeypatch.setattr(model.layers, "platform", lambda: platform)
+
+        def for_one_device(share, tokens, dy):
+            look_up = partial(embed, axes=("tensor", "fsdp"), dtype=jnp.dtype("float32"))
+            looked_up = lambda share: psum_over_tensor(look_up(tokens, share))
+            _, backward = jax.vjp(looked_up, mark_varying(share, DATA))
+            return psum(backward(dy)[0], DATA)
+
+        rows = PartitionSpec(BATCH_AXES)
+        whole = on_each_device(for_one_device, mesh, jnp.dtype("float32"), (table, rows, rows), table)
+        return np.asarray(jax.jit(whole)(np.zeros((40, 6), np.float32), tokens, dy))
+
+    expected = np.zeros((40, 6))
+    np.add.at(expected, tokens, dy.astype(np.float64))
+    for platform in ("cpu", "gpu"):
+        np.testing.assert_allclose(gradient(platform), expected, rtol=1e-5, atol=1e-5)
+    assert (gradient("gpu") != gradient("cpu")).any()  # another order of summation proves that the platform was used

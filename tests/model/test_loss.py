@@ -73,15 +73,6 @@ def test_bfloat16_logits_get_a_bfloat16_gradient_and_the_head_a_float32_one():
     assert np.any(np.asarray(dkernel.astype(jnp.bfloat16).astype(jnp.float32)) != np.asarray(dkernel))
 
 
-def test_weight_zero_silences_a_position():
-    other = jnp.where(WEIGHTS[:, None] == 0, LOGITS[::-1], LOGITS)
-    (_, loss), gradient = cross_entropy_and_gradient(other, TARGETS, WEIGHTS, CONFIG)
-    assert float(loss) == pytest.approx(
-        float(cross_entropy_and_gradient(LOGITS, TARGETS, WEIGHTS, CONFIG)[0][1]), rel=1e-6
-    )
-    assert np.all(np.asarray(gradient)[np.asarray(WEIGHTS) == 0] == 0)
-
-
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_the_largest_cap_that_a_config_may_have_overflows_nothing(sign):
     """Put all logits at one end of the cap, so that every token has the same probability."""

@@ -1,11 +1,17 @@
-"""Compare draws from logits with the distribution that the options define."""
+"""Compare draws from logits with the distribution that the options define, and continuations with the full pass."""
+
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from model.sampling import Sampling, draw
+from model.sampling import Sampling, draw, generate
+from tests.helpers import ALL_FEATURES, TINY
+from tests.model.test_gpt import build
 
 ROWS, VOCAB = 4000, 300
 LOGITS = np.random.default_rng(0).normal(0, 2, VOCAB).astype(np.float32)
@@ -45,3 +51,56 @@ def test_rows_draw_by_their_own_options_and_seeds():
     assert tokens[:3].tolist() == [LOGITS.argmax()] * 3
     assert tokens[3] == draws(1.0, 0, 1.0)[3]
     assert np.mean(draws(1.0, 0, 1.0) == draws(1.0, 0, 1.0, seed=ROWS)) < 0.2
+
+
+LENGTH = 16
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+
+
+@partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"))
+def generated(graphdef, params, buffer, lengths, seeds, **options):
+    return generate(nnx.merge(graphdef, params), buffer, lengths, seeds, **options)
+
+
+@pytest.fixture(scope="module")
+def network():
+    model, _ = build()
+    graphdef, params = nnx.split(model)
+    return model, graphdef, nnx.to_pure_dict(params)
+
+
+def sample(network, prompts=PROMPTS, seed=0, temperature=1.0, top_k=0):
+    _, graphdef, params = network
+    buffer = np.zeros((len(prompts), LENGTH), np.int32)
+    for row, prompt in zip(buffer, prompts):
+        row[: len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    options = {"prefill": int(lengths.min()), "temperature": temperature, "top_k": top_k}
+    seeds = np.arange(len(prompts), dtype=np.int32) + 1000 * seed
+    return np.asarray(generated(graphdef, params, buffer, lengths, seeds, **options))
+
+
+def test_greedy_equals_the_full_pass_token_by_token():
+    model, _ = build(replace(TINY, **ALL_FEATURES))
+    graphdef, params = nnx.split(model)
+    rows = sample((model, graphdef, nnx.to_pure_dict(params)), temperature=0.0)
+    full_pass = jax.jit(lambda tokens: model(tokens)[0])
+    for row, prompt in zip(rows, PROMPTS):
+        tokens = np.zeros((1, LENGTH), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        for position in range(len(prompt), LENGTH):
+            tokens[0, position] = jnp.argmax(full_pass(tokens)[0, position - 1])
+        assert row.tolist() == tokens[0].tolist()
+
+
+def test_a_row_does_not_depend_on_other_rows(network):
+    together = sample(network)
+    assert sample(network, PROMPTS[:1])[0].tolist() == together[0].tolist()
+    assert sample(network, [PROMPTS[0], [9]])[0].tolist() == together[0].tolist()
+
+
+def test_seed_and_rows_vary_and_repeat(network):
+    same = sample(network, [[1, 2]] * 4)
+    assert len({tuple(row) for row in same}) == 4
+    np.testing.assert_array_equal(same, sample(network, [[1, 2]] * 4))
+    assert np.any(same != sample(network, [[1, 2]] * 4, seed=1))

@@ -73,12 +73,6 @@ def test_each_group_is_optax_adamw_with_its_own_options():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), params[part], expected)
 
 
-def test_decay_falls_on_matrices_alone_by_default():
-    config = OptimizerConfig()
-    assert config.matrices.weight_decay > 0
-    assert config.embed.weight_decay == config.lm_head.weight_decay == config.scalars.weight_decay == 0
-
-
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_factor_and_a_warmup_hold_for_every_group(kind):
     plain = replace(OptimizerConfig(), matrices=replace(OptimizerConfig().matrices, kind=kind))
