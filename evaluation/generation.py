@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 from configs.schema import ModelConfig, UserError
 from data.tokenizer import TextTokenizer
 from evaluation.on_mesh import on_mesh
-from model import generate as model_generate
+from model import sampling
 from training.mesh import xla_options
 
 Generate = Callable[..., Int[Array, "batch length"]]
@@ -26,7 +26,7 @@ def make_generate(config: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> Generate
 
     @partial(jax.jit, static_argnames=("prefill", "temperature", "top_k"), compiler_options=xla_options(mesh))
     def generate(params: dict, *arrays: Int[Array, "..."], **options: float | int) -> Int[Array, "batch length"]:
-        write = partial(model_generate.generate, **options)  # pyright: ignore[reportArgumentType]
+        write = partial(sampling.generate, **options)  # pyright: ignore[reportArgumentType]
         return on_mesh(write, config, dtype, mesh, [everywhere] * 3, everywhere)(params, *arrays)
 
     return generate

@@ -76,38 +76,26 @@ def test_overrides_change_single_options(flag, first):
     }
 
 
-def test_a_switch_takes_true_and_false():
+def test_a_switch_takes_true_and_false_and_a_command_has_options_of_its_own(monkeypatch):
     words = [f"--config={SMALL}", "--deterministic=False", "--model.smear=False", "--model.backout=True"]
-    config, extra = parse(None, Extra, [*words, "--accept_changes=True"])
+    config, extra = parse(None, Extra, [*words, "--accept_changes=True", "--name=True", "--eval.prompts", "f(x=True"])
     assert (config.deterministic, config.model.smear, config.model.backout) == (False, False, True)
-    assert extra.accept_changes
-    assert not parse(None, Extra, [f"--config={SMALL}", "--no-deterministic"])[0].deterministic
-
-
-def test_an_option_that_is_no_switch_may_be_true_or_end_in_it(monkeypatch):
-    config, _ = parse(
-        None, Extra, [f"--config={SMALL}", "--name=True", "--eval.prompts", "f(x=True", "x=True", "y=False"]
-    )
-    assert config.name == "True" and config.eval.prompts == ("f(x=True", "x=True", "y=False")
+    assert (config.name, config.run_dir, config.eval.prompts) == ("True", "runs/True", ("f(x=True",))
+    assert extra == Extra(accept_changes=True)
+    config, extra = parse(None, Extra, [f"--config={SMALL}", "--no-deterministic", "--run_dir=/x/y"])
+    assert (config.deterministic, config.run_dir, extra) == (False, "/x/y", Extra(accept_changes=False))
     monkeypatch.setattr(sys, "argv", ["command", "--accept_changes=True"])
     assert parse_arguments(None, Extra).accept_changes
-
-
-@pytest.mark.parametrize(
-    ("words", "run_dir"),
-    [([], "runs/small"), (["--name=mine"], "runs/mine"), (["--name=mine", "--run_dir=/x/y"], "/x/y")],
-)
-def test_run_dir_is_runs_name_unless_given(words, run_dir):
-    assert parse("", argv=[f"--config={SMALL}", *words])[0].run_dir == run_dir
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr(sys, "argv", ["sample", "--run_dir=~/x", "--tokens=3"])
+    assert parse_arguments("", sample.Arguments) == sample.Arguments(run_dir="/home/me/x", tokens=3)
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--run_dir=x", "--temperature=nan"], "--temperature=nan cannot work: expected `float` >= 0"),
-        (["--run_dir=x", "--samples=0"], "--samples=0 cannot work: expected `int` >= 1"),
         (["--run_dir=x", "--mesh.fsdp=0"], "--mesh.fsdp=0 cannot work: expected `int` >= 1"),
-        (["--run_dir=x", "--tokens=-1"], "--tokens=-1 cannot work: expected `int` >= 1"),
         (["--run_dir=x", "--prompt", "\udcff"], "it must be text in UTF-8"),
         (["--run_dir=~nobody-here/x"], "there is no such home folder"),
     ],
@@ -118,27 +106,12 @@ def test_a_command_without_config_refuses_values_of_wrong_types(words, message, 
         parse_arguments("", sample.Arguments)
 
 
-def test_paths_of_a_command_know_the_home_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    monkeypatch.setattr("sys.argv", ["sample", "--run_dir=~/x", "--tokens=3"])
-    assert parse_arguments("", sample.Arguments) == sample.Arguments(run_dir="/home/me/x", tokens=3)
-
-
-def test_a_commands_options_are_parsed_with_the_configs():
-    assert parse("", Extra, [f"--config={SMALL}"])[1] == Extra(accept_changes=False)
-    config, extra = parse("", Extra, [f"--config={SMALL}", "--accept_changes", "--steps=3"])
-    assert extra == Extra(accept_changes=True)
-    assert config.steps == 3
-
-
 @pytest.mark.parametrize(
     ("word", "message"),
     [
         ("--batch.rows_per_devices=4", "--batch.rows_per_device"),
         ("--accept_changes", "--accept_changes"),
-        ("--steps=many", "many"),
         ("--steps=1.5", "1.5"),
-        ("--resume=perhaps", "auto"),
         ("stray", "stray"),
     ],
 )
@@ -149,11 +122,6 @@ def test_unknown_options_exit_with_code_2_and_are_named(word, message, capsys):
     assert message in words_of(capsys)
 
 
-def test_bad_value_is_refused_by_validate():
-    with pytest.raises(UserError, match=r"--model\.kv_heads=3 cannot work"):
-        parse("", argv=[f"--config={SMALL}", "--model.kv_heads=3"])
-
-
 @pytest.mark.parametrize(
     ("value", "texts"),
     [('["a","b c"]', ("a", "b c")), ("[]", ()), ("a", ("a",)), ("[a", ("[a",))],
@@ -162,21 +130,16 @@ def test_a_list_of_texts_may_be_json(value, texts, monkeypatch):
     assert parse("", argv=[f"--config={SMALL}", f"--eval.prompts={value}", "--steps=3"])[0].eval.prompts == texts
     monkeypatch.setattr(sys, "argv", ["sample.py", "--run_dir=x", f"--prompt={value}", "--seed=1"])
     assert parse_arguments("", sample.Arguments).prompt == texts
-
-
-def test_a_list_whose_quotes_the_shell_took_away_is_refused():
     with pytest.raises(UserError, match=r"=\[a,b\] is not a list of texts; .*: --eval\.prompts 'first text'"):
-        parse("", argv=[f"--config={SMALL}", "--eval.prompts=[a,b]"])
+        parse("", argv=[f"--config={SMALL}", "--eval.prompts=[a,b]"])  # the shell took the quotes away
 
 
-def test_a_config_without_its_option_is_named():
-    with pytest.raises(UserError, match=r"--config is missing; try --config=configs/plain\.py"):
-        parse("", argv=["--steps=3", "configs/plain.py"])
-
-
-@pytest.mark.parametrize("argv", [[], ["--steps=3"], ["--config"], ["--config="]])
-def test_missing_config_is_refused_with_one_to_try(argv):
-    with pytest.raises(UserError, match=r"--config is missing; try --config=configs/small\.py"):
+@pytest.mark.parametrize(
+    ("argv", "path"),
+    [([], "small"), (["--config"], "small"), (["--config="], "small"), (["--steps=3", "configs/plain.py"], "plain")],
+)
+def test_a_missing_config_is_refused_with_one_to_try(argv, path):
+    with pytest.raises(UserError, match=rf"--config is missing; try --config=configs/{path}\.py"):
         parse("", argv=argv)
 
 
@@ -194,7 +157,6 @@ def test_a_missing_config_file_is_refused_with_the_existing_ones(monkeypatch):
         ("c.py", "def get_config(): return {'steps': 3}", "must define get_config"),
         ("c.py", "def get_config(:", "SyntaxError"),
         ("c.py", "import nonexistent_module", "ModuleNotFoundError.*nonexistent_module"),
-        ("c.py", "def get_config(): return 1 / 0", "ZeroDivisionError"),
         ("c.py", "from configs.schema import Config\ndef get_config(): return Config()", "TypeError.*name"),
         ("c.yaml", "steps: 3", r"ends in \.py"),
     ],
@@ -220,15 +182,10 @@ def test_help_exits_with_0_and_explains_every_option(words, capsys, monkeypatch)
     assert "Rows of a micro-batch on one device. It never changes the result. `auto`: as many as fit" in output
 
 
-def test_help_read_in_part_leaves_no_traceback():
+def test_help_names_the_module_and_leaves_no_traceback_if_it_is_read_in_part():
     read = f"{sys.executable} -m tools.tune --help | head -n 1"
     done = subprocess.run(["bash", "-c", read], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "usage: python -m tools.tune [-h] [OPTIONS]\n" and done.stderr == ""
-
-
-def test_help_names_a_module_by_its_command():
-    words = [sys.executable, "-m", "tools.goodput"]
-    assert "python -m tools.goodput --help" in subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stderr
 
 
 @pytest.mark.parametrize(

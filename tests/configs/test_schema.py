@@ -1,8 +1,6 @@
 import ast
 import dataclasses
 import inspect
-import re
-from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import jax
@@ -12,23 +10,12 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 import configs.schema as schema
-from configs.schema import Config, Role, UserError, free_to_change, hints, options, roles
-from configs.validation import nearest_multiples, resolved, validate
+from configs.schema import Config, Role, UserError, free_to_change, hints, options, roles, with_options
+from configs.validation import resolved, validate
 from tests.helpers import tiny_config
 from training.build import build
 
-
-def changed(config: Any, name: str, value: object) -> Any:
-    """Return `config` with the option `name` (dotted) set."""
-    head, _, rest = name.partition(".")
-    return replace(config, **{head: changed(getattr(config, head), rest, value) if rest else value})
-
-
 BASE = Config(name="base")
-
-
-def test_defaults_are_valid():
-    validate(BASE)
 
 
 @pytest.mark.parametrize(
@@ -36,76 +23,42 @@ def test_defaults_are_valid():
     [
         ("name", "", "not empty"),
         ("name", "a/b", "without '/'"),
-        ("seed", -1, "expected `(int|float)` >= 0"),
-        ("seed", 2**31, "below 2\\^31"),
-        ("name", "..", "not empty"),
         ("name", "caf\udce9", "UTF-8"),
+        ("seed", 2**31, "below 2\\^31"),
         ("eval.prompts", ("one", "\udcff"), "UTF-8"),
         ("eval.prompts", "one", "expected `array`"),
         ("steps", 10.0, "expected `int`, got `float`"),
-        ("steps", 2**31, "below 2\\^31"),
-        ("model.smear", 1, "expected `bool`"),
-        ("model.depth", True, "expected `int`, got `bool`"),
-        ("model.remat", "most", "one of 'none', 'products', 'block'"),
+        ("steps", -1, "expected `int` >= 0"),
         ("mesh", BASE.model, "of type MeshConfig"),
         ("optimizer.embed.peak_rate", float("nan"), "expected `float` > 0"),
         ("optimizer.clip_norm", 1e300, "finite"),
-        ("steps", -1, "expected `int` >= 0"),
-        ("model.depth", 0, "expected `int` (>= 1|> 0)"),
-        ("model.width", -768, "expected `int` (>= 1|> 0)"),
-        ("model.heads", 0, "expected `int` (>= 1|> 0)"),
+        ("optimizer.matrices.beta1", 1.0, "expected `float` < 1"),
+        ("model.remat", "most", "one of 'none', 'products', 'block'"),
         ("model.kv_heads", 4, r"divide model.heads=6: one of \[1, 2, 3, 6\]"),
-        ("model.kv_heads", 12, r"one of \[1, 2, 3, 6\]"),
         ("model.head_dim", 63, "multiple of 2"),
-        ("model.vocab_size", 265, "expected `int` >= 266"),
-        ("model.softcap", float("inf"), "finite"),
+        ("model.window_pattern", "SXL", "letters S"),
         ("model.softcap", 78.4, "with model.vocab_size=32768 the loss overflows float32; at most 78.3"),
-        ("model.rotary_base", float("nan"), "expected `float` > 0"),
-        ("data.val_fraction", 0.0, "expected `float` [<>] [01]"),
-        ("data.val_fraction", 1.0, "expected `float` [<>] [01]"),
-        ("data.workers", -1, "expected `(int|float)` >= 0"),
-        ("batch.sequence_length", 1, "expected `int` >= 2"),
+        ("model.loss_chunks", 3, "divide batch.sequence_length=2048"),
         ("batch.tokens_per_step", 5000, "multiple of batch.sequence_length=2048; nearest: 4096 or 6144"),
         ("batch.tokens_per_step", 100, "nearest: 2048"),
+        ("batch.rows_per_device", 0, "expected `int` (>= 1|> 0)"),
         ("profile.steps", "10", "give FIRST:LAST"),
-        ("profile.steps", "10:9", "give FIRST:LAST"),
         ("profile.steps", "0:9", "at least 1"),
         ("profile.steps", "990:1001", "the run has 1000 steps"),
-        ("checkpoint.every_minutes", -1.0, "expected `float` >= 0"),
-        ("batch.rows_per_device", 0, "expected `int` (>= 1|> 0)"),
+        ("mesh.data", 0, "-1 for all"),
         ("mesh.fsdp", 5, "divide model.width=768"),
         ("mesh.tensor", 4, r"divide model.heads=6: one of \[1, 2, 3, 6\]"),
-        ("mesh.tensor", 0, "expected `int` (>= 1|> 0)"),
-        ("optimizer.embed.peak_rate", 0.0, "expected `float` (>= 1|> 0)"),
-        ("optimizer.matrices.beta1", 1.0, "expected `float` < 1"),
-        ("optimizer.lm_head.beta2", -0.1, "expected `float` >= 0"),
-        ("optimizer.scalars.eps", 0.0, "expected `float` (>= 1|> 0)"),
-        ("optimizer.matrices.weight_decay", -0.1, "expected `(int|float)` >= 0"),
-        ("optimizer.schedule.warmup_steps", -1, "expected `(int|float)` >= 0"),
-        ("optimizer.schedule.warmdown", 1.5, "expected `float` <= 1"),
-        ("optimizer.schedule.final", -0.5, "expected `float` >= 0"),
-        ("optimizer.clip_norm", 0.0, "expected `float` (>= 1|> 0)"),
-        ("mesh.data", 0, "-1 for all"),
-        ("mesh.data", -2, "expected `int` >= -1"),
-        ("checkpoint.every_steps", 0, "expected `int` (>= 1|> 0)"),
-        ("checkpoint.keep", 0, "expected `int` (>= 1|> 0)"),
-        ("eval.every_steps", 0, "expected `int` (>= 1|> 0)"),
-        ("eval.tokens", 0, "expected `int` (>= 1|> 0)"),
-        ("eval.sample_tokens", 0, "expected `int` (>= 1|> 0)"),
-        ("eval.items", 0, "expected `int` (>= 1|> 0)"),
-        ("eval.tasks", "mmlu", "one of '', 'core'"),
-        ("log.every_steps", 0, "expected `int` (>= 1|> 0)"),
     ],
 )
 def test_bad_value_is_refused_naming_the_option_its_value_and_what_would_work(name, value, message):
     with pytest.raises(UserError, match=message) as error:
-        validate(changed(BASE, name, value))
+        validate(with_options(BASE, {name: value}))
     assert str(error.value).startswith(f"--{name}={value} cannot work: ")
 
 
 def test_benchmarks_need_their_bundle():
     with pytest.raises(UserError, match="needs a bundle"):
-        validate(changed(BASE, "eval.tasks", "core"))
+        validate(with_options(BASE, {"eval.tasks": "core"}))
 
 
 @pytest.mark.parametrize(
@@ -116,18 +69,12 @@ def test_benchmarks_need_their_bundle():
         ("model.kv_heads", 1),
         ("model.softcap", 78.3),
         ("model.vocab_size", 266),
-        ("data.workers", 0),
-        ("batch.tokens_per_step", 4096),
         ("optimizer.matrices.beta1", 0.0),
-        ("optimizer.schedule.warmdown", 1.0),
-        ("optimizer.schedule.final", 0.0),
-        ("mesh.data", 8),
         ("mesh.fsdp", 256),
-        ("mesh.tensor", 2),
     ],
 )
 def test_values_at_the_edge_are_valid(name, value):
-    validate(changed(BASE, name, value))
+    validate(with_options(BASE, {name: value}))
 
 
 def test_options_are_the_command_lines_names():
@@ -138,7 +85,7 @@ def test_options_are_the_command_lines_names():
     assert not any(dataclasses.is_dataclass(value) for value in flat.values())
     # Conversely, setting every option to its own value gives the same config.
     for name, value in flat.items():
-        assert changed(BASE, name, value) == BASE
+        assert with_options(BASE, {name: value}) == BASE
 
 
 def test_every_option_has_a_docstring():
@@ -154,13 +101,6 @@ def test_every_option_has_a_docstring():
     assert set(bare) == {field.name for field in dataclasses.fields(Config) if "Config" in str(field.type)}
 
 
-@pytest.mark.parametrize(("value", "unit"), [(5000, 2048), (1, 7), (99, 100), (101, 100), (12345, 6)])
-def test_nearest_multiples_are_on_both_sides(value, unit):
-    multiples = [int(word) for word in re.findall(r"\d+", nearest_multiples(value, unit))]
-    assert all(multiple % unit == 0 and 0 < abs(multiple - value) < unit for multiple in multiples)
-    assert len(multiples) == (2 if value > unit else 1)
-
-
 def test_every_number_has_a_range():
     numbers = [name for name, value in options(BASE).items() if type(value) in (int, float)]
     bare = [n for n in numbers if not any(isinstance(part, Meta) for part in getattr(hints()[n], "__metadata__", ()))]
@@ -168,39 +108,27 @@ def test_every_number_has_a_range():
 
 
 def test_what_may_change_when_a_run_is_continued():
-    free = {name for name in options(BASE) if free_to_change(name)}
     sections = {"mesh", "log", "eval", "hang", "profile", "diagnostics"}
-    assert {name for name in free if name.split(".")[0] not in sections} == {
-        *("run_dir", "resume", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
-        *("name", "deterministic"),
-        *(
-            "data.source",
-            "data.tokenizer",
-            "data.workers",
-            "data.copy",
-            "data.max_epochs",
-            "checkpoint.every_minutes",
-            "checkpoint.every_steps",
-            "checkpoint.keep",
-            "checkpoint.keep_every",
-        ),
-    }
-    assert {name for name in options(BASE) if name.split(".")[0] in sections} <= free
+    single = "run_dir resume name deterministic batch.rows_per_device model.remat model.loss_chunks data.source "
+    single += "data.tokenizer data.workers data.copy data.max_epochs checkpoint.every_minutes checkpoint.every_steps "
+    single += "checkpoint.keep checkpoint.keep_every"
+    for name in options(BASE):
+        assert free_to_change(name) == (name.split(".")[0] in sections or name in single.split()), name
     assert not free_to_change("dataset")
 
 
 def test_home_folders(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    config = changed(changed(changed(BASE, "run_dir", "~/x"), "checkpoint.folder", "~/y"), "init_from", "~/z")
+    config = with_options(BASE, {"run_dir": "~/x", "checkpoint.folder": "~/y", "init_from": "~/z"})
     config = resolved(config)
     assert (config.run_dir, config.checkpoint.folder, config.init_from) == ("/home/me/x", "/home/me/y", "/home/me/z")
     with pytest.raises(UserError, match="--run_dir=~nobody-here/x cannot work: there is no such home folder"):
-        resolved(changed(BASE, "run_dir", "~nobody-here/x"))
+        resolved(with_options(BASE, {"run_dir": "~nobody-here/x"}))
     paths = [name for name, of in roles().items() if Role.PATH in of]
     assert paths == ["run_dir", "init_from", "checkpoint.folder", "eval.bundle"]
     for url in ("s3://bucket/runs", "gs://bucket", "gs://", "file:///runs", "s3://bucket/gs://bucket/runs"):
         with pytest.raises(UserError, match=f"--checkpoint.folder={url} cannot work: .*or gs://BUCKET/FOLDER"):
-            resolved(changed(BASE, "checkpoint.folder", url))
+            resolved(with_options(BASE, {"checkpoint.folder": url}))
 
 
 ANY = st.one_of(
@@ -225,7 +153,8 @@ def test_validate_refuses_by_message_alone_and_what_it_accepts_builds(data):
     config = resolved(tiny_config())
     names = data.draw(st.lists(st.sampled_from(sorted(hints())), max_size=6, unique=True))
     for name in names:
-        config = changed(config, name, data.draw(ANY | fitting(hints()[name]) | fitting(hints()[name]), label=name))
+        kind = fitting(hints()[name])
+        config = with_options(config, {name: data.draw(ANY | kind | kind, label=name)})
     try:
         validate(config)
         config = resolved(config)
