@@ -23,17 +23,8 @@ SECONDS = 300  # retries of a failing disk or store last this long
 LONGEST = 30  # seconds between attempts
 # Errors of file systems that persist until somebody changes something.
 LASTING = {
-    *(
-        errno.EACCES,
-        errno.EPERM,
-        errno.EROFS,
-        errno.ENOENT,
-        errno.ENOTDIR,
-        errno.EISDIR,
-        errno.EEXIST,
-        errno.ENAMETOOLONG,
-    ),
-    *(errno.EINVAL, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOSYS, errno.EOPNOTSUPP),
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EINVAL),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOSYS, errno.EOPNOTSUPP),
 }
 # Errors of tensorstore, which are all ValueErrors that begin with a status.
 PASSING = re.compile(

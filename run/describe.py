@@ -6,14 +6,14 @@ from model.kernels import attention_kernel, described, window_of
 from model.parallel import compute_capability
 from model.shapes import parameter_counts
 from training.build import Build
-from training.mesh import cost_of_slow_links
+from training.mesh import note_on_slow_links
 
 
 def describe(builds: list[Build]) -> str:
-    """Return lines for the run, each stage of a ramp, the kernels, and the cost of slow links, if any."""
+    """Return lines for the run, each stage of a ramp, the kernels, and slow links, if any."""
     built = builds[-1]
-    slow = cost_of_slow_links(built.mesh, built.config.model, built.batch_shape)
-    return "\n".join(filter(None, [describe_sizes(builds), describe_attention(built), slow]))
+    lines = [describe_sizes(builds), describe_attention(built), note_on_slow_links(built.mesh)]
+    return "\n".join(filter(None, lines))
 
 
 def describe_sizes(builds: list[Build]) -> str:

@@ -72,9 +72,8 @@ def memory(candidate: Candidate) -> dict[str, float]:
         small = sizes["tensor"] <= 2 and parts["logits"] * sizes["tensor"] ** 2 < 2**31
         apart = small and candidate.machine.bandwidth > 0.65 * candidate.machine.vector
         alive = parts["logits"] if apart else 0.0
-        sums = (
-            parts["gradient sums"] if micro_batches > 1 else 0.0
-        )  # the sums before and after an iteration of the scan
+        # The sums before and after an iteration of the scan.
+        sums = parts["gradient sums"] if micro_batches > 1 else 0.0
         if model.remat == "block":  # the head's backward pass, or a block's, without logits
             gathered_head = width * model.width * model.vocab_size / sizes["tensor"] if sizes["fsdp"] > 1 else 0.0
             most = max(alive + sums + head + gathered_head, again - parts["logits"])

@@ -26,7 +26,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from configs.schema import BatchConfig, MeshConfig, ModelConfig, UserError
 from model.axes import BATCH_AXES, DATA
 from model.gpt import map_parameters
-from model.shapes import parameter_counts
 from training.layout import AXES, Place, data_parts, inside, mesh_shape, place, step_shape
 
 ROWS = PartitionSpec(None, BATCH_AXES)
@@ -105,29 +104,16 @@ def axes_between(mesh: Mesh) -> list[str]:
     return [name for axis, name in enumerate(AXES) if np.ptp(index, axis).any()]
 
 
-def cost_of_slow_links(mesh: Mesh, model: ModelConfig, batch: tuple[int, int, int]) -> str:
-    """Return a line on the cost if `fsdp` or `tensor` cross islands, otherwise an empty one. `batch` is K, B, T.
-
-    Bytes are a device's payload a step, in a compute type of two bytes (docs/mesh.md): for `fsdp` each parameter
-    gathered and its gradient scattered, for `tensor` four sums of the residual stream a block, in each micro-batch.
-    """
-    between = axes_between(mesh)
-    micro_batches, rows, length = batch
-    costs = []
-    if "fsdp" in between:
-        size = 6 * micro_batches * sum(parameter_counts(model).values()) / mesh.shape["tensor"]
-        costs.append(f"parameters and gradients over fsdp, {size / 1e9:.3g} GB")
-    if "tensor" in between:
-        mine = rows // batch_devices(mesh)
-        size = 4 * 2 * micro_batches * model.depth * mine * length * model.width
-        costs.append(f"activations over tensor, {size / 1e9:.3g} GB")
-    if not costs:
+def note_on_slow_links(mesh: Mesh) -> str:
+    """Return a line if `fsdp` or `tensor` cross islands, otherwise an empty one."""
+    slow = " and ".join(axis for axis in axes_between(mesh) if axis != "data")
+    if not slow:
         return ""
     inner, island = mesh.shape["fsdp"] * mesh.shape["tensor"], mesh.size // len(islands(list(mesh.devices.flat)))
     return (
         f"note: fsdp x tensor = {inner} do not fit the {island} device(s) of a slice, node or process, so slower links "
-        f"carry, in each of {micro_batches} micro-batch(es), {' and '.join(costs)} a step and device in all; with "
-        f"fsdp x tensor that divide {island}, only data crosses them, once a step"
+        f"carry what crosses {slow} in each micro-batch (tools.plan prints the bytes); with fsdp x tensor that divide "
+        f"{island}, only data crosses them, once a step"
     )
 
 

@@ -137,12 +137,7 @@ def orthogonalise_dealt(
     One all-to-all over all axes that divide the matrices sends this device's share of the stack, and another returns
     it. If an axis does not divide the stack, as for the small gates, the stack is cut and all-gathered.
     """
-    order = (
-        "fsdp",
-        "tensor",
-        *DATA[1:],
-        DATA[0],
-    )  # as in `training.layout.place`
+    order = ("fsdp", "tensor", *DATA[1:], DATA[0])  # as in `training.layout.place`
     named = {axis for names in place.spec for axis in names}
     divided = tuple(axis for axis in order if axis in named)
     undivided = [axis for axis in order if axis not in named and mesh.shape[axis] > 1]

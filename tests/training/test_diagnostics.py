@@ -210,10 +210,3 @@ def test_scalars_alone_cross_the_mesh_once_after_the_scan():
     size = lambda ops, in_loop: sum(c.times * c.bytes_each for c in ops if c.in_loop == in_loop)
     assert size(measuring, True) == size(plain, True)
     assert 0 < size(measuring, False) - size(plain, False) < 8192
-
-
-def test_the_plain_program_has_no_diagnostics():
-    text = lambda config: (
-        (built := build(config, jax.devices()[:1])).train_step.lower(built.abstract_state, built.abstract_batch())
-    ).as_text()
-    assert text(tiny_config()) == text(replace(tiny_config(), diagnostics=config_on((1, 1, 1)).diagnostics))

@@ -114,7 +114,7 @@ def tiny(name: str, dtype: str, eps: float | None = None) -> Config:
 
 
 @pytest.mark.parametrize("dtype", DISTURBANCE)
-@pytest.mark.parametrize("name", [names[0] for names in RUNS.values()])
+@pytest.mark.parametrize("name", ["d12", "nanochat", "small"])  # AdamW and Muon, with every group of parameters
 def test_no_group_s_update_amplifies_rounding(name, dtype):
     """Include gradients that are zero except for rounding: x0_lambdas, resid_lambdas and backout_lambda at step 0."""
     assert max(disturbances(tiny(name, dtype)).values()) < DISTURBANCE[dtype]

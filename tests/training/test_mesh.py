@@ -9,15 +9,13 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from configs.schema import BatchConfig, MeshConfig, UserError
-from model.shapes import parameter_counts
-from tests.helpers import TINY
 from training.mesh import (
     arrange,
     batch_shape,
     batch_sharding,
-    cost_of_slow_links,
     islands,
     make_mesh,
+    note_on_slow_links,
     sizes_of,
 )
 
@@ -98,19 +96,16 @@ def test_data_spans_nodes_and_the_rest_stays_inside_as_far_as_it_fits(nodes, eac
     assert tuple(bool(np.ptp(node, axis).any()) for axis in range(3)) == across
 
 
-def test_a_mesh_that_crosses_nodes_is_reported_with_its_cost(monkeypatch):
+def test_a_mesh_that_crosses_nodes_is_reported(monkeypatch):
     def note(*sizes):
         devices = make_mesh(MeshConfig(*sizes))
         with monkeypatch.context() as patch:
             patch.setattr("training.mesh.islands", lambda devices: [jax.devices()[:4], jax.devices()[4:]])
-            return cost_of_slow_links(devices, TINY, (4, 16, 16))
+            return note_on_slow_links(devices)
 
     assert note(4, 2, 1) == note(2, 2, 2) == ""
-    assert "fsdp x tensor = 8 do not fit the 4 device(s)" in note(1, 8, 1)
-    gathered = 6 * 4 * sum(parameter_counts(TINY).values())
-    assert f"gradients over fsdp, {gathered / 1e9:.3g} GB" in note(1, 8, 1) and "over tensor" not in note(1, 8, 1)
-    summed = 4 * 2 * 4 * 2 * (16 * 16 * 32)  # four sums of two bytes, in 4 micro-batches, in 2 blocks
-    assert f"activations over tensor, {summed / 1e9:.3g} GB" in note(1, 1, 8)
+    assert "fsdp x tensor = 8 do not fit the 4 device(s)" in note(1, 8, 1) and "crosses fsdp in" in note(1, 8, 1)
+    assert "crosses tensor in" in note(1, 1, 8)
 
 
 def test_nodes_of_different_sizes_are_refused():
@@ -122,16 +117,9 @@ def test_nodes_of_different_sizes_are_refused():
     ("replicas", "rows", "rows_per_device", "expected"),
     [
         (1, 16, 4, (4, 4)),
-        (1, 16, 16, (1, 16)),
-        (2, 16, 4, (2, 8)),
         (8, 16, 1, (2, 8)),
-        (8, 16, 2, (1, 16)),
         (4, 24, 3, (2, 12)),
-        (8, 256, 32, (1, 256)),
-        # more than a device's share is lowered to it
-        (1, 16, 1000, (1, 16)),
-        (8, 16, 32, (1, 16)),
-        (2, 6, 4, (1, 6)),
+        (8, 16, 32, (1, 16)),  # more than a device's share is lowered to it
     ],
 )
 def test_microbatches_follow_from_the_sizes_and_the_mesh(replicas, rows, rows_per_device, expected):

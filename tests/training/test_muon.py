@@ -49,10 +49,6 @@ def test_singular_values_come_near_one_and_directions_stay(shape):
     assert np.sum(result * (left @ right)) / min(shape) > 0.95
 
 
-def test_a_matrix_of_zeros_stays():
-    assert not np.any(on_one(jnp.zeros((8, 4)), random((8, 4)))[0])
-
-
 @pytest.mark.medium
 def test_matrices_of_one_shape_are_stacked_turned_or_not_and_come_back_in_their_order():
     matrices = [random((8, 4), 0), random((4, 8), 1), random((4, 4), 2), random((8, 4), 3), random((10, 6), 4)]
@@ -77,13 +73,9 @@ def test_momentum_rises_stays_and_falls():
     assert [momentum(step) for step in (0, 200, 400, 1000)] == pytest.approx([0.85, 0.91, 0.97, 0.97])
     assert [momentum(step) for step in (1500, 2000)] == pytest.approx([0.935, 0.9])
     assert float(momentum_at(CONFIG, CONSTANT, 2000, 2000)) == pytest.approx(0.97)
-
-
-@pytest.mark.parametrize("steps", [300, 500, 1000])
-def test_momentum_never_jumps_and_falls_in_a_short_run_too(steps):
-    """With 500 steps momentum once jumped from 0.97 to 0.92 at step 400. With 300 it never fell."""
-    course = np.array([float(momentum_at(CONFIG, ScheduleConfig(), step, steps)) for step in range(0, steps + 1, 5)])
-    assert np.abs(np.diff(course)).max() < 0.003 and course[-1] == pytest.approx(0.9)
+    for steps in (300, 500):  # too short for both: it falls from its current value, without a jump
+        course = [float(momentum_at(CONFIG, ScheduleConfig(), step, steps)) for step in range(0, steps + 1, 5)]
+        assert np.abs(np.diff(course)).max() < 0.003 and course[-1] == pytest.approx(0.9)
 
 
 def test_decay_falls_on_what_the_update_shrinks_and_fades():
