@@ -146,7 +146,7 @@ def fitting(hint: Any) -> st.SearchStrategy:
     return plain.get(kind, ANY)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_validate_refuses_by_message_alone_and_what_it_accepts_builds(data):
     """Set random options of every section, sensible and absurd, in a small config."""

@@ -40,7 +40,7 @@ def test_value_and_gradient(z_loss):
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 16])
+@pytest.mark.parametrize("chunks", [1, 4])
 def test_the_head_s_gradients_do_not_depend_on_chunks(chunks):
     config = replace(CONFIG, loss_chunks=chunks)
     ours = lambda x, kernel: 3 * head_loss(x, kernel, TARGETS, WEIGHTS, AXES, config)[0]

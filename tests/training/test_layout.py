@@ -64,9 +64,7 @@ def test_every_axis_divides_one_dimension(shape, axes, data, fsdp, tensor):
         assert stored == padded(size, prod(sizes[name] for name in names))
 
 
-@pytest.mark.parametrize(
-    "sizes", [(3, 1, 1), (5, 1, 1), (3, 2, 1), (3, 1, 2), (2, 2, 2), (1, 2, 4), (8, 1, 1)], ids=str
-)
+@pytest.mark.parametrize("sizes", [(3, 2, 1), (3, 1, 2), (2, 2, 2), (1, 2, 4), (8, 1, 1)], ids=str)
 def test_the_gathered_array_is_the_parameter_and_the_scattered_one_the_sum(sizes):
     """Use shapes that the axes do not divide. If along both, padding moves the borders between devices too."""
     mesh = make_mesh(MeshConfig(*sizes), jax.devices()[: prod(sizes)])

@@ -50,7 +50,7 @@ def test_a_constant_batch_is_its_own_stage():
     assert of_stage(constant, stage) == constant
 
 
-@pytest.mark.parametrize("scaling", ["none", "root", "linear"])
+@pytest.mark.parametrize("scaling", ["none", "root"])
 def test_rates_are_a_function_of_the_tokens_seen(scaling):
     """At equal tokens, rates equal those of a run with the same tokens and steps of any size, times the rule's factor.
     The warmup, which crosses a stage border here, lasts for its steps' tokens."""
@@ -62,7 +62,7 @@ def test_rates_are_a_function_of_the_tokens_seen(scaling):
         stage = ramp.stage(step)
         size, seen = stage.tokens_per_step, ramp.tokens(step)
         rise = min(1.0, (seen + size) / warmup)
-        factor = {"none": 1.0, "root": (size / 512) ** 0.5, "linear": size / 512}[scaling]
+        factor = {"none": 1.0, "root": (size / 512) ** 0.5}[scaling]
         fall = min(1.0, (total - seen) / (0.5 * total))
         assert rate_of(linear, step) == pytest.approx(factor * embed_peak * rise * (0.1 + 0.9 * fall), rel=1e-5)
         half = 0.5 * (1 + np.cos(np.pi * np.clip((seen - warmup) / (total - warmup), 0, 1)))
