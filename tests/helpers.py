@@ -1,5 +1,6 @@
 """Make small networks and batches, and run steps, for all tests."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -18,7 +19,7 @@ from configs.schema import (
 )
 from training.build import build
 from training.mesh import batch_shape, batch_sharding, resized
-from training.state import stored_as
+from training.state import TrainState, stored_as
 
 TINY = ModelConfig(depth=2, width=32, heads=4, kv_heads=2, head_dim=8, vocab_size=272, dtype="float32")
 FEATURES = {
@@ -100,19 +101,22 @@ def start_params(config: Config) -> dict:
     return perturbed(initial_state(config.model, config.optimizer).params)
 
 
-def run_steps(config: Config, rows: list[dict], devices: int = 1) -> tuple[dict, list[dict]]:
-    """Return the parameters after a step on each of `rows` from the perturbed start, and the steps' metrics."""
+def states(config: Config, rows: list[dict], devices: int = 1) -> Iterator[tuple[TrainState, dict]]:
+    """Yield state and metrics after a step on each of `rows` from the perturbed start. The next step donates the
+    state."""
     train_step, mesh, placed, _ = step_of(config, devices)
-    # A copy, since the step donates its state.
-    state = initial_state(config.model, config.optimizer)
-    state = state._replace(params=perturbed(state.params))
-    state = stored_as(state, placed)
-    shape = batch_shape(config.batch, mesh)
-    metrics = []
+    state = initial_state(config.model, config.optimizer)._replace(params=start_params(config))
+    state, shape = stored_as(state, placed), batch_shape(config.batch, mesh)
     for step_rows in rows:
         batch = {name: array.reshape(shape) for name, array in step_rows.items()}
-        state, step_metrics = train_step(state, jax.device_put(batch, batch_sharding(mesh)))
-        metrics.append(jax.device_get(step_metrics))
+        state, metrics = train_step(state, jax.device_put(batch, batch_sharding(mesh)))
+        yield state, jax.device_get(metrics)
+
+
+def run_steps(config: Config, rows: list[dict], devices: int = 1) -> tuple[dict, list[dict]]:
+    """Return the parameters after a step on each of `rows` from the perturbed start, and the steps' metrics."""
+    steps = list(states(config, rows, devices))
+    state, metrics = steps[-1][0], [metrics for _, metrics in steps]
     params = jax.tree.map(lambda leaf, like: resized(leaf, like.shape), state.params, start_params(config))
     return jax.device_get(params), metrics
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from configs.schema import with_options
-from tests.helpers import initial_state, random_rows, start_params, step_of, tiny_config
-from training.mesh import batch_shape, batch_sharding
-from training.state import average_begins, stored_as
+from tests.helpers import random_rows, states, tiny_config
+from training.state import average_begins
 
 STEPS = 8
 SKIPPED = 6  # a step without a valid token
@@ -20,15 +19,9 @@ def courses(sizes: tuple[int, int, int]) -> tuple[list, list]:
     options = {"optimizer.average": 0.6, "batch.rows_per_device": 2}
     options |= dict(zip(("mesh.data", "mesh.fsdp", "mesh.tensor"), sizes))
     config = with_options(tiny_config(kv_heads=4), options)
-    step, mesh, placed, _ = step_of(config, math.prod(sizes))
-    state = initial_state(config.model, config.optimizer)._replace(params=start_params(config))
-    state, params, averages = stored_as(state, placed), [], []
-    for number in range(1, STEPS + 1):
-        weights = np.full((16, 16), number != SKIPPED, np.float32)
-        batch = {
-            name: a.reshape(batch_shape(config.batch, mesh)) for name, a in random_rows(config, number, weights).items()
-        }
-        state, _ = step(state, jax.device_put(batch, batch_sharding(mesh)))
+    rows = [random_rows(config, n, np.full((16, 16), n != SKIPPED, np.float32)) for n in range(1, STEPS + 1)]
+    params, averages = [], []
+    for state, _ in states(config, rows, math.prod(sizes)):
         params.append(jax.device_get(state.params))
         averages.append(jax.device_get(state.average))
         for leaf, like in zip(jax.tree.leaves(state.average), jax.tree.leaves(state.params)):

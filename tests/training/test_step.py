@@ -101,10 +101,8 @@ def test_every_mesh_of_eight_gives_the_update_of_one():
     assert_same_steps(config, [on_mesh(config, 1, sizes) for sizes in FACTORIZATIONS])
 
 
-@pytest.mark.parametrize(
-    ("rows", "length", "kv_heads", "part"), [(12, 16, 4, 4), (6, 5, 2, 3), (4, 1, 1, 1)], ids="{}".format
-)
-@settings(max_examples=25)
+@pytest.mark.parametrize(("rows", "length", "kv_heads", "part"), [(6, 5, 2, 3), (4, 1, 1, 1)], ids="{}".format)
+@settings(max_examples=20)
 @given(data=st.data())
 def test_any_weights_in_any_split_equal_no_split(rows, length, kv_heads, part, data):
     """Run two programs of each shape with any masks of targets."""
