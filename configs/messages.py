@@ -1,12 +1,19 @@
-"""What the person who runs a command sees: messages, and the progress of long work with the time left. Modules log
-messages, and a command shows them above its progress bar."""
+"""What a person learns from a command: messages, the progress of long work with the time left, and events of a run
+through a command of their own, --log.on_event=COMMAND. Modules log messages, shown above the command's progress bar."""
 
 import logging
+import os
+import subprocess
 import sys
+import threading
 from collections.abc import Iterable
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from configs.schema import Config
 
 LOGGER = logging.getLogger("tokensum")
 EVERY = 10  # seconds between two lines of progress without a terminal
@@ -45,3 +52,39 @@ def progress(work: Iterable | None = None, **options: Any) -> tqdm:
         return tqdm(work, **options)
     form = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt} {unit}, {remaining} left"
     return tqdm(work, **options, file=_Lines(), bar_format=form, mininterval=EVERY, maxinterval=EVERY, delay=EVERY)
+
+
+def start_hook(
+    config: Config,
+    event: str,
+    message: str,
+    step: int | None = None,
+    name: str = "",
+    log: Path | None = None,
+    wait: float = 0,
+) -> None:
+    """Start the command with TOKENSUM_EVENT, TOKENSUM_MESSAGE, TOKENSUM_STEP, TOKENSUM_RUN (`name`, else the config's)
+    and TOKENSUM_RUN_DIR in its environment. Wait for it, `wait` seconds at most. Append its output to `log`, or print
+    it. A failure is printed and changes nothing."""
+    if not config.log.on_event:
+        return
+    facts = {"EVENT": event, "MESSAGE": message, "STEP": "" if step is None else str(step)}
+    facts |= {"RUN": name or config.name, "RUN_DIR": os.path.abspath(config.run_dir)}
+    environment = os.environ | {f"TOKENSUM_{key}": value.replace("\0", "") for key, value in facts.items()}
+    try:
+        with log.open("ab") if log else nullcontext() as file:
+            started = subprocess.Popen(
+                config.log.on_event,
+                shell=True,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,  # a Ctrl-C that ends the run must not reach it
+            )
+    except (OSError, ValueError) as error:
+        print(f"--log.on_event was not started: {error}", file=sys.stderr)
+        return
+    threading.Thread(target=started.wait, daemon=True).start()  # otherwise it would stay as a zombie
+    with suppress(subprocess.TimeoutExpired):
+        started.wait(wait)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import jax
 
-from configs.hook import start_hook
+from configs.messages import start_hook
 from configs.retry import first_line
 from configs.schema import Config, UserError
 from run.record import Record, place

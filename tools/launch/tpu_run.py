@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from configs.hook import start_hook
+from configs.messages import start_hook
 from tools.launch import host_scripts, queued
 from tools.launch.job import Job
 from tools.launch.queued import STATES, Slices, TpuOptions, delete_all
