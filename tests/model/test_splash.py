@@ -86,8 +86,6 @@ def needed(length, window, block):
         (2176, 130, 48),
         (384, 100, 1),
         (8192, 2048, 70),
-        pytest.param(16384, 4096, 252, marks=pytest.mark.slow),
-        pytest.param(32768, None, 2080, marks=pytest.mark.slow),
         pytest.param(32768, 8192, 952, marks=pytest.mark.slow),
     ],
 )

@@ -24,8 +24,6 @@ from training.optimizer import AdamState, group_config, parameter_groups
 from training.state import TrainState, split_model, stored_as
 from training.step import Squares
 
-MESHES = [(d, f, 8 // d // f) for d in (1, 2, 4, 8) for f in (1, 2, 4, 8) if d * f <= 8 and 8 // d // f <= 2]
-QUICK = [(1, 1, 1), (2, 2, 2)]
 ROWS = 32
 
 
@@ -120,9 +118,7 @@ def snr(config: Config, state: TrainState, group: str, gradients: list[np.ndarra
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    "mesh", [*QUICK, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES if mesh not in QUICK)]
-)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 2, 2), pytest.param((2, 4, 1), marks=pytest.mark.slow)])
 def test_every_quantity_equals_the_float64_reference(mesh):
     config, (data, fsdp, _) = config_on(mesh), mesh
     metrics, places, after = measured(config)
