@@ -24,13 +24,10 @@ import numpy as np
 from jaxtyping import Integer
 
 from configs.schema import DataConfig, UserError
-from data.block_cache import BlockCache
-from data.blocks import NO_INDEX, MappedShard
-from data.held_out import HELD_OUT, name_words
 from data.packing import Plan, PlannedRows, Rows, StreamRows, join_plans, load_plan, plan_rows, save_plan
-from data.record import read_record
-from data.shards import TokenStream
-from data.store import Shard, Store, StoredShard, mirrored, readers
+from data.record import HELD_OUT, name_words, read_record
+from data.shards import NO_INDEX, MappedShard, TokenStream
+from data.store import BlockCache, Shard, Store, StoredShard, readers
 from data.tokenizer import TextTokenizer, load_tokenizer
 
 CACHE_GB = 20.0  # most gigabytes of blocks from a URL
@@ -112,12 +109,9 @@ class Dataset:
             packing += f"-{config.too_long}"
         homes = [home / "plans" / f"{part}-{packing}-{length}-{self.fingerprint}" for home in (self.folder, cache)]
         for home in homes:
-            with suppress(PermissionError):  # another user's, readable only by them
-                if os.path.exists(home):
-                    return packed(load_plan(home))
-        for home in homes:
-            with suppress(OSError):  # it cannot be written there
-                save_plan(join_plans(self._plans(part, config, length)), home)
+            with suppress(OSError):  # it cannot be written there, or is another user's, readable only by them
+                if not home.exists():
+                    save_plan(join_plans(self._plans(part, config, length)), home)
                 return packed(load_plan(home))
         print(f"{homes[0]} and {homes[1]} cannot be written: each start makes this plan again", file=sys.stderr)
         return packed(Plan(*map(np.concatenate, zip(*join_plans(self._plans(part, config, length))))))
@@ -173,13 +167,18 @@ def _not_a_dataset(source: str) -> UserError:
 
 
 def _copied(store: Store, config: DataConfig, cache: Path) -> tuple[Path, list[str]]:
-    """Copy the small files, and with `config.copy` the shards. Return the folder, and the names of the shards."""
-    shards = [name for name in store.names if re.fullmatch(r"[^/]+\.bin", name)]
-    if "dataset.json" not in store.names and not shards:
+    """Copy the small files, and with `config.copy` the shards. Return the folder, whose name changes with dataset.json,
+    or without one, with any file; and the names of the shards."""
+    shards = [name for name in store.facts if re.fullmatch(r"[^/]+\.bin", name)]
+    version: object = [store.version(name) for name in store.facts]
+    if "dataset.json" in store.facts:
+        version = store.read("dataset.json", 0, store.facts["dataset.json"]["size"])
+    elif not shards:
         raise _not_a_dataset(store.url)
+    folder = cache / "stores" / hashlib.sha256(repr((store.url, version)).encode()).hexdigest()[:32]
     indices = r"|[\w-][\w.-]*\.starts\.npy" if config.packing != "stream" else ""
     small = re.compile(r"dataset\.json|tokenizer/[\w-][\w.-]*|[\w-][\w.-]*\.blocks" + indices)
-    folder = mirrored(store, cache, lambda name: small.fullmatch(name) is not None)
+    store.copy([name for name in store.facts if small.fullmatch(name)], folder)
     if config.copy == "all":
         store.copy(shards, folder)
     return folder, shards
@@ -189,7 +188,6 @@ def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard])
     facts = read_record(folder)
     if not (facts["shards"] and facts["complete"]):
         raise UserError(f"{folder} is not complete; continue its preparation")
-    require_current(folder, facts)
     tokenizer = load_tokenizer(folder / "tokenizer")
     if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
         raise UserError(f"{folder}/tokenizer is not the dataset's: its SHA-256 differs")
@@ -203,15 +201,6 @@ def _prepared(folder: Path, config: DataConfig, opened: Callable[[Path], Shard])
     chosen = below if facts["held_out_by"] == "text" else "files of their own"
     documents = sum(shard["documents"] for shard in listed["val"])
     return _checked(folder, shards, tokenizer, opened, chosen, documents, conversations)
-
-
-def require_current(folder: Path, facts: dict) -> None:
-    """Raise UserError if the dataset has no record of how its held-out part was chosen."""
-    if "held_out_by" not in facts:
-        raise UserError(
-            f"{folder} was prepared by an earlier version, which chose held-out documents by name; prepare it again, "
-            f"into another folder, with --tokenizer={folder}/tokenizer"
-        )
 
 
 def _made_by_others(folder: Path, names: list[str], config: DataConfig, opened: Callable[[Path], Shard]) -> Dataset:

@@ -1,12 +1,17 @@
-"""dataset.json: the record of a dataset folder."""
+"""dataset.json, the record of a dataset folder, and the choice of held-out documents: by a hash of their text, or by a
+word in their file's name."""
 
+import hashlib
 import json
+import re
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
 import msgspec
 
 from configs.schema import UserError
+
+HELD_OUT = {"validation", "valid", "val", "dev", "eval"}  # words in the names of publishers' held-out files
 
 
 class _Counts(TypedDict):
@@ -47,9 +52,8 @@ class _Begun(TypedDict):
 class _WithTokenizer(_Begun):
     tokenizer: _Tokenizer
     val_threshold: float
-    held_out_by: NotRequired[str]
-    """`text`: by the hash of the text, below the threshold; `file`: by file. Missing in datasets of the first
-    version."""
+    held_out_by: str
+    """`text`: by the hash of the text, below the threshold; `file`: by file."""
 
 
 class _Complete(_WithTokenizer):
@@ -70,3 +74,15 @@ def read_record(folder: Path) -> dict:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged; delete the folder {folder}, and prepare it again") from error
+
+
+def hash_share(text: str) -> float:
+    """Return a number in [0, 1) from a text. A document is held out if it is below the held-out fraction. So equal
+    texts share a side in every dataset."""
+    content = text.encode(errors="surrogateescape")  # a file's name may be any bytes
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
+
+
+def name_words(name: str) -> set[str]:
+    """Return the words of a file's name, which may name a split."""
+    return set(re.split("[^a-z]+", name.lower()))

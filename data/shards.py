@@ -1,24 +1,41 @@
-"""Tokens on disk, in the .bin format of llm.c and modded-nanogpt.
+"""Tokens on disk: shards in the .bin format of llm.c and modded-nanogpt, each with a sidecar of hashes.
 
-A header of 256 little-endian int32 (magic, version, count of tokens), then the tokens: uint16 under magic 20240520,
-version 1; uint32, for vocabularies of more than 65,536, under llm.c's magic for Llama 3, 20240801, version 7.
+A shard has a header of 256 little-endian int32 (magic, version, count of tokens), then the tokens: uint16 under magic
+20240520, version 1; uint32, for vocabularies of more than 65,536, under llm.c's magic for Llama 3, 20240801, version 7.
+
+A run's rows are permuted over all shards. Hashing each shard before its first row is read would hash all of them. With
+the sidecar NAME.blocks a start reads no shard: the fingerprint comes from the recorded hashes, and each block is
+checked when it is read.
+
+    32 bytes   SHA-256 of all that follows
+    32 bytes   SHA-256 of the shard's file
+    32 bytes   SHA-256 of NAME.starts.npy; zeros without one
+    12 bytes   the shard's first 12: type and count of its tokens
+    20 bytes   for each 64 KiB of the shard's file: the first 16 bytes of their SHA-256, and the largest token, uint32
 """
 
+import hashlib
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Integer
+from jaxtyping import Integer, Shaped
 
 from configs.files import write_whole
 from configs.schema import UserError
 
 TOKEN_TYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 HEADER_BYTES = 1024
+BLOCK_BYTES = 65_536  # small relative to a step's rows (a few KB each); large relative to a store's cost per request
+ENTRY = np.dtype([("sha256", "V16"), ("largest", "<u4")])
+NO_INDEX = bytes(32)
+MAPPED = 256  # local shards that are open at a time
 
 
 def token_type(vocab_size: int) -> np.dtype:
@@ -44,6 +61,18 @@ class ShardType(NamedTuple):
     def file_bytes(self) -> int:
         return HEADER_BYTES + self.tokens * self.dtype.itemsize
 
+    def require_size(self, name: str, size: int) -> None:
+        """Raise UserError if a shard's file has another length than its header requires."""
+        if size != self.file_bytes:
+            raise UserError(f"{name} is damaged: {size} bytes, but its {self.tokens} tokens need {self.file_bytes}")
+
+    def blocks_with(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of blocks with tokens `start` to `stop`: the first, and the one after the last."""
+        if stop <= start:
+            return 0, 0
+        first, last = (HEADER_BYTES + token * self.dtype.itemsize for token in (start, stop))
+        return first // BLOCK_BYTES, (last - 1) // BLOCK_BYTES + 1
+
 
 def shard_type(name: str, start: bytes) -> ShardType:
     """Return the header of the shard `name` from its first 12 bytes. Raise UserError if it is not a shard."""
@@ -59,21 +88,162 @@ def shard_type(name: str, start: bytes) -> ShardType:
     return ShardType(dtype, int(header[2]))
 
 
-def require_whole(name: str, kind: ShardType, size: int) -> None:
-    """Raise UserError if a shard's file has another length than its header requires."""
-    if size != kind.file_bytes:
-        raise UserError(f"{name} is damaged: {size} bytes, but its {kind.tokens} tokens need {kind.file_bytes}")
+class Blocks(NamedTuple):
+    """A shard's sidecar."""
+
+    sha256: str
+    """SHA-256 of the shard's file."""
+    index_sha256: bytes
+    """SHA-256 of its index of documents; `NO_INDEX` without one."""
+    header: bytes
+    """The first 12 bytes of the shard."""
+    entries: Shaped[np.ndarray, "blocks"]
+    """An array of type `ENTRY`."""
+
+    @property
+    def largest(self) -> int:
+        """Return the shard's largest token."""
+        return int(self.entries["largest"].max(initial=0))
+
+    def type_of(self, name: str, size: int) -> ShardType:
+        """Return the type and count of the tokens in the shard `name`, a file of `size` bytes. Raise UserError if it
+        is incomplete, or if this is not its sidecar."""
+        kind = shard_type(name, self.header)
+        kind.require_size(name, size)
+        if len(self.entries) != -(-size // BLOCK_BYTES):
+            raise UserError(f"{_sidecar(name)} is not of {name}; delete it, and the start reads the complete shard")
+        return kind
+
+    def wrong(self, first: int, content: bytes | memoryview) -> int | None:
+        """Return the first block of `content`, the shard's bytes from block `first` on, that differs from its
+        record."""
+        for number, at in enumerate(range(0, len(content), BLOCK_BYTES), first):
+            block = memoryview(content)[at : at + BLOCK_BYTES]
+            if hashlib.sha256(block).digest()[:16] != self.entries["sha256"][number].tobytes():
+                return number
+        return None
+
+    def to_bytes(self) -> bytes:
+        content = bytes.fromhex(self.sha256) + self.index_sha256 + self.header + self.entries.tobytes()
+        return hashlib.sha256(content).digest() + content
+
+    @staticmethod
+    def from_bytes(content: bytes) -> "Blocks":
+        """Parse a sidecar. Raise ValueError if it is damaged."""
+        digest, rest = content[:32], content[32:]
+        if hashlib.sha256(rest).digest() != digest:
+            raise ValueError("its SHA-256 differs")
+        return Blocks(rest[:32].hex(), rest[32:64], rest[64:76], np.frombuffer(rest[76:], ENTRY))
 
 
-def require_shard(path: Path) -> ShardType:
-    """Return the header of the shard at `path`. Raise UserError if it is not a shard, or incomplete."""
+def write_blocks(shard: Path) -> str:
+    """Read a shard after its index of documents is written, and write its sidecar atomically. Return the SHA-256 of the
+    shard's file."""
+    index = shard.with_suffix(".starts.npy")
+    index_sha256 = hashlib.sha256(index.read_bytes()).digest() if index.exists() else NO_INDEX
+    blocks = blocks_of(_file_blocks(shard), str(shard), shard.stat().st_size, index_sha256)
+    write_whole(shard.with_suffix(".blocks"), blocks.to_bytes())
+    return blocks.sha256
+
+
+def blocks_of(content: Iterable[bytes], name: str, size: int, index_sha256: bytes = NO_INDEX) -> Blocks:
+    """Return the sidecar of a shard of `size` bytes, from its blocks in order. Raise UserError if it is not a shard, or
+    incomplete."""
+    file, header, entries, dtype = hashlib.sha256(), b"", [], np.dtype("<u2")
+    for block in content:
+        file.update(block)
+        if not entries:
+            header, kind = block[:12], shard_type(name, block[:12])
+            kind.require_size(name, size)
+            dtype = kind.dtype
+        tokens = np.frombuffer(block, dtype, offset=0 if entries else HEADER_BYTES)
+        entries.append((hashlib.sha256(block).digest()[:16], tokens.max(initial=0)))
+    return Blocks(file.hexdigest(), index_sha256, header, np.array(entries, ENTRY))
+
+
+def _file_blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        yield from iter(lambda: file.read(BLOCK_BYTES), b"")
+
+
+def read_blocks(path: Path) -> Blocks | None:
+    """Return the sidecar of the shard at `path`; None if it has none. Raise UserError if it is damaged."""
+    sidecar = path.with_suffix(".blocks")
     try:
-        with path.open("rb") as file:
-            kind = shard_type(str(path), file.read(12))
-            require_whole(str(path), kind, os.fstat(file.fileno()).st_size)
+        return Blocks.from_bytes(sidecar.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{sidecar} cannot be read ({error}); delete it, and the start reads the complete shard"
+        ) from error
+
+
+def remember(folder: Path, version: str, make: Callable[[], Blocks]) -> Blocks:
+    """Return the result of `make` for this version of a shard without a sidecar, as in other programs' datasets. The
+    folder keeps it if possible, so `make` reads a shard once per machine."""
+    memory = folder / hashlib.sha256(version.encode()).hexdigest()[:32]
+    with suppress(OSError, ValueError):  # missing or incomplete
+        return Blocks.from_bytes(memory.read_bytes())
+    blocks = make()
+    partial = memory.with_name(f"{memory.name}.{os.getpid()}")  # several processes may examine one shard
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(blocks.to_bytes())
+        partial.replace(memory)
+    return blocks
+
+
+class MappedShard:
+    """A shard on this machine, mapped into memory. A block is hashed when it is first read."""
+
+    def __init__(self, path: Path, remembered: Path):
+        """Raise UserError if it is not a shard, or incomplete. `remembered`: the folder of `remember`."""
+        try:
+            status = path.stat()
+            version = repr((str(path.resolve()), status.st_size, status.st_mtime_ns))
+            read = lambda: blocks_of(_file_blocks(path), str(path), status.st_size)
+            self.path, self.blocks = path, read_blocks(path) or remember(remembered, version, read)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read: {error.strerror}") from error
+        self.kind = self.blocks.type_of(str(path), status.st_size)
+        self.checked = bytearray(len(self.blocks.entries))  # for one or two items, faster to search than a numpy array
+
+    def __len__(self) -> int:
+        return self.kind.tokens
+
+    def __getitem__(self, span: slice) -> Integer[np.ndarray, "tokens"]:
+        start, stop, _ = span.indices(len(self))
+        first, last = self.kind.blocks_with(start, stop)
+        content = _mapped(self)
+        while (block := self.checked.find(0, first, last)) >= 0:
+            at = block * BLOCK_BYTES
+            if self.blocks.wrong(block, content[at : at + BLOCK_BYTES].data) is not None:
+                raise UserError(changed(str(self.path), block))
+            self.checked[block] = True
+        return content[HEADER_BYTES:].view(self.kind.dtype)[start:stop]
+
+
+@lru_cache(MAPPED)
+def _mapped(shard: MappedShard) -> Integer[np.ndarray, "bytes"]:
+    """Map a shard's file into memory. The last `MAPPED` stay open, since a map keeps a descriptor."""
+    try:
+        return np.asarray(np.memmap(shard.path, np.uint8, "r"))
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    return kind
+        raise UserError(f"{shard.path} cannot be read: {error.strerror}") from error
+
+
+def changed(name: str, block: int) -> str:
+    """Return the message about a block that differs from its record."""
+    return (
+        f"{name} is damaged, or changed after it was recorded: the SHA-256 of the bytes from "
+        f"{block * BLOCK_BYTES:,} on differs from {_sidecar(name)}'s, or from an earlier start's; bring the shard "
+        "back, or delete it and prepare it again"
+    )
+
+
+def _sidecar(name: str) -> str:
+    return name.removesuffix(".bin") + ".blocks"
 
 
 class TokenStream:

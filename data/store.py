@@ -6,45 +6,36 @@ is repeated until it is answered: an outage costs only time.
 """
 
 import fcntl
-import hashlib
 import json
 import logging
 import os
+import random
 import shutil
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import fsspec
 import numpy as np
 from fsspec.asyn import sync
 from jaxtyping import Integer
-from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
 from configs.files import shown_bytes
 from configs.messages import progress
-from configs.retry import CLIENTS, passes, status_of
+from configs.retry import CLIENTS, first_line, passes, status_of
 from configs.schema import UserError
-from data.block_cache import BlockCache
-from data.blocks import (
-    BLOCK_BYTES,
-    Blocks,
-    MappedShard,
-    blocks_of,
-    blocks_with,
-    changed,
-    read_blocks,
-    remember,
-)
-from data.outage import OUTAGE
-from data.shards import HEADER_BYTES, require_whole
+from data.shards import BLOCK_BYTES, HEADER_BYTES, Blocks, MappedShard, blocks_of, changed, read_blocks, remember
 
 READERS = 64  # requests at a time: at 50 ms each, 1,280 a second
-CHUNK_BYTES = 128 * BLOCK_BYTES  # 8 MiB: a range of a file that is read completely
+CHUNK_BLOCKS = 128  # blocks of one request: 8 MiB of a file that is read completely
 SECONDS = 60  # seconds for a request before it is repeated
+LONGEST = 5  # seconds between two requests
 READ_AGAIN = 3  # reads of a wrong content: the transfer may have damaged it
 PAGES = (json.JSONDecodeError, UnicodeDecodeError, KeyError)  # a client's errors for a proxy's page
 
@@ -53,6 +44,44 @@ PAGES = (json.JSONDecodeError, UnicodeDecodeError, KeyError)  # a client's error
 def readers() -> ThreadPoolExecutor:
     """Return the threads that wait for stores."""
     return ThreadPoolExecutor(READERS, "reader")
+
+
+class Outage:
+    """An outage of the stores that this process reads. It is reported while it lasts. The watchdog reads it, since the
+    wait is no hang."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.since: float | None = None
+        """Time of the first failed request since the last answer."""
+        self.reported = 0.0
+        """Length of the outage at its last report."""
+
+    def failed(self, name: str, error: Exception) -> None:
+        """Note that a request failed, and will be repeated."""
+        with self.lock:
+            self.since = self.since or time.monotonic()
+            if self.seconds >= self.reported + 30:
+                self.reported = self.seconds
+                why = f"no answer for {self.reported:.0f} s ({first_line(error)}); trying again"
+                print(f"{name}: {why}", file=sys.stderr, flush=True)
+
+    def answered(self) -> None:
+        """Note that a request was answered, which ends an outage."""
+        if self.since is None:
+            return
+        with self.lock:
+            if self.reported:
+                print(f"the store answers again, after {self.seconds:.0f} s", file=sys.stderr, flush=True)
+            self.since, self.reported = None, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds for which requests have failed and none was answered."""
+        return 0.0 if self.since is None else time.monotonic() - self.since
+
+
+OUTAGE = Outage()
 
 
 def read_range(filesystem: Any, path: str, start: int, stop: int) -> bytes:
@@ -73,7 +102,8 @@ class Store:
         logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # this module reports failures, without tracebacks
         self.url = url.rstrip("/")
         self.filesystem, self.root = self._persist(lambda: fsspec.core.url_to_fs(self.url), "")
-        self.facts = {path.removeprefix(self.root).lstrip("/"): facts for path, facts in self._listed().items()}
+        self.facts = {path.removeprefix(self.root).lstrip("/"): facts for path, facts in sorted(self._listed().items())}
+        """What the store says of each file below the URL, such as its `size`."""
         if not self.facts:
             raise UserError(f"--data.source={url}: nothing is there, or the bucket does not exist")
 
@@ -81,14 +111,8 @@ class Store:
         self.filesystem.invalidate_cache()  # of what was listed before
         return self._persist(lambda: self.filesystem.find(self.root, detail=True), "")
 
-    @property
-    def names(self) -> list[str]:
-        """Return the files below the URL, in order."""
-        return sorted(self.facts)
-
     def version(self, name: str) -> str:
-        """Return a digest that changes with a file: of its size, time of change, generation and the like in the
-        store."""
+        """Return a text that changes with a file: its size, time of change, generation and the like in the store."""
         return repr((self.url, sorted((key, str(fact)) for key, fact in self.facts[name].items())))
 
     def read(self, name: str, start: int, stop: int) -> bytes:
@@ -106,32 +130,27 @@ class Store:
     def _persist(self, ask: Callable[[], Any], name: str) -> Any:
         """Return the result of `ask`, after any outage. Raise UserError if the store refuses."""
         where = f"{self.url}/{name}".rstrip("/")
-
-        def report(state: RetryCallState) -> None:
-            OUTAGE.failed(where, cast(Exception, cast(Future, state.outcome).exception()))
+        for attempt in count():
             readers().submit(int)  # raises when this process ends, since an endless retry would delay that
-
-        again = Retrying(
-            retry=retry_if_exception(_passes),
-            wait=wait_random_exponential(multiplier=0.1, max=5),
-            before_sleep=report,
-            reraise=True,
-        )
-        try:
-            answer = again(ask)
-        except Exception as error:
-            client = type(error).__module__.startswith(CLIENTS) or status_of(error) is not None
-            if not client and not isinstance(error, OSError | ValueError | ImportError | NotImplementedError):
-                raise  # not an answer of the store
-            shorter = "it is shorter than before: it changed (416)"
-            why = shorter if status_of(error) == 416 else _in_a_line(error)
-            raise UserError(f"--data.source={where}: cannot be read: {why}") from error
-        OUTAGE.answered()
-        return answer
+            try:
+                answer = ask()
+            except Exception as error:
+                if _passes(error):
+                    OUTAGE.failed(where, error)
+                    time.sleep(random.uniform(0, min(0.1 * 2 ** min(attempt, 9), LONGEST)))
+                elif _is_answer(error):
+                    line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                    why = "it is shorter than before: it changed (416)" if status_of(error) == 416 else line
+                    raise UserError(f"--data.source={where}: cannot be read: {why}") from error
+                else:
+                    raise
+            else:
+                OUTAGE.answered()
+                return answer
 
     def blocks(self, name: str, first: int, last: int, blocks: Blocks) -> bytes:
         """Return blocks `first` to before `last` of a shard. Raise UserError if they differ from their record."""
-        start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, blocks.type_of(name).file_bytes)
+        start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self.facts[name]["size"])
         for _ in range(READ_AGAIN):
             content = self.read(name, start, stop)
             if (wrong := blocks.wrong(first, content)) is None:
@@ -140,72 +159,80 @@ class Store:
 
     def examine(self, name: str) -> Blocks:
         """Return the sidecar of a shard that has none, after reading the complete shard."""
-        size = self.facts[name]["size"]
-        chunks = (self.read(name, at, min(at + CHUNK_BYTES, size)) for at in range(0, size, CHUNK_BYTES))
-        parts = (chunk[at : at + BLOCK_BYTES] for chunk in chunks for at in range(0, len(chunk), BLOCK_BYTES))
-        blocks = blocks_of(parts, f"{self.url}/{name}")
-        require_whole(f"{self.url}/{name}", blocks.type_of(name), size)
-        return blocks
+        size, chunk = self.facts[name]["size"], CHUNK_BLOCKS * BLOCK_BYTES
+        chunks = (self.read(name, at, min(at + chunk, size)) for at in range(0, size, chunk))
+        parts = (content[at : at + BLOCK_BYTES] for content in chunks for at in range(0, len(content), BLOCK_BYTES))
+        return blocks_of(parts, f"{self.url}/{name}", size)
 
     def copy(self, names: Sequence[str], folder: Path) -> None:
-        """Copy files into a folder, several ranges at a time. Complete files and parts that are there are not read
-        again. Raise UserError if there is no room."""
-        left = [name for name in names if not (folder / name).exists()]
-        if not left:
+        """Copy files into a folder, several at a time, except those that are there. Raise UserError if there is no
+        room."""
+        if all((folder / name).exists() for name in names):
             return
         try:
-            for name in left:
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             with (folder / "lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # wait for another process of this machine that copies
-                self._copy([name for name in left if not (folder / name).exists()], folder)
+                self._copy([name for name in names if not (folder / name).exists()], folder)
         except OSError as error:
             raise UserError(f"{self.url} cannot be copied to {folder}: {error}; the same command continues") from error
 
     def _copy(self, names: list[str], folder: Path) -> None:
-        partials = {name: folder / f"{name}.partial" for name in names}
-        sizes = {name: self.facts[name]["size"] for name in names}
-        written = {name: path.stat().st_size for name, path in partials.items() if path.exists()}
-        # A file's last range is read once more after a kill before the rename.
-        begun = {
-            name: max(min(size, sizes[name] - 1), 0) // CHUNK_BYTES * CHUNK_BYTES for name, size in written.items()
-        }
-        needed, free = sum(sizes.values()) - sum(begun.values()), shutil.disk_usage(folder).free
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / f"{name}.partial").unlink(missing_ok=True)
+        needed, free = sum(self.facts[name]["size"] for name in names), shutil.disk_usage(folder).free
         if needed > free:
             raise UserError(
                 f"{self.url} needs {shown_bytes(needed)} in {folder}, but only {shown_bytes(free)} are free"
             )
-        bar = progress(total=needed, unit="B", unit_scale=True, disable=needed <= CHUNK_BYTES, desc="copying")
-        ranges = ((name, at) for name in names for at in range(begun.get(name, 0), max(sizes[name], 1), CHUNK_BYTES))
-        for name, start, content in self._ahead(ranges, folder):
-            with partials[name].open("r+b" if start else "wb") as file:
-                file.seek(start)
-                file.write(content)
-                file.truncate()
-                bar.update(len(content))
-                if start + len(content) == sizes[name]:
-                    os.fsync(file.fileno())
-                    partials[name].rename(folder / name)
-        bar.close()
+        few = needed <= CHUNK_BLOCKS * BLOCK_BYTES
+        with progress(total=needed, unit="B", unit_scale=True, disable=few, desc="copying") as bar:
+            for size in readers().map(lambda name: self._copy_file(name, folder), names):
+                bar.update(size)
 
-    def _ahead(self, ranges: Iterator[tuple[str, int]], folder: Path) -> Iterator[tuple[str, int, bytes]]:
-        """Yield the content of each range, in order, while the next ones are read."""
+    def _copy_file(self, name: str, folder: Path) -> int:
+        """Copy one file, and check it if its sidecar is in the folder. Return its size."""
+        size, partial, blocks = self.facts[name]["size"], folder / f"{name}.partial", read_blocks(folder / name)
+        if blocks is not None:
+            blocks.type_of(f"{self.url}/{name}", size)
+        with partial.open("wb") as file:
+            for first in range(0, -(-size // BLOCK_BYTES), CHUNK_BLOCKS):
+                last = first + CHUNK_BLOCKS
+                if blocks is None:
+                    file.write(self.read(name, first * BLOCK_BYTES, min(last * BLOCK_BYTES, size)))
+                else:
+                    file.write(self.blocks(name, first, last, blocks))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(folder / name)
+        return size
 
-        def read(name: str, start: int) -> bytes:
-            stop = min(start + CHUNK_BYTES, self.facts[name]["size"])
-            blocks = read_blocks(folder / name) if name.endswith(".bin") else None
-            if blocks is None:
-                return self.read(name, start, stop)
-            return self.blocks(name, start // BLOCK_BYTES, -(-stop // BLOCK_BYTES), blocks)
 
-        waiting: deque = deque()
-        for name, start in ranges:
-            waiting.append((name, start, readers().submit(read, name, start)))
-            if len(waiting) == READERS:
-                name, start, content = waiting.popleft()
-                yield name, start, content.result()
-        for name, start, content in waiting:
-            yield name, start, content.result()
+class BlockCache:
+    """Blocks read before, in one file with a size limit. Block n has the place n modulo the number of places, and is
+    present if its hash matches. So the file needs no index, survives kills and full disks, and processes can share
+    it."""
+
+    def __init__(self, path: Path, gigabytes: float):
+        self.path, self.places, self.is_full = path, int(gigabytes * 1e9) // BLOCK_BYTES, False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT)
+
+    def read(self, place: int, size: int) -> bytes:
+        """Return what is in this place: a block of `size` bytes, or anything else."""
+        return os.pread(self.file, size, place % self.places * BLOCK_BYTES)
+
+    def write(self, place: int, content: bytes) -> None:
+        """Put a block into this place. Report the first failure, and then do without the cache."""
+        if self.is_full:
+            return
+        try:
+            os.pwrite(self.file, content, place % self.places * BLOCK_BYTES)
+        except OSError as error:
+            why = f"cannot be written ({error.strerror}): rows are read from the store each time; make room"
+            print(f"{self.path} {why}", file=sys.stderr)
+            self.is_full = True
 
 
 class StoredShard:
@@ -218,58 +245,37 @@ class StoredShard:
         url = f"{store.url}/{self.name}"
         if self.name not in store.facts:
             raise UserError(f"{url} is missing, although dataset.json lists it; bring it there")
-        memory = remembered / hashlib.sha256(store.version(self.name).encode()).hexdigest()[:32]
-        blocks = read_blocks(path) or remember(memory, lambda: store.examine(self.name))
-        self.blocks, kind = blocks, blocks.type_of(url)
-        self.dtype, self.tokens = kind
-        require_whole(url, kind, store.facts[self.name]["size"])
+        examine = lambda: store.examine(self.name)
+        self.blocks = read_blocks(path) or remember(remembered, store.version(self.name), examine)
+        self.kind = self.blocks.type_of(url, store.facts[self.name]["size"])
         self.before = 0
         """Blocks of the dataset's earlier shards: the start of its own in the cache."""
 
     def __len__(self) -> int:
-        return self.tokens
+        return self.kind.tokens
 
     def __getitem__(self, span: slice) -> Integer[np.ndarray, "tokens"]:
-        start, stop, _ = span.indices(self.tokens)
-        first, last = blocks_with(start, stop, self.dtype.itemsize)
-        contents = {block: self.kept.read(self.before + block, block, self.blocks) for block in range(first, last)}
-        missing = [block for block, content in contents.items() if content is None]
-        for block, end in _runs(missing, CHUNK_BYTES // BLOCK_BYTES):
-            content = self.store.blocks(self.name, block, end, self.blocks)
-            for number in range(block, end):
-                at = (number - block) * BLOCK_BYTES
-                contents[number] = one = content[at : at + BLOCK_BYTES]
-                self.kept.write(self.before + number, one)
-        joined = b"".join(content for content in contents.values() if content is not None)
-        offset = HEADER_BYTES + start * self.dtype.itemsize - first * BLOCK_BYTES
-        return np.frombuffer(joined, self.dtype, max(stop - start, 0), offset if joined else 0)
+        start, stop, _ = span.indices(len(self))
+        first, last = self.kind.blocks_with(start, stop)
+        chunks = (range(block, min(block + CHUNK_BLOCKS, last)) for block in range(first, last, CHUNK_BLOCKS))
+        content = b"".join(map(self._read, chunks))
+        offset = HEADER_BYTES + start * self.kind.dtype.itemsize - first * BLOCK_BYTES
+        return np.frombuffer(content, self.kind.dtype, max(stop - start, 0), offset if content else 0)
+
+    def _read(self, blocks: range) -> bytes:
+        """Return consecutive blocks from the cache, or by one request if any is missing there."""
+        size = min(blocks.stop * BLOCK_BYTES, self.kind.file_bytes) - blocks.start * BLOCK_BYTES
+        content = b"".join(self.kept.read(self.before + block, min(BLOCK_BYTES, size)) for block in blocks)[:size]
+        if len(content) < size or self.blocks.wrong(blocks.start, content) is not None:
+            content = self.store.blocks(self.name, blocks.start, blocks.stop, self.blocks)
+            for number, block in enumerate(blocks):
+                self.kept.write(self.before + block, content[number * BLOCK_BYTES :][:BLOCK_BYTES])
+        return content
 
 
 Shard = MappedShard | StoredShard
 """A shard's tokens, by slices. Each block is checked before its tokens are returned. Raises UserError if it differs
 from its record."""
-
-
-def _runs(numbers: list[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of neighbours among ascending numbers, each of at most `most`: (first, last + 1)."""
-    at = 0
-    while at < len(numbers):
-        end = at + 1
-        while end < len(numbers) and numbers[end] == numbers[at] + end - at and end - at < most:
-            end += 1
-        yield numbers[at], numbers[end - 1] + 1
-        at = end
-
-
-def mirrored(store: Store, cache_folder: Path, wanted: Callable[[str], bool]) -> Path:
-    """Return the local folder with the `wanted` files of the store, and copy missing ones. Its name changes with
-    dataset.json, or without one, with any file."""
-    version: object = [store.version(name) for name in store.names]
-    if "dataset.json" in store.facts:
-        version = store.read("dataset.json", 0, store.facts["dataset.json"]["size"])
-    folder = cache_folder / "stores" / hashlib.sha256(repr((store.url, version)).encode()).hexdigest()[:32]
-    store.copy([name for name in store.names if wanted(name)], folder)
-    return folder
 
 
 def _passes(error: BaseException) -> bool:
@@ -279,5 +285,7 @@ def _passes(error: BaseException) -> bool:
     return page or (passes(error) and status_of(error) != 401)
 
 
-def _in_a_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+def _is_answer(error: Exception) -> bool:
+    """Return whether a store, or the library that should reach it, made this error: it is no bug."""
+    client = type(error).__module__.startswith(CLIENTS) or status_of(error) is not None
+    return client or isinstance(error, OSError | ValueError | ImportError | NotImplementedError)

@@ -17,7 +17,7 @@ from typing import Any
 
 from configs.exit_codes import Exit
 from configs.schema import HangConfig
-from data.outage import OUTAGE
+from data.store import OUTAGE
 from hosts import peers
 from hosts.peers import end_all
 

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import UInt64
 
 from configs.files import write_whole
-from data.held_out import hash_share
 from data.prepare.corpus import Corpus
+from data.record import hash_share
 
 WORDS = 13
 

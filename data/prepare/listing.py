@@ -18,9 +18,9 @@ import fsspec
 from fsspec.utils import glob_translate
 
 from configs.schema import UserError
-from data.held_out import HELD_OUT, name_words
 from data.prepare.corpus import Corpus, ask
 from data.prepare.source_files import COMPRESSIONS, TABLE_SUFFIXES, TEXT_SUFFIXES, SourceFile
+from data.record import HELD_OUT, name_words
 
 CHAT_STDLIB = "chat-stdlib"
 LIBRARY = ("stdlib", CHAT_STDLIB)

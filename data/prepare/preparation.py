@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Literal
 
 from configs.schema import MIN_VOCAB_SIZE, DataConfig, UserError
-from data.dataset_folder import require_current
 from data.prepare.assembly import make_shards, write_record
 from data.prepare.corpus import Corpus
 from data.prepare.engines import Engine, LocalEngine
@@ -255,7 +254,6 @@ def _continued(out: Path, made_from: dict) -> dict:
     facts = read_record(out) if (out / "dataset.json").exists() else {}
     if "tokenizer" not in facts:  # nothing was made yet
         return {"made_from": made_from, "files": 0, "shards": [], "complete": False}
-    require_current(out, facts)
     before = facts["made_from"] | {"on_error": made_from["on_error"]}  # complete shards have no error
     facts["made_from"] = before
     if differ := [name for name in before | made_from if before.get(name) != made_from.get(name)]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from configs.schema import MIN_VOCAB_SIZE, UserError
-from data.held_out import hash_share
 from data.prepare.corpus import Corpus
 from data.prepare.exclusion import load_exclusion
 from data.prepare.source_files import SourceFile
+from data.record import hash_share
 from data.tokenizer import TextTokenizer, train_tokenizer
 
 SAMPLED = 32  # fewest files for training a tokenizer

@@ -12,9 +12,8 @@ from uuid import uuid4
 import numpy as np
 
 from configs.files import write_whole
-from data.blocks import write_blocks
 from data.prepare.parts import Part, Recipe, Task
-from data.shards import write_shard
+from data.shards import write_blocks, write_shard
 
 COMPARED = 2**22  # documents with hashes in memory at a time
 AGAIN = "again"  # in the folder `parts`: for each document, whether an earlier one has its text

@@ -2,11 +2,11 @@ import json
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from configs.schema import DataConfig, UserError
 from data.dataset import absolute, open_text
 from data.dataset_folder import open_dataset
 from data.packing import read_rows
-from data.prepare.preparation import Preparation, prepare
+from data.prepare.preparation import Preparation, prepare, prepare_raw
 from data.tokenizer import train_tokenizer
 from tests.data.preparations import read_shard
 
@@ -25,25 +25,45 @@ ROOT = Path(__file__).parents[2]
 SIZE = 300
 
 
-@pytest.fixture
-def raw(tmp_path: Path) -> Path:
-    folder = tmp_path / "raw"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """Return a folder with raw text and three datasets of it: `made`, `second` with more held-out text, and `other`
+    with another tokenizer."""
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "raw").mkdir()
     for i in range(40):
-        (folder / f"{i}.txt").write_text(f"document {i}: " + " ".join(f"word{j * i % 97} é" for j in range(i)))
+        text = f"document {i}: " + " ".join(f"word{j * i % 97} é" for j in range(i))
+        (folder / "raw" / f"{i}.txt").write_text(text)
+    settings = {
+        "made": {"vocab_size": SIZE, "val_fraction": 0.3, "shard_tokens": 1000},
+        "second": {"tokenizer": str(folder / "made" / "tokenizer"), "val_fraction": 0.5},
+        "other": {"vocab_size": SIZE - 1, "val_fraction": 0.3},
+    }
+    for name, given in settings.items():
+        prepare(Preparation(source=str(folder / "raw"), **given), folder / name)
     return folder
 
 
 @pytest.fixture
-def made(raw: Path, tmp_path: Path) -> Path:
-    settings = Preparation(source=str(raw), vocab_size=SIZE, val_fraction=0.3, shard_tokens=1000)
-    prepare(settings, tmp_path / "made")
-    return tmp_path / "made"
+def raw(prepared: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(prepared / "raw", tmp_path / "raw")
+
+
+@pytest.fixture
+def made(prepared: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(prepared / "made", tmp_path / "made")
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer") / "tok"
+    train_tokenizer(["some words of text " * 50], 270).save(folder)
+    return folder
 
 
 def opened(folder: Path, cache: Path, length=16, rows=8, vocab_size=SIZE, **options):
@@ -54,6 +74,11 @@ def tokens_of(folder: Path, part: str) -> list[int]:
     return [token for path in sorted(folder.glob(f"{part}_*.bin")) for token in read_shard(path).tolist()]
 
 
+def counted(rows) -> list[int]:
+    """Return the targets that count, in the order of the rows."""
+    return [t for i in range(len(rows)) for t in rows[i]["targets"][rows[i]["weights"] > 0].tolist()]
+
+
 def test_a_prepared_folder_gives_its_tokens_in_order(made, cache):
     text = opened(made, cache)
     for part, (rows,) in (("train", text.train), ("val", text.val)):
@@ -62,54 +87,43 @@ def test_a_prepared_folder_gives_its_tokens_in_order(made, cache):
     assert text.tokenizer.vocab_size == SIZE
 
 
-@pytest.mark.parametrize("writable", [True, False])
-def test_best_fit_stores_its_plan_with_the_data_or_in_the_cache_once(made, cache, monkeypatch, writable):
+@pytest.mark.parametrize(("planned", "writable"), [(1, True), (9, True), (10**6, False)])
+def test_best_fit_counts_every_token_once_by_a_plan_that_is_stored(made, cache, monkeypatch, planned, writable):
+    """Store it with the data or in the cache, and make it once."""
+    monkeypatch.setattr(module, "PLANNED", planned)
     if not writable:
         (made / "plans").write_text("in the way")
-    first = opened(made, cache, packing="best_fit")
-    home = made if writable else cache
-    assert len(list((home / "plans").iterdir())) == 2
+    opened(made, cache, packing="best_fit")
+    assert len(list(((made if writable else cache) / "plans").iterdir())) == 2
     monkeypatch.setattr(module, "plan_rows", None)
     again = opened(made, cache, packing="best_fit")
-    for ours, theirs in zip(first.train + first.val, again.train + again.val):
-        assert len(ours) == len(theirs) > 3
-        assert all((ours[i][name] == theirs[i][name]).all() for i in range(len(ours)) for name in ours[i])
+    for part, (rows,) in (("train", again.train), ("val", again.val)):
+        assert sorted(counted(rows)) == sorted(tokens_of(made, part)) and len(rows) > 3
 
 
-def test_shards_are_held_out_by_a_word_of_their_names(tmp_path, cache, tokenizer):
-    for name in ("fineweb_val_000000.bin", "retrieval_000000.bin", "train_000000.bin"):
-        foreign(tmp_path / "x", name, [0, 1, 2] * 100)
-    dataset = open_dataset(str(tmp_path / "x"), DataConfig(tokenizer=str(tokenizer)), 0, cache)
-    names = {part: [shard.path.name for shard in shards] for part, shards in dataset.shards.items()}
-    assert names == {"train": ["retrieval_000000.bin", "train_000000.bin"], "val": ["fineweb_val_000000.bin"]}
-    foreign(tmp_path / "x", "test_000000.bin", [0, 1, 2])
-    with pytest.raises(UserError, match=r"test_000000\.bin: a test split must not be trained on"):
-        open_dataset(str(tmp_path / "x"), DataConfig(tokenizer=str(tokenizer)), 0, cache)
-
-
-def test_a_mixture_of_datasets_with_different_held_out_text_is_reported(raw, made, tmp_path, capfd):
-    opened(f"0.5:{made},0.5:{made}/../made", tmp_path)
+def test_a_mixture_s_fingerprint_depends_on_shares_and_its_held_out_text_is_reported(prepared, cache, capfd):
+    opened(f"0.5:{prepared}/made,0.5:{prepared}/../{prepared.name}/made", cache)
     assert not capfd.readouterr().err
-    prepare(Preparation(source=str(raw), tokenizer=str(made / "tokenizer"), val_fraction=0.2), tmp_path / "other")
-    opened(f"0.5:{made},0.5:{tmp_path / 'other'}", tmp_path)
+    texts = [opened(f"{a}:{prepared}/made,{b}:{prepared}/second", cache) for a, b in ((3, 1), (1, 1), (6, 2))]
+    assert [text.weights for text in texts] == [[0.75, 0.25], [0.5, 0.5], [0.75, 0.25]]
+    prints = [text.fingerprint for text in texts]
+    assert prints[0] == prints[2] != prints[1]
+    assert [len(text.train) for text in texts] == [2, 2, 2]
     assert "held out of one dataset and trained on in another" in (log := capfd.readouterr().err)
-    assert "below 0.3" in log and "below 0.2" in log
+    assert "below 0.3" in log and "below 0.5" in log
+    with pytest.raises(UserError, match=rf"another tokenizer.*--tokenizer={prepared}/made/tokenizer"):
+        opened(f"1:{prepared}/made,1:{prepared}/other", cache)
 
 
-@pytest.mark.parametrize("planned", [1, 9, 10**6])
-def test_best_fit_counts_every_token_of_the_dataset_once(made, cache, monkeypatch, planned):
-    monkeypatch.setattr(module, "PLANNED", planned)
-    text = opened(made, cache, packing="best_fit")
-    for part, (rows,) in (("train", text.train), ("val", text.val)):
-        counted = [t for i in range(len(rows)) for t in rows[i]["targets"][rows[i]["weights"] > 0].tolist()]
-        assert sorted(counted) == sorted(tokens_of(made, part))
-
-
-def test_raw_text_is_prepared_in_the_cache_once_and_again_when_it_changes(raw, cache):
+def test_raw_text_is_prepared_in_the_cache_once_and_again_when_it_changes(raw, cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_prepare_raw", prepare_raw)  # in this process
+    os.utime(raw / "3.txt", ns=(1, 1))
     first = opened(raw, cache)
     (shard,) = (cache / "datasets").glob("*/train_*.bin")
     made = shard.stat().st_mtime_ns
     assert opened(raw, cache, workers=7).fingerprint == first.fingerprint and shard.stat().st_mtime_ns == made
+    os.utime(raw / "3.txt", ns=(2, 2))
+    assert opened(raw, tmp_path / "another machine").fingerprint == first.fingerprint
     (raw / "3.txt").write_text("another text")
     prints = [first.fingerprint, opened(raw, cache).fingerprint]
     prints.append(opened(raw, cache, val_fraction=0.6).fingerprint)
@@ -142,19 +156,16 @@ def test_preparation_of_raw_text_ends_with_its_parent_process(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path / "stdin")]
     parent = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     status = Path("/proc", parent.stdout.readline().strip(), "status")
+    ended = lambda: not status.exists() or "State:\tZ" in status.read_text()
     time.sleep(3)
-    assert status.exists() and "State:\tZ" not in status.read_text()
+    assert not ended()
     parent.kill()
     parent.wait()
-    wait_for(lambda: not status.exists() or "State:\tZ" in status.read_text())
-    os.close(stdin)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + 60
-    while not condition():
+    while not ended():
         assert time.monotonic() < until
         time.sleep(0.1)
+    os.close(stdin)
 
 
 def test_an_error_in_the_preparation_is_the_run_s_own_with_its_traceback(raw, cache, monkeypatch):
@@ -166,13 +177,6 @@ def test_an_error_in_the_preparation_is_the_run_s_own_with_its_traceback(raw, ca
     assert "data/prepare/preparation.py" in error.value.__notes__[0]
 
 
-def test_the_fingerprint_does_not_depend_on_the_machine(raw, tmp_path):
-    os.utime(raw / "3.txt", ns=(1, 1))
-    here = opened(raw, tmp_path / "here")
-    os.utime(raw / "3.txt", ns=(2, 2))
-    assert opened(raw, tmp_path / "there").fingerprint == here.fingerprint
-
-
 # Shards of other programs: a header and uint16, byte by byte. The first document starts in an earlier shard.
 def foreign(folder: Path, name: str, tokens: list[int]) -> None:
     folder.mkdir(exist_ok=True)
@@ -180,41 +184,38 @@ def foreign(folder: Path, name: str, tokens: list[int]) -> None:
     (folder / name).write_bytes(header + b"".join(struct.pack("<H", token) for token in tokens))
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Path:
-    train_tokenizer(["some words of text " * 50], 270).save(tmp_path / "tok")
-    return tmp_path / "tok"
-
-
 @pytest.mark.parametrize("packing", ["stream", "best_fit"])
 def test_shards_of_other_programs_train_unchanged(tmp_path, cache, tokenizer, packing):
     tokens = np.random.default_rng(0).integers(1, 260, 1200)
     tokens[[50, 333, 600, 900, 901, 1100]] = 0
     for i, part in enumerate(np.split(tokens, [300, 800])):
-        foreign(tmp_path / "fineweb", f"fineweb_train_{i:06d}.bin", part.tolist())
+        foreign(tmp_path / "fineweb", f"retrieval_train_{i:06d}.bin", part.tolist())  # no word `val`
     foreign(tmp_path / "fineweb", "fineweb_val_000000.bin", [0, *range(1, 100)])
     text = opened(tmp_path / "fineweb", cache, tokenizer=str(tokenizer), packing=packing)
-    (rows,), (val,) = text.train, text.val
-    counted = [t for i in range(len(rows)) for t in rows[i]["targets"][rows[i]["weights"] > 0].tolist()]
+    targets = counted(text.train[0])
     if packing == "stream":
-        assert counted == tokens[1 : len(counted) + 1].tolist() and len(counted) > 1180
+        assert targets == tokens[1 : len(targets) + 1].tolist() and len(targets) > 1180
     else:
-        assert sorted(counted) == sorted([*tokens[1:].tolist(), 0])  # the last document's end, not the first's start
-    assert set(val[0]["inputs"].tolist()) <= set(range(100))
+        assert sorted(targets) == sorted([*tokens[1:].tolist(), 0])  # the last document's end, not the first's start
+    assert set(text.val[0][0]["inputs"].tolist()) <= set(range(100))
 
 
-def test_a_dataset_without_its_record_is_not_read_as_other_programs_shards(made, cache):
+def test_shards_of_other_programs_need_a_tokenizer_and_held_out_shards(tmp_path, made, cache, tokenizer):
+    folder = tmp_path / "x"
+    foreign(folder, "train.bin", [0, 1, 2, 9999] * 100)
+    with pytest.raises(UserError, match=r"without a dataset\.json.*--data\.tokenizer=tiktoken:gpt2"):
+        opened(folder, cache)
+    with pytest.raises(UserError, match=r"1 shard\(s\) to train on and 0 held out.* the word `val`"):
+        opened(folder, cache, tokenizer=str(tokenizer))
+    foreign(folder, "val.bin", [0, 1, 2] * 100)
+    with pytest.raises(UserError, match=r"train\.bin contains the token 9999, but its tokenizer has 270"):
+        opened(folder, cache, tokenizer=str(tokenizer))
+    foreign(folder, "test_000000.bin", [0, 1, 2])
+    with pytest.raises(UserError, match=r"test_000000\.bin: a test split must not be trained on"):
+        opened(folder, cache, tokenizer=str(tokenizer))
     (made / "dataset.json").unlink()
     with pytest.raises(UserError, match=r"made has lost its dataset\.json; copy it there again"):
         opened(made, cache)
-
-
-def test_shards_of_other_programs_need_a_tokenizer_and_held_out_shards(tmp_path, cache, tokenizer):
-    foreign(tmp_path / "x", "train.bin", [0, 1, 2] * 100)
-    with pytest.raises(UserError, match=r"without a dataset\.json.*--data\.tokenizer=tiktoken:gpt2"):
-        opened(tmp_path / "x", cache)
-    with pytest.raises(UserError, match=r"1 shard\(s\) to train on and 0 held out.* the word `val`"):
-        opened(tmp_path / "x", cache, tokenizer=str(tokenizer))
 
 
 def test_a_relative_source_leads_to_the_same_text_from_any_folder(made, tokenizer, cache, tmp_path, monkeypatch):
@@ -224,44 +225,16 @@ def test_a_relative_source_leads_to_the_same_text_from_any_folder(made, tokenize
     here = opened(made.name, cache)
     monkeypatch.chdir("/")
     assert opened(kept[0].source, cache).fingerprint == here.fingerprint
-    assert [c.source for c in kept] == [
-        str(made),
-        f"0.7:{made},0.3:{made};from=9,{tmp_path}/raw",
-        f"{tmp_path}/raw/*.txt",
-    ]
-    assert {c.tokenizer for c in kept} == {str(tokenizer)}
+    mixed = f"0.7:{made},0.3:{made};from=9,{tmp_path}/raw"
+    assert [c.source for c in kept] == [str(made), mixed, f"{tmp_path}/raw/*.txt"]
+    assert {c.tokenizer for c in kept} == {f"{tmp_path}/tok"}
+    for source in ("stdlib", "hf:a/b", "gs://bucket/x", "/a/b", "0.5:/a,2:/b", "1:/a"):
+        config = DataConfig(source=source, tokenizer="tiktoken:gpt2")
+        assert absolute(config) == config
 
 
-@pytest.mark.parametrize("source", ["stdlib", "hf:a/b", "gs://bucket/x", "/a/b", "0.5:/a,2:/b", "1:/a"])
-def test_an_absolute_source_stays_unchanged(source):
-    config = DataConfig(source=source, tokenizer="tiktoken:gpt2")
-    assert absolute(config) == config
-
-
-def test_a_mixture_contains_both_and_its_fingerprint_depends_on_shares(made, raw, tmp_path, cache):
-    settings = Preparation(source=str(raw), tokenizer=str(made / "tokenizer"), val_fraction=0.5)
-    prepare(settings, tmp_path / "second")
-    texts = [opened(f"{a}:{made},{b}:{tmp_path / 'second'}", cache) for a, b in ((3, 1), (1, 1), (6, 2))]
-    assert [text.weights for text in texts] == [[0.75, 0.25], [0.5, 0.5], [0.75, 0.25]]
-    prints = [text.fingerprint for text in texts]
-    assert prints[0] == prints[2] != prints[1]
-    assert [len(text.train) for text in texts] == [2, 2, 2]
-
-
-def test_datasets_with_different_tokenizers_do_not_mix(made, raw, tmp_path, cache):
-    prepare(Preparation(source=str(raw), vocab_size=SIZE - 1, val_fraction=0.5), tmp_path / "second")
-    with pytest.raises(UserError, match=rf"another tokenizer.*--tokenizer={made}/tokenizer"):
-        opened(f"1:{made},1:{tmp_path / 'second'}", cache)
-
-
-def damage(path: Path, change) -> None:
-    content = bytearray(path.read_bytes())
-    path.write_bytes(change(content))
-
-
-def flip(content: bytearray) -> bytearray:
-    content[1026] ^= 1  # a byte of the second token
-    return content
+def flip(content: bytes) -> bytes:
+    return content[:1026] + bytes([content[1026] ^ 1]) + content[1027:]  # a byte of the second token
 
 
 @pytest.mark.parametrize(
@@ -269,27 +242,20 @@ def flip(content: bytearray) -> bytearray:
     [
         (flip, "the SHA-256 of the bytes from 0 on differs"),
         (lambda content: content[:-2], "is damaged"),
-        (lambda content: b"\0\0\0\0" + content[4:], "not a token shard"),
+        (lambda content: b"\0\0\0\0" + content[4:], "is damaged"),
     ],
 )
 @pytest.mark.parametrize("part", ["train", "val"])
 def test_a_shard_damaged_after_its_check_is_named(made, cache, part, change, says):
     opened(made, cache)
     path = made / f"{part}_000000.bin"
-    damage(path, change)
+    path.write_bytes(change(path.read_bytes()))
     os.utime(path, ns=(1, 1))  # a different time, however coarse the disk's clock
     with pytest.raises(UserError, match=says) as error:
         text = opened(made, cache)
         for rows in text.train + text.val:  # a block is checked when it is read
             read_rows([rows], [(0, i) for i in range(len(rows))])
     assert str(path) in str(error.value)
-
-
-def test_a_token_outside_the_vocabulary_is_named(tmp_path, cache, tokenizer):
-    foreign(tmp_path / "x", "train.bin", [0, 1, 2, 9999] * 100)
-    foreign(tmp_path / "x", "val.bin", [0, 1, 2] * 100)
-    with pytest.raises(UserError, match=r"train\.bin contains the token 9999, but its tokenizer has 270"):
-        opened(tmp_path / "x", cache, tokenizer=str(tokenizer))
 
 
 def test_another_tokenizer_than_the_datasets_is_refused(made, cache, tokenizer):
@@ -301,17 +267,14 @@ def test_another_tokenizer_than_the_datasets_is_refused(made, cache, tokenizer):
         opened(made, cache)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
+def test_text_that_does_not_fit_the_run_is_refused(made, cache):
+    for options, says in (
         ({"vocab_size": SIZE - 1}, "--model.vocab_size=299 is too small"),
         ({"rows": 10**6}, "a step takes 1000000"),
         ({"length": 10**6}, "gives 0 rows of 1000000 tokens"),
-    ],
-)
-def test_text_that_does_not_fit_the_run_is_refused(made, cache, options, says):
-    with pytest.raises(UserError, match=re.escape(says)):
-        opened(made, cache, **options)
+    ):
+        with pytest.raises(UserError, match=re.escape(says)):
+            opened(made, cache, **options)
     assert opened(made, cache, vocab_size=SIZE + 20).tokenizer.vocab_size == SIZE  # the network may be larger
 
 

@@ -1,13 +1,21 @@
+import hashlib
+import os
+import shutil
 import struct
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import data.shards as module
 from configs.schema import UserError
-from data.shards import TokenStream, write_shard
-from tests.data.preparations import read_shard
+from data.shards import BLOCK_BYTES, HEADER_BYTES, MappedShard, TokenStream, read_blocks, write_blocks, write_shard
+
+TOKENS = np.random.default_rng(0).integers(0, 60_000, 100_000)  # four blocks; the last is not full
 
 
 def llm_c_bytes(tokens: list[int], magic: int = 20240520, version: int = 1, count: int | None = None) -> bytes:
@@ -18,29 +26,41 @@ def llm_c_bytes(tokens: list[int], magic: int = 20240520, version: int = 1, coun
     return struct.pack("<256i", *header) + struct.pack(f"<{len(tokens)}{kind}", *tokens)
 
 
-@pytest.mark.parametrize("magic_version", [(20240520, 1), (20240801, 7)])
-def test_reads_what_llm_c_writes(tmp_path, magic_version):
-    tokens = [50256, 0, 1, 65535, 258] + ([128_000] if magic_version[1] == 7 else [])
-    (tmp_path / "x.bin").write_bytes(llm_c_bytes(tokens, *magic_version))
-    assert read_shard(tmp_path / "x.bin").tolist() == tokens
+@pytest.fixture(params=[60_000, 70_000])
+def shard(request, tmp_path: Path) -> Path:
+    """Write a shard with its sidecar, of uint16 or uint32."""
+    write_shard(tmp_path / "x.bin", TOKENS, request.param)
+    write_blocks(tmp_path / "x.bin")
+    return tmp_path / "x.bin"
+
+
+def mapped(path: Path) -> MappedShard:
+    return MappedShard(path, path.parent / "memory")
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.mark.parametrize(("vocab_size", "kind"), [(2**16, (20240520, 1)), (2**16 + 1, (20240801, 7))])
-def test_writes_what_llm_c_reads_and_leaves_nothing_else(tmp_path, vocab_size, kind):
+def test_a_shard_is_llm_c_s_and_reads_back(tmp_path, vocab_size, kind):
     write_shard(tmp_path / "x.bin", np.array([3, 0, 65535]), vocab_size)
     assert (tmp_path / "x.bin").read_bytes() == llm_c_bytes([3, 0, 65535], *kind)
     assert [path.name for path in tmp_path.iterdir()] == ["x.bin"]
+    tokens = [50256, 0, 1, 65535, 258, *([128_000] if kind[1] == 7 else [])]
+    (tmp_path / "y.bin").write_bytes(llm_c_bytes(tokens, *kind))
+    assert mapped(tmp_path / "y.bin")[:].tolist() == tokens
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (llm_c_bytes([1, 2, 3])[:-1], "damaged"),
-        (llm_c_bytes([1, 2, 3])[:-2], "damaged"),
         (llm_c_bytes([1, 2, 3]) + b"\0\0", "damaged"),
         (llm_c_bytes([1, 2, 3])[:600], "damaged"),
         (llm_c_bytes([1, 2, 3], count=-3), "damaged"),
-        (llm_c_bytes([1, 2, 3], magic=20240521), "not a token shard"),
         (llm_c_bytes([1, 2, 3], version=3), r"not a token shard of a known version.*\[20240520, 3, 3\]"),
         (np.frombuffer(llm_c_bytes([1, 2, 3])[:1024], "<i4").astype(">i4").tobytes(), "other byte order"),
         (b"", "not a token shard"),
@@ -53,13 +73,84 @@ def test_an_incomplete_shard_is_refused_by_name(tmp_path, content, message):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
-        read_shard(path)
+        mapped(path)
     assert str(path) in str(error.value)
+
+
+def test_a_start_reads_a_shard_s_sidecar_and_then_the_blocks_it_needs(shard, monkeypatch):
+    content, blocks = shard.read_bytes(), read_blocks(shard)
+    parts = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
+    assert blocks.sha256 == hashlib.sha256(content).hexdigest() and blocks.largest == TOKENS.max()
+    assert [one.tobytes() for one in blocks.entries["sha256"]] == [hashlib.sha256(p).digest()[:16] for p in parts]
+    monkeypatch.setattr(module, "_file_blocks", None)
+    opened = mapped(shard)
+    assert len(opened) == len(TOKENS) and not any(opened.checked) and not (shard.parent / "memory").exists()
+    assert (opened[40_000:40_010] == TOKENS[40_000:40_010]).all() and sum(opened.checked) == 1
+    assert (opened[:] == TOKENS).all() and all(opened.checked)
+
+
+@pytest.mark.parametrize("place", [9, HEADER_BYTES, BLOCK_BYTES - 1, BLOCK_BYTES, -1])
+def test_a_flipped_byte_is_detected_only_if_its_block_is_read(shard, place):
+    flip(shard, place)
+    block = range(shard.stat().st_size)[place] // BLOCK_BYTES
+    says = rf"{shard} is damaged, or changed .* the bytes from {block * BLOCK_BYTES:,} on"
+    with pytest.raises(UserError, match=says):
+        _ = mapped(shard)[:]
+    sound = slice(0, 10) if block else slice(50_000, 60_000)
+    assert (mapped(shard)[sound] == TOKENS[sound]).all()
+
+
+@pytest.mark.parametrize("cut", [0, 31, 76, 96, -1])
+def test_a_damaged_sidecar_is_named(shard, cut):
+    sidecar = shard.with_suffix(".blocks")
+    sidecar.write_bytes(sidecar.read_bytes()[:cut])
+    with pytest.raises(UserError, match=rf"{sidecar} cannot be read .*; delete it"):
+        mapped(shard)
+    sidecar.unlink()
+    assert mapped(shard).blocks.largest == TOKENS.max()
+
+
+def test_a_sidecar_of_another_shard_is_named(shard, tmp_path):
+    for name, tokens in (("y", TOKENS[:10]), ("z", TOKENS[::-1])):
+        write_shard(tmp_path / f"{name}.bin", tokens, 60_000 if shard.stat().st_size < 300_000 else 70_000)
+        shutil.copy(tmp_path / "x.blocks", tmp_path / f"{name}.blocks")
+        with pytest.raises(UserError, match=rf"{name}\.bin is damaged"):
+            _ = mapped(tmp_path / f"{name}.bin")[:]
+
+
+def test_an_examination_is_stored_until_the_file_changes(tmp_path, monkeypatch):
+    path = tmp_path / "x.bin"
+    write_shard(path, np.array([3, 77, 5]), 300)
+    blocks = mapped(path).blocks
+    assert blocks.largest == 77 and blocks.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_file_blocks", None)  # it must not be called
+        assert mapped(path).blocks.sha256 == blocks.sha256
+    flip(path, -1)
+    os.utime(path, ns=(1, 1))
+    assert mapped(path).blocks.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_more_shards_than_files_may_be_open_are_read(tmp_path):
+    write_shard(tmp_path / "x.bin", TOKENS[:3], 300)
+    for i in range(350):
+        shutil.copy(tmp_path / "x.bin", tmp_path / f"{i}.bin")
+    program = """
+import resource, sys
+from pathlib import Path
+from data.shards import MappedShard
+resource.setrlimit(resource.RLIMIT_NOFILE, (320, 320))
+shards = [MappedShard(path, path.parent / "memory") for path in Path(sys.argv[1]).glob("[0-9]*.bin")]
+print(sum(int(shard[i].sum()) for i in (slice(0, 1), slice(-1, None)) for shard in shards))
+"""
+    words = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(words, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert done.stdout == f"{350 * (TOKENS[0] + TOKENS[2])}\n", done.stderr
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(0, 30), st.integers(0, 12))
 def test_a_stream_reads_as_its_shards_joined(sizes, start, count):
-    whole = np.arange(sum(sizes))
-    stream = TokenStream(np.split(whole, np.cumsum(sizes)[:-1]))
-    assert len(stream) == len(whole)
-    assert stream.read(start, start + count).tolist() == whole[start : start + count].tolist()
+    joined = np.arange(sum(sizes))
+    stream = TokenStream(np.split(joined, np.cumsum(sizes)[:-1]))
+    assert len(stream) == len(joined)
+    assert stream.read(start, start + count).tolist() == joined[start : start + count].tolist()

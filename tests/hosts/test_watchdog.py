@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs.schema import HangConfig
-from data.outage import OUTAGE
+from data.store import OUTAGE
 from hosts.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]

@@ -17,9 +17,9 @@ import data.prepare.parts
 from configs.schema import DataConfig, UserError
 from data.conversation import document_of, learned, messages_of, render
 from data.dataset import open_text
-from data.held_out import hash_share
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, Where, prepare
+from data.record import hash_share
 from data.tokenizer import CHAT_TOKENS, TextTokenizer, convert_tiktoken, load_tokenizer
 from evaluation.documents import read_sources
 from tests.data import nanochat_conversations

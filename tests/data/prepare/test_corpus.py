@@ -12,10 +12,10 @@ import pytest
 
 import data.prepare.corpus as corpus_module
 from configs.schema import UserError
-from data.held_out import hash_share
 from data.prepare.corpus import Corpus
 from data.prepare.listing import find_corpus
 from data.prepare.source_files import CHUNK_BYTES
+from data.record import hash_share
 from data.tokenizer import train_tokenizer
 from tests.data.preparations import large_files, peak_bytes
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from configs.schema import UserError
-from data.held_out import hash_share
 from data.prepare.listing import find_corpus
+from data.record import hash_share
 
 
 def write(folder: Path, *names: str) -> Path:

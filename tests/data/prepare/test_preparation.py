@@ -104,16 +104,6 @@ def test_equal_texts_share_a_split_in_every_dataset(tmp_path):
     assert 25 < len(sides["val"]) < 75 and set(sides["val"].values()) == {2, 3}
 
 
-def test_a_dataset_of_an_earlier_version_is_refused_by_name(settings, tmp_path):
-    out = tmp_path / "out"
-    prepare(settings, out, max_files=12)
-    (out / "dataset.json").write_text(json.dumps({k: v for k, v in facts_of(out).items() if k != "held_out_by"}))
-    says = f"{out} was prepared by an earlier version.*prepare it again.*--tokenizer={out}/tokenizer"
-    for use in (lambda: prepare(settings, out), lambda: open_dataset(str(out), DataConfig(), SIZE, tmp_path)):
-        with pytest.raises(UserError, match=says):
-            use()
-
-
 @pytest.mark.parametrize("texts", [[], ["the same"], ["the same"] * 50])
 def test_fewer_than_two_texts_are_refused(tmp_path, texts):
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
