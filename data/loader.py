@@ -10,6 +10,8 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -41,26 +43,23 @@ class RowSequence:
         return part, int(self.orders[part][number])
 
 
+@dataclass
 class StepBatches:
     """Random access by step to this process's part of each batch: arrays [K, B / processes, T]."""
 
-    def __init__(
-        self,
-        rows: Sequence[Rows],
-        mixture: Mixture,
-        seed: int,
-        shape: Shape,
-        local_rows: Int[np.ndarray, "local_rows"],
-        document_bos: int | None = None,
-        first_row: int = 0,
-    ):
-        """Begin batch 0 at the sequence's row `first_row`."""
-        self.rows = rows
-        self.sequence = RowSequence(rows, mixture, seed)
-        self.shape = shape
-        self.local_rows = local_rows
-        self.document_bos = document_bos
-        self.first_row = first_row
+    rows: Sequence[Rows]
+    mixture: Mixture
+    seed: int
+    shape: Shape
+    local_rows: Int[np.ndarray, "local_rows"]
+    document_bos: int | None = None
+    first_row: int = 0
+    """The sequence's row that begins batch 0."""
+
+    @cached_property
+    def sequence(self) -> RowSequence:
+        """Return the endless sequence of rows."""
+        return RowSequence(self.rows, self.mixture, self.seed)
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -71,6 +70,10 @@ class StepBatches:
         positions = first + np.arange(micro_batches)[:, None] * width + self.local_rows
         rows = [self.sequence[position] for position in positions.ravel().tolist()]
         return stack(read_rows(self.rows, rows), positions.shape, self.document_bos)
+
+    def stage(self, index: int) -> tuple["StepBatches", int]:
+        """Return the stage of a batch, and its number within the stage, as `StagedBatches` does."""
+        return self, index
 
     def row_numbers(self, index: int) -> list[tuple[int, int]]:
         """Return (dataset, row of it) for every row of a complete batch."""
@@ -131,12 +134,11 @@ def train_batches(batches: StepBatches | StagedBatches, sharding: NamedSharding,
     """Yield the batches 0, 1, ... without end, on the devices. One batch is transferred ahead, so the loop waits
     neither for the transfer nor for threads at the interpreter. `workers` threads read ahead. A store gets at least 8,
     which mostly wait: a repeated request delays one batch for seconds, but not the others."""
-    staged = StagedBatches({0: batches}) if isinstance(batches, StepBatches) else batches
-    if any(part.tokens.is_stored for part in staged.stages[0].rows):
+    if any(part.tokens.is_stored for part in batches.stage(0)[0].rows):
         workers = max(workers, 8)
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
-    read = iter(grain.MapDataset.source(staged).to_iter_dataset(options))
-    placed = lambda i: to_devices(next(read), staged.stage(i)[0].shape, sharding)
+    read = iter(grain.MapDataset.source(batches).to_iter_dataset(options))
+    placed = lambda i: to_devices(next(read), batches.stage(i)[0].shape, sharding)
     placing = ThreadPoolExecutor(1, "placing")
     try:
         ahead = placing.submit(placed, 0)
@@ -171,9 +173,8 @@ def held_out_batches(
         for row in taken if part.chat_tokens is None else ():
             row["weights"] = row["weights"] * (token_bytes[row["targets"]] > 0)
         chosen += taken
-    filler = Row(
-        inputs=np.zeros(length, np.int32), targets=np.zeros(length, np.int32), weights=np.zeros(length, np.float32)
-    )
+    zeros = np.zeros(length, np.int32)
+    filler = Row(inputs=zeros, targets=zeros, weights=zeros.astype(np.float32))
     mine = local_rows(shape, sharding)
     batches = []
     for first in range(0, len(chosen), micro_batches * width):

@@ -3,7 +3,7 @@
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypedDict
@@ -25,15 +25,14 @@ class Row(TypedDict):
     weights: Float[np.ndarray, "T"]
 
 
+@dataclass
 class StreamRows:
     """The stream cut every T tokens: row i has inputs `[iT, iT + T)` and targets one later. Every token but the
     stream's first, and fewer than T at its end, is a target of exactly one row."""
 
-    chat_tokens = None  # it cuts documents, and conversations must not be cut
-
-    def __init__(self, tokens: TokenStream, length: int):
-        self.tokens = tokens
-        self.length = length
+    tokens: TokenStream
+    length: int
+    chat_tokens: None = None  # it cuts documents, and conversations must not be cut
 
     def __len__(self) -> int:
         return max(len(self.tokens) - 1, 0) // self.length
@@ -63,6 +62,7 @@ class Plan(NamedTuple):
     """Tokens of the stream that each piece has as inputs."""
 
 
+@dataclass
 class PlannedRows:
     """Complete documents that share rows, by a plan.
 
@@ -74,14 +74,11 @@ class PlannedRows:
     With `chat_tokens` (the ids of `CHAT_TOKENS`) documents are conversations: only what an assistant writes counts.
     """
 
-    def __init__(
-        self, tokens: TokenStream, plan: Plan, bos: int, length: int, chat_tokens: dict[str, int] | None = None
-    ):
-        self.chat_tokens = chat_tokens
-        self.tokens = tokens
-        self.plan = plan
-        self.bos = bos
-        self.length = length
+    tokens: TokenStream
+    plan: Plan
+    bos: int
+    length: int
+    chat_tokens: dict[str, int] | None = None
 
     def __len__(self) -> int:
         return len(self.plan.rows) - 1
@@ -205,19 +202,15 @@ PLAN_TYPES = {"rows": "<i8", "starts": "<i8", "lengths": "<i4"}
 def save_plan(stretches: Iterable[Plan], folder: Path) -> None:
     """Write a plan from its stretches atomically, one file per array. Raise OSError if it cannot be written, and leave
     nothing then."""
-    if folder.exists():
-        return
     partial = folder.with_name(f"{folder.name}.{uuid4().hex}")  # several processes may make one plan
     try:
         partial.mkdir(parents=True)
-        with ExitStack() as opened:
-            files = {name: opened.enter_context((partial / name).open("wb")) for name in PLAN_TYPES}
-            for stretch in stretches:
-                for name, dtype in PLAN_TYPES.items():
-                    files[name].write(getattr(stretch, name).astype(dtype).data)
-            for file in files.values():
-                file.flush()
-                os.fsync(file.fileno())
+        for stretch in stretches:
+            for name, dtype in PLAN_TYPES.items():
+                with (partial / name).open("ab") as file:
+                    file.write(getattr(stretch, name).astype(dtype).data)
+                    file.flush()
+                    os.fsync(file.fileno())
         partial.rename(folder)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from configs.files import write_whole
 from configs.schema import UserError
@@ -80,11 +80,9 @@ class TextTokenizer:
     def _template(self) -> str:
         """Return a post-processor that writes the BOS, in tokenizer.json's format."""
         bos = self.library.id_to_token(self.bos)
-        first = {"SpecialToken": {"id": bos, "type_id": 0}}
-        single = [first, {"Sequence": {"id": "A", "type_id": 0}}]
-        pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
-        tokens = {bos: {"id": bos, "ids": [self.bos], "tokens": [bos]}}
-        return json.dumps({"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens})
+        one, two = f"{bos} $A", f"{bos} $A $B:1"
+        template = processors.TemplateProcessing(single=one, pair=two, special_tokens=[(bos, self.bos)])
+        return json.dumps(json.loads(template.__getstate__()))
 
     @cached_property
     def token_bytes(self) -> Int[np.ndarray, "vocab"]:
@@ -124,11 +122,9 @@ class TextTokenizer:
     @property
     def with_chat_tokens(self) -> "TextTokenizer":
         """Return the tokenizer with all of `CHAT_TOKENS`. Missing ones get the ids from `vocab_size` on."""
-        if not (missing := self.missing_chat_tokens):
-            return self
-        library = Tokenizer.from_str(self.json)
+        library, missing = Tokenizer.from_str(self.json), self.missing_chat_tokens
         library.add_special_tokens([AddedToken(token, special=True) for token in missing])
-        return TextTokenizer(library.to_str())
+        return TextTokenizer(library.to_str()) if missing else self
 
     def require_same_in(self, folder: Path) -> None:
         """Raise UserError if `folder` contains another tokenizer: a network would read other words than it learned."""
@@ -215,9 +211,7 @@ def _from_tiktoken(name: str) -> TextTokenizer:
 
 
 def convert_tiktoken(ranks: dict[bytes, int], split: str, special_tokens: dict[str, int]) -> TextTokenizer:
-    """Return a tokenizer.json that encodes as tiktoken does. The tokens' ranks imply the merges: a token joins the two
-    that remain after all merges of lower ranks."""
-
+    """Return a tokenizer.json that encodes as tiktoken does. The tokens' ranks imply the merges."""
     letters = {byte: letter for letter, byte in byte_letters().items()}
     spell = lambda token: "".join(letters[b] for b in token)
     ordered = sorted(ranks, key=lambda token: ranks[token])
