@@ -10,15 +10,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from configs.schema import MeshConfig, UserError
-from data.loader import (
-    RowSequence,
-    StagedBatches,
-    StepBatches,
-    held_out_batches,
-    local_rows,
-    to_devices,
-    train_batches,
-)
+from data.loader import StagedBatches, StepBatches, held_out_batches, local_rows, to_devices, train_batches
 from data.mixture import Mixture, Stage
 from data.packing import PlannedRows, StreamRows, plan_rows
 from data.shards import TokenStream
@@ -37,22 +29,18 @@ DOCUMENTS = np.array([0, 5, 0, 6, 7, 0, 8, 0, 9, 10] * 30)
 PACKED = PlannedRows(
     TokenStream([DOCUMENTS]), plan_rows("best_fit", np.flatnonzero(DOCUMENTS == 0), 300, LENGTH), 0, LENGTH
 )
-KINDS: list[dict] = [
-    {},
-    {"rows": [PACKED]},
-    {"rows": [ROWS, VAL], "weights": [0.3, 0.7]},
-    {"rows": [PACKED], "bos": 0},
-]
-
-
-def mixture(weights) -> Mixture:
-    return Mixture([Stage(0, tuple(Fraction(str(weight)) for weight in weights))], LENGTH)
+KINDS: dict[str, dict] = {
+    "stream": {},
+    "best_fit": {"rows": [PACKED]},
+    "mixture": {"rows": [ROWS, VAL], "weights": [0.3, 0.7]},
+    "masked": {"rows": [PACKED], "bos": 0},
+}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def step_batches(seed=0, shape=SHAPE, local=None, rows=(ROWS,), weights=(1.0,), bos=None, first_row=0) -> StepBatches:
-    return StepBatches(
-        rows, mixture(weights), seed, shape, np.arange(shape[1]) if local is None else local, bos, first_row
-    )
+    mixture = Mixture([Stage(0, tuple(Fraction(str(weight)) for weight in weights))], LENGTH)
+    return StepBatches(rows, mixture, seed, shape, np.arange(shape[1]) if local is None else local, bos, first_row)
 
 
 def row_numbers(batch) -> np.ndarray:
@@ -60,9 +48,8 @@ def row_numbers(batch) -> np.ndarray:
 
 
 def sequence(count: int, seed: int = 0) -> np.ndarray:
-    """Return the first `count` rows of the endless sequence, one per step."""
-    steps = step_batches(seed, (1, 1, LENGTH))
-    return np.array([row_numbers(steps[i]).item() for i in range(count)])
+    """Return the first `count` rows of the endless sequence."""
+    return row_numbers(step_batches(seed, (1, count, LENGTH))[0])[0]
 
 
 def sharding() -> NamedSharding:
@@ -73,57 +60,127 @@ def equal(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(np.asarray(a[name]), np.asarray(b[name])) for name in a)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
-def test_every_epoch_has_each_row_once_in_an_order_of_its_own(seed):
-    epochs = sequence(3 * len(ROWS), seed).reshape(3, len(ROWS))
-    assert (np.sort(epochs) == np.arange(len(ROWS))).all()
-    orders = {tuple(epoch) for epoch in epochs.tolist()}
-    assert len(orders | {tuple(range(len(ROWS)))}) == 4
+def test_every_epoch_has_each_row_once_in_an_order_of_its_own():
+    firsts = set()
+    for seed in (0, 1, 2**32 - 1):
+        epochs = sequence(3 * len(ROWS), seed).reshape(3, len(ROWS))
+        assert (np.sort(epochs) == np.arange(len(ROWS))).all()
+        orders = [tuple(epoch) for epoch in epochs.tolist()]
+        assert len({*orders, tuple(range(len(ROWS)))}) == 4
+        firsts.add(orders[0])
+    assert len(firsts) == 3
+    mixed = step_batches(2**32 - 1, **KINDS["mixture"])  # a mixture takes every seed, too
+    assert {part for part, _ in mixed.row_numbers(0)} == {0, 1}
 
 
-@pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1])
-def test_a_mixture_takes_every_seed_that_one_dataset_takes(seed):
-    sequence = RowSequence([ROWS, VAL], mixture([0.5, 0.5]), seed)
-    assert {part for part, _ in (sequence[i] for i in range(4))} == {0, 1}
-
-
-def test_seeds_give_different_orders():
-    assert not np.array_equal(sequence(len(ROWS), 0), sequence(len(ROWS), 1))
-
-
-@pytest.mark.parametrize("shape", [(1, 24), (3, 8), (24, 1), (4, 6)])
-@pytest.mark.parametrize("step", [0, 1, 5])
-def test_row_i_of_a_step_is_row_i_mod_B_of_microbatch_i_div_B(shape, step):
+@pytest.mark.parametrize("shape", [(1, 24), (3, 8), (24, 1)])
+def test_row_i_of_a_step_is_row_i_mod_B_of_microbatch_i_div_B(shape):
     """The same tokens_per_step gives the same rows for any K and B."""
-    steps = step_batches(0, (*shape, LENGTH))
-    expected = sequence(24 * 6)[24 * step : 24 * (step + 1)]
-    assert row_numbers(steps[step]).tolist() == expected.reshape(shape).tolist()
+    steps, expected = step_batches(0, (*shape, LENGTH)), sequence(24 * 6)
+    for step in (0, 1, 5):
+        assert row_numbers(steps[step]).ravel().tolist() == expected[24 * step : 24 * (step + 1)].tolist()
+        assert row_numbers(steps[step]).shape == shape
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["stream", "best_fit", "mixture", "masked"])
-@pytest.mark.parametrize("hosts", [1, 2, 4])
-def test_hosts_read_the_parts_of_one_batch(hosts, kind):
-    whole = step_batches(7, **kind)[2]
-    parts = [step_batches(7, local=mine, **kind)[2] for mine in np.split(np.arange(8), hosts)]
-    assert all(part["inputs"].shape == (3, 8 // hosts, LENGTH) for part in parts)
-    assert equal(whole, {name: np.concatenate([part[name] for part in parts], axis=1) for name in whole})
+@kinds
+def test_hosts_read_the_parts_of_one_batch(kind):
+    batch = step_batches(7, **kind)[2]
+    for hosts in (1, 2, 4):
+        parts = [step_batches(7, local=mine, **kind)[2] for mine in np.split(np.arange(8), hosts)]
+        assert all(part["inputs"].shape == (3, 8 // hosts, LENGTH) for part in parts)
+        assert equal(batch, {name: np.concatenate([part[name] for part in parts], axis=1) for name in batch})
+    assert ("segment_ids" in batch) == ("bos" in kind)
+    if "bos" in kind:  # segments begin with documents
+        assert (np.diff(batch["segment_ids"], axis=-1) == (batch["inputs"][..., 1:] == 0)).all()
 
 
-def test_segments_begin_with_documents():
-    batch = step_batches(**KINDS[3])[0]
-    assert (np.diff(batch["segment_ids"], axis=-1) == (batch["inputs"][..., 1:] == 0)).all()
-    assert "segment_ids" not in step_batches(**KINDS[2])[0]
+def test_a_host_reads_the_rows_of_its_own_devices():
+    everywhere = sharding().devices_indices_map(SHAPE)
+    for hosts in (1, 2, 4):
+        for host, devices in enumerate(np.split(np.array(jax.devices()), hosts)):
+            here = Mock(NamedSharding)
+            here.addressable_devices_indices_map.return_value = {d: everywhere[d] for d in reversed(devices)}
+            per_host = 8 // hosts
+            assert local_rows(SHAPE, here).tolist() == list(range(host * per_host, (host + 1) * per_host))
+    batch = step_batches()[0]
+    for shard in to_devices(batch, SHAPE, sharding())["inputs"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, batch["inputs"][:, shard.device.id : shard.device.id + 1])
 
 
-def test_held_out_rows_of_a_mixture_follow_the_shares():
+@kinds
+@pytest.mark.parametrize(("start", "workers"), [(0, 2), (5, 0), (1_000_000, 4)])
+def test_iterating_from_any_start_with_any_workers_equals_random_access(start, workers, kind):
+    steps = step_batches(3, **kind)
+    begun = step_batches(3, **kind, first_row=start * steps.shape[0] * steps.shape[1])
+    batches = list(islice(train_batches(begun, sharding(), workers), 4))
+    assert all(equal(batch, steps[start + i]) for i, batch in enumerate(batches))
+    assert all(array.sharding == sharding() for array in batches[0].values())
+
+
+def test_one_batch_is_prefetched_to_the_devices(monkeypatch):
+    placed = threading.Semaphore(0)
+
+    def placing(*args):
+        batch = to_devices(*args)
+        placed.release()
+        return batch
+
+    monkeypatch.setattr("data.loader.to_devices", placing)
+    batches = train_batches(step_batches(3), sharding(), 2)
+    for _ in range(3):
+        next(batches)
+        assert placed.acquire(timeout=60)
+    assert placed.acquire(timeout=60) and not placed.acquire(blocking=False)
+
+
+@pytest.mark.parametrize(("start", "workers"), [(0, 2), (1, 0), (2, 2), (3, 0)])
+def test_stages_of_a_ramp_continue_one_sequence_for_any_workers_and_start(start, workers):
+    """Take two stages of 8 rows per step and one of 32, in micro-batches of 2 x 16, and start at any step."""
+    sizes, kind = [8, 8, 32, 32], KINDS["mixture"]
+    shapes = {8: (1, 8, LENGTH), 32: (2, 16, LENGTH)}
+    first, stages = sum(sizes[:start]), {}
+    for i in {0, max(2 - start, 0)}:
+        row = sum(sizes[: start + i])
+        stages[i] = step_batches(3, shapes[sizes[start + i]], first_row=row, **kind)
+    staged = StagedBatches(dict(sorted(stages.items())))
+    batches = list(islice(train_batches(staged, sharding(), workers), 4 - start))
+    assert [batch["inputs"].shape for batch in batches] == [shapes[size] for size in sizes[start:]]
+    alone = step_batches(3, (1, sum(sizes) - first, LENGTH), first_row=first, **kind)
+    rows = [np.asarray(batch["inputs"]).reshape(-1, LENGTH) for batch in batches]
+    np.testing.assert_array_equal(np.concatenate(rows), alone[0]["inputs"][0])
+    assert staged.row_numbers(len(batches) - 1) == alone.row_numbers(0)[-32:]
+
+
+def counted(batches: list) -> list[tuple[int, int]]:
+    """Return (input, target) of every target that counts, in the order of the rows."""
+    return [
+        pair
+        for batch in jax.device_get(batches)
+        for pair in zip(batch["inputs"][batch["weights"] > 0].tolist(), batch["targets"][batch["weights"] > 0].tolist())
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens"), [((1, 8), 1), ((2, 8), 10 * LENGTH), ((5, 24), 10 * LENGTH), ((1, 16), 10**9)]
+)
+def test_held_out_targets_and_bytes_do_not_depend_on_the_batches_shape(shape, tokens):
+    batches, text_bytes = held_out_batches([VAL], [1.0], tokens, SIZES, (*shape, LENGTH), sharding())
+    count = {1: 1, 10 * LENGTH: 10, 10**9: 97}[tokens]
+    rows = [VAL[i * 97 // count] for i in range(count)]
+    pairs = [pair for row in rows for pair in zip(row["inputs"].tolist(), row["targets"].tolist())]
+    assert counted(batches) == [(i, target) for i, target in pairs if target != 0]
+    assert text_bytes.sum() == sum(SIZES[target] for _, target in pairs)
+    assert all(batch["inputs"].shape == (*shape, LENGTH) for batch in batches)
+    parts = [part for batch in batches for part in np.asarray(batch["targets"] * batch["weights"].astype(int))]
+    assert text_bytes.tolist() == [SIZES[part].sum() for part in parts]
+
+
+def test_held_out_rows_of_a_mixture_follow_the_shares_and_padding_counts_no_bytes():
     rows, weights = [ROWS, VAL], [0.4, 0.6]
     batches, text_bytes = held_out_batches(rows, weights, 20 * LENGTH, np.ones(999, int), (1, 8, LENGTH), sharding())
     expected = [ROWS[i * 37 // 8]["targets"] for i in range(8)] + [VAL[i * 97 // 12]["targets"] for i in range(12)]
     targets = np.concatenate([np.asarray(batch["targets"])[0] for batch in batches])
     assert targets[:20].tolist() == [target.tolist() for target in expected] and text_bytes.sum() == 20 * LENGTH
-
-
-def test_padding_of_held_out_rows_counts_no_bytes():
     batches, text_bytes = held_out_batches([PACKED], [1.0], 10**9, np.arange(99), (1, 8, LENGTH), sharding())
     assert text_bytes.sum() == sum(target for _, target in counted(batches)) == DOCUMENTS.sum()
 
@@ -143,99 +200,3 @@ def test_in_held_out_conversations_answers_and_their_ends_count():
     nothing = PlannedRows(TokenStream([tokens[:4]]), plan_rows("whole", starts[:1], 4, 16), 0, 16, ids)
     with pytest.raises(UserError, match="no text counts in the 1 held-out rows of 16 tokens"):
         held_out_batches([nothing], [1.0], 10**9, sizes, (1, 8, 16), sharding())
-
-
-@pytest.mark.parametrize("hosts", [1, 2, 4])
-def test_a_host_reads_the_rows_of_its_own_devices(hosts):
-    everywhere = sharding().devices_indices_map(SHAPE)
-    for host, devices in enumerate(np.split(np.array(jax.devices()), hosts)):
-        here = Mock(NamedSharding)
-        here.addressable_devices_indices_map.return_value = {d: everywhere[d] for d in reversed(devices)}
-        per_host = 8 // hosts
-        assert local_rows(SHAPE, here).tolist() == list(range(host * per_host, (host + 1) * per_host))
-
-
-def test_rows_land_on_the_device_that_the_mesh_gives_them():
-    batch = step_batches()[0]
-    for shard in to_devices(batch, SHAPE, sharding())["inputs"].addressable_shards:
-        np.testing.assert_array_equal(shard.data, batch["inputs"][:, shard.device.id : shard.device.id + 1])
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=["stream", "best_fit", "mixture", "masked"])
-@pytest.mark.parametrize("workers", [0, 2, 4])
-@pytest.mark.parametrize("start", [0, 5, 1_000_000])
-def test_iterating_from_any_start_with_any_workers_equals_random_access(start, workers, kind):
-    steps = step_batches(3, **kind)
-    rows_per_step = steps.shape[0] * steps.shape[1]
-    begun = step_batches(3, **kind, first_row=start * rows_per_step)
-    batches = list(islice(train_batches(begun, sharding(), workers), 4))
-    assert all(equal(batch, steps[start + i]) for i, batch in enumerate(batches))
-    assert all(array.sharding == sharding() for array in batches[0].values())
-
-
-def test_one_batch_is_prefetched_to_the_devices(monkeypatch):
-    placed = threading.Semaphore(0)
-
-    def counted(*args):
-        batch = to_devices(*args)
-        placed.release()
-        return batch
-
-    monkeypatch.setattr("data.loader.to_devices", counted)
-    batches = train_batches(step_batches(3), sharding(), 2)
-    for _ in range(3):
-        next(batches)
-        assert placed.acquire(timeout=60)
-    assert placed.acquire(timeout=60) and not placed.acquire(blocking=False)
-
-
-def test_stages_of_a_ramp_continue_one_sequence_for_any_workers_and_start():
-    """Take two stages of 8 rows per step and one of 32, in micro-batches of 2 x 16, and start at any step."""
-    sizes, kind = [8, 8, 32, 32], KINDS[2]
-    shapes = {8: (1, 8, LENGTH), 32: (2, 16, LENGTH)}
-    alone = step_batches(3, (1, 1, LENGTH), **kind)
-    for start, workers in ((0, 0), (0, 2), (1, 2), (2, 2), (3, 0)):
-        row, stages = sum(sizes[:start]), {}
-        for i, size in enumerate(sizes[start:]):
-            if i == 0 or size != sizes[start + i - 1]:
-                stages[i] = step_batches(3, shapes[size], first_row=row, **kind)
-            row += size
-        staged = StagedBatches(stages)
-        batches = list(islice(train_batches(staged, sharding(), workers), 4 - start))
-        assert [batch["inputs"].shape for batch in batches] == [shapes[size] for size in sizes[start:]]
-        rows = [np.asarray(batch["inputs"]).reshape(-1, LENGTH) for batch in batches]
-        whole = [alone[i]["inputs"].reshape(LENGTH) for i in range(sum(sizes[:start]), sum(sizes))]
-        np.testing.assert_array_equal(np.concatenate(rows), whole)
-        assert staged.row_numbers(len(batches) - 1) == alone_rows(alone, sum(sizes) - sizes[-1], sizes[-1])
-
-
-def alone_rows(steps: StepBatches, first: int, count: int) -> list[tuple[int, int]]:
-    """Return (dataset, row) of rows of the sequence."""
-    return [steps.sequence[i] for i in range(first, first + count)]
-
-
-def counted(batches: list) -> list[tuple[int, int]]:
-    """Return (input, target) of every target that counts, in the order of the rows."""
-    return [
-        pair
-        for batch in jax.device_get(batches)
-        for pair in zip(batch["inputs"][batch["weights"] > 0].tolist(), batch["targets"][batch["weights"] > 0].tolist())
-    ]
-
-
-@pytest.mark.parametrize("shape", [(1, 8), (2, 8), (1, 16), (5, 24)])
-@pytest.mark.parametrize("tokens", [1, 10 * LENGTH, 10**9])
-def test_held_out_targets_and_bytes_do_not_depend_on_the_batches_shape(shape, tokens):
-    batches, text_bytes = held_out_batches([VAL], [1.0], tokens, SIZES, (*shape, LENGTH), sharding())
-    count = {1: 1, 10 * LENGTH: 10, 10**9: 97}[tokens]
-    rows = [VAL[i * 97 // count] for i in range(count)]
-    pairs = [pair for row in rows for pair in zip(row["inputs"].tolist(), row["targets"].tolist())]
-    assert counted(batches) == [(i, target) for i, target in pairs if target != 0]
-    assert text_bytes.sum() == sum(SIZES[target] for _, target in pairs)
-    assert all(batch["inputs"].shape == (*shape, LENGTH) for batch in batches)
-    of_each = [
-        sum(SIZES[t] for t in np.ravel(part))
-        for batch in batches
-        for part in batch["targets"] * batch["weights"].astype(int)
-    ]
-    assert text_bytes.tolist() == of_each

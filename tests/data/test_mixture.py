@@ -25,17 +25,11 @@ ROWS = [
 ]
 
 
-def staged(stages=STAGES) -> RowSequence:
-    return RowSequence(ROWS, Mixture(stages, LENGTH), seed=3)
-
-
 @pytest.mark.parametrize(
     ("source", "names", "stages"),
     [
-        ("stdlib", ["stdlib"], [(0, (1.0,))]),
         ("hf:a/b", ["hf:a/b"], [(0, (1.0,))]),
         ("0.7:/a,0.3:/b c", ["/a", "/b c"], [(0, (0.7, 0.3))]),
-        ("3:a,1:b", ["a", "b"], [(0, (0.75, 0.25))]),
         ("1:a", ["a"], [(0, (1.0,))]),
         ("a;from=8e9,b", ["a", "b"], [(0, (1.0, 0.0)), (8 * 10**9, (0.0, 1.0))]),
         (
@@ -53,41 +47,21 @@ def test_sources_stages_and_shares(source, names, stages):
     assert sum(mean_shares(read_stages)) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        *(
-            "0.5:a,b",
-            "0:a,1:b",
-            "-1:a",
-            "1:a,",
-            f"{'9' * 400}:a,1:b",
-            "1:a,1:a",
-            "a;from=0,b",
-            "a;from=-5,b",
-            "a;from=8G,b",
-        ),
-        *("a;from=,b", "a;from=5", "a;from=9,b;from=9,a", "a;from=9,b;from=8,a", "a;from=9e99,b", "a;from=9,0.5:b,c"),
-    ],
-)
-def test_an_invalid_source_is_refused_by_name(source):
-    with pytest.raises(UserError, match=re.escape(f"--data.source={source}: ")):
-        read_source(source)
+def test_an_invalid_source_is_refused_by_name():
+    mixtures = ["0.5:a,b", "0:a,1:b", "-1:a", "1:a,", f"{'9' * 400}:a,1:b", "1:a,1:a"]
+    stages = ["0,b", "-5,b", "8G,b", ",b", "5", "9,b;from=9,a", "9,b;from=8,a", "9e99,b", "9,0.5:b,c"]
+    for source in (*mixtures, *(f"a;from={rest}" for rest in stages)):
+        with pytest.raises(UserError, match=re.escape(f"--data.source={source}: ")):
+            read_source(source)
 
 
 @pytest.mark.parametrize("shares", [("1",), ("0.5", "0.001", "0.499"), ("5/7", "1/7", "1/7")])
-def test_a_stage_s_rows_are_those_that_grain_mixes(shares):
+def test_a_stage_s_rows_are_those_that_grain_mixes_and_shares_are_exact(shares):
     parts = [grain.MapDataset.range(10**7).map(lambda n, i=i: (i, n)) for i in range(len(shares))]
     mixed = grain.MapDataset.mix(parts, [float(Fraction(share)) for share in shares])
     mixture = Mixture([stage(0, *shares)], LENGTH)
     assert all(mixture[n] == mixed[n] for n in (*range(2000), 999_999, 1_000_000))
-
-
-def test_shares_are_exact():
-    _, stages = read_source("0.7:a,0.3:b")
-    assert Mixture(stages, LENGTH).counts(10**9) == (7 * 10**8, 3 * 10**8)
-    _, stages = read_source("1:a,1:b,1:c")
-    assert Mixture(stages, LENGTH).counts(3 * 10**9) == (10**9,) * 3
+    assert mixture.counts(7 * 10**9) == tuple(7 * 10**9 * Fraction(share) for share in shares)
 
 
 def test_each_stage_has_its_shares_from_its_first_row_and_sources_continue():
@@ -102,39 +76,26 @@ def test_each_stage_has_its_shares_from_its_first_row_and_sources_continue():
         assert [number for part, number in rows if part == i] == list(range(sum(part == i for part, _ in rows)))
     for n in range(501):
         assert mixture.counts(n) == tuple(sum(part == i for part, _ in rows[:n]) for i in range(3))
+    for source, size in enumerate((83, 11, 47)):
+        n = mixture.row_after(source, size + 1, 600)
+        assert mixture[n - 1] == (source, size)  # the row that comes a second time
 
 
-def test_a_source_s_epochs_are_whole_across_stages():
-    sequence = staged()
-    of_first = [row for part, row in (sequence[n] for n in range(150)) if part == 0]
-    assert sorted(of_first[:83]) == list(range(83))  # 90% of 101 rows, and the next stage
-    of_last = [row for part, row in (sequence[n] for n in range(400)) if part == 2]
-    assert sorted(of_last[:47]) == sorted(of_last[47:94]) == list(range(47)) and of_last[:47] != of_last[47:94]
-
-
-def test_batches_depend_on_the_rows_before_them_alone():
-    """Take steps of 10 rows, then of 30 from row 90 on, across both boundaries. The rows are one sequence's."""
-    sequence = staged()
-    expected = [sequence[n] for n in range(390)]
-    batches = lambda width, first: StepBatches(
-        ROWS, Mixture(STAGES, LENGTH), 3, (1, width, LENGTH), np.arange(width), first_row=first
-    )
+def test_rows_are_one_sequence_s_for_any_size_of_a_step():
+    """Take steps of 10 rows, then of 30 from row 90 on, across both boundaries."""
+    mixture = Mixture(STAGES, LENGTH)
+    expected = [RowSequence(ROWS, mixture, seed=3)[n] for n in range(400)]
+    batches = lambda width, first: StepBatches(ROWS, mixture, 3, (1, width, LENGTH), np.arange(width), first_row=first)
     small, large = batches(10, 0), batches(30, 90)
-    rows = [one for i in range(9) for one in small.row_numbers(i)] + [
-        one for i in range(10) for one in large.row_numbers(i)
-    ]
-    assert rows == expected
+    numbers = [*map(small.row_numbers, range(9)), *map(large.row_numbers, range(10))]
+    assert [row for rows in numbers for row in rows] == expected[:390]
     assert np.array_equal(batches(10, 120)[0]["inputs"], large[1]["inputs"][:, :10])
+    first, last = ([row for part, row in expected if part == i] for i in (0, 2))  # epochs continue across stages
+    assert sorted(first[:83]) == list(range(83))  # 90% of 101 rows, and the next stage
+    assert sorted(last[:47]) == sorted(last[47:94]) == list(range(47)) and last[:47] != last[47:94]
 
 
 def test_stages_may_start_between_rows_and_after_a_million_rows():
     mixture = Mixture([stage(0, "1", "0"), stage(5, "0.5", "0.5"), stage(6, "0", "1")], LENGTH)
     assert [mixture[n] for n in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert mixture[10**12] == (1, 10**12 - 2)
-
-
-def test_row_after_finds_the_end_of_a_source():
-    mixture = Mixture(STAGES, LENGTH)
-    for source, size in enumerate((83, 11, 47)):
-        n = mixture.row_after(source, size + 1, 600)
-        assert mixture[n - 1] == (source, size)  # the row that comes a second time

@@ -2,7 +2,7 @@ import json
 
 import pytest
 import tiktoken
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -16,6 +16,7 @@ TRICKY = f"a{BOS}b {BOS}"
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
+@settings(max_examples=50)
 @given(st.lists(texts, max_size=4))
 @example([TRICKY, ""])
 @example(["\x00\r\n\u2028  \t "])
@@ -37,19 +38,15 @@ def test_vocabulary_is_nanochat_s_special_tokens_the_bytes_and_merges():
 
 
 def test_saved_tokenizer_is_the_same_to_the_byte_and_other_programs_find_its_bos(tmp_path):
+    TOKENIZER.require_same_in(tmp_path)
     TOKENIZER.save(tmp_path)
     for name in (tmp_path, tmp_path / "tokenizer.json"):
         loaded = load_tokenizer(name)
-        assert loaded.sha256 == TOKENIZER.sha256
+        assert loaded.json == TOKENIZER.json
         assert loaded.encode([TRICKY, *TEXTS]) == TOKENIZER.encode([TRICKY, *TEXTS])
     facts = json.loads((tmp_path / "tokens.json").read_text())
     assert facts == {"bos": 0, "token_bytes": TOKENIZER.token_bytes.tolist()}
     assert {path.name for path in tmp_path.iterdir()} == {"tokens.json", "tokenizer.json"}
-
-
-def test_a_folder_with_another_tokenizer_is_refused(tmp_path):
-    TOKENIZER.require_same_in(tmp_path)
-    TOKENIZER.save(tmp_path)
     TOKENIZER.require_same_in(tmp_path)
     with pytest.raises(UserError, match=f"{tmp_path} has another tokenizer.*--tokenizer={tmp_path}"):
         train_tokenizer(TEXTS, 300).require_same_in(tmp_path)
@@ -57,22 +54,12 @@ def test_a_folder_with_another_tokenizer_is_refused(tmp_path):
 
 # An invented tiktoken encoding: the ranks from training on TEXTS, with GPT-2's kind of BOS at the end.
 def ranks_of(tokenizer: TextTokenizer) -> dict[bytes, int]:
-    letters = {letter: tokenizer.library.decode([i]) for letter, i in tokenizer.library.get_vocab().items()}
-    for token in SPECIAL:
-        del letters[token]
-    byte = {letter: bytes([b]) for b, letter in enumerate(byte_letters())}
-    tokens = {letters_: b"".join(byte[letter] for letter in letters_) for letters_ in letters}
-    return {token: tokenizer.library.token_to_id(name) - len(SPECIAL) for name, token in tokens.items()}
-
-
-def byte_letters() -> list[str]:
-    """Return GPT-2's letter for each byte: printable bytes are themselves."""
+    """Return the bytes of each token without the special ones, and its rank."""
     prints = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    letters, extra = [], 0
-    for b in range(256):
-        letters.append(chr(b) if b in prints else chr(256 + extra))
-        extra += b not in prints
-    return letters
+    others = [b for b in range(256) if b not in prints]  # GPT-2 writes them as letters from 256 on
+    byte = {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(others)}
+    vocab = tokenizer.library.get_vocab()
+    return {bytes(map(byte.get, name)): i - len(SPECIAL) for name, i in vocab.items() if name not in SPECIAL}
 
 
 RANKS = ranks_of(TOKENIZER)
@@ -80,44 +67,36 @@ ENCODING = tiktoken.Encoding("made_up", pat_str=SPLIT, mergeable_ranks=RANKS, sp
 CONVERTED = convert_tiktoken(RANKS, SPLIT, {"<|endoftext|>": 319})
 
 
+@settings(max_examples=50)
 @given(st.lists(st.one_of(texts, st.text("def tokens(x): \nreturn12, naïve", max_size=40)), min_size=1, max_size=4))
 def test_a_converted_tiktoken_encoding_encodes_as_tiktoken_does(documents):
     assert CONVERTED.encode(documents) == [ENCODING.encode_ordinary(text) for text in documents]
 
 
-def test_a_converted_tiktoken_encoding_knows_its_bos_and_bytes():
-    assert CONVERTED.bos == 319 and CONVERTED.vocab_size == 320
-    assert CONVERTED.token_bytes.tolist() == [*(len(t) for t in sorted(RANKS, key=RANKS.get)), 0]
-
-
-def test_gpt2_comes_from_tiktoken_by_name(monkeypatch):
+def test_a_tiktoken_encoding_comes_by_name_and_knows_its_bos_and_bytes(monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": ENCODING}.__getitem__)
     assert load_tokenizer("tiktoken:gpt2").sha256 == CONVERTED.sha256
     with pytest.raises(UserError, match=r"tiktoken:gpt9.*cl100k_base"):
         load_tokenizer("tiktoken:gpt9")
+    assert CONVERTED.bos == 319 and CONVERTED.vocab_size == 320
+    assert CONVERTED.token_bytes.tolist() == [*(len(t) for t in sorted(RANKS, key=RANKS.get)), 0]
 
 
-def test_sentencepiece_tokens_have_the_bytes_of_their_text():
-    vocab = {"<s>": 0, "<0x0A>": 1, "▁hé": 2, "llo": 3}
+def foreign(vocab: dict[str, int], special: str) -> TextTokenizer:
     library = Tokenizer(models.BPE(vocab, []))
-    library.add_special_tokens(["<s>"])
-    tokenizer = TextTokenizer(library.to_str())
-    assert tokenizer.token_bytes.tolist() == [0, 1, 4, 3]
-    assert tokenizer.bos == 0
+    library.add_special_tokens([special])
+    return TextTokenizer(library.to_str())
 
 
-def test_settings_of_a_foreign_tokenizer_json_do_not_shorten_or_pad():
+def test_foreign_tokenizers_have_their_bos_and_bytes_and_settings_without_effect():
+    sentencepiece = foreign({"<s>": 0, "<0x0A>": 1, "▁hé": 2, "llo": 3}, "<s>")
+    assert sentencepiece.token_bytes.tolist() == [0, 1, 4, 3] and sentencepiece.bos == 0
+    with pytest.raises(UserError, match=r"<\|endoftext\|>.*\[CLS\]"):
+        _ = foreign({"[CLS]": 0, "a": 1}, "[CLS]").bos
     library = Tokenizer.from_str(TOKENIZER.json)
     library.enable_truncation(3)
     library.enable_padding(length=9)
     assert TextTokenizer(library.to_str()).encode(TEXTS) == TOKENIZER.encode(TEXTS)
-
-
-def test_a_tokenizer_without_a_bos_is_refused_and_its_special_tokens_named():
-    library = Tokenizer(models.BPE({"[CLS]": 0, "a": 1}, []))
-    library.add_special_tokens(["[CLS]"])
-    with pytest.raises(UserError, match=r"<\|endoftext\|>.*\[CLS\]"):
-        _ = TextTokenizer(library.to_str()).bos
 
 
 @pytest.mark.parametrize("content", [None, "{}", "no json"])
@@ -129,26 +108,17 @@ def test_a_file_that_is_no_tokenizer_is_refused_by_name(tmp_path, content):
         load_tokenizer(path)
 
 
-def directly_trained(texts: list[str], size: int) -> str:
-    """Train with the library alone, on complete pieces."""
-    library = Tokenizer.from_str(TOKENIZER.json)
-    library.model = models.BPE()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    fresh = Tokenizer(models.BPE())
-    fresh.pre_tokenizer, fresh.decoder = library.pre_tokenizer, library.decoder
-    fresh.train_from_iterator(texts, trainer)
-    return fresh.to_str()
-
-
-LINE = "ordinary text, with numbers 1234 and_names, Größe 日本語。 " * 3 + "\n"
-LONG = [LINE * 50, " " * 4000 + "x" * 4000 + "=" * 4000, "\n".join(word * 9 for word in LINE.split())]
-
-
 def test_training_on_pieces_of_ordinary_length_is_the_librarys_to_the_byte():
-    assert train_tokenizer(LONG, 330).json == directly_trained(LONG, 330)
+    line = "ordinary text, with numbers 1234 and_names, Größe 日本語。 " * 3 + "\n"
+    some = [line * 50, " " * 4000 + "x" * 4000 + "=" * 4000, "\n".join(word * 9 for word in line.split())]
+    alphabet, known = pre_tokenizers.ByteLevel.alphabet(), TOKENIZER.library
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer, library.decoder = known.pre_tokenizer, known.decoder
+    library.train_from_iterator(some, trainer)
+    assert train_tokenizer(some, 330).json == library.to_str()
 
 
 def test_an_unbroken_run_is_learned_from_in_parts():
