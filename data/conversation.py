@@ -23,8 +23,7 @@ Message = dict[str, Any]
 
 def messages_of(conversation: object) -> list[Message]:
     """Return the messages of a conversation: a list of them, or an object that has it as `messages`. The system's is
-    merged into the first user's. Raise ValueError, with what is wrong, if they are no
-    conversation."""
+    merged into the first user's. Raise ValueError, with what is wrong, if they are no conversation."""
     messages = conversation.get("messages") if isinstance(conversation, dict) else conversation
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("no list of messages")
@@ -35,17 +34,15 @@ def messages_of(conversation: object) -> list[Message]:
         if (problem := _problem(message)) is not None:
             raise ValueError(f"message {number} ({role}) {problem}")
     messages = [{"role": message["role"], "content": message["content"]} for message in messages]
-    if messages and messages[0]["role"] == "system":
-        system, *messages = messages
-        if messages and messages[0]["role"] == "user":
-            messages[0]["content"] = f"{system['content']}\n\n{messages[0]['content']}"
+    system = messages.pop(0)["content"] if messages and messages[0]["role"] == "system" else None
     if not messages:
         raise ValueError("no message of a user")
     for number, message in enumerate(messages):
-        expected = ("user", "assistant")[number % 2]
-        if message["role"] != expected:
+        if message["role"] != ("user", "assistant")[number % 2]:
             turn = "begins with the" if number == 0 else f"has, after the {messages[number - 1]['role']}'s, another"
             raise ValueError(f"the conversation {turn} message of {message['role']}; roles alternate from the user's")
+    if system is not None:
+        messages[0]["content"] = f"{system}\n\n{messages[0]['content']}"
     return messages
 
 

@@ -34,7 +34,10 @@ class Mixture:
     def __init__(self, stages: Sequence[Stage], length: int):
         self.stages = stages
         self.begins = [-(-stage.begins // length) for stage in stages]
-        self.proportions = [_proportions(stage.shares) for stage in stages]
+        self.proportions = []  # of each stage, integers in exactly the ratio of the shares
+        for _, shares in stages:
+            scale = lcm(*(share.denominator for share in shares))
+            self.proportions.append([int(share * scale) for share in shares])
         self.before = [(0,) * len(stages[0].shares)]  # rows of each source before each stage
         for begins, ends, proportions in zip(self.begins, self.begins[1:], self.proportions):
             counts = _counts(ends - begins, proportions)
@@ -56,12 +59,6 @@ class Mixture:
         """Return the smallest n, of at most `rows`, for which the run's first n rows contain `count` rows of a
         source."""
         return bisect_left(range(rows), count, key=lambda n: self.counts(n)[source])
-
-
-def _proportions(shares: Sequence[Fraction]) -> tuple[int, ...]:
-    """Return integers in exactly the ratio of the shares."""
-    scale = lcm(*(share.denominator for share in shares))
-    return tuple(int(share * scale) for share in shares)
 
 
 def _counts(rows: int, proportions: Sequence[int]) -> tuple[int, ...]:

@@ -79,11 +79,9 @@ def shard_type(name: str, start: bytes) -> ShardType:
     header = np.frombuffer(start[: len(start) // 4 * 4], "<i4")[:3]
     dtype = TOKEN_TYPES.get(tuple(header[:2].tolist())) if len(header) == 3 else None
     if dtype is None:
-        swapped = tuple(header[:2].byteswap().tolist()) in TOKEN_TYPES
         raise UserError(
             f"{name} is not a token shard of a known version: its header starts with {header.tolist()}, not with one "
-            f"of {[list(kind) for kind in TOKEN_TYPES]} and the count of tokens"
-            + ("; it was written in the other byte order: write it little-endian" if swapped else "")
+            f"of {[list(kind) for kind in TOKEN_TYPES]} and the count of tokens, little-endian"
         )
     return ShardType(dtype, int(header[2]))
 
@@ -252,9 +250,7 @@ class TokenStream:
     def __init__(self, shards: Sequence[Any], together: Callable = map):
         """Take `shards`: arrays, or `data.store.Shard`. `together(read, spans)` reads many spans, concurrently from a
         store, whose answers are slow."""
-        self.shards = shards
-        self.together = together
-        self.is_stored = together is not map
+        self.shards, self.together, self.is_stored = shards, together, together is not map
         self.starts = [*accumulate(map(len, shards), initial=0)]
 
     def __len__(self) -> int:
