@@ -173,18 +173,15 @@ def held_out_batches(
         for row in taken if part.chat_tokens is None else ():
             row["weights"] = row["weights"] * (token_bytes[row["targets"]] > 0)
         chosen += taken
-    zeros = np.zeros(length, np.int32)
-    filler = Row(inputs=zeros, targets=zeros, weights=zeros.astype(np.float32))
-    mine = local_rows(shape, sharding)
-    batches = []
-    for first in range(0, len(chosen), micro_batches * width):
-        indices = first + np.arange(micro_batches)[:, None] * width + mine
-        mine_of_it = [chosen[i] if i < len(chosen) else filler for i in indices.ravel().tolist()]
-        batch = stack(mine_of_it, indices.shape, document_bos)
-        batches.append(to_devices(batch, shape, sharding))
-    of_rows = np.zeros(len(batches) * micro_batches * width, np.int64)
-    of_rows[: len(chosen)] = [token_bytes[row["targets"][row["weights"] > 0]].sum() for row in chosen]
-    if not of_rows.any():
+    text_bytes = [token_bytes[row["targets"][row["weights"] > 0]].sum() for row in chosen]
+    if not any(text_bytes):
         few = f"no text counts in the {len(chosen)} held-out rows of {length} tokens"
         raise UserError(f"{few}; give more text, or a larger --batch.sequence_length")
-    return batches, of_rows.reshape(-1, width).sum(axis=1)
+    zeros, missing = np.zeros(length, np.int32), -len(chosen) % (micro_batches * width)
+    chosen += [Row(inputs=zeros, targets=zeros, weights=zeros.astype(np.float32))] * missing
+    mine, batches = local_rows(shape, sharding), []
+    for first in range(0, len(chosen), micro_batches * width):
+        indices = first + np.arange(micro_batches)[:, None] * width + mine
+        batch = stack([chosen[i] for i in indices.ravel().tolist()], indices.shape, document_bos)
+        batches.append(to_devices(batch, shape, sharding))
+    return batches, np.array([*text_bytes, *[0] * missing], np.int64).reshape(-1, width).sum(axis=1)

@@ -1,54 +1,39 @@
-"""Test that a conversation has nanochat's tokens and mask."""
+"""Test that a conversation has nanochat's tokens and mask, and fits in one row."""
 
 import json
 import os
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from configs.schema import DataConfig, UserError
 from data.conversation import document_of, learned, messages_of, render, texts_of
+from data.dataset import Text, open_text
+from data.loader import StepBatches
+from data.prepare.preparation import Preparation, prepare
 from data.tokenizer import BOS, CHAT_TOKENS, train_tokenizer
 from tests.data import nanochat_conversations
+from tests.data.preparations import read_shard
 
-USER, END_USER, ANSWER, END, PYTHON, END_PYTHON, OUTPUT, END_OUTPUT = CHAT_TOKENS
+USER, END_USER, ANSWER, END, *_ = CHAT_TOKENS
 TOKENIZER = train_tokenizer(["some words, and others"], 266)
 SPECIAL = TOKENIZER.special_tokens
+LENGTH = 96  # of rows
 
 
 def message(role: str, content) -> dict:
     return {"role": role, "content": content}
 
 
-def spelled(messages: list, ask: bool = False) -> list[tuple[str, bool]]:
-    """Return each special token and each character of the texts, with its mask."""
-    tokens = render(TOKENIZER, messages_of(messages), ask)
-    names = {i: name for name, i in SPECIAL.items()}
-    return [
-        (names.get(t) or TOKENIZER.decode([t]), bool(m)) for t, m in zip(tokens, learned(np.array(tokens), SPECIAL))
-    ]
-
-
 def test_an_answer_and_its_end_are_learned_and_nothing_else():
-    expected = [(BOS, False), (USER, False), ("x", False), (END_USER, False), (ANSWER, False), ("y", True), (END, True)]
-    assert spelled([message("user", "x"), message("assistant", "y")]) == expected
-    assert spelled([message("user", "x")]) == expected[:4]
-    assert spelled([message("user", "x")], ask=True) == expected[:5]
-
-
-def test_a_call_is_learned_and_its_output_is_not():
-    parts = [("text", "a"), ("python", "1"), ("python_output", "2"), ("text", "b")]
-    answer = message("assistant", [{"type": kind, "text": text} for kind, text in parts])
-    got = spelled([message("system", "s"), message("user", "x"), answer, message("user", "z")])
-    assert "".join(text for text, _ in got[1:7]) == USER + "s\n\nx" + END_USER
-    called = [(PYTHON, True), ("1", True), (END_PYTHON, True), (OUTPUT, False), ("2", False), (END_OUTPUT, False)]
-    expected = [(ANSWER, False), ("a", True), *called, ("b", True), (END, True)]
-    assert got[7:] == [*expected, (USER, False), ("z", False), (END_USER, False)]
-
-
-def test_special_tokens_inside_a_text_stay_letters():
-    tokens = render(TOKENIZER, [message("user", END_USER + ANSWER)])
-    assert [t for t in tokens if t in SPECIAL.values()] == [SPECIAL[BOS], SPECIAL[USER], SPECIAL[END_USER]]
-    assert TOKENIZER.decode(tokens) == END_USER + ANSWER
+    x, y = TOKENIZER.encode(["x", "y"])
+    asked, answer = [SPECIAL[BOS], SPECIAL[USER], *x, SPECIAL[END_USER], SPECIAL[ANSWER]], [*y, SPECIAL[END]]
+    tokens = render(TOKENIZER, messages_of([message("user", "x"), message("assistant", "y")]))
+    assert tokens == asked + answer and learned(np.array(tokens), SPECIAL).tolist() == [False] * 5 + [True] * 2
+    assert render(TOKENIZER, messages_of([message("user", "x")])) == asked[:4]
+    assert render(TOKENIZER, messages_of([message("user", "x")]), ask=True) == asked
 
 
 U, A = message("user", "x"), message("assistant", "y")
@@ -122,3 +107,66 @@ def test_a_document_is_one_spelling_of_a_conversation_with_an_answer():
     assert texts_of(document_of(messages)) == ["s\n\nx", "é\n"]
     with pytest.raises(ValueError, match="no message of an assistant"):
         document_of([U])
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    some = [one for one in nanochat_conversations.conversations(3, 120) if len(messages_of(one)) > 1]
+    (folder / "a.jsonl").write_text("\n".join(map(json.dumps, some)))
+    given = {"vocab_size": 290, "val_fraction": 0.2, "conversations": True}
+    prepare(Preparation(source=f"{folder}/a.jsonl", **given), folder / "made")
+    return folder / "made"
+
+
+def opened(source: object, cache: Path, length: int = LENGTH, **options) -> Text:
+    return open_text(DataConfig(str(source), packing="whole", **options), 290, length, 1, cache)
+
+
+def documents(chat: Path) -> list[tuple[int, ...]]:
+    tokens, starts = read_shard(chat / "train_000000.bin"), np.load(chat / "train_000000.starts.npy")
+    return [tuple(one.tolist()) for one in np.split(tokens, starts[1:])]
+
+
+@pytest.mark.parametrize("too_long", ["cut", "drop"])
+def test_conversations_share_rows_and_count_what_an_assistant_writes(chat, tmp_path, too_long):
+    text, every, counts = opened(chat, tmp_path, too_long=too_long), documents(chat), Counter()
+    longer = [document for document in every if len(document) > LENGTH]
+    for row in (text.train[0][i] for i in range(len(text.train[0]))):
+        starts = np.flatnonzero(row["inputs"] == text.tokenizer.bos)
+        for start, stop in zip(starts, [*starts[1:], LENGTH]):
+            piece, weights = tuple(row["inputs"][start:stop].tolist()), row["weights"][start:stop]
+            if len(piece) == 1:  # padding
+                assert not weights.any()
+                continue
+            (document,) = {one for one in every if one == piece} or {one for one in longer if one[:LENGTH] == piece}
+            expected = learned(np.array([*document, text.tokenizer.bos]), text.tokenizer.special_tokens)
+            assert weights.tolist() == expected[1 : len(piece) + 1].tolist()
+            counts[document] += 1
+    assert 5 < len(longer) < len(every) - 5
+    assert counts == Counter(every) - (Counter(longer) if too_long == "drop" else Counter())
+    what = "cut at their row's end" if too_long == "cut" else "left out"
+    assert f"more than 96 tokens are {what}" in text.too_long
+    assert f"made {len(longer)} of {len(every)} to train on and " in text.too_long
+    assert len(list(chat.glob(f"plans/*-whole-{too_long}-{LENGTH}-*"))) == 2
+
+
+def test_options_that_cut_or_exclude_all_conversations_are_refused(chat, tmp_path):
+    for packing in ("stream", "best_fit"):
+        with pytest.raises(UserError, match=f"packing={packing} would cut in two; give --data.packing=whole"):
+            open_text(DataConfig(str(chat), packing=packing), 290, LENGTH, 1, tmp_path)
+    with pytest.raises(UserError, match=r"gives 0 rows of 4 tokens .*; documents of more than 4 tokens are left out"):
+        opened(chat, tmp_path, 4, too_long="drop")
+
+
+def test_a_mixture_with_text_has_the_weights_of_each(chat, tmp_path):
+    for i in range(30):
+        (tmp_path / f"{i}.txt").write_text(f"some words of {i} and more " * (i + 1))
+    prepare(Preparation(source=f"{tmp_path}/*.txt", tokenizer=f"{chat}/tokenizer"), tmp_path / "text")
+    text = opened(f"0.5:{chat},0.5:{tmp_path}/text", tmp_path, mask_documents=True)
+    batches = StepBatches(text.train, text.mixture, 0, (1, 8, LENGTH), np.arange(8), text.document_bos)
+    batch, parts = batches[0], [part for part, _ in batches.row_numbers(0)]
+    assert Counter(parts) == {0: 4, 1: 4}
+    for part, inputs, weights in zip(parts, batch["inputs"][0], batch["weights"][0]):
+        assert (weights.sum() < 0.9 * (inputs > 0).sum()) if part == 0 else (weights[inputs > 0] == 1).all()
+    assert "made " in text.too_long and "; text " in text.too_long and batch["segment_ids"].max() > 1
