@@ -20,6 +20,7 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import fsspec
 import numpy as np
@@ -178,9 +179,8 @@ class Store:
             raise UserError(f"{self.url} cannot be copied to {folder}: {error}; the same command continues") from error
 
     def _copy(self, names: list[str], folder: Path) -> None:
-        for name in names:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / f"{name}.partial").unlink(missing_ok=True)
+        for partial in folder.rglob("*.partial"):
+            partial.unlink()
         needed, free = sum(self.facts[name]["size"] for name in names), shutil.disk_usage(folder).free
         if needed > free:
             raise UserError(
@@ -193,9 +193,11 @@ class Store:
 
     def _copy_file(self, name: str, folder: Path) -> int:
         """Copy one file, and check it if its sidecar is in the folder. Return its size."""
-        size, partial, blocks = self.facts[name]["size"], folder / f"{name}.partial", read_blocks(folder / name)
+        size, blocks = self.facts[name]["size"], read_blocks(folder / name)
         if blocks is not None:
             blocks.type_of(f"{self.url}/{name}", size)
+        partial = folder / f"{name}.{uuid4().hex}.partial"  # a thread of an interrupted copy may still write its own
+        partial.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
             for first in range(0, -(-size // BLOCK_BYTES), CHUNK_BLOCKS):
                 last = first + CHUNK_BLOCKS

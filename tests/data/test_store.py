@@ -78,9 +78,8 @@ def test_batches_equal_the_disk_s_and_a_start_reads_no_shard(bucket, made, tmp_p
     assert remote.fingerprint == on_disk.fingerprint
     assert packing == "best_fit" or not reads_of_shards(bucket)  # best fit's plan asks for the first token
     half = range(ROWS // 2)
-    assert digest(remote, local=half) == digest(on_disk, local=half)
-    # A stream's row is in one or two blocks, and failed reads were repeated: fewer reads than one per row.
-    assert 0 < len(reads_of_shards(bucket)) < 3 * ROWS
+    assert digest(remote, 1, half) == digest(on_disk, 1, half)
+    assert 0 < len(reads_of_shards(bucket)) < 2 * ROWS  # a document is in one or two blocks; failed reads are repeated
     assert digest(remote) == digest(on_disk)
     again = opened(URL, tmp_path / "cache", packing=packing)
     before = len(reads_of_shards(bucket))
@@ -196,7 +195,7 @@ def test_a_copy_resumes_and_is_read_like_any_folder(bucket, expected, tmp_path, 
     copy, written = lambda: opened(URL, tmp_path / "cache", copy="all"), Path.rename
 
     def killed(self, target):
-        if self.name == "train_000001.bin.partial":
+        if self.name.startswith("train_000001.bin."):
             raise KeyboardInterrupt
         return written(self, target)
 
