@@ -2,7 +2,7 @@
 
 A coordinate check (arXiv:2203.03466, D.1) of configs/nanochat.py's network and optimizer, with its rates for steps of
 2^19 tokens. Each size of network takes its first ten steps, of 1,024 tokens of the standard library. The program prints
-a JSON line for each, then a table of exponents, and draws docs/coordinates.png. A size is a root mean square (RMS).
+a JSON line for each, then a table of exponents. A size is a root mean square (RMS).
 """
 
 import json
@@ -10,7 +10,6 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -22,7 +21,7 @@ from msgspec import Meta
 from bench.exactness import text_of
 from configs.command_line import parse_arguments
 from configs.nanochat import get_config
-from configs.schema import Config, FilePath, Positive, UserError, with_options
+from configs.schema import Config, Positive, with_options
 from configs.validation import resolved
 from data.loader import StepBatches, to_devices
 from hosts.runtime import run_command
@@ -34,28 +33,17 @@ STEPS = 10
 HEAD_DIM = 64
 WIDTH, DEPTH = 128, 2  # of the networks whose other size varies
 INITIAL, CHANGE, NORM = "initial size", "change", "norm of the change"
-OUTPUTS = ("embed", "blocks", "blocks.attention.value", "blocks.attention.value_embedding", "blocks.mlp.up", "lm_head")
-MATRICES = [f"blocks.attention.{name}" for name in ("query", "key", "value", "out", "value_gate")]
-MATRICES += ["blocks.mlp.up", "blocks.mlp.down", "lm_head"]
-PANELS = {
-    INITIAL: (OUTPUTS, ""),
-    CHANGE: ((*OUTPUTS, "blocks.attention.out", "blocks.mlp.down"), ""),
-    NORM: ([f"{name}.kernel" for name in MATRICES], ".mlp.down.kernel"),
-}
-"""The kinds that the picture shows of each quantity, and the part of which it shows every block."""
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The sizes of the networks, and the picture."""
+    """The sizes of the networks."""
 
     widths: tuple[Annotated[int, Meta(gt=0, multiple_of=HEAD_DIM)], ...] = (64, 128, 256, 512, 1024)
     """Widths of the networks of depth 2: multiples of 64, the channels of a head."""
     depths: tuple[Positive[int], ...] = (2, 4, 8, 16, 24)
     """Depths of the networks of width 128."""
-    picture: FilePath = "docs/coordinates.png"
-    """The picture's file."""
 
 
 def sized(width: int, depth: int, **values: object) -> Config:
@@ -152,44 +140,14 @@ def table(series: dict[str, list[Line]]) -> str:
     return "\n".join(rows)
 
 
-def draw(series: dict[str, list[Line]], path: Path) -> None:
-    """Draw each quantity against width and depth, and of each depth by block."""
-    from matplotlib.figure import Figure  # a second to import
-
-    figure = Figure(figsize=(20, 12), layout="constrained")
-    panels = figure.subplots(3, 3, sharey="col")
-    for row, (along, lines) in zip(panels, series.items()):
-        for axes, (quantity, (kinds, _)) in zip(row, PANELS.items()):
-            for kind in kinds:
-                values = [by_kind(line)[quantity, kind] for line in lines]
-                axes.plot([line[along] for line in lines], values, "o-", label=kind)
-            axes.set_xscale("log", base=2)
-            axes.set(xlabel=along, title=quantity)
-    for axes, (quantity, (_, part)) in zip(panels[2], PANELS.items()):
-        for line in series["depth"]:
-            values = [line["sizes"][f"blocks.{i}{part}"][quantity] for i in range(line["depth"])]
-            axes.plot(values, ".-", label=f"depth {line['depth']}")
-        axes.set(xlabel="block", title=f"{quantity}: blocks{part}")
-    for axes in panels.flat:
-        axes.set_yscale("log")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small", bbox_to_anchor=(1, 1), loc="upper left")
-    figure.savefig(path, dpi=70)
-
-
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
-    picture = Path(arguments.picture)
-    if not picture.parent.is_dir():
-        raise UserError(f"--picture={picture}: there is no folder {picture.parent}; make it, or give another one")
     sizes = {"width": [(w, DEPTH) for w in arguments.widths], "depth": [(WIDTH, d) for d in arguments.depths]}
     lines = {}
     for size in dict.fromkeys([*sizes["width"], *sizes["depth"]]):
         lines[size] = measure(sized(*size))
         print(json.dumps(lines[size]), flush=True)
-    series = {along: [lines[size] for size in of_series] for along, of_series in sizes.items()}
-    print(table(series))
-    draw(series, picture)
+    print(table({along: [lines[size] for size in of_series] for along, of_series in sizes.items()}))
     return 0
 
 

@@ -10,6 +10,8 @@ follow its scripts/base_train.py at its default arguments.
 
 import json
 import math
+import os
+import sys
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,11 +22,10 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from bench.nanochat_names import new_network
 from configs.command_line import parse
 from configs.messages import LOGGER
 from configs.nanochat import REFERENCE_BATCH, REFERENCE_DEPTH, network_of_depth
-from configs.schema import Config, FilePath, Positive, UserError, with_options
+from configs.schema import Config, FilePath, ModelConfig, Positive, UserError, with_options
 from configs.validation import require_steps
 from data.loader import train_batches
 from evaluation.bits_per_byte import evaluate
@@ -114,6 +115,23 @@ def summed(network: Any, batch: dict[str, Any], device: str) -> tuple[list[float
             sums.append((losses * weights.flatten()).sum().item())
             counts.append(weights.sum().item())
     return sums, counts
+
+
+def new_network(model: ModelConfig, length: int, dtype: str = "float32", compiled: bool = False) -> Any:
+    """Return nanochat's network (torch) of these sizes, for rows of `length` tokens, freshly initialized. `compiled`:
+    its optimizer's steps may be compiled. Only the first call in a process chooses that and `dtype`. UserError if
+    NANOCHAT_DIR names no checkout."""
+    if "NANOCHAT_DIR" not in os.environ:
+        raise UserError("NANOCHAT_DIR names no checkout of nanochat")
+    os.environ |= {"NANOCHAT_DTYPE": dtype, "TORCHDYNAMO_DISABLE": str(int(not compiled))}
+    sys.path.append(os.environ["NANOCHAT_DIR"])
+    from nanochat.gpt import GPT, GPTConfig  # pyright: ignore[reportMissingImports]
+
+    sizes = {"n_layer": model.depth, "n_head": model.heads, "n_kv_head": model.kv_heads, "n_embd": model.width}
+    sizes |= {"vocab_size": model.vocab_size, "sequence_len": length, "window_pattern": model.window_pattern}
+    network = GPT(GPTConfig(**sizes))
+    network.init_weights()
+    return network
 
 
 class Trainer:

@@ -13,12 +13,11 @@ from unittest import mock
 import jax
 import numpy as np
 
-from bench.nanochat_names import their_name
 from configs.schema import ModelConfig
 from data.tokenizer import TextTokenizer
 from evaluation.core import Task
 from interchange.transformers import turned
-from tests.nanochat_checkout import import_nanochat
+from tests.nanochat_checkout import import_nanochat, their_name
 from training.optimizer import path_name
 
 RESULTS = Path(__file__).with_name("nanochat_core.json")

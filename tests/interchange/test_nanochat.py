@@ -14,13 +14,12 @@ torch = pytest.importorskip("torch")
 NANOCHAT = os.environ.get("NANOCHAT_DIR")
 pytestmark = pytest.mark.skipif(not NANOCHAT, reason="NANOCHAT_DIR names no checkout of nanochat")
 
-from bench.nanochat_names import their_name
 from configs.schema import MeshConfig, ModelConfig, MuonConfig, ScheduleConfig
 from interchange.transformers import turned
 from model.gpt import GPT
 from model.loss import loss_sums, softcap
 from tests.helpers import perturbed
-from tests.nanochat_checkout import import_nanochat
+from tests.nanochat_checkout import import_nanochat, their_name
 from training.layout import place
 from training.mesh import make_mesh
 from training.muon import muon

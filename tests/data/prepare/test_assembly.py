@@ -1,20 +1,25 @@
 """Test that a dataset does not depend on the order of its tasks or on interruptions."""
 
 import json
+import os
 import pickle
 import random
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import data.prepare.parts
 import data.prepare.shard_layout
-from bench.data import simulate_part, simulated_tasks
 from configs.schema import UserError
+from data.prepare.corpus import Corpus
 from data.prepare.engines import Ended, Engine
+from data.prepare.parts import Recipe, Task, make_tasks, write_part
 from data.prepare.preparation import Preparation, Where, prepare
 from data.prepare.shard_layout import layouts_of
+from data.prepare.source_files import SourceFile
 from data.tokenizer import train_tokenizer
 from tests.data.preparations import digests
 
@@ -79,6 +84,16 @@ def test_the_source_s_first_failure_is_reported_in_any_order(source, tmp_path, m
             make(monkeypatch, Preparation(**vars(source) | {"on_error": "stop"}), tmp_path / str(seed), seed)
 
 
+def simulate_part(recipe: Recipe, task: Task, documents: int) -> None:
+    """Write a part from lengths like web text's. One document in 100 is a duplicate, and tokens are holes."""
+    dice = np.random.default_rng(task.number)
+    lengths = dice.lognormal(np.log(400), 1.0, documents).astype(np.int64) + 1
+    hashes = dice.integers(0, 2**64, (documents, 2), np.uint64)
+    hashes[1::100] = hashes[:-1:100]
+    write_part(task, Counter(), np.append(0, np.cumsum(lengths)), 4 * lengths, hashes[:, 0] < 2**58, hashes, None)
+    os.truncate(task.out, task.out.stat().st_size + int(lengths.sum()) * recipe.dtype.itemsize)
+
+
 def test_a_simulated_terabyte_takes_two_bytes_a_document_and_a_task_is_sent_its_own_files(tmp_path, monkeypatch):
     monkeypatch.setattr(data.prepare.shard_layout, "COMPARED", 2**11)
     monkeypatch.setattr(data.prepare.parts, "TASK_BYTES", (10**11, 10**11))
@@ -86,7 +101,9 @@ def test_a_simulated_terabyte_takes_two_bytes_a_document_and_a_task_is_sent_its_
     for documents in (30_000, 90_000):
         folder = tmp_path / str(documents)
         (folder / "parts").mkdir(parents=True)
-        recipe, tasks = simulated_tasks(10_000, folder)
+        recipe = Recipe(folder, "", 50_000, 0.05, None, deduplicate=True, seed=0, shard_tokens=100_000_000)
+        files = [SourceFile(f"{i:06d}.jsonl", f"/text/{i:06d}.jsonl", 10**8) for i in range(10_000)]
+        tasks = make_tasks(recipe, Corpus("/text", files, ""), files)
         for task in tasks:
             simulate_part(recipe, task, documents // len(tasks))
         tracemalloc.start()
