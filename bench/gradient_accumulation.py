@@ -7,6 +7,7 @@ A network of 1.8 M parameters (depth 4, width 128, vocabulary 4096) learns rows 
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -68,6 +69,27 @@ class Arguments:
     """Optimizer steps of each training run."""
 
 
+def mean_loss(graphdef: Any, params: dict, rows: dict) -> Float[Array, ""]:
+    """Return the nats a valid token over all rows [B, T], as every other trainer computes it."""
+    objective, (_, tokens) = loss_sums(nnx.merge(graphdef, params), **rows)
+    return objective / tokens
+
+
+def plain_update(graphdef: Any, transform: Any) -> Callable[[Any, Any, dict], tuple]:
+    """Return a jitted update of parameters and optax state by the mean loss of rows. It also returns the share of the
+    parameters whose update was not zero but changed nothing."""
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def update(params: Any, state: Any, rows: dict) -> tuple[Any, Any, Any]:
+        gradients = jax.grad(partial(mean_loss, graphdef))(params, rows)
+        updates, state = transform.update(gradients, state, params)
+        moved = optax.apply_updates(params, updates)
+        lost = jax.tree.map(lambda new, old, u: jnp.sum((new == old) & (u != 0)), moved, params, updates)
+        return moved, state, sum(jax.tree.leaves(lost)) / sum(p.size for p in jax.tree.leaves(params))
+
+    return update
+
+
 class Experiment:
     """The network, its batches and its held-out rows, equal for every way of accumulating."""
 
@@ -82,13 +104,9 @@ class Experiment:
         rows = [val[i * len(val) // 128] for i in range(128)]
         self.held_out = {name: jnp.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def mean_loss(self, params: dict, rows: dict) -> Float[Array, ""]:
-        """Return the nats a valid token over all rows [B, T], as every other trainer computes it."""
-        objective, (_, tokens) = loss_sums(nnx.merge(self.graphdef, params), **rows)
-        return objective / tokens
-
     def held_out_loss(self, params: dict) -> float:
-        return float(jax.jit(self.mean_loss)(jax.tree.map(lambda p: p.astype(DTYPE), params), self.held_out))
+        params = jax.tree.map(lambda p: p.astype(DTYPE), params)
+        return float(jax.jit(partial(mean_loss, self.graphdef))(params, self.held_out))
 
     def ours(self) -> dict:
         """Train through this project's step. Return the parameters."""
@@ -100,25 +118,12 @@ class Experiment:
 
     def plain(self, params_type: str, moments: str, accumulator: str, micro_batches: int = 4) -> tuple[dict, float]:
         """Train as in the issue: parameters of one type, optax's AdamW for each group, one mean loss per call, and
-        optax.MultiSteps over several micro-batches.
-
-        Return the parameters, and the share of them whose last update was not zero but changed nothing.
-        """
+        optax.MultiSteps over several micro-batches. Return the parameters, and the share that the last update lost."""
         params = jax.tree.map(lambda p: p.astype(params_type), self.built.create_state().params)
         transform = plain_adamw(self.config, moments)
         if micro_batches > 1:
             transform = optax.MultiSteps(transform, micro_batches, accumulator_dtype=jnp.dtype(accumulator))
-        state = transform.init(params)
-
-        @partial(jax.jit, donate_argnums=(0, 1))
-        def update(params: Any, state: Any, rows: dict) -> tuple[Any, Any, Any]:
-            gradients = jax.grad(self.mean_loss)(params, rows)
-            updates, state = transform.update(gradients, state, params)
-            moved = optax.apply_updates(params, updates)
-            lost = jax.tree.map(lambda new, old, u: jnp.sum((new == old) & (u != 0)), moved, params, updates)
-            return moved, state, sum(jax.tree.leaves(lost)) / sum(p.size for p in jax.tree.leaves(params))
-
-        lost = 0.0
+        state, update, lost = transform.init(params), plain_update(self.graphdef, transform), 0.0
         for i in range(self.config.steps):
             batch = self.batches[i]
             parts = {name: array.reshape(micro_batches, -1, array.shape[-1]) for name, array in batch.items()}
@@ -186,23 +191,13 @@ def notebook(schedule: str) -> float:
     params = jax.tree.map(lambda p: p + 0.05 * generator.standard_normal(p.shape, np.float32), state.params)
     state = state._replace(params=jax.tree.map(jnp.array, params))
     theirs = optax.MultiSteps(plain_adamw(config), 3)
-    their_state = theirs.init(params)
-
-    @jax.jit
-    def update(params: dict, state: Any, rows: dict) -> tuple:
-        def mean(params: dict) -> Array:
-            objective, (_, tokens) = loss_sums(nnx.merge(graphdef, params), **rows)
-            return objective / tokens
-
-        updates, state = theirs.update(jax.grad(mean)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
+    their_state, update = theirs.init(params), plain_update(graphdef, theirs)
     for _ in range(2):
         tokens = generator.integers(0, config.model.vocab_size, (2, 3, 3, 16), np.int32)
         batch: Any = {"inputs": tokens[0], "targets": tokens[1], "weights": np.ones((3, 3, 16), np.float32)}
         state, _ = built.train_step(state, batch)
         for k in range(3):
-            params, their_state = update(params, their_state, {name: array[k] for name, array in batch.items()})
+            params, their_state, _ = update(params, their_state, {name: array[k] for name, array in batch.items()})
     difference = optax.tree.norm(jax.tree.map(jnp.subtract, state.params, params))
     return float(difference / optax.tree.norm(params))
 

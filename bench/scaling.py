@@ -3,7 +3,7 @@
 Each depth of configs/nanochat.py's dial trains on each number of tokens a parameter, in steps of several sizes. The
 program fits L = E + A / N^a + B / D^b to the loss at the best size of step, for N parameters and D tokens. It prints
 the number of tokens a parameter and the exponent of the best size of step that the runs support, next to the dial's. It
-writes scaling.json and scaling.png. The same command continues. docs/scaling.md explains the figures.
+writes scaling.json. The same command continues. docs/scaling.md explains the figures.
 """
 
 import math
@@ -58,7 +58,7 @@ class Arguments:
     at_once: Positive[int] = 1
     """Runs side by side."""
     out: FilePath = "runs/scaling"
-    """A folder for the runs, scaling.json and scaling.png."""
+    """A folder for the runs and scaling.json."""
 
 
 class Cell(NamedTuple):
@@ -188,37 +188,6 @@ def in_words(made: dict[str, Any]) -> str:
     return "\n".join([*lines, f"the longest run reads the text {made['epochs']:.1f} times{repeated}"])
 
 
-def draw(made: dict[str, Any], path: Path) -> None:
-    """Draw the lowest loss by tokens with the law, the loss by the step, and the best step by tokens."""
-    from matplotlib.figure import Figure  # a second to import
-
-    figure = Figure(figsize=(16, 4.5), layout="constrained")
-    by_tokens, by_step, best = figure.subplots(1, 3)
-    law, cells = Law(*(made["law"][name]["value"] for name in Law._fields)), made["cells"]
-    ends = np.array([min(row["tokens"] for row in cells), max(row["tokens"] for row in cells)])
-    tokens = np.geomspace(*ends)
-    for i, depth in enumerate(sorted({row["depth"] for row in cells})):
-        for row in (row for row in cells if row["depth"] == depth):
-            seeds, n = len(row["best"]), row["parameters"] / made["law"]["N0"]
-            by_tokens.plot([row["tokens"]] * seeds, row["lowest"], "o", color=f"C{i}")
-            means = [np.mean(values) for values in row["bits"].values()]
-            by_step.plot([int(batch) for batch in row["bits"]], means, ".-", color=f"C{i}")
-            best.plot([row["tokens"]] * seeds, np.exp2(row["best"]), "o", color=f"C{i}")
-        by_tokens.plot(tokens, law.loss(n, tokens / made["law"]["D0"]), color=f"C{i}", label=f"depth {depth}")
-    if fit := made["batch"]:
-        best.plot(ends, 2 ** fit["intercept"] * ends ** fit["value"], "k", label=f"tokens^{fit['value']:.2f}")
-    best.plot(*zip(*sorted((row["tokens"], row["dial"]) for row in cells)), "k:", label=f"tokens^{BATCH_EXPONENT}")
-    by_tokens.set(xlabel="tokens", ylabel="bits per byte")
-    by_step.set(xlabel="tokens of a step", ylabel="bits per byte")
-    best.set(xlabel="tokens", ylabel="best tokens of a step", yscale="log")
-    for panel in (by_tokens, by_step, best):
-        panel.set_xscale("log")
-        panel.grid(alpha=0.3)
-    by_tokens.legend()
-    best.legend()
-    figure.savefig(path, dpi=80)
-
-
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     out, cells = Path(arguments.out), cells_of(arguments)
@@ -230,8 +199,7 @@ def main() -> int:
     made["epochs"] = max(max(line["epochs"].values()) for line in lines if "epochs" in line)
     print(in_words(made))
     write_results(out / "scaling.json", made)
-    draw(made, out / "scaling.png")
-    print(f"in {out}: scaling.json, scaling.png")
+    print(f"in {out}: scaling.json")
     return Exit.COMPLETE
 
 

@@ -2,7 +2,7 @@
 
 Networks of several widths, and of several depths, train on equal tokens with all rates times each factor. The program
 prints bits per byte by factor, each size's best factor, and the exponent of the best factor over width and depth. It
-writes transfer.json and transfer.png. The same command continues. docs/scaling.md explains the figures.
+writes transfer.json. The same command continues. docs/scaling.md explains the figures.
 """
 
 import math
@@ -21,7 +21,6 @@ from configs.command_line import exit_code_of, parse_arguments
 from configs.exit_codes import Exit
 from configs.schema import Config, FilePath, Positive, UserError, options
 
-ALONG = ("width", "depth")
 Size = tuple[int, int]
 
 
@@ -44,7 +43,7 @@ class Arguments:
     at_once: Positive[int] = 1
     """Runs side by side."""
     out: FilePath = "runs/transfer"
-    """A folder for the runs, transfer.json and transfer.png."""
+    """A folder for the runs and transfer.json."""
 
 
 def words(base: Config, size: Size, factor: float, groups: Sequence[str]) -> str:
@@ -96,24 +95,6 @@ def row(of: dict[str, Any]) -> str:
     return "| " + " | ".join([f"{of['width']} x {of['depth']}", *cells, best]) + " |"
 
 
-def draw(series: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """Draw bits per byte by factor, a curve for each size, with a mark at its best factor."""
-    from matplotlib.figure import Figure  # a second to import
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    for panel, (along, results) in zip(figure.subplots(1, 2, sharey=True), series.items()):
-        for i, of in enumerate(results):
-            factors, means = [float(factor) for factor in of["bits"]], [np.mean(v) for v in of["bits"].values()]
-            (line,) = panel.plot(factors, means, "o-", color=f"C{i}", label=f"{along} {of[along]}")
-            if not math.isnan(of["mean"]):
-                panel.axvline(2 ** of["mean"], color=line.get_color(), linestyle=":")
-        panel.set_xscale("log", base=2)
-        panel.set(xlabel="factor of the rates", ylabel="bits per byte")
-        panel.grid(alpha=0.3)
-        panel.legend()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> int:
     arguments = parse_arguments(__doc__, Arguments)
     out, factors = Path(arguments.out), sorted(set(arguments.factors))
@@ -127,18 +108,17 @@ def main() -> int:
     recipes = [recipe_of(f"{arguments.recipe} {more}", out) for more in options_of_all]
     bits = bits_of(recipes, arguments.seeds, arguments.at_once).reshape(len(sizes), len(factors), arguments.seeds)
     by_size = dict(zip(sizes, analysed(sizes, factors, bits)))
-    series = {name: [by_size[size] for size in of_series] for name, of_series in along.items()}
     print(f"| width x depth | {' | '.join(f'x{factor:g}' for factor in factors)} | best |")
     print("\n".join(map(row, by_size.values())))
     fits = {}
-    for name, results in series.items():
+    for name, of_series in along.items():
+        results = [by_size[size] for size in of_series]
         points = [(math.log2(of[name]), best) for of in results for best in of["best"]]
         fits[name] = slope(*zip(*points))
         print(in_words(name, fits[name], results))
     made = {"recipe": arguments.recipe, "groups": arguments.groups, "sizes": list(by_size.values()), "exponents": fits}
     write_results(out / "transfer.json", made)
-    draw(series, out / "transfer.png")
-    print(f"in {out}: transfer.json, transfer.png")
+    print(f"in {out}: transfer.json")
     return Exit.COMPLETE
 
 
