@@ -61,17 +61,11 @@ def test_the_newest_python_that_runs_is_taken(setup):
     assert setup({}) == (0, "", [])  # nothing is left to do
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (stub("3.10", "no"), "python3.9: it is 3.10"),
-        (SHIM, "python3.9: pyenv: python3.9: command not found"),
-    ],
-)
-def test_an_unsuitable_python_is_named_with_the_reason(setup, tmp_path, text, message):
-    code, errors, log = setup({"python3.9": text, "python3.12": stub("3.12")}, "PYTHON=python3.9")
+def test_an_unsuitable_python_is_named_with_the_reason(setup, tmp_path):
+    code, errors, log = setup({"python3.9": SHIM, "python3.12": stub("3.12")}, "PYTHON=python3.9")
     assert code == 2 and log == [] and not (tmp_path / ".venv").exists()
-    assert f"error: no Python 3.11 or later runs here ({message}); make setup PYTHON=... names one" in errors
+    reason = "python3.9: pyenv: python3.9: command not found"
+    assert f"error: no Python 3.11 or later runs here ({reason}); make setup PYTHON=... names one" in errors
 
 
 def test_an_environment_of_an_old_or_other_python_is_recreated(setup, tmp_path):
@@ -88,13 +82,10 @@ def test_an_environment_of_an_old_or_other_python_is_recreated(setup, tmp_path):
     ("gpu", "words", "stamp", "message"),
     [
         ("580.65.06, 7.5", (), "dev-cuda", ""),
-        ("590.44.01, 12.0\n590.44.01, 12.0", ("EXTRA=cuda,gcs",), "dev-cuda-gcs", ""),
         ("580.65.06, 7.0", (), "dev-cuda12", ""),  # a V100
-        ("535.183.01, 8.0", (), "dev-cuda12", ""),
         ("535.183.01, 8.0", ("EXTRA=",), "dev", ""),
         ("535.183.01, 8.0", ("EXTRA=gcs,cuda",), None, "take EXTRA=cuda12 here"),
         ("470.256.02, 8.0", (), "dev", "no GPU with driver 525 or later: this set-up is for the CPU"),
-        ("NVIDIA-SMI has failed because it ...", (), "dev", "this set-up is for the CPU"),
     ],
 )
 def test_the_driver_and_the_gpu_choose_the_cuda(setup, tmp_path, gpu, words, stamp, message):
@@ -104,11 +95,10 @@ def test_the_driver_and_the_gpu_choose_the_cuda(setup, tmp_path, gpu, words, sta
     assert [path.name for path in tmp_path.glob(".venv/installed-*")] == [f"installed-{stamp}"] * (stamp is not None)
 
 
-@pytest.mark.parametrize(("there", "words"), [("dev-cuda12", "EXTRA=cuda"), ("dev-cuda-gcs", "EXTRA=gcs,cuda12")])
-def test_an_environment_gets_no_second_cuda(setup, tmp_path, there, words):
+def test_an_environment_gets_no_second_cuda(setup, tmp_path):
     (tmp_path / ".venv").mkdir()
-    (tmp_path / ".venv" / f"installed-{there}").touch()
-    code, errors, _ = setup({"python3.12": stub("3.12")}, words)
+    (tmp_path / ".venv" / "installed-dev-cuda-gcs").touch()
+    code, errors, _ = setup({"python3.12": stub("3.12")}, "EXTRA=gcs,cuda12")
     assert code == 2 and ".venv has another CUDA" in errors and "rm -r .venv" in errors
 
 

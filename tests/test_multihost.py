@@ -1,17 +1,14 @@
 """Compare a run on one device, on a mesh of eight, and on two processes of two."""
 
 import json
-import shutil
 import signal
 import subprocess
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from run.lines import read_metrics
-from tests.evaluation.core_bundle import make_bundle
 from tests.evaluation.harness_tasks import make_tasks
 from tests.fake_gcs import FakeGCS
 from tests.hosts.processes import finish
@@ -51,23 +48,6 @@ def assert_same(run_dir: Path, other: Path, steps=20) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_benchmarks_of_one(folder, one_device, monkeypatch):  # noqa: F811
-    make_bundle(folder / "bundle")
-    shutil.copytree(one_device, folder / "of-two")
-    command = ("evaluate.py", "--tasks=core", "--bundle=bundle", "--items=16")
-    monkeypatch.chdir(folder)
-    assert run("evaluate", monkeypatch, *command[1:], "--run_dir=one", devices=1) == 0
-    finish(start(folder, "--run_dir=of-two", "--mesh.fsdp=2", command=command), 0)
-    logs = (folder / run_dir / "core" / "step_40_items_16" / "items.jsonl" for run_dir in ("one", "of-two"))
-    key = lambda line: (line["task"], line["item"])
-    ours, theirs = (sorted(map(json.loads, log.read_text().splitlines()[1:]), key=key) for log in logs)
-    assert list(map(key, ours)) == list(map(key, theirs)) and len(ours) == 140
-    for line, expected in zip(ours, theirs):
-        np.testing.assert_allclose(np.array(line["losses"], float), np.array(expected["losses"], float), atol=1e-4)
-        assert line["correct"] == expected["correct"] or line["tie"]
-
-
-@pytest.mark.slow
 def test_two_processes_give_the_answers_of_one_to_lm_evaluation_harness(folder, one_device, monkeypatch):  # noqa: F811
     """Answer requests of every kind."""
     pytest.importorskip("lm_eval")
@@ -87,37 +67,14 @@ def test_two_processes_give_the_answers_of_one_to_lm_evaluation_harness(folder, 
     for key, line in ours.items():
         assert theirs[key].get("loglikelihood") == pytest.approx(line.get("loglikelihood"), abs=1e-4)
         assert theirs[key].get("text") == line.get("text")
-    figures = [json.loads(next(path.glob("*/tasks.json")).read_text())["tasks"] for path in left]
-    assert figures[0].keys() == figures[1].keys() == set(names.split(","))
-    assert figures[0]["tiny_choices"]["acc"] == pytest.approx(figures[1]["tiny_choices"]["acc"])
 
 
 @pytest.mark.slow
-def test_every_process_reports_a_user_error(folder, one_device):  # noqa: F811
-    for options, per_process, says in (
-        (["--run_dir=disagree"], ((), ("--seed=1",)), "[1] differ from process 0 in their config"),
-        (["--run_dir=one", "--seed=1"], ((), ()), "seed: 0 -> 1"),
-    ):
-        outputs = finish(start(folder, *options, per_process=per_process), 2)
-        assert all(says in text and "Traceback" not in text for text in outputs)
+def test_every_process_reports_a_user_error(folder):  # noqa: F811
+    outputs = finish(start(folder, "--run_dir=disagree", per_process=((), ("--seed=1",))), 2)
+    says = "[1] differ from process 0 in their config"
+    assert all(says in text and "Traceback" not in text for text in outputs)
     assert not (folder / "disagree").exists()
-
-
-@pytest.mark.slow
-def test_a_ramp_resumed_by_two_processes_before_a_border_equals_one_process_s(folder, monkeypatch):  # noqa: F811
-    """Each process reads its own rows of steps of either size: 5 steps of 8 rows, then 10 of 16."""
-    monkeypatch.chdir(folder)
-    sizes = ("--batch.ramp=0:256,5120:512", "--batch.ramp_scaling=root")
-    ramp = ("--steps=30", *sizes, "--checkpoint.every_steps=15")
-    assert run("train", monkeypatch, *OPTIONS, *ramp, "--run_dir=ramp-of-one") == 0
-    tokens = [line["valid_tokens"] for line in read_metrics(folder / "ramp-of-one") if "loss" in line]
-    assert tokens == [256] * 20 + [512] * 10
-    shutil.copytree(folder / "ramp-of-one", folder / "ramp-of-two")
-    (folder / "ramp-of-two" / "summary.json").unlink()
-    shutil.rmtree(folder / "ramp-of-two" / "checkpoints" / "30")
-    outputs = finish(start(folder, *ramp, "--mesh.fsdp=2", "--run_dir=ramp-of-two"), 0)
-    assert "from step 21 on, after 5,120 tokens" in outputs[0] and "continuing after step 15 of 30" in outputs[0]
-    assert_same(folder / "ramp-of-two", folder / "ramp-of-one", steps=30)
 
 
 SLOW = """
@@ -157,16 +114,15 @@ def begin(folder: Path, run_dir: str, *options) -> list[subprocess.Popen]:  # no
 
 @pytest.mark.slow
 def test_two_processes_stopped_killed_and_continued_end_as_one_device(folder, one_device, monkeypatch):  # noqa: F811
-    """Preempt one of two, interrupt one, then kill each in turn. Each time both end and are resumed. Finally, one
-    process resumes on another mesh."""
+    """Preempt one of two, then kill each in turn. Each time both end and are resumed. Finally, one process resumes on
+    another mesh."""
     run_dir, fsdp = folder / "two", "--mesh.fsdp=2"
-    for sign, code in ((signal.SIGTERM, PREEMPTED), (signal.SIGINT, 130)):
-        processes = begin(folder, "two", fsdp)
-        processes[1].send_signal(sign)
-        outputs = finish(processes, code)
-        assert "the same command continues it" in outputs[0]
-        saved = max(int(path.name) for path in (run_dir / "checkpoints").iterdir())
-        assert f"stopped after step {saved} of 40" in outputs[0]
+    processes = begin(folder, "two", fsdp)
+    processes[1].send_signal(signal.SIGTERM)
+    outputs = finish(processes, PREEMPTED)
+    assert "the same command continues it" in outputs[0]
+    saved = max(int(path.name) for path in (run_dir / "checkpoints").iterdir())
+    assert f"stopped after step {saved} of 40" in outputs[0]
 
     for killed in (0, 1):
         processes = begin(folder, "two", fsdp)

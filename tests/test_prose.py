@@ -22,11 +22,6 @@ def test_each_kind_of_problem_is_found_at_its_line(path, text, problem):
 
 @pytest.mark.parametrize("path", ["README.md", "docs/x.md", "model/x.py"])
 def test_plain_text_is_not_reported(path):
-    text = (
-        'Text is held\nout. `held_out` is a name.\n"""Return it."""\n\n| '
-        + "cell | " * 60
-        + "\n\n```\n"
-        + "x " * 60
-        + "\n```\n"
-    )
+    text = 'Text is held\nout. `held_out` is a name.\n"""Return it."""\n\n'
+    text += f"| {'cell | ' * 60}\n\n```\n{'x ' * 60}\n```\n"
     assert not list(problems(path, text))

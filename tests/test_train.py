@@ -7,8 +7,6 @@ get a process of their own. (With eight devices on two cores, threads would wait
 import gc
 import json
 import math
-import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -143,17 +141,13 @@ def test_a_run_writes_what_it_promises(untouched):
     lines = read_metrics(untouched)
     logged = [line for line in lines if "loss" in line]
     assert [line["step"] for line in logged] == list(range(4, 121, 4))
-    assert {"tokens", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "data_wait", "seconds"} <= logged[
-        0
-    ].keys()
+    names = {"tokens", "grad_norm", "learning_rate", "tokens_per_second", "mfu", "data_wait", "seconds"}
+    assert names <= logged[0].keys()
     assert [line["step"] for line in lines if "val_bpb" in line] == [0, 40, 80, 120]
     assert logged[-1]["loss"] < logged[0]["loss"] - 0.5
-    assert summary(untouched).keys() == {
-        *("steps", "tokens", "seconds", "tokens_per_second", "loss", "val_loss", "val_bpb", "val_bpb_stderr"),
-        *("skipped_steps", "params_sha256", "goodput"),
-    }
-    assert summary(untouched)["tokens"] == 120 * 512
-    assert summary(untouched)["goodput"]["restore"] == 0
+    names = {"steps", "tokens", "seconds", "tokens_per_second", "loss", "val_loss", "val_bpb", "val_bpb_stderr"}
+    assert summary(untouched).keys() == names | {"skipped_steps", "params_sha256", "goodput"}
+    assert summary(untouched)["tokens"] == 120 * 512 and summary(untouched)["goodput"]["restore"] == 0
     assert (untouched / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert sorted(int(path.name) for path in (untouched / "checkpoints").iterdir()) == [100, 120]
     assert (untouched / "tokenizer" / "tokenizer.json").is_file()
@@ -172,17 +166,15 @@ def assert_as_untouched(run_dir: Path, untouched: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_diagnostics_or_an_average_ends_like_one_without(folder, monkeypatch):
+def test_a_run_with_diagnostics_and_an_average_ends_like_one_without(folder, monkeypatch):
     """Require equal bits, compiled as for users."""
     monkeypatch.setenv("XLA_FLAGS", "")
     options = ("--steps=60", "--eval.every_steps=900", "--model.depth=1")
-    measured = (*options, "--run_dir=measured", "--diagnostics.every_steps=4")
-    averaged = (*options, "--run_dir=averaged", "--optimizer.average=0.5")
-    for started in [start(folder, *more) for more in ((*options, "--run_dir=plain"), measured, averaged)]:
+    measured = ("--run_dir=measured", "--diagnostics.every_steps=4", "--optimizer.average=0.5")
+    for started in [start(folder, *options, *more) for more in (["--run_dir=plain"], measured)]:
         finish(started)
-    assert summary(folder / "averaged")["params_sha256"] == summary(folder / "plain")["params_sha256"]
-    without = [line for line in lines_of(folder / "measured") if "diagnostics" not in line]
-    assert without == lines_of(folder / "plain")
+    logged = lambda name: [line for line in lines_of(folder / name) if "loss" in line]
+    assert len(logged("measured")) == 15 and logged("measured") == logged("plain")
     assert summary(folder / "measured")["params_sha256"] == summary(folder / "plain")["params_sha256"]
     measurements = [line for line in lines_of(folder / "measured") if "diagnostics" in line]
     assert [line["step"] for line in measurements] == list(range(4, 61, 4))
@@ -249,16 +241,11 @@ def test_stages_are_reported_with_their_epochs_and_resume_exactly(folder, untouc
 
 def test_evaluate_gives_the_run_s_own_figures(folder, untouched, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    assert run("evaluate", monkeypatch, "--run_dir=untouched", "--json") == 0
-    results = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert results["step"] == 120
-    for name in ("val_loss", "val_bpb"):
-        assert results[name] == pytest.approx(summary(untouched)[name], rel=1e-6)
-    assert run("evaluate", monkeypatch, "--run_dir=untouched") == 0  # output for people
+    assert run("evaluate", monkeypatch, "--run_dir=untouched") == 0
     table = dict(line.split() for line in capsys.readouterr().out.strip().splitlines())
-    assert table == {
-        name: f"{value:.5g}" if isinstance(value, float) else str(value) for name, value in results.items()
-    }
+    assert table["step"] == "120"
+    for name in ("val_loss", "val_bpb"):
+        assert float(table[name]) == pytest.approx(summary(untouched)[name], rel=1e-4)
 
 
 def test_sample_continues_its_prompts(folder, untouched, monkeypatch, capsys):
@@ -267,20 +254,8 @@ def test_sample_continues_its_prompts(folder, untouched, monkeypatch, capsys):
     assert run("sample", monkeypatch, *arguments) == 0
     output = capsys.readouterr().out
     assert output.count("\nimport") == 2 and output.count("\nfrom training") == 2
-    assert run("sample", monkeypatch, *arguments) == 0
-    assert capsys.readouterr().out == output
     assert run("sample", monkeypatch, *arguments, "--seed=1") == 0
     assert capsys.readouterr().out != output
-
-
-def test_a_run_killed_after_its_last_checkpoint_is_completed(folder, untouched, monkeypatch):
-    monkeypatch.chdir(folder)
-    subprocess.run(["cp", "-r", "untouched", "headless"], check=True)
-    (folder / "headless" / "summary.json").unlink()
-    command = ("--config=tiny.py", "--run_dir=headless")
-    assert run("train", monkeypatch, *command) == 0
-    assert lines_of(folder / "headless") == lines_of(untouched)
-    assert figures(folder / "headless") == figures(untouched)
 
 
 @pytest.mark.medium
@@ -306,9 +281,6 @@ def test_benchmarks_change_no_bit_of_the_run_and_evaluate_agrees(folder, untouch
     left = folder / "known" / "core" / "step_120_items_16"
     assert json.loads((left / "core.json").read_text())["core"] == result["core"]
     assert (left / "core.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setattr("evaluation.core.encode", None)  # the log has every answer
-    assert run("evaluate", monkeypatch, *command) == 0
-    assert json.loads(capsys.readouterr().out) == result
 
 
 @pytest.mark.medium
@@ -319,27 +291,19 @@ def test_an_exported_network_is_evaluated_like_its_run(folder, untouched, monkey
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["export", "--run_dir=untouched", "--out=published"])
     assert export.main() == 0
-    make_bundle(folder / "of-published")
     bits = ("--source=text", "--documents=5", "--against=untouched")
-    for command in (("--tasks=core", "--bundle=of-published", "--items=16"), bits):
-        results = {}
-        for of in ("--run_dir=untouched", "--from=published"):
-            capsys.readouterr()
-            assert run("evaluate", monkeypatch, of, *command, "--out=benchmarks", "--json") == 0
-            results[of] = json.loads(capsys.readouterr().out)
-        ours, theirs = results.values()
-        assert theirs.pop("from") == "published" and "step" not in theirs
-        if command == bits:
-            assert ours["bits_per_byte"] == pytest.approx(theirs["bits_per_byte"], rel=1e-6)
-            assert abs(theirs["against"]["difference"]) < 1e-6
-            assert all(of["against"]["same_parameters"] and of["against"]["noise"] for of in (ours, theirs))
-        else:
-            assert theirs["core"] == pytest.approx(ours["core"]) and theirs["tasks"].keys() == ours["tasks"].keys()
-    assert len(list((folder / "benchmarks").rglob("*.png"))) == 4
+    results = []
+    for of in ("--run_dir=untouched", "--from=published"):
+        capsys.readouterr()
+        assert run("evaluate", monkeypatch, of, *bits, "--out=benchmarks", "--json") == 0
+        results.append(json.loads(capsys.readouterr().out))
+    ours, theirs = results
+    assert theirs.pop("from") == "published" and "step" not in theirs
+    assert ours["bits_per_byte"] == pytest.approx(theirs["bits_per_byte"], rel=1e-6)
+    assert abs(theirs["against"]["difference"]) < 1e-6
+    assert all(of["against"]["same_parameters"] and of["against"]["noise"] for of in (ours, theirs))
+    assert len(list((folder / "benchmarks").rglob("*.png"))) == 2
     changed = json.loads((folder / "published" / "config.json").read_text())
-    (folder / "published" / "config.json").write_text(json.dumps(changed | {"rms_norm_eps": 1e-2}))
-    assert run("evaluate", monkeypatch, "--from=published", *bits) == 2
-    assert "rms_norm_eps" in capsys.readouterr().err
     (folder / "published" / "config.json").write_text(json.dumps(changed | {"model_type": "gpt2"}))
     assert run("evaluate", monkeypatch, "--from=published", *bits) == 2
     assert "of the architecture gpt2" in capsys.readouterr().err
@@ -358,9 +322,6 @@ def test_the_harness_tasks_of_a_run(folder, untouched, monkeypatch, capsys):
     assert json.loads((left / "tasks.json").read_text())["tasks"] == result["tasks"]
     assert len((left / "tiny_choices.jsonl").read_text().splitlines()) == 6
     assert (left / "tasks.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setattr("evaluation.scorer.by_shape", None)  # the log has every answer
-    assert run("evaluate", monkeypatch, *command) == 0
-    assert json.loads(capsys.readouterr().out) == result
     from lm_eval import tasks
 
     known = tasks.TaskManager  # without the 14,000 task files of the harness
@@ -378,31 +339,6 @@ def test_without_the_harness_its_tasks_name_the_installation(folder, untouched, 
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert run("evaluate", monkeypatch, "--run_dir=untouched", "--tasks=hellaswag") == 2
     assert "make setup EXTRA=harness" in capsys.readouterr().err
-
-
-@pytest.mark.medium
-def test_two_runs_are_compared_on_other_text(folder, untouched, monkeypatch, capsys):
-    monkeypatch.chdir(folder)
-    shutil.copytree(untouched, folder / "earlier")
-    kept = sorted((folder / "earlier" / "checkpoints").iterdir(), key=lambda path: int(path.name))
-    for newer in kept[1:]:
-        shutil.rmtree(newer)
-    command = ("--run_dir=untouched", "--source=text", "--documents=20", "--against=earlier", "--json")
-    others = set((untouched / "texts").glob("*"))
-    capsys.readouterr()
-    assert run("evaluate", monkeypatch, *command) == 0
-    output = capsys.readouterr()
-    result = json.loads(output.out)
-    assert result["documents"] == result["sources"]["text"]["documents"] == 20 and result["step"] == 120
-    against = result["against"]
-    assert against["step"] == int(kept[0].name) < 120
-    assert against["difference"] < 0 and not against["noise"] and "untouched (step 120) is better" in output.err
-    (left,) = set((untouched / "texts").iterdir()) - others
-    assert json.loads((left / "bits_per_byte.json").read_text())["against"] == against
-    assert (left / "bits_per_byte.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setattr("evaluation.scorer.by_shape", None)  # the logs have every answer
-    assert run("evaluate", monkeypatch, *command) == 0
-    assert json.loads(capsys.readouterr().out) == result
 
 
 def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch, capfd):
@@ -436,17 +372,10 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
         ("train", ["--config=nowhere.py"], "nowhere.py"),
         ("train", ["--config=text/0.txt"], "text/0.txt"),
         ("train", ["--config=tiny.py", "--batch.tokens_per_step=500"], "480 or 512"),
-        ("train", ["--config=tiny.py", "--batch.rows_per_device=1", "--batch.tokens_per_step=288"], "256 or 320"),
         ("train", ["--config=tiny.py", "--mesh.data=3"], "2 cpu device"),
-        ("train", ["--config=tiny.py", "--data.source=nowhere"], "nowhere"),
         ("train", ["--config=tiny.py", "--data.source=empty"], "empty"),
-        ("train", ["--config=tiny.py", "--model.vocab_size=30000"], "use vocab_size="),
         ("train", ["--config=tiny.py", "--batch.sequence_length=100000", "--batch.tokens_per_step=800000"], "sequence"),
         ("train", ["--config=tiny.py", "--run_dir=untouched", "--model.depth=3", "--seed=1"], "model.depth: 2 -> 3"),
-        ("train", ["--config=tiny.py", "--run_dir=untouched", "--resume=never"], "--resume=never"),
-        ("train", ["--config=tiny.py", "--run_dir=nothing", "--resume=must"], "--resume=must"),
-        ("train", ["--config=tiny.py", "--run_dir=text"], "not empty"),
-        ("train", ["--config=tiny.py", "--run_dir=untouched", f"--data.source={ROOT}/configs"], "another tokenizer"),
         ("sample", ["--run_dir=untouched", "--prompt", "import " * 40], "at most 31"),
         ("sample", ["--run_dir=untouched", "--prompt=the", "--tokens=1000"], "the longest prompt leaves room for "),
         ("sample", ["--run_dir=nothing"], "nothing"),
@@ -455,7 +384,6 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
             ["--source=text", "--out=nothing", "--tokenizer=untouched/tokenizer", "--vocab_size=400"],
             "untouched/tokenizer has 300 tokens: leave one out",
         ),
-        ("evaluate", ["--run_dir=nothing"], "nothing"),
         ("evaluate", ["--run_dir=untouched", "--tasks=core,mmlu", "--bundle=text"], "are measured alone"),
         ("evaluate", ["--run_dir=untouched", "--from=text"], "give one of them"),
         ("evaluate", ["--from=text", "--tasks=core", "--bundle=x"], "text has no network"),
@@ -463,11 +391,6 @@ def test_a_step_that_does_not_fit_names_the_planning_command(folder, monkeypatch
         ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=x", "--source=text"], "two evaluations"),
         ("evaluate", ["--run_dir=untouched", "--against=untouched"], "give it: --source=PATH"),
         ("evaluate", ["--run_dir=untouched", "--documents=3", "--out=x"], "--documents, --out: not an option"),
-        ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=x", "--tokens=64"], "--tokens: not an option"),
-        ("evaluate", ["--run_dir=untouched", "--source=nothing"], "nothing: no file of text"),
-        ("evaluate", ["--run_dir=untouched", "--source=text", "--against=nothing"], "nothing holds no run"),
-        ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=text"], "text/core.yaml cannot be read"),
-        ("evaluate", ["--run_dir=untouched", "--tasks=core", "--bundle=text", "--items=0"], "expected `int` >= 1"),
         ("train", ["--config=tiny.py", "--eval.tasks=core", "--eval.bundle=text"], "text/core.yaml cannot be read"),
         ("train", ["--config=tiny.py", "--init_from=text"], "no *.safetensors there"),
     ],
@@ -520,7 +443,8 @@ def test_a_run_compiles_its_step_once(folder, monkeypatch, caplog):
     """Evaluate, sample and save along the way."""
     monkeypatch.chdir(folder)
     with jax.log_compiles():  # logs programs from the session's cache, but not those of this process
-        assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=once", "--eval.sample_tokens=9") == 0
+        short = ("--steps=40", "--eval.sample_tokens=9")
+        assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=once", *short) == 0
     compiled = [record.message for record in caplog.records if "Finished XLA compilation of" in record.message]
     for name in ("train_step", "sums", "generate"):
         assert sum(f"jit({name})" in message for message in compiled) == 1, (name, compiled)
@@ -537,33 +461,6 @@ def damage(path: Path) -> None:
         for at in range(0, len(content), 256):
             content[at] ^= 1
         file.write_bytes(content)
-
-
-@pytest.mark.medium
-def test_a_signal_stops_after_the_step_and_saves_it(folder, untouched, monkeypatch, capfd):
-    """Send Ctrl-C while checkpoint 20 is saved. The next step is saved, and another machine resumes the run."""
-    monkeypatch.chdir(folder)
-    command = ("--config=tiny.py", "--run_dir=asked", "--checkpoint.folder=safe/asked")
-
-    def then(step):
-        if step == 20:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    with saving(then):
-        assert run("train", monkeypatch, *command) == 130
-    assert "stopped after step 21 of 120" in capfd.readouterr().out
-    assert (folder / "safe" / "asked" / "checkpoints" / "21").exists()
-    assert not (folder / "asked" / "summary.json").exists()
-    shutil.rmtree(folder / "asked")  # the machine is lost
-    for changed, says in [("--resume=never", "holds a run already"), ("--seed=1", "seed: 0 -> 1")]:
-        assert run("train", monkeypatch, *command, changed) == 2
-        assert says in capfd.readouterr().err
-    assert run("train", monkeypatch, *command, "--resume=must") == 0
-    assert "continuing after step 21" in capfd.readouterr().out
-    assert_as_untouched(folder / "asked", untouched)
-    assert run("evaluate", monkeypatch, "--run_dir=asked") == 0
-    assert run("train", monkeypatch, *command, "--checkpoint.folder=elsewhere") == 2
-    assert "checkpoint.folder: safe/asked -> elsewhere" in capfd.readouterr().err
 
 
 @pytest.mark.medium
@@ -596,15 +493,12 @@ def test_a_run_in_a_bucket_needs_no_machine(folder, untouched, gcs, monkeypatch,
     assert run("train", monkeypatch, *command) == 0 and "far is complete" in capsys.readouterr().out
     shutil.rmtree(folder / "far")
     draw = ("--prompt=import", "--samples=1", "--tokens=8")
-    printed = {}
+    printed = []
     for of in (there, "untouched"):
         capsys.readouterr()
         assert run("sample", monkeypatch, f"--run_dir={of}", *draw) == 0
-        assert run("evaluate", monkeypatch, f"--run_dir={of}", "--tokens=400", "--json") == 0
-        printed[of] = capsys.readouterr().out.replace(of, "")
-    assert printed[there] == printed["untouched"]
-    assert run("evaluate", monkeypatch, f"--run_dir={there}", "--source=text") == 2
-    assert "--out=FOLDER is missing" in capsys.readouterr().err
+        printed.append(capsys.readouterr().out.replace(of, ""))
+    assert printed[0] == printed[1]
     bits = ("--source=text", "--documents=5", f"--against={there}", "--out=bits", "--json")
     assert run("evaluate", monkeypatch, f"--run_dir={there}", *bits) == 0
     assert json.loads(capsys.readouterr().out)["against"]["run_dir"] == there
@@ -613,13 +507,11 @@ def test_a_run_in_a_bucket_needs_no_machine(folder, untouched, gcs, monkeypatch,
     assert run("inspect_run", monkeypatch, there) == 0 and "verified" in capsys.readouterr().out
 
     summaries = []
-    for origin in (there, "untouched", "far export"):
+    for origin in (there, "far export"):
         again = ("--config=tiny.py", f"--init_from={origin}", "--steps=1", f"--run_dir=from-{len(summaries)}", *FAST)
         assert run("train", monkeypatch, *again) == 0
         summaries.append(summary(folder / f"from-{len(summaries)}")["params_sha256"])
     assert len(set(summaries)) == 1
-    assert run("train", monkeypatch, *again, "--run_dir=other", f"--init_from={there}", "--model.softcap=9") == 2
-    assert "softcap: 15.0, not 9.0" in capsys.readouterr().err
     assert not any(path.name.startswith("gs:") for path in folder.iterdir())
 
 
@@ -649,29 +541,24 @@ def test_a_start_reports_what_is_less_than_requested(folder, untouched, monkeypa
     assert "windows of the blocks: SL\n" in output
 
 
-def test_training_a_network_further_prints_how_to_keep_what_it_learned(folder, untouched, monkeypatch, capfd):
+def test_training_a_network_further_needs_its_tokenizer_and_prints_how_to_keep_what_it_learned(
+    folder, untouched, monkeypatch, capfd
+):
     monkeypatch.chdir(folder)
     assert run("export", monkeypatch, "--run_dir=untouched", "--out=start") == 0
+    Path("new text").mkdir()
+    Path("new text/a.txt").write_text("another text " * 5_000)
+    command = ("--config=tiny.py", "--init_from=start", "--data.source=new text", "--run_dir=on new", "--steps=40")
+    assert run("train", monkeypatch, *command) == 2
+    log = capfd.readouterr().err
+    assert "give --data.tokenizer=start" in log and "preparing" not in log
+    assert not Path("on new").exists()
     monkeypatch.setattr("run.fitting.compile_stages", Mock(side_effect=UserError("stop here")))
-    command = ("--config=tiny.py", "--init_from=start", "--steps=40", "--data.tokenizer=start", "--run_dir=trained on")
     for options, at_full_rates in (((), True), (("--optimizer.rate_factor=0.1",), False)):
-        assert run("train", monkeypatch, *command, *options) == 2
+        assert run("train", monkeypatch, *command, "--data.tokenizer=start", *options) == 2
         output = capfd.readouterr().out
         assert "starting from the network in start" in output
         assert ("--optimizer.rate_factor=0.1 --optimizer.schedule.warmup_steps=2" in output) == at_full_rates
-
-
-def test_a_missing_tokenizer_is_detected_before_text_is_read(folder, untouched, monkeypatch, capfd):
-    monkeypatch.chdir(folder)
-    assert run("export", monkeypatch, "--run_dir=untouched", "--out=with tokenizer") == 0
-    Path("new text").mkdir()
-    Path("new text/a.txt").write_text("another text " * 5_000)
-    command = ("--config=tiny.py", "--init_from=with tokenizer", "--data.source=new text", "--run_dir=on new", *FAST)
-    assert run("train", monkeypatch, *command) == 2
-    log = capfd.readouterr().err
-    assert "give --data.tokenizer=with tokenizer" in log and "preparing" not in log
-    assert not Path("on new").exists()
-    assert run("train", monkeypatch, *command, "--data.tokenizer=with tokenizer", "--steps=1") == 0
 
 
 def test_a_renamed_run_resumes_and_a_lost_config_is_restored_from_a_checkpoint(folder, untouched, monkeypatch, capfd):
@@ -683,8 +570,6 @@ def test_a_renamed_run_resumes_and_a_lost_config_is_restored_from_a_checkpoint(f
     Path("renamed/config.json").unlink()
     assert run("sample", monkeypatch, "--run_dir=renamed") == 2
     assert "the train.py command of this run writes it again" in capfd.readouterr().err
-    assert run("train", monkeypatch, *command, "--seed=1") == 2
-    assert "seed: 0 -> 1" in capfd.readouterr().err
     assert run("train", monkeypatch, *command) == 0
     assert "renamed is complete" in capfd.readouterr().out
     assert json.loads(Path("renamed/config.json").read_text()) == record
@@ -715,17 +600,16 @@ def test_commands_name_the_sound_checkpoint_and_without_one_nothing_starts(folde
     assert run("inspect_run", monkeypatch, "half") == Exit.UNREADABLE
     lines = listed()
     assert "verified" in lines["100"] and "DAMAGED" in lines["120"]
-    of = {"sample": ["--tokens=4"], "evaluate": ["--json"], "export": [f"--out={folder}/exported-half"]}
-    for command, options in of.items():
-        assert run(command, monkeypatch, "--run_dir=half", *options) == Exit.UNREADABLE
+    options = {"sample": ["--tokens=4"], "evaluate": ["--json"], "export": [f"--out={folder}/exported-half"]}
+    for command, words in options.items():
+        assert run(command, monkeypatch, "--run_dir=half", *words) == Exit.UNREADABLE
         log = capfd.readouterr().err
         assert "checkpoint 120 in" in log and "is damaged" in log and "100 is sound: --step=100" in log
-        assert run(command, monkeypatch, "--run_dir=half", *options, "--step=90") == Exit.MISTAKE
-        assert "--step=90: " in (log := capfd.readouterr().err) and log.strip().endswith("holds 100, 120")
-        assert not (folder / "exported-half").exists()
-        assert run(command, monkeypatch, "--run_dir=half", *options, "--step=100") == 0
-        output = capfd.readouterr().out
-        assert "step 100" in output or json.loads(output)["step"] == 100
+    assert run("export", monkeypatch, "--run_dir=half", *options["export"], "--step=90") == Exit.MISTAKE
+    assert "--step=90: " in (log := capfd.readouterr().err) and log.strip().endswith("holds 100, 120")
+    assert not (folder / "exported-half").exists()
+    assert run("evaluate", monkeypatch, "--run_dir=half", "--json", "--step=100") == 0
+    assert json.loads(capfd.readouterr().out)["step"] == 100
     damage(folder / "half" / "checkpoints" / "100")
     assert run("sample", monkeypatch, "--run_dir=half") == Exit.UNREADABLE
     assert "and there is no sound one" in capfd.readouterr().err
@@ -735,36 +619,6 @@ def test_commands_name_the_sound_checkpoint_and_without_one_nothing_starts(folde
     assert "none of the checkpoints in" in capfd.readouterr().err
     assert lines_of(folder / "half") == before  # nothing restarts, and nothing is deleted
     assert {path.name for path in (folder / "half" / "checkpoints").iterdir()} == {"100", "120"}
-
-
-@pytest.mark.medium
-def test_a_disk_that_stays_full_ends_the_run_which_is_resumed_when_there_is_room(folder, monkeypatch, capfd):
-    """Files may not grow past 40 kB, which suffices for metrics but not for checkpoints."""
-    monkeypatch.chdir(folder)
-    limits, tries, save = resource.getrlimit(resource.RLIMIT_FSIZE), [], Checkpoints.save
-
-    def save_to_a_full_disk(self, step, *rest):
-        tries.append(step)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000 if step > 20 else limits[0], limits[1]))
-        save(self, step, *rest)
-
-    command = ("--config=tiny.py", "--run_dir=full", *FAST)
-    monkeypatch.setattr("run.hooks.save.MOST_FAILED", 3)
-    with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "save", save_to_a_full_disk)
-        try:
-            assert run("train", patch, *command) == 1
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    output = "".join(capfd.readouterr())
-    assert all(f"{failed} save(s) in a row failed" in output for failed in (1, 2, 3))
-    assert "the newest checkpoint is of step 20" in output
-    # It is retried after the first line that reports the failure, which depends on the disk.
-    assert tries[:2] == [20, 40] and all(step % 20 == 0 or step % 4 == 1 for step in tries) and tries[2] <= 60
-    assert tries[-1] < 120 and "20" in [path.name for path in (folder / "full" / "checkpoints").iterdir()]
-    assert run("train", monkeypatch, *command) == 0
-    losses = [(line["step"], line["loss"]) for line in lines_of(folder / "full") if "loss" in line]
-    assert len(losses) == 30
 
 
 @pytest.fixture(scope="module")

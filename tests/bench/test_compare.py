@@ -15,7 +15,7 @@ import pytest
 import tools.report.__main__ as report
 from bench import compare, recipes
 from bench.compare import Arguments, Pair, outcome, results
-from bench.recipes import Recipe, dataset_folder, read_recipes, run_programs
+from bench.recipes import Recipe, read_recipes, run_programs
 from bench.verdicts import as_table, draw, in_words
 from configs.command_line import config_from_json
 from configs.exit_codes import Exit
@@ -51,11 +51,8 @@ def compared(monkeypatch, *words: str) -> Exit | int | None:
         ("other.py", "other.py: there is no such file"),
         ("tiny.py --model.kv_heads=7", "kv_heads"),
         ("tiny.py 'x", "No closing quotation"),
-        ("tiny.py --seed=3", "two recipes are the same"),
         ("tiny.py --resume=never --checkpoint.folder=x --stability.rollback --log.on_event=x", "recipes are the same"),
         ("tiny.py --steps=51", r"cannot be paired.*\n  tokens of the run: 25600, and 26112$"),
-        ("tiny.py --model.vocab_size=301", r"cannot be paired.*\n  model.vocab_size: 300, and 301$"),
-        ("tiny.py --data.source=more", r"cannot be paired.*\n  data.source: \S*/text, and \S*/more$"),
         ("tiny.py --data.packing=whole", r"cannot be paired.*\n  data.packing: stream or best_fit, and whole$"),
     ],
 )
@@ -65,22 +62,15 @@ def test_recipes_that_cannot_be_paired_are_refused_before_any_run(folder, monkey
     assert not (folder / "runs").exists()
 
 
-def test_a_wrong_option_and_a_single_recipe_are_refused(folder, monkeypatch, capsys):
+def test_options_of_the_command_that_cannot_work_are_refused(folder, monkeypatch, capsys):
     assert compared(monkeypatch, "tiny.py", "tiny.py --model.dept=3") == Exit.MISTAKE
     assert "model.depth" in capsys.readouterr().err and not (folder / "runs").exists()
     with pytest.raises(UserError, match="two recipes or more"):
         compared(monkeypatch, "tiny.py")
-
-
-def test_runs_side_by_side_have_a_number_of_rows_and_no_verdict_at_equal_seconds(folder, monkeypatch):
     with pytest.raises(UserError, match="--at=seconds needs --at_once=1"):
         compared(monkeypatch, "tiny.py", WIDER, "--at=seconds", "--at_once=2")
     with pytest.raises(UserError, match=r"--at_once=2 needs a number of rows, but tiny[.]py --model.width=64"):
         compared(monkeypatch, "tiny.py", f"{WIDER} --batch.rows_per_device=auto", "--at_once=2")
-    assert not (folder / "runs").exists()
-
-
-def test_recipes_with_other_rows_need_documents(folder, monkeypatch):
     recipes = ("tiny.py", "tiny.py --data.packing=best_fit")
     with pytest.raises(UserError, match="compared at equal tokens only"):
         compared(monkeypatch, *recipes, "--at=FLOPs")
@@ -88,6 +78,10 @@ def test_recipes_with_other_rows_need_documents(folder, monkeypatch):
         compared(monkeypatch, *recipes, "--documents=0")
     with pytest.raises(UserError, match="and one dataset of text on this machine"):
         compared(monkeypatch, *(f"{recipe} --data.source=0.5:text,0.5:more" for recipe in recipes))
+    assert "since the text is a mixture" in capsys.readouterr().out
+    (folder / "file").touch()
+    with pytest.raises(UserError, match="--out=file cannot be written: File exists"):
+        compared(monkeypatch, "tiny.py", WIDER, "--out=file")
     assert not (folder / "runs").exists()
 
 
@@ -136,20 +130,6 @@ def test_runs_of_other_text_or_code_are_not_paired(tmp_path, monkeypatch):
     assert Recipe(first.text, first.config, first.out).run_dir(0) != before
 
 
-def test_a_mixture_and_a_dataset_at_a_url_have_no_documents(capsys):
-    for source in ("0.7:a,0.3:b", "gs://bucket/folder"):
-        for _ in range(2):
-            assert dataset_folder(DataConfig(source=source), 300) == ""
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.rpartition("is ")[2] for line in printed] == ["a mixture", "at a URL"]
-
-
-def test_a_folder_that_cannot_be_written_is_a_mistake(folder, monkeypatch):
-    (folder / "file").touch()
-    with pytest.raises(UserError, match="--out=file cannot be written: File exists"):
-        compared(monkeypatch, "tiny.py", WIDER, "--out=file")
-
-
 def test_equal_seconds_end_at_the_first_run_whose_seconds_say_nothing(folder, monkeypatch):
     first, other = read_recipes(("tiny.py", WIDER), Path("runs/compare"))
     write_run(first.run_dir(0), name="a", steps=50)
@@ -181,14 +161,10 @@ def side_by_side(folder: Path, programs: str, at_once: int) -> tuple[dict[int, i
     return run_programs(commands, [sys.stderr] * len(commands), at_once, shares.__setitem__), shares
 
 
-def test_programs_run_side_by_side_and_share_a_gpu_s_memory(folder, monkeypatch):
+def test_programs_run_side_by_side_and_share_a_gpu_s_memory(folder):
     codes, shares = side_by_side(folder, "a 0 0 b,b 0 0 a,c 0 0", 2)  # a and b wait for each other
     assert codes.keys() == shares.keys() == {0, 1, 2} and set(codes.values()) == {0}
     assert Path("a").read_text() == "false"
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
-    side_by_side(folder, "a 0 0", 2)
-    assert Path("a").read_text() == "true"
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE")
     side_by_side(folder, "a 0 0", 1)
     assert Path("a").read_text() == "not set"
 

@@ -35,15 +35,15 @@ def covered(values: np.ndarray, taken: np.ndarray, truth: float, seeds: int) -> 
     return inside / taken.size
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 5, 8, 12])
-@pytest.mark.parametrize("difference", [0.0, 0.15, 0.5, 2.0, 100.0])
+@pytest.mark.parametrize("seeds", [2, 5, 12])
+@pytest.mark.parametrize("difference", [0.0, 0.15, 2.0])
 def test_95_percent_of_intervals_cover_the_difference(seeds, difference):
     values = np.random.default_rng(1).normal(difference, 1.0, (DRAWS, 1, seeds))
     taken, _ = stopped(values, seeds)
     assert 0.93 < covered(values, taken, difference, seeds) < 0.97
 
 
-@pytest.mark.parametrize("seeds", [2, 3, 5, 8, 12])
+@pytest.mark.parametrize("seeds", [2, 5, 12])
 def test_5_percent_of_equal_recipes_are_found_to_differ_though_student_s_t_would_find_more(seeds):
     values = np.random.default_rng(2).standard_normal((DRAWS, 1, seeds))
     assert np.mean(stopped(values, seeds)[1] <= LEVEL) == pytest.approx(0.05, abs=0.009)
@@ -56,7 +56,7 @@ def t_of(values: np.ndarray) -> np.ndarray:
     return values.mean(-1) / (values.std(-1, ddof=1) / np.sqrt(values.shape[-1]))
 
 
-@pytest.mark.parametrize("different", [0, 1, 3])
+@pytest.mark.parametrize("different", [0, 3])
 def test_5_percent_of_families_have_a_false_difference(different):
     generator, seeds, equal = np.random.default_rng(3), 5, 4
     shared = generator.standard_normal((DRAWS, 1, seeds))  # all are compared with one baseline
@@ -69,7 +69,7 @@ def test_5_percent_of_families_have_a_false_difference(different):
         assert 0.93 < covered(values[:, -1], taken[:, -1], 3.0, seeds) < 0.98
 
 
-@pytest.mark.parametrize("difference", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("difference", [0.0, 2.0])
 def test_an_axis_that_does_not_decide_the_end_is_covered_too(difference):
     values = np.random.default_rng(4).multivariate_normal([difference] * 2, [[1, 0.8], [0.8, 1]], (DRAWS, 8))
     taken, _ = stopped(values[:, None, :, 0], 8)

@@ -1,4 +1,4 @@
-"""Test bench.scaling: known laws are found again, and the command on invented and on tiny runs of the dial."""
+"""Test bench.scaling: known laws are found again, and the command on invented runs of the dial."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bench import scaling
-from bench.scaling import Law, fitted, law_of
+from bench.scaling import Law, fitted
 from configs.exit_codes import Exit
 from configs.nanochat import scaling_parameters
 from tests.bench.test_transfer import command, folder, invented  # noqa: F401
@@ -21,30 +21,11 @@ DIAL = f"{ROOT}/configs/nanochat.py --data.source=text --model.vocab_size=300 --
 DIAL += " --batch.sequence_length=32 --batch.rows_per_device=2 --eval.tokens=2000 --eval.sample_tokens=8"
 
 
-def normed(values: np.ndarray) -> np.ndarray:
-    return values / np.exp(np.log(values).mean())
-
-
-def test_a_law_without_noise_is_found_again():
-    n, d = normed(PARAMETERS), normed(TOKENS)
+def test_a_law_without_noise_is_found_again_and_its_optimum_is_lowest_at_equal_products():
+    n, d = (values / np.exp(np.log(values).mean()) for values in (PARAMETERS, TOKENS))
     assert fitted(n, d, LAW.loss(n, d)) == pytest.approx(LAW, rel=1e-3)
-
-
-def test_the_optimum_has_the_lowest_loss_at_equal_products():
-    best = LAW.optimum(1.7)
-    shifts = np.exp(np.linspace(-0.5, 0.5, 101))
+    best, shifts = LAW.optimum(1.7), np.exp(np.linspace(-0.5, 0.5, 101))
     assert np.argmin(LAW.loss(1.7 * shifts, best / shifts)) == 50
-
-
-def test_intervals_cover_the_law_of_most_noisy_draws(monkeypatch):
-    monkeypatch.setattr(scaling, "DRAWS", 60)
-    n, d, chance, covered = normed(PARAMETERS), normed(TOKENS), np.random.default_rng(0), []
-    for _ in range(12):
-        law = law_of(PARAMETERS, TOKENS, LAW.loss(n, d) * np.exp(chance.normal(0, 0.003, len(n))))
-        intervals = [law[name]["interval"] for name in ("E", "a", "b")]
-        covered += [low <= true <= high for (low, high), true in zip(intervals, (LAW.E, LAW.a, LAW.b))]
-        assert 0 < law["misfit"] < 0.006
-    assert np.mean(covered) > 0.6
 
 
 @pytest.mark.medium
@@ -67,7 +48,6 @@ def test_the_law_and_the_batch_s_exponent_of_invented_runs_are_found(folder, mon
     assert len(trained) == 3 * 3 * 6
     printed = capsys.readouterr().out
     assert "best step as tokens^p, p 0.2" in printed and "0 of 9 best steps" in printed and "beyond 4 times" in printed
-    assert Path("runs/scaling/scaling.png").stat().st_size > 10_000
 
 
 def test_options_of_a_cell_follow_the_dial(folder):  # noqa: F811
@@ -79,12 +59,3 @@ def test_options_of_a_cell_follow_the_dial(folder):  # noqa: F811
     config = cell.recipes[0].config
     assert config.batch.tokens_per_step == cell.dial / 4 == 2**16  # 2^19 x (1/4)^0.383 is nearly 2^18
     assert config.optimizer.muon.weight_decay == pytest.approx(0.28 * 4 / math.sqrt(8))
-
-
-@pytest.mark.slow
-def test_tiny_networks_of_the_dial_train(folder, monkeypatch, capsys):  # noqa: F811
-    words = (f"--recipe={DIAL}", "--horizons", "0.1", "0.2", "0.5", "--batches=0.25", "--at_once=2")
-    assert command(monkeypatch, scaling, *words) == Exit.COMPLETE
-    rows = json.loads(Path("runs/scaling/scaling.json").read_text())["cells"]
-    assert [row["tokens"] for row in rows[:3]] == [round(h * rows[0]["parameters"]) for h in (0.1, 0.2, 0.5)]
-    assert rows[2]["lowest"][0] < rows[0]["lowest"][0]

@@ -1,11 +1,7 @@
 """Run the track at a miniature budget; test what it refuses, and its verdict on planted numbers."""
 
 import json
-import os
-import signal
 import sys
-import time
-from threading import Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -62,68 +58,32 @@ def test_a_line_of_json_and_a_verdict_against_the_reference(tmp_path, monkeypatc
         assert other["verdict"] == "not comparable" and f"{name} another" in other["why"]
 
 
-def test_ctrl_c_waits_for_the_run_and_sigterm_reaches_it(tmp_path, capfd):
-    (tmp_path / "child.py").write_text(
-        "import pathlib, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(7)))\n"
-        "pathlib.Path(sys.argv[1]).touch()\n"
-        "time.sleep(60)\n"
-    )
-
-    def stop():
-        while not (tmp_path / "ready").exists():
-            time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    Thread(target=stop, daemon=True).start()
-    with pytest.raises(SystemExit, match="7"):
-        track.train([str(tmp_path / "child.py"), str(tmp_path / "ready")], tmp_path / "0")
-
-
-@pytest.mark.parametrize("size", track.CONFIGS)
 @pytest.mark.parametrize(
-    "word",
+    "words",
     [
-        *(
-            "--steps=9",
-            "--seed=1",
-            "--batch.tokens_per_step=4096",
-            "--batch.sequence_length=128",
-            "--batch.ramp=0:4096",
-        ),
-        *("--model.vocab_size=8192", "--data.source=.", "--data.tokenizer=t", "--data.val_fraction=0.1"),
-        *("--eval.tokens=9", "--eval.every_steps=9", "--init_from=runs/small", "--stability.rollback=True"),
-        *("--name=mine", "--run_dir=mine", "--config=configs/small.py"),
+        ["--size=d12", "--steps=9"],
+        ["--batch.sequence_length=128", "--batch.tokens_per_step=4096"],
+        ["--config=configs/small.py"],
+        ["--write_reference", "--model.softcap=20"],
+        ["--write_reference", "--seeds=1"],
     ],
 )
-def test_an_option_that_makes_results_incomparable_is_refused(monkeypatch, tmp_path, size, word):
+def test_what_makes_results_incomparable_is_refused(monkeypatch, tmp_path, words):
     monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match=word.split("=")[0]):
-        run(monkeypatch, f"--size={size}", f"--out={tmp_path}/runs", word)
+    with pytest.raises(UserError) as refused:
+        run(monkeypatch, f"--out={tmp_path}/runs", *words)
+    named = words[:1] if words[0] == "--write_reference" else words
+    assert all(word.split("=")[0] in str(refused.value) for word in named if "size" not in word)
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_reference_has_no_idea_and_several_seeds(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for word in ("--model.softcap=20", "--seeds=1"):
-        with pytest.raises(UserError, match="--write_reference"):
-            run(monkeypatch, "--write_reference", word)
-
-
-def test_ideas_are_named_and_speed_is_free():
+def test_ideas_are_named_speed_is_free_and_the_rest_is_fixed():
     ideas = ("model.depth", "model.dtype", "optimizer.muon.peak_rate", "optimizer.schedule.warmdown")
-    speed = (
-        "batch.rows_per_device",
-        "mesh.fsdp",
-        "model.remat",
-        "model.loss_chunks",
-        "deterministic",
-        "log.every_steps",
-    )
-    assert [(track.is_idea(name), track.is_fixed(name)) for name in ideas] == [(True, False)] * len(ideas)
-    assert [(track.is_idea(name), track.is_fixed(name)) for name in speed] == [(False, False)] * len(speed)
+    speed = ("batch.rows_per_device", "mesh.fsdp", "model.remat", "model.loss_chunks", "deterministic")
+    fixed = ("steps", "seed", "name", "run_dir", "init_from", "batch.ramp", "model.vocab_size", "stability.rollback")
+    fixed += ("data.source", "data.tokenizer", "data.val_fraction", "eval.tokens", "eval.every_steps")
+    kinds = lambda names: {(track.is_idea(name), track.is_fixed(name)) for name in names}
+    assert (kinds(ideas), kinds(speed), kinds(fixed)) == ({(True, False)}, {(False, False)}, {(False, True)})
 
 
 @pytest.mark.parametrize(
@@ -131,10 +91,8 @@ def test_ideas_are_named_and_speed_is_free():
     [
         ([1.40, 1.41, 1.42], "better"),
         ([1.55, 1.56, 1.57], "worse"),
-        ([1.49, 1.50, 1.48], "cannot tell"),
         ([1.46], "cannot tell"),
         ([1.44], "better"),
-        (REFERENCE, "cannot tell"),
     ],
 )
 def test_the_verdict_on_planted_numbers(ours, verdict):
@@ -143,13 +101,6 @@ def test_the_verdict_on_planted_numbers(ours, verdict):
     assert result["verdict"] == verdict and result["difference"] == pytest.approx(np.mean(ours) - np.mean(REFERENCE))
     assert result["interval"] == pytest.approx(expected.confidence_interval(0.95))
     assert result["difference"] == pytest.approx(result["standard_error"] * expected.statistic)
-
-
-@pytest.mark.parametrize("seeds", [1, 5])
-def test_equal_networks_are_found_to_differ_in_5_percent_of_cases(seeds):
-    draws = np.random.default_rng(0).normal(1.5, 0.01, (4000, seeds + 5))
-    verdicts = [track.compared(draw[:seeds].tolist(), draw[seeds:].tolist())["verdict"] for draw in draws]
-    assert 1 - verdicts.count("cannot tell") / len(draws) == pytest.approx(0.05, abs=0.01)
 
 
 def test_joules_are_the_packages_that_rapl_counts(monkeypatch, tmp_path):

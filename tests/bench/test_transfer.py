@@ -54,13 +54,9 @@ def invented(monkeypatch, bits_of) -> list[Path]:
     return trained
 
 
-def test_a_parabola_s_minimum_is_found_between_unequal_points():
+def test_a_minimum_is_the_vertex_of_a_parabola_unless_it_is_at_an_end_or_next_to_a_diverged_run():
     x = [-3.0, -1.0, 0.0, 2.0]
-    low = minimum(x, [0.2 * (a + 0.6) ** 2 + 1.3 for a in x])
-    assert low == (pytest.approx(-0.6), pytest.approx(1.3))
-
-
-def test_a_minimum_at_an_end_is_not_known_and_one_next_to_a_diverged_run_is_a_point():
+    assert minimum(x, [0.2 * (a + 0.6) ** 2 + 1.3 for a in x]) == (pytest.approx(-0.6), pytest.approx(1.3))
     assert minimum([0, 1, 2], [1.0, 1.1, 1.2]) == (pytest.approx(math.nan, nan_ok=True), 1.0)
     assert minimum([0, 1, 2], [1.2, 1.1, math.inf]) == (1, 1.1)
     assert math.isnan(minimum([0, 1, 2], [math.inf] * 3)[0])
@@ -70,24 +66,20 @@ def test_a_slope_s_interval_covers_it_in_95_percent_of_draws():
     chance, x = np.random.default_rng(0), [5, 6, 7, 8] * 2
     fits = [slope(x, (-0.3 * np.array(x) + chance.normal(0, 0.2, 8)).tolist()) for _ in range(2000)]
     assert 0.93 < np.mean([fit["interval"][0] < -0.3 < fit["interval"][1] for fit in fits]) < 0.97
-    assert np.mean([fit["error"] for fit in fits]) == pytest.approx(np.std([fit["value"] for fit in fits]), rel=0.1)
     assert slope([1, 2, 3], [1, math.nan, 3]) is None and slope([1, 1, 1], [1, 2, 3]) is None
 
 
-@pytest.mark.parametrize("groups", [(), ("embed", "muon")])
-def test_a_best_rate_that_falls_with_the_width_and_not_with_the_depth_is_found(folder, monkeypatch, capsys, groups):
+def test_a_best_rate_that_falls_with_the_width_and_not_with_the_depth_is_found(folder, monkeypatch, capsys):
     def bits(config, seed):
         """Have the best factor (width / 32)^-0.5 / 2."""
         optimizer = config.optimizer
-        factors = (
-            {optimizer.muon.peak_rate / 0.02, optimizer.embed.peak_rate / 0.2} if groups else {optimizer.rate_factor}
-        )
-        (factor,) = (round(factor, 9) for factor in factors)
+        factors = optimizer.muon.peak_rate / 0.02, optimizer.embed.peak_rate / 0.2
+        (factor,) = {round(factor, 9) for factor in factors}
         away = math.log2(factor) + 0.5 * math.log2(config.model.width / 32) + 0.5 + 0.01 * (-1) ** seed
         return math.inf if factor == 8 and config.model.depth == 4 else 1.4 + 0.05 * away**2
 
     trained = invented(monkeypatch, bits)
-    words = ("--recipe=tiny.py", *SIZES, "--seeds=2", *(("--groups", *groups) if groups else ()))
+    words = ("--recipe=tiny.py", *SIZES, "--seeds=2", "--groups", "embed", "muon")
     assert command(monkeypatch, transfer, *words) == Exit.COMPLETE
     made = json.loads(Path("runs/transfer/transfer.json").read_text())
     width, depth = (made["exponents"][along] for along in ("width", "depth"))
@@ -102,7 +94,7 @@ def test_a_best_rate_that_falls_with_the_width_and_not_with_the_depth_is_found(f
     )
     (deep,) = (of for of in made["sizes"] if of["depth"] == 4)
     assert deep["bits"]["8.0"] == [None, None] and deep["mean"] == pytest.approx(-0.5)
-    assert len(trained) == 3 * 5 * 2 and Path("runs/transfer/transfer.png").stat().st_size > 10_000
+    assert len(trained) == 3 * 5 * 2
 
 
 def test_mistakes_are_refused_before_any_run(folder, monkeypatch):
