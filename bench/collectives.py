@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.sizes import Sizes, sized
+from bench.throughput import Sizes, sized
 from configs.command_line import parse
 from configs.schema import Positive
 from hosts.runtime import run_command

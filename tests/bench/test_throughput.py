@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from bench import collectives, throughput
-from bench.sizes import Sizes, sized
+from bench.throughput import Sizes, sized
 from configs.plain import get_config
 from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, UserError
 from tests.helpers import TINY

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench.sizes import Sizes, sized
+from bench.throughput import Sizes, sized
 from configs.command_line import parse
 from configs.schema import Config, EvalConfig, MeshConfig, UserError, with_options
 from configs.validation import resolved

@@ -9,7 +9,7 @@ from math import prod
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from bench.sizes import Sizes, sized
+from bench.throughput import Sizes, sized
 from configs import d12
 from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, ModelConfig, UserError
 from hosts.machines import machines

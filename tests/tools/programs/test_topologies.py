@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from bench.sizes import Sizes, sized
+from bench.throughput import Sizes, sized
 from configs import d12
 from configs.schema import MeshConfig, UserError, with_options
 from hosts.machines import name_of
