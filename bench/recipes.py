@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import re
-import resource
 import shlex
 import signal
 import subprocess
@@ -35,7 +34,6 @@ from hosts.runtime import versions
 
 POINTS = 10  # of a curve of validation, after the one before step 0
 OWN = [f"--{name}={value}" for name, value in MEASURED.items()]
-BUSY = 0.05  # share of the processors that others may use during a run whose seconds are compared
 
 Bits = dict[str, tuple[float, int]]
 """Bits and bytes by document."""
@@ -93,17 +91,17 @@ class Recipe:
 
 def train_all(runs: Sequence[tuple[Recipe, int]], at_once: int) -> list[Path]:
     """Train recipes with seeds, up to `at_once` runs side by side, or resume, unless they are complete. Return their
-    folders. Exit with train.py's code if one does not end well. machine.json records who else used the machine, for a
-    run that was not interrupted."""
+    folders. Exit with train.py's code if one does not end well. machine.json records where a run that was not
+    interrupted ran, and with how many others."""
     folders = [recipe.run_dir(seed) for recipe, seed in runs]
     training = {folder: recipe.training(seed) for folder, (recipe, seed) in zip(folders, runs)}
     commands = {folder: words for folder, words in training.items() if not (folder / "summary.json").exists()}
     resumed = {folder for folder in commands if (folder / "events.jsonl").exists()}
     machine = {"machine": platform.node(), "side_by_side": min(at_once, len(commands))}
 
-    def completed(folder: Path, others: float) -> None:
+    def completed(folder: Path) -> None:
         if folder not in resumed:
-            write_json(folder / "machine.json", machine | {"busy_with_others": round(others, 4)})
+            write_json(folder / "machine.json", machine)
         print(f"complete: {folder.name}", flush=True)
 
     _run(commands, at_once, completed)
@@ -207,21 +205,19 @@ def why_seconds_differ(folders: list[Path]) -> str:
     first, *_ = facts
     if others := [name for name, fact in facts.items() if fact["machine"] != facts[first]["machine"]]:
         return f"{others[0]} is of another machine than {first}"
-    name, most = max(((name, fact["busy_with_others"]) for name, fact in facts.items()), key=lambda pair: pair[1])
-    return f"other programs used {most:.0%} of the machine during {name}" if most > BUSY else ""
+    return ""
 
 
-Completed = Callable[[Path, float], None]
-
-
-def _run(commands: dict[Path, list[str]], at_once: int, completed: Completed = lambda folder, others: None) -> None:
+def _run(
+    commands: dict[Path, list[str]], at_once: int, completed: Callable[[Path], None] = lambda folder: None
+) -> None:
     """Run a command for each folder as `run_programs` does, with its output in FOLDER.log. Exit with the code of the
     first that fails."""
     folders = list(commands)
     logs = [folder.with_name(f"{folder.name}.log") for folder in folders]
     with ExitStack() as files:
         outputs = [files.enter_context(log.open("a")) for log in logs]
-        codes = run_programs([*commands.values()], outputs, at_once, lambda i, others: completed(folders[i], others))
+        codes = run_programs([*commands.values()], outputs, at_once, lambda i: completed(folders[i]))
     for i, code in codes.items():
         if code != Exit.COMPLETE:
             words, name, tail = commands[folders[i]], folders[i].name, logs[i].read_text(errors="replace")[-1500:]
@@ -233,17 +229,17 @@ def run_programs(
     commands: Sequence[list[str]],
     outputs: Sequence[TextIO],
     at_once: int = 1,
-    completed: Callable[[int, float], None] = lambda i, others: None,
+    completed: Callable[[int], None] = lambda i: None,
 ) -> dict[int, int]:
     """Run commands of this repository, up to `at_once` side by side, with their outputs in files. Return exit codes by
     the command's number, in the order of their ends; a signal's as a shell reports it.
 
-    Call `completed` after a code of 0, with the number and the share of the processors that others used meanwhile. The
-    first other code, SIGTERM and a terminal's Ctrl-C end all commands, which save. Exit if these two were for this one.
+    Call `completed` with the number after a code of 0. The first other code, SIGTERM and a terminal's Ctrl-C end all
+    commands, which save. Exit if these two were for this one.
     """
     own = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if at_once > 1 else {}  # they share a GPU's memory
     waiting, asked, codes = deque(range(len(commands))), [], {}
-    running: dict[int, tuple[subprocess.Popen, float, float]] = {}
+    running: dict[int, subprocess.Popen] = {}
     catch = lambda number, _: asked.append(number)
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     terminated = False
@@ -255,24 +251,22 @@ def run_programs(
             # A terminal's Ctrl-C has reached the commands: a SIGTERM as well could interrupt their saving.
             if not terminated and (signal.SIGTERM in asked or (failed and not asked)):
                 terminated = True
-                for child, _, _ in running.values():
+                for child in running.values():
                     child.terminate()
             while waiting and len(running) < at_once:
                 i = waiting.popleft()
                 words = [sys.executable, ROOT / commands[i][0], *commands[i][1:]]
-                child = subprocess.Popen(words, stdout=outputs[i], stderr=subprocess.STDOUT, env=own | os.environ)
-                running[i] = child, time.monotonic(), _busy_seconds()
-            for i, (child, began, busy) in list(running.items()):
-                ended = _seconds_of_ended()
+                env = own | os.environ
+                running[i] = subprocess.Popen(words, stdout=outputs[i], stderr=subprocess.STDOUT, env=env)
+            for i, child in list(running.items()):
                 if (code := child.poll()) is not None:
                     del running[i]
                     codes[i] = code if code >= 0 else 128 - code
-                    others = _busy_seconds() - busy - (_seconds_of_ended() - ended)
                     if not code:
-                        completed(i, others / (time.monotonic() - began) / (os.cpu_count() or 1))
+                        completed(i)
             time.sleep(0.05)
     finally:
-        for child, _, _ in running.values():  # after an exception
+        for child in running.values():  # after an exception
             child.terminate()
             child.wait()
         for number, handler in before.items():
@@ -280,18 +274,3 @@ def run_programs(
     if asked and not any(codes.values()):
         raise SystemExit(128 + asked[0])
     return codes
-
-
-def _busy_seconds() -> float:
-    """Return the processor seconds that were used on this machine. Without Linux's /proc it seems always busy."""
-    stat = Path("/proc/stat")
-    if not stat.exists():
-        return time.monotonic() * (os.cpu_count() or 1)
-    user, nice, system, _, _, *more = map(int, stat.read_text().splitlines()[0].split()[1:9])
-    return (user + nice + system + sum(more)) / os.sysconf("SC_CLK_TCK")
-
-
-def _seconds_of_ended() -> float:
-    """Return the processor seconds of this process's ended children."""
-    ours = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return ours.ru_utime + ours.ru_stime
