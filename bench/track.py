@@ -99,8 +99,8 @@ def train(command: Sequence[str], run_dir: Path) -> Figures:
         if code := run_programs([[*command, f"--run_dir={run_dir}"]], [sys.stderr])[0]:
             sys.exit(code)
         after = joules_of_gpus()
-        known = before is not None and after is not None
-        write_whole(complete, json.dumps({"joules": after - before if known else None}))
+        joules = None if before is None or after is None else after - before
+        write_whole(complete, json.dumps({"joules": joules}))
     summary, (record, config) = json.loads((run_dir / "summary.json").read_text()), record_of(run_dir)
     start = [event for event in Events(run_dir).read() if event["event"] == "start"][-1]
     bits = scores(run_dir)
