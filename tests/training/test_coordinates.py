@@ -59,12 +59,12 @@ def sizes_of(width: int, depth: int) -> Sizes:
     state, probe = built.create_state(), batches[0]["inputs"][0]
 
     @jax.jit
-    def outputs(params: dict) -> dict:
+    def outputs(params: dict, tokens: jax.Array) -> dict:
         record = nnx.capture(nnx.merge(graphdef, params), nnx.Intermediate, method_outputs=nnx.Intermediate)
-        return nnx.to_pure_dict(record(probe)[1])
+        return nnx.to_pure_dict(record(tokens)[1])
 
     def arrays(params: dict) -> dict[str, np.ndarray]:
-        calls = [(name.split(".__call__"), array) for name, array in named(outputs(params)).items()]
+        calls = [(name.split(".__call__"), array) for name, array in named(outputs(params, probe)).items()]
         return jax.device_get(named(params) | {name[0]: array for name, array in calls if len(name) > 1})
 
     before, values = arrays(state.params), defaultdict(list)
