@@ -217,7 +217,8 @@ class BlockCache:
     it."""
 
     def __init__(self, path: Path, gigabytes: float):
-        self.path, self.places, self.is_full = path, int(gigabytes * 1e9) // BLOCK_BYTES, False
+        self.path, self.places = path, int(gigabytes * 1e9) // BLOCK_BYTES
+        self.is_full, self.lock = False, threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = os.open(path, os.O_RDWR | os.O_CREAT)
 
@@ -233,8 +234,10 @@ class BlockCache:
             os.pwrite(self.file, content, place % self.places * BLOCK_BYTES)
         except OSError as error:
             why = f"cannot be written ({error.strerror}): rows are read from the store each time; make room"
-            print(f"{self.path} {why}", file=sys.stderr)
-            self.is_full = True
+            with self.lock:
+                if not self.is_full:
+                    print(f"{self.path} {why}", file=sys.stderr)
+                self.is_full = True
 
 
 class StoredShard:
