@@ -32,14 +32,15 @@ def memory_ratio(config: Config, topology: Topology) -> float:
     return (parts["parameters"] + parts["moments"]) * topology.devices / (4 * numbers)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("config", [d12.get_config(), nanochat.get_config()], ids=["plain", "all"])
 def test_state_takes_at_most_5_percent_more_than_its_share(config):
     """Plan depths 12 to 48 on one node of up to eight devices, and on nodes of eight."""
     worst = 0.0
-    for depth in (12, 13, 20, 31, 48):
+    for depth in range(12, 49):
         batch = replace(config.batch, tokens_per_step=2048 * 3 * 5 * 1024)
         of_depth = replace(config, model=network_of_depth(config.model, depth), batch=batch)
-        for data in (2, 3, 6, 8, 24, 40, 256, 1024):
+        for data in (2, 3, 6, 8, 24, 40, 48, 96, 256, 512, 1024):
             for nodes in (1, data // 8) if data % 8 == 0 else (1,):
                 of_mesh = resolved(replace(of_depth, batch=replace(batch, rows_per_device=1)))
                 worst = max(worst, memory_ratio(of_mesh, Topology(nodes, "h200", (data // nodes,))))

@@ -1,7 +1,8 @@
-"""Trace every program of a network with more parameters than 32 bits count, without compilation or arrays."""
+"""Trace every program at the largest documented depth, without compilation or arrays."""
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from configs.schema import BatchConfig, Config, DiagnosticsConfig, MeshConfig, ModelConfig
 from evaluation.generation import make_generate
@@ -9,8 +10,10 @@ from tests.helpers import ALL_FEATURES
 from training.build import build
 
 
-def test_every_program_is_traced():
-    sizes = {"depth": 2, "width": 12288, "heads": 96, "kv_heads": 96, "head_dim": 128, "vocab_size": 32768}
+@pytest.mark.medium
+def test_every_program_of_depth_48_is_traced():
+    """Its parameter counts exceed 32 bits."""
+    sizes = {"depth": 48, "width": 3072, "heads": 24, "kv_heads": 24, "head_dim": 128, "vocab_size": 32768}
     model = ModelConfig(**ALL_FEATURES | sizes)
     built = build(
         Config(
