@@ -15,8 +15,7 @@ from configs.schema import Config, NotNegative
 from data.loader import train_batches
 from hosts.cluster import Cluster
 from hosts.runtime import run_command, start_jax
-from hosts.stop import Stop
-from hosts.watchdog import limited
+from hosts.stop import Stop, limited
 from run import hooks, opening
 from run.finish import finish
 from run.fitting import Fitting

@@ -19,8 +19,7 @@ from configs.command_line import parse
 from configs.schema import Config, Positive, UserError
 from configs.validation import require_steps, validate
 from evaluation.generation import make_generate
-from hosts.limits import device_limit
-from hosts.machines import HEADROOM, peak_flops
+from hosts.machines import HEADROOM, device_limit, peak_flops
 from hosts.runtime import run_command
 from model.shapes import flops_per_token, parameter_counts
 from tools.programs.compile import peak_memory_bytes

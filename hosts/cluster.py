@@ -1,27 +1,40 @@
-"""Find the processes of a run from the environment that the launcher set: no network, no devices, no JAX.
+"""Find the processes of a run from the environment that the launcher set, and wait until all are there. Without JAX.
 
-| launcher | recognized by | processes, and this one's index |
-| --- | --- | --- |
-| mpirun | OMPI_COMM_WORLD_SIZE | OMPI_COMM_WORLD_*; the first host from OMPI_MCA_orte_hnp_uri (Open MPI 4) |
-| SLURM | SLURM_STEP_NUM_TASKS, which srun sets | SLURM_PROCID of them; the first of SLURM_STEP_NODELIST |
-| TPUs on GKE | TPU_WORKER_HOSTNAMES | TPU_WORKER_ID; MEGASCALE_* if there are several slices |
-| TPU VMs | the machine's metadata | the same, from there |
-| anything else | JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID | as they say |
+docs/multihost.md lists the launchers, and the variables that each sets.
 
 The JAX_* variables override the launcher; so do XPK's names of them (JAX_COORDINATOR_PORT, NNODES and NODE_RANK on
 GPUs, JAX_PROCESS_COUNT). The rules and ports equal jax/_src/clusters, with two exceptions. JAX gives every SLURM or MPI
 task one GPU and leaves the others idle. On Kubernetes JAX asks the API server, which needs a package and rights, and
 takes one Job's `parallelism` for the complete JobSet.
+
+JAX's own start (`initialization_timeout`) gives up with an abort, exit code 134, and names nobody. So process 0 first
+listens on the coordinator's port, and the others ask it every second until all are there: the roll call. Then JAX's
+service takes the port.
 """
 
+import random
 import re
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 from configs.schema import UserError
 
-TPU_PORT = 8482  # jax/_src/clusters/cloud_tpu_cluster.py
+TPU_PORT = "8482"  # jax/_src/clusters/cloud_tpu_cluster.py
 HIGH_PORTS = 65536 - 2**12  # one of these, by the job's number: jax/_src/clusters/slurm_cluster.py
+START_TIMEOUT = 30 * 60  # seconds to wait for the last host: as long as a cluster takes to start it
+TELL_EVERY = 60  # seconds between lines that name the missing processes
+AWAY = 10  # seconds without a question after which a process that came counts as missing
+RELEASE = 30  # seconds in which all processes learn the result of the roll call
+
+Say = Callable[[str], Any]
+
+
+class PeerLost(Exception):
+    """Raised if another process has stopped, or cannot be reached: start all again."""
 
 
 class Cluster(NamedTuple):
@@ -39,18 +52,6 @@ class Cluster(NamedTuple):
     """The processes' hosts, in order, if the launcher names them."""
 
 
-class Found(NamedTuple):
-    """Describe what a launcher sets; None: it does not."""
-
-    launcher: str
-    processes: int | None = None
-    index: int | None = None
-    host: str = ""
-    port: int = TPU_PORT
-    local_devices: tuple[int, ...] | None = None
-    hosts: tuple[str, ...] = ()
-
-
 def detect(
     environ: Mapping[str, str], tpus: int = 0, gpus: int = 0, metadata: Callable[[str], str] = lambda key: ""
 ) -> Cluster:
@@ -62,15 +63,14 @@ def detect(
     address = text("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_IP")
     count = text("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT", *(["NNODES"] if address else []))
     index = text("JAX_PROCESS_ID", *(["NODE_RANK"] if address else []))
-    named = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": index}
-    processes = int(count) if count.isdigit() else None if count else launch.processes
-    place = int(index) if index.isdigit() else None if index else launch.index
-    host, port = split_address(address)
-    port = port or text("JAX_COORDINATOR_PORT") or str(launch.port)
-    host = host or launch.host
-    if not any(named.values()) and (processes or 1) == 1:
+    processes = int(count) if count.isdigit() else 0 if count else launch.processes
+    place = int(index) if index.isdigit() else -1 if index else launch.index
+    if not (address or count or index) and processes <= 1:
         return Cluster(launch.launcher)
-    if not (host and port.isdigit() and processes and place is not None and place < processes):
+    (host, port), (its_host, its_port) = split_address(address), split_address(launch.address)
+    host, port = host or its_host, port or text("JAX_COORDINATOR_PORT") or its_port or TPU_PORT
+    if not (host and port.isdigit() and 0 <= place < processes):
+        named = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": index}
         values = ", ".join(f"{name}={value or '(not set)'}" for name, value in named.items())
         raise UserError(
             f"incomplete multi-process settings ({launch.launcher}): JAX_COORDINATOR_ADDRESS (host:port of process 0), "
@@ -80,13 +80,12 @@ def detect(
     if processes == 1:
         return Cluster(launcher)
     local = None if environ.get("JAX_LOCAL_DEVICE_IDS") else launch.local_devices  # which JAX reads itself
-    where = f"[{host}]" if ":" in host else host
     hosts = launch.hosts if len(launch.hosts) == processes else ()
-    return Cluster(launcher, processes, place, f"{where}:{port}", local, hosts)
+    return Cluster(launcher, processes, place, with_port(host, port), local, hosts)
 
 
-def launched(environ: Mapping[str, str], tpus: int, gpus: int, metadata: Callable[[str], str]) -> Found:
-    """Return what the launcher sets, without the JAX_* variables."""
+def launched(environ: Mapping[str, str], tpus: int, gpus: int, metadata: Callable[[str], str]) -> Cluster:
+    """Return what the launcher sets, without the JAX_* variables; 0 processes, and index -1, if it sets none."""
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     gpus = gpus if visible is None else len([name for name in visible.split(",") if name not in ("", "-1")])
     if "OMPI_COMM_WORLD_SIZE" in environ:
@@ -95,28 +94,29 @@ def launched(environ: Mapping[str, str], tpus: int, gpus: int, metadata: Callabl
         return of_slurm(environ, gpus)
     if tpus:
         return of_tpus(environ, metadata)
+    launcher = "none"
     if int(environ.get("SLURM_NTASKS", "1")) > 1:
-        return Found(f"none; of a SLURM allocation of {environ['SLURM_NTASKS']} tasks, which `srun` would start")
-    if "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
-        return Found(f"none; pod {environ['JOB_COMPLETION_INDEX']} of a Job, alone without the JAX_* variables")
-    return Found("none")
+        launcher += f"; of a SLURM allocation of {environ['SLURM_NTASKS']} tasks, which `srun` would start"
+    elif "KUBERNETES_SERVICE_HOST" in environ and "JOB_COMPLETION_INDEX" in environ:
+        launcher += f"; pod {environ['JOB_COMPLETION_INDEX']} of a Job, alone without the JAX_* variables"
+    return Cluster(launcher, 0, -1)
 
 
-def of_mpirun(environ: Mapping[str, str], gpus: int) -> Found:
+def of_mpirun(environ: Mapping[str, str], gpus: int) -> Cluster:
     """Read Open MPI's variables. Version 5 does not name the first host: JAX_COORDINATOR_ADDRESS must."""
     read = lambda name: int(environ[f"OMPI_COMM_WORLD_{name}"])
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     host = re.search(r"tcp://([^,:]+)|tcp6://\[([^,\]]+)", uri)
-    port = int(uri.split(".")[0]) // 2**12 % 2**12 + HIGH_PORTS if host else TPU_PORT
+    address = with_port(host[1] or host[2], int(uri.split(".")[0]) // 2**12 % 2**12 + HIGH_PORTS) if host else ""
     devices = share(gpus, int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1)), read("LOCAL_RANK"))
-    return Found("mpirun", read("SIZE"), read("RANK"), host[1] or host[2] if host else "", port, devices)
+    return Cluster("mpirun", read("SIZE"), read("RANK"), address, devices)
 
 
-def of_slurm(environ: Mapping[str, str], gpus: int) -> Found:
+def of_slurm(environ: Mapping[str, str], gpus: int) -> Cluster:
     """Read the variables of an srun step, with one task per node or per GPU."""
     count = int(environ["SLURM_STEP_NUM_TASKS"])
     if count == 1:
-        return Found("SLURM", 1)
+        return Cluster("SLURM", 1, -1)
     tasks = per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))[int(environ.get("SLURM_NODEID", 0))]
     # With these SLURM shows a task only its own GPUs.
     bound = (
@@ -125,12 +125,11 @@ def of_slurm(environ: Mapping[str, str], gpus: int) -> Found:
         or environ.get("SLURM_GPU_BIND", "none") != "none"
     )
     devices = None if bound else share(gpus, tasks, int(environ["SLURM_LOCALID"]))
-    port = int(environ["SLURM_JOB_ID"]) % 2**12 + HIGH_PORTS
-    host = first_host(environ["SLURM_STEP_NODELIST"])
-    return Found("SLURM", count, int(environ["SLURM_PROCID"]), host, port, devices)
+    address = with_port(first_host(environ["SLURM_STEP_NODELIST"]), int(environ["SLURM_JOB_ID"]) % 2**12 + HIGH_PORTS)
+    return Cluster("SLURM", count, int(environ["SLURM_PROCID"]), address, devices)
 
 
-def of_tpus(environ: Mapping[str, str], metadata: Callable[[str], str]) -> Found:
+def of_tpus(environ: Mapping[str, str], metadata: Callable[[str], str]) -> Cluster:
     """Read the hosts of one or more TPU slices from the environment (GKE), else from the machine's metadata."""
     listed = environ.get("TPU_PROCESS_ADDRESSES") or environ.get("TPU_WORKER_HOSTNAMES")
     if listed:
@@ -139,7 +138,7 @@ def of_tpus(environ: Mapping[str, str], metadata: Callable[[str], str]) -> Found
         slices = environ
     else:
         if "TPU_SKIP_MDS_QUERY" in environ or not (worker := metadata("agent-worker-number")):
-            return Found("a TPU host", 1)
+            return Cluster("a TPU host", 1, -1)
         launcher = "TPU VM"
         # Names, or name:number:address.
         workers = [endpoint.split(":")[-1] for endpoint in metadata("worker-network-endpoints").split(",")]
@@ -150,7 +149,7 @@ def of_tpus(environ: Mapping[str, str], metadata: Callable[[str], str]) -> Found
     host = split_address(slices.get("MEGASCALE_COORDINATOR_ADDRESS") or workers[0])[0]
     index = this * len(workers) + int(worker)
     launcher += f", {count} slices" if count > 1 else ""
-    return Found(launcher, count * len(workers), index, host, hosts=tuple(workers) if count == 1 else ())
+    return Cluster(launcher, count * len(workers), index, host, hosts=tuple(workers) if count == 1 else ())
 
 
 def share(gpus: int, tasks: int, local: int) -> tuple[int, ...] | None:
@@ -173,6 +172,11 @@ def split_address(address: str) -> tuple[str, str]:
     return (address, "") if ":" in port else (host, port)
 
 
+def with_port(host: str, port: str | int) -> str:
+    """Return host:port, the inverse of `split_address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def first_host(nodes: str) -> str:
     """Return the first of SLURM's list: `node[001-015],host2` gives node001."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
@@ -183,3 +187,117 @@ def per_node(tasks: str) -> list[int]:
     """Return SLURM's tasks of each node: `8(x2),4` gives 8, 8, 4."""
     parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
     return [int(count) for count, times in parts for _ in range(int(times or 1))]
+
+
+def roll_call(
+    cluster: Cluster,
+    timeout: float = START_TIMEOUT,
+    tell_every: float = TELL_EVERY,
+    say: Say = lambda text: print(text, flush=True),
+) -> None:
+    """Return on every process once all have come. Raise PeerLost, on those that are there, if one is missing after
+    `timeout` seconds, UserError if their settings contradict each other. Every `tell_every` seconds each `say`s which
+    are missing."""
+    word, text = (_answer_all if cluster.index == 0 else _ask_first)(cluster, timeout, tell_every, say)
+    if word != "go":
+        raise {"no": UserError, "lost": PeerLost}[word](text)
+
+
+def _answer_all(cluster: Cluster, timeout: float, tell_every: float, say: Say) -> tuple[str, str]:
+    """Run process 0: answer every process with a word (wait, go, no, lost) and a text, until all have the last one.
+    Return that."""
+    start = reported = now = time.monotonic()
+    came: dict[int, tuple[str, str, float]] = {}  # each process's host, its random name, and its last question's time
+    replaced, told = set[str](), set[int]()  # random names of processes that restarted; processes with the last answer
+    word, text, settled = "wait", "", 0.0
+
+    def answer(question: str) -> str:
+        nonlocal word, text, settled
+        number, processes, host, process = question.split()
+        index = int(number)
+        if process in replaced:
+            return f"no another process, on {came[index][0]}, is process {index} too"
+        if index in came and came[index][1] != process:
+            replaced.add(came[index][1])
+        came[index] = host, process, now
+        if int(processes) != cluster.processes and word == "wait":
+            word, settled = "no", now
+            text = f"process {index} on {host} expects {processes} processes, process 0 {cluster.processes}"
+        if word != "wait":
+            told.add(index)
+        return f"{word} {text}"
+
+    with _listen(int(split_address(cluster.address)[1])) as server:
+        server.settimeout(min(1.0, tell_every))
+        while word == "wait" or (came.keys() - told and now - settled < RELEASE):
+            with suppress(OSError, ValueError):  # nobody asked, or not one of our processes: a port scanner
+                connection, _ = server.accept()
+                connection.settimeout(2)
+                with connection, connection.makefile("rw", encoding="utf-8") as stream:
+                    stream.write(answer(stream.readline(1000)) + "\n")
+                    stream.flush()
+                    stream.read()  # the side that closes first keeps the port for a while: not this one
+            now = time.monotonic()
+            missing = [i for i in range(1, cluster.processes) if i not in came or now - came[i][2] > AWAY]
+            if word == "wait":
+                hosts = dict(enumerate(cluster.hosts)) | {i: host for i, (host, *_) in came.items()}
+                text = f"{now - start:.0f} s: waiting for process {named(missing, hosts)} of {cluster.processes}"
+                if not missing or now - start > timeout:
+                    word, settled = "lost" if missing else "go", now
+                elif now - reported > tell_every:
+                    reported = now
+                    say(text)
+    if word == "go" and (lost := sorted(came.keys() - told)):
+        return "lost", f"process {', '.join(map(str, lost))} came and left"
+    return word, text
+
+
+def _ask_first(cluster: Cluster, timeout: float, tell_every: float, say: Say) -> tuple[str, str]:
+    """Run any other process: ask process 0 until it answers with something other than `wait`. Return that."""
+    start = reported = reached = time.monotonic()
+    host, port = split_address(cluster.address)
+    question = f"{cluster.index} {cluster.processes} {socket.gethostname()} {uuid4().hex}\n"
+    while True:
+        try:
+            with socket.create_connection((host, int(port)), timeout=10) as connection:
+                connection.sendall(question.encode())
+                with connection.makefile(encoding="utf-8") as stream:
+                    word, _, text = stream.readline().strip().partition(" ")
+            if word not in ("wait", "go", "no", "lost"):
+                raise ConnectionError("it closed the connection")
+            if word != "wait":
+                return word, text
+            reached = time.monotonic()
+        except (OSError, UnicodeDecodeError) as problem:
+            # Not there yet, or restarted; or JAX's service of the previous run, whose answer is not text.
+            passed = time.monotonic() - start
+            text = f"{passed:.0f} s: waiting for process 0 at {cluster.address}: {problem}"
+            if time.monotonic() - reached > timeout:
+                return "lost", text
+        if time.monotonic() - reported > tell_every:
+            reported = time.monotonic()
+            say(text)
+        time.sleep(random.uniform(0.5, 1.5))
+
+
+def _listen(port: int) -> socket.socket:
+    """Listen on the port. Raise UserError if it stays taken for a minute: the previous run may still be ending."""
+    until, dual = time.monotonic() + 60, False
+    while True:
+        dual = not dual and socket.has_dualstack_ipv6()  # in turn, since IPv6 may be switched off
+        try:
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            return socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=4096)
+        except OSError as error:
+            if time.monotonic() > until:
+                raise UserError(
+                    f"process 0 cannot listen on port {port} ({error.strerror}): is another run on this machine? "
+                    "JAX_COORDINATOR_PORT names another port, the same for all"
+                ) from error
+        time.sleep(0.5)
+
+
+def named(processes: Iterable[int], hosts: dict[int, str]) -> str:
+    """Return the processes' numbers, with their hosts if known; 16 at most, and how many more."""
+    names = [f"{i} ({hosts[i]})" if i in hosts else str(i) for i in processes]
+    return ", ".join(names[:16]) + (f" and {len(names) - 16} others" if names[16:] else "")

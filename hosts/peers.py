@@ -13,18 +13,19 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import count
 from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed  # as Orbax does: the service's store has no public API
 
 from configs.exit_codes import Exit
-from hosts.cluster import Cluster
-from hosts.roll_call import START_TIMEOUT, TELL_EVERY, PeerLost, roll_call
+from hosts.cluster import START_TIMEOUT, TELL_EVERY, Cluster, PeerLost, named, roll_call
 
 TELL_FIRST = 10  # seconds until a line names a joined process that does not answer
-JOIN_TIMEOUT = 120  # seconds for JAX's start, once all have answered
+JOIN_TIMEOUT = 120  # seconds for JAX's start, once all have come
 HEARTBEAT_TIMEOUT = 30  # seconds without a heartbeat after which a process counts as lost
 HOSTS = "tokensum/host"  # in the service's store: each process's host
 EXCHANGES = "tokensum/exchange"  # also there: the values that processes exchange
@@ -64,73 +65,47 @@ def leave() -> None:
 
 
 patience: float = START_TIMEOUT
-"""Seconds that `exchange` waits for a process. `hosts.watchdog.limited` sets its own limit."""
-
-
-class _Channel:
-    """Count the exchanges of one thread. Every process counts them alike, so that no two share a name."""
-
-    def __init__(self) -> None:
-        self.exchanged = self.read_by_all = 0
-
-
-_channels = defaultdict[str, _Channel](_Channel)
+"""Seconds that `exchange` waits for a process. `hosts.stop.limited` sets its own limit."""
+_numbers = defaultdict[str, Iterator[int]](lambda: count(1))
+"""Numbers of the exchanges of each channel. Every process counts them alike, so that no two share a name."""
 
 
 def exchange(what: str, value: str, channel: str = "") -> list[str]:
     """Return every process's `value`, in order, through JAX's service, not through the devices. PeerLost, with their
     names, if some have not given theirs after `patience` seconds. Every process must call it. A thread other than the
     main one needs its own channel, which waits without limit."""
-    client: Any = distributed.global_state.client
+    state = distributed.global_state
+    client: Any = state.client
     if client is None:
         return [value]
-    index, count, name = distributed.global_state.process_id, distributed.global_state.num_processes, _next(channel)
-    client.key_value_set(f"{name}/{index}", value)
-    if index > 0:  # the first gathers them, so that the requests grow with the processes, not with their square
-        return json.loads(_read(client, f"{name}/all", name, range(count), what, channel))
-    values = [_read(client, f"{name}/{i}", name, range(count), what, channel) for i in range(count)]
+    number = next(_numbers[channel])
+    name = f"{EXCHANGES}{channel}/{number}"
+    client.key_value_set(f"{name}/{state.process_id}", value)
+    if state.process_id > 0:  # the first gathers them, so that the requests grow with the processes, not their square
+        return json.loads(_read(client, name, "all", what, channel))
+    values = [_read(client, name, str(i), what, channel) for i in range(state.num_processes)]
     client.key_value_set(f"{name}/all", json.dumps(values))
-    of = _channels[channel]
-    for number in range(of.read_by_all, of.exchanged - 1):  # all have come here, so they have read the earlier ones
-        client.key_value_delete(f"{EXCHANGES}{channel}/{number + 1}")
-    of.read_by_all = of.exchanged - 1
+    client.key_value_delete(f"{EXCHANGES}{channel}/{number - 1}")  # all have come here, so they have read it
     return values
 
 
-def from_first(what: str, value: str, channel: str = "") -> str:
-    """Return the first process's `value`, in the same way. The first process waits for nobody."""
-    client: Any = distributed.global_state.client
-    if client is None:
-        return value
-    name = _next(channel)
-    if distributed.global_state.process_id > 0:
-        return _read(client, f"{name}/0", name, range(1), what, channel)
-    client.key_value_set(f"{name}/0", value)
-    return value
-
-
-def _next(channel: str) -> str:
-    _channels[channel].exchanged += 1
-    return f"{EXCHANGES}{channel}/{_channels[channel].exchanged}"
-
-
-def _read(client: Any, key: str, name: str, expected: range, what: str, channel: str) -> str:
-    """Return the value at `key` once it is there. Meanwhile the first process names those of `expected` without one."""
-    start, count = time.monotonic(), distributed.global_state.num_processes
-    by_process = lambda folder: {int(key.rpartition("/")[2]): value for key, value in folder}
+def _read(client: Any, name: str, key: str, what: str, channel: str) -> str:
+    """Return the value at `key` once it is there. Meanwhile the first process names the processes without one."""
+    start, processes = time.monotonic(), distributed.global_state.num_processes
+    by_process = lambda folder: {key.rpartition("/")[2]: value for key, value in client.key_value_dir_get(folder)}
     while True:
         passed = time.monotonic() - start
         try:
-            return client.blocking_key_value_get(key, 1000 * (TELL_EVERY if passed > TELL_FIRST else TELL_FIRST))
+            milliseconds = 1000 * (TELL_EVERY if passed > TELL_FIRST else TELL_FIRST)
+            return client.blocking_key_value_get(f"{name}/{key}", milliseconds)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-        given = {key.rpartition("/")[2] for key, _ in client.key_value_dir_get(f"{name}/")}
-        silent = [i for i in expected if str(i) not in given] or [0]
-        hosts = by_process(client.key_value_dir_get(f"{HOSTS}/"))
-        names = ", ".join(f"{i} ({hosts.get(i, 'not known')})" for i in silent[:16])
+        given, hosts = by_process(f"{name}/"), by_process(f"{HOSTS}/")
+        silent = [i for i in range(processes) if str(i) not in given]
+        names = named(silent or [0], {int(i): host for i, host in hosts.items()})
         passed = time.monotonic() - start
-        line = f"{passed:.0f} s: waiting for {what} of process {names} of {count}"
+        line = f"{passed:.0f} s: waiting for {what} of process {names} of {processes}"
         if passed > patience and not channel:
             raise PeerLost(line)
         if distributed.global_state.process_id == 0:

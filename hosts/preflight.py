@@ -8,6 +8,7 @@ devices compute one sum with a known result.
 import hashlib
 import json
 import platform
+import random
 import shutil
 import threading
 import time
@@ -22,14 +23,13 @@ import numpy as np
 from etils import epath
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tenacity import Retrying, retry_if_result, stop_after_delay, wait_random
 
 from configs.files import shown_bytes
 from configs.retry import StorageLost, first_line, patiently, role
 from configs.schema import Config, UserError
 from hosts.peers import exchange
 from hosts.runtime import versions
-from hosts.watchdog import end_as_hung
+from hosts.stop import end_as_hung
 from model.kernels import attention_kernel
 from model.parallel import compute_capability
 from model.shapes import parameter_counts
@@ -82,57 +82,57 @@ def compare(hosts: Sequence[Host]) -> list[str]:
 
 def needs(config: Config) -> list[str]:
     """Return the problems of this host: disk space, a shared folder to write to. Every process must call it."""
-    index, run_dir = jax.process_index(), epath.Path(config.run_dir)
+    first, run_dir = jax.process_index() == 0, epath.Path(config.run_dir)
     shared = epath.Path(config.checkpoint.folder or config.run_dir)
-    problems, written = [], []
-    for target in dict.fromkeys([shared, run_dir] if index == 0 else [shared]):
-        probe = target / f".preflight-{index}"
+    problems, probes = [], []
+
+    def write(folder: epath.Path) -> None:
+        probe = folder / f".preflight-{jax.process_index()}"
         try:
-            if index == 0:
-                target.mkdir(parents=True, exist_ok=True)
-                patiently(str(target), lambda probe=probe: probe.write_text("written by the preflight, and deleted"))
-                again = "overwritten by the preflight, as tensorstore does, and deleted"
-                patiently(str(target), lambda probe=probe, again=again: probe.write_text(again))
-                written.append(probe)
-        except StorageLost:
-            raise
-        except Exception as error:  # of the disk or the store
-            problems.append(f"cannot write to {target}: {first_line(error)}{role(error)}")
-    exchange("the preflight's first file", "")
-    if index > 0:
-        seen = Retrying(
-            retry=retry_if_result(lambda seen: not seen),
-            stop=stop_after_delay(SEEN),
-            wait=wait_random(0.5, 1.5),
-            retry_error_callback=lambda state: False,
-        )
-        try:
-            if seen((shared / ".preflight-0").exists):
-                written.append(probe := shared / f".preflight-{index}")
-                patiently(str(shared), lambda: probe.write_text("written by the preflight, and deleted"))
-            else:
+            if first:
+                folder.mkdir(parents=True, exist_ok=True)
+            elif not _seen(shared / ".preflight-0"):
                 problems.append(
                     f"does not see what process 0 wrote to {shared}: all hosts must share it; or give "
                     "--checkpoint.folder=gs://BUCKET/FOLDER"
                 )
+                return
+            for text in ("written by the preflight, and deleted", "overwritten, as tensorstore does, and deleted"):
+                patiently(str(folder), lambda text=text: probe.write_text(text))
+            probes.append(probe)
         except StorageLost:
             raise
-        except Exception as error:
-            problems.append(f"cannot write to {shared}: {first_line(error)}{role(error)}")
+        except Exception as error:  # of the disk or the store
+            problems.append(f"cannot write to {folder}: {first_line(error)}{role(error)}")
+
+    for folder in {shared, run_dir} if first else ():
+        write(folder)
+    exchange("the preflight's first file", "")
+    if not first:
+        write(shared)
     exchange("the preflight's files", "")
-    for probe in written:
+    for probe in probes:
         with suppress(Exception):  # they may stay
             probe.unlink()
     sets = 4 if config.optimizer.average else 3  # float32 parameters, two moments, the average
     checkpoint = 4 * sets * sum(parameter_counts(config.model).values())
     if not str(shared).startswith("gs://"):
         with suppress(OSError):
-            free = shutil.disk_usage(shared).free
-            if free < checkpoint:
+            if (free := shutil.disk_usage(shared).free) < checkpoint:
                 takes = f"a checkpoint takes {shown_bytes(checkpoint)}"
                 problems.append(f"{shown_bytes(free)} are free at {shared}; {takes}")
     problem = lacks_deterministic_attention(config, compute_capability()) if jax.default_backend() == "gpu" else ""
     return [*problems, problem] if problem else problems
+
+
+def _seen(file: epath.Path) -> bool:
+    """Return whether the file is visible here, at the latest after SEEN seconds."""
+    until = time.monotonic() + SEEN
+    while not file.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(random.uniform(0.5, 1.5))
+    return True
 
 
 def lacks_deterministic_attention(config: Config, capability: float) -> str:

@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import platform
+import random
 import resource
 import select
 import sys
+import time
 import traceback
 import urllib.request
 from collections.abc import Callable
@@ -20,17 +22,15 @@ from urllib.error import HTTPError
 
 import jax
 from jax.sharding import Mesh
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random
 
 from configs.exit_codes import Exit
 from configs.files import cache_dir
 from configs.messages import show_messages
 from configs.retry import StorageLost, first_line
 from configs.schema import UserError
-from hosts.cluster import Cluster, detect
+from hosts.cluster import Cluster, PeerLost, detect
 from hosts.machines import GPU_FRACTION
-from hosts.peers import end_all, exchange, from_first, join, leave
-from hosts.roll_call import PeerLost
+from hosts.peers import end_all, exchange, join, leave
 from training.mesh import axes_between, islands, sizes_of
 
 OPEN_FILES = 10_240  # macOS may refuse more (its OPEN_MAX)
@@ -66,12 +66,11 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt as error:
         print("interrupted outside training; earlier checkpoints are intact", file=sys.stderr)
         code, ended = Exit.INTERRUPTED, error
-    except StorageLost as error:
-        print(f"error: {error}; start all again", file=sys.stderr)
-        code, ended = Exit.PEER_LOST, error
-    except PeerLost as error:
+    except (StorageLost, PeerLost) as error:
         print(f"error: {error}; start all again", file=sys.stderr, flush=True)
-        os._exit(Exit.PEER_LOST)  # an orderly end would wait for the others
+        if isinstance(error, PeerLost):
+            os._exit(Exit.PEER_LOST)  # an orderly end would wait for the others
+        code, ended = Exit.PEER_LOST, error
     except SystemExit as end:
         code, ended = end.code if isinstance(end.code, int) else Exit.FAILED if end.code else Exit.COMPLETE, end
     except Exception as error:
@@ -145,21 +144,15 @@ def google_metadata(key: str) -> str:
     host = os.environ.get("GCE_METADATA_IP", "metadata.google.internal")
     address = f"http://{host}/computeMetadata/v1/instance/attributes/{key}"
     request = urllib.request.Request(address, headers={"Metadata-Flavor": "Google"})
-    again = Retrying(
-        retry=retry_if_exception(lambda error: isinstance(error, OSError) and not isinstance(error, HTTPError)),
-        stop=stop_after_attempt(3),
-        wait=wait_random(0.5, 1.5),
-        reraise=True,
-    )
-
-    def ask() -> str:
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return answer.read().decode()
-
-    try:
-        return again(ask)
-    except OSError:
-        return ""
+    for _ in range(3):
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return answer.read().decode()
+        except HTTPError:  # it has no such attribute
+            break
+        except OSError:
+            time.sleep(random.uniform(0.5, 1.5))
+    return ""
 
 
 def describe_processes(cluster: Cluster, mesh: Mesh) -> str:
@@ -193,47 +186,31 @@ def highest(value: int) -> int:
 
 
 def on_first_process(function: Callable[[], Any]) -> Any:
-    """Return the result of `function` on process 0 to every process, through JSON. An exception there is raised on
-    every process: one of KINDS as itself, any other as a RuntimeError elsewhere. Every process must call it."""
+    """Return the result of `function` on process 0 to every process, through JSON. Raise as `on_every_process` does.
+    Every process must call it."""
     if jax.process_count() == 1:
         return function()
-    answer: dict = {}
-    failure: Exception | None = None
-    if jax.process_index() == 0:
-        try:
-            answer = {"result": function()}
-        except Exception as error:
-            failure, answer = error, {"kind": _kind(error), "failure": str(error)}
-    answer = json.loads(from_first("an answer", json.dumps(answer)))
-    if failure:
-        raise failure
-    if "failure" in answer:
-        if answer["kind"] is None:
-            raise RuntimeError(f"process 0 failed: {answer['failure']}")
-        raise KINDS[answer["kind"]](answer["failure"])
-    return answer["result"]
+    result = on_every_process("an answer", lambda: function() if jax.process_index() == 0 else None)
+    return json.loads(exchange("an answer", json.dumps(result))[0])
 
 
 def on_every_process(what: str, function: Callable[[], T]) -> T:
     """Return the result of `function` here, once it has returned on every process. If it raises one of KINDS on some,
     all raise the first kind in that order, with the process's number; other exceptions end the run at once. The
     processes agree through JAX's service, and `function` must not wait for another process."""
-    result: Any = None
     failure: Exception | None = None
+    result: Any = None
     try:
         result = function()
     except KINDS as error:
         failure = error
-    answers = exchange(what, f"{_kind(failure)} {failure}" if failure else "")
+    kind = next((i for i, kind in enumerate(KINDS) if isinstance(failure, kind)), None)
+    answers = exchange(what, f"{kind} {failure}" if failure else "")
     if failed := [(answer, i) for i, answer in enumerate(answers) if answer]:
         answer, i = min(failed)
         kind, _, message = answer.partition(" ")
         raise KINDS[int(kind)](message if len(answers) == 1 else f"process {i}: {message}") from failure
     return result
-
-
-def _kind(error: Exception) -> int | None:
-    return next((i for i, kind in enumerate(KINDS) if isinstance(error, kind)), None)
 
 
 def versions() -> dict[str, str]:

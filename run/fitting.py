@@ -21,8 +21,7 @@ from configs.files import cache_dir, write_whole
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, options, with_options
 from configs.validation import validate
-from hosts.limits import device_limit
-from hosts.machines import GIB, HEADROOM, exceeds_vector_memory
+from hosts.machines import GIB, HEADROOM, device_limit, exceeds_vector_memory
 from hosts.runtime import highest, on_first_process
 from run.describe import describe
 from run.events import Events

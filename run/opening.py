@@ -16,7 +16,7 @@ from evaluation.evaluator import Evaluator
 from hosts.cluster import Cluster
 from hosts.preflight import preflight
 from hosts.runtime import cache_dir, check_hosts_agree, describe_processes, on_first_process
-from hosts.watchdog import limited
+from hosts.stop import limited
 from interchange.growth import describe_growth, require_moments
 from interchange.init_from import require_same_network, require_same_vocabulary, why_no_training
 from run.checkpoint import Checkpoints, whole_steps

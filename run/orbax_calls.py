@@ -19,7 +19,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from configs.retry import described
 from configs.schema import CheckpointConfig
-from hosts.peers import exchange, from_first
+from hosts.peers import exchange
 
 COMMITTED = "commit_success.txt"  # in a bucket: written last
 FACTS = "facts/metadata"  # a JSON file; on a disk the folder is renamed when it is complete
@@ -86,7 +86,7 @@ class Saving(threading.Thread):
         failed = next((f"{failure} (process {i})" for i, failure in enumerate(failures) if failure), "")
         if not failed and jax.process_index() == 0:
             failed = _failure(self._make_whole)
-        self.failure = from_first("the end of a checkpoint", failed, channel="saving")
+        self.failure = exchange("the end of a checkpoint", failed, channel="saving")[0]
 
     def _make_whole(self) -> None:
         target = unfinished(self.folder)

@@ -11,7 +11,7 @@ from configs.schema import Config, UserError
 from data.dataset import Text
 from data.tokenizer import TextTokenizer
 from hosts.runtime import on_first_process
-from hosts.watchdog import limited
+from hosts.stop import limited
 from interchange.growth import initial_state
 from model.shapes import parameter_counts
 from run.checkpoint import Checkpoints

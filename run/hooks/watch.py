@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from configs.ramp import Ramp
 from configs.schema import Config
-from hosts.watchdog import Watchdog, end_as_hung
+from hosts.stop import Watchdog, end_as_hung
 from run.goodput import Times
 from run.hooks.hook import Hook
 from run.notify import tell

@@ -1,57 +1,57 @@
-"""Test the file of machine descriptions."""
+"""Test the file of machine descriptions, and what memory a device has: as it reports, or the machine's and the
+container's."""
 
-import math
 import re
+from types import SimpleNamespace
 
+import psutil
 import pytest
+from jax import local_devices
+from jaxlib import xla_client
 
 from configs.schema import UserError
 from hosts import machines as module
-from hosts.machines import GPU_FRACTION, machine_of, machines, peak_flops
+from hosts.machines import GIB, GPU_FRACTION, cgroup_limit, device_limit, machine_of, machines, peak_flops
+from hosts.runtime import start_jax
 from tools.programs.topologies import CORES, target_config
 
+KINDS = {
+    "NVIDIA GH200 480GB": "gh200",
+    "NVIDIA H200": "h200",
+    "NVIDIA H100 PCIe": "h100_pcie",
+    "NVIDIA H100 NVL": "h100_nvl",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA A100-SXM4-40GB": "a100_40gb",
+    "NVIDIA A100-PCIE-40GB": "a100_40gb",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA GB200": "gb200",
+    "NVIDIA B200": "b200",
+    "NVIDIA L4": "l4",
+    "NVIDIA A10G": "a10g",
+    "NVIDIA GeForce RTX 3090": "rtx_3090",
+    "NVIDIA GeForce RTX 4090": "rtx_4090",
+    "NVIDIA GeForce RTX 5090": "rtx_5090",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtx_pro_6000",
+    "Tesla T4": "t4",
+    "Tesla V100-SXM2-16GB": "v100",
+    "TPU7x": "tpu7x",
+}
 
-def test_peak_flops():
-    assert peak_flops("NVIDIA H200") == 989e12
-    assert peak_flops("TPU v5 lite") == 197e12
+
+def test_a_device_finds_its_machine_and_other_cards_find_none():
+    assert {name: machine.kind for name in KINDS if (machine := machine_of(name))} == KINDS
+    for other in ("NVIDIA L40S", "NVIDIA A10", "NVIDIA T400", "NVIDIA GeForce RTX 4090 Laptop GPU", "cpu"):
+        assert machine_of(other) is None and peak_flops(other) is None
+    assert peak_flops("NVIDIA H200") == 989e12 and peak_flops("TPU v5 lite") == 197e12
     assert peak_flops("TPU v5p") == peak_flops("TPU v5") == 459e12
-    assert peak_flops("cpu") is None
-    assert math.isfinite(peak_flops("NVIDIA A100-SXM4-80GB") or math.inf)
-
-
-def test_the_longest_name_counts_and_a_gpu_s_memory_is_jax_s_part():
-    kinds = {
-        "NVIDIA GH200 480GB": "gh200",
-        "NVIDIA H200": "h200",
-        "NVIDIA H100 PCIe": "h100_pcie",
-        "NVIDIA H100 NVL": "h100_nvl",
-        "NVIDIA H100 80GB HBM3": "h100",
-        "NVIDIA A100-SXM4-40GB": "a100_40gb",
-        "NVIDIA A100-PCIE-40GB": "a100_40gb",
-        "NVIDIA A100-SXM4-80GB": "a100",
-        "NVIDIA GB200": "gb200",
-        "NVIDIA B200": "b200",
-        "NVIDIA L4": "l4",
-        "NVIDIA A10G": "a10g",
-        "NVIDIA GeForce RTX 3090": "rtx_3090",
-        "NVIDIA GeForce RTX 4090": "rtx_4090",
-        "NVIDIA GeForce RTX 5090": "rtx_5090",
-        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtx_pro_6000",
-        "Tesla T4": "t4",
-        "Tesla V100-SXM2-16GB": "v100",
-        "TPU7x": "tpu7x",
-    }
-    assert {name: machine.kind for name in kinds if (machine := machine_of(name))} == kinds
-    assert machines()["h200"].for_programs == int(GPU_FRACTION * 150_754_820_096)
+    assert machines()["h200"].for_programs == int(GPU_FRACTION * 150_754_820_096)  # JAX's part of the memory
     assert machines()["v5e"].for_programs == machines()["v5e"].memory
 
 
-@pytest.mark.parametrize("other", ["NVIDIA L40S", "NVIDIA A10", "NVIDIA T400", "NVIDIA GeForce RTX 4090 Laptop GPU"])
-def test_other_cards_are_not_taken_for_described_ones(other):
-    assert machine_of(other) is None
-
-
-def test_xla_gets_each_gpu_s_figures_and_a_name_that_finds_its_machine():
+def test_each_machine_s_figures_are_complete_and_xla_gets_a_gpu_s():
+    for machine in machines().values():
+        assert machine.source and machine.device_kind
+        assert 0 < machine.network < machine.links < machine.bandwidth < machine.flops
     gpus = [machine for machine in machines().values() if machine.gpu]
     assert {machine.kind for machine in gpus if machine.capability not in CORES} == {"v100"}
     for machine in gpus:
@@ -65,12 +65,6 @@ def test_xla_gets_each_gpu_s_figures_and_a_name_that_finds_its_machine():
             assert int(figures["device_memory_size"]) == machine.memory and all(map(float, figures.values()))
 
 
-def test_every_machine_states_the_source_of_its_figures():
-    for machine in machines().values():
-        assert machine.source and machine.device_kind
-        assert 0 < machine.network < machine.links < machine.bandwidth < machine.flops
-
-
 def test_an_invalid_machine_of_the_user_is_named(tmp_path, monkeypatch):
     file = tmp_path / "machines.toml"
     file.write_text('[mine]\ndevice_kind = ["Mine"]\nmemory = 1e9\n')
@@ -81,3 +75,50 @@ def test_an_invalid_machine_of_the_user_is_named(tmp_path, monkeypatch):
             machines()
     finally:
         machines.cache_clear()
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Return a function that writes this process's control groups, and limits of groups, in place of the kernel's."""
+    monkeypatch.setattr(module, "CGROUPS", tmp_path)
+    monkeypatch.setattr(module, "OF_PROCESS", tmp_path / "process")
+
+    def write(process: str, **limits: str) -> None:
+        (tmp_path / "process").write_text(process)
+        for path, text in limits.items():
+            folder = tmp_path / path.replace("__", "/").removeprefix("root")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / ("memory.limit_in_bytes" if path.startswith("memory") else "memory.max")).write_text(f"{text}\n")
+
+    return write
+
+
+def test_the_least_limit_of_a_container_or_job_counts(write):
+    assert cgroup_limit() > 2**60  # macOS has no such file
+    write("0::/job/step\n", job__step="max", job=f"{3 * GIB}")  # SLURM limits the job
+    assert cgroup_limit() == 3 * GIB
+    write("0::/job/step\n", root=f"{2 * GIB}")  # a container with a namespace of its own sees the root alone
+    assert cgroup_limit() == 2 * GIB
+    write("3:cpu:/a\n2:memory:/docker/b\n0::/\n", memory__docker__b=f"{GIB}", memory=f"{2**63 - 4096}")
+    assert cgroup_limit() == GIB
+    write("2:memory:/not/seen/here\n")
+    assert cgroup_limit() == 2**63 - 4096
+
+
+def test_a_device_reports_its_limit_or_shares_what_the_machine_has_left(write):
+    reports = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 7 * GIB})
+    assert device_limit(reports, 4) == 7 * GIB
+    assert 0 < device_limit(local_devices()[0], 8) <= psutil.virtual_memory().total / 8
+    write("0::/\n", root=f"{psutil.Process().memory_info().rss + GIB // 2}")
+    assert device_limit(local_devices()[0], 2) == pytest.approx(GIB / 4, rel=0.1)
+
+
+@pytest.mark.parametrize("given", ["", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"])
+def test_jax_takes_the_fraction_of_a_gpu_that_a_plan_assumes_unless_the_user_sets_it(monkeypatch, given):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "0.5")  # to be restored
+        if name != given:
+            monkeypatch.delenv(name)
+    start_jax()
+    fraction = xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"]
+    assert fraction == (0.5 if given else GPU_FRACTION)

@@ -1,25 +1,23 @@
-"""Test how a command ends."""
+"""Test how a command starts and ends."""
 
 import errno
 import os
 import resource
 import signal
-import subprocess
 import sys
-from contextlib import suppress
-from pathlib import Path
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 from configs.exit_codes import Exit
 from configs.files import append_whole, write_whole
+from configs.retry import StorageLost
 from configs.schema import UserError
-from hosts.runtime import NoCheckpoint, run_command
-from hosts.stop import Stop
-
-ROOT = Path(__file__).parents[2]
-FULL = (errno.ENOSPC, errno.EDQUOT)
+from hosts.cluster import PeerLost
+from hosts.runtime import NoCheckpoint, google_metadata, report_unless_loop_is_closed, run_command
 
 
 def exit_code(main) -> int:
@@ -35,10 +33,16 @@ def exit_code(main) -> int:
         (None, 0, ""),
         (UserError("do this"), 2, "error: do this\n"),
         (NoCheckpoint("all are damaged"), 3, "error: all are damaged\n"),
-        *((OSError(number, "no space", "runs/x"), 1, "error: runs/x cannot be written: no space\n") for number in FULL),
+        (StorageLost("the store"), 42, "error: the store; start all again\n"),
+        (PeerLost("process 3 has not come"), 42, "error: process 3 has not come; start all again\n"),
+        *(
+            (OSError(number, "no space", "runs/x"), 1, "error: runs/x cannot be written: no space\n")
+            for number in (errno.ENOSPC, errno.EDQUOT)
+        ),
     ],
 )
-def test_exit_codes(raised, code, says, capsys):
+def test_exit_codes(raised, code, says, capsys, monkeypatch):
+    monkeypatch.setattr("os._exit", sys.exit)
     assert exit_code(Mock(return_value=0, side_effect=raised)) == code and capsys.readouterr().err == says
 
 
@@ -47,18 +51,17 @@ def test_launchers_restart_a_command_after_two_codes():
     assert [int(code) for code in Exit] == [0, 1, 2, 3, 42, 130, 143]
 
 
-def test_a_peer_that_never_joins_is_code_42():
-    script = "from hosts.runtime import *\ndef main(): raise PeerLost('process 3 has not come')\nrun_command(main)"
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 42 and ended.stderr == "error: process 3 has not come; start all again\n"
-
-
 def test_ctrl_c_outside_of_training(capsys):
     # Python's own handler: background jobs of a shell ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     code = exit_code(lambda: os.kill(os.getpid(), signal.SIGINT) or 0)
     signal.signal(signal.SIGINT, before)
     assert code == 130 and "Traceback" not in capsys.readouterr().err
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 // 0)
 
 
 @pytest.mark.parametrize("write", [write_whole, append_whole])
@@ -86,65 +89,32 @@ def test_a_line_that_fits_in_part_leaves_nothing(tmp_path):
     assert (tmp_path / "file").read_text() == "before\n"
 
 
-@pytest.mark.parametrize(("text", "shown"), [("Event loop is closed", 0), ("another", 1)])
-def test_writes_left_by_a_failed_save_print_no_traceback(text, shown):
-    """tensorstore prints errors of its callback in a thread of its own, as this does."""
-    program = f"""
-import asyncio, time, tensorstore
-from hosts.runtime import start_jax
-start_jax()
-loop = asyncio.new_event_loop()
-facts = dict(driver="zarr", kvstore="memory://", metadata=dict(dtype="<f4", shape=[3]), create=True)
-async def begun():
-    await tensorstore.open(facts)
-async def end_before_it():
-    def refuse(*_, **__):
-        raise RuntimeError({text!r})
-    asyncio.ensure_future(begun())
-    await asyncio.sleep(0)
-    loop.call_soon_threadsafe = refuse
-loop.run_until_complete(end_before_it())
-time.sleep(1)
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stderr.count("Traceback") == shown, done.stderr
+def test_writes_left_by_a_failed_save_print_no_traceback(monkeypatch):
+    printed = Mock()
+    monkeypatch.setattr("sys.__unraisablehook__", printed)
+    for text in ("Event loop is closed", "another"):
+        report_unless_loop_is_closed(SimpleNamespace(exc_value=RuntimeError(text)))
+    assert [str(call.args[0].exc_value) for call in printed.call_args_list] == ["another"]
 
 
-def test_other_errors_keep_their_traceback():
-    with pytest.raises(ZeroDivisionError):
-        run_command(lambda: 1 // 0)
+class Metadata(BaseHTTPRequestHandler):
+    """Google Cloud's metadata server, of a machine with one attribute."""
+
+    def do_GET(self):
+        known = self.path == "/computeMetadata/v1/instance/attributes/agent-worker-number"
+        self.send_response(200 if known and self.headers["Metadata-Flavor"] == "Google" else 404)
+        self.end_headers()
+        self.wfile.write(b"1" if known else b"")
+
+    def log_message(self, *_):
+        pass
 
 
-@pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_is_a_request_during_steps_and_unchanged_outside(sign, code):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with Stop() as stop, stop.heeded():
-        assert not stop.after(1)
-        os.kill(os.getpid(), sign)
-        assert stop.after(2) and stop.code == stop.agreed_code() == code
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-@pytest.mark.parametrize(("sign", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_before_training_ends_it_even_if_a_callback_swallows_the_exception(sign, code):
-    def main():
-        with Stop() as stop:
-            with suppress(KeyboardInterrupt, SystemExit):  # like JAX's callbacks
-                os.kill(os.getpid(), sign)
-            with stop.heeded():
-                pytest.fail("the run went on")
-
-    assert exit_code(main) == code
-
-
-def test_a_second_ctrl_c_ends_the_process_and_reports_the_loss():
-    script = (
-        "import os, signal, time\n"
-        "from hosts.stop import Stop\n"
-        "with Stop() as stop, stop.heeded():\n"
-        "    for _ in range(2):\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
-        "    time.sleep(60)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 130 and "steps after the newest checkpoint are lost" in ended.stderr
+def test_google_s_metadata_is_read(monkeypatch):
+    with HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("GCE_METADATA_IP", f"127.0.0.1:{server.server_port}")
+        assert google_metadata("agent-worker-number") == "1" and google_metadata("tpu-env") == ""
+        server.shutdown()
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    assert google_metadata("agent-worker-number") == ""  # no such server

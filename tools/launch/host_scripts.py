@@ -82,19 +82,14 @@ def limit(name: str, delete: list[str]) -> str:
     return f"""\
 #!/bin/bash
 # Written by python -m tools.launch tpu.
-cd "{folder(name)}" && exec 8> preparing || exit
-left() {{ echo $(($(cat limit) - EPOCHSECONDS)); }}
-reached() {{ flock 8 && [ "$(left)" -le 0 ]; }}
+cd "{folder(name)}" || exit
 while true; do
-    while left=$(left); [ "$left" -gt 0 ]; do sleep $((left < 60 ? left : 60)); done
-    reached || {{ flock --unlock 8; continue; }}
+    while left=$(($(cat limit) - EPOCHSECONDS)); [ "$left" -gt 0 ]; do sleep $((left < 60 ? left : 60)); done
     echo "--- $(date -u +%FT%TZ) the limit is reached: the run stops, and the slices are deleted if this account may"
     touch stop
-    flock --unlock 8
     flock --timeout 3600 lock true  # released while this sleeps: a start would take it for a run
     sleep "${{LAUNCH_PAUSE:-300}}"
-    if reached; then exec {join(delete)}; fi
-    flock --unlock 8
+    [ "$(cat limit)" -gt "$EPOCHSECONDS" ] || exec {join(delete)}
 done
 """
 

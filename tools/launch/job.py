@@ -1,13 +1,17 @@
-"""Describe a job for all schedulers: a name, the arguments of train.py, and the hardware."""
+"""Describe a job for all schedulers: a name, the arguments of train.py, and the hardware: `v5e:4x4`, `2x v5e:4x4` (two
+slices), `64x h200:8` (64 nodes of eight GPUs)."""
 
 import os
 import re
+import tomllib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
+from functools import cache
 from os.path import normpath
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from configs.command_line import parse
 from configs.exit_codes import Exit
@@ -15,14 +19,76 @@ from configs.files import cache_dir
 from configs.ramp import Ramp
 from configs.schema import Config, DataConfig, NotNegative, UserError, options
 from data.mixture import read_source
+from hosts.machines import Topology, name_of
 from tools.launch.code import Code, pack
-from tools.launch.hardware import Hardware, parse_hardware
+from tools.programs.topologies import parse_topology, shapes_of
 from training.layout import AXES, mesh_shape, step_shape
+
+CATALOG = Path(__file__).with_name("catalog.toml")
 
 DONE, AGAIN = (Exit.COMPLETE,), tuple(code for code in Exit if code.start_again)
 NEVER = (Exit.FAILED, Exit.MISTAKE, Exit.UNREADABLE, Exit.INTERRUPTED)
 """Exit codes of train.py after which the run is over, all processes restart, or nothing restarts. Any other code (134,
 an abort; 137, killed; 139, a segmentation fault) is a crash, after which all restart up to `max_crashes` times."""
+
+
+class Hardware(Topology):
+    """Slices of a TPU, or nodes with GPUs or CPUs, of a kind in tools/launch/catalog.toml."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Return this kind's entry in tools/launch/catalog.toml."""
+        return catalog()[self.kind]
+
+    @property
+    def is_tpu(self) -> bool:
+        return "dimensions" in self.facts
+
+    @property
+    def hosts_per_slice(self) -> int:
+        """Return the hosts of a slice: four chips each, except slices of one or eight chips on one host (v5e, v6e)."""
+        return self.inside // 4 if self.is_tpu and self.inside > 4 and self.chips != (2, 4) else 1
+
+    @property
+    def hosts(self) -> int:
+        return self.slices * self.hosts_per_slice
+
+    @property
+    def devices_per_host(self) -> int:
+        return self.inside // self.hosts_per_slice
+
+    @property
+    def shape(self) -> str:
+        """Return the chips of a slice (`4x4`), or the devices of a node (`8`)."""
+        return "x".join(map(str, self.chips))
+
+    def __str__(self) -> str:
+        return name_of(self)
+
+
+@cache
+def catalog() -> dict[str, dict[str, Any]]:
+    """Read tools/launch/catalog.toml, which users edit. Raise UserError if it cannot be read."""
+    try:
+        return tomllib.loads(CATALOG.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{CATALOG}: {error}") from error
+
+
+def parse_hardware(text: str) -> Hardware:
+    """Return the hardware that `text` names. Raise UserError, with what would be right, for an unknown kind or size."""
+    hardware = Hardware(*parse_topology(text, "--hardware"))
+    if hardware.kind not in catalog():
+        raise UserError(f'--hardware="{text}": {hardware.kind} is unknown; {CATALOG} has {", ".join(catalog())}')
+    most = hardware.facts.get("devices_per_host", 8)
+    if hardware.is_tpu:
+        right = shapes_of(hardware, hardware.facts["dimensions"])
+    else:
+        fits = len(hardware.chips) == 1 and hardware.inside <= most
+        right = "" if fits else f"a number of devices of one node, 1 to {most}"
+    if right:
+        raise UserError(f'--hardware="{text}": a slice or node of {hardware.kind} is {right}')
+    return hardware
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,11 @@ def up(options: K8sOptions, train: list[str]) -> int:
         raise UserError("--claim or --checkpoint.folder=gs://BUCKET/FOLDER is missing: a pod's disk disappears with it")
     image, given = image_of(options.image, job.code.name)
     create = [*kubectl(options), "create", "--filename=-"]
-    manifest = jobset(job, options, image)
+    # YAML does not read JSON's pairs of surrogates.
+    manifest = json.dumps(jobset(job, options, image), indent=2, ensure_ascii=False).encode() + b"\n"
     say(cost(job, options.price, options.hours))
     if not shell.dry_run:  # a cluster without JobSet, or with one of this name, refuses it before the image is built
-        ask([*create, "--dry-run=server"], stdin=manifest.encode())
+        ask([*create, "--dry-run=server"], stdin=manifest)
     if not given:
         extra = {"cpu": "gcs"}.get(job.hardware.kind, "tpu,gcs" if job.hardware.is_tpu else "cuda,gcs")
         # GKE's nodes are amd64, even if this machine is not.
@@ -71,7 +72,7 @@ def up(options: K8sOptions, train: list[str]) -> int:
         apply = [*kubectl(options), "apply", "--filename=-"]
         shown = f"{join(apply)} < {job.name}-secrets: {', '.join(job.secrets)}, from this environment"
         shell.run(apply, stdin=json.dumps(secret | {"stringData": job.secrets}).encode(), shown=shown)
-    shell.run(create, stdin=manifest.encode())
+    shell.run(create, stdin=manifest)
     if not shell.dry_run:
         rest = f"--namespace={options.namespace} --name={job.name}"
         say(f"created; python -m tools.launch k8s logs {rest}   # or status, down")
@@ -92,143 +93,106 @@ def image_of(image: str, tag: str) -> tuple[str, bool]:
     return (image if given else f"{image}:{tag}"), given
 
 
-# A Job for each slice, or one Job for all nodes; a pod a host. Values that vary are JSON, which is a part of YAML.
-JOBSET = """\
-apiVersion: jobset.x-k8s.io/v1alpha2
-kind: JobSet
-metadata: {metadata}
-spec:
-  network: {{enableDNSHostnames: true, publishNotReadyAddresses: true}}
-  failurePolicy:
-    # A pod that fails in any other way (a crash) fails its Job by backoffLimit; all restart, up to maxRestarts times.
-    maxRestarts: {max_crashes}
-    rules:
-    - name: never
-      action: FailJobSet
-      onJobFailureReasons: [PodFailurePolicy]
-      onJobFailureMessagePatterns: [rule at index 0$]
-    - name: again
-      action: RestartJobSetAndIgnoreMaxRestarts
-      onJobFailureReasons: [PodFailurePolicy]
-  replicatedJobs:
-  - name: workers
-    replicas: {jobs}
-    template:
-      spec:
-        backoffLimit: 0
-        completionMode: Indexed
-        completions: {hosts}
-        parallelism: {hosts}
-        podFailurePolicy:
-          rules:
-          - {{action: FailJob, onExitCodes: {{operator: In, values: {never}}}}}
-          - {{action: FailJob, onPodConditions: [{{type: DisruptionTarget, status: "True"}}]}}
-          - {{action: FailJob, onExitCodes: {{operator: In, values: {again}}}}}
-        template:
-          spec:
-            restartPolicy: Never
-            terminationGracePeriodSeconds: {grace}
-            # Without this train.py would be process 1, for which the kernel ignores a SIGTERM that has no handler yet.
-            shareProcessNamespace: true
-            serviceAccountName: {service_account}
-            # The image's user is 1000, whose group can then write to claims. A TPU's devices belong to root.
-            securityContext: {security}
-            # Slices speak to each other over the hosts' network, at its full speed, as under xpk.
-            hostNetwork: {host_network}
-            dnsPolicy: {dns}
-            nodeSelector: {selector}
-            tolerations: {tolerations}
-            containers:
-            - name: train
-              image: {image}
-              workingDir: /code
-              command:
-              - bash
-              - -c
-              - |
-                export JAX_PROCESS_ID=$((JOB_INDEX * HOSTS_PER_JOB + JOB_COMPLETION_INDEX))
-                [ "$DEADLINE" = 0 ] && exec python train.py "$@"
-                left=$((DEADLINE - $(date +%s)))
-                [ "$left" -gt 0 ] || exit {late}
-                exec timeout --kill-after="$GRACE" "$left" python train.py "$@"
-              - train
-              args: {train}
-              env:
-              # Processes are numbered as TPU hosts are: slice after slice (jax/_src/clusters).
-              - {{name: JAX_COORDINATOR_ADDRESS, value: "{name}-workers-0-0.{name}:8476"}}
-              - {{name: JAX_NUM_PROCESSES, value: "{processes}"}}
-              - {{name: HOSTS_PER_JOB, value: "{hosts}"}}
-              - {{name: DEADLINE, value: "{deadline}"}}
-              - {{name: GRACE, value: "{grace}"}}
-              - name: JOB_INDEX
-                valueFrom: {{fieldRef: {{fieldPath: "metadata.labels['jobset.sigs.k8s.io/job-index']"}}}}
-{env}              resources: {resources}
-              volumeMounts: {mounts}
-            volumes: {volumes}
+TRAIN = f"""\
+export JAX_PROCESS_ID=$((JOB_INDEX * HOSTS_PER_JOB + JOB_COMPLETION_INDEX))
+[ "$DEADLINE" = 0 ] && exec python train.py "$@"
+left=$((DEADLINE - $(date +%s)))
+[ "$left" -gt 0 ] || exit {LATE}
+exec timeout --kill-after="$GRACE" "$left" python train.py "$@"
 """
 
 
-def jobset(job: Job, options: K8sOptions, image: str) -> str:
-    """Return the JobSet as YAML, with labels and taints of nodes as GKE names them. Raise UserError for a bad label."""
-    hardware, metadata = job.hardware, {"name": job.name, "labels": {}, "annotations": {}}
-    if options.queue:
-        metadata["labels"] = {"kueue.x-k8s.io/queue-name": options.queue}
-    selector: dict[str, str] = {}
-    if hardware.is_tpu:
-        # Each slice is a node pool of GKE's, and no two Jobs share one.
-        pool = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-        metadata["annotations"] = pool
-        selector["cloud.google.com/gke-tpu-accelerator"] = hardware.facts["gke"]
-        selector["cloud.google.com/gke-tpu-topology"] = hardware.topology
-    elif hardware.kind != "cpu":
-        selector["cloud.google.com/gke-accelerator"] = hardware.facts["gke"]
+def jobset(job: Job, options: K8sOptions, image: str) -> dict[str, Any]:
+    """Return the JobSet: a Job for each slice, or one Job for all nodes, with a pod for each host. Labels and taints of
+    nodes are GKE's. Raise UserError for a bad label."""
+    hardware = job.hardware
+    tpu, jobs = hardware.is_tpu, hardware.slices if hardware.is_tpu else 1
+    per_job = hardware.hosts // jobs
+    name = "google.com/tpu" if tpu else "nvidia.com/gpu"
+    device = {} if hardware.kind == "cpu" else {name: str(hardware.devices_per_host)}
+    selector = {}
+    if device:
+        selector[f"cloud.google.com/gke-{'tpu-' if tpu else ''}accelerator"] = hardware.facts["gke"]
+    if tpu:
+        selector["cloud.google.com/gke-tpu-topology"] = hardware.shape
     for label in options.node_selector:
         key, equals, value = label.partition("=")
         if not (key and equals):
             raise UserError(f"--node_selector {label}: write it like key=value")
         selector[key] = value
-    device = "google.com/tpu" if hardware.is_tpu else "nvidia.com/gpu"
-    taken = {} if hardware.kind == "cpu" else {device: str(hardware.devices_per_host)}
-    env = [{"name": name, "value": value} for name, value in job.env.items()]
-    env += [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": f"{job.name}-secrets", "key": name}}}
-        for name in job.secrets
-    ]
-    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
+    metadata: dict[str, Any] = {"name": job.name}
+    if options.queue:
+        metadata["labels"] = {"kueue.x-k8s.io/queue-name": options.queue}
+    if tpu:  # each slice is a node pool of GKE's, and no two Jobs share one
+        metadata["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    variables = job.env | {
+        # Processes are numbered as TPU hosts are: slice after slice (jax/_src/clusters).
+        "JAX_COORDINATOR_ADDRESS": f"{job.name}-workers-0-0.{job.name}:8476",
+        "JAX_NUM_PROCESSES": str(hardware.hosts),
+        "HOSTS_PER_JOB": str(per_job),
+        "DEADLINE": str(int(time.time() + 3600 * options.hours) if options.hours else 0),
+        "GRACE": str(options.grace),
+    }
+    index = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/job-index']"}}
+    secret = lambda name: {"secretKeyRef": {"name": f"{job.name}-secrets", "key": name}}
+    computed = {"JOB_INDEX": index} | {name: secret(name) for name in job.secrets}
     volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}]
     for claim, path, only in ((options.claim, RUNS, {}), (options.data_claim, DATA, {"readOnly": True})):
         if claim:
             mounts.append({"name": path[1:], "mountPath": path, **only})
             volumes.append({"name": path[1:], "persistentVolumeClaim": {"claimName": claim, **only}})
-    values = {
-        "metadata": metadata,
-        "max_crashes": job.max_crashes,
-        "jobs": hardware.groups if hardware.is_tpu else 1,
-        "hosts": hardware.hosts_per_group if hardware.is_tpu else hardware.hosts,
-        "never": sorted([*NEVER, LATE]),
-        "again": sorted(AGAIN),
-        "grace": options.grace,
-        "service_account": options.service_account or "default",
-        "security": {"runAsUser": 0} if hardware.is_tpu else {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"},
-        "host_network": hardware.is_tpu,
-        "dns": "ClusterFirstWithHostNet" if hardware.is_tpu else "ClusterFirst",
-        "selector": selector,
-        "tolerations": [{"key": name, "operator": "Exists", "effect": "NoSchedule"} for name in taken],
+    container = {
+        "name": "train",
         "image": image,
-        "late": LATE,
-        "train": job.train_in(f"{RUNS}/{job.name}") if options.claim else job.train,
-        "processes": hardware.hosts,
-        "deadline": int(time.time() + 3600 * options.hours) if options.hours else 0,
-        "resources": {"requests": taken, "limits": taken},
-        "mounts": mounts,
+        "workingDir": "/code",
+        "command": ["bash", "-c", TRAIN, "train"],
+        "args": job.train_in(f"{RUNS}/{job.name}") if options.claim else job.train,
+        "env": [{"name": name, "value": value} for name, value in variables.items()]
+        + [{"name": name, "valueFrom": value} for name, value in computed.items()],
+        "resources": {"requests": device, "limits": device},
+        "volumeMounts": mounts,
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": options.grace,
+        # Without this train.py would be process 1, for which the kernel ignores a SIGTERM that has no handler yet.
+        "shareProcessNamespace": True,
+        "serviceAccountName": options.service_account or "default",
+        # The image's user is 1000, whose group can then write to claims. A TPU's devices belong to root.
+        "securityContext": {"runAsUser": 0} if tpu else {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"},
+        # Slices speak to each other over the hosts' network, at its full speed, as under xpk.
+        "hostNetwork": tpu,
+        "dnsPolicy": "ClusterFirstWithHostNet" if tpu else "ClusterFirst",
+        "nodeSelector": selector,
+        "tolerations": [{"key": name, "operator": "Exists", "effect": "NoSchedule"} for name in device],
+        "containers": [container],
         "volumes": volumes,
     }
-    lines = "".join(f"              - {as_json(entry)}\n" for entry in env)
-    return JOBSET.format(name=job.name, env=lines, **{key: as_json(value) for key, value in values.items()})
-
-
-def as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)  # YAML does not read JSON's pairs of surrogates
+    on_codes = lambda codes: {"action": "FailJob", "onExitCodes": {"operator": "In", "values": sorted(codes)}}
+    drained = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    spec = {
+        "backoffLimit": 0,
+        "completionMode": "Indexed",
+        "completions": per_job,
+        "parallelism": per_job,
+        "podFailurePolicy": {"rules": [on_codes([*NEVER, LATE]), drained, on_codes(AGAIN)]},
+        "template": {"spec": pod},
+    }
+    by_rule = {"onJobFailureReasons": ["PodFailurePolicy"]}
+    never = by_rule | {"name": "never", "action": "FailJobSet", "onJobFailureMessagePatterns": ["rule at index 0$"]}
+    again = by_rule | {"name": "again", "action": "RestartJobSetAndIgnoreMaxRestarts"}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            # A pod that fails in any other way (a crash) fails its Job by backoffLimit; all restart, up to maxRestarts.
+            "failurePolicy": {"maxRestarts": job.max_crashes, "rules": [never, again]},
+            "replicatedJobs": [{"name": "workers", "replicas": jobs, "template": {"spec": spec}}],
+        },
+    }
 
 
 def status(options: K8sOptions, train: list[str]) -> int:

@@ -6,15 +6,16 @@ If it does not answer, it raises Trouble, and the caller retries.
 
 import json
 import math
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from configs.schema import Positive
-from tools.launch.hardware import Hardware
-from tools.launch.host_scripts import USER
-from tools.launch.job import TimedOptions
+from configs.schema import Positive, UserError
+from tools.launch import host_scripts
+from tools.launch.job import Hardware, TimedOptions
 from tools.launch.shell import Denied, Shell, Trouble, ask, patient, pause, say, warn
 
 GONE = "GONE"
@@ -80,14 +81,14 @@ class Slices:
         """Request the slices, until the time that this waits for them; with flex_start, Google deletes them at the
         deadline. An existing resource of that name counts. Raise Trouble if the zone does not take the request."""
         facts, options, left = hardware.facts, self.options, deadline - time.time()
-        flex, several, cube = options.capacity == "flex_start", hardware.groups > 1, facts["dimensions"] == 3
-        chips = hardware.devices_per_group * facts["units_per_chip"]
+        flex, several, cube = options.capacity == "flex_start", hardware.slices > 1, facts["dimensions"] == 3
+        chips = hardware.inside * facts["units_per_chip"]
         given = {
             "type": facts["type"] if cube else "",  # several shapes have as many chips
-            "topology": hardware.topology if cube else "",
+            "topology": hardware.shape if cube else "",
             "accelerator-type": "" if cube else f"{facts['type']}-{chips}",
             "runtime-version": facts["runtime"],
-            "node-count": str(hardware.groups) if several else "",
+            "node-count": str(hardware.slices) if several else "",
             "node-prefix": self.name if several else "",
             "node-id": "" if several else self.name,
             "valid-until-duration": f"{max(1, round(min(60 * options.wait_minutes, left)))}s",
@@ -154,7 +155,7 @@ class Slices:
 
     def ssh_words(self, command: str) -> list[str]:
         """Return the words that run a command on every host."""
-        ends = [f"{USER}@{self.name}", "--node=all", "--worker=all", f"--command={command}"]
+        ends = [f"{host_scripts.USER}@{self.name}", "--node=all", "--worker=all", f"--command={command}"]
         return self.words("ssh", *ends, *self.way)
 
     @property
@@ -175,7 +176,7 @@ class Slices:
         """Copy a file to every host, or a folder from the first. A host's path begins with ":". Raise Trouble if it
         fails."""
         which = ["--node=all", "--worker=all"] if everywhere else ["--node=0", "--worker=0", "--recurse"]
-        ends = [f"{USER}@{self.name}{end}" if end.startswith(":") else end for end in (source, target)]
+        ends = [f"{host_scripts.USER}@{self.name}{end}" if end.startswith(":") else end for end in (source, target)]
         done = self.shell.run(self.words("scp", *ends, *which, *self.way), check=False, seconds=COPY)
         if done.returncode:
             raise Trouble(f"{source} could not be copied to {target}: {done.stderr.strip()[-500:]}")
@@ -201,3 +202,77 @@ def delete_all(
                     )
             if failures:
                 raise Trouble("\n".join(failures))
+
+
+def states_of(slices: Slices) -> dict[str, tuple[str, str]]:
+    """Return the state of each host that answers: none, idle, running, or ended, with its exit code."""
+    _, text = slices.ssh(host_scripts.state(slices.name))
+    lines = re.findall(r"^(\S+) (none|idle|running|ended)(?: (\d+))?$", text, re.MULTILINE)
+    return {host: (state, code) for host, state, code in lines}
+
+
+def fetch(slices: Slices) -> None:
+    """Bring the run's record from the first host to runs/NAME; its checkpoints are in the bucket."""
+    target = Path("runs") / slices.name
+    if target.exists():
+        target = target.with_name(f"{slices.name}.{int(time.time())}")
+    target.parent.mkdir(exist_ok=True)
+    try:
+        slices.copy(f":{host_scripts.ROOT}/{slices.name}/runs/{slices.name}", str(target), everywhere=False)
+        say(f"the run's record is in {target}")
+    except Trouble as trouble:
+        warn(f"{trouble}; checkpoints, metrics and config are in the bucket")
+
+
+def give_back(places: Sequence[Slices], options: TpuOptions) -> None:
+    """Stop the run, which saves, copy the hosts' logs, and delete all, until all is gone."""
+
+    def close(slices: Slices) -> None:
+        save(slices, options)
+        if slices.ssh(host_scripts.keep(slices.name), COPY)[0]:
+            warn("not all logs of the hosts could be copied to the bucket")
+
+    delete_all(places, close)
+
+
+def save(slices: Slices, options: TpuOptions) -> None:
+    """Stop the run on every host, and wait until it has saved: for `save_minutes`, or ten minutes if none answers."""
+    heard = began = time.time()
+    slices.ssh(host_scripts.stop(slices.name))
+    while not slices.shell.dry_run:
+        known, now = states_of(slices), time.time()
+        if known and "running" not in {state for state, _ in known.values()}:
+            return
+        heard = now if known else heard
+        if now - began >= 60 * options.save_minutes or now - heard >= 600:
+            return warn(f"not all hosts of {slices.name} have saved in {options.save_minutes:g} min: {known}")
+        time.sleep(pause() / 2)
+        slices.ssh(host_scripts.stop(slices.name))  # which may not have reached all
+
+
+def look(places: Sequence[Slices], named: bool = False) -> Iterator[tuple[Slices, str]]:
+    """Yield the resource of each zone that answers, and its state.
+
+    Finally print the zones that this project may not read, if others answer and the user `named` none: not every
+    project has every zone. Raise Trouble for one that does not answer, UserError if none may be read: something there
+    may cost money."""
+    hidden: dict[Slices, Trouble] = {}
+    for slices in places:
+        try:
+            for attempt in patient(times=3):
+                with attempt:
+                    try:
+                        state = slices.state()
+                    except Denied as denied:  # a second query does not change that
+                        hidden[slices] = denied
+        except Trouble as trouble:
+            hidden[slices] = trouble
+        if slices not in hidden:
+            yield slices, state
+    zones = ", ".join(slices.zone for slices in hidden)
+    silent = [trouble for trouble in hidden.values() if not isinstance(trouble, Denied)]
+    if silent or (hidden and (named or len(hidden) == len(places))):
+        error = Trouble if silent else UserError
+        raise error(f"what is in {zones} cannot be seen, and MAY COST MONEY: {[*silent, *hidden.values()][0]}")
+    if hidden:
+        say(f"passed over, since this project may not look there: {zones}")

@@ -12,7 +12,7 @@ from shlex import join
 from typing import Any
 
 from configs.schema import UserError
-from tools.launch.job import AGAIN, Job, JobOptions, make_job, require_bucket
+from tools.launch.job import AGAIN, JobOptions, make_job, require_bucket
 
 # Where SkyPilot names the nodes; on a TPU the machines' metadata do.
 PROCESSES = """\
@@ -33,43 +33,40 @@ class SkyOptions(JobOptions):
 
 def yaml(options: SkyOptions, train: list[str]) -> int:
     """Print the task, without asking SkyPilot."""
-    print(task(make_job(options, train), options), end="")
-    return 0
-
-
-def task(job: Job, options: SkyOptions) -> str:
-    """Return the task as YAML (with JSON inside). Raise UserError if SkyPilot cannot run the job."""
+    job = make_job(options, train)
     hardware, facts = job.hardware, job.hardware.facts
-    if hardware.is_tpu and hardware.groups > 1:
+    if hardware.is_tpu and hardware.slices > 1:
         raise UserError(f"--hardware={hardware}: SkyPilot has no job of several slices; `tpu` and `k8s` do")
     if "sky" not in facts:
         raise UserError(f"--hardware={hardware}: tools/launch/catalog.toml has no SkyPilot name for {hardware.kind}")
     require_bucket(job, "a node's disk disappears with it")
-    size, run = hardware.devices_per_group, join([".venv/bin/python", "train.py", *job.train])
-    extra = "tpu,gcs" if hardware.is_tpu else "cuda,gcs"
+    resources: dict[str, Any] = {
+        "accelerators": f"{facts['sky']}:{hardware.inside}",
+        "use_spot": options.spot,
+        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": sorted(AGAIN)},
+    }
     if hardware.is_tpu:
-        resources: dict[str, Any] = {"accelerators": f"{facts['sky']}-{size * facts['units_per_chip']}"}
+        resources["accelerators"] = f"{facts['sky']}-{hardware.inside * facts['units_per_chip']}"
         resources["accelerator_args"] = {"runtime_version": facts["runtime"]}
-    else:
-        resources, run = {"accelerators": f"{facts['sky']}:{size}"}, PROCESSES + run
-    resources["use_spot"] = options.spot
-    resources["job_recovery"] = {"max_restarts_on_errors": 0, "recover_on_exit_codes": sorted(AGAIN)}
     fields = {
         "name": job.name,
         "workdir": ".",
-        "num_nodes": hardware.groups,
+        "num_nodes": hardware.slices,
         "resources": resources,
         # SkyPilot takes their values from the environment of `sky`.
         "envs": dict.fromkeys(job.env),
         "secrets": dict.fromkeys(job.secrets),
-        "setup": options.setup or f"make setup EXTRA={extra}",
-        "run": run + "\n",
+        "setup": options.setup or f"make setup EXTRA={'tpu' if hardware.is_tpu else 'cuda'},gcs",
+        "run": "" if hardware.is_tpu else PROCESSES,
     }
+    fields["run"] += join([".venv/bin/python", "train.py", *job.train]) + "\n"
     launch = ["sky", "jobs", "launch", f"{job.name}.yaml", *(f"--env={name}" for name in job.env)]
     launch += [f"--secret={name}" for name in job.secrets]
-    lines = [f"# Written by python -m tools.launch sky yaml; {join(launch)} runs it."]
-    lines += [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items() if value != {}]
-    return "\n".join(lines) + "\n"
+    print(f"# Written by python -m tools.launch sky yaml; {join(launch)} runs it.")
+    for name, value in fields.items():
+        if value != {}:
+            print(f"{name}: {json.dumps(value, ensure_ascii=False)}")  # YAML contains JSON
+    return 0
 
 
 COMMANDS = {"yaml": (yaml, SkyOptions)}

@@ -20,8 +20,7 @@ from configs.messages import LOGGER, show_messages
 from configs.schema import Config, FilePath, NotNegative, UserError, with_options
 from configs.validation import require_steps
 from data.dataset import open_text
-from hosts.limits import device_limit
-from hosts.machines import GIB, HEADROOM, machines
+from hosts.machines import GIB, HEADROOM, device_limit, machines
 from hosts.runtime import cache_dir, run_command, start_jax
 from hosts.stop import Stop
 from run.diagnosis import BLOCKS

@@ -78,7 +78,7 @@ class StandIn:
         return [len(self.starts(process)) for process in range(2)] == [times, times]
 
 
-def wait_for(happened: Callable[[], object], seconds: float = 60) -> None:
+def wait_for(happened: Callable[[], object], seconds: float = 120) -> None:
     deadline = time.time() + seconds
     while not happened():
         assert time.time() < deadline, "it did not happen"

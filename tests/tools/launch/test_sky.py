@@ -50,14 +50,11 @@ def test_variables_are_asked_for_by_skypilot_and_their_values_are_not_in_the_tas
     assert "s3cret" not in text and "sky jobs launch tiny.yaml --env=WANDB_PROJECT --secret=WANDB_API_KEY" in text
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_a_mistake_is_one_message(repository):
+    for words, message in (
         (["--hardware=2x v5e:4x4", "--", "--config=tiny.py", BUCKET], "no job of several slices"),
         (["--hardware=2x cpu:1", "--", "--config=tiny.py", BUCKET], "no SkyPilot name for cpu"),
         (["--hardware=2x h200:8", "--", "--config=tiny.py"], "checkpoint.folder=gs://BUCKET/FOLDER is missing"),
-    ],
-)
-def test_a_mistake_is_one_message(repository, words, message):
-    with pytest.raises(UserError, match=message):
-        main(["sky", "yaml", *words])
+    ):
+        with pytest.raises(UserError, match=message):
+            main(["sky", "yaml", *words])

@@ -14,14 +14,12 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from configs.schema import UserError
 from tests.tools.launch.stand_in import BUCKET, StandIn, put_on_path, wait_for
-from tools.launch import queued, tpu_run
+from tools.launch import queued, tpu
 from tools.launch.__main__ import main
 from tools.launch.shell import Trouble
 
@@ -88,7 +86,7 @@ def cloud(tmp_path, monkeypatch):
     put_on_path(tmp_path / "bin", {"gcloud": f'exec {sys.executable} -IS {STAND_IN} "$@"'}, monkeypatch)
     for name, value in {"FAKE_GCLOUD": made.folder, "LAUNCH_PAUSE": "0.05", "TOKENSUM_CACHE": tmp_path / "c"}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr("tools.launch.hardware.Hardware.hosts_per_group", 2)
+    monkeypatch.setattr("tools.launch.job.Hardware.hosts_per_slice", 2)
     made.plan(us_central1_a=["active"], us_west4_a=["active"])
     yield made
     made.take()
@@ -119,33 +117,37 @@ def starts(repository: StandIn) -> list[int]:
     return [len(repository.starts(process)) for process in range(2)]
 
 
-def test_run_takes_a_job_to_its_end_and_leaves_nothing(repository, cloud, capsys):
+def test_run_takes_a_job_and_its_secrets_to_the_end_over_broken_connections_and_refused_deletions(
+    repository, cloud, monkeypatch, capsys
+):
+    """gcloud repeats a command whose connection broke after it has run."""
+    monkeypatch.setenv("GIVEN_KEY", "s3cret 'quoted'\nline")
+    monkeypatch.setenv("GIVEN_PROJECT", "mine")
+    options = ["--price=0.5", "--secret", "GIVEN_KEY", "--env", "GIVEN_PROJECT"]
+    assert launch(repository, "run", "--dry_run", *options) == 0
+    shown = capsys.readouterr().out
     repository.plan([143, 143], [42, 42], [0, 0])
-    assert launch(repository, "run", "--price=0.5") == 0
+    for fault, times in {"breaks": 12, "deaf": 2, "refuses": 3, "slow": 2}.items():
+        cloud.set(fault, times)
+    assert launch(repository, "run", *options) == 0
     assert starts(repository) == [3, 3] and not cloud.left()
-    output = capsys.readouterr().out
-    assert "8 chips (on_demand) x $0.5 = $4.00 an hour, $96.00 in 24 h" in output and "nothing is left" in output
-    assert repository.starts()[0]["arguments"] == ["--config=tiny.py", BUCKET, "--run_dir=runs/tiny"]
+    first, output = repository.starts()[0], capsys.readouterr()
+    assert "8 chips (on_demand) x $0.5 = $4.00 an hour, $96.00 in 24 h" in output.out
+    assert "nothing is left" in output.out
+    costs = "MAY COST MONEY: python -m tools.launch tpu down --project=project --zones us-central1-a --name=tiny"
+    assert output.err.count(costs) >= 3
+    assert first["arguments"] == ["--config=tiny.py", BUCKET, "--run_dir=runs/tiny"]
     assert (repository.root / "runs" / "tiny").is_dir()  # the record, copied back
+    assert (first["GIVEN_KEY"], first["GIVEN_PROJECT"]) == ("s3cret 'quoted'\nline", "mine")
+    assert "GIVEN_KEY" in shown and cloud.logs()
+    assert "s3cret" not in shown + output.out + output.err + str(cloud.asked()) + str(cloud.logs())
 
 
-@pytest.mark.parametrize(("codes", "code"), [([1, "wait"], 1), ([2, 2], 2), ([130, 130], 130)])
-def test_a_permanent_code_ends_the_run_and_its_log_outlives_the_slice(repository, cloud, codes, code):
-    repository.plan(codes)
-    assert launch(repository, "run") == code
+def test_a_permanent_code_ends_the_run_and_its_log_outlives_the_slice(repository, cloud):
+    repository.plan([1, "wait"])
+    assert launch(repository, "run") == 1
     assert starts(repository) == [1, 1] and not cloud.left()
-    assert "start 0 of process 0" in cloud.logs()[0] and f"ended with {code}" in cloud.logs()[0]
-
-
-def test_the_next_zone_is_tried_when_one_has_none(repository, cloud, capsys):
-    repository.plan([0, 0])
-    cloud.plan(us_central1_a=["stockout"], us_west4_a=["active"])
-    assert launch(repository, "run") == 0
-    assert "us-central1-a: FAILED" in capsys.readouterr().out and not cloud.left()
-    cloud.plan(us_central1_a=["waits"], us_west4_a=["refused", "active"])
-    shutil.rmtree(repository.root / "runs")
-    assert launch(repository, "run", "--wait_minutes=0.02") == 0  # asks all zones again until one has capacity
-    assert starts(repository) == [2, 2] and not cloud.left()
+    assert "start 0 of process 0" in cloud.logs()[0] and "ended with 1" in cloud.logs()[0]
 
 
 def test_up_leaves_no_request_if_no_zone_has_capacity(repository, cloud):
@@ -164,14 +166,6 @@ def test_a_failed_up_deletes_only_its_own_requests(repository, cloud, capsys):
     cloud.set("failing", 3)
     assert launch(repository, "up") == 1 and len(cloud.left()) == 1
     started(repository)()
-
-
-def test_existing_slices_are_used_before_waiting_ones():
-    zones = {
-        state: Mock(**{"wait.return_value": "ACTIVE"}) for state in (queued.GONE, "ACCEPTED", "ACTIVE", "CREATING")
-    }
-    job: Any = SimpleNamespace(deadline=math.inf, options=SimpleNamespace(wait_minutes=1))
-    assert tpu_run.get(job, {zone: state for state, zone in zones.items()}) is zones["ACTIVE"]
 
 
 def test_a_preempted_slice_is_replaced_and_the_watcher_s_events_run_the_user_s_command(repository, cloud, tmp_path):
@@ -197,35 +191,17 @@ def test_a_host_that_lost_its_disk_is_prepared_again(repository, cloud):
     assert starts(repository) == [2, 2] and not cloud.left() and len(cloud.asked("create")) == 1
 
 
-@pytest.mark.parametrize("lost", ["none", "idle"])
-def test_a_host_that_is_lost_while_the_run_ends_is_not_started_again(monkeypatch, lost):
+def test_a_host_that_is_lost_while_the_run_ends_is_not_started_again(monkeypatch):
     """A new process would wait for those that have ended."""
-    seen = [{"a": ("ended", "0"), "b": (lost, ""), "c": ("running", "")}, {"a": ("ended", "0"), "b": (lost, "")}]
-    seen.append({**seen[0], "c": ("ended", "0")})
+    seen = [{"a": ("ended", "0"), "b": ("none", ""), "c": ("running", "")}]
+    seen += [{"a": ("ended", "0"), "b": ("idle", "")}, {**seen[0], "c": ("ended", "0")}]
     slices, job = SimpleNamespace(state=lambda: "ACTIVE"), SimpleNamespace(hardware=SimpleNamespace(hosts=3))
     fetched = []
-    monkeypatch.setattr(tpu_run, "states_of", lambda slices: seen.pop(0))
+    monkeypatch.setattr(tpu, "states_of", lambda slices: seen.pop(0))
     monkeypatch.setenv("LAUNCH_PAUSE", "0")
-    monkeypatch.setattr(tpu_run, "fetch", fetched.append)
-    assert tpu_run.watch(SimpleNamespace(deadline=math.inf, job=job), slices) == "ended 0"  # pyright: ignore
+    monkeypatch.setattr(tpu, "fetch", fetched.append)
+    assert tpu.watch(SimpleNamespace(deadline=math.inf, job=job), slices) == "ended 0"  # pyright: ignore
     assert fetched == [slices] and not seen
-
-
-def test_commands_that_run_again_and_connections_that_break_are_harmless(repository, cloud):
-    repository.plan([143, 143], [0, 0])
-    cloud.set("breaks", 12)
-    cloud.set("deaf", 2)
-    assert launch(repository, "run") == 0
-    assert starts(repository) == [2, 2] and not cloud.left()
-
-
-def test_a_deletion_that_is_refused_is_tried_again_until_all_is_gone(repository, cloud, capsys):
-    repository.plan([0, 0])
-    cloud.set("refuses", 3)
-    cloud.set("slow", 2)
-    assert launch(repository, "run") == 0 and not cloud.left()
-    output = "MAY COST MONEY: python -m tools.launch tpu down --project=project --zones us-central1-a --name=tiny"
-    assert capsys.readouterr().err.count(output) >= 3
 
 
 def test_a_zone_that_fails_to_delete_does_not_hinder_others(monkeypatch):
@@ -274,7 +250,7 @@ def deadline(monkeypatch):
     """Return a deadline that passes when it is set, whatever the clock."""
     come = threading.Event()
     late = property(lambda launch: 0.0 if come.is_set() else time.time() + 1e6)
-    monkeypatch.setattr(tpu_run.Launch, "deadline", late)
+    monkeypatch.setattr(tpu.Launch, "deadline", late)
     return come
 
 
@@ -288,35 +264,25 @@ def test_a_command_that_stalls_does_not_stop_the_watch(repository, cloud, deadli
     assert not cloud.left() and "no answer in 5 s" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("fault", ["expired", "offline"])
-def test_credentials_or_a_network_lost_at_the_deadline_only_delay_the_end(repository, cloud, deadline, capsys, fault):
+def test_credentials_lost_at_the_deadline_only_delay_the_end(repository, cloud, deadline, capsys):
     repository.plan(["wait", "wait"])
-    lose = lambda: cloud.set(fault, 9)
-    with meanwhile(started(repository), lose, lambda: wait_for(lambda: cloud.times(fault) < 8), deadline.set):
+    lose = lambda: cloud.set("expired", 9)
+    with meanwhile(started(repository), lose, lambda: wait_for(lambda: cloud.times("expired") < 8), deadline.set):
         assert launch(repository, "run") == 143
     output = capsys.readouterr()
-    assert not cloud.left() and cloud.times(fault) == 0 and starts(repository) == [1, 1]
+    assert not cloud.left() and cloud.times("expired") == 0 and starts(repository) == [1, 1]
     assert "nothing is left in us-central1-a, us-west4-a" in output.out
     assert "MAY COST MONEY" in output.err and all("saved by process" in text for text in cloud.logs())
 
 
-def test_a_failed_set_up_is_retried_and_after_a_success_until_the_deadline(repository, cloud):
-    repository.plan(["wait", "wait"], [0, 0])
-    cloud.set("failing", 1)
-    with meanwhile(started(repository), lambda: cloud.set("failing", 4), cloud.take):
-        assert launch(repository, "run") == 0
-    assert starts(repository) == [2, 2] and not cloud.left() and cloud.times("failing") == 0
-
-
-def test_a_run_of_another_process_survives_a_failed_set_up(repository, cloud):
+def test_after_a_success_also_by_another_process_a_failed_set_up_is_retried(repository, cloud):
     repository.plan(["wait", "wait"], [0, 0])
     assert launch(repository, "up") == 0
     started(repository)()
     cloud.set("failing", 4)
-    end = lambda: [os.kill(repository.starts(process)[0]["pid"], 15) for process in range(2)]
-    with meanwhile(lambda: wait_for(lambda: cloud.times("failing") == 0), end):
+    with meanwhile(lambda: wait_for(lambda: cloud.times("failing") == 0), lambda: cloud.set("failing", 4), cloud.take):
         assert launch(repository, "run") == 0
-    assert len(cloud.asked("create")) == 1 and not cloud.left()
+    assert starts(repository) == [2, 2] and not cloud.left() and cloud.times("failing") == 0
 
 
 def test_a_set_up_that_never_works_ends_it_and_leaves_nothing(repository, cloud, capsys):
@@ -325,21 +291,10 @@ def test_a_set_up_that_never_works_ends_it_and_leaves_nothing(repository, cloud,
     assert not cloud.left() and cloud.times("failing") == 97 and "pip: connection reset" in capsys.readouterr().err
 
 
-def test_two_users_can_start_one_run_even_with_different_names_on_the_hosts(repository, cloud, monkeypatch):
-    repository.plan(["wait", "wait"])
-    cloud.set("oslogin", 1)
-    for person in ("ada", "bob"):
-        monkeypatch.setenv("USER", person)
-        assert launch(repository, "up") == 0
-        started(repository)()
-    assert launch(repository, "down") == 0
-    assert starts(repository) == [1, 1] and not cloud.left()
-
-
 def test_hosts_end_by_themselves_without_a_watcher(repository, cloud, monkeypatch):
     repository.plan(["wait", "wait"])
     soon = time.time() + 6  # longer than `up` takes on a busy machine
-    monkeypatch.setattr(tpu_run.Launch, "limit", property(lambda launch: round(soon)))
+    monkeypatch.setattr(tpu.Launch, "limit", property(lambda launch: round(soon)))
     assert launch(repository, "up") == 0
     wait_for(lambda: cloud.asked("delete"))
     assert launch(repository, "status") == 0 and not cloud.left()
@@ -348,39 +303,24 @@ def test_hosts_end_by_themselves_without_a_watcher(repository, cloud, monkeypatc
 
 def test_a_save_is_waited_for_as_long_as_is_asked(monkeypatch, capsys):
     clock = iter(range(0, 100_000, 700))  # each call is 700 s later
-    monkeypatch.setattr(tpu_run, "time", SimpleNamespace(time=lambda: next(clock), sleep=lambda seconds: None))
+    monkeypatch.setattr(queued, "time", SimpleNamespace(time=lambda: next(clock), sleep=lambda seconds: None))
     states = [{"a": ("running", "")}] * 4 + [{"a": ("ended", "143")}]
-    monkeypatch.setattr(tpu_run, "states_of", lambda slices: states.pop(0))
+    monkeypatch.setattr(queued, "states_of", lambda slices: states.pop(0))
     slices = SimpleNamespace(name="tiny", ssh=lambda command: (0, ""), shell=SimpleNamespace(dry_run=False))
-    tpu_run.save(slices, SimpleNamespace(save_minutes=60.0))  # pyright: ignore
+    queued.save(slices, SimpleNamespace(save_minutes=60.0))  # pyright: ignore
     assert not states and not capsys.readouterr().err
     states += [{"a": ("running", "")}] * 9
-    tpu_run.save(slices, SimpleNamespace(save_minutes=60.0))  # pyright: ignore
+    queued.save(slices, SimpleNamespace(save_minutes=60.0))  # pyright: ignore
     assert states and "not all hosts of tiny have saved in 60 min" in capsys.readouterr().err
 
 
-def test_secrets_reach_train_py_and_nothing_else(repository, cloud, monkeypatch, capsys):
-    repository.plan([0, 0])
-    monkeypatch.setenv("GIVEN_KEY", "s3cret 'quoted'\nline")
-    monkeypatch.setenv("GIVEN_PROJECT", "mine")
-    given = ["--secret", "GIVEN_KEY", "--env", "GIVEN_PROJECT"]
-    assert launch(repository, "run", "--dry_run", *given) == 0
-    assert launch(repository, "run", *given) == 0
-    for process in range(2):
-        (start,) = repository.starts(process)
-        assert (start["GIVEN_KEY"], start["GIVEN_PROJECT"]) == ("s3cret 'quoted'\nline", "mine")
-    output = capsys.readouterr()
-    assert "GIVEN_KEY" in output.out and "s3cret" not in output.out + output.err + str(cloud.asked())
-    assert cloud.logs() and "s3cret" not in str(cloud.logs())
-    assert launch(repository, "run") == 0  # a later one without them
-    assert "GIVEN_KEY" not in repository.starts()[-1]
-
-
-def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, capsys):
+def test_the_loop_outlives_up_and_every_command_of_anybody_finds_it(repository, cloud, capsys, monkeypatch):
     repository.plan(["wait", "wait"], ["wait", "wait"], [0, 0])
-    assert launch(repository, "up") == 0
-    started(repository)()
-    assert launch(repository, "up") == 0  # the second `up` requests and starts nothing
+    cloud.set("oslogin", 1)
+    for person in ("ada", "bob"):  # the second `up` requests and starts nothing
+        monkeypatch.setenv("USER", person)
+        assert launch(repository, "up") == 0
+        started(repository)()
     assert len(cloud.left()) == 1 and starts(repository) == [1, 1]
     os.kill(repository.starts()[0]["pid"], 15)
     os.kill(repository.starts(1)[0]["pid"], 15)
@@ -401,9 +341,8 @@ def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, caps
     assert launch(repository, "down") == 0  # the second `down` has nothing to do
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_a_user_error_is_reported_before_anything_is_created(repository, cloud):
+    for words, message in (
         (["--", "--config=tiny.py", BUCKET], "--project is missing"),
         (["--project=p", "--zones", "mars-a", "--", "--config=tiny.py", BUCKET], "mars-a has no v5e"),
         (["--project=p", "--", "--config=tiny.py"], "checkpoint.folder=gs://BUCKET/FOLDER is missing"),
@@ -412,11 +351,9 @@ def test_the_loop_outlives_up_and_every_command_finds_it(repository, cloud, caps
         (["--project=p", "--", "--config=tiny.py", BUCKET, "--run_dir=x"], "--run_dir cannot be given"),
         (["--project=p", "--reservation=r", "--", "--config=tiny.py", BUCKET], "needs --capacity=reserved"),
         (["--project=p", "--capacity=flex_start", "--hours=200", "--", "--config=tiny.py", BUCKET], "168 hours"),
-    ],
-)
-def test_a_user_error_is_reported_before_anything_is_created(repository, cloud, words, message):
-    with pytest.raises(UserError, match=message):
-        main(["tpu", "up", f"--hardware={HARDWARE}", *words])
+    ):
+        with pytest.raises(UserError, match=message):
+            main(["tpu", "up", f"--hardware={HARDWARE}", *words])
     assert not cloud.asked("create")
 
 

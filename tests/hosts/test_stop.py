@@ -1,0 +1,153 @@
+"""Test how a run stops: by a signal, or by steps that do not end."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from configs.schema import HangConfig
+from data.store import OUTAGE
+from hosts.stop import Stop, Watchdog
+from tests.hosts.test_runtime import exit_code
+
+ROOT = Path(__file__).parents[2]
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+
+
+@pytest.mark.parametrize(("sign", "code"), SIGNALS)
+def test_a_signal_is_a_request_during_steps_and_unchanged_outside(sign, code):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with Stop() as stop, stop.heeded():
+        assert not stop.after(1)
+        os.kill(os.getpid(), sign)
+        assert stop.after(2) and stop.code == stop.agreed_code() == code
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.parametrize(("sign", "code"), SIGNALS)
+def test_a_signal_before_training_ends_it_even_if_a_callback_swallows_the_exception(sign, code):
+    def main():
+        with Stop() as stop:
+            with suppress(KeyboardInterrupt, SystemExit):  # like JAX's callbacks
+                os.kill(os.getpid(), sign)
+            with stop.heeded():
+                pytest.fail("the run went on")
+
+    assert exit_code(main) == code
+
+
+class Watched:
+    """A watchdog with a manual clock."""
+
+    def __init__(self, monkeypatch, work=lambda step: step, **options):
+        self.time, self.barks = 0.0, []
+        monkeypatch.setattr("hosts.stop.time", SimpleNamespace(monotonic=lambda: self.time))
+        self.dog = Watchdog(HangConfig(**options), self.barks.append, work)
+
+    def take(self, steps: int, seconds: float) -> None:
+        """Take `steps` steps of `seconds` each, and report them done at the end."""
+        for _ in range(steps):
+            self.dog.step(max(self.dog.given, 0) + 1)
+        self.time += steps * seconds
+        self.dog.done_with(self.dog.given)
+
+    def barks_after(self, seconds: float) -> bool:
+        self.time += seconds
+        self.dog.check()
+        self.time -= seconds
+        return bool(self.barks)
+
+
+def test_a_step_may_take_the_least_time_or_many_times_its_like(monkeypatch):
+    watched = Watched(monkeypatch, seconds=100)
+    for _ in range(5):
+        watched.take(10, seconds=2)
+    assert watched.dog.allowed == 100
+    watched.take(10, seconds=20)  # a slow stretch changes little, since the median counts
+    assert watched.dog.allowed == 100
+    assert not watched.barks_after(99) and watched.barks_after(101)
+    assert watched.barks == ["no step after 60 has ended for 101 s (--hang.seconds; one takes 2 s)"]
+
+
+def test_larger_steps_and_steps_given_ahead_of_time_may_take_longer_by_as_much(monkeypatch):
+    watched = Watched(monkeypatch, lambda step: step if step <= 10 else 10 + 8 * (step - 10), seconds=100)
+    watched.take(1, seconds=20)
+    for step in range(2, 9):
+        watched.dog.step(step)
+    assert watched.dog.allowed == 10 * 20 * 8
+    watched.take(1, seconds=160)
+    watched.dog.step(10)
+    assert watched.dog.allowed == 10 * (20 + 8 * 20)  # steps 10 and 11; 11 has not been started
+    watched.time += 20
+    watched.dog.done_with(10)
+    watched.dog.step(11)
+    assert watched.dog.allowed == 10 * 20 * 16
+    assert not watched.barks_after(3199) and watched.barks_after(3201)
+    assert "one takes 160 s" in watched.barks[0]
+
+
+def test_the_first_step_may_take_longer(monkeypatch):
+    watched = Watched(monkeypatch, seconds=100)
+    watched.dog.step(41)
+    assert not watched.barks_after(599) and watched.barks_after(601)
+
+
+@pytest.mark.parametrize("cause", ["store", "evaluation", "both"])
+def test_an_unreachable_store_and_an_evaluation_are_no_hang(monkeypatch, cause):
+    watched = Watched(monkeypatch, seconds=100)
+    watched.take(10, seconds=2)
+    watched.time += 50 if cause == "evaluation" else 500
+    with monkeypatch.context() as patch:
+        patch.setattr(OUTAGE, "since", None if cause == "evaluation" else time.monotonic() - 60)
+        with nullcontext() if cause == "store" else watched.dog.elsewhere("an evaluation"):
+            assert not watched.barks_after(600)
+            watched.time += 600
+            watched.dog.check()
+            patch.setattr(OUTAGE, "since", None)
+            assert cause == "store" or not watched.barks_after(1e6)
+    if cause == "store":
+        assert not watched.barks_after(99)
+    assert watched.barks_after(101)
+
+
+def test_an_evaluation_a_save_or_a_restore_has_a_limit_of_its_own(monkeypatch):
+    watched, barked = Watched(monkeypatch, seconds=100, other_seconds=0.01), threading.Event()
+    watched.dog.bark = lambda reason: (watched.barks.append(reason), barked.set())
+    with watched.dog.elsewhere("saving"):
+        assert barked.wait(30)
+    assert watched.barks == ["saving takes longer than 0.01 s (--hang.other_seconds)"]
+
+
+INTERRUPTED_TWICE = """
+with Stop() as stop, stop.heeded():
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+"""
+HANG = """
+def something_that_never_answers(): time.sleep(60)
+threading.Thread(target=something_that_never_answers, daemon=True).start()
+with Watchdog(HangConfig(seconds=1)) as dog:
+    dog.step(1), dog.done_with(1), dog.step(2)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "says"),
+    [
+        (INTERRUPTED_TWICE, 130, ["steps after the newest checkpoint are lost"]),
+        (HANG, 42, ["no step after 1 has ended", "something_that_never_answers"]),  # in a thread's stack
+    ],
+)
+def test_a_second_ctrl_c_and_a_hang_end_the_process_at_once(script, code, says):
+    imports = "import os, signal, threading, time\nfrom configs.schema import HangConfig\nfrom hosts.stop import *\n"
+    ended = subprocess.run([sys.executable, "-c", imports + script], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == code and all(text in ended.stderr for text in says)
