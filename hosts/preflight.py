@@ -105,7 +105,7 @@ def needs(config: Config) -> list[str]:
         except Exception as error:  # of the disk or the store
             problems.append(f"cannot write to {folder}: {first_line(error)}{role(error)}")
 
-    for folder in {shared, run_dir} if first else ():
+    for folder in dict.fromkeys([shared, run_dir]) if first else ():
         write(folder)
     exchange("the preflight's first file", "")
     if not first:

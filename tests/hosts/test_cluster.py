@@ -15,9 +15,9 @@ SLURM = {
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "1",
 }
-A_TASK_A_GPU = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_PROCID": "11"} | {
-    "SLURM_LOCALID": "3"
-}
+A_TASK_A_GPU = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_PROCID": "11"}
+A_TASK_A_GPU["SLURM_LOCALID"] = "3"
+UNBOUND = {"SLURM_TRES_PER_TASK": "cpu:12", "SLURM_GPU_BIND": "none"}
 GKE = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "TPU_WORKER_HOSTNAMES": "a-0.a,a-1.a", "TPU_WORKER_ID": "1"}
 SLICES = {
     "MEGASCALE_NUM_SLICES": "2",
@@ -31,8 +31,11 @@ MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
 }
+MPI_5 = MPI | {"OMPI_MCA_orte_hnp_uri": ""}  # Open MPI 5
 JAX = {"JAX_COORDINATOR_ADDRESS": "first:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
-XPK = {"JAX_COORDINATOR_ADDRESS": "w-0-0.w", "JAX_COORDINATOR_PORT": "6002", "NNODES": "2", "NODE_RANK": "1"}
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
+XPK = {"JAX_COORDINATOR_ADDRESS": "w-0-0.w", "JAX_COORDINATOR_PORT": "6002"}
+XPK_GPUS, XPK_CPUS = {"NNODES": "2", "NODE_RANK": "1"}, {"JAX_PROCESS_COUNT": "2", "JAX_PROCESS_ID": "1"}
 NAMES = ("a-0.a", "a-1.a")
 
 
@@ -45,26 +48,13 @@ NAMES = ("a-0.a", "a-1.a")
         (JAX | {"JAX_COORDINATOR_ADDRESS": "[fd00::1]:99"}, {}, Cluster("JAX_* variables", 4, 2, "[fd00::1]:99")),
         (JAX | {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, {}, Cluster("JAX_* variables")),
         # JobSet and plain Kubernetes: the variables, and no package or rights.
-        (
-            JAX | {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"},
-            {"gpus": 8},
-            Cluster("JAX_* variables", 4, 2, "first:1234"),
-        ),
-        (XPK, {"gpus": 8}, Cluster("JAX_* variables", 2, 1, "w-0-0.w:6002")),
-        (
-            {"JAX_COORDINATOR_ADDRESS": "w:1", "JAX_PROCESS_COUNT": "2", "JAX_PROCESS_ID": "1"},
-            {},
-            Cluster("JAX_* variables", 2, 1, "w:1"),
-        ),
+        (JAX | POD, {"gpus": 8}, Cluster("JAX_* variables", 4, 2, "first:1234")),
+        (POD, {"gpus": 8}, Cluster("none; pod 0 of a Job, alone without the JAX_* variables")),
+        *((XPK | its, {"gpus": 8}, Cluster("JAX_* variables", 2, 1, "w-0-0.w:6002")) for its in (XPK_GPUS, XPK_CPUS)),
         # SLURM
         (SLURM, {"gpus": 8}, Cluster("SLURM", 2, 1, "gpu007:61444")),  # all eight belong to the task
-        (SLURM | A_TASK_A_GPU, {"gpus": 8}, Cluster("SLURM", 16, 11, "gpu007:61444", (3,))),
+        (SLURM | A_TASK_A_GPU | UNBOUND, {"gpus": 8}, Cluster("SLURM", 16, 11, "gpu007:61444", (3,))),
         (SLURM | A_TASK_A_GPU | {"SLURM_GPUS_PER_TASK": "1"}, {"gpus": 8}, Cluster("SLURM", 16, 11, "gpu007:61444")),
-        (
-            SLURM | A_TASK_A_GPU | {"SLURM_TRES_PER_TASK": "cpu:12", "SLURM_GPU_BIND": "none"},
-            {"gpus": 8},
-            Cluster("SLURM", 16, 11, "gpu007:61444", (3,)),
-        ),
         (SLURM | A_TASK_A_GPU | {"CUDA_VISIBLE_DEVICES": "3"}, {"gpus": 8}, Cluster("SLURM", 16, 11, "gpu007:61444")),
         (SLURM | A_TASK_A_GPU | {"JAX_LOCAL_DEVICE_IDS": "5"}, {"gpus": 8}, Cluster("SLURM", 16, 11, "gpu007:61444")),
         (
@@ -85,11 +75,7 @@ NAMES = ("a-0.a", "a-1.a")
         (MPI, {}, Cluster("mpirun", 4, 3, "10.96.0.1:62624")),
         (MPI, {"gpus": 2}, Cluster("mpirun", 4, 3, "10.96.0.1:62624", (1,))),
         (MPI | SLURM, {}, Cluster("mpirun", 4, 3, "10.96.0.1:62624")),  # mpirun in a SLURM job
-        (
-            {**MPI, "OMPI_MCA_orte_hnp_uri": "", "JAX_COORDINATOR_ADDRESS": "n1:9"},
-            {},
-            Cluster("mpirun", 4, 3, "n1:9"),
-        ),
+        (MPI_5 | {"JAX_COORDINATOR_ADDRESS": "n1:9"}, {}, Cluster("mpirun", 4, 3, "n1:9")),
         # TPUs
         (GKE, {"tpus": 4}, Cluster("GKE", 2, 1, "a-0.a:8482", hosts=NAMES)),
         (GKE | SLICES, {"tpus": 4}, Cluster("GKE, 2 slices", 4, 3, "a-slice-0-0.a:8482")),
@@ -118,11 +104,12 @@ def test_tpu_vms_are_recognised_by_their_metadata(endpoints):
     "environ",
     [
         {"JAX_COORDINATOR_ADDRESS": "first:1234"},
+        SLURM | {"SLURM_STEP_NUM_TASKS": "1", "JAX_NUM_PROCESSES": "2"},
         JAX | {"JAX_NUM_PROCESSES": "many"},
         JAX | {"JAX_PROCESS_ID": "4"},
         JAX | {"JAX_COORDINATOR_ADDRESS": "first:port"},
         {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
-        MPI | {"OMPI_MCA_orte_hnp_uri": ""},  # Open MPI 5
+        MPI_5,
     ],
 )
 def test_an_incomplete_cluster_is_a_user_error(environ):

@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     program = f"python -m tools.launch {words[0]} {words[1]}"
     parsed = parse_arguments(command.__doc__, options, words[2:], program)
     try:
-        return command(parsed, train)
+        return command(parsed, train) or Exit.COMPLETE
     except Trouble as trouble:
         warn(f"error: {trouble}")
         return Exit.PEER_LOST

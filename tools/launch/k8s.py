@@ -47,7 +47,7 @@ class K8sOptions(TimedOptions):
     """Seconds in which a pod that gets SIGTERM may save."""
 
 
-def up(options: K8sOptions, train: list[str]) -> int:
+def up(options: K8sOptions, train: list[str]) -> None:
     """Build and push the image unless it is given with its tag, and create the JobSet."""
     mounts = [mount for mount, claim in ((RUNS, options.claim), (DATA, options.data_claim)) if claim]
     job, shell = make_job(options, train, *mounts), Shell(options.dry_run)
@@ -73,10 +73,8 @@ def up(options: K8sOptions, train: list[str]) -> int:
         shown = f"{join(apply)} < {job.name}-secrets: {', '.join(job.secrets)}, from this environment"
         shell.run(apply, stdin=json.dumps(secret | {"stringData": job.secrets}).encode(), shown=shown)
     shell.run(create, stdin=manifest)
-    if not shell.dry_run:
-        rest = f"--namespace={options.namespace} --name={job.name}"
-        say(f"created; python -m tools.launch k8s logs {rest}   # or status, down")
-    return 0
+    rest = f"--namespace={options.namespace} --name={job.name}"
+    shell.say(f"created; python -m tools.launch k8s logs {rest}   # or status, down")
 
 
 def kubectl(options: K8sOptions) -> list[str]:
@@ -195,32 +193,28 @@ def jobset(job: Job, options: K8sOptions, image: str) -> dict[str, Any]:
     }
 
 
-def status(options: K8sOptions, train: list[str]) -> int:
+def status(options: K8sOptions, train: list[str]) -> None:
     """Show the JobSet, its restarts, and its pods."""
     name, shell = job_name(options.name), Shell(options.dry_run)
     columns = "NAME:.metadata.name,STATE:.status.terminalState,STARTED_AGAIN:.status.restarts"
     columns += ",CRASHES:.status.restartsCountTowardsMax"
     for words in (["jobset", name, f"--output=custom-columns={columns}"], ["pods", f"--selector={LABEL}={name}"]):
         say(shell.run([*kubectl(options), "get", *words]).stdout.rstrip())
-    return 0
 
 
-def logs(options: K8sOptions, train: list[str]) -> int:
+def logs(options: K8sOptions, train: list[str]) -> None:
     """Follow the lines of all pods, each with its pod's name, until Ctrl-C."""
     words = ["logs", f"--selector={LABEL}={job_name(options.name)}", "--prefix", "--follow", "--tail=-1"]
     Shell(options.dry_run).become([*kubectl(options), *words, "--max-log-requests=1000", "--ignore-errors"])
-    return 0
 
 
-def down(options: K8sOptions, train: list[str]) -> int:
+def down(options: K8sOptions, train: list[str]) -> None:
     """Let the pods save, delete the JobSet, and wait until none is left. The image and the run stay."""
     name, shell = job_name(options.name), Shell(options.dry_run)
     delete = [*kubectl(options), "delete", "--ignore-not-found"]
     shell.run([*delete, "jobset", name, "--cascade=foreground", "--wait"])
     shell.run([*delete, "secret", f"{name}-secrets"])
-    if not shell.dry_run:
-        say(f"{name} is gone, with its pods")
-    return 0
+    shell.say(f"{name} is gone, with its pods")
 
 
 COMMANDS = {f.__name__: (f, K8sOptions) for f in (up, status, logs, down)}

@@ -51,7 +51,7 @@ class SlurmOptions(TimedOptions):
     EXTRA=cuda for GPUs."""
 
 
-def up(options: SlurmOptions, train: list[str]) -> int:
+def up(options: SlurmOptions, train: list[str]) -> None:
     """Put a run into SLURM's queue. The same command again changes nothing while the job is there."""
     job = make_job(options, train, "/")
     if job.hardware.is_tpu:
@@ -62,8 +62,7 @@ def up(options: SlurmOptions, train: list[str]) -> int:
     say(cost(job, options.price, options.hours))
     question = ["squeue", "--me", f"--name={job.name}", "--noheader", "--format=%i"]
     if not shell.dry_run and (queued := ask(question).stdout.split()):
-        say(f"{job.name} is in the queue already, as {queued[0]}; `slurm down` takes it out")
-        return 0
+        return say(f"{job.name} is in the queue already, as {queued[0]}; `slurm down` takes it out")
     archive, home = folder / f"{job.code.name}.tar", folder / "code" / job.code.name
     shell.write(archive, job.code.archive)
     shell.run(["bash", "-c", unpack(job.code, str(archive), str(folder / "code"))])
@@ -74,10 +73,8 @@ def up(options: SlurmOptions, train: list[str]) -> int:
         shell.write(folder / "environment", job.exports, names)
     shell.write(folder / "job.sh", script(job, options, folder, home))
     submitted = shell.run(["sbatch", str(folder / "job.sh")]).stdout.strip()
-    if not shell.dry_run:
-        rest = f"--folder={options.folder} --name={job.name}"
-        say(f"{submitted}\npython -m tools.launch slurm logs {rest}   # or status, down")
-    return 0
+    rest = f"--folder={options.folder} --name={job.name}"
+    shell.say(f"{submitted}\npython -m tools.launch slurm logs {rest}   # or status, down")
 
 
 def script(job: Job, options: SlurmOptions, folder: Path, home: Path) -> str:
@@ -193,24 +190,22 @@ def folder_of(options: SlurmOptions, name: str) -> Path:
     return path / name
 
 
-def status(options: SlurmOptions, train: list[str]) -> int:
+def status(options: SlurmOptions, train: list[str]) -> None:
     """Show the job in SLURM's queue, and its crashes."""
     name, shell = job_name(options.name), Shell(options.dry_run)
     folder = folder_of(options, name)
     say(shell.run(["squeue", "--me", f"--name={name}"]).stdout.rstrip())
     if not shell.dry_run and (folder / "crashes").exists():
         say(f"crashes (exit code, host):\n{(folder / 'crashes').read_text()}")
-    return 0
 
 
-def logs(options: SlurmOptions, train: list[str]) -> int:
+def logs(options: SlurmOptions, train: list[str]) -> None:
     """Follow the job's log from its first line, over all its starts, until Ctrl-C."""
     words = ["tail", "-n", "+1", "-F", str(folder_of(options, job_name(options.name)) / "log")]
     Shell(options.dry_run).become(words)
-    return 0
 
 
-def down(options: SlurmOptions, train: list[str]) -> int:
+def down(options: SlurmOptions, train: list[str]) -> None:
     """End the job: the run saves, and does not restart. What it saved stays."""
     name, shell = job_name(options.name), Shell(options.dry_run)
     folder = folder_of(options, name)
@@ -221,7 +216,6 @@ def down(options: SlurmOptions, train: list[str]) -> int:
     shell.run(["scancel", *running, "--state=PENDING"])
     shell.run(["scancel", *running, "--state=RUNNING", "--signal=TERM"])
     say(f"it saves and ends; at once, without saving: scancel {join(running)}")
-    return 0
 
 
 COMMANDS = {f.__name__: (f, SlurmOptions) for f in (up, status, logs, down)}

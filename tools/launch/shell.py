@@ -114,6 +114,11 @@ class Shell:
             except OSError as error:
                 raise UserError(f"{path} cannot be written: {error}") from error
 
+    def say(self, text: str) -> None:
+        """Print lines at once, unless it is a dry run."""
+        if not self.dry_run:
+            say(text)
+
     def become(self, words: Sequence[str]) -> None:
         """Run a command in place of this process. Raise UserError if it is not installed."""
         if self.dry_run:

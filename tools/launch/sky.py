@@ -31,7 +31,7 @@ class SkyOptions(JobOptions):
     """The command that makes .venv on each node; empty: `make setup` with the extra that the hardware needs."""
 
 
-def yaml(options: SkyOptions, train: list[str]) -> int:
+def yaml(options: SkyOptions, train: list[str]) -> None:
     """Print the task, without asking SkyPilot."""
     job = make_job(options, train)
     hardware, facts = job.hardware, job.hardware.facts
@@ -66,7 +66,6 @@ def yaml(options: SkyOptions, train: list[str]) -> int:
     for name, value in fields.items():
         if value != {}:
             print(f"{name}: {json.dumps(value, ensure_ascii=False)}")  # YAML contains JSON
-    return 0
 
 
 COMMANDS = {"yaml": (yaml, SkyOptions)}

@@ -49,7 +49,7 @@ class Launch:
         start_hook(self.job.config, event, message, name=self.job.name, wait=10)
 
 
-def up(options: TpuOptions, train: list[str]) -> int:
+def up(options: TpuOptions, train: list[str]) -> int | None:
     """Get slices, send the code, and start the run. The same command again continues where this one ended."""
     launch, places = prepared(options, train)
     if options.dry_run:
@@ -70,10 +70,10 @@ def up(options: TpuOptions, train: list[str]) -> int:
     say(f"started; it saves and ends after {hours:.1f} h at the latest. Nothing watches its cost until then:")
     say(f"python -m tools.launch tpu down {rest}   # deletes it")
     say(f"python -m tools.launch tpu logs {rest}   # or status, stop")
-    return Exit.COMPLETE
+    return None
 
 
-def run(options: TpuOptions, train: list[str]) -> int:
+def run(options: TpuOptions, train: list[str]) -> int | None:
     """Do as `up`, and stay: replace slices that are taken away, and delete all at the end or at the deadline."""
     launch, places = prepared(options, train)
     if options.dry_run:
@@ -126,12 +126,11 @@ def require_project(options: TpuOptions) -> None:
         raise UserError("--project is missing: the Google Cloud project, `gcloud projects list` shows yours")
 
 
-def show(launch: Launch, first: Slices, deleted: Sequence[Slices]) -> int:
+def show(launch: Launch, first: Slices, deleted: Sequence[Slices]) -> None:
     """Print the dry run, as if the first zone had the slices."""
     first.create(launch.job.hardware, launch.deadline)
     start(launch, first)
     give_back(deleted, launch.options)
-    return Exit.COMPLETE
 
 
 def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
@@ -252,7 +251,7 @@ def existing(options: TpuOptions) -> Iterator[tuple[Slices, str]]:
     yield from (found for found in seen if found[1] != GONE)
 
 
-def status(options: TpuOptions, train: list[str]) -> int:
+def status(options: TpuOptions, train: list[str]) -> None:
     """Show the zones in which the job has slices, their state, and each host's."""
     for slices, state in existing(options):
         if options.dry_run:
@@ -261,39 +260,34 @@ def status(options: TpuOptions, train: list[str]) -> int:
         say(f"{slices.name} in {slices.zone}: {state}")
         for host, (what, code) in sorted(states_of(slices).items()) if state == "ACTIVE" else []:
             say(f"  {host}: {what} {code}".rstrip())
-    return Exit.COMPLETE
 
 
-def logs(options: TpuOptions, train: list[str]) -> int:
+def logs(options: TpuOptions, train: list[str]) -> None:
     """Follow the log lines of all hosts, each with its host's name, until Ctrl-C."""
     for slices, _ in existing(options):
         slices.shell.become(slices.ssh_words(host_scripts.logs(slices.name, 100)))
-    if options.dry_run:
-        return Exit.COMPLETE
-    raise UserError(f"there are no slices of {options.name}; its logs are in its bucket, in logs/")
+    if not options.dry_run:
+        raise UserError(f"there are no slices of {options.name}; its logs are in its bucket, in logs/")
 
 
-def stop(options: TpuOptions, train: list[str]) -> int:
+def stop(options: TpuOptions, train: list[str]) -> None:
     """Save and end the run on its hosts. The slices stay, and cost; `up` resumes."""
     for slices, _ in existing(options):
         save(slices, options)
         if not options.dry_run:
             say(f"stopped on {len(states_of(slices))} host(s) in {slices.zone}; the slices are still there")
-    return Exit.COMPLETE
 
 
-def down(options: TpuOptions, train: list[str]) -> int:
+def down(options: TpuOptions, train: list[str]) -> None:
     """Save and end the run, and delete the job's resources in every zone. The bucket stays."""
     places: list[Slices] = []
     try:
         places.extend(slices for slices, _ in existing(options))
     finally:  # also if another zone does not answer
         give_back(places, options)
-        for slices in () if options.dry_run else places:
-            say(f"{slices.name} in {slices.zone} is deleted")
-    if not options.dry_run:
-        say("nothing is left")
-    return Exit.COMPLETE
+        for slices in places:
+            slices.shell.say(f"{slices.name} in {slices.zone} is deleted")
+    Shell(options.dry_run).say("nothing is left")
 
 
 COMMANDS = {f.__name__: (f, TpuOptions) for f in (up, run, status, logs, stop, down)}

@@ -9,7 +9,6 @@ gcloud, ssh repeats a command if its connection broke, and ends with 255 if it k
     refuses   deletions that are refused
     stalls    ssh and scp calls that never return
     expired   commands that fail because the credentials have expired
-    offline   commands that fail for want of a network
     failing   set-ups that fail on one host
     slow      descriptions as DELETING after a deletion
     workers   hosts per slice; 2 without the file
@@ -100,14 +99,16 @@ def describe(path: Path) -> int:
     return 0
 
 
-def processes_in(folder: Path) -> list[int]:
-    """Return every process whose working folder is there."""
-    result = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (entry / "cwd").readlink().is_relative_to(folder):
-                result.append(int(entry.name))
-    return result
+def kill_in(folder: Path) -> None:
+    """Kill every process whose working folder is there, and wait until all have ended: they keep locks until then."""
+    alive = True
+    while alive:
+        alive = False
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if (entry / "cwd").readlink().is_relative_to(folder):
+                    alive = True
+                    os.kill(int(entry.name), signal.SIGKILL)
 
 
 def take(path: Path, state: str = "SUSPENDED") -> None:
@@ -122,10 +123,7 @@ def take_hosts(path: Path, name: str) -> None:
     lost = Path(tempfile.mkdtemp(dir=HOME))
     for host in path.glob(f"{name}*"):
         host.rename(lost / host.name)
-    while running := processes_in(lost):
-        for pid in running:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    kill_in(lost)
     shutil.rmtree(lost, ignore_errors=True)
 
 
@@ -162,10 +160,6 @@ def home(host: Path, words: list[str]) -> Path:
 
 
 def ssh(path: Path, words: list[str], given: dict[str, str]) -> int:
-    if not path.exists() or update(path)["state"] != "ACTIVE":
-        return fail("the node is not there")
-    if counted("stalls"):
-        time.sleep(600)
     if counted("deaf"):
         return fail("[ssh] exited with return code [255]", 255)
     code = 0
@@ -185,10 +179,6 @@ def ssh(path: Path, words: list[str], given: dict[str, str]) -> int:
 
 def scp(path: Path, words: list[str], given: dict[str, str]) -> int:
     source, target = [word for word in words if not word.startswith("--")]
-    if not path.exists() or update(path)["state"] != "ACTIVE":
-        return fail("the node is not there")
-    if counted("stalls"):
-        time.sleep(600)
     for host in hosts(path, given):
         end = (source if ":" in source else target).split(":")[1]
         there = home(host, words) / end.replace("/var/tmp/tokensum", str(host / "var"))
@@ -204,8 +194,6 @@ def main(words: list[str]) -> int:
         print(json.dumps(words), file=log)
     if counted("expired"):
         return fail("There was a problem refreshing your current auth tokens: invalid_grant: Bad Request")
-    if counted("offline"):
-        return fail("gcloud crashed (ConnectionError): Failed to resolve 'tpu.googleapis.com'")
     if words[:2] == ["storage", "cp"]:
         source, target = [word for word in words[2:] if not word.startswith("--")]
         if target.startswith("gs://none"):
@@ -221,12 +209,13 @@ def main(words: list[str]) -> int:
     assert given["project"] == "project" and "quiet" in given
     name = next(m[1] for word in words if (m := re.fullmatch(r"(?:[a-z]+@)?([a-z][a-z0-9-]*)(?::.*)?", word)))
     path = resource(name, given["zone"])
-    if verb == "scp":
-        return scp(path, words, given)
-    if verb == "ssh":
-        return ssh(path, words, given)
-    verbs = {"create": create, "delete": delete}
-    return verbs[verb](path, given) if verb in verbs else {"describe": describe}[verb](path)
+    if verb in ("scp", "ssh"):
+        if not path.exists() or update(path)["state"] != "ACTIVE":
+            return fail("the node is not there")
+        if counted("stalls"):
+            time.sleep(600)
+        return {"scp": scp, "ssh": ssh}[verb](path, words, given)
+    return describe(path) if verb == "describe" else {"create": create, "delete": delete}[verb](path, given)
 
 
 if __name__ == "__main__":

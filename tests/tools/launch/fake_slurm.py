@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -68,24 +67,17 @@ def run(job: str) -> int:
 def srun(*words: str) -> int:
     options = words[: words.index("bash")]
     assert "--kill-on-bad-exit=0" in options  # or a task that ends first would end the others while they save
-    command, job, tasks = words[len(options) :], os.environ["SLURM_JOB_ID"], []
+    command, job, tasks, labels = words[len(options) :], os.environ["SLURM_JOB_ID"], [], []
     for number in range(int(os.environ["SLURM_NTASKS"])):
         host = ("localhost", "otherhost")[number]
         environment = os.environ | {"SLURM_PROCID": str(number), "SLURMD_NODENAME": host}
-        tasks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True))
+        labels.append(subprocess.Popen(["sed", "-u", f"s/^/{number}: /"], stdin=subprocess.PIPE))
+        tasks.append(subprocess.Popen(command, env=environment, stdout=labels[-1].stdin, start_new_session=True))
+        labels[-1].stdin.close()
     (HOME / job / "tasks").write_text(" ".join(str(task.pid) for task in tasks))
-
-    def label(number: int) -> None:
-        for line in tasks[number].stdout:
-            sys.stdout.buffer.write(f"{number}: ".encode() + line)
-            sys.stdout.buffer.flush()
-
-    labels = [threading.Thread(target=label, args=(number,)) for number in range(len(tasks))]
-    for thread in labels:
-        thread.start()
     codes = [task.wait() for task in tasks]
-    for thread in labels:
-        thread.join()
+    for label in labels:
+        label.wait()
     (HOME / job / "tasks").unlink()
     return max(code if code >= 0 else 128 - code for code in codes)
 
