@@ -18,15 +18,12 @@ from hosts.runtime import run_command, start_jax
 from hosts.stop import Stop, limited
 from run import hooks, opening
 from run.finish import finish
-from run.fitting import Fitting
+from run.fitting import Fitting, explain_out_of_memory
+from run.folder import RunLock
 from run.goodput import Times
-from run.lock import RunLock
 from run.notify import tell_of_failure
-from run.out_of_memory import explain_out_of_memory
-from run.progress import GaveUp, Jumped, Progress, Start, due_after
+from run.progress import GaveUp, Hook, Jumped, Progress, Start, due_after
 from run.record import Record
-from run.resume import record_start, resume
-from run.rollback import roll_back
 from run.stages import Program, batches_from, compile_stages, step_after
 
 
@@ -46,7 +43,7 @@ def take_steps(
     start: Callable[[Start | None], tuple[Progress, Iterator[Any]]],
     programs: list[Program],
     idle: hooks.Idle,
-    hook_list: Sequence[hooks.Hook],
+    hook_list: Sequence[Hook],
     stop: Stop,
     go_back: Callable[[Progress, Exception], Start | None],
 ) -> tuple[Progress, str]:
@@ -87,7 +84,7 @@ def take_steps(
     return run, ""
 
 
-def begin_all(hook_list: Sequence[hooks.Hook], run: Progress, opened: ExitStack) -> None:
+def begin_all(hook_list: Sequence[Hook], run: Progress, opened: ExitStack) -> None:
     """Let the hooks begin. `opened` closes those that began."""
     for hook in hook_list:
         hook.begin(run)
@@ -133,16 +130,16 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
 
     def start(begins: Start | None) -> tuple[Progress, Iterator[Any]]:
         """Start there, or from the newest readable checkpoint, or from step 0."""
-        begins = begins or resume(built, text.tokenizer, checkpoints, times)
+        begins = begins or opening.resume(built, text.tokenizer, checkpoints, times)
         compile_stages(programs, builds, begins.step, times)  # none, unless an older checkpoint was restored
-        record_start(builds[-1], text, changes, begins, times)
+        opening.record_start(builds[-1], text, changes, begins, times)
         batches = batches_from(begins, builds, text)
         return Progress(config, begins, batches), train_batches(batches, built.batch_sharding, config.data.workers)
 
     def go_back(run: Progress, reason: Exception) -> Start | None:
         """To the newest checkpoint after a jump; to the same state, if it is left, when the memory ran out."""
         if isinstance(reason, Jumped):
-            return roll_back(save, times, run, reason)
+            return hooks.roll_back(save, times, run, reason)
         builds[:] = fitting.halved(builds, run, reason)
         programs.clear()
         save.newest()  # once it is whole: it may be needed

@@ -25,9 +25,8 @@ from configs.command_line import parse
 from configs.files import write_whole
 from configs.schema import Config, FilePath, Positive, UserError, free_to_change, options
 from hosts.runtime import run_command, versions
-from run.events import Events
 from run.folder import record_of
-from run.lines import scores
+from run.lines import Events, scores
 
 CONFIGS = {"tiny": "configs/track.py", "d12": "configs/track_d12.py"}
 REFERENCE = Path(__file__).with_suffix(".jsonl")

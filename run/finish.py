@@ -1,5 +1,7 @@
 """The end of a run: its last message, and the files of a complete run."""
 
+import io
+import json
 import math
 from contextlib import suppress
 from pathlib import Path
@@ -7,12 +9,11 @@ from pathlib import Path
 import jax
 
 from configs.exit_codes import Exit
+from configs.files import write_whole
 from configs.messages import LOGGER
 from hosts.stop import Stop
-from run.events import Events
 from run.goodput import Times, goodput, summed_up
-from run.lines import of_average
-from run.metrics import plot_loss, summarize, write_summary
+from run.lines import Events, of_average, read_metrics
 from run.notify import tell
 from run.progress import Progress
 from training.state import params_sha256
@@ -48,7 +49,8 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
     summary, samples = summarize(run_dir, config.steps, tokens, seconds, skipped_steps=skipped, **digests)
     summary["goodput"] = spent
     plot_loss(run_dir)
-    write_summary(run_dir, summary)
+    # The last file: it marks the run as complete.
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     for sample in samples:
         print(f"---\n{sample}")
     print(
@@ -62,3 +64,43 @@ def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
     )
     tell(config, "end", f"complete, validation loss {summary['val_loss'] or math.nan:.4f}", config.steps)
     return code
+
+
+def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:
+    """Return a run's summary, with the newest losses (and CORE) of metrics.jsonl, and the newest samples."""
+    lines = read_metrics(run_dir)
+    newest = lambda name: next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
+    losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
+    evaluation = next((line for line in reversed(lines) if "val_loss" in line), {})
+    losses |= {name: value for name, value in evaluation.items() if name.startswith("average_")}
+    losses |= {"core": core} if (core := newest("core")) is not None else {}
+    rate = tokens / seconds if seconds else None
+    summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}
+    return summary, newest("samples") or []
+
+
+def plot_loss(run_dir: str | Path) -> Path:
+    """Draw training and validation loss against tokens. Return the picture's path."""
+    from matplotlib.figure import Figure  # a second to import, and needed once, at the end
+    from matplotlib.ticker import EngFormatter
+
+    lines = read_metrics(run_dir)
+    course = lambda name: [(line["tokens"], line[name]) for line in lines if line.get(name) is not None]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    if train := course("loss"):
+        axes.plot(*zip(*train), color="tab:blue", linewidth=1, alpha=0.7, label="training")
+    if val := course("val_loss"):
+        label = f"validation ({val[-1][1]:.3f} at the end)"
+        axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
+    if average := course("average_val_loss"):
+        axes.plot(*zip(*average), color="tab:green", marker="x", label=f"with the average ({average[-1][1]:.3f})")
+    axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=0.3)
+    if train or val:
+        axes.legend()
+    path, picture = Path(run_dir) / "loss.png", io.BytesIO()
+    figure.savefig(picture, dpi=150)
+    write_whole(path, picture.getbuffer())
+    return path

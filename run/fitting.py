@@ -2,34 +2,33 @@
 
 A closed form (training/memory.py) expects what fits, and the compiled program says what it needs. If not one row fits,
 the loss is computed in chunks, then blocks are recomputed, then `mesh.fsdp` grows: the one that costs least time first.
-events.jsonl keeps the choice, and the cache keeps it for the next run of these sizes on such devices.
+events.jsonl keeps the choice for later starts on such devices.
 """
 
 import json
 import re
-from contextlib import suppress
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from hashlib import sha256
-from importlib.metadata import version
 from math import log2
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from configs.files import cache_dir, write_whole
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, options, with_options
 from configs.validation import validate
-from hosts.machines import GIB, HEADROOM, device_limit, exceeds_vector_memory
+from hosts.machines import GIB, HEADROOM, VECTOR_MEMORY, device_limit, exceeds_vector_memory, machines, name_of
 from hosts.runtime import highest, on_first_process
-from run.describe import describe
-from run.events import Events
 from run.goodput import Times
+from run.lines import Events
 from run.progress import Progress
-from run.stages import Program, compile_stages
+from run.stages import Program, compile_stages, describe
 from training.build import Build, build_stages
-from training.candidate import CHUNKS, REMAT, Candidate, candidate_of
+from training.candidate import CHUNKS, REMAT, Candidate, candidate_of, topology_of
 from training.memory import device_bytes, evaluation_memory, memory, most, most_rows, scale_of
 
 COMPILATIONS = 3
@@ -63,7 +62,7 @@ class Fitting:
         self.key = sha256(text.encode()).hexdigest()[:16]
         """The devices, their memory and the sizes that a choice is for."""
         self.kept: dict[str, Any] = on_first_process(self._read)
-        """The choice of an earlier start, if there is one."""
+        """The choice of an earlier start of the run, if there is one."""
 
     def first(self) -> Config:
         """Return the config with an earlier start's choice, or with what the closed form expects to fit."""
@@ -105,7 +104,6 @@ class Fitting:
                 saved = device_bytes(now.having({name: before[name]}), scale) - device_bytes(now, scale)
                 LOGGER.info(f"--{name}={value}: one row should not fit without it; it saves {saved / GIB:.3g} GiB")
         self._keep(chosen(now), step)
-        on_first_process(lambda: self._share(chosen(now)))
         return builds
 
     def halved(self, builds: list[Build], run: Progress, reason: Exception) -> list[Build]:
@@ -124,22 +122,13 @@ class Fitting:
         return builds
 
     def _read(self) -> dict[str, Any]:
-        """Return the newest choice for such devices: the run's own, or else another run's."""
-        events = [event for event in Events(self.asked.run_dir).read() if event["event"] == "fitted"]
-        own = [event["options"] for event in events if event["key"] == self.key]
-        with suppress(OSError, ValueError):  # none, or damaged
-            own = own or [json.loads((known() / self.key).read_text())]
-        return own[-1] if own and own[-1].keys() == {*CHOSEN} else {}
+        """Return the run's newest choice for such devices and sizes."""
+        fitted = [event for event in Events(self.asked.run_dir).read() if event["event"] == "fitted"]
+        return next((event["options"] for event in reversed(fitted) if event["key"] == self.key), {})
 
     def _keep(self, choice: dict[str, Any], step: int) -> None:
         """Keep a choice for later starts of this run. Every process must call it."""
         on_first_process(lambda: Events(self.asked.run_dir).add("fitted", step, key=self.key, options=choice))
-
-    def _share(self, choice: dict[str, Any]) -> None:
-        """Keep a choice for other runs, if the cache can be written. Only the first process may call it."""
-        with suppress(OSError):
-            known().mkdir(parents=True, exist_ok=True)
-            write_whole(known() / self.key, json.dumps(choice))
 
     @cached_property
     def levels(self) -> list[Candidate]:
@@ -199,11 +188,6 @@ def words(candidate: Candidate) -> str:
     return " ".join(f"--{name}={value}" for name, value in chosen(candidate).items())
 
 
-def known() -> Path:
-    """Return the folder of this machine's choices; another JAX makes its own."""
-    return cache_dir() / "fitted" / version("jaxlib")
-
-
 def program_bytes(compiled: Any) -> int:
     """Return the bytes on a device that a compiled program asks for, by its own analysis: arguments, results,
     temporaries."""
@@ -211,3 +195,30 @@ def program_bytes(compiled: Any) -> int:
     # Donated arguments and the outputs that replace them count once.
     outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return analysis.argument_size_in_bytes + outputs + analysis.temp_size_in_bytes
+
+
+@contextmanager
+def explain_out_of_memory(mistake: bool = False) -> Iterator[None]:
+    """If the devices run out of memory inside, name the command that plans what would fit. With `mistake`, before any
+    compute, raise a UserError; later, add a note to the error, which ends the run with code 1."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if exceeds_vector_memory(str(error)):
+            raise UserError(f"{VECTOR_MEMORY}\n{str(error).splitlines()[0]}") from error
+        if "RESOURCE_EXHAUSTED" in str(error):
+            if mistake:
+                raise UserError(f"{_too_large()}\n{str(error).splitlines()[0]}") from error
+            error.add_note(_too_large())
+        raise
+
+
+def _too_large() -> str:
+    """Return a message that a step does not fit the devices, with the command that plans what would fit."""
+    kind = jax.devices()[0].device_kind
+    too_much = f"the step needs more memory than a {kind} has"
+    if (topology := topology_of(jax.devices())).kind not in machines():
+        return f"{too_much}; hosts/machines.toml describes no such device, so what would fit cannot be planned"
+    words = [word for word in sys.argv[1:] if not word.startswith(("--accept", "--memory"))]
+    plan = shlex.join(["python", "-m", "tools.plan", *words, f"--topology={name_of(topology)}"])
+    return f"{too_much}. Its memory by part, and the nearest change that would fit: {plan}"

@@ -1,34 +1,120 @@
-"""A run's folder: whether this command may continue it, and its config.json."""
+"""A run's folder: its lock, whether this command may continue it, and its config.json."""
 
 import dataclasses
+import errno
+import fcntl
 import json
-import subprocess
+import os
+import platform
+import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 from etils import epath
-from jax.sharding import Mesh
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from configs.command_line import config_from_json
-from configs.exit_codes import Exit
 from configs.files import write_whole
 from configs.messages import LOGGER
 from configs.retry import patiently
 from configs.schema import Config, UserError, free_to_change, options
 from data.dataset import absolute
-from hosts.preflight import ROOT, code_digest
 from hosts.runtime import versions
-from run.checkpoint import whole_steps
-from run.events import Events, another_went_on, saved_up_to, starts_in_vain
-from run.lines import read_metrics
-from run.lock import MADE, RunLock
-from run.orbax_calls import read_facts
+from run.checkpoint import read_facts, whole_steps
+from run.lines import Events, another_went_on, read_metrics, saved_up_to
 from run.record import CONTINUES, Record, place, reading
-from training.mesh import islands, sizes_of
+from training.mesh import islands
 
-STARTS = 10  # consecutive processes without a newer checkpoint, after which the run is given up
+MADE = ("lock", "config.json")  # files that a refused start makes in a run's folder
+LEASE = 120  # seconds to wait for the lock of a machine that may be gone: NFS servers keep it for 90
+
+
+class RunLock:
+    """The lock of the process that writes to a run's folder. The system releases it when the process ends, however."""
+
+    def __init__(self, run_dir: str | Path):
+        self.path = Path(run_dir) / "lock"
+        self.file: IO | None = None
+        self.claimed = False
+        """True if the folder has no step, and so nothing worth keeping."""
+
+    def __enter__(self) -> "RunLock":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self.file:
+            return
+        with suppress(OSError):
+            if kind and issubclass(kind, UserError):
+                self._leave_nothing()
+        self.file.close()
+
+    def _leave_nothing(self) -> None:
+        """Delete the files of a refused start, unless the folder contains others."""
+        folder, made = self.path.parent, (*MADE, "events.jsonl") if self.claimed else MADE[:1]
+        if {path.name for path in folder.iterdir()} <= {*made, "checkpoints"}:
+            if (folder / "checkpoints").exists():
+                (folder / "checkpoints").rmdir()  # OSError unless it is empty
+            for name in made:
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
+
+    def take(self) -> None:
+        """Take the lock, if this process does not have it. Raise UserError if another process has it."""
+        if self.file:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("a+")
+        waits = Retrying(
+            retry=retry_if_exception(lambda error: isinstance(error, BlockingIOError) and self._is_of_another(file)),
+            stop=stop_after_delay(LEASE),
+            wait=wait_random(1, 3),
+            before_sleep=lambda state: self._say_waiting(file) if state.attempt_number == 1 else None,
+            reraise=True,
+        )
+        holder = ""
+        try:
+            waits(fcntl.flock, file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = self._holder(file)[0] or "which has just begun"
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            LOGGER.warning(
+                f"{self.path.parent} is on a disk without locks: nothing keeps a second process from writing to it"
+            )
+        if holder:
+            raise UserError(
+                f"{self.path.parent} is being written to by another process ({holder}); wait for it, or end it, "
+                "or choose another --run_dir"
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n{_boot()}")
+        file.flush()
+        self.file = file
+
+    def _holder(self, file: IO) -> list[str]:
+        """Return the writer of the file: a line for people, and the machine's boot."""
+        file.seek(0)
+        return [*file.read().splitlines(), "", ""][:2]
+
+    def _is_of_another(self, file: IO) -> bool:
+        """Return whether a process of another machine has the lock. It may be gone: an NFS server keeps its lock for a
+        while. A process of this machine is alive."""
+        return self._holder(file)[1] not in ("", _boot())
+
+    def _say_waiting(self, file: IO) -> None:
+        holder = self._holder(file)[0]
+        LOGGER.info(f"{self.path} is locked ({holder}): waiting up to {LEASE} s, in case its machine is gone")
+
+
+def _boot() -> str:
+    """Return the identity of this machine's boot."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return platform.node()
 
 
 class Past(NamedTuple):
@@ -146,31 +232,6 @@ def require_checkpoints(config: Config, past: Past) -> None:
             "checkpoint now: is its disk mounted, were they moved, or deleted? Bring them there, or start a new run "
             "with another --name"
         )
-
-
-def begin(config: Config, step: int) -> bool:
-    """Record that a process begins after `step`. Return False if `STARTS` consecutive starts brought no newer
-    checkpoint; the next start then counts from 0. Only the first process may call it."""
-    events = Events(config.run_dir)
-    if starts_in_vain(events.read(), step) >= STARTS:
-        events.add("stop", step, code=Exit.FAILED)
-        return False
-    events.add("begun", step)
-    return True
-
-
-def made_with(mesh: Mesh) -> dict[str, Any]:
-    """Return the facts of a start for its event: the code's hash, versions, devices, mesh."""
-    git = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
-    with suppress(OSError, subprocess.SubprocessError):
-        status = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout
-        return {"dirty": bool(status), **_made_with(mesh)}
-    return _made_with(mesh)  # a copy without git
-
-
-def _made_with(mesh: Mesh) -> dict[str, Any]:
-    devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)"
-    return {"code_hash": code_digest(), "versions": versions(), "devices": devices, "mesh": sizes_of(mesh)}
 
 
 def accept(config: Config, fingerprint: str, changes: list[str], step: int, position: int, **facts: Any) -> None:

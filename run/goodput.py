@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from configs.exit_codes import Exit
 
@@ -83,19 +82,11 @@ def seconds_of_process() -> float:
         return 0.0
 
 
-class Piece(NamedTuple):
-    """Consecutive steps, and their seconds."""
-
-    first: int
-    last: int
-    seconds: float
-
-
 def goodput(events: list[dict]) -> dict[str, float]:
     """Return the seconds of each of PARTS, which sum to the time from the first start to the last sign of life. Ignore
     events without seconds."""
     spent = dict.fromkeys(PARTS, 0.0)
-    pieces: list[Piece] = []
+    pieces: list[tuple[int, int, float]] = []  # first and last of consecutive steps, and their seconds
     began, ended = math.nan, math.nan  # start of the process whose events are read; nan: none yet
     step, before = 0, dict.fromkeys(OF_A_PROCESS, 0.0)
     for event in events:
@@ -110,22 +101,17 @@ def goodput(events: list[dict]) -> dict[str, float]:
         for part, seconds in passed.items():
             spent[part] += seconds
         if event["step"] > step:
-            pieces.append(Piece(step, event["step"], passed["steps"]))
+            pieces.append((step, event["step"], passed["steps"]))
         if event["event"] == "start":  # steps after that one are repeated
-            again = [piece for piece in pieces if piece.last > event["step"]]
-            for piece in again:
-                share = (piece.last - max(piece.first, event["step"])) / (piece.last - piece.first)
-                spent["lost"] += piece.seconds * share
-                spent["steps"] -= piece.seconds * share
-            pieces = [piece for piece in pieces if piece.last <= event["step"]] + [
-                Piece(
-                    piece.first,
-                    event["step"],
-                    piece.seconds * (event["step"] - piece.first) / (piece.last - piece.first),
-                )
-                for piece in again
-                if piece.first < event["step"]
-            ]
+            left = []
+            for first, last, seconds in pieces:
+                end = max(first, min(last, event["step"]))
+                lost = seconds * (last - end) / (last - first)
+                spent["lost"] += lost
+                spent["steps"] -= lost
+                if end > first:
+                    left.append((first, end, seconds - lost))
+            pieces = left
         step, before = event["step"], now
         complete = event["event"] == "stop" and event.get("code") == Exit.COMPLETE
         ended = math.nan if complete else began + sum(now.values())

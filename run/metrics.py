@@ -1,6 +1,5 @@
-"""The metrics of a run: metrics.jsonl, TensorBoard, summary.json, loss.png."""
+"""The metrics of a run: the clock, metrics.jsonl and TensorBoard."""
 
-import io
 import json
 import math
 import re
@@ -17,7 +16,7 @@ import jax
 
 from configs.files import append_whole, write_whole
 from run.lines import read_metrics
-from run.weights_and_biases import Wandb
+from run.notify import Wandb
 
 # tensorboardX loads these if they are installed, which takes as long as all other imports of a run, and it does not
 # need them. So they are hidden while it is imported.
@@ -210,48 +209,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:
-    """Return a run's summary, with the newest losses (and CORE) of metrics.jsonl, and the newest samples."""
-    lines = read_metrics(run_dir)
-    newest = lambda name: next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
-    losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
-    evaluation = next((line for line in reversed(lines) if "val_loss" in line), {})
-    losses |= {name: value for name, value in evaluation.items() if name.startswith("average_")}
-    losses |= {"core": core} if (core := newest("core")) is not None else {}
-    rate = tokens / seconds if seconds else None
-    summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}
-    return summary, newest("samples") or []
-
-
-def write_summary(run_dir: str | Path, summary: dict) -> None:
-    """Write summary.json atomically. It is the last file, and marks the run as complete."""
-    write_whole(Path(run_dir) / "summary.json", json.dumps(summary, indent=2) + "\n")
-
-
-def plot_loss(run_dir: str | Path) -> Path:
-    """Draw training and validation loss against tokens. Return the picture's path."""
-    from matplotlib.figure import Figure  # a second to import, and needed once, at the end
-    from matplotlib.ticker import EngFormatter
-
-    lines = read_metrics(run_dir)
-    course = lambda name: [(line["tokens"], line[name]) for line in lines if line.get(name) is not None]
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    if train := course("loss"):
-        axes.plot(*zip(*train), color="tab:blue", linewidth=1, alpha=0.7, label="training")
-    if val := course("val_loss"):
-        label = f"validation ({val[-1][1]:.3f} at the end)"
-        axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
-    if average := course("average_val_loss"):
-        axes.plot(*zip(*average), color="tab:green", marker="x", label=f"with the average ({average[-1][1]:.3f})")
-    axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=0.3)
-    if train or val:
-        axes.legend()
-    path, picture = Path(run_dir) / "loss.png", io.BytesIO()
-    figure.savefig(picture, dpi=150)
-    write_whole(path, picture.getbuffer())
-    return path

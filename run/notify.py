@@ -1,5 +1,11 @@
-"""Notifications of a run's events through a command of the user's: --log.on_event=COMMAND."""
+"""What a run sends out: events to a command of the user's (--log.on_event), numbers to Weights & Biases (--log.wandb).
 
+Training never waits for either, and neither's failure stops training."""
+
+import queue
+import sys
+import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,10 +16,13 @@ import jax
 
 from configs.messages import start_hook
 from configs.retry import first_line
-from configs.schema import Config, UserError
+from configs.schema import Config, UserError, options
+from run.lines import Events
 from run.record import Record, place
 
 LAST = 10  # seconds to wait for the command: a container or job kills it when the run ends
+WAITING = 10_000  # most lines that wait while it cannot be reached; further ones are dropped
+LAST_SENT = 30  # seconds that the end of a run waits for unsent lines
 
 
 def tell(
@@ -44,3 +53,49 @@ def tell_of_failure(config: Config, record: Record) -> Iterator[None]:
                     record.copy()
         tell(config, "failure", f"{type(error).__name__}: {first_line(error)}")
         raise
+
+
+class Wandb:
+    """Sends lines of metrics.jsonl in a thread. An error is reported once, and ends the thread."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.lines: queue.Queue[dict | None] = queue.Queue(WAITING)
+        self.thread = threading.Thread(target=self._send, daemon=True)
+        self.thread.start()
+
+    def show(self, line: dict) -> None:
+        """Queue the numbers of a line; texts stay in the run's folder."""
+        with suppress(queue.Full):
+            self.lines.put_nowait({name: value for name, value in line.items() if not isinstance(value, list)})
+
+    def close(self) -> None:
+        """Send the waiting lines, for at most LAST_SENT seconds."""
+        with suppress(queue.Full):
+            self.lines.put_nowait(None)
+        self.thread.join(LAST_SENT)
+
+    def _send(self) -> None:
+        config = self.config
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+
+            entity, _, project = config.log.wandb.rpartition("/")
+            # One run there for all starts of this one, on any machine: events.jsonl is stored with checkpoints.
+            first = next((event["time"] for event in Events(config.run_dir).read()), time.time())
+            run = wandb.init(
+                project=project,
+                entity=entity or None,
+                name=config.name,
+                id=f"{int(1000 * first):x}",
+                resume="allow",
+                dir=config.run_dir,
+                config=options(config),
+                settings=wandb.Settings(console="off", silent=True, login_timeout=LAST_SENT),
+            )
+            run.define_metric("*", step_metric="step")  # steps repeated after a kill may come again
+            while line := self.lines.get():
+                run.log(line)
+            run.finish()
+        except (Exception, SystemExit) as error:
+            print(f"--log.wandb: {first_line(error)}; the run continues without it", file=sys.stderr)

@@ -1,32 +1,46 @@
-"""The preparation of a run's first step: its text, its folder, its checkpoints, and hosts that agree."""
+"""The start of a run: its text, its folder, its checkpoints, hosts that agree, and its first state."""
 
 import json
+import subprocess
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from math import ceil
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from configs.exit_codes import Exit
 from configs.messages import LOGGER
 from configs.ramp import Ramp
 from configs.retry import patiently
-from configs.schema import Config
+from configs.schema import Config, UserError
 from configs.validation import validate
 from data.dataset import Text, open_text
+from data.tokenizer import TextTokenizer
 from evaluation.evaluator import Evaluator
 from hosts.cluster import Cluster
-from hosts.preflight import preflight
-from hosts.runtime import cache_dir, check_hosts_agree, describe_processes, on_first_process
+from hosts.preflight import ROOT, code_digest, preflight
+from hosts.runtime import cache_dir, check_hosts_agree, describe_processes, on_first_process, versions
 from hosts.stop import limited
-from interchange.growth import describe_growth, require_moments
+from interchange.growth import describe_growth, initial_state, require_moments
 from interchange.init_from import require_same_network, require_same_vocabulary, why_no_training
-from run.checkpoint import Checkpoints, whole_steps
-from run.describe import describe_start
-from run.folder import STARTS, Past, begin, checkpoint_folder, open_run, require_checkpoints
-from run.lock import RunLock
+from model.shapes import parameter_counts
+from run.checkpoint import whole_steps
+from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, require_checkpoints
+from run.goodput import Times
+from run.lines import Events, rollbacks_to, scores, starts_in_vain
+from run.progress import Start
 from run.record import Record
-from run.resume import open_checkpoints
+from run.saver import Saver
 from training.build import Build, build_stages
-from training.mesh import make_mesh
+from training.mesh import make_mesh, sizes_of
+from training.state import average_begins
+
+STARTS = 10  # consecutive processes without a newer checkpoint, after which the run is given up
 
 
 def check_processes(config: Config, cluster: Cluster) -> None:
@@ -74,9 +88,7 @@ def open_training(config: Config) -> tuple[list[Build], Text, Evaluator]:
     return builds, text, evaluator
 
 
-def open_folder(
-    built: Build, text: Text, accept_changes: bool, lock: RunLock, record: Record
-) -> tuple[Past, Checkpoints]:
+def open_folder(built: Build, text: Text, accept_changes: bool, lock: RunLock, record: Record) -> tuple[Past, Saver]:
     """Claim the run's folder and check the hosts. Return what is known of the run, and its checkpoints. UserError if
     the folder holds another run, or if the hosts cannot train together."""
     config = built.config
@@ -90,12 +102,35 @@ def open_folder(
         return past, open_checkpoints(config, record)
 
 
-def why_nothing_to_do(config: Config, past: Past, checkpoints: Checkpoints) -> str:
+def open_checkpoints(config: Config, record: Record) -> Saver:
+    """Return the run's checkpoints. Raise UserError if they have more steps than the run should have."""
+    run_dir = Path(config.run_dir)
+    on_saved = lambda step: Events(run_dir).add("saved", step)
+    checkpoints = Saver(config.checkpoint.folder or run_dir, config.checkpoint, record, on_saved, scores(run_dir))
+    if not checkpoints.steps and config.resume == "must":
+        raise UserError(f"--resume=must, but {run_dir} holds no checkpoint")
+    if checkpoints.newest > config.steps:
+        raise UserError(f"--steps={config.steps}, but {run_dir} has come to step {checkpoints.newest} already")
+    return checkpoints
+
+
+def why_nothing_to_do(config: Config, past: Past, checkpoints: Saver) -> str:
     """Return a message if the run is complete; empty otherwise."""
     if not past.finished == checkpoints.newest == config.steps:
         return ""
     longer = f"--steps={2 * config.steps} --accept_changes"
     return f"{config.run_dir} is complete: {config.steps} steps; a longer run: {longer}"
+
+
+def begin(config: Config, step: int) -> bool:
+    """Record that a process begins after `step`. Return False if `STARTS` consecutive starts brought no newer
+    checkpoint; the next start then counts from 0. Only the first process may call it."""
+    events = Events(config.run_dir)
+    if starts_in_vain(events.read(), step) >= STARTS:
+        events.add("stop", step, code=Exit.FAILED)
+        return False
+    events.add("begun", step)
+    return True
 
 
 def why_given_up(config: Config, newest: int, record: Record) -> str:
@@ -111,7 +146,60 @@ def why_given_up(config: Config, newest: int, record: Record) -> str:
     )
 
 
+def resume(built: Build, tokenizer: TextTokenizer, checkpoints: Saver, times: Times) -> Start:
+    """Return the state and the data's position: of the newest checkpoint that can be read, or before step 0.
+    `tokenizer`: the text's."""
+    config = built.config
+    with times.during("restore" if checkpoints.newest else "start"), limited(config.hang, "restoring"):
+        events = on_first_process(Events(config.run_dir).read)
+        restored = checkpoints.restore_newest(built.abstract_state)
+        if restored is None:
+            return Start(jax.block_until_ready(initial_state(built, tokenizer)))  # making it is not training
+    state, facts = restored
+    step, begins = facts["step"], average_begins(config)
+    if built.abstract_state.average and not state.average:  # the option is new
+        if step > begins:
+            raise UserError(
+                f"--optimizer.average={config.optimizer.average} is of the steps after {begins}, and the run has come "
+                f"to step {step} without an average; at most {1 - step / config.steps:.6g} would work"
+            )
+        state = state._replace(average=jax.tree.map(jnp.copy, state.params))
+    position = max([facts["position"], *(event["position"] for event in rollbacks_to(events, step))])
+    LOGGER.info(f"continuing after step {step} of {config.steps}")
+    return Start(state, step, facts["tokens"], position, facts["seconds"], tuple(facts["losses"]))
+
+
+def made_with(mesh: Mesh) -> dict[str, Any]:
+    """Return the facts of a start for its event: the code's hash, versions, devices, mesh."""
+    devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {jax.process_count()} process(es)"
+    facts = {"code_hash": code_digest(), "versions": versions(), "devices": devices, "mesh": sizes_of(mesh)}
+    git = ["git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no"]
+    with suppress(OSError, subprocess.SubprocessError):  # a copy without git
+        status = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout
+        facts["dirty"] = bool(status)
+    return facts
+
+
+def record_start(built: Build, text: Text, changes: list[str], start: Start, times: Times) -> None:
+    """Record that the run continues from `start`, the changed options, and its tokenizer."""
+    config = built.config
+    with times.during("start"):
+        facts = times.note() | made_with(built.mesh) | {"parameters": sum(parameter_counts(config.model).values())}
+        on_first_process(partial(accept, config, text.fingerprint, changes, start.step, start.position, **facts))
+        if jax.process_index() == 0:
+            text.tokenizer.save(Path(config.run_dir) / "tokenizer")
+
+
 def copy_record(config: Config, record: Record) -> None:
     """Copy the run's record to where its checkpoints are, if that is not the run's folder. Every process must call it,
     for as long as its disk or store needs."""
     on_first_process(lambda: patiently(config.checkpoint.folder, record.copy))
+
+
+def describe_start(config: Config) -> str:
+    """Return a line on the start of a run with `init_from`. At full rates without a warmup, it advises on new text."""
+    line, optimizer = f"starting from the network in {config.init_from}", config.optimizer
+    if optimizer.rate_factor < 1 or optimizer.schedule.warmup_steps:
+        return line
+    gentle = f"--optimizer.rate_factor=0.1 --optimizer.schedule.warmup_steps={-(-config.steps // 20)}"
+    return f"{line}, at full rates: it forgets much of its old text; to keep it, train with {gentle}"

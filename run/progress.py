@@ -1,4 +1,4 @@
-"""The progress of a run: the loop updates it after each step, and hooks read it."""
+"""The progress of a run, which the loop updates after each step, and the interface of the hooks that read it."""
 
 from collections import deque
 from typing import NamedTuple
@@ -10,6 +10,7 @@ from configs.schema import Config
 from data.loader import StagedBatches
 from run.metrics import Clock
 from training.state import TrainState
+from training.step import Metrics
 
 WINDOW = 64  # losses kept to compare a loss with
 
@@ -109,3 +110,22 @@ class Jumped(Exception):
 
 class GaveUp(Exception):
     """Another step makes no sense, for this reason."""
+
+
+class Hook:
+    """A hook that does nothing. Others override some methods. Every process calls every method, in the same order."""
+
+    def begin(self, run: Progress) -> None:
+        """Prepare for the steps of a run: at its start, when it is resumed, and after a rollback."""
+
+    def before_step(self, run: Progress) -> None:
+        """Prepare for step `run.step + 1`."""
+
+    def after_step(self, run: Progress, metrics: Metrics, due: Due) -> None:
+        """Act on step `run.step`, which the devices may still compute. `metrics` waits for them when it is read."""
+
+    def finish(self, run: Progress) -> None:
+        """Act when no step follows."""
+
+    def close(self) -> None:
+        """End what `begin` began, if it did."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import fsspec.config
 from etils import epath
 
-from configs.retry import first_line, passes, patiently, role
+from configs.retry import StorageLost, first_line, passes, patiently, role
 from configs.schema import UserError
 
 # Events come last, in both directions: they show a start whether the copy is newer.
@@ -54,7 +54,7 @@ def reading(what: str) -> Iterator[None]:
     """Turn an error of a store into a UserError that names `what`, unless it may pass."""
     try:
         yield
-    except UserError:
+    except (UserError, StorageLost):
         raise
     except Exception as error:
         if passes(error):

@@ -3,10 +3,11 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh
 
 from configs.schema import Config, MeshConfig
@@ -55,36 +56,25 @@ def read_in_shards(
     checkpoints = Checkpoints(config.checkpoint.folder or run_dir)
     step = checkpoints.asked(step)
     abstract = abstract_params(config.model, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]))
-    shards, size = [set()], 0
+    shards: list[dict[tuple, Any]] = [{}]
+    size = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
         nbytes = leaf.size * leaf.dtype.itemsize
         if shards[-1] and size + nbytes > max_bytes:
-            shards, size = [*shards, set()], 0
-        shards[-1].add(path_name(path))
+            shards.append({})
+            size = 0
+        shards[-1][tuple(part.key for part in path)] = leaf
         size += nbytes
 
-    def read(names: set[str]) -> dict[str, np.ndarray]:
-        params, *_ = checkpoints.restore_params(_only(abstract, names), step, average)
-        leaves = jax.tree_util.tree_leaves_with_path(params)
-        return {path_name(path): np.asarray(leaf) for path, leaf in leaves}
+    def read(shard: dict[tuple, Any]) -> dict[str, np.ndarray]:
+        params, *_ = checkpoints.restore_params(unflatten_dict(shard), step, average)
+        return {path_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
     return config, step, map(read, shards)
-
-
-def _only(tree: dict, names: set[str], within: str = "") -> dict:
-    """Return the part of a tree that has these dotted names."""
-    part_of_tree = {}
-    for key, value in tree.items():
-        name = f"{within}{key}"
-        if isinstance(value, dict):
-            part_of_tree |= {key: part} if (part := _only(value, names, f"{name}.")) else {}
-        elif name in names:
-            part_of_tree[key] = value
-    return part_of_tree
 
 
 def open_for_reading(run_dir: str | Path) -> tuple[Checkpoints, TrainState]:
     """Return a run's checkpoints, and the abstract state to restore on one device."""
     _, config = record_of(run_dir)
     built = build(dataclasses.replace(config, mesh=MeshConfig()), jax.devices()[:1])
-    return Checkpoints(config.checkpoint.folder or run_dir, scores=scores(run_dir)), built.abstract_state
+    return Checkpoints(config.checkpoint.folder or run_dir, scores(run_dir)), built.abstract_state

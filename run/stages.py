@@ -1,4 +1,4 @@
-"""The stages of a run's ramp: the program and the batches of each. A constant batch is one stage."""
+"""The stages of a run's ramp: the sizes, the program and the batches of each. A constant batch is one stage."""
 
 import time
 from typing import Any, NamedTuple
@@ -7,9 +7,13 @@ from configs.messages import LOGGER
 from configs.ramp import Ramp
 from data.dataset import Text
 from data.loader import StagedBatches, StepBatches, local_rows
+from model.kernels import attention_kernel, described, window_of
+from model.parallel import compute_capability
+from model.shapes import parameter_counts
 from run.goodput import Times
 from run.progress import Start
 from training.build import Build
+from training.mesh import note_on_slow_links
 from training.step import TrainStep
 
 
@@ -71,3 +75,37 @@ def batches_from(start: Start, builds: list[Build], text: Text) -> StagedBatches
             text.train, text.mixture, config.seed, built.batch_shape, mine, text.document_bos, row
         )
     return StagedBatches(stages)
+
+
+def describe(builds: list[Build]) -> str:
+    """Return lines for the run, each stage of a ramp, the kernels, and slow links, if any."""
+    built = builds[-1]
+    lines = [describe_sizes(builds), describe_attention(built), note_on_slow_links(built.mesh)]
+    return "\n".join(filter(None, lines))
+
+
+def describe_sizes(builds: list[Build]) -> str:
+    """Return a line for the run, and one for each stage of a ramp."""
+    built, ramp = builds[-1], Ramp.of(builds[-1].config.batch)
+    config, sizes = built.config, ["{} micro-batch(es) x {} rows x {} tokens".format(*of.batch_shape) for of in builds]
+    run = (
+        f"{config.name}: {sum(parameter_counts(config.model).values()):,} parameters, {built.dtype.name}, on "
+        f"{built.mesh.size} {built.mesh.devices.flat[0].device_kind} device(s); {config.steps:,} steps, "
+        f"{ramp.tokens(config.steps):,} tokens; a step: "
+    )
+    if not config.batch.ramp:
+        return run + sizes[0]
+    begins = lambda stage: f"from step {stage.step + 1:,} on, after {stage.tokens:,} tokens"
+    last = lambda stage: "" if stage.step < config.steps else "; the run ends before"
+    stages = (f"\n  {begins(stage)}: {size}{last(stage)}" for stage, size in zip(ramp.stages, sizes))
+    return f"{run}a ramp of {len(sizes)} stages{''.join(stages)}"
+
+
+def describe_attention(built: Build) -> str:
+    """Return the kernel that computes attention and, if some blocks have windows, which ones, in a line."""
+    config, length, head_dim = built.config, built.batch_shape[2], built.config.model.head_dim
+    device, documents = built.mesh.devices.flat[0], config.data.mask_documents
+    kernel = attention_kernel(device.platform, compute_capability(), built.dtype.name, length, head_dim, documents)
+    windows = "".join("S" if window_of(config.model, layer) else "L" for layer in range(config.model.depth))
+    suffix = f"; windows of the blocks: {windows}" * ("S" in windows)
+    return f"attention: {described(kernel, length, head_dim)}{suffix}"

@@ -40,6 +40,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 from configs.messages import LOGGER
+from run.record import place
 from tests.fake_gcs import FakeGCS
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -63,6 +64,7 @@ def ignored_pipes():
 def gcs_server():
     """Start one server for all tests of a file, since gcsfs and tensorstore remember its address."""
     server = FakeGCS()
+    place("gs://bucket")  # as each command does first: no listing is remembered
     with pytest.MonkeyPatch.context() as patch:
         for name, value in server.environment().items():
             patch.setenv(name, value)

@@ -39,8 +39,8 @@ from configs.schema import UserError
 from hosts.machines import machines
 from hosts.runtime import run_command
 from run.checkpoint import Checkpoints
-from run.events import Events, batch_of
-from run.lines import read_metrics
+from run.lines import Events, batch_of, read_metrics
+from run.saver import Saver
 from tests.evaluation.core_bundle import make_bundle
 from tests.evaluation.harness_tasks import make_tasks
 from tests.hosts.processes import environment_of
@@ -412,18 +412,6 @@ def test_from_shards_of_text_to_samples(folder, tmp_path, monkeypatch, capfd):
     assert "best_fit  " in capfd.readouterr().out and (tmp_path / "run" / "dataset.html").exists()
 
 
-@pytest.mark.medium
-def test_a_run_compiles_its_step_once(folder, monkeypatch, caplog):
-    """Evaluate, sample and save along the way."""
-    monkeypatch.chdir(folder)
-    with jax.log_compiles():  # logs programs from the session's cache, but not those of this process
-        short = ("--steps=40", "--eval.sample_tokens=9")
-        assert run("train", monkeypatch, "--config=tiny.py", "--run_dir=once", *short) == 0
-    compiled = [record.message for record in caplog.records if "Finished XLA compilation of" in record.message]
-    for name in ("train_step", "sums", "generate"):
-        assert sum(f"jit({name})" in message for message in compiled) == 1, (name, compiled)
-
-
 # Failures of a run.
 FAST = ("--eval.every_steps=900",)
 
@@ -492,14 +480,14 @@ def test_a_run_in_a_bucket_needs_no_machine(folder, untouched, gcs, monkeypatch,
 @contextmanager
 def saving(then):
     """Call `then(step)` after each save starts."""
-    save = Checkpoints.save
+    save = Saver.save
 
     def save_then(self, step, *rest):
         save(self, step, *rest)
         then(step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Checkpoints, "save", save_then)
+        patch.setattr(Saver, "save", save_then)
         yield
 
 
@@ -606,8 +594,8 @@ def jumpy(folder) -> float:
 @pytest.mark.medium
 def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kill(folder, jumpy, monkeypatch, capfd):
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("run.rollback.MOST", 50)  # restored after the test, whatever the config file sets
-    Path("patient.py").write_text(f"{CONFIG}\nimport run.rollback\nrun.rollback.MOST = 50\n")
+    monkeypatch.setattr("run.hooks.judge.MOST_ROLLBACKS", 50)  # restored after the test, whatever the config file sets
+    Path("patient.py").write_text(f"{CONFIG}\nimport run.hooks.judge\nrun.hooks.judge.MOST_ROLLBACKS = 50\n")
     rolling = ("--config=patient.py", f"--stability.spike_factor={jumpy}", *FAST, "--stability.rollback")
     assert run("train", monkeypatch, "--run_dir=rolled", *rolling) == 0
     output = "".join(capfd.readouterr())
@@ -638,16 +626,16 @@ def test_a_rollback_skips_the_batches_up_to_the_jump_and_is_the_same_after_a_kil
 def test_rollbacks_that_do_not_help_end_the_run(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     hopeless = ("--stability.spike_factor=0.5", "--stability.rollback")
-    monkeypatch.setattr("run.rollback.MOST", 2)
+    monkeypatch.setattr("run.hooks.judge.MOST_ROLLBACKS", 2)
     command = ("--config=tiny.py", "--run_dir=hopeless", *FAST, *hopeless, "--checkpoint.every_steps=20")
-    restore, bytes_before = Checkpoints.restore_newest, []
+    restore, bytes_before = Saver.restore_newest, []
 
     def measured(self, *arguments):
         gc.collect()
         bytes_before.append(sum(leaf.nbytes for leaf in jax.live_arrays()))
         return restore(self, *arguments)
 
-    monkeypatch.setattr(Checkpoints, "restore_newest", measured)
+    monkeypatch.setattr(Saver, "restore_newest", measured)
     assert run("train", monkeypatch, *command) == 1
     assert "2 rollbacks to step 20 did not help" in "".join(capfd.readouterr())
     facts = Checkpoints(folder / "hopeless").facts(20)

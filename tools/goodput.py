@@ -8,8 +8,8 @@ import tyro
 from configs.command_line import parse_arguments
 from configs.exit_codes import Exit
 from configs.schema import AnyPath, UserError
-from run.events import Events
 from run.goodput import goodput
+from run.lines import Events
 from run.record import at_hand
 
 

@@ -38,12 +38,12 @@ def main() -> int:
     checkpoints, abstract = open_for_reading(at_hand(arguments.run_dir))
     damaged = False
     print(f"{'step':>10} {'MB':>9} {'val_bpb':>9} {'hours old':>10}")
-    for step, metrics, _ in checkpoints.infos:
+    for step in checkpoints.steps:
         megabytes = sum(path.stat().length for path in _files(checkpoints.folder / str(step))) / 1e6
         try:
             facts = checkpoints.restore(step, abstract)[1]
             hours = (time.time() - facts["time"]) / 3600
-            verdict = f"{(metrics or {}).get('val_bpb', math.nan):9.4f} {hours:10.1f}  verified"
+            verdict = f"{checkpoints.scores.get(step, math.nan):9.4f} {hours:10.1f}  verified"
         except Exception as error:
             verdict, damaged = f"{'':9} {'':10}  DAMAGED: {first_line(error)}", True
         print(f"{step:>10} {megabytes:9.1f} {verdict}")

@@ -1,22 +1,27 @@
-"""The hook that detects skipped steps and jumps of the loss."""
+"""The hook that detects skipped steps and jumps of the loss, and the rollback after a jump."""
 
 import math
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+import jax
+
 from configs.messages import LOGGER
 from configs.ramp import Ramp
 from configs.schema import Config
-from run.hooks.hook import Hook
+from hosts.runtime import on_first_process
+from run.goodput import Times
 from run.hooks.log import Log, ReadStep
 from run.hooks.save import Save
+from run.lines import Events, rollbacks_to
 from run.notify import tell
-from run.progress import Due, GaveUp, Jumped, Progress
+from run.progress import Due, GaveUp, Hook, Jumped, Progress
 from training.step import Metrics
 
 MOST_SKIPPED = 10  # consecutive skipped steps that end the run
 ENOUGH = 16  # fewest losses to compare a loss with
+MOST_ROLLBACKS = 3  # to one checkpoint
 
 
 class Judge(Hook):
@@ -67,3 +72,20 @@ class Judge(Hook):
         self.log.writer.write(spike)
         tell(self.config, "spike", jumped, read.step)
         return [spike]
+
+
+def roll_back(save: Save, times: Times, run: Progress, jump: Jumped) -> None:
+    """Record that the run resumes from its newest checkpoint, without the batches up to the jump's. Raise GaveUp after
+    MOST_ROLLBACKS rollbacks to that checkpoint."""
+    config, spike = run.config, jump.spike
+    if jax.process_index() == 0:
+        Events(config.run_dir).add("running", run.step, **times.note())  # these steps are repeated
+    newest = save.newest()
+    if len(rollbacks_to(on_first_process(Events(config.run_dir).read), newest)) >= MOST_ROLLBACKS:
+        run.step = spike["step"]
+        raise GaveUp(f"{MOST_ROLLBACKS} rollbacks to step {newest} did not help")
+    on_first_process(lambda: Events(config.run_dir).add("rollback", newest, position=jump.position, **spike["spike"]))
+    back = f"back to step {newest}, and on without the batches up to step {spike['step']}"
+    LOGGER.info(back)
+    tell(config, "rollback", back, newest)
+    run.step = newest

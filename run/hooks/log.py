@@ -1,4 +1,4 @@
-"""The hook that reads steps' metrics and writes the lines of logged steps."""
+"""The hooks that write metrics.jsonl: the lines of logged steps, changes of options, and rollbacks."""
 
 import json
 import platform
@@ -18,14 +18,12 @@ from hosts.machines import peak_flops
 from hosts.peers import exchange
 from model.shapes import flops_per_token
 from run.diagnosis import Diagnosis
-from run.events import Events
-from run.hooks.hook import Hook
 from run.hooks.watch import Watch
-from run.lines import read_metrics
+from run.lines import Events, read_metrics, rollbacks_to
 from run.metrics import MetricsWriter
-from run.progress import Due, Progress
+from run.notify import Wandb
+from run.progress import Due, Hook, Progress
 from run.record import Record
-from run.weights_and_biases import Wandb
 from training.build import Build
 from training.step import Metrics
 
@@ -156,3 +154,21 @@ def of_all_hosts(ours: dict[str, float | None]) -> dict[str, dict]:
         least, most = order[0], order[-1]
         spread[name] = {"min": theirs[least][name], "min_host": least, "max": theirs[most][name], "max_host": most}
     return {"hosts": spread}
+
+
+class History(Hook):
+    """Writes each change of options and each rollback exactly once, even after kills."""
+
+    def __init__(self, log: Log, changes: list[str]):
+        """Take `changes`: the options that changed; empty after the first `begin`."""
+        self.log, self.changes = log, changes
+
+    def begin(self, run: Progress) -> None:
+        step, writer, run_dir = run.step, self.log.writer, run.config.run_dir
+        if self.changes:
+            writer.write({"step": step, "changes": self.changes.copy()})
+            self.changes.clear()
+        written = sum("rollback" in line and line["step"] == step for line in read_metrics(run_dir))
+        for event in rollbacks_to(Events(run_dir).read(), step)[written:]:
+            facts = {name: value for name, value in event.items() if name not in ("event", "step", "time")}
+            writer.write({"step": step, "rollback": facts})

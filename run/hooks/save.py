@@ -9,10 +9,9 @@ from configs.retry import LONGEST
 from configs.schema import Config
 from hosts.runtime import highest
 from model.shapes import parameter_shapes
-from run.checkpoint import Checkpoints
-from run.hooks.hook import Hook
 from run.hooks.watch import Watch
-from run.progress import Due, GaveUp, Progress
+from run.progress import Due, GaveUp, Hook, Progress
+from run.saver import Saver
 from training.state import begun_average
 from training.step import Metrics
 
@@ -22,7 +21,7 @@ MOST_FAILED = 10  # consecutive failed saves that end the run
 class Save(Hook):
     """Saves due checkpoints asynchronously. Raises GaveUp after MOST_FAILED consecutive failures."""
 
-    def __init__(self, config: Config, checkpoints: Checkpoints, dataset: str, watch: Watch):
+    def __init__(self, config: Config, checkpoints: Saver, dataset: str, watch: Watch):
         """Take `dataset`: the fingerprint that checkpoints contain."""
         self.config, self.checkpoints, self.dataset, self.watch = config, checkpoints, dataset, watch
 
@@ -35,9 +34,13 @@ class Save(Hook):
         elif due.log:
             failed = self.checkpoints.failing(wait=False)
             run.save_soon = (failed > 0 and not self.checkpoints.pending) or self._is_old()
-        many = self.checkpoints.failed_saves >= MOST_FAILED and not self.checkpoints.passing
-        if many and not run.is_last:  # `finish` waits for the last step's save
-            raise GaveUp(f"{self.checkpoints.failed_saves} save(s) in a row failed: {self.checkpoints.failure}")
+        if not run.is_last:  # `finish` waits for the last step's save
+            self._give_up_after(MOST_FAILED)
+
+    def _give_up_after(self, most: int) -> None:
+        failures = self.checkpoints.failures
+        if len(failures) >= most and not failures[-1].passing:
+            raise GaveUp(f"{len(failures)} save(s) in a row failed: {failures[-1].message}")
 
     def newest(self) -> int:
         """Return the newest checkpoint's step when nothing is being saved; 0 if there is none."""
@@ -53,9 +56,9 @@ class Save(Hook):
     def finish(self, run: Progress) -> None:
         """Wait for the last step's checkpoint. If it fails, try again after a pause."""
         failed = 0
-        if not (self.checkpoints.pending or self.checkpoints.failed_saves or run.step in self.checkpoints.steps):
+        if not (self.checkpoints.pending or self.checkpoints.failures or run.step in self.checkpoints.steps):
             self._save(run)  # the memory ran out as it began
-        again = lambda failed: failed > 0 and (failed < MOST_FAILED or self.checkpoints.passing)
+        again = lambda failed: failed > 0 and (failed < MOST_FAILED or self.checkpoints.failures[-1].passing)
         pause = wait_random_exponential(multiplier=0.5, max=LONGEST)
         for attempt in Retrying(retry=retry_if_result(again), wait=pause):
             if failed:
@@ -63,8 +66,7 @@ class Save(Hook):
             with self.watch.away("saving", "saving"):
                 failed = self.checkpoints.failing(wait=True)
             attempt.retry_state.set_result(failed)
-        if failed:
-            raise GaveUp(f"{failed} save(s) in a row failed: {self.checkpoints.failure}")
+        self._give_up_after(1)
 
     def _save(self, run: Progress) -> None:
         position = {"tokens": run.tokens_after(run.step), "position": run.position_after(run.step)}

@@ -1,30 +1,36 @@
-"""The hook that ends a run whose steps or other work hang."""
+"""The hooks that watch the devices: hangs, the wait for data, and a trace of some steps."""
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import jax
+
+from configs.messages import LOGGER
 from configs.ramp import Ramp
 from configs.schema import Config
+from configs.validation import profiled_steps
 from hosts.stop import Watchdog, end_as_hung
 from run.goodput import Times
-from run.hooks.hook import Hook
 from run.notify import tell
-from run.progress import Progress
+from run.progress import Due, Hook, Progress
+from training.step import Metrics
 
 
 class Watch(Hook):
-    """Watches the steps, and the work between them."""
+    """Watches the steps, and the work between them. Ends a run that hangs."""
 
     def __init__(self, config: Config, times: Times):
         self.config, self.times = config, times
         self.step = 0
-        self.watchdog = self._new()
-
-    def _new(self) -> Watchdog:
-        return Watchdog(self.config.hang, self._end, work=Ramp.of(self.config.batch).tokens)
+        self.watchdog = Watchdog(config.hang)  # until the first `begin`
 
     def begin(self, run: Progress) -> None:
-        self.watchdog = self._new().__enter__()
+        work = Ramp.of(self.config.batch).tokens
+        self.watchdog = Watchdog(self.config.hang, self._end, work=work).__enter__()
 
     def before_step(self, run: Progress) -> None:
         self.step = run.step + 1
@@ -44,3 +50,63 @@ class Watch(Hook):
         """End all processes, from the watchdog's thread."""
         tell(self.config, "failure", f"a hang: {reason}", self.step)
         end_as_hung(reason)
+
+
+class Idle(Hook):
+    """Records, in a thread, when the devices complete the newest step. A wait for data counts only after that."""
+
+    def __init__(self, times: Times):
+        self.times = times
+
+    def begin(self, run: Progress) -> None:
+        self.watching = ThreadPoolExecutor(1, "idle")
+        self.done: Future[float] | None = None
+
+    def after_step(self, run: Progress, metrics: Metrics, due: Due) -> None:
+        self.done = self.watching.submit(lambda: (jax.block_until_ready(metrics), time.monotonic())[1])
+
+    def next_of(self, batches: Iterator[Any], run: Progress) -> Any:
+        """Return the next batch. Count the seconds of waiting for it in which the devices were idle."""
+        asked = time.monotonic()
+        batch = next(batches)
+        if self.done and self.done.done():
+            idle = time.monotonic() - max(asked, self.done.result())
+            run.clock.idle += idle
+            self.times.count("data", idle)
+        return batch
+
+    def close(self) -> None:
+        self.watching.shutdown(wait=False, cancel_futures=True)
+
+
+class Profile(Hook):
+    """Traces the steps of `profile.steps`, on the first process."""
+
+    def __init__(self, config: Config):
+        self.first, self.last = profiled_steps(config) or (0, 0)
+        self.folder = Path(config.run_dir) / "profile"
+        self.tracing = False
+
+    def begin(self, run: Progress) -> None:
+        if 0 < self.first <= run.step:
+            steps = run.config.profile.steps
+            LOGGER.info(f"--profile.steps={steps}: step {run.step} is done already; nothing is traced")
+
+    def before_step(self, run: Progress) -> None:
+        """Start the trace at its first step, once the devices have completed the steps before."""
+        if run.step + 1 == self.first and jax.process_index() == 0:
+            jax.block_until_ready(run.state)
+            jax.profiler.start_trace(self.folder)
+            self.tracing = True
+
+    def after_step(self, run: Progress, metrics: Metrics, due: Due) -> None:
+        """Wait for the trace's last step, and write the trace."""
+        if run.step == self.last and self.tracing:
+            jax.block_until_ready(run.state)
+            self.close()
+
+    def close(self) -> None:
+        """Write an unfinished trace."""
+        if self.tracing:
+            self.tracing = False
+            jax.profiler.stop_trace()

@@ -12,7 +12,7 @@ from bench import minima, transfer
 from bench.minima import minimum, slope
 from configs.exit_codes import Exit
 from configs.schema import UserError
-from run.events import Events
+from run.lines import Events
 from tests.test_train import CONFIG, write_folder
 
 SIZES = ("--widths", "32", "64", "--depths", "2", "4", "--factors", "0.125", "0.5", "1", "2", "8")

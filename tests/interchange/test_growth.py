@@ -14,9 +14,9 @@ from interchange.growth import base_of_chat, describe_growth, initial_state, new
 from interchange.init_from import require_same_network, require_same_vocabulary
 from interchange.safetensors import arrays_of, write_safetensors
 from model.shapes import parameter_shapes
-from run.checkpoint import Checkpoints
 from run.folder import write_record
 from run.record import Record
+from run.saver import Saver
 from tests.helpers import perturbed, tiny_config
 from training.build import build
 from training.mesh import resized
@@ -41,7 +41,7 @@ def base(folder, kind, as_run):
     if as_run:
         write_record(folder / "config.json", CONFIG, "", [])
         OLD[kind].save(folder / "tokenizer")
-        checkpoints = Checkpoints(folder, CheckpointConfig())
+        checkpoints = Saver(folder, CheckpointConfig())
         facts = {"shapes": parameter_shapes(CONFIG.model)}
         checkpoints.save(3, jax.device_put(state, jax.devices()[0]), facts)
         checkpoints.close()

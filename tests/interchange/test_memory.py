@@ -14,8 +14,8 @@ from configs.schema import CheckpointConfig, Config, ModelConfig
 from configs.validation import resolved
 from data.tokenizer import train_tokenizer
 from model.shapes import parameter_shapes
-from run.checkpoint import Checkpoints
 from run.folder import write_record
+from run.saver import Saver
 from training.state import TrainState, split_model
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def make_run(folder: Path, depth: int, width: int) -> int:
     params = jax.tree.map(lambda leaf: jnp.asarray(random.random(leaf.shape, np.float32)), shapes)
     write_record(folder / "config.json", config, "a text's", [])
     TOKENIZER.save(folder / "tokenizer")
-    checkpoints = Checkpoints(folder, CheckpointConfig())
+    checkpoints = Saver(folder, CheckpointConfig())
     facts = {"tokens": 1, "shapes": parameter_shapes(model)}
     checkpoints.save(1, TrainState(jnp.int32(1), params, (), jnp.int32(0)), facts)
     checkpoints.close()

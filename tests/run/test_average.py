@@ -58,7 +58,7 @@ def test_a_run_that_was_killed_ends_with_the_same_average(folder, monkeypatch, n
     assert figures(killed) == figures(folder / "whole") and lines_of(killed) == lines_of(folder / "whole")
 
 
-def test_a_larger_share_whose_first_steps_are_over_is_refused(folder, monkeypatch, capsys):
+def test_it_may_be_turned_off_and_on_but_not_once_its_first_steps_are_over(folder, monkeypatch, capsys):
     """Until an average begins, a checkpoint has none."""
     stopped = shutil.copytree(folder / "whole", folder / "stopped")
     (stopped / "summary.json").unlink()
@@ -67,6 +67,12 @@ def test_a_larger_share_whose_first_steps_are_over_is_refused(folder, monkeypatc
     larger = ("--optimizer.average=0.8", "--accept_changes")
     assert start(monkeypatch, folder, f"--run_dir={stopped}", *AVERAGE, *larger) == 2
     assert "has come to step 2 without an average" in " ".join(capsys.readouterr().err.split())
+    off = ("--run_dir=stopped", "--steps=3", "--accept_changes", *AVERAGE[1:])
+    assert start(monkeypatch, folder, *off) == 0
+    assert not [name for name in figures(stopped) if "average" in name]
+    on = ("--run_dir=stopped", "--steps=5", "--accept_changes", "--optimizer.average=0.4", *AVERAGE[1:])
+    assert start(monkeypatch, folder, *on) == 0
+    assert figures(stopped)["average_val_bpb"] != figures(stopped)["val_bpb"]
 
 
 def test_evaluate_and_export_take_the_average_unless_asked_not_to(folder, monkeypatch, capsys):
@@ -84,13 +90,3 @@ def test_evaluate_and_export_take_the_average_unless_asked_not_to(folder, monkey
     ).read_bytes()
     assert run("evaluate", monkeypatch, "--from=val_bpb", "--average=False", "--source=text", devices=1) == 2
     assert "--step and --average choose parameters of a run" in capsys.readouterr().err
-
-
-def test_the_average_may_be_turned_on_before_it_begins_and_off(folder, monkeypatch):
-    options = ("--run_dir=later", "--checkpoint.keep=9", "--checkpoint.every_steps=1")
-    assert start(monkeypatch, folder, *options, "--steps=4") == 0
-    on = (*options, "--steps=6", "--optimizer.average=0.4", "--accept_changes")
-    assert start(monkeypatch, folder, *on) == 0
-    assert figures(folder / "later")["average_val_bpb"] != figures(folder / "later")["val_bpb"]
-    assert start(monkeypatch, folder, *options, "--steps=7", "--accept_changes") == 0
-    assert not [name for name in figures(folder / "later") if "average" in name]

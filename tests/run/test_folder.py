@@ -17,7 +17,6 @@ from configs.schema import (
     CheckpointConfig,
     Config,
     EvalConfig,
-    MeshConfig,
     ModelConfig,
     UserError,
     hints,
@@ -26,44 +25,19 @@ from configs.schema import (
 )
 from hosts.runtime import versions
 from run import folder as run_folder
-from run.events import Events
-from run.lock import RunLock
+from run.folder import RunLock
+from run.lines import Events
+from run.opening import begin
 from run.saved_run import load_run
 from tests.helpers import tiny_config
 
 FREE = {
-    "name",
-    "batch.rows_per_device",
-    "checkpoint.every_minutes",
-    "checkpoint.every_steps",
-    "checkpoint.keep",
-    "checkpoint.keep_every",
-    "data.copy",
-    "data.max_epochs",
-    "data.source",
-    "data.tokenizer",
-    "data.workers",
-    "eval.bundle",
-    "eval.every_steps",
-    "eval.items",
-    "eval.prompts",
-    "eval.sample_tokens",
-    "eval.tasks",
-    "eval.tasks_every_steps",
-    "eval.tokens",
-    "deterministic",
-    "diagnostics.every_steps",
-    "hang.other_seconds",
-    "hang.seconds",
-    "log.every_steps",
-    "log.on_event",
-    "log.wandb",
-    "mesh.data",
-    "mesh.fsdp",
-    "mesh.tensor",
-    "model.remat",
-    "model.loss_chunks",
-    "profile.steps",
+    *("name", "deterministic", "profile.steps", "batch.rows_per_device", "model.remat", "model.loss_chunks"),
+    *(f"checkpoint.{name}" for name in ("every_minutes", "every_steps", "keep", "keep_every")),
+    *(f"data.{name}" for name in ("copy", "max_epochs", "source", "tokenizer", "workers")),
+    *(f"eval.{name}" for name in ("bundle", "every_steps", "items", "prompts", "sample_tokens", "tasks", "tokens")),
+    *("eval.tasks_every_steps", "diagnostics.every_steps", "hang.other_seconds", "hang.seconds"),
+    *("log.every_steps", "log.on_event", "log.wandb", "mesh.data", "mesh.fsdp", "mesh.tensor"),
 }
 
 
@@ -104,69 +78,37 @@ def differences(error: pytest.ExceptionInfo) -> list[str]:
     return [line.strip() for line in str(error.value).splitlines() if line.startswith("  ")]
 
 
-@pytest.mark.parametrize("empty_folder", [False, True])
-def test_first_start_writes_the_config_and_what_it_ran_on(config, empty_folder):
-    if empty_folder:
-        Path(config.run_dir).mkdir(parents=True)
+def test_first_start_writes_the_config_and_what_it_ran_on_and_the_same_config_changes_nothing(config):
     assert open_run(config, "print", accept_changes=False) == []
     record = record_of(config)
     assert config_from_json(json.dumps(record["config"])) == config
-    assert record["dataset"] == "print"
-    assert record["versions"] == versions()
-    assert record["versions"]["jax"] == jax.__version__
+    assert record["dataset"] == "print" and record["changes"] == []
+    assert record["versions"] == versions() and record["versions"]["jax"] == jax.__version__
     assert record["devices"] == {"kind": jax.devices()[0].device_kind, "count": 8, "processes": 1, "slices": 1}
-    assert record["changes"] == []
     assert sorted(path.name for path in Path(config.run_dir).iterdir()) == ["config.json", "events.jsonl", "lock"]
+    for accept_changes in (False, True):
+        assert open_run(config, "print", accept_changes) == [] and record_of(config) == record
 
 
-@pytest.mark.parametrize("accept_changes", [False, True])
-def test_same_config_again_continues_and_changes_nothing(config, accept_changes):
-    config = replace(config, eval=EvalConfig(prompts=("a", "b")))
+def test_a_moved_run_continues_with_other_options_of_speed_and_reporting(config, tmp_path):
     open_run(config, "print", accept_changes=False)
-    before = record_of(config)
-    assert open_run(config, "print", accept_changes) == []
-    assert record_of(config) == before
-
-
-def test_options_of_speed_and_reporting_may_differ(config):
-    open_run(config, "print", accept_changes=False)
+    config = replace(config, run_dir=str(Path(config.run_dir).rename(tmp_path / "elsewhere")))
     for name in FREE:
         assert open_run(other(config, name), "print", accept_changes=False) == [], name
 
 
-def test_a_run_may_be_moved(config, tmp_path):
+def test_every_other_difference_is_refused_and_listed(config):
     open_run(config, "print", accept_changes=False)
-    moved = Path(config.run_dir).rename(tmp_path / "elsewhere")
-    assert open_run(replace(config, run_dir=str(moved)), "print", accept_changes=False) == []
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_other_difference_is_refused(config, name):
-    open_run(config, "print", accept_changes=False)
-    before, now = record_of(config), other(config, name)
-    with pytest.raises(UserError, match="--accept_changes") as error:
-        open_run(now, "print", accept_changes=False)
-    assert differences(error) == [f"{name}: {options(config)[name]} -> {options(now)[name]}"]
-    assert record_of(config) == before
-
-
-def test_refusal_lists_exactly_what_differs(config):
-    open_run(config, "print", accept_changes=False)
-    now = replace(
-        config,
-        steps=20,
-        model=ModelConfig(depth=3, dtype="float32"),
-        mesh=MeshConfig(data=2),
-        batch=BatchConfig(tokens_per_step=2048, rows_per_device=1),
-    )
+    before = record_of(config)
+    for name in OTHERS:
+        now = other(config, name)
+        with pytest.raises(UserError, match="--accept_changes") as error:
+            open_run(now, "print", accept_changes=False)
+        assert differences(error) == [f"{name}: {options(config)[name]} -> {options(now)[name]}"]
     with pytest.raises(UserError) as error:
-        open_run(now, "another", accept_changes=False)
-    assert sorted(differences(error)) == [
-        "batch.tokens_per_step: 524288 -> 2048",
-        "dataset: print -> another",
-        "model.depth: 12 -> 3",
-        "steps: 10 -> 20",
-    ]
+        open_run(with_options(config, {"steps": 20, "model.depth": 3, "mesh.data": 2}), "another", False)
+    assert differences(error) == ["steps: 10 -> 20", "model.depth: 12 -> 3", "dataset: print -> another"]
+    assert record_of(config) == before
 
 
 def test_accepted_changes_are_recorded_and_from_then_on_the_runs_own(config):
@@ -182,27 +124,23 @@ def test_accepted_changes_are_recorded_and_from_then_on_the_runs_own(config):
         open_run(config, "another", accept_changes=False)
 
 
-def test_resume_never_refuses_an_existing_run(config):
-    never = replace(config, resume="never")
+def test_resume_never_refuses_an_existing_run_and_must_a_missing_one(config):
+    never, must = replace(config, resume="never"), replace(config, resume="must")
+    with pytest.raises(UserError, match="--resume=must, but there is no run"):
+        open_run(must, "print", accept_changes=False)
+    assert not Path(config.run_dir).exists()
     open_run(never, "print", accept_changes=False)
     with pytest.raises(UserError, match=r"--resume=never.*holds a run already"):
         open_run(never, "print", accept_changes=True)
-    assert open_run(replace(config, resume="must"), "print", accept_changes=False) == []
+    assert open_run(must, "print", accept_changes=False) == []
 
 
-def test_resume_must_refuses_a_missing_run_and_writes_nothing(config):
-    with pytest.raises(UserError, match="--resume=must, but there is no run"):
-        open_run(replace(config, resume="must"), "print", accept_changes=False)
-    assert not Path(config.run_dir).exists()
-
-
-@pytest.mark.parametrize("resume", ["auto", "never", "must"])
-def test_a_folder_of_something_else_is_refused_and_stays_unchanged(config, resume):
+def test_a_folder_of_something_else_is_refused_and_stays_unchanged(config):
     folder = Path(config.run_dir)
     folder.mkdir(parents=True)
     (folder / "thesis.tex").write_text("mine")
     with pytest.raises(UserError, match=r"not empty and holds no run \(no config\.json\)") as error:
-        open_run(replace(config, resume=resume), "print", accept_changes=True)
+        open_run(config, "print", accept_changes=True)
     assert str(folder) in str(error.value)
     assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("thesis.tex", "mine")]
 
@@ -214,7 +152,7 @@ def test_a_run_without_a_step_accepts_any_config(config, tmp_path, elsewhere):
         config = replace(config, checkpoint=CheckpointConfig(folder=str(tmp_path / "store")))
     with RunLock(config.run_dir) as lock:
         run_folder.open_run(config, "print", False, lock)
-        run_folder.begin(config, 0)
+        begin(config, 0)
         if elsewhere:  # the machine is lost
             shutil.copytree(config.run_dir, config.checkpoint.folder)
             shutil.rmtree(config.run_dir)
@@ -254,31 +192,20 @@ def test_problems_of_the_checkpoints_folder_name_that_option(config, gcs):
         open_run(config, "print", False)
 
 
-def test_a_start_killed_while_it_claimed_the_folder_can_be_repeated(config, monkeypatch):
-    def die(*_):
-        raise KeyboardInterrupt
-
+@pytest.mark.parametrize("fetching", [False, True])
+def test_a_start_killed_while_it_claimed_the_folder_or_fetched_the_record_can_be_repeated(
+    config, tmp_path, monkeypatch, fetching
+):
+    if fetching:
+        config = replace(config, checkpoint=CheckpointConfig(folder=str(tmp_path / "store")))
+        open_run(config, "print", False)
+        Path(config.run_dir).rename(tmp_path / "store")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Path, "replace", die)
-        open_run(config, "print", accept_changes=False)
-    assert open_run(config, "print", accept_changes=False) == []
-
-
-def test_a_start_killed_while_it_fetched_the_record_can_be_repeated(config, tmp_path, monkeypatch):
-    config = replace(config, checkpoint=CheckpointConfig(folder=str(tmp_path / "store")))
-    open_run(config, "data", False)
-    Path(config.run_dir).rename(tmp_path / "store")
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("os.replace", killed)
-        open_run(config, "data", False)
+        patch.setattr("os.replace", Mock(side_effect=KeyboardInterrupt))
+        open_run(config, "print", False)
     (Path(config.run_dir) / ".preflight-0").touch()  # left by a killed tools.doctor
     (Path(config.run_dir) / "traceback-1.txt").touch()  # left by a process whose peer was killed
-    assert {path.name for path in Path(config.run_dir).iterdir()} > {"lock", ".preflight-0"}
-    assert open_run(config, "data", False) == [] and record_of(config)["dataset"] == "data"
+    assert open_run(config, "print", False) == [] and record_of(config)["dataset"] == "print"
 
 
 def test_using_a_folder_without_a_run_names_existing_runs(config, tmp_path, monkeypatch):
@@ -296,12 +223,6 @@ def test_one_process_uses_a_run_at_a_time(config):
         with pytest.raises(UserError, match=rf"another process \(process {os.getpid()} on "):
             open_run(config, "print", False)
     open_run(config, "print", False)
-
-
-def test_a_folder_that_cannot_be_made_is_refused(config, tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match="cannot be written"):
-        open_run(replace(config, run_dir=str(tmp_path / "file" / "run")), "print", False)
 
 
 @pytest.mark.parametrize(("number", "taken"), [(errno.ENOSYS, True), (errno.EOPNOTSUPP, True), (errno.ENOLCK, False)])
@@ -344,8 +265,12 @@ def test_a_lock_of_a_lost_machine_is_waited_for_but_not_one_of_this_machine(tmp_
     assert len(pauses) == 3
 
 
-def test_a_disk_that_fails_at_the_start_is_retried(tmp_path, monkeypatch):
+def test_a_disk_that_fails_at_the_start_is_retried_and_a_folder_that_cannot_be_made_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("configs.retry.SECONDS", 0)
     monkeypatch.setattr("run.folder._open_run", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(StorageLost, match="Input/output error"):
         open_run(replace(tiny_config(), run_dir=str(tmp_path)), "print", accept_changes=False)
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="cannot be written"):
+        open_run(replace(tiny_config(), run_dir=str(tmp_path / "file" / "run")), "print", False)

@@ -6,18 +6,18 @@ from tests.hosts.processes import finish, start
 
 SCRIPT = """
 import errno, sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 import jax, numpy as np
 import orbax.checkpoint as ocp
 import configs.retry
 from configs.schema import CheckpointConfig
-from run.checkpoint import Checkpoints
 from hosts.runtime import run_command, start_jax
+from run.saver import Saver
 from training.state import TrainState
 
 def main():
-    folder, act = sys.argv[1].split(" ", 1)
     configs.retry.SECONDS = 2
     start_jax()
     mesh = jax.make_mesh((jax.device_count(),), "x")
@@ -26,68 +26,76 @@ def main():
     scalar = lambda n: jax.make_array_from_callback((), whole, lambda _: np.int32(n))
     array = lambda n: jax.make_array_from_callback((8, 4), sharding, lambda at: np.full((8, 4), n, np.float32)[at])
     state = lambda n: TrainState(scalar(n), {"w": array(n)}, {"m": array(-n)}, scalar(0))
-    checkpoints = Checkpoints(folder, CheckpointConfig(keep=9))
-    for step in (1, 2):
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state(0))
+
+    def save(checkpoints, step):
         checkpoints.save(step, state(step), {"shapes": {"w": [8, 4]}})
-    assert checkpoints.failing() == 0, checkpoints.failure
-    errors = {
-        "once": [OSError(errno.EIO, "Input/output error")],
-        "always": [ValueError("UNAVAILABLE: Error reading")] * 1000,
-        "damage": [ValueError("DATA_LOSS: Error reading")],
-        "memory": [jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")],
-    }.get(act, [])
-    restore = ocp.PyTreeCheckpointHandler.restore
+        return checkpoints.failing()
+
+    errors, away = [], OSError(errno.EIO, "Input/output error")
+    restore, begin = ocp.PyTreeCheckpointHandler.restore, ocp.PyTreeCheckpointHandler.async_save
+
     def faulty(self, *args, **kwargs):
         if errors:
             raise errors.pop()
         return restore(self, *args, **kwargs)
+
+    async def cannot_begin(*args, **kwargs):
+        raise away
+
+    async def cannot_write(*args, **kwargs):
+        return [*await begin(*args, **kwargs), SimpleNamespace(result=Mock(side_effect=away))]
+
     ocp.PyTreeCheckpointHandler.restore = faulty
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state(0))
-    restored, facts = checkpoints.restore_newest(abstract)
-    assert all((shard.data == facts["step"]).all() for shard in restored.params["w"].addressable_shards)
-    print("restored", facts["step"], flush=True)
-    begin, away = ocp.PyTreeCheckpointHandler.async_save, OSError(errno.EIO, "Input/output error")
-    async def faulty_begin(*args, **kwargs):
-        if act == "cannot begin":
-            raise away
-        parts = await begin(*args, **kwargs)
-        return [*parts, SimpleNamespace(result=Mock(side_effect=away))] if act == "cannot write" else parts
-    ocp.PyTreeCheckpointHandler.async_save = faulty_begin
-    checkpoints.save(3, state(3), {"shapes": {"w": [8, 4]}})
-    if checkpoints.failing():
-        print("not saved:", checkpoints.failure, flush=True)
+    for act, reason, number in (
+        ("sound", None, 0),
+        ("once", away, 1),
+        ("damage", ValueError("DATA_LOSS: Error reading"), 1),
+        ("always", ValueError("UNAVAILABLE: Error reading"), 1000),
+    ):
+        checkpoints = Saver(f"{sys.argv[1]}/{act}", CheckpointConfig(keep=9))
+        assert not save(checkpoints, 1) and not save(checkpoints, 2)
+        errors += [reason] * number * jax.process_index()
+        try:
+            restored, facts = checkpoints.restore_newest(abstract)
+        except configs.retry.StorageLost as error:
+            print(f"{act}: StorageLost: {error}", flush=True)
+            errors.clear()
+            continue
+        assert all((shard.data == facts["step"]).all() for shard in restored.params["w"].addressable_shards)
+        print(f"{act}: restored {facts['step']}", flush=True)
+    checkpoints = Saver(f"{sys.argv[1]}/saves", CheckpointConfig(keep=9))
+    for step, process, function in ((1, 0, cannot_begin), (2, 1, cannot_write)):
+        if jax.process_index() == process:
+            ocp.PyTreeCheckpointHandler.async_save = function
+        assert save(checkpoints, step) == 1
+        print(f"not saved: {checkpoints.failures[-1].message}", flush=True)
         ocp.PyTreeCheckpointHandler.async_save = begin
-        checkpoints.save(4, state(4), {"shapes": {"w": [8, 4]}})
-    assert checkpoints.failing() == 0, checkpoints.failure
+        assert not save(checkpoints, step + 2)
     checkpoints.close()
+    errors.append(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    checkpoints.restore_newest(abstract)  # ends the run
     return 0
 
 run_command(main)
 """
 
 
-def checkpoints_in(folder) -> tuple[list[str], int]:
-    """Return the names of complete checkpoints, and the number set aside."""
-    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    return names, len(list(folder.glob("bad-checkpoints/*")))
-
-
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    ("act", "code", "says", "left"),
-    [
-        ("once", 0, "restored 2", (["1", "2", "3"], 0)),
-        ("always", 42, "process 1: checkpoint 2: UNAVAILABLE: Error reading; start all again", (["1", "2"], 0)),
-        ("damage", 0, "restored 1", (["1", "3"], 1)),
-        ("memory", 1, "Out of memory", (["1", "2"], 0)),
-        ("cannot begin", 0, "not saved: [Errno 5] Input/output error (process 0)", (["1", "2", "4"], 0)),
-        ("cannot write", 0, "not saved: [Errno 5] Input/output error (process 1)", (["1", "2", "4"], 0)),
-    ],
-)
-def test_an_error_of_one_host_is_retried_and_discards_no_sound_checkpoint(tmp_path, act, code, says, left):
+def test_an_error_of_one_host_is_retried_and_discards_no_sound_checkpoint(tmp_path):
     """Nobody waits for a process that cannot save, although Orbax's barriers wait twenty minutes."""
-    acts = [f"{tmp_path} sound", f"{tmp_path} {act}"]
-    acts = reversed(acts) if act == "cannot begin" else acts
-    outputs = finish(start(*(["-c", SCRIPT, each] for each in acts)), code)
-    assert all(says in text for text in outputs), "\n---\n".join(outputs)
-    assert checkpoints_in(tmp_path) == left
+    outputs = finish(start(*[["-c", SCRIPT, tmp_path]] * 2), 1)
+    for text in outputs:
+        for says in (
+            "sound: restored 2",
+            "once: restored 2",
+            "damage: restored 1",
+            "always: StorageLost: process 1: checkpoint 2: UNAVAILABLE: Error reading",
+            "not saved: [Errno 5] Input/output error (process 0)",
+            "not saved: [Errno 5] Input/output error (process 1)",
+            "Out of memory",
+        ):
+            assert says in text, text
+    names = lambda act: sorted(path.name for path in (tmp_path / act / "checkpoints").iterdir())
+    assert [names(act) for act in ("sound", "once", "always", "damage")] == [["1", "2"]] * 3 + [["1"]]
+    assert names("saves") == ["3", "4"] and len(list(tmp_path.glob("*/bad-checkpoints/*"))) == 1

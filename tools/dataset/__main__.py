@@ -19,8 +19,8 @@ from data.mixture import Mixture, read_source
 from data.packing import Row
 from data.tokenizer import TextTokenizer
 from hosts.runtime import cache_dir, run_command
-from run.events import Events, batch_of
 from run.folder import read_record
+from run.lines import Events, batch_of
 from tools.dataset.dataset_page import dataset_page
 from tools.dataset.facts import Facts, read_facts
 

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 from configs.command_line import config_from_json
 from configs.ramp import Ramp
 from configs.schema import UserError
-from run.events import Events
 from run.goodput import goodput
-from run.lines import read_metrics
+from run.lines import Events, read_metrics
 from run.record import at_hand, place
 
 AXES = {"tokens": "tokens", "step": "steps", "seconds": "seconds of training"}

@@ -24,7 +24,7 @@ from hosts.machines import GIB, HEADROOM, device_limit, machines
 from hosts.runtime import cache_dir, run_command, start_jax
 from hosts.stop import Stop
 from run.diagnosis import BLOCKS
-from run.lock import RunLock
+from run.folder import RunLock
 from tools.programs.topologies import devices_of, parse_topology
 from tools.tune import branch, fit, noise, panels, rate, timing, tuned
 from tools.tune.trial import Context, evaluation_cost

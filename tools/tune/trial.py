@@ -15,16 +15,15 @@ from data.loader import StepBatches, held_out_batches, local_rows, train_batches
 from hosts.stop import Stop
 from interchange.growth import initial_state
 from run.checkpoint import Checkpoints
-from run.events import Events
-from run.folder import Past, accept, open_run, require_checkpoints
+from run.folder import Past, RunLock, accept, open_run, require_checkpoints
 from run.goodput import Times
-from run.hooks.idle import Idle
 from run.hooks.judge import Judge
 from run.hooks.log import Log
 from run.hooks.save import Save
-from run.hooks.watch import Watch
-from run.lock import RunLock
+from run.hooks.watch import Idle, Watch
+from run.lines import Events
 from run.progress import Progress, Start
+from run.saver import Saver
 from run.stages import Program, batches_from, compile_stages
 from tools.tune.tune_json import Record
 from train import take_steps
@@ -108,7 +107,7 @@ class Context:
     def _train(self, name: str, built: Build, until: int, origin: Origin | None) -> dict | None:
         config, run_dir = built.config, built.config.run_dir
         saved = lambda step: Events(run_dir).add("saved", step)
-        checkpoints = Checkpoints(run_dir, config.checkpoint, on_saved=saved)
+        checkpoints = Saver(run_dir, config.checkpoint, on_saved=saved)
         begins = self._start(built, checkpoints, origin)
         if begins.step >= until:
             checkpoints.close()
@@ -135,7 +134,7 @@ class Context:
             raise SystemExit(self.stop.agreed_code())
         return run.state.params
 
-    def _start(self, built: Build, checkpoints: Checkpoints, origin: Origin | None) -> Start:
+    def _start(self, built: Build, checkpoints: Saver, origin: Origin | None) -> Start:
         restored = checkpoints.restore_newest(built.abstract_state)
         if restored is not None:
             state, facts = restored
@@ -146,7 +145,6 @@ class Context:
         if origin.saved not in theirs.steps:
             raise UserError(f"{origin.folder} no longer has the checkpoint of step {origin.saved}; give another --out")
         state, facts = theirs.restore(origin.saved, built.abstract_state)
-        theirs.close()
         state = state._replace(step=np.int32(origin.step))
         return Start(stored_as(state, built.abstract_state), origin.step, facts["tokens"], facts["position"])
 

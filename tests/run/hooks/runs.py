@@ -10,6 +10,7 @@ import numpy as np
 from configs.messages import LOGGER
 from configs.schema import CheckpointConfig, Config, EvalConfig, LogConfig
 from run.progress import Due, Progress, Start
+from run.saver import Failure
 from tests.helpers import tiny_config
 from training.state import TrainState
 
@@ -42,8 +43,7 @@ class Saved:
 
     def __init__(self, failing_steps=()):
         self.steps, self.failing_steps, self.facts, self.scores = [], set(failing_steps), {}, {}
-        self.failed_saves, self.failure, self.pending = 0, "the disk is full", None
-        self.record, self.passing = Mock(), False
+        self.failures, self.pending, self.record, self.passing = [], None, Mock(), False
 
     @property
     def newest(self):
@@ -51,10 +51,10 @@ class Saved:
 
     def save(self, step, state, facts):
         if step in self.failing_steps:
-            self.failed_saves += 1
-            LOGGER.warning(f"{self.failed_saves} save(s) in a row failed: {self.failure}; trying again")
+            self.failures.append(Failure("the disk is full", self.passing, 0.0))
+            LOGGER.warning(f"{len(self.failures)} save(s) in a row failed: the disk is full; trying again")
         else:
-            self.failed_saves = 0
+            self.failures.clear()
             self.steps.append(step)
             self.facts[step] = facts
 
@@ -62,4 +62,4 @@ class Saved:
         self.scores[step] = val_bpb
 
     def failing(self, wait=True):
-        return self.failed_saves
+        return len(self.failures)

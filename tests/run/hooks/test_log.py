@@ -1,4 +1,4 @@
-"""Test the logged lines: the step of each, and when its metrics are read."""
+"""Test the lines of metrics.jsonl: the step of each, when its metrics are read, and changes and rollbacks once each."""
 
 import itertools
 from unittest.mock import Mock
@@ -7,9 +7,8 @@ import pytest
 
 from configs.schema import DiagnosticsConfig, HangConfig
 from run.goodput import Times
-from run.hooks.log import Log
-from run.hooks.watch import Watch
-from run.lines import read_metrics
+from run.hooks import History, Log, Watch
+from run.lines import Events, read_metrics
 from run.metrics import MetricsWriter
 from tests.run.hooks.runs import NOTHING, TOKENS, built_of, config_of, progress
 
@@ -17,11 +16,9 @@ from tests.run.hooks.runs import NOTHING, TOKENS, built_of, config_of, progress
 @pytest.mark.parametrize(
     ("due", "read_at_once", "lines_at_once"),
     [
-        (NOTHING, False, 0),
         (NOTHING._replace(log=True), False, 0),
         (NOTHING._replace(save=True), True, 0),
         (NOTHING._replace(log=True, save=True), True, 1),
-        (NOTHING._replace(log=True, evaluate=True), True, 1),
         (NOTHING._replace(log=True, tasks=True), True, 1),
     ],
 )
@@ -83,3 +80,26 @@ def test_steps_that_are_read_together_count_in_the_watchdog_s_limit_with_their_m
     log.close(), watch.close()
     assert len(watch.watchdog.each) == 2  # the first step, and steps 2 to 5 once step 6 has started
     assert watch.watchdog.each[1] == pytest.approx(60 / (4 * TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rollbacks", "written", "expected"),
+    [
+        ([], [], 0, []),
+        (["steps: 20 -> 40"], [], 0, [{"changes": ["steps: 20 -> 40"]}]),
+        ([], [(10, 1), (20, 2)], 0, [{"rollback": {"position": 2}}]),  # the first leads to another checkpoint
+        ([], [(20, 1), (20, 2)], 1, [{"rollback": {"position": 1}}, {"rollback": {"position": 2}}]),  # killed between
+    ],
+)
+def test_each_change_and_each_rollback_is_written_once(tmp_path, changes, rollbacks, written, expected):
+    run, events, writer = progress(config_of(tmp_path), step=20), Events(tmp_path), MetricsWriter(tmp_path, 20)
+    for step, position in rollbacks:
+        events.add("rollback", step, position=position)
+    for _, position in rollbacks[:written]:
+        writer.write({"step": 20, "rollback": {"position": position}})
+    hook = History(type("Log", (), {"writer": writer}), changes.copy())  # pyright: ignore
+    for _ in range(2):  # at a start, and after a rollback
+        hook.begin(run)
+    writer.close()
+    lines = [{name: value for name, value in line.items() if name != "time"} for line in read_metrics(tmp_path)]
+    assert lines == [{"step": 20, **line} for line in expected]

@@ -1,31 +1,29 @@
-"""Test what the watchdog watches, and what follows a hang."""
+"""Test what the hooks that watch the devices see: hangs, the wait for data, and a trace of some steps."""
 
+import threading
+from contextlib import closing
+from types import SimpleNamespace
 from unittest.mock import Mock
 
+import jax
+import numpy as np
 import pytest
 
-from configs.schema import BatchConfig, HangConfig
+from configs.schema import BatchConfig, HangConfig, ProfileConfig
 from run.goodput import Times
-from run.hooks.watch import Watch
-from tests.run.hooks.runs import config_of, progress
+from run.hooks import Idle, Profile, Watch
+from tests.run.hooks.runs import NOTHING, config_of, progress
 
 
-@pytest.mark.parametrize(
-    ("resumed", "ramp", "allowed"),
-    [
-        (0, "", 600),  # the first step: six times `hang.seconds`
-        (20, "", 600),
-        (0, "0:128,1280:256", 600),
-    ],
-)
-def test_it_watches_the_next_step(tmp_path, resumed, ramp, allowed):
+@pytest.mark.parametrize(("resumed", "ramp"), [(20, ""), (0, "0:128,1280:256")])
+def test_the_watchdog_watches_the_next_step(tmp_path, resumed, ramp):
     batch = BatchConfig(sequence_length=16, tokens_per_step=256, rows_per_device=16, ramp=ramp)
     config = config_of(tmp_path, batch=batch, hang=HangConfig(seconds=100))
     run, watch = progress(config, resumed), Watch(config, Times())
     watch.begin(run)
     dog = watch.watchdog
     watch.before_step(run)
-    assert (dog.done, dog.given, dog.allowed) == (resumed, resumed + 1, allowed)
+    assert (dog.done, dog.given, dog.allowed) == (resumed, resumed + 1, 600)  # the first step: six times `hang.seconds`
     assert dog.work(20) - dog.work(10) == 10 * 256 and dog.work(10) == (1280 if ramp else 2560)
     watch.close()
     assert dog.ended.is_set()
@@ -50,3 +48,58 @@ def test_a_hang_is_reported_and_ends_all_processes_and_other_work_has_its_own_li
     tell.assert_called_once_with(config, "failure", f"a hang: {reason}", 21)
     end.assert_called_once_with(reason)
     assert times.spent["saving"] >= 0.01 and times.part == "start"
+
+
+def test_data_that_arrive_while_devices_work_cost_no_time(monkeypatch):
+    now, ended = [0.0], threading.Event()
+    monkeypatch.setattr("run.goodput.time.monotonic", lambda: now[0])
+
+    def batches():
+        now[0] = 5.0
+        yield "while they are busy"
+        ended.set()
+        assert idle.done.result() == 5.0
+        now[0] = 9.0
+        yield "they are done meanwhile"
+        now[0] = 11.0
+        yield "they were done before"
+
+    times = Times()
+    idle, given, waits = Idle(times), batches(), []
+    run = SimpleNamespace(clock=SimpleNamespace(idle=0.0))
+    idle.begin(run)  # pyright: ignore
+    with closing(idle):
+        idle.after_step(run, SimpleNamespace(block_until_ready=ended.wait), None)  # pyright: ignore
+        for _ in range(3):
+            idle.next_of(given, run)  # pyright: ignore
+            waits.append(run.clock.idle)
+    assert np.diff(waits, prepend=0.0).tolist() == [0.0, 4.0, 2.0]
+    assert times.spent["data"] == 6.0
+
+
+@pytest.mark.parametrize(
+    ("steps", "resumed", "process", "traced", "says"),
+    [
+        ("", 0, 0, [], []),
+        ("10:15", 9, 0, ["from 9", "to 15"], []),
+        ("38:50", 0, 0, ["from 37", "to 40"], []),  # the part of the range within the run
+        ("10:15", 0, 1, [], []),
+        ("2:15", 2, 0, [], ["--profile.steps=2:15: step 2 is done already; nothing is traced"]),
+    ],
+)
+def test_the_steps_asked_for_are_traced_into_the_run_s_folder(
+    tmp_path, monkeypatch, messages, steps, resumed, process, traced, says
+):
+    config, seen = config_of(tmp_path, profile=ProfileConfig(steps)), []
+    run, hook = progress(config, resumed), Profile(config)
+    monkeypatch.setattr(jax, "process_index", lambda: process)
+    starts = lambda folder: seen.append(f"from {run.step}") or folder == tmp_path / "profile" or pytest.fail(folder)
+    monkeypatch.setattr(jax.profiler, "start_trace", starts)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: seen.append(f"to {run.step}"))
+    hook.begin(run)
+    while run.step < config.steps:
+        hook.before_step(run)
+        run.step += 1
+        hook.after_step(run, {}, NOTHING)  # pyright: ignore
+    hook.close()
+    assert seen == traced and messages == says

@@ -4,7 +4,7 @@ import pytest
 
 from configs.ramp import Ramp
 from configs.schema import UserError
-from run.events import Events, batch_of, rollbacks_to, saved_up_to, starts_in_vain
+from run.lines import Events, batch_of, rollbacks_to, saved_up_to, starts_in_vain
 
 
 def test_events_are_read_in_order_and_a_half_line_is_cut_off(tmp_path):

@@ -1,0 +1,281 @@
+"""Saving the state with Orbax, asynchronously and sharded.
+
+Orbax's managers use barriers: a process that cannot write leaves the others waiting for twenty minutes. So this module
+uses Orbax's handlers, which do not wait. The processes agree through JAX's coordination service.
+
+This module deletes old checkpoints itself. Orbax would delete in place: a kill would leave a part of a checkpoint under
+a checkpoint's name. A failed deletion (a bucket may forbid it) would fail the save before it.
+"""
+
+import asyncio
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+
+from configs import retry
+from configs.messages import LOGGER
+from configs.retry import StorageLost, described, first_line, patiently
+from configs.schema import CheckpointConfig
+from hosts.peers import exchange
+from hosts.runtime import Damaged, NoCheckpoint, highest, on_first_process, versions
+from run.checkpoint import COMMITTED, FACTS, Checkpoints, arrays_of, checksums, digest, is_there, items_of
+from run.record import Record, place, reading
+from training.state import TrainState
+
+HALF_DONE = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
+DELETED = ".deleted"  # suffix of a folder that is being deleted
+
+
+class Failure(NamedTuple):
+    """A failed save."""
+
+    message: str
+    passing: bool
+    """Whether the reason may pass by itself."""
+    time: float
+
+
+class Saver(Checkpoints):
+    """The checkpoints of a run that continues: it saves them, and deletes old ones."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: CheckpointConfig,
+        record: Record | None = None,
+        on_saved: Callable[[int], None] = lambda step: None,
+        scores: Mapping[int, float] = MappingProxyType({}),
+    ):
+        """Open the folder, and clear it of what a kill left. `record` is copied before each save. `on_saved` is called
+        on the first process with the step of each completed checkpoint."""
+        self.config, self.record, self.on_saved = config, record, on_saved
+        self.folder = place(folder) / "checkpoints"
+        with reading(f"the checkpoints in {folder}"):
+            on_first_process(lambda: patiently(str(self.folder), self._clear))
+        super().__init__(folder, scores)
+        self.pending: Saving | None = None
+        """The save in progress."""
+        self.failures: list[Failure] = []
+        """Consecutive failed saves; the same on every process."""
+
+    def save(self, step: int, state: TrainState, facts: dict) -> None:
+        """Copy the state off the devices, and write it while training continues. `step` is `int(state.step)`; `facts`
+        holds the parameters' `shapes` without padding (`model.shapes.parameter_shapes`).
+
+        A save that fails, at once or in the background, is counted (`failing`). Older checkpoints are deleted once a
+        newer one is complete.
+        """
+        facts = {"step": step, **facts, "time": time.time(), "versions": versions()}
+        facts["checksums"] = checksums(arrays_of(state), facts["shapes"])
+        facts["sha256"] = digest(facts)
+        self.failing()
+        if step in self.steps:
+            return
+        target = self.folder / str(step)
+
+        def begin() -> None:
+            if self.record:
+                self.record.copy()
+            make_room(target)
+
+        if failure := on_first_process(lambda: _failure(begin)):
+            self._failed(failure)
+        else:
+            self.pending = Saving(target, items_of(state), facts)
+
+    def score(self, step: int, val_bpb: float) -> None:
+        """Note the bits per byte of a checkpoint, saved or in progress. The best is kept. The run's metrics record
+        it."""
+        self.scores[step] = val_bpb
+
+    def failing(self, wait: bool = True) -> int:
+        """Return the number of consecutive failed saves, the last one included. With `wait`, wait for its end;
+        otherwise count it if it failed already. After a success, delete old checkpoints."""
+        if not self.pending or (not wait and highest(self.pending.is_alive())):
+            return len(self.failures)
+        saved, self.pending = self.pending, None
+        saved.join()
+        if saved.failure:
+            self._failed(saved.failure)
+            return len(self.failures)
+        if self.failures:
+            on_first_process(self._try_to_clear)
+        self.failures.clear()
+        step = saved.facts["step"]
+        self.steps.append(step)
+        if jax.process_index() == 0:
+            with suppress(OSError):  # the run's own disk is full; the checkpoint is complete all the same
+                self.on_saved(step)
+        self._delete_old()
+        return 0
+
+    def _failed(self, failure: str) -> None:
+        """Count a failed save, and remove what it left, to free the disk: training continues. Raise StorageLost if the
+        disk or the store has not answered for `configs.retry.SECONDS`."""
+        failed = Failure(failure[2:], failure[0] == "1", time.monotonic())
+        self.failures.append(failed)
+        LOGGER.warning(f"{len(self.failures)} save(s) in a row failed: {failed.message}; trying again")
+        on_first_process(self._try_to_clear)
+        if failed.passing and highest(time.monotonic() - self.failures[0].time > retry.SECONDS):
+            raise StorageLost(f"saving in {self.folder}: {failed.message}")
+
+    def _try_to_clear(self) -> None:
+        with suppress(Exception):  # the disk does not answer; the next successful save repeats this
+            self._clear()
+
+    def close(self) -> None:
+        """Wait until the last save is written. Complete the deletions of an earlier start that was killed."""
+        self.failing()
+        self._delete_old()
+
+    def _clear(self) -> None:
+        """Delete what a kill or a failure left half written or half deleted. Put aside what has a checkpoint's name but
+        is not one. On the first process."""
+        if not self.folder.exists():
+            self.folder.mkdir(parents=True)
+        for path in self.folder.iterdir() if self.folder.exists() else ():  # a bucket has no empty folders
+            half_written = self._in_bucket and path.name.isdigit() and not (path / COMMITTED).exists()
+            if half_written or path.name.endswith((HALF_DONE, DELETED)):
+                path.rmtree()
+            elif path.name.isdigit() and not self._in_bucket and not is_there(path / FACTS):
+                self._put_aside(path)
+                LOGGER.warning(f"checkpoint {path.name} cannot be read (it is incomplete); it is in bad-checkpoints")
+
+    def restore_newest(self, abstract: TrainState) -> tuple[TrainState, dict] | None:
+        """Return the newest state that can be read, or None without any checkpoint. Report damaged ones, and move them
+        to bad-checkpoints/. Raise NoCheckpoint if all are damaged, and StorageLost if a disk or store does not answer,
+        which does not mean damage."""
+        bad = []
+        for step in reversed(self.steps):
+            try:
+                restored = self.restore(step, abstract)
+            except Damaged as error:
+                bad.append(step)
+                LOGGER.warning(f"checkpoint {step} cannot be read ({first_line(error)}); trying the one before it")
+                continue
+            if bad:
+                self.steps = [step for step in self.steps if step not in bad]
+                on_first_process(lambda: [self._put_aside(self.folder / str(step)) for step in bad])
+            return restored
+        if bad:
+            raise NoCheckpoint(f"none of the checkpoints in {self.folder} can be read; nothing was changed")
+        return None
+
+    def _kept(self) -> set[int]:
+        """Return the steps to keep: the newest, every n-th, and the best by bits per byte."""
+        every = self.config.keep_every
+        kept = {*self.steps[-self.config.keep :], *(step for step in self.steps if every and step % every == 0)}
+        # NaN is not a score: it would be the best.
+        scored = [step for step in self.steps if math.isfinite(self.scores.get(step, math.nan))]
+        return kept | {min(reversed(scored), key=self.scores.__getitem__)} if scored else kept
+
+    def _delete_old(self) -> None:
+        """Delete all but the kept checkpoints. They are renamed before they are deleted, so no partial checkpoint has a
+        checkpoint's name. One that cannot be deleted stays, and does not block the next ones."""
+        kept = self._kept()
+        old = [step for step in self.steps if step not in kept]
+        self.steps = [step for step in self.steps if step in kept]
+        for path in [self.folder / str(step) for step in old] if jax.process_index() == 0 else ():
+            try:
+                if self._in_bucket:
+                    (path / COMMITTED).unlink(missing_ok=True)
+                    path.rmtree()
+                else:
+                    path.rename(self.folder / f"{path.name}{DELETED}").rmtree()
+            except Exception as error:
+                LOGGER.warning(f"checkpoint {path.name} could not be deleted: {first_line(error)}")
+
+    def _put_aside(self, path: epath.Path) -> None:
+        """Move an unreadable checkpoint to bad-checkpoints/, on the first process."""
+        target = self.folder.parent / "bad-checkpoints"
+        target.mkdir(exist_ok=True)
+        if self._in_bucket:
+            (path / COMMITTED).unlink(missing_ok=True)
+            (target / "README").write_text("Checkpoints that could not be read.")  # a bucket has no empty folders
+        path.rename(target / f"{path.name}-{int(time.time())}")
+
+    @property
+    def _in_bucket(self) -> bool:
+        return str(self.folder).startswith("gs://")
+
+
+def unfinished(folder: epath.Path) -> epath.Path:
+    """Return the folder that a checkpoint is written to: in a bucket, which cannot rename, its final one."""
+    return folder if str(folder).startswith("gs://") else folder.with_name(folder.name + HALF_DONE)
+
+
+def make_room(folder: epath.Path) -> None:
+    """Make the empty folder for writing a checkpoint. On the first process."""
+    target = unfinished(folder)
+    if target.exists():
+        target.rmtree()
+    (target / FACTS).parent.mkdir(parents=True)
+
+
+def _writer() -> ocp.PyTreeCheckpointHandler:
+    """Write arrays, each process its own parts. Write no metadata of arrays: the other processes would wait until the
+    first has made their folder."""
+    arrays = (jax.Array, ocp.type_handlers.ArrayHandler(array_metadata_store=None))
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=ocp.type_handlers.create_type_handler_registry(arrays))
+
+
+class Saving(threading.Thread):
+    """Writes a checkpoint in the background: each process its parts, then the first process completes it."""
+
+    def __init__(self, folder: epath.Path, items: dict[str, Any], facts: dict):
+        """Copy the arrays off the devices. `make_room` must have been called for the folder."""
+        super().__init__(name=f"saving {folder.name}")
+        self.folder, self.facts = folder, facts
+        self.handlers = {name: _writer() for name in items}
+        self.parts: list[Any] = []
+        self.failure = "0 it was not finished"
+        """Why it failed (`configs.retry.described`), the same on every process; empty once the checkpoint is
+        complete."""
+
+        async def begin() -> None:
+            for name, handler in self.handlers.items():
+                save = ocp.args.PyTreeSave(items[name])  # pyright: ignore[reportCallIssue]
+                self.parts += await handler.async_save(unfinished(folder) / name, args=save) or []
+
+        # Not asyncio.run, which counts the tasks of all threads while Orbax's add theirs.
+        with closing(asyncio.new_event_loop()) as loop:
+            self.failed = _failure(lambda: loop.run_until_complete(begin()))
+        self.start()
+
+    def run(self) -> None:
+        for part in self.parts:  # all of them, so that nothing is written after a failure
+            self.failed = _failure(part.result) or self.failed
+        self.parts.clear()  # they keep the arrays' copies
+        failures = exchange("parts of a checkpoint", self.failed, channel="saving")
+        failed = next((f"{failure} (process {i})" for i, failure in enumerate(failures) if failure), "")
+        if not failed and jax.process_index() == 0:
+            failed = _failure(self._make_whole)
+        self.failure = exchange("the end of a checkpoint", failed, channel="saving")[0]
+
+    def _make_whole(self) -> None:
+        target = unfinished(self.folder)
+        for name, handler in self.handlers.items():
+            handler.finalize(target / name)
+        (target / FACTS).write_text(json.dumps(self.facts))
+        if target == self.folder:
+            (target / COMMITTED).write_text("")
+        else:
+            target.rename(self.folder)
+
+
+def _failure(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except Exception as error:
+        return described(error)
+    return ""
