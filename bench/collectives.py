@@ -26,8 +26,7 @@ from configs.schema import Positive
 from hosts.runtime import run_command
 from model.shapes import parameter_counts
 from tools.programs.compile import compile_step
-from tools.programs.hlo import estimated_cycles, traffic
-from tools.programs.hlo_collectives import Collective, collectives
+from tools.programs.hlo import Collective, collectives, estimated_cycles, traffic
 from tools.programs.topologies import devices_of
 from training.build import build
 from training.mesh import sizes_of

@@ -13,7 +13,7 @@ from configs.plain import get_config
 from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, UserError
 from tests.helpers import TINY
 from tools.programs.compile import compile_step
-from tools.programs.hlo_collectives import collectives as collectives_of
+from tools.programs.hlo import collectives as collectives_of
 from training.build import build
 from training.mesh import sizes_of
 

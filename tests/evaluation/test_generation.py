@@ -14,7 +14,7 @@ from configs.schema import MeshConfig, ModelConfig, UserError
 from data.tokenizer import train_tokenizer
 from evaluation.generation import continuations, encode_prompts, make_generate
 from tests.helpers import ALL_FEATURES, TINY, perturbed
-from tools.programs.hlo_collectives import collectives
+from tools.programs.hlo import collectives
 from tools.programs.topologies import devices_of
 from training.mesh import make_mesh, sizes_of
 from training.state import abstract_params, split_model, stored_as

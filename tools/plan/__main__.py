@@ -19,8 +19,8 @@ from configs.exit_codes import Exit
 from configs.schema import AnyPaths, Config, FilePath, NotNegative, UserError
 from configs.validation import require_steps
 from hosts.machines import HEADROOM, name_of
-from tools.plan import compiled, output
-from tools.plan.measured import factors, measured
+from tools.plan import output
+from tools.plan.corrections import corrected, factors, measured
 from tools.plan.search import Given, Row, more_devices, nearest_change, row_of, search
 from tools.programs.topologies import known_topology
 from tools.report.runs import read_runs
@@ -79,7 +79,7 @@ def plan(config: Config, arguments: Arguments, words: list[str]) -> int:
         plans.append(rows)
         say(output.candidates(rows))
     if arguments.compile:
-        plans = [compiled.corrected(rows, arguments.compile) for rows in plans]
+        plans = [corrected(rows, arguments.compile) for rows in plans]
         for rows in plans:
             say(output.candidates(rows))
     best = [rows[0] for rows in plans if rows[0].fits]

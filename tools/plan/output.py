@@ -6,9 +6,10 @@ from importlib.metadata import version
 from typing import Any
 
 from configs.schema import UserError
-from hosts.machines import GIB, HEADROOM, name_of
-from tools.plan import step_time, whole_run
+from hosts.machines import GIB, HEADROOM, Machine, name_of
 from tools.plan.search import ERROR, Row
+from tools.plan.step_time import PARTS, REACHES, kernel_of
+from tools.plan.whole_run import WRITES
 from training.candidate import Candidate
 from training.memory import most_rows
 
@@ -67,11 +68,9 @@ def details(row: Row) -> str:
         "",
         "memory of a device, closed form",
     ]
-    lines += [f"  {part:18}{size / GIB:9.3f} GiB" for part, size in row.parts.items()]
-    lines += [f"  {'the step':18}{sum(row.parts.values()) / GIB:9.3f} GiB"]
-    if row.compiled is not None:
-        lines += [f"  {'compiled':18}{row.compiled / GIB:9.3f} GiB"]
-    lines += [f"  {part:18}{size / GIB:9.3f} GiB" for part, size in row.evaluation.items()]
+    compiled = {} if row.compiled is None else {"compiled": row.compiled}
+    sizes = {**row.parts, "the step": sum(row.parts.values()), **compiled, **row.evaluation}
+    lines += [f"  {part:18}{size / GIB:9.3f} GiB" for part, size in sizes.items()]
     fitting = most_rows(candidate, HEADROOM * machine.for_programs / row.given.bytes)
     has = f"{machine.for_programs / GIB:.3g}, {limit(row)} may be taken"
     lines += [
@@ -88,22 +87,19 @@ def details(row: Row) -> str:
             f"{t.slow * 1e3:.2f} ms{'  overlaps' if t.overlaps else ''}"
         )
     lines += [] if row.traffic else ["  nothing"]
-    parts = ", ".join(
-        f"{name} {getattr(time, name) * 1e3:.3g}" for name in ("products", "attention", "passes", "links", "network")
-    )
-    lines += ["", f"a step: {time.fast:.3g} to {time.slow:.3g} s, limited by {time.limiter}; at best, ms: {parts}", ""]
-    lines.append(
+    parts = ", ".join(f"{name} {getattr(time, name) * 1e3:.3g}" for name in PARTS)
+    cost = "" if run.cost is None else f", ${run.cost:,.0f}"
+    lines += [
+        "",
+        f"a step: {time.fast:.3g} to {time.slow:.3g} s, limited by {time.limiter}; at best, ms: {parts}",
+        "",
         f"the run: {run.tokens / 1e9:,.4g} G tokens in {duration(run.days)} at {run.tokens_per_second:,.0f} tokens/s "
-        f"(the middle of the bracket), {run.device_hours:,.0f} device-hours{money(run.cost)}; goodput {run.goodput:.1%}"
-    )
-    lines.append(
+        f"(the middle of the bracket), {run.device_hours:,.0f} device-hours{cost}; goodput {run.goodput:.1%}",
         f"a checkpoint: {run.checkpoint_bytes / 1e9:.3g} GB, {run.checkpoint_seconds:.3g} s at "
-        f"{whole_run.WRITES / 1e9:g} GB/s a host (assumed), during training"
-    )
-    lines.append(
+        f"{WRITES / 1e9:g} GB/s a host (assumed), during training",
         f"compiling the step: some {run.compile_seconds:.0f} s of processor time, to about a factor of two (read "
-        "from other steps, on two AMD EPYC cores)"
-    )
+        "from other steps, on two AMD EPYC cores)",
+    ]
     if run.dataset_tokens is not None:
         times = run.tokens / run.dataset_tokens
         lines.append(f"the dataset has {run.dataset_tokens:,} tokens; the run takes {times:.3g} times as many")
@@ -138,7 +134,7 @@ def accuracy() -> str:
     )
 
 
-def assumed(machine: Any) -> list[str]:
+def assumed(machine: Machine) -> list[str]:
     """Return the figures that the plan assumes."""
     share = lambda both: f"{both[0]:.0%} to {both[1]:.0%}"
     return [
@@ -146,7 +142,7 @@ def assumed(machine: Any) -> list[str]:
         f"programs at {machine.bandwidth / 1e9:g} GB/s, links {machine.links / 1e9:g} GB/s, network "
         f"{machine.network / 1e9:g} GB/s (hosts/machines.toml: {machine.source})",
         "of these, matrix products reach {}, attention {}, memory {} (tools/plan/step_time.py); ".format(
-            *map(share, step_time.reaches(machine.gpu))
+            *map(share, REACHES[machine.gpu])
         )
         + ("from nanochat's public d20 on eight H100" if machine.gpu else "none of it was measured on a TPU"),
         accuracy(),
@@ -159,10 +155,6 @@ def duration(days: float) -> str:
     return f"{days:.3g} days" if days >= 2 else f"{hours:.3g} hours" if hours >= 1 else f"{hours * 60:.3g} minutes"
 
 
-def money(cost: float | None) -> str:
-    return "" if cost is None else f", ${cost:,.0f}"
-
-
 def comparison(rows: Sequence[Row]) -> str:
     """Return a table of the best of each topology, the cheapest first, then the fastest."""
     lines = [
@@ -172,7 +164,7 @@ def comparison(rows: Sequence[Row]) -> str:
     for row in sorted(rows, key=lambda row: (row.run.cost or 0, row.run.days)):
         run, cost = row.run, "" if row.run.cost is None else f"{row.run.cost:,.0f}"
         candidate, model = row.candidate, row.candidate.config.model
-        source, kernel = "shapes" if row.compiled is None else "a program", step_time.kernel_of(candidate)
+        source, kernel = "shapes" if row.compiled is None else "a program", kernel_of(candidate)
         lines.append(
             f"{name_of(candidate.topology):16}{mesh(candidate):12}{candidate.step[1]:4} {model.remat:9}"
             f"{model.loss_chunks:6}{row.bytes / GIB:7.2f} {source:12}{candidate.dtype:9}{kernel:10}"

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from configs.schema import UserError
 from hosts.machines import HEADROOM, name_of
-from tools.plan.communication import Traffic, communication
-from tools.plan.step_time import StepTime, step_time
+from tools.plan.step_time import StepTime, Traffic, communication, step_time
 from tools.plan.whole_run import WholeRun, whole_run
 from training.candidate import CHUNKS, REMAT, Candidate
 from training.memory import device_bytes, evaluation_memory, memory, most
@@ -68,7 +67,7 @@ class Row:
 def row_of(candidate: Candidate, given: Given) -> Row:
     """Return a candidate's plan. Raise UserError if its sizes do not divide."""
     traffic = communication(candidate)
-    time = step_time(candidate, traffic).times(given.seconds)
+    time = StepTime(*(given.seconds * seconds for seconds in step_time(candidate, traffic)))
     parts = memory(candidate)
     evaluation = evaluation_memory(candidate, parts)
     parts, evaluation = ({name: size * given.bytes for name, size in each.items()} for each in (parts, evaluation))
@@ -83,25 +82,22 @@ def candidates(base: Candidate) -> Iterator[Candidate]:
     rows = batch.tokens_per_step // batch.sequence_length
     more = model.loss_chunks if model.loss_chunks > 1 else CHUNKS
     chunks = sorted({1, more} if batch.sequence_length % more == 0 else {model.loss_chunks})
+    powers = [2**i for i in range(devices.bit_length())]
     heads = lambda tensor: 0 in (model.kv_heads % tensor, tensor % model.kv_heads)
     divides = model.heads, model.kv_heads * model.head_dim, model.vocab_size
-    for tensor in (t for t in _powers(min(MAX_TENSOR, devices)) if heads(t) and all(n % t == 0 for n in divides)):
-        for fsdp in _powers(devices // tensor):
+    for tensor in (t for t in powers if t <= MAX_TENSOR and heads(t) and all(n % t == 0 for n in divides)):
+        for fsdp in (n for n in powers if n <= devices // tensor):
             whole = devices % (fsdp * tensor) == 0 and model.width % fsdp == 0
             replicas = devices // tensor
             vocabulary = not model.value_embeddings or model.vocab_size % fsdp == 0
-            if not (whole and vocabulary) or rows % replicas:
-                continue
-            share = rows // replicas
-            while True:
-                yield from (base.changed(fsdp, tensor, share, remat, n) for remat in REMAT for n in chunks)
-                if share % 2:
-                    break
-                share //= 2
+            if whole and vocabulary and rows % replicas == 0:
+                for share in halvings(rows // replicas):
+                    yield from (base.changed(fsdp, tensor, share, remat, n) for remat in REMAT for n in chunks)
 
 
-def _powers(most: int) -> list[int]:
-    return [2**i for i in range(most.bit_length()) if 2**i <= most]
+def halvings(n: int) -> list[int]:
+    """Return n, n / 2, ... up to the first odd number."""
+    return [n] + (halvings(n // 2) if n % 2 == 0 else [])
 
 
 def search(base: Candidate, given: Given) -> list[Row]:

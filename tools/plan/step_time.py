@@ -1,24 +1,22 @@
 """Estimate a step's seconds as a bracket: the sum of matrix products, passes over memory, attention and communication.
 
 None of this was measured on a TPU. PASSES was read off XLA's estimated cycles (docs/planning.md). One H200 ran a sketch
-of the same network: matrix products reached 790 of 989 TFLOP/s, attention 330. GPU_REACHES is chosen so that the middle
-of the bracket is what nanochat's d20 reaches in public on eight H100: an MFU of some 47%.
+of the same network: matrix products reached 790 of 989 TFLOP/s, attention 330. REACHES of a GPU is chosen so that the
+middle of the bracket is what nanochat's d20 reaches in public on eight H100: an MFU of some 47%.
+
+Communication is the collectives of training/step.py and model/parallel.py. Their bytes are a device's payload, as
+bench.collectives reads them: the result of an all-gather, the operand of all else.
 """
 
+from collections import defaultdict
 from typing import NamedTuple
 
 from model.kernels import Kernel, attention_kernel, products, window_of
-from tools.plan.communication import Traffic, communication
 from training.candidate import Candidate
 
-PRODUCTS = (1.0, 0.75)
-"""Share of the peak that matrix products reach: at best, and at worst."""
-ATTENTION = (0.5, 0.2)
-"""The same for attention's kernels, counting the products that they run (`model.kernels.products`)."""
-MEMORY = (1.0, 0.75)
-"""Share of the memory's bandwidth that passes over it reach."""
-GPU_REACHES = (0.85, 0.65), (0.45, 0.22), (1.0, 0.75)
-"""PRODUCTS, ATTENTION and MEMORY for a GPU."""
+REACHES = {False: ((1.0, 0.75), (0.5, 0.2), (1.0, 0.75)), True: ((0.85, 0.65), (0.45, 0.22), (1.0, 0.75))}
+"""Shares of a TPU's and a GPU's figures that matrix products, attention's kernels (counting the products that they run,
+`model.kernels.products`) and passes over memory reach: each at best, and at worst."""
 PASSES = 72
 """Times that element-wise passes read or write one width of a block's tokens, forward and backward."""
 AGAIN = {"none": 0, "products": 4, "block": 16}
@@ -29,6 +27,9 @@ VECTOR, LOGIT_VECTOR = 3.8, 19.0
 """Cycles of a TPU core's vector unit for 1,024 numbers: in one of PASSES, and in everything done to logits. With these
 two, XLA's estimates for v5e, v5p and v6e agree. Their cores have the same vector unit, and memory of different
 speeds."""
+START, HOP = 10e-6, 1e-6
+"""Seconds that a collective takes to start, and that a hop to the next device takes. Assumed."""
+PARTS = ("products", "attention", "passes", "links", "network")
 
 
 class StepTime(NamedTuple):
@@ -53,22 +54,87 @@ class StepTime(NamedTuple):
         """Return the geometric middle of the bracket, which orders candidates."""
         return (self.fast * self.slow) ** 0.5
 
-    def times(self, factor: float) -> "StepTime":
-        """Return all of them multiplied by `factor`."""
-        return StepTime(*(factor * seconds for seconds in self))
-
     @property
     def limiter(self) -> str:
         """Return the name of the part that takes most time."""
-        takes = {name: getattr(self, name) for name in ("products", "attention", "passes", "links", "network")}
-        names = {"products": "matrix units", "passes": "memory"}
-        most = max(takes, key=lambda name: takes[name])
-        return names.get(most, most)
+        part = max(PARTS, key=lambda name: getattr(self, name))
+        return {"products": "matrix units", "passes": "memory"}.get(part, part)
 
 
-def reaches(gpu: bool) -> tuple[tuple[float, float], ...]:
-    """Return the shares of a machine's figures that products, attention and passes over memory reach."""
-    return GPU_REACHES if gpu else (PRODUCTS, ATTENTION, MEMORY)
+class Traffic(NamedTuple):
+    """All collectives of one kind over one axis."""
+
+    kind: str
+    """`all-gather`, `reduce-scatter`, `all-reduce`"""
+    axis: str
+    in_scan: bool
+    """In the scan over micro-batches."""
+    times: int
+    """Collectives a step."""
+    bytes: float
+    """A device's payload, a step."""
+    link: str
+    """`inside` of a slice or node, or `between` them."""
+    fast: float
+    """Seconds with all of a device's links at once, and in steps between slices or nodes."""
+    slow: float
+    """Seconds in one ring of two directions, each device sending everything between slices or nodes."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Return whether other work can run at the same time: during gathers and scatters over `fsdp` in the scan. The
+        residual stream waits for the collectives over `tensor`, and a step for those after the scan."""
+        return self.axis == "fsdp" and self.in_scan
+
+
+def communication(candidate: Candidate) -> list[Traffic]:
+    """Return what crosses each axis of the mesh in a step."""
+    sizes, width = candidate.sizes, candidate.bytes_of_type
+    micro_batches, model = candidate.step[0], candidate.config.model
+    sums: dict[tuple[str, str, bool], tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+
+    def add(kind: str, axis: str, in_scan: bool, times: int, size: float) -> None:
+        before = sums[kind, axis, in_scan]
+        sums[kind, axis, in_scan] = before[0] + times, before[1] + times * size
+
+    for p, count in candidate.kinds:
+        whole = p.size / (sizes["tensor"] if "tensor" in p.axes else 1)
+        replica = whole / (sizes["fsdp"] if "fsdp" in p.axes else 1)
+        padded = candidate.share(p.shape, p.axes) * sizes["data"]
+        add("all-gather", "data", False, count, (4 if len(p.shape) == 1 else width) * padded)
+        add("reduce-scatter", "data", False, count, 4 * padded)
+        if "fsdp" in p.axes:
+            # XLA keeps gathered parameters for the backward pass, unless it recomputes (docs/mesh.md).
+            times = 2 if model.remat != "none" and p.product and p.group != "lm_head" else 1
+            add("all-gather", "fsdp", True, times * micro_batches * count, width * whole)
+            add("reduce-scatter", "fsdp", True, micro_batches * count, 4 * whole)
+        else:
+            add("all-reduce", "fsdp", False, count, 4 * replica)
+    if sizes["tensor"] > 1:
+        # Forward: the embedding, and two sums a block. Backward: two a block, and the head's. The loss: two numbers a
+        # token. Recomputation repeats attention's sum, which the MLP's input needs.
+        again = 0 if model.remat == "none" else model.depth
+        of_width = micro_batches * (4 * model.depth + 2 + again)
+        add("all-reduce", "tensor", True, of_width, width * candidate.tokens * model.width)
+        add("all-reduce", "tensor", True, micro_batches * 2, 4 * candidate.tokens)
+    return [_timed(candidate, *key, *value) for key, value in sums.items() if sizes[key[1]] > 1]
+
+
+def _timed(candidate: Candidate, kind: str, axis: str, in_scan: bool, times: int, size: float) -> Traffic:
+    machine, whole, across = candidate.machine, candidate.sizes[axis], candidate.across[axis]
+    # XLA:TPU makes all-reduces of the reduce-scatters over `data` (docs/mesh.md): twice the bytes of a ring.
+    reduces = kind == "all-reduce" or (kind == "reduce-scatter" and axis == "data" and not machine.gpu)
+    by_sums = candidate.scatters_by_sums if kind == "reduce-scatter" else candidate.gathers_by_sums
+    reduces |= axis == "fsdp" and by_sums
+    rounds = 2 if reduces else 1
+    within = whole // across
+    sent = rounds * size * (within - 1) / within
+    fast = sent / machine.links + times * START
+    slow = sent / machine.links * max(1, machine.directions / 2) + times * (START + HOP * whole / 2)
+    if across > 1:
+        between = rounds * size * (across - 1) / across / machine.network
+        fast, slow = fast + between / within, slow + between
+    return Traffic(kind, axis, in_scan, times, size, "between" if across > 1 else "inside", fast, slow)
 
 
 def step_time(candidate: Candidate, traffic: list[Traffic] | None = None) -> StepTime:
@@ -76,23 +142,12 @@ def step_time(candidate: Candidate, traffic: list[Traffic] | None = None) -> Ste
     machine = candidate.machine
     traffic = communication(candidate) if traffic is None else traffic
     peak = machine.peak(candidate.dtype)
-    products = product_flops(candidate) / peak
-    attention = attention_flops(candidate) / peak
-    passes = pass_seconds(candidate)
-    shares = reaches(machine.gpu)
-    best, worst = ([at / share[i] for at, share in zip((products, attention, passes), shares)] for i in (0, 1))
+    ideal = product_flops(candidate) / peak, attention_flops(candidate) / peak, pass_seconds(candidate)
+    best, worst = ([at / share[i] for at, share in zip(ideal, REACHES[machine.gpu])] for i in (0, 1))
     hidden = sum(t.fast for t in traffic if t.overlaps)
     shown = sum(t.fast for t in traffic if not t.overlaps)
-    sent = {link: sum(t.fast for t in traffic if t.link == link) for link in ("inside", "between")}
-    return StepTime(
-        max(sum(best), hidden) + shown,
-        sum(worst) + sum(t.slow for t in traffic),
-        best[0],
-        best[1],
-        best[2],
-        sent["inside"],
-        sent["between"],
-    )
+    sent = [sum(t.fast for t in traffic if t.link == link) for link in ("inside", "between")]
+    return StepTime(max(sum(best), hidden) + shown, sum(worst) + sum(t.slow for t in traffic), *best, *sent)
 
 
 def product_flops(candidate: Candidate) -> float:
@@ -101,16 +156,10 @@ def product_flops(candidate: Candidate) -> float:
     tokens = candidate.step[0] * candidate.tokens
     hidden = model.width, 4 * model.width  # of the MLP's first matrix
     again = lambda p: model.remat == "block" or (model.remat == "products" and p.shape == hidden)
-    flops = 0.0
-    for p, count in candidate.kinds:
-        if p.product:
-            flops += (
-                count
-                * p.size
-                / (sizes["tensor"] if "tensor" in p.axes else 1)
-                * tokens
-                * (6 + 2 * (p.group == "matrices" and again(p)))
-            )
+    each = lambda p: p.size / (sizes["tensor"] if "tensor" in p.axes else 1) * tokens
+    flops = sum(
+        count * each(p) * (6 + 2 * (p.group == "matrices" and again(p))) for p, count in candidate.kinds if p.product
+    )
     return flops + muon_flops(candidate)
 
 

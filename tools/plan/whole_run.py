@@ -67,11 +67,13 @@ def whole_run(candidate: Candidate, step: StepTime, price: float | None, preempt
             f"--preemptions={preemptions:g} a day: each costs {interval / 2 + RESTART:.0f} s, so the run never ends; "
             f"save more often (--checkpoint.every_minutes)"
         )
-    around = training + evaluations + compile_seconds(candidate) / PROCESSORS
+    once, block, with_muon = COMPILING[candidate.machine.gpu]
+    muon = config.optimizer.matrices.kind == "muon"
+    compiling = (with_muon if muon else 1.0) * (once + block * config.model.depth)
+    around = training + evaluations + compiling / PROCESSORS
     goodput = (1 - lost) * training / around
     days = around / (1 - lost) / DAY
     hours = days * 24 * devices
-    muon = config.optimizer.matrices.kind == "muon"
     # AdamW's two moments; Muon's momentum, and a number for each row or column of a matrix.
     second = lambda p: max(p.shape) if muon and p.group == "matrices" else p.size
     sets = 3 if config.optimizer.average else 2  # parameters, first moments, the average
@@ -87,16 +89,9 @@ def whole_run(candidate: Candidate, step: StepTime, price: float | None, preempt
         goodput,
         saved,
         saved / hosts / WRITES,
-        compile_seconds(candidate),
+        compiling,
         dataset_tokens(config),
     )
-
-
-def compile_seconds(candidate: Candidate) -> float:
-    """Return processor seconds of compiling the step."""
-    once, block, with_muon = COMPILING[candidate.machine.gpu]
-    times = with_muon if candidate.config.optimizer.matrices.kind == "muon" else 1.0
-    return times * (once + block * candidate.config.model.depth)
 
 
 def dataset_tokens(config: Config) -> int | None:

@@ -6,7 +6,9 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from tools.report.runs import Run, flat
+import numpy as np
+
+from tools.report.runs import Run
 from tools.report.sentences import Sentence, counted, percent, quantity
 
 OWN = ("name", "run_dir", "checkpoint.folder")  # options whose difference says nothing
@@ -41,7 +43,8 @@ def _losses(runs: list[Run]) -> Iterator[Sentence]:
     most = min(course[-1][0] if course else 0 for course in points.values())
     if not most:
         return
-    (best, winner), *rest = sorted((_interpolated(course, most), name) for name, course in points.items())
+    at = lambda course: float(np.interp(most, [tokens for tokens, _ in course], [loss for _, loss in course]))
+    (best, winner), *rest = sorted((at(course), name) for name, course in points.items())
     others = ", ".join(f"{name} at {loss:.3f} (+{loss - best:.3f})" for loss, name in rest)
     where = f"At {quantity(most)} tokens, the most that all were trained on and evaluated at"
     yield Sentence(f"{where}, {winner} has the lowest validation loss, {best:.3f}; {others}.")
@@ -56,13 +59,6 @@ def _losses(runs: list[Run]) -> Iterator[Sentence]:
 def _by_tokens(run: Run) -> list[tuple[float, float]]:
     val = run.course("val_loss")
     return list(zip(run.along("tokens", val.steps), val.values))
-
-
-def _interpolated(points: list[tuple[float, float]], where: float) -> float:
-    for (left, before), (right, after) in pairwise(points):
-        if left <= where <= right and right > left:
-            return before + (after - before) * (where - left) / (right - left)
-    return points[-1][1]
 
 
 def _first_reach(points: list[tuple[float, float]], goal: float) -> float | None:
@@ -82,8 +78,9 @@ def differences(runs: list[Run]) -> dict[str, list[str]]:
 
 
 def _comparable(run: Run) -> dict[str, str]:
-    devices, versions = flat(run.record["devices"], "devices: "), flat(run.record["versions"], "version of ")
-    facts = run.options | {"dataset (fingerprint)": run.record["dataset"]} | devices | versions
+    facts = run.options | {"dataset (fingerprint)": run.record["dataset"]}
+    facts |= {f"devices: {name}": value for name, value in run.record["devices"].items()}
+    facts |= {f"version of {name}": value for name, value in run.record["versions"].items()}
     return {name: as_text(value) for name, value in facts.items() if name not in OWN}
 
 

@@ -7,7 +7,7 @@ of steps, tokens and seconds (`axes`).
 from itertools import cycle
 from typing import Any, NamedTuple
 
-from run.goodput import PARTS
+from run.goodput import PARTS, goodput
 from tools.report.plots import COLORS, DASHES, Figure, plot_layout, short, stacked_bars
 from tools.report.runs import AXES, Course, Run, course_of
 from tools.report.sentences import ratio
@@ -147,7 +147,7 @@ def _of_speed(runs: list[Run]) -> list[Figure]:
     ]
     for plot in plots:  # from zero, so that small changes do not look large
         plot.layout["yaxis"]["rangemode"] = "tozero"
-    spent = [run.goodput for run in runs]
+    spent = [goodput(run.events) for run in runs]
     parts = {
         part: short([100 * seconds[part] / (sum(seconds.values()) or 1) for seconds in spent])
         for part in ("steps", *(part for part in PARTS if part != "steps"))
@@ -156,8 +156,10 @@ def _of_speed(runs: list[Run]) -> list[Figure]:
     traces = [trace for trace in traces if any(trace["x"])]  # each part keeps its color on every page
     layout["xaxis"] |= {"title": {"text": "% of the wall time"}, "range": [0, 100]}
     layout["yaxis"] |= {"fixedrange": True}
-    goodput = Figure("goodput", "Where the time went", "over all starts", traces, layout, "an event with seconds")
-    return [*plots, goodput]
+    return [
+        *plots,
+        Figure("goodput", "Where the time went", "over all starts", traces, layout, "an event with seconds"),
+    ]
 
 
 def _figure(id: str, title: str, unit: str, about: str, lines: list[Line], missing: str, log: bool = False) -> Figure:

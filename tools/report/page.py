@@ -10,7 +10,7 @@ from tools.report.comparison import as_text, compared, differences
 from tools.report.figures import axes, figures
 from tools.report.html_parts import FOLDER, details, document, in_script, place, table
 from tools.report.plots import Figure
-from tools.report.runs import AXES, Run
+from tools.report.runs import AXES, Run, number
 from tools.report.sentences import sentences
 
 SHOWN_SPIKES = 20  # only the newest, since each has texts
@@ -99,29 +99,31 @@ def _missing(plots: list[Figure]) -> str:
 
 def _spikes(run: Run) -> str:
     parts = []
-    for i, spike in enumerate(run.spikes[-SHOWN_SPIKES:]):
-        loss, usual = (f"{value:.4f}" if value is not None else "unknown" for value in (spike.loss, spike.median))
-        where = f"back to step {spike.step:,}, after a jump" if spike.rolled_back else f"step {spike.step:,}: a jump"
-        batch = f", in batch {spike.batch:,}" if spike.batch is not None else ""
-        shown = "".join(f"<pre>{escape(text)}</pre>" for text in spike.texts)
-        if not spike.rolled_back:
-            command = f"python -m tools.dataset {run.folder} --step={spike.step - 1}"
+    for i, (step, rolled_back, facts) in enumerate(run.spikes[-SHOWN_SPIKES:]):
+        loss, usual = (number(facts, name) for name in ("loss", "median"))
+        loss, usual = ("unknown" if value is None else f"{value:.4f}" for value in (loss, usual))
+        where = f"back to step {step:,}, after a jump" if rolled_back else f"step {step:,}: a jump"
+        batch = "" if facts.get("batch") is None else f", in batch {facts['batch']:,}"
+        shown = _texts(facts.get("texts") or [])
+        if not rolled_back:
+            command = f"python -m tools.dataset {run.folder} --step={step - 1}"
             shown += f"<p>More of it: <code>{escape(command)}</code></p>"
-        summary = f"{run.name}, {where} to {loss} from a median of {usual}{batch}"
-        parts.append(details(summary, shown, f"spike-{i}-{spike.step}"))
+        parts.append(
+            details(f"{run.name}, {where} to {loss} from a median of {usual}{batch}", shown, f"spike-{i}-{step}")
+        )
     return "".join(parts)
 
 
-def _samples(number: int, run: Run) -> str:
+def _samples(position: int, run: Run) -> str:
+    samples = {line["step"]: line["samples"] for line in run.lines if line.get("samples")}
     return "".join(
-        details(
-            f"{run.name}, step {step:,}",
-            "".join(f"<pre>{escape(text)}</pre>" for text in texts),
-            f"sample-{number}-{step}",
-            opened=step == run.samples[-1][0],
-        )
-        for step, texts in reversed(run.samples)
+        details(f"{run.name}, step {step:,}", _texts(samples[step]), f"sample-{position}-{step}", step == max(samples))
+        for step in sorted(samples, reverse=True)
     )
+
+
+def _texts(texts: list[str]) -> str:
+    return "".join(f"<pre>{escape(text)}</pre>" for text in texts)
 
 
 def _machine(number: int, run: Run) -> str:

@@ -7,16 +7,16 @@ It needs no JAX, and no text, checkpoints or devices of the run. A plot lacks wh
 
 import json
 import math
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from configs.command_line import config_from_json
 from configs.ramp import Ramp
-from configs.schema import UserError
-from run.goodput import goodput
+from configs.schema import UserError, options
 from run.lines import Events, read_metrics
 from run.record import at_hand, place
 
@@ -28,20 +28,6 @@ class Course(NamedTuple):
 
     steps: list[int]
     values: list[float]
-
-
-class Spike(NamedTuple):
-    """A step whose loss jumped."""
-
-    step: int
-    loss: float | None
-    median: float | None
-    """Median loss of the steps before."""
-    batch: int | None
-    texts: list[str]
-    """Beginnings of the step's rows; a rollback has none."""
-    rolled_back: bool
-    """True if the run returned to the checkpoint of `step`, and skipped the batches up to the jump."""
 
 
 @dataclass(frozen=True)
@@ -73,47 +59,17 @@ class Run:
     def along(self, axis: str, steps: list[int]) -> list[float]:
         """Return the positions of steps on an axis of AXES. Lines of evaluations have no seconds, and lines of spikes
         no tokens: these are interpolated between the logged lines around them."""
+        if axis == "step":
+            return [float(step) for step in steps]
         known = self.course(axis)
-        marks = Course([0, *known.steps], [0.0, *known.values])
-        return [float(step) if axis == "step" else _between(marks, step) for step in steps]
+        return np.interp(steps, [0, *known.steps], [0.0, *known.values]).tolist()
 
     @property
-    def last_step(self) -> int:
-        """Return the newest step that has a line."""
-        return max((line["step"] for line in self.lines), default=0)
-
-    @property
-    def last_sign(self) -> float:
-        """Return when something was last written, in seconds since 1970; 0 for never."""
-        return max((entry["time"] for entry in (*self.lines[-1:], *self.events[-1:])), default=0.0)
-
-    @property
-    def goodput(self) -> dict[str, float]:
-        """Return the seconds of all starts, by their use (run/goodput.py)."""
-        return goodput(self.events)
-
-    @property
-    def spikes(self) -> list[Spike]:
-        """Return jumps of the loss, including rollbacks, which have their own line since their steps' lines are
-        removed."""
-        return [
-            Spike(
-                line["step"],
-                number(line, kind, "loss"),
-                number(line, kind, "median"),
-                at(line, kind, "batch"),
-                at(line, kind, "texts") or [],
-                kind == "rollback",
-            )
-            for line in self.lines
-            for kind in ("spike", "rollback")
-            if kind in line
-        ]
-
-    @property
-    def samples(self) -> list[tuple[int, list[str]]]:
-        """Return continuations of the run's prompts, by their step."""
-        return [(line["step"], line["samples"]) for line in self.lines if line.get("samples")]
+    def spikes(self) -> list[tuple[int, bool, dict]]:
+        """Return the jumps of the loss: the step, whether the run returned to its checkpoint and skipped the batches up
+        to the jump, and the facts of metrics.jsonl. A rollback has its own line since its steps' lines are removed."""
+        kinds = ("spike", "rollback")
+        return [(line["step"], kind == kinds[1], line[kind]) for line in self.lines for kind in kinds if kind in line]
 
 
 def course_of(pairs: Iterable[tuple[int, float | None]]) -> Course:
@@ -136,16 +92,6 @@ def number(line: dict, *path: str) -> float | None:
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _between(marks: Course, step: int) -> float:
-    """Return the value at a step, interpolated between the marks around it; after the last mark, the last value."""
-    after = bisect_left(marks.steps, step)
-    if after == len(marks.steps) or marks.steps[after] == step:
-        return marks.values[min(after, len(marks.values) - 1)]
-    left, right = marks.steps[after - 1], marks.steps[after]
-    share = (step - left) / (right - left)
-    return marks.values[after - 1] * (1 - share) + marks.values[after] * share
-
-
 def read_run(folder: str | Path) -> Run:
     """Return the run in a folder. Raise UserError if there is none, or one that this version cannot read."""
     given, folder = str(folder), at_hand(folder)
@@ -162,16 +108,8 @@ def read_run(folder: str | Path) -> Run:
         ) from error
     lines = sorted(read_metrics(folder), key=lambda line: line["step"])
     summary = json.loads(summary_file.read_bytes()) if summary_file.exists() else None
-    options = flat(record["config"])
-    return Run(config.name, given, options, Ramp.of(config.batch), record, lines, Events(folder).read(), summary)
-
-
-def flat(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return options in sections by their command-line names."""
-    names: dict[str, Any] = {}
-    for name, value in options.items():
-        names |= flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return names
+    ramp, events = Ramp.of(config.batch), Events(folder).read()
+    return Run(config.name, given, options(config), ramp, record, lines, events, summary)
 
 
 def read_comparisons(folder: str) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from statistics import mean, median, stdev
 from typing import NamedTuple
 
 from configs.exit_codes import Exit
+from run.goodput import goodput
 from tools.report.runs import Course, Run, course_of, number
 
 ALIVE = 300  # seconds without a line after which a run may be dead, or three times the usual gap
@@ -31,7 +32,7 @@ def sentences(run: Run, now: float) -> list[Sentence]:
 
 def state(run: Run, now: float) -> Sentence:
     """Return a sentence on the run's progress and state."""
-    steps, step = run.options["steps"], run.last_step
+    steps, step = run.options["steps"], max((line["step"] for line in run.lines), default=0)
     if run.summary:
         tokens, seconds = run.summary["tokens"], run.summary["seconds"]
         return Sentence(f"Complete: {steps:,} steps, {quantity(tokens)} tokens in {duration(seconds)} of training.")
@@ -43,9 +44,9 @@ def state(run: Run, now: float) -> Sentence:
         return Sentence(f"Stopped after step {step:,} of {steps:,} with exit code {code} ({name}){repair}.", not again)
     if not run.lines:
         return Sentence("Nothing has been logged yet.")
-    silence = now - run.last_sign
+    silence = now - max(entry["time"] for entry in (*run.lines[-1:], *run.events[-1:]))
     gaps = [later["time"] - earlier["time"] for earlier, later in pairwise(run.lines[-16:])]
-    if silence > max(ALIVE, *(3 * gap for gap in gaps), 0):
+    if silence > max(ALIVE, *(3 * gap for gap in gaps)):
         after = f"after step {step:,} of {steps:,}: it was killed, or hangs."
         return Sentence(f"Nothing was written for {duration(silence)}, {after}", True)
     rates = run.course("tokens_per_second").values
@@ -119,7 +120,7 @@ def benchmarks(run: Run) -> Iterator[Sentence]:
 def jumps(run: Run) -> Iterator[Sentence]:
     """Yield spikes, rollbacks, skipped steps, and how often the gradient was clipped."""
     for rolled_back in (False, True):
-        if steps := sorted({spike.step for spike in run.spikes if spike.rolled_back == rolled_back}):
+        if steps := sorted({step for step, back, _ in run.spikes if back == rolled_back}):
             listed = ", ".join(f"{step:,}" for step in steps[:6]) + ", ..." * (len(steps) > 6)
             jumped = f"The loss jumped at {counted(len(steps), 'step')} ({listed}); the text of each is below."
             back = f"A jump of the loss made the run go back {counted(len(steps), 'time')}, to step {listed}."
@@ -160,7 +161,7 @@ def speed(run: Run) -> Iterator[Sentence]:
 
 def time_spent(run: Run) -> Iterator[Sentence]:
     """Yield sentences on the use of wall time."""
-    spent = run.goodput
+    spent = goodput(run.events)
     if wall := sum(spent.values()):
         rest = sorted(((seconds / wall, part) for part, seconds in spent.items() if part != "steps"), reverse=True)
         parts = ", ".join(f"{part} {percent(share)}" for share, part in rest[:3] if share >= 0.005)

@@ -26,8 +26,11 @@ from hosts.stop import Stop
 from run.diagnosis import BLOCKS
 from run.folder import RunLock
 from tools.programs.topologies import devices_of, parse_topology
-from tools.tune import branch, fit, noise, panels, rate, timing, tuned
-from tools.tune.trial import Context, evaluation_cost
+from tools.tune.batch import branch, branch_needs, noise, noise_needs, points
+from tools.tune.outputs import draw, write_tuned
+from tools.tune.rate import rate, rate_needs
+from tools.tune.speed import MIN_ROUNDS, chosen, fit, that_fit, time_steps
+from tools.tune.trial import Context
 from tools.tune.tune_json import STAGES, Record
 from training.build import build
 from training.candidate import candidate_of
@@ -73,14 +76,14 @@ def budget_of(text: str) -> float:
 
 
 def needs(config: Config, record: Record, candidates: int = 2) -> dict[str, float]:
-    """Return the fewest tokens that each stage needs to do anything, beyond what is recorded of it."""
-    size, evaluation = config.batch.tokens_per_step, evaluation_cost(config)
-    begun = bool(record.pieces_of("noise")) and record.decided("rate", "rate", 1.0) == 1  # else its own beginning
+    """Return the fewest tokens that each stage needs to do anything, beyond what is recorded of it. (`fit` runs
+    nothing.)"""
+    begun = bool(record.pieces_of("noise")) and not record.options("rate")  # else branch trains its own beginning
     least = {
-        "time": candidates * (timing.MIN_ROUNDS + 1) * size if candidates > 1 else 0,
-        "noise": noise.needed(config.steps, size),
-        "rate": rate.needed(size, evaluation),
-        "branch": branch.needed(config.steps, size, evaluation, begun),
+        "time": candidates * (MIN_ROUNDS + 1) * config.batch.tokens_per_step if candidates > 1 else 0,
+        "noise": noise_needs(config),
+        "rate": rate_needs(config),
+        "branch": branch_needs(config, begun),
     }
     return {stage: 0 if record.pieces_of(stage) else tokens for stage, tokens in least.items()}
 
@@ -89,14 +92,6 @@ def too_little(record: Record, stage: str, tokens: float) -> str:
     """Return a message that the budget is too small for a stage, with the tokens it needs."""
     left = "" if math.isinf(record.left) else f", and {record.share(record.left)} are left"
     return f"{stage} needs at least {record.share(tokens)} of the run's FLOPs{left}"
-
-
-def require_enough(config: Config, record: Record, stages: list[str]) -> None:
-    """Raise UserError if the budget is too small for every requested stage. (`fit` runs nothing.)"""
-    least = needs(config, record)
-    if all(stage in least and least[stage] > record.left for stage in stages):
-        missing = "; ".join(too_little(record, stage, least[stage]) for stage in stages)
-        raise UserError(f"{missing}. Give a larger --budget, or 0 for no limit")
 
 
 def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit:
@@ -113,47 +108,39 @@ def tune(config: Config, arguments: Arguments, folder: Path, stop: Stop) -> Exit
     config = with_options(config, {"batch.rows_per_device": rows})
     built = build(config, devices)  # raises UserError for sizes that do not divide
     record = Record(folder, config, budget_of(arguments.budget), devices[0], len(devices))
-    if {"noise", "branch"} & {*stages} and not noise.points(config.steps):
+    if {"noise", "branch"} & {*stages} and not points(config.steps):
         raise UserError(f"--steps={config.steps}: noise and branch need a run of at least {BLOCKS} steps")
-    require_enough(config, record, stages)
-    if "time" in stages and "fit" not in stages and not fit.that_fit(record, limit):
+    least = needs(config, record)
+    if all(stage in least and least[stage] > record.left for stage in stages):
+        missing = "; ".join(too_little(record, stage, least[stage]) for stage in stages)
+        raise UserError(f"{missing}. Give a larger --budget, or 0 for no limit")
+    if "time" in stages and "fit" not in stages and not that_fit(record, limit):
         raise UserError("--stages: time needs the results of fit, and there are none yet; give fit, too")
-    programs = fit.fit(config, record, limit, devices) if "fit" in stages else {}
-    if "fit" in stages:
-        say_decision(record, "fit")
+    programs = fit(config, record, limit, devices) if "fit" in stages else {}
     if stages != ["fit"]:
         micro_batches, rows, length = built.batch_shape
         text = open_text(config.data, config.model.vocab_size, length, 4 * micro_batches * rows, cache_dir())
-        context = Context(config, folder, record, text, stop)
-        fitting = timing.chosen(fit.that_fit(record, limit))
-        for stage in [stage for stage in stages if stage != "fit"]:
-            least = needs(config, record, len(fitting))[stage]
-            if least > record.left:
-                LOGGER.info(f"{too_little(record, stage, least)}: left out")
+        context, fitting = Context(config, folder, record, text, stop), chosen(that_fit(record, limit))
+        of_rate = OF_RATE if "branch" in stages else 1
+        run = {
+            "time": lambda: time_steps(context, fitting, programs),
+            "noise": lambda: noise(context),
+            "rate": lambda: rate(context, record.left * of_rate),
+            "branch": lambda: branch(context, record.options("rate").get("rate", 1.0)),
+        }
+        for stage in (stage for stage in stages if stage != "fit"):
+            tokens = needs(config, record, len(fitting))[stage]
+            if tokens > record.left:
+                LOGGER.info(f"{too_little(record, stage, tokens)}: left out")
                 continue
-            if stage == "time":
-                timing.time_steps(context, fitting, programs)
-                programs.clear()  # their memory is needed
-            elif stage == "noise":
-                noise.noise(context)
-            elif stage == "rate":
-                rate.rate(context, record.left * (OF_RATE if "branch" in stages else 1))
-            else:
-                branch.branch(context, record.decided("rate", "rate", 1.0))
-            say_decision(record, stage)
-    names = panels.draw(config, record, limit)
-    command = "python -m tools.tune " + shlex.join(sys.argv[1:])
-    tuned.write(config, record, command, devices)
+            run[stage]()
+            programs.clear()  # their memory is needed
+    names = draw(config, record, limit)
+    write_tuned(config, record, "python -m tools.tune " + shlex.join(sys.argv[1:]), devices)
     written = ", ".join(["tuned.py", "tune.json", *(f"{name}.png" for name in names)])
     LOGGER.info(f"{record.share(record.spent)} of the run's FLOPs were spent. In {folder}: {written}")
     LOGGER.info(f"train: python train.py --config={folder}/tuned.py")
     return Exit.COMPLETE
-
-
-def say_decision(record: Record, stage: str) -> None:
-    """Print a stage's decision as a line."""
-    decision = record.decisions[stage]
-    LOGGER.info(f"{stage}: {decision.says} ({decision.kind}; cost {record.share(record.cost(stage))} of the run)")
 
 
 def device_memory(arguments: Arguments, devices: list) -> int:

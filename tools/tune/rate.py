@@ -1,10 +1,9 @@
 """rate: try every peak rate times 1/4 to 4, by successive halving of short runs on the same batches."""
 
-import math
 from collections.abc import Mapping
 
 from configs.messages import LOGGER
-from configs.schema import with_options
+from configs.schema import Config, with_options
 from tools.tune.statistics import better_half, lowest_of_the_best
 from tools.tune.trial import Context, evaluation_cost
 from tools.tune.tune_json import Decision
@@ -16,29 +15,29 @@ RUNGS = 3  # each of twice the steps of the one before, with half of the rates
 OF_RUN = 0.025  # share of the run's steps that the first rung takes if the budget allows it
 MIN_STEPS = 16  # of the first rung
 UNITS = 5 * 1 + 3 * 2 + 2 * 4  # of the first rung's steps, that all rungs take
+TRIALS = 5 + 3 + 2
 
 
-def needed(tokens_per_step: int, evaluation: int) -> int:
+def rate_needs(config: Config) -> int:
     """Return the fewest tokens that halving needs."""
-    return MIN_STEPS * UNITS * tokens_per_step + (5 + 3 + 2) * evaluation
+    return MIN_STEPS * UNITS * config.batch.tokens_per_step + TRIALS * evaluation_cost(config)
 
 
 def first_rung(steps: int, tokens_per_step: int, allowed: float, evaluation: int) -> int:
     """Return the steps of the first rung: a fortieth of the run, or what the budget allows."""
-    affordable = (allowed - 10 * evaluation) / (UNITS * tokens_per_step)
-    return max(MIN_STEPS, min(round(OF_RUN * steps), math.floor(min(affordable, 2.0**31))))
+    affordable = (allowed - TRIALS * evaluation) / (UNITS * tokens_per_step)
+    return max(MIN_STEPS, int(min(round(OF_RUN * steps), affordable)))
 
 
 def rate(context: Context, allowed: float) -> None:
     """Train on the same batches with each rate, then the better half for twice as long. Each trial is a new run with
     its complete schedule. If the best is at the grid's edge, the grid grows. `allowed`: tokens that the stage may
     take."""
-    record, config = context.record, with_options(context.config, context.record.speed)
-    size, evaluation = config.batch.tokens_per_step, evaluation_cost(context.config)
-    first = record.pieces.get("rate/first", {}).get("steps") or first_rung(config.steps, size, allowed, evaluation)
-    if "rate/first" not in record.pieces:
-        record.put("rate/first", {"steps": first, "tokens": 0})
-    alive, losses, rungs, most = list(GRID), {}, [], record.spent + allowed
+    record, config = context.record, with_options(context.config, context.record.options("fit", "time"))
+    size, evaluation, most = config.batch.tokens_per_step, evaluation_cost(context.config), record.spent + allowed
+    shortest = first_rung(config.steps, size, allowed, evaluation)
+    first = record.piece("rate/first", lambda: {"steps": shortest, "tokens": 0})["steps"]
+    alive, rungs = list(GRID), []
     for rung in range(RUNGS):
         steps = min(first * 2**rung, config.steps)
         losses = {}
@@ -47,21 +46,15 @@ def rate(context: Context, allowed: float) -> None:
             name = f"rate/{steps}/x{factor:g}"
             if name not in record.pieces and record.spent + steps * size + evaluation > most:
                 LOGGER.info(f"rate: {name} would exceed the stage's share of the budget")
-                break
-            trial = with_steps(with_rates(config, factor), steps)
-            piece = record.piece(name, lambda trial=trial, name=name: context.losses(name, trial, trial.steps))
-            context.forget(name)
-            losses[factor] = [float(loss) for loss in piece["losses"]]
-            LOGGER.info(f"{name}: held-out loss {sum(losses[factor]) / len(losses[factor]):.4f}")
+                record.decide(decision(rungs, config.steps))
+                return
+            losses[factor] = context.losses(name, with_steps(with_rates(config, factor), steps))
             if not alive and rung == 0:
                 alive += beyond(losses)
-        else:
-            rungs.append((steps, losses))
-            alive = better_half(losses)
-            if len(alive) == 1 or steps == config.steps:
-                break
-            continue
-        break
+        rungs.append((steps, losses))
+        alive = better_half(losses)
+        if len(alive) == 1 or steps == config.steps:
+            break
     record.decide(decision(rungs, config.steps))
 
 

@@ -61,11 +61,16 @@ def better_half(losses: Mapping[T, Sequence[float]]) -> list[T]:
     return ranked[: max(1, -(-len(losses) // 2))]
 
 
+def behind_best(losses: Mapping[T, Sequence[float]]) -> tuple[T, dict[T, Estimate]]:
+    """Return the one with the lowest mean loss, and each one's excess loss over it."""
+    best = better_half(losses)[0]
+    return best, {name: difference(losses[name], losses[best]) for name in losses}
+
+
 def lowest_of_the_best(losses: Mapping[float, Sequence[float]]) -> tuple[float, dict[float, Estimate]]:
     """Return the smallest factor that is not certainly worse than the best, and each factor's excess loss over the
     best. A tie goes to the smaller rate, since the best rate falls as runs grow longer (arXiv:2409.19913)."""
-    best = better_half(losses)[0]
-    behind = {factor: difference(losses[factor], losses[best]) for factor in losses}
+    best, behind = behind_best(losses)
     return min([best, *(factor for factor, more in behind.items() if factor < best and more.low <= 0)]), behind
 
 
@@ -73,7 +78,6 @@ def critical_batch(losses: Mapping[Branch, Sequence[float]], tolerance: float) -
     """Return the factor and rule of the largest batch that loses at most `tolerance` nats on the best (after
     arXiv:2505.23971), and each batch's excess loss over the best. If both rules qualify, the one that loses less
     counts."""
-    best = better_half(losses)[0]
-    behind = {branch: difference(losses[branch], losses[best]) for branch in losses}
+    _, behind = behind_best(losses)
     within = [branch for branch, more in behind.items() if more.value <= tolerance]
     return max(within, key=lambda branch: (branch[0], -behind[branch].value)), behind

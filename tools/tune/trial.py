@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,19 +12,15 @@ import numpy as np
 from configs.messages import LOGGER
 from configs.schema import MEASURED, Config, UserError, with_options
 from data.dataset import Text
-from data.loader import StepBatches, held_out_batches, local_rows, train_batches
+from data.loader import held_out_batches, train_batches
 from hosts.stop import Stop
-from interchange.growth import initial_state
+from run import hooks
 from run.checkpoint import Checkpoints
-from run.folder import Past, RunLock, accept, open_run, require_checkpoints
+from run.folder import RunLock, accept, open_run, require_checkpoints
 from run.goodput import Times
-from run.hooks.judge import Judge
-from run.hooks.log import Log
-from run.hooks.save import Save
-from run.hooks.watch import Idle, Watch
-from run.lines import Events
+from run.opening import open_checkpoints, resume
 from run.progress import Progress, Start
-from run.saver import Saver
+from run.record import Record as RunRecord
 from run.stages import Program, batches_from, compile_stages
 from tools.tune.tune_json import Record
 from train import take_steps
@@ -63,28 +60,41 @@ class Origin(NamedTuple):
     """The checkpoint's step in the trial's own steps, which may have another size."""
 
 
+@dataclass
 class Context:
     """The context that all stages share."""
 
-    def __init__(self, config: Config, folder: Path, record: Record, text: Text, stop: Stop):
-        self.config, self.folder, self.record, self.text, self.stop = config, folder, record, text, stop
-
-    def batches(self, built: Build) -> StepBatches:
-        """Return the run's batches from its first row on, in a build's shape."""
-        rows = local_rows(built.batch_shape, built.batch_sharding)
-        text, seed = self.text, self.config.seed
-        return StepBatches(text.train, text.mixture, seed, built.batch_shape, rows, text.document_bos, 0)
+    config: Config
+    folder: Path
+    record: Record
+    text: Text
+    stop: Stop
 
     @cached_property
     def held_out(self) -> tuple[Any, list[Any], Any]:
         """Return the evaluation's program, held-out batches of a micro-batch's rows, and its abstract parameters."""
-        built = build(self.config)
-        shape, token_bytes = (1, *built.batch_shape[1:]), self.text.tokenizer.token_bytes
-        tokens, text = held_out_tokens(self.config), self.text
+        built, text = build(self.config), self.text
         batches, _ = held_out_batches(
-            text.val, text.weights, tokens, token_bytes, shape, built.batch_sharding, text.document_bos
+            *(text.val, text.weights, held_out_tokens(self.config), text.tokenizer.token_bytes),
+            *((1, *built.batch_shape[1:]), built.batch_sharding, text.document_bos),
         )
         return built.eval_step, batches, built.abstract_state.params
+
+    def losses(self, name: str, config: Config, origin: Origin | None = None) -> list[float]:
+        """Return the mean loss of each held-out batch after training `config.steps` steps, infinite if the run gave up.
+        Record them as a piece, and delete the checkpoints."""
+        begins = origin.step if origin else 0
+
+        def work() -> dict:
+            params = self.train(name, config, config.steps, origin)
+            losses = [math.inf] * len(self.held_out[1]) if params is None else self.evaluated(params)
+            tokens = (config.steps - begins) * config.batch.tokens_per_step + evaluation_cost(self.config)
+            return {"losses": losses, "tokens": tokens}
+
+        losses = [float(loss) for loss in self.record.piece(name, work)["losses"]]
+        shutil.rmtree(self.folder / name / "checkpoints", ignore_errors=True)
+        LOGGER.info(f"{name}: held-out loss {sum(losses) / len(losses):.4f}")
+        return losses
 
     def evaluated(self, params: dict) -> list[float]:
         """Return the mean loss of each held-out batch."""
@@ -97,35 +107,34 @@ class Context:
         """Train in the folder `name` up to step `until` of `config.steps`: a run like train.py's, which tools.report
         shows and which resumes. Return its parameters, or None if it gave up because too many steps were skipped. Raise
         SystemExit if the command was asked to stop."""
-        run_dir = self.folder / name
-        built = build(trial_config(config, run_dir, until - (origin.step if origin else 0)))
-        with RunLock(run_dir) as lock:
-            past = Past(*open_run(built.config, self.text.fingerprint, False, lock))
-            require_checkpoints(built.config, past)
-            return self._train(name, built, until, origin)
-
-    def _train(self, name: str, built: Build, until: int, origin: Origin | None) -> dict | None:
-        config, run_dir = built.config, built.config.run_dir
-        saved = lambda step: Events(run_dir).add("saved", step)
-        checkpoints = Saver(run_dir, config.checkpoint, on_saved=saved)
-        begins = self._start(built, checkpoints, origin)
-        if begins.step >= until:
+        lines = max(1, (until - (origin.step if origin else 0)) // LOGGED)
+        # One checkpoint, and no evaluation in between. Notifications and rollback are off: a rollback would change its
+        # data.
+        built = build(with_options(config, MEASURED | {"run_dir": str(self.folder / name), "log.every_steps": lines}))
+        config, times, text = built.config, Times(), self.text
+        with RunLock(config.run_dir) as lock:
+            require_checkpoints(config, open_run(config, text.fingerprint, False, lock))
+            checkpoints = open_checkpoints(config, RunRecord(config.run_dir))
+            if origin and not checkpoints.newest:
+                begins = self._branched(built, origin)
+            else:
+                begins = resume(built, text.tokenizer, checkpoints, times)
+            if begins.step >= until:
+                checkpoints.close()
+                return begins.state.params
+            LOGGER.info(f"{name}: steps {begins.step + 1} to {until}")
+            programs: list[Program] = []
+            compile_stages(programs, [built], begins.step, times)
+            accept(config, text.fingerprint, [], begins.step, begins.position)
+            batches = batches_from(begins, [built], text)
+            progress = Progress(config, begins, batches)
+            start = lambda begins: (progress, train_batches(batches, built.batch_sharding, config.data.workers))
+            watch, idle = hooks.Watch(config, times), hooks.Idle(times)
+            log = hooks.Log(built, watch, lambda position: {}, None)
+            save = hooks.Save(config, checkpoints, text.fingerprint, watch)
+            hook_list = [watch, idle, log, hooks.Judge(config, log, save, text.seen), save]
+            run, gave_up = take_steps(start, programs, idle, hook_list, Until(self.stop, until), again)
             checkpoints.close()
-            return begins.state.params
-        LOGGER.info(f"{name}: steps {begins.step + 1} to {until}")
-        times = Times()
-        programs: list[Program] = []
-        compile_stages(programs, [built], begins.step, times)
-        accept(config, self.text.fingerprint, [], begins.step, begins.position)
-        batches = batches_from(begins, [built], self.text)
-        progress = Progress(config, begins, batches)
-        start = lambda begins: (progress, train_batches(batches, built.batch_sharding, config.data.workers))
-        watch, idle = Watch(config, times), Idle(times)
-        log = Log(built, watch, lambda position: {}, None)
-        save = Save(config, checkpoints, self.text.fingerprint, watch)
-        hooks = [watch, idle, log, Judge(config, log, save, self.text.seen), save]
-        run, gave_up = take_steps(start, programs, idle, hooks, Until(self.stop, until), again)
-        checkpoints.close()
         if gave_up:
             LOGGER.info(f"{name}: {gave_up}")
             return None
@@ -134,31 +143,14 @@ class Context:
             raise SystemExit(self.stop.agreed_code())
         return run.state.params
 
-    def _start(self, built: Build, checkpoints: Saver, origin: Origin | None) -> Start:
-        restored = checkpoints.restore_newest(built.abstract_state)
-        if restored is not None:
-            state, facts = restored
-            return Start(state, facts["step"], facts["tokens"], facts["position"], facts["seconds"])
-        if origin is None:
-            return Start(initial_state(built, self.text.tokenizer))
+    def _branched(self, built: Build, origin: Origin) -> Start:
+        """Return the state and the data's position of another trial's checkpoint."""
         theirs = Checkpoints(origin.folder)
         if origin.saved not in theirs.steps:
             raise UserError(f"{origin.folder} no longer has the checkpoint of step {origin.saved}; give another --out")
         state, facts = theirs.restore(origin.saved, built.abstract_state)
         state = state._replace(step=np.int32(origin.step))
         return Start(stored_as(state, built.abstract_state), origin.step, facts["tokens"], facts["position"])
-
-    def losses(self, name: str, config: Config, until: int, origin: Origin | None = None) -> dict:
-        """Train and evaluate. Return a piece with the losses of the held-out batches, infinite if the run gave up."""
-        params = self.train(name, config, until, origin)
-        batches = len(self.held_out[1])
-        losses = self.evaluated(params) if params is not None else [math.inf] * batches
-        steps = until - (origin.step if origin else 0)
-        return {"losses": losses, "tokens": steps * config.batch.tokens_per_step + evaluation_cost(self.config)}
-
-    def forget(self, name: str) -> None:
-        """Delete the checkpoints of a trial whose piece is recorded."""
-        shutil.rmtree(self.folder / name / "checkpoints", ignore_errors=True)
 
 
 def held_out_tokens(config: Config) -> int:
@@ -170,12 +162,3 @@ def held_out_tokens(config: Config) -> int:
 def evaluation_cost(config: Config) -> int:
     """Return the cost of an evaluation in tokens of training: a forward pass is a third of a step."""
     return held_out_tokens(config) // 3
-
-
-def trial_config(config: Config, run_dir: Path, steps: int) -> Config:
-    """Return a trial's config: one checkpoint and no evaluation in between. Notifications and rollback are off: a
-    rollback would change its data."""
-    return with_options(
-        config,
-        MEASURED | {"run_dir": str(run_dir), "log.every_steps": max(1, steps // LOGGED)},
-    )

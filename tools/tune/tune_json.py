@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 
 from configs.files import write_whole
+from configs.messages import LOGGER
 from configs.schema import Config, UserError, options
 from model.shapes import flops_per_token
 
@@ -73,28 +74,22 @@ class Record:
         """Return the recorded piece, or do the `work`, which returns it as JSON with its cost in `tokens`, and record
         it."""
         if name not in self.pieces:
-            self.put(name, work())
+            self.pieces[name] = work()
+            self.write()
         return self.pieces[name]
 
-    def put(self, name: str, piece: dict) -> None:
-        """Record a piece, or one that has grown."""
-        self.pieces[name] = piece
-        self.write()
-
     def decide(self, decision: Decision) -> None:
-        """Record a stage's decision, instead of its earlier one."""
+        """Record a stage's decision, instead of its earlier one, and log it."""
         made = {**self.decisions, decision.stage: decision}
         self.decisions = {stage: made[stage] for stage in STAGES if stage in made}
         self.write()
+        cost = self.share(self.cost(decision.stage))
+        LOGGER.info(f"{decision.stage}: {decision.says} ({decision.kind}; cost {cost} of the run)")
 
-    def decided(self, stage: str, option: str, default: Any) -> Any:
-        """Return a stage's decision for an option, from this start or an earlier one."""
-        return self.decisions[stage].options.get(option, default) if stage in self.decisions else default
-
-    @property
-    def speed(self) -> dict[str, Any]:
-        """Return the chosen options of speed: those of `time`, otherwise of `fit`."""
-        made = [self.decisions[stage].options for stage in ("fit", "time") if stage in self.decisions]
+    def options(self, *stages: str) -> dict[str, Any]:
+        """Return what these stages decided, from this start or an earlier one. A later stage's choice replaces an
+        earlier one's."""
+        made = [decision.options for stage, decision in self.decisions.items() if stage in stages]
         return {name: value for options in made for name, value in options.items()}
 
     def write(self) -> None:
@@ -106,7 +101,7 @@ class Record:
     @property
     def spent(self) -> float:
         """Return the tokens that the pieces cost."""
-        return sum(piece.get("tokens", 0) for piece in self.pieces.values())
+        return sum(map(self.cost, STAGES))
 
     @property
     def left(self) -> float:

@@ -14,18 +14,16 @@ from configs.exit_codes import Exit
 from hosts.machines import HEADROOM, machines
 from tools.plan import __main__ as plan
 from tools.plan import output
-from tools.plan.search import ERROR, WORTH, Given, row_of, search
-from tools.plan.step_time import kernel_of, step_time
+from tools.plan.search import ERROR, Given, row_of
 from tools.programs.topologies import parse_topology
 from training.candidate import Candidate
-from training.state import compute_dtype
 
-D12 = "--config=configs/d12.py"
+V5E = "--topology=v5e:4x4"
 
 
 def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
     """Return the exit code and what was printed."""
-    monkeypatch.setattr(sys, "argv", ["plan", *words])
+    monkeypatch.setattr(sys, "argv", ["plan", "--config=configs/d12.py", *words])
     code = exit_code_of(plan.main, "")
     return code, *capsys.readouterr()
 
@@ -37,30 +35,23 @@ def run(monkeypatch, capsys, *words: str) -> tuple[int, str, str]:
         (["--topology=v5e:4x4x4"], "a slice of v5e is 1x1, 2x2, 2x4"),
         (["--topology=v5p:5x5x5"], "or rising multiples of 4"),
         (["--topology=v5p:16x24x32"], "a pod of v5p has 8,960 chips; take several slices"),
-        (["--topology=v5e"], "give a TPU slice"),
         ([], "--topology is missing"),
-        (
-            ["--topology=v5e:4x4", "--mesh.fsdp=3"],
-            "--mesh.data=-1 x fsdp=3 x tensor=1 does not fit the 16 devices of v5e:4x4",
-        ),
-        (["--topology=v5e:4x4", "--batch.rows_per_device=3"], "rows_per_device that would work: [1, 2, 4, 8, 16]"),
-        (
-            ["--topology=v5e:16x16", "--batch.tokens_per_step=2048", "--search"],
-            "1 rows of 2048 tokens, which 256 devices",
-        ),
-        (["--topology=v5e:4x4", "v6e:4x4", "h200:8", "--price", "1", "2"], "--price has 2 numbers for 3 topologies"),
-        (["--topology=v5e:4x4", "--batch.ramp=0:65536,2e8:131072"], "a plan is for a constant batch"),
-        (["--topology=v5e:4x4", "--picture=no/folder/plan.png"], "--picture=no/folder/plan.png cannot be written"),
+        ([V5E, "--mesh.fsdp=3"], "--mesh.data=-1 x fsdp=3 x tensor=1 does not fit the 16 devices of v5e:4x4"),
+        ([V5E, "--batch.rows_per_device=3"], "rows_per_device that would work: [1, 2, 4, 8, 16]"),
+        ([V5E, "--batch.tokens_per_step=2048", "--search"], "1 rows of 2048 tokens, which 16 devices"),
+        ([V5E, "v6e:4x4", "h200:8", "--price", "1", "2"], "--price has 2 numbers for 3 topologies"),
+        ([V5E, "--batch.ramp=0:65536,2e8:131072"], "a plan is for a constant batch"),
+        ([V5E, "--picture=no/folder/plan.png"], "--picture=no/folder/plan.png cannot be written"),
     ],
 )
 def test_a_mistake_is_one_message_and_code_2(monkeypatch, capsys, words, text):
-    code, _, problem = run(monkeypatch, capsys, D12, *words)
+    code, _, problem = run(monkeypatch, capsys, *words)
     assert code == Exit.MISTAKE and text in problem and problem.count("\n") == 1
 
 
 def test_if_nothing_fits_it_ends_with_1_and_names_what_would(monkeypatch, capsys):
     network = lambda heads: [f"--model.width={128 * heads}", f"--model.heads={heads}", f"--model.kv_heads={heads}"]
-    words = [D12, "--model.depth=32", "--batch.rows_per_device=16", "--topology"]
+    words = ["--model.depth=32", "--batch.rows_per_device=16", "--topology"]
     code, _, problem = run(monkeypatch, capsys, *words, "v5e:4x4", *network(64))
     assert code == Exit.FAILED and "nothing on it would" in problem and "x v5e:4x4 would" in problem
     code, _, problem = run(monkeypatch, capsys, *words, "v5p:2x2x4", *network(32))
@@ -69,13 +60,13 @@ def test_if_nothing_fits_it_ends_with_1_and_names_what_would(monkeypatch, capsys
 
 def test_the_chosen_one_is_a_command_of_train(monkeypatch, capsys, tmp_path):
     picture = tmp_path / "plan.png"
-    words = [D12, "--steps=5000", "--topology", "v5e:4x4", "2x h200:8", "--price", "1.2", "4", "--search", "--json"]
+    words = ["--steps=5000", "--topology", "v5e:4x4", "2x h200:8", "--price", "1.2", "4", "--search", "--json"]
     code, out, _ = run(monkeypatch, capsys, *words, f"--picture={picture}")
     chosen = json.loads(out)
     assert code == Exit.COMPLETE and picture.stat().st_size > 10_000
     assert [each["topology"] for each in chosen["plans"]] == ["v5e:4x4", "2x h200:8"]
     cheapest = min((each["candidates"][0]["run"]["cost"], each["topology"]) for each in chosen["plans"])
-    assert chosen["chosen"]["run"]["cost"] == cheapest[0] and chosen["chosen"]["topology"] == cheapest[1]
+    assert (chosen["chosen"]["run"]["cost"], chosen["chosen"]["topology"]) == cheapest
     python, train, *rest = shlex.split(chosen["command"])
     config, _ = parse(None, argv=rest)
     assert (python, train, config.steps) == ("python", "train.py", 5000)
@@ -84,16 +75,11 @@ def test_the_chosen_one_is_a_command_of_train(monkeypatch, capsys, tmp_path):
     assert (config.model.remat, config.model.loss_chunks) == (options["model.remat"], options["model.loss_chunks"])
 
 
-def test_a_table_states_its_assumptions(monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, D12, "--topology=v5e:4x4", "v6e:4x4", "--price=1.5")
-    assert code == Exit.COMPLETE
-    parts = ("gathered copies", "reduce-scatter", "limited by", "device-hours", "assumed of a")
-    for text in (*parts, output.accuracy()):
-        assert text in out
+def test_a_table_states_its_assumptions_and_the_jax_it_was_compared_with(monkeypatch, capsys):
+    code, out, _ = run(monkeypatch, capsys, V5E, "v6e:4x4", "--price=1.5")
+    parts = ("gathered copies", "reduce-scatter", "limited by", "device-hours", "assumed of a", output.accuracy())
+    assert code == Exit.COMPLETE and all(text in out for text in parts)
     assert out.rstrip().splitlines()[-1] == "python train.py --config=configs/d12.py"
-
-
-def test_a_plan_names_the_jax_it_was_compared_with_and_promises_nothing_of_another(monkeypatch):
     monkeypatch.setattr(output, "version", lambda package: output.COMPILED_WITH)
     assert output.COMPILED_WITH in output.accuracy() and output.ACCURACY in output.accuracy()
     monkeypatch.setattr(output, "version", lambda package: "99.0")
@@ -101,7 +87,7 @@ def test_a_plan_names_the_jax_it_was_compared_with_and_promises_nothing_of_anoth
 
 
 def test_advice_of_a_batch_that_is_too_small_and_of_memory_near_the_limit(monkeypatch, capsys):
-    code, out, _ = run(monkeypatch, capsys, D12, "--topology=v5e:4x4", "--batch.tokens_per_step=16384", "--search")
+    code, out, _ = run(monkeypatch, capsys, V5E, "--batch.tokens_per_step=16384", "--search")
     assert code == Exit.COMPLETE and "a step has 8 rows for 16 devices: use 8 devices, or a larger" in out
     row = row_of(Candidate(d12.get_config(), parse_topology("v5e:4x4")), Given())
     for times, expected in ((1 + ERROR / 2, True), (1 + 2 * ERROR, False)):
@@ -110,47 +96,9 @@ def test_advice_of_a_batch_that_is_too_small_and_of_memory_near_the_limit(monkey
         assert row.fits and any("--compile=1" in line for line in output.advice(row)) == expected
 
 
-def test_a_search_prefers_a_margin_below_the_limit_if_it_costs_little(monkeypatch):
-    of = Candidate(d12.get_config(), parse_topology("v5e:4x4"))
-    best = search(of, Given())
-    fastest = min(best, key=lambda row: row.time.expected)
-    memory = int(fastest.bytes * (1 + ERROR / 2) / HEADROOM)
-    monkeypatch.setitem(machines(), "v5e", replace(machines()["v5e"], memory=memory))
-    first, *rest = search(of, Given())
-    near = [row for row in rest if row.fits and row.time.expected < first.time.expected]
-    assert first.safe and near and not any(row.safe for row in near)
-    assert first.time.expected <= WORTH * fastest.time.expected
-
-
-@pytest.mark.parametrize("machine", [m for m in machines().values() if m.gpu], ids=lambda machine: machine.kind)
-def test_every_gpu_s_compute_type_and_attention(machine, monkeypatch):
-    """GPUs before Ampere compute in float32, which cuDNN's attention does not take; a run chooses the same type."""
-    old = machine.kind in ("t4", "v100")
-    of = Candidate(d12.get_config(), parse_topology(f"{machine.kind}:1"))
-    assert (of.dtype, kernel_of(of)) == (("float32", "blocks") if old else ("bfloat16", "cudnn"))
-    monkeypatch.setattr("model.parallel.described_capability", machine.capability)
-    assert compute_dtype(of.config.model, "gpu").name == of.dtype
-    documents = replace(of.config, data=replace(of.config.data, mask_documents=True))
-    heads = replace(of.config, model=replace(of.config.model, heads=3, kv_heads=3, head_dim=256))
-    assert kernel_of(replace(of, config=documents)) == "blocks"
-    assert kernel_of(replace(of, config=heads)) == ("cudnn" if machine.capability >= 9 else "blocks")
-
-
-def test_products_in_float32_take_the_time_of_their_own_peak():
-    config = d12.get_config()
-    seconds = lambda topology, dtype: (
-        step_time(
-            Candidate(replace(config, model=replace(config.model, dtype=dtype)), parse_topology(topology))
-        ).products
-    )
-    assert seconds("v5e:4x4", "float32") == pytest.approx(6 * seconds("v5e:4x4", "bfloat16"))
-    assert seconds("h100:1", "float32") == pytest.approx(989 / 67 * seconds("h100:1", "bfloat16"))
-    assert seconds("t4:1", "auto") == seconds("t4:1", "float32")
-
-
 def test_a_comparison_names_what_memory_was_read_from_and_compiles_no_card_that_cuda_cannot(monkeypatch, capsys):
-    code, out, err = run(monkeypatch, capsys, D12, "--topology", "v100:1", "v5e:4x4", "--search")
+    code, out, err = run(monkeypatch, capsys, "--topology", "v100:1", "v5e:4x4", "--search")
     assert code == Exit.COMPLETE and re.search(r"v100:1 .* shapes +float32 +blocks", out)
     assert re.search(r"v5e:4x4 .* shapes +bfloat16 +splash", out)
-    code, out, err = run(monkeypatch, capsys, D12, "--topology=v100:1", "--search", "--compile=1")
+    code, out, err = run(monkeypatch, capsys, "--topology=v100:1", "--search", "--compile=1")
     assert code == Exit.COMPLETE and "compiling" not in err

@@ -1,7 +1,6 @@
 """Test names of topologies, and compile the step for several slices and nodes that are not present."""
 
 from collections import Counter
-from functools import cache
 
 import pytest
 
@@ -12,9 +11,9 @@ from hosts.machines import name_of
 from model.axes import DATA
 from model.shapes import parameter_counts
 from tools.programs.compile import compile_step
-from tools.programs.hlo_collectives import Collective, collectives
+from tools.programs.hlo import collectives
 from tools.programs.topologies import Topology, devices_of, parse_topology
-from training.build import Build, build
+from training.build import build
 from training.candidate import topology_of
 from training.mesh import axes_between
 
@@ -24,10 +23,8 @@ from training.mesh import axes_between
     [
         ("v5e:4x4", Topology(1, "v5e", (4, 4)), 16),
         ("2x v5e:4x4", Topology(2, "v5e", (4, 4)), 32),
-        ("2xv5p:4x4x4", Topology(2, "v5p", (4, 4, 4)), 128),
         (" 1x V6E:2x2 ", Topology(1, "v6e", (2, 2)), 4),
         ("h200:8", Topology(1, "h200", (8,)), 8),
-        ("64x h200:8", Topology(64, "h200", (8,)), 512),
         ("v5p-128", Topology(1, "v5p", (4, 4, 4)), 64),
         ("v4-8", Topology(1, "v4", (2, 2, 1)), 4),
         ("2x v6e-8", Topology(2, "v6e", (2, 4)), 16),
@@ -39,9 +36,7 @@ def test_topologies_are_read(text, topology, devices):
     assert parse_topology(text) == topology and topology.devices == devices
 
 
-@pytest.mark.parametrize(
-    "text", ["v5e", "v5e:", "v5e:4x", "0x v5e:4x4", "2 v5e:4x4", "v5e:0x4", "4x4", "h200:2x4", "x", "v5p-96"]
-)
+@pytest.mark.parametrize("text", ["v5e", "v5e:4x", "0x v5e:4x4", "2 v5e:4x4", "v5e:0x4", "h200:2x4", "v5p-96"])
 def test_an_invalid_topology_is_refused_with_valid_ones(text):
     with pytest.raises(UserError, match=r"--topology=.*h200:8"):
         parse_topology(text)
@@ -55,26 +50,16 @@ def test_devices_are_named_by_their_topology(topology):
     assert name_of(topology_of(devices_of(topology))) == topology
 
 
-@cache
-def compiled(topology: str, *mesh: int) -> tuple[Build, list[Collective]]:
-    """Compile a d12 of two blocks with two micro-batches. Return the build and its collectives."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "fsdp"), [("2x v5e:4x4", 4), ("2x h200:8", 1)])
+def test_only_data_crosses_slices_and_nodes_once_a_step(topology, fsdp):
+    """Compile a block of d12 with two micro-batches."""
     pytest.importorskip("jax_cuda13_plugin" if "h200" in topology else "libtpu")
     devices = devices_of(topology)
-    config = with_options(
-        d12.get_config(), {"mesh": MeshConfig(*mesh), "batch.sequence_length": 512, "model.vocab_size": 4096}
-    )
-    config = sized(config, Sizes(depth=2, rows=1, micro_batches=2), len(devices))
+    options = {"mesh": MeshConfig(fsdp=fsdp), "batch.sequence_length": 512, "model.vocab_size": 4096}
+    config = sized(with_options(d12.get_config(), options), Sizes(depth=1, rows=1, micro_batches=2), len(devices))
     built = build(config, devices)
-    return built, collectives(compile_step(built).as_text(), dict(built.mesh.shape))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("topology", "mesh"),
-    [("2x v5e:4x4", (-1, 1, 1)), ("2x v5e:4x4", (-1, 4, 1)), ("2x h200:8", (-1, 1, 1)), ("2x h200:8", (-1, 4, 1))],
-)
-def test_only_data_crosses_slices_and_nodes_once_a_step(topology, mesh):
-    built, traffic = compiled(topology, *mesh)
+    traffic = collectives(compile_step(built).as_text(), dict(built.mesh.shape))
     assert axes_between(built.mesh) == ["data"]
     # The devices of an fsdp x tensor block share a replica. They must be in one slice or node.
     island = lambda device: device.slice_index if device.platform == "tpu" else device.process_index
@@ -85,7 +70,7 @@ def test_only_data_crosses_slices_and_nodes_once_a_step(topology, mesh):
     payload, across = Counter(), Counter()
     for c in over_data:
         (across if c.axes == DATA[:1] else payload)[c.kind, c.dtype] += c.times * c.bytes_each
-    parameters = sum(parameter_counts(built.config.model).values()) // (mesh[1] * mesh[2])
+    parameters = sum(parameter_counts(built.config.model).values()) // fsdp
     summed = payload["reduce-scatter", "f32"] + payload["all-reduce", "f32"]
     assert 4 * parameters <= summed < 4 * parameters + 4096
     gathered = payload.total() - summed  # all-gathers in the compute type, or all-reduces of zeros elsewhere

@@ -1,0 +1,189 @@
+"""noise and branch: measure what a larger batch would cost.
+
+noise measures the gradient noise scale along the run's first tenth, a proxy of the critical batch. branch measures the
+critical batch: 1/2, 1, 2 and 4 times the batch, from one checkpoint, over the same tokens.
+"""
+
+from pathlib import Path
+
+from configs.messages import LOGGER
+from configs.schema import Config, UserError, with_options
+from run.diagnosis import BLOCKS, NoiseScale, noise_scale
+from run.lines import read_metrics
+from tools.plan.search import halvings
+from tools.tune.speed import rows_that_divide
+from tools.tune.statistics import better_half, critical_batch
+from tools.tune.trial import Context, Origin, evaluation_cost
+from tools.tune.tune_json import Decision
+from training.build import build
+from training.mesh import batch_devices, make_mesh
+from training.schedule import Rule, with_batch, with_rates
+
+POINTS = (0.01, 0.02, 0.05, 0.1)  # shares of the run's tokens at which the noise scale is read
+UNITS = 8  # the fewest gradients of a step that are compared: micro-batches x replicas
+TRUNK = "trunk"  # the folder of the run's beginning, which `branch` starts from too
+DIVISOR = 4  # steps at a point are a multiple of it, so that a batch four times as large can start there
+BRANCHES: list[tuple[float, Rule]] = [
+    (1.0, "root"),
+    *((factor, "root") for factor in (0.5, 2.0, 4.0)),
+    *((factor, "linear") for factor in (0.5, 2.0, 4.0)),
+]
+TOLERANCE = 0.01  # nats that a batch may lose on the best without wasting tokens
+MIN_STEPS = 16  # of the run's own batch, in a branch
+
+
+def points(steps: int) -> list[int]:
+    """Return the steps of the run at which the noise scale is read, each at least as late as a noise scale needs."""
+    rounded = [-(-round(share * steps) // DIVISOR) * DIVISOR for share in POINTS]
+    return sorted({max(point, BLOCKS) for point in rounded if max(point, BLOCKS) <= steps})
+
+
+def noise_needs(config: Config) -> int:
+    """Return the tokens up to the first point."""
+    return next(iter(points(config.steps)), 0) * config.batch.tokens_per_step
+
+
+def read(lines: list[dict], step: int) -> NoiseScale | None:
+    """Return the noise scale at `step`, from the later half of the steps measured so far, but at least 8."""
+    measured = [line["diagnostics"] for line in lines if "diagnostics" in line and line["step"] <= step]
+    window = measured[-max(BLOCKS, len(measured) // 2) :]
+    pairs = [(piece["signal"]["all"], piece["noise"]["all"]) for piece in window]
+    sound = [(signal, noise) for signal, noise in pairs if signal is not None and noise is not None]
+    return noise_scale(*zip(*sound)) if sound else None
+
+
+def units_of(share: int, rows: int, replicas: int) -> int:
+    """Return the rows of a micro-batch on a device that divide a step into at least 8 units, if a device's `share` can
+    be halved so often. The noise is measured between units; the step's result does not depend on them."""
+    sizes = [n for n in sorted(halvings(share), reverse=True) if n <= rows]
+    return next((n for n in sizes if share // n * replicas >= UNITS), sizes[-1])
+
+
+def noise(context: Context) -> None:
+    """Train the run's beginning, measuring itself, from point to point as far as the budget reaches, and print the
+    noise scale there. Change no batch: the later noise scale is not known; `branch` measures a batch."""
+    record, config, size = context.record, context.config, context.config.batch.tokens_per_step
+    replicas = batch_devices(make_mesh(config.mesh))
+    share = size // config.batch.sequence_length // replicas
+    rows = units_of(share, min(config.batch.rows, share), replicas)
+    every = max(1, points(config.steps)[0] // 16)  # at least sixteen are measured up to the first point, or all
+    measured = with_options(config, {"batch.rows_per_device": rows, "diagnostics.every_steps": every})
+    if build(measured).batch_shape[0] * replicas == 1:
+        says = "a step of one row on one device has one gradient, and shows no noise; give it two rows"
+        record.decide(Decision("noise", says, "not done", {}))
+        return
+    done = max(map(int, record.pieces_of("noise")), default=0)
+    reached = [point for point in points(config.steps) if (point - done) * size <= record.left]
+    for point in points(config.steps)[len(reached) :][:1]:
+        LOGGER.info(f"noise: training to {record.share(point * size)} of the tokens would exceed the budget")
+    if reached and reached[-1] > done and context.train(TRUNK, measured, reached[-1]) is None:
+        raise UserError("the run gives up in its first tenth; find lower rates: --stages=rate")
+    lines = read_metrics(context.folder / TRUNK)
+    for before, point in zip([0, *reached], reached):
+        scale = read(lines, point)
+        piece = {name: getattr(scale, name) if scale else None for name in ("value", "low", "high")}
+        piece = record.piece(f"noise/{point}", lambda: {**piece, "tokens": (point - before) * size})  # noqa: B023
+        LOGGER.info(f"noise: after {point} steps B is {interval(piece)} tokens")
+    pieces = {int(step): piece for step, piece in record.pieces_of("noise").items() if piece["value"] is not None}
+    record.decide(noise_decision(pieces, size, config.steps))
+
+
+def interval(piece: dict) -> str:
+    """Return a noise scale as text, with its interval."""
+    if piece["value"] is None:
+        return "not known"
+    low, high = float(piece["low"]), float(piece["high"])
+    return f"at least {low:,.0f}" if high == float("inf") else f"{float(piece['value']):,.0f} [{low:,.0f}, {high:,.0f}]"
+
+
+def noise_decision(pieces: dict[int, dict], batch: int, steps: int) -> Decision:
+    """Return the decision on the batch, in tokens, from the noise scales. The batch stays: the scales are from the
+    run's first tenth, and the batch is for the complete run."""
+    if not pieces:
+        return Decision("noise", "no point was reached at which the noise scale is known", "not done", {})
+    last = max(pieces)
+    if float(pieces[last]["high"]) < batch:
+        what = (
+            f"the config's {batch:,} is above it there, and stays: a smaller one would be too small later; a ramp "
+            f"(--batch.ramp) can start small"
+        )
+    elif float(pieces[last]["low"]) > batch:
+        what = f"the config's {batch:,} is below it: a larger batch may cost few tokens, which branch measures"
+    else:
+        what = f"the config's {batch:,} is within its interval, and stays"
+    says = (
+        f"B is {interval(pieces[last])} tokens at {last / steps:.1%} of the run; {what}. It mostly grows as the loss "
+        "falls (arXiv:1812.06162), and it is a proxy of the critical batch"
+    )
+    return Decision("noise", says, "extrapolated", {})
+
+
+def branch_needs(config: Config, trunk: bool) -> int:
+    """Return the tokens of the shortest branches from the first point on. Without a `trunk`, add those up to the
+    point."""
+    branches = len(BRANCHES) * (MIN_STEPS * config.batch.tokens_per_step + evaluation_cost(config))
+    return branches + (0 if trunk else noise_needs(config))
+
+
+def branch(context: Context, rate: float) -> None:
+    """Train with each batch and rule from the beginning that `noise` trained, and choose the largest batch that loses
+    at most TOLERANCE. If `rate` chose another rate, train a new beginning with it."""
+    record = context.record
+    rate = record.pieces.get("branch/plan", {}).get("rate", rate)
+    config = with_rates(with_options(context.config, record.options("fit", "time")), rate)
+    size, evaluation = config.batch.tokens_per_step, evaluation_cost(context.config)
+    start, trunk = _trunk(context, config, rate)
+    # As many steps of the run's own batch as led to the checkpoint, or what the budget allows.
+    affordable = int(min(record.left / len(BRANCHES) - evaluation, 2.0**62) // size)
+    steps = max(MIN_STEPS, min(start, affordable) // DIVISOR * DIVISOR)
+    plan = record.piece("branch/plan", lambda: {"start": start, "steps": steps, "rate": rate, "tokens": 0})
+    losses: dict[tuple[float, Rule], list[float]] = {}
+    for factor, rule in BRANCHES:
+        branched, first, last = with_batch(config, factor, rule), plan["start"] / factor, plan["steps"] / factor
+        branched = rows_that_divide(branched)
+        if branched is None:
+            LOGGER.info(f"branch: the rows of a step cannot be divided for a batch x{factor:g}")
+            continue
+        name = f"branch/x{factor:g}-{rule}"
+        if name not in record.pieces and plan["steps"] * size + evaluation > record.left:
+            LOGGER.info(f"branch: {name} would pass the budget")
+            break
+        branched = with_options(branched, {"steps": int(first + last)})  # schedules end with the branch
+        losses[factor, rule] = context.losses(name, branched, Origin(trunk, plan["start"], int(first)))
+    scale = record.pieces_of("noise").get(str(plan["start"]), {})
+    record.decide(branch_decision(losses, size, plan["start"] / config.steps, scale))
+
+
+def _trunk(context: Context, config: Config, rate: float) -> tuple[int, Path]:
+    """Return the step of the checkpoint to branch from, and its folder. Train it if `noise` did not."""
+    record, size = context.record, config.batch.tokens_per_step
+    if rate == 1 and record.pieces_of("noise"):
+        return max(map(int, record.pieces_of("noise"))), context.folder / TRUNK
+    name = f"{TRUNK}-x{rate:g}"
+    later = branch_needs(config, trunk=True)
+    affordable = [point for point in points(config.steps) if point * size + later <= record.left]
+    start = max(affordable, default=points(config.steps)[0])
+    if f"branch/{name}" not in record.pieces and context.train(name, config, start) is None:
+        raise UserError(f"the run gives up before step {start} with its rates x{rate:g}")
+    piece = record.piece(f"branch/{name}", lambda: {"step": start, "tokens": start * size})
+    return piece["step"], context.folder / name
+
+
+def branch_decision(losses: dict[tuple[float, Rule], list[float]], batch: int, share: float, noise: dict) -> Decision:
+    """Return the decision from each branch's losses. `noise`: the piece with the noise scale at the checkpoint's
+    step."""
+    if len(losses) < 2 or not better_half(losses):
+        return Decision("branch", "no two batches were compared", "not done", {})
+    (factor, rule), behind = critical_batch(losses, TOLERANCE)
+    shown = ", ".join(f"x{factor:g} {by} {more.shown('+.4f')}" for (factor, by), more in sorted(behind.items()))
+    at_least = "at least " if factor == max(factor for factor, _ in BRANCHES) else ""
+    proxy = f" (the noise scale after as many steps was {float(noise['value']):,.0f})" if noise.get("value") else ""
+    scaled = f", with rates scaled by the {rule} rule," if factor != 1 else ""
+    says = (
+        f"a batch of {at_least}{factor * batch:,.0f} tokens (x{factor:g}){scaled} loses at most {TOLERANCE} nats on "
+        f"the best: the critical batch at {share:.1%} of the run{proxy}. Nats above the best, with intervals of 95% "
+        f"over held-out text, not over seeds: {shown}"
+    )
+    if factor < 1:  # the critical batch grows along the run
+        says += "; the batch stays: a smaller one would be too small later; a ramp (--batch.ramp) can start small"
+    return Decision("branch", says, "extrapolated", {"batch": factor, "rule": rule} if factor > 1 else {})
