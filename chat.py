@@ -7,11 +7,11 @@ import jax
 from msgspec import Meta
 
 from configs.command_line import parse_arguments
-from configs.schema import AnyPath, MeshConfig, NotNegative, Positive, UserError
+from configs.schema import NotNegative, Positive, UserError
 from evaluation.engine import Engine
-from evaluation.network import open_network
+from evaluation.network import SamplingArguments, open_network
 from hosts.runtime import run_command, start_jax
-from interchange.transformers import converses
+from interchange.folders import converses
 from model.sampling import Sampling
 from model.shapes import parameter_counts
 from run.record import at_hand
@@ -21,29 +21,17 @@ from training.mesh import mesh_of_first
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(SamplingArguments):
     """Talk to a network that was fine-tuned on conversations."""
 
-    run_dir: AnyPath
-    """Folder of the run whose newest checkpoint is used, or of an exported network, here or at gs://."""
-    step: Positive[int] | None = None
-    """The checkpoint's step; default: the newest."""
-    average: bool = True
-    """Take the average of the run's parameters, if it has one (`optimizer.average`). False: the last ones."""
     prompt: str = ""
     """A message to answer, and nothing else. Without it, messages come from the terminal, a line each."""
     system: str = ""
     """A system message: it goes before the first message."""
     tokens: Positive[int] | None = None
     """Most tokens of an answer. Default: as many as the row has room for."""
-    temperature: NotNegative[float] = 0.8
-    """0 takes the likeliest token; higher is more varied."""
-    top_k: NotNegative[int] = 50
-    """Draw from this many likeliest tokens, and from all that are as likely as the last of them; 0 draws from all."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Draw from the fewest likeliest tokens that have this probability together."""
-    seed: NotNegative[int] = 0
-    """Seed of the draws. `/regenerate` takes the next one."""
     serve: bool = False
     """Answer over HTTP: a page to chat on, and OpenAI's chat completions API (docs/chat.md). Requests without a
     temperature, top_k or top_p use the options above."""
@@ -55,9 +43,6 @@ class Arguments:
     """Answers that the server writes at once."""
     queue: NotNegative[int] = 16
     """Most requests that wait for a slot. More are refused."""
-    mesh: MeshConfig = MeshConfig(data=1)
-    """Mesh of as many devices as its sizes need, whatever the run's own; `fsdp` and `tensor` for a network too large
-    for one."""
 
 
 def main() -> int:

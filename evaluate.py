@@ -18,17 +18,14 @@ from configs.messages import progress
 from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
 from data.dataset import open_text
 from data.loader import held_out_batches
-from evaluation.bits_per_byte import evaluate
 from evaluation.chat_core import ChatCore, read_chat_tasks
 from evaluation.core import READS, Core, Task, read_bundle
-from evaluation.documents import read_sources
-from evaluation.item_log import ItemLog, write_json
-from evaluation.network import Network, open_network, tokenizer_folder
-from evaluation.pictures import plot_accuracies
-from evaluation.table import as_table
-from evaluation.texts import measure_text, results_of
+from evaluation.evaluator import evaluate
+from evaluation.network import Network, open_network
+from evaluation.results import ItemLog, as_table, plot_accuracies, write_json
+from evaluation.texts import measure_text, read_sources, results_of
 from hosts.runtime import cache_dir, check_hosts_agree, run_command, start_jax
-from interchange.init_from import OURS, architecture_of, is_network
+from interchange.init_from import OURS, architecture_of, is_network, network_config, tokenizer_in
 from run.record import at_hand
 from training.mesh import batch_devices, batch_sharding, make_mesh
 from training.step import make_eval_step
@@ -167,10 +164,11 @@ def held_out(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
 
 def texts(arguments: Arguments, folder: str, mesh: Mesh) -> dict[str, Any]:
     """Return bits per byte of other text, and a comparison with another network."""
-    given, tokenizer, out = arguments.run_dir or arguments.from_, tokenizer_folder(folder), arguments.out or folder
+    given, out = arguments.run_dir or arguments.from_, arguments.out or folder
     against, other = arguments.against, str(at_hand(arguments.against)) if arguments.against else ""
-    if other:
-        tokenizer_folder(other)  # a mistake is reported before any compute
+    for one in filter(None, (folder, other)):
+        network_config(Path(one))  # a mistake is reported before any compute
+    tokenizer = tokenizer_in(Path(folder)) or Path(folder)
     sources = read_sources(arguments.source, arguments.documents, arguments.text_column, tokenizer, cache_dir())
     network = open_network(folder, mesh, arguments.step, arguments.average)
     ours, theirs = measure_text(network, given, sources, out), None

@@ -1,30 +1,50 @@
 """Export a run's network for other programs: python export.py --run_dir=runs/small --format=hf --out=DIR."""
 
 import os
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Int
 
 from configs.command_line import parse_arguments
 from configs.ramp import Ramp
-from configs.schema import AnyPath, FilePath, MeshConfig, Positive, UserError
+from configs.schema import AnyPath, Config, FilePath, MeshConfig, ModelConfig, Positive, UserError
 from data.tokenizer import load_tokenizer
-from evaluation.documents import read_sources
 from evaluation.network import Network, open_network
+from evaluation.texts import read_sources
 from hosts.runtime import cache_dir, run_command, start_jax
-from interchange.card import model_card
-from interchange.safetensors import write_safetensors
-from interchange.transformers import write_hf
-from interchange.verify import require_transformers, verify
+from interchange.folders import write_hf, write_safetensors
+from model.loss import softcap
+from model.shapes import kinds
 from run.lines import scores
 from run.record import at_hand
 from run.saved_run import read_in_shards
 from training.mesh import make_mesh
+from training.state import split_model
+
+BOUND = 1e-3  # of logits in float32: ten times the observed effect of the order of sums
+LOAD = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER{trust})
+tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+text = tokenizer("Once upon a time", return_tensors="pt")  # with the token that starts a document
+print(tokenizer.decode(model.generate(**text, max_new_tokens=50)[0]))
+```"""
+CHAT = """```python
+from transformers import pipeline
+
+chat = pipeline("text-generation", model=FOLDER{trust})
+messages = [{{"role": "user", "content": "What does sorted() do?"}}]
+print(chat(messages, max_new_tokens=200)[0]["generated_text"][-1]["content"])
+```"""
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,75 @@ def main() -> int:
         network = open_network(folder, make_mesh(MeshConfig(data=1), jax.local_devices()[:1]), step, arguments.average)
         print(verify(out, network.params, config.model, arguments.dtype, rows_of_text(network)))
     return 0
+
+
+def model_card(
+    config: Config, step: int, tokens: int, val_bpb: float | None, license: str, remote: bool, chat: bool
+) -> str:
+    """Return the model card of a network after `step` steps on `tokens` tokens. `remote`: its code is in its folder.
+    `chat`: it was trained on conversations.
+    `license`: Hugging Face's name; empty: not stated."""
+    model, parameters = config.model, sum(p.size * count for p, count in kinds(config.model))
+    bits = "not measured at this step" if val_bpb is None else f"{val_bpb:.4f} of held-out text"
+    trust = ", trust_remote_code=True" if remote else ""
+    rows = {
+        "parameters": f"{parameters:,} ({model.depth} blocks of width {model.width}, {model.vocab_size:,} tokens)",
+        "row": f"{config.batch.sequence_length:,} tokens",
+        "training text": config.data.source,
+        "trained on": f"{tokens:,} tokens, {step:,} steps",
+        "bits per byte": bits,
+        "license": license or "not stated: ask whoever trained it, and see the training text's",
+    }
+    header = f"---\n{f'license: {license}' + chr(10) if license else ''}library_name: transformers\n---\n"
+    table = "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())])
+    if chat:
+        about, load = "answers the user of a conversation. It was fine-tuned on conversations.", CHAT
+    else:
+        about, load = "continues text. It was pretrained and follows no instructions.", LOAD
+    return f"{header}\n# {config.name}\n\nA language model that {about}\n\n{table}\n\n{load.format(trust=trust)}\n"
+
+
+def require_transformers() -> None:
+    """Raise UserError if torch or transformers is not installed."""
+    try:
+        import torch  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"--verify loads the network in transformers: pip install torch transformers ({error})"
+        ) from error
+
+
+def largest_difference(
+    folder: Path, params: dict, model: ModelConfig, tokens: Int[np.ndarray, "rows length"]
+) -> tuple[float, float]:
+    """Return the largest difference between the capped logits of the network in `folder`, loaded by transformers, and
+    of ours, both in float32; and the standard deviation of ours, for comparison. `params`: rounded like the
+    folder's."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    graphdef, _ = split_model(model, jnp.dtype("float32"))
+    logits = jax.jit(lambda params, tokens: softcap(nnx.merge(graphdef, params)(tokens)[0], model.softcap))
+    ours = np.asarray(logits(params, tokens))
+    network = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32)
+    with torch.no_grad():
+        theirs = network(torch.tensor(tokens)).logits.numpy()
+    return float(np.max(np.abs(ours - theirs))), float(np.std(ours))
+
+
+def verify(folder: Path, params: dict, model: ModelConfig, dtype: str, tokens: np.ndarray) -> str:
+    """Return a line on the difference between the logits of the network in `folder` and ours on `tokens`. Above the
+    bound, remove the folder and raise RuntimeError."""
+    rounded = jax.tree.map(lambda leaf: leaf.astype(np.dtype(dtype)).astype(np.float32), params)
+    difference, size = largest_difference(folder, rounded, model, tokens)
+    result = (
+        f"logits of {tokens.size} tokens of Python's library differ by at most {difference:.2g} (spread {size:.2g})"
+    )
+    if not difference <= BOUND:  # nan included
+        shutil.rmtree(folder)
+        raise RuntimeError(f"{result}: above {BOUND}, so {folder} was removed: this is a defect of the export")
+    return result
 
 
 def rows_of_text(network: Network) -> Int[np.ndarray, "rows length"]:

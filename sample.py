@@ -3,24 +3,18 @@
 from dataclasses import dataclass
 
 from configs.command_line import parse_arguments
-from configs.schema import AnyPath, MeshConfig, NotNegative, Positive, UserError
+from configs.schema import Positive, UserError
 from evaluation.generation import continuations, encode_prompts
-from evaluation.network import open_network
+from evaluation.network import SamplingArguments, open_network
 from hosts.runtime import run_command, start_jax
 from run.record import at_hand
 from training.mesh import mesh_of_first
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Arguments(SamplingArguments):
     """Continue a text with a trained network."""
 
-    run_dir: AnyPath
-    """Folder of the run whose newest checkpoint is used, here or at gs://."""
-    step: Positive[int] | None = None
-    """The checkpoint's step; default: the newest."""
-    average: bool = True
-    """Take the average of the run's parameters, if it has one (`optimizer.average`). False: the last ones."""
     prompt: tuple[str, ...] = ("",)
     """Texts to continue, together in one batch; an empty one starts a document."""
     samples: Positive[int] = 3
@@ -28,15 +22,6 @@ class Arguments:
     tokens: Positive[int] | None = None
     """Most tokens of a continuation, which ends with the network's document. They must fit the network's sequence
     length together with the prompt. Default: 128, or as many as fit."""
-    temperature: NotNegative[float] = 0.8
-    """0 takes the likeliest token; higher is more varied."""
-    top_k: NotNegative[int] = 50
-    """Draw from this many likeliest tokens, and from all that are as likely as the last of them; 0 draws from all."""
-    seed: NotNegative[int] = 0
-    """Seed of the draws."""
-    mesh: MeshConfig = MeshConfig(data=1)
-    """Arrangement of this many of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large
-    for one."""
 
 
 def main() -> int:

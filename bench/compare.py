@@ -33,8 +33,8 @@ from configs.command_line import exit_code_of, parse_arguments
 from configs.exit_codes import Exit
 from configs.files import write_whole
 from configs.schema import FilePath, NotNegative, Positive, UserError
-from evaluation.bits_per_byte import ratio
-from evaluation.item_log import write_json
+from evaluation.evaluator import ratio
+from evaluation.results import write_json
 from model.shapes import flops_per_token
 from tools.report.runs import Run, read_run
 

@@ -28,7 +28,7 @@ from configs.nanochat import REFERENCE_BATCH, REFERENCE_DEPTH, network_of_depth
 from configs.schema import Config, FilePath, ModelConfig, Positive, UserError, with_options
 from configs.validation import require_steps
 from data.loader import train_batches
-from evaluation.bits_per_byte import evaluate
+from evaluation.evaluator import evaluate
 from hosts.runtime import run_command, start_jax
 from run.metrics import Clock
 from run.opening import open_training

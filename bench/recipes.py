@@ -28,7 +28,7 @@ from configs.validation import require_steps
 from data.dataset import absolute
 from data.dataset_folder import open_dataset
 from data.mixture import read_source
-from evaluation.item_log import write_json
+from evaluation.results import write_json
 from hosts.preflight import ROOT, code_digest
 from hosts.runtime import versions
 

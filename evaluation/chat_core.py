@@ -128,21 +128,16 @@ class ChatCore(Core):
 
     def written(self, params: dict, task: Task, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yield the lines of items as their greedy answers end. A question that leaves no room in the row is wrong."""
-        engine = Engine(replace(self.network, params=params), min(self.slots, len(indices)))
+        together = self.network.config.batch.rows * batch_devices(self.network.mesh)  # as rows in training
+        engine = Engine(replace(self.network, params=params), min(together, len(indices)))
         prompts = {index: self.prompt(task, index) for index in indices}
         fit = [index for index, prompt in prompts.items() if len(prompt) < engine.capacity]
-        yield from (self.line(task, index, [], cut=True) for index in prompts if len(prompts[index]) >= engine.capacity)
+        yield from (self.line(task, index, [], cut=True) for index in prompts if index not in fit)
         answers = engine.answers([(prompts[index], Sampling(temperature=0.0), NEW_TOKENS) for index in fit])
         hidden = jax.process_index() > 0
-        for place, answer in progress(
-            answers, total=len(fit), unit="answers", desc="writing", leave=False, disable=hidden
-        ):
+        bar = progress(answers, total=len(fit), unit="answers", desc="writing", leave=False, disable=hidden)
+        for place, answer in bar:
             yield self.line(task, fit[place], answer.tokens, cut=answer.finished == "length")
-
-    @property
-    def slots(self) -> int:
-        """Return how many answers are written together: as many as rows are trained on together."""
-        return self.network.config.batch.rows * batch_devices(self.network.mesh)
 
     def line(self, task: Task, index: int, tokens: Sequence[int], cut: bool) -> dict[str, Any]:
         """Return the line of a written answer."""

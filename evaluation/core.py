@@ -24,7 +24,7 @@ import yaml
 
 from configs.schema import UserError
 from data.tokenizer import TextTokenizer
-from evaluation.item_log import ItemLog
+from evaluation.results import ItemLog
 from evaluation.scorer import Question, Scorer, Scores, common_prefix
 
 TIES = {"float32": 1e-4, "bfloat16": 0.05}

@@ -20,8 +20,8 @@ from jaxtyping import Array, Int
 from configs.schema import UserError
 from data.tokenizer import CHAT_TOKENS
 from evaluation.calculator import calculate
+from evaluation.generation import on_mesh
 from evaluation.network import Network
-from evaluation.on_mesh import on_mesh
 from model.axes import BATCH_AXES
 from model.cache import LayerCache
 from model.gpt import GPT, KVCache
@@ -33,10 +33,6 @@ from training.mesh import batch_devices, xla_options
 SHORT, LONG = 32, 256  # tokens of a prompt read at a time
 AHEAD = 4  # tokens drawn in one call
 ROWS, CACHE = PartitionSpec(BATCH_AXES), PartitionSpec(BATCH_AXES, "tensor")
-
-
-class NoSlot(Exception):
-    """All slots are taken."""
 
 
 @dataclass(eq=False)
@@ -68,8 +64,6 @@ class Slot:
     cached: int = 0
     """Tokens of the row that are in the cache."""
     answer: Answer | None = None
-    used: int = 0
-    """Number of the answer that took the slot last."""
 
     def shares(self, tokens: Sequence[int]) -> int:
         """Return how many of the first tokens are in the cache. At least one is left to read, for the next token."""
@@ -137,15 +131,14 @@ class Engine:
         calls of Python are text."""
         config, mesh, dtype = network.config.model, network.mesh, network.dtype
         self.devices = batch_devices(mesh)
-        self.each = -(-slots // self.devices)
-        # Consecutive slots are on different devices, which read at the same time.
+        self.each = -(-slots // self.devices)  # on a device
+        # Least recently used first. Those after each other are on different devices, which read at the same time.
         self.slots = [Slot(device * self.each + i) for i in range(self.each) for device in range(self.devices)]
         self.capacity = capacity or network.config.batch.sequence_length
         self.tokenizer = network.tokenizer
         special = network.tokenizer.special_tokens if chat else {}
         _, _, _, end, *self.tools = (special.get(name, -1) for name in CHAT_TOKENS)
         self.ends = {network.tokenizer.bos, end}
-        self.begun = 0
         self.params = jax.tree.map(lambda p: p if p.ndim == 1 else p.astype(dtype), network.params)
         over = lambda function, in_specs, out_specs: on_mesh(function, config, dtype, mesh, in_specs, out_specs)
         empty = lambda model: model.empty_cache(self.each, self.capacity).layers
@@ -170,22 +163,20 @@ class Engine:
         return sum(slot.answer is None for slot in self.slots)
 
     def begin(self, tokens: Sequence[int], sampling: Sampling, most: int | None = None) -> Answer:
-        """Return an answer to a prompt, of at most `most` tokens. Raise NoSlot if no slot is free, and
-        UserError if the prompt leaves no room in the row."""
+        """Return an answer to a prompt, of at most `most` tokens, in a free slot. Raise UserError if the prompt leaves
+        no room in the row."""
         if len(tokens) >= self.capacity:
             raise UserError(
                 f"the prompt has {len(tokens)} tokens; the network's sequence has {self.capacity}, so at most "
                 f"{self.capacity - 1} leave room for an answer"
             )
-        free = [slot for slot in self.slots if slot.answer is None]
-        if not free:
-            raise NoSlot(f"all {len(self.slots)} slots are taken")
-        shared = {slot.index: slot.shares(tokens) for slot in free}
+        shared = {slot: slot.shares(tokens) for slot in self.slots if slot.answer is None}
         # All conversations begin alike: a short common prefix does not justify overwriting a slot that was just used.
-        worth = lambda slot: shared[slot.index] if 2 * shared[slot.index] > slot.cached else 0
-        slot = max(free, key=lambda slot: (worth(slot), -slot.used))
-        self.begun += 1
-        slot.used, slot.row, slot.given, slot.cached = self.begun, list(tokens), len(tokens), shared[slot.index]
+        slot = max(shared, key=lambda slot: shared[slot] if 2 * shared[slot] > slot.cached else 0)
+        self.slots.remove(slot)
+        self.slots.append(slot)
+        slot.row, slot.given, slot.cached = list(tokens), len(tokens), shared[slot]
+        sampling = sampling._replace(top_k=min(sampling.top_k, 2**31 - 1), seed=sampling.seed % (1 << 32))
         slot.answer = Answer(sampling, most or self.capacity, len(tokens) - slot.cached)
         return slot.answer
 
@@ -206,10 +197,11 @@ class Engine:
                 yield writing.pop(answer), answer
 
     def drop(self, answer: Answer) -> None:
-        """End an answer early. Its slot is free, and keeps what it has read."""
+        """End an answer, finished or not. Its slot is free, and keeps what it has read."""
         for slot in self.slots:
             if slot.answer is answer:
-                self._leave(slot)
+                slot.answer = None
+                slot.follow_with([])
 
     def step(self) -> list[tuple[Answer, int]]:
         """Return a new token of each answer in progress. An answer that ends here has none, and is finished."""
@@ -230,12 +222,8 @@ class Engine:
                 if len(answer.tokens) == answer.most or slot.given == self.capacity:
                     answer.finished = "length"
             if answer.finished:
-                self._leave(slot)
+                self.drop(answer)
         return new
-
-    def _leave(self, slot: Slot) -> None:
-        slot.answer = None
-        slot.follow_with([])
 
     def _follow_call(self, slot: Slot, answer: Answer, token: int) -> None:
         """Let the calculator's output follow the end of a call."""
@@ -277,24 +265,19 @@ class Engine:
         """Continue the slots' rows with at most `length` unread tokens. Return the tokens that follow."""
         ints = lambda *shape: np.zeros(shape, np.int32)
         options: Any = np.zeros(rows, np.float32), ints(rows), np.ones(rows, np.float32), np.zeros(rows, np.uint32)
-        places: Any = (
+        numbers, tokens, starts, lengths = (
             ints(rows),
             ints(rows, 1 + length),
-            np.full(rows, self.capacity, np.int32),
-            np.ones(rows, np.int32),
+            ints(rows) + self.capacity,
+            ints(rows) + 1,
         )
-        parts: Any = Parts._make([*places, Sampling(*options)])
         for place, slot in slots.items():
             assert slot.answer
-            tokens, sampling = slot.row[slot.cached :][:length], slot.answer.sampling
-            parts.slot[place], parts.start[place], parts.length[place] = (
-                slot.index % self.each,
-                slot.cached,
-                len(tokens),
-            )
-            parts.tokens[place, : 1 + len(tokens)] = [slot.row[slot.cached - 1] if slot.cached else 0, *tokens]
-            sampling = sampling._replace(top_k=min(sampling.top_k, 2**31 - 1), seed=sampling.seed % (1 << 32))
-            for array, value in zip(options, sampling):
+            unread = slot.row[slot.cached :][:length]
+            numbers[place], starts[place], lengths[place] = slot.index % self.each, slot.cached, len(unread)
+            tokens[place, : 1 + len(unread)] = [slot.row[slot.cached - 1] if slot.cached else 0, *unread]
+            for array, value in zip(options, slot.answer.sampling):
                 array[place] = value
-        self.cache, tokens = program(self.params, self.cache, parts)
-        return np.asarray(tokens)
+        parts: Any = (numbers, tokens, starts, lengths, Sampling(*options))
+        self.cache, following = program(self.params, self.cache, Parts(*parts))
+        return np.asarray(following)

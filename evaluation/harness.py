@@ -19,8 +19,8 @@ from configs.schema import UserError
 from data.conversation import messages_of, render
 from evaluation.chat_core import require_chat_tokens
 from evaluation.engine import Engine
-from evaluation.item_log import ItemLog
 from evaluation.network import Network
+from evaluation.results import ItemLog
 from evaluation.scorer import Question, Scorer
 from hosts.runtime import check_hosts_agree
 from model.sampling import Sampling

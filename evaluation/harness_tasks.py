@@ -18,9 +18,8 @@ from configs.files import write_whole
 from configs.schema import UserError
 from evaluation.core import TIES
 from evaluation.harness import LM, HarnessNetwork, digest
-from evaluation.item_log import ItemLog, to_lines, write_json
 from evaluation.network import Network
-from evaluation.pictures import plot_accuracies
+from evaluation.results import ItemLog, plot_accuracies, to_lines, write_json
 
 BOOTSTRAP = 1000  # resamples for a standard error that has no formula; the harness' 100,000 take minutes a task
 

@@ -9,14 +9,34 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from configs.schema import Config
+from configs.schema import AnyPath, Config, MeshConfig, NotNegative, Positive
 from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.generation import Generate, make_generate
 from evaluation.scorer import Scorer
 from interchange.init_from import config_of, is_network, read_params, require_same_network
-from run.folder import record_of
 from run.saved_run import load_run
 from training.state import abstract_params, compute_dtype, params_sha256
+
+
+@dataclass(frozen=True)
+class SamplingArguments:
+    """Options of the commands that draw text."""
+
+    run_dir: AnyPath
+    """Folder of the run whose newest checkpoint is used, or of an exported network, here or at gs://."""
+    step: Positive[int] | None = None
+    """The checkpoint's step; default: the newest."""
+    average: bool = True
+    """Take the average of the run's parameters, if it has one (`optimizer.average`). False: the last ones."""
+    temperature: NotNegative[float] = 0.8
+    """0 takes the likeliest token; higher is more varied."""
+    top_k: NotNegative[int] = 50
+    """Draw from this many likeliest tokens, and from all that are as likely as the last of them; 0 draws from all."""
+    seed: NotNegative[int] = 0
+    """Seed of the draws."""
+    mesh: MeshConfig = MeshConfig(data=1)
+    """Arrangement of this many of the devices here, whatever the run's own; `fsdp` and `tensor` for a network too large
+    for one."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +89,12 @@ def open_network(folder: str | Path, mesh: Mesh, step: int | None = None, averag
     """Return the network in a folder on this machine, or of a run's checkpoint: of `step`, or the newest, with the
     average of its parameters if that is asked for and there. Raise UserError if neither is there, or if the network is
     not one of ours."""
-    tokenizer = load_tokenizer(tokenizer_folder(folder))
+    folder = Path(folder)
     if is_network(folder):
         config = config_of(folder)
         require_same_network(config)
+        tokenizer = load_tokenizer(folder)
         return Network(config, tokenizer, read_params(config, abstract_params(config.model, mesh)), mesh)
     run = load_run(folder, mesh, step, average)
+    tokenizer = load_tokenizer(folder / "tokenizer")
     return Network(run.config, tokenizer, run.params, mesh, run.step, run.dataset, run.is_average)
-
-
-def tokenizer_folder(folder: str | Path) -> Path:
-    """Return where a run or a network has its tokenizer. Raise UserError if a folder is neither."""
-    if is_network(folder):
-        return Path(folder)
-    record_of(folder)
-    return Path(folder) / "tokenizer"

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from configs.messages import progress
 from configs.schema import BatchConfig, ModelConfig
-from evaluation.on_mesh import on_mesh
+from evaluation.generation import on_mesh
 from model.axes import BATCH_AXES
 from model.gpt import GPT
 from model.loss import log_sum_and_target, softcap

@@ -1,21 +1,46 @@
-"""Bits per byte of text other than the run's own: the figures, their errors, and comparisons of two networks."""
+"""Bits per byte of text other than the run's own: the documents, the figures, and comparisons of two networks.
 
+Documents are text, so networks with other tokenizers read the same. A document's tokens are cut into rows of its own,
+each after a BOS. Every token counts once. So its figure depends on the document and the network only.
+"""
+
+import hashlib
+import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from evaluation.bits_per_byte import ratio
-from evaluation.documents import Source, digest, measure_documents
-from evaluation.item_log import ItemLog, write_json
+from configs.schema import DataConfig, UserError
+from data.dataset_folder import open_dataset
+from data.record import hash_share
+from data.mixture import mean_shares, read_source
+from data.prepare.corpus import Document
+from data.prepare.listing import find_corpus
+from evaluation.evaluator import ratio
 from evaluation.network import Network
-from evaluation.pictures import plot_bits
+from evaluation.results import ItemLog, plot_bits, write_json
+from evaluation.scorer import Question, Scorer
 from hosts.runtime import check_hosts_agree
 
 Lines = Sequence[Mapping[str, Any]]
+
+
+class Source(NamedTuple):
+    """Some documents of one source."""
+
+    name: str
+    share: float
+    """Weight of this source in the figure over all sources."""
+    documents: list[Document]
+    skipped: int
+    """Documents without readable text."""
 
 
 class Measured(NamedTuple):
@@ -31,6 +56,63 @@ class Measured(NamedTuple):
     """One line for each document."""
 
 
+def read_sources(source: str, most: int, text_column: str, tokenizer: Path, cache: Path) -> list[Source]:
+    """Return up to `most` documents of each source, always the same ones. Files of raw text are taken in the order of a
+    hash of their names; documents of a dataset are spread evenly over its held-out part. `tokenizer`: for shards
+    without a dataset.json. Raise UserError if a source gives none."""
+    sources = []
+    names, stages = read_source(source)
+    for share, name in zip(mean_shares(stages), names):
+        folder = Path(name).expanduser()
+        if (folder / "dataset.json").exists():
+            documents = _held_out(name, DataConfig(), most, cache)
+        elif folder.is_dir() and any(folder.glob("*.bin")):
+            documents = _held_out(name, DataConfig(tokenizer=str(tokenizer)), most, cache)
+        else:
+            documents = _of_text(name, text_column)
+        taken = list(islice(documents, most))
+        kept = [document for document in taken if not document.problem]
+        skipped = len(taken) - len(kept)
+        if not kept:
+            raise UserError(f"--source={name} gives no document with text ({skipped} were skipped)")
+        sources.append(Source(name, share, kept, skipped))
+    return sources
+
+
+def _of_text(source: str, text_column: str) -> Iterator[Document]:
+    corpus = find_corpus(source, text_column, on_error="skip")
+    _require_text(source, corpus.conversations)
+    for file in sorted(corpus.files, key=lambda file: hash_share(file.name)):
+        yield from corpus.documents(file)
+
+
+def _require_text(source: str, conversations: bool) -> None:
+    if conversations:
+        raise UserError(
+            f"--source={source} is conversations, not text; a run on them has their loss and bits per byte: "
+            "evaluate.py --run_dir=RUN"
+        )
+
+
+def _held_out(source: str, config: DataConfig, most: int, cache: Path) -> Iterator[Document]:
+    """Yield a dataset's held-out documents, decoded by its own tokenizer."""
+    dataset = open_dataset(source, replace(config, source=source), 0, cache)
+    _require_text(source, dataset.conversations)
+    stream, starts = dataset.stream("val"), dataset.document_starts("val")
+    ends = np.append(starts[1:], len(stream))
+    count = min(most, len(starts))
+    for i in (i * len(starts) // count for i in range(count)):
+        ids = stream.read(int(starts[i]), int(ends[i]))
+        text = dataset.tokenizer.decode(ids[int(ids[0] == dataset.tokenizer.bos) :].tolist())
+        yield Document(f"held-out document {i}", text, "" if text else "empty")
+
+
+def digest(sources: list[Source]) -> str:
+    """Return a digest: equal ones mean equal texts, with equal shares."""
+    facts = [(source.share, [(document.name, document.text) for document in source.documents]) for source in sources]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
 def measure_text(network: Network, given: str, sources: list[Source], out: str | Path) -> Measured:
     """Measure a network on the sources' documents, except those that an earlier start wrote to `out`. Every process
     must call it."""
@@ -40,6 +122,44 @@ def measure_text(network: Network, given: str, sources: list[Source], out: str |
     folder = Path(out) / "texts" / f"{network.label}_{text[:8]}"
     lines = measure_documents(network, scorer, sources, ItemLog(folder / "documents.jsonl", facts))
     return Measured(given, f"{given} ({network.title})", facts, folder, lines)
+
+
+def measure_documents(network: Network, scorer: Scorer, sources: Sequence[Source], log: ItemLog) -> list[dict]:
+    """Return a line for each document. Those in `log` are not measured again. Every process must call it."""
+    finished = {(line["source"], line["document"]) for line in log.lines}
+    for source in sources:
+        if left := [document for document in source.documents if (source.name, document.name) not in finished]:
+            log.extend({"source": source.name, **line} for line in _lines(network, scorer, left))
+    return log.lines
+
+
+def _lines(network: Network, scorer: Scorer, documents: Sequence[Document]) -> Iterator[dict[str, Any]]:
+    length, tokenizer = scorer.longest, network.tokenizer
+    encoded = [np.array(ids, np.int32) for ids in tokenizer.encode([document.text for document in documents])]
+    pieces = [(number, start) for number, ids in enumerate(encoded) for start in range(0, len(ids), length)]
+    rows = [np.append(np.int32(tokenizer.bos), encoded[number][start : start + length]) for number, start in pieces]
+    questions = [Question(i, [row], [(1, len(row))], 0) for i, row in enumerate(rows)]
+    losses, missing = [np.zeros(len(ids)) for ids in encoded], [len(ids) for ids in encoded]
+    for question, scores in scorer(network.params, questions):
+        (number, start), count = pieces[question.index], len(question.rows[0]) - 1
+        losses[number][start : start + count] = scores.losses[0, :count]
+        missing[number] -= count
+        if not missing[number]:
+            yield _line(documents[number], losses[number] / math.log(2), tokenizer.token_bytes[encoded[number]], length)
+
+
+def _line(document: Document, bits: np.ndarray, sizes: np.ndarray, length: int) -> dict[str, Any]:
+    octaves = np.array([before.bit_length() for before in range(min(len(bits), length))], int)
+    return {
+        "document": document.name,
+        "bytes": len(document.text.encode()),
+        "tokens": len(bits),
+        "bits": float(bits.sum()),
+        "full": len(bits) >= length,
+        # Of its first row, by the number of preceding tokens, in octaves: 0, 1, 2-3, 4-7, ...
+        "bits_by_octave": np.bincount(octaves, bits[: len(octaves)]).tolist(),
+        "bytes_by_octave": np.bincount(octaves, sizes[: len(octaves)]).tolist(),
+    }
 
 
 def results_of(sources: list[Source], ours: Measured, theirs: Measured | None) -> dict[str, Any]:
@@ -88,10 +208,14 @@ def figures(sources: Sequence[Source], lines: Lines) -> dict[str, Any]:
     }
 
 
+def _ratio(lines: Lines, sizes: Sequence[float | int], bits: Sequence[float]) -> dict[str, Any]:
+    value, error = ratio(bits, sizes)
+    return {"bits_per_byte": value, "stderr": error, "documents": len(lines)}
+
+
 def _sums(lines: Lines) -> dict[str, Any]:
-    value, error = ratio([line["bits"] for line in lines], [line["bytes"] for line in lines])
-    counts = {name: sum(line[name] for line in lines) for name in ("bytes", "tokens")}
-    return {"bits_per_byte": value, "stderr": error, "documents": len(lines), **counts}
+    of = {name: [line[name] for line in lines] for name in ("bytes", "tokens", "bits")}
+    return _ratio(lines, of["bytes"], of["bits"]) | {name: sum(of[name]) for name in ("bytes", "tokens")}
 
 
 def _by_position(lines: Lines) -> list[dict[str, Any]]:
@@ -99,10 +223,8 @@ def _by_position(lines: Lines) -> list[dict[str, Any]]:
     for octave in range(max((len(line["bits_by_octave"]) for line in lines), default=0)):
         there = [line for line in lines if len(line["bits_by_octave"]) > octave and line["bytes_by_octave"][octave]]
         if there:
-            names = ("bits_by_octave", "bytes_by_octave")
-            value, error = ratio(*([line[name][octave] for line in there] for name in names))
-            first = (1 << octave) >> 1
-            figures.append({"from": first, "bits_per_byte": value, "stderr": error, "documents": len(there)})
+            sizes, bits = ([line[name][octave] for line in there] for name in ("bytes_by_octave", "bits_by_octave"))
+            figures.append({"from": (1 << octave) >> 1} | _ratio(there, sizes, bits))
     return figures
 
 
@@ -122,14 +244,13 @@ def compared(sources: Sequence[Source], ours: Lines, theirs: Lines, same: bool =
     both are the `same` network and differ by rounding only."""
     from scipy.stats import t  # half a second to import
 
-    bits = [{(line["source"], line["document"]): line["bits"] for line in lines} for lines in (ours, theirs)]
+    other = {(line["source"], line["document"]): line["bits"] for line in theirs}
     values = []
     for source in sources:
         own = [line for line in ours if line["source"] == source.name]
-        keys = [(source.name, line["document"]) for line in own]
-        values.append(ratio([bits[0][key] - bits[1][key] for key in keys], [line["bytes"] for line in own]))
-    all_sources = _by_share(sources, values)
-    difference, error = all_sources["bits_per_byte"], all_sources["stderr"]
+        differences = [line["bits"] - other[source.name, line["document"]] for line in own]
+        values.append(ratio(differences, [line["bytes"] for line in own]))
+    difference, error = _by_share(sources, values).values()
     result = {"difference": difference, "stderr": error, "interval": None, "noise": None}
     if error is not None:
         reach = float(t.ppf(0.975, min(len(source.documents) for source in sources) - 1)) * error

@@ -2,7 +2,6 @@
 transformers' format."""
 
 import json
-from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,8 +15,7 @@ from jaxtyping import Array
 from configs.schema import BatchConfig, Config, ModelConfig, UserError
 from configs.validation import resolved, validate
 from data.tokenizer import TextTokenizer, load_tokenizer
-from interchange.safetensors import function_options, stored_arrays
-from interchange.transformers import HF_TABLE, OWN_TABLE, hf_config, hf_name, model_of_hf, own_config, own_name, turned
+from interchange.folders import function_options, hf_config, model_of_hf, own_config, spelling, stored_arrays, turned
 from model.attention import window_of
 from run.checkpoint import Checkpoints
 from run.folder import record_of
@@ -125,7 +123,10 @@ def require_same_network(config: Config) -> None:
         needed = load_tokenizer(tokenizer).with_chat_tokens.vocab_size
         if theirs.vocab_size < needed <= asked.vocab_size:
             asked = replace(asked, vocab_size=theirs.vocab_size)
-    problems = _differences(theirs, asked)
+    others = _function(theirs)
+    problems = [
+        f"{name}: {others[name]}, not {ours}" for name, ours in _function(asked).items() if others[name] != ours
+    ]
     if arrays:
         problems += _wrong_shapes({name: tuple(array.get_shape()) for name, array in arrays.items()}, asked)
     if problems:
@@ -134,7 +135,7 @@ def require_same_network(config: Config) -> None:
 
 
 def _wrong_shapes(shapes: dict[str, tuple[int, ...]], model: ModelConfig) -> list[str]:
-    name_of, transposed = _spelling(shapes)
+    name_of, transposed = spelling(shapes)
     wanted = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(split_model(model, jnp.dtype(jnp.float32))[1]):
         name = path_name(path)
@@ -146,15 +147,12 @@ def _wrong_shapes(shapes: dict[str, tuple[int, ...]], model: ModelConfig) -> lis
     ]
 
 
-def _differences(theirs: ModelConfig, asked: ModelConfig) -> list[str]:
-    """Return a line for each option that changes the function. Compare the blocks' windows themselves, since different
-    options may give the same windows."""
-    ours, others = function_options(asked), function_options(theirs)
-    for model, options in ((asked, ours), (theirs, others)):
-        windows = [window_of(model, layer) for layer in range(model.depth)]
-        del options["window_pattern"], options["short_window"]
-        options["windows of the blocks (window_pattern, short_window)"] = windows
-    return [f"{name}: {others[name]}, not {value}" for name, value in ours.items() if others[name] != value]
+def _function(model: ModelConfig) -> dict[str, Any]:
+    """Return what determines a network's function. Different options may give the same windows."""
+    options = function_options(model)
+    del options["window_pattern"], options["short_window"]
+    windows = [window_of(model, layer) for layer in range(model.depth)]
+    return options | {"windows of the blocks (window_pattern, short_window)": windows}
 
 
 def read_params(config: Config, abstract: dict) -> dict:
@@ -163,7 +161,7 @@ def read_params(config: Config, abstract: dict) -> dict:
     if is_run(folder):
         return Checkpoints(record_of(folder)[1].checkpoint.folder or folder).restore_params(abstract)[0]
     stored = stored_arrays(folder)
-    name_of, transposed = _spelling(stored)
+    name_of, transposed = spelling(stored)
 
     def read(path: tuple, leaf: jax.ShapeDtypeStruct) -> Array:
         name = path_name(path)
@@ -173,13 +171,6 @@ def read_params(config: Config, abstract: dict) -> dict:
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: array[index])
 
     return jax.tree_util.tree_map_with_path(read, abstract)
-
-
-def _spelling(stored: Collection[str]) -> tuple[Callable[[str], str], bool]:
-    """Return a folder's names of our parameters, and whether its matrices are [outputs, inputs], as in torch."""
-    if HF_TABLE in stored:
-        return hf_name, True
-    return (own_name, True) if OWN_TABLE in stored else (str, False)
 
 
 def _read_json(folder: str | Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,71 @@ from starlette.types import Receive, Scope, Send
 
 from configs.schema import UserError
 from data.tokenizer import TextTokenizer
-from evaluation.engine import Engine
+from evaluation.engine import Answer, Engine
 from model.sampling import Sampling
-from serving.batching import Batcher, Job
 from serving.request import ChatRequest, Refused, read_request
 from serving.text import AnswerText
 
 MOST_BYTES = 1 << 20  # of a request
 SECONDS_TO_FINISH = 10  # for unfinished answers when the server is to stop
+
+
+@dataclass(eq=False)
+class Job:
+    """A request, which waits for a slot and then for its answer's tokens."""
+
+    prompt: list[int]
+    sampling: Sampling
+    most: int | None
+    answer: Answer | None = None
+    dropped: bool = False
+    """True once nobody waits for the answer."""
+    sent: int = 0
+    events: asyncio.Queue[int | str] = field(default_factory=asyncio.Queue)
+    """The answer's tokens, then why it ended: "stop" or "length"."""
+
+
+class Batcher:
+    """Answers as many jobs at once as the engine has slots, first come, first served; `queue` more may wait."""
+
+    def __init__(self, engine: Engine, queue: int):
+        self.engine, self.slots, self.queue = engine, engine.free, queue
+        self.jobs: list[Job] = []
+        self.submitted = asyncio.Event()
+
+    @property
+    def outstanding(self) -> int:
+        """Return the number of jobs that are being answered or wait."""
+        return sum(not job.dropped for job in self.jobs)
+
+    def submit(self, job: Job) -> bool:
+        """Queue the job. Return False if too many wait already."""
+        if accepted := self.outstanding < self.slots + self.queue:
+            self.jobs.append(job)
+            self.submitted.set()
+        return accepted
+
+    async def run(self) -> None:
+        """Answer jobs until it is cancelled."""
+        while True:
+            if not self.jobs:
+                self.submitted.clear()
+                await self.submitted.wait()
+            for job in [job for job in self.jobs if job.dropped]:
+                self.jobs.remove(job)
+                if job.answer:
+                    self.engine.drop(job.answer)
+            # One prompt is read between two steps: many new ones do not interrupt the other answers for long.
+            if self.engine.free and (job := next((job for job in self.jobs if not job.answer), None)):
+                job.answer = self.engine.begin(job.prompt, job.sampling, job.most)
+            await asyncio.to_thread(self.engine.step)
+            for job, answer in [(job, job.answer) for job in self.jobs if job.answer]:
+                for token in answer.tokens[job.sent :]:
+                    job.events.put_nowait(token)
+                job.sent = len(answer.tokens)
+                if answer.finished:
+                    self.jobs.remove(job)
+                    job.events.put_nowait(answer.finished)
 
 
 class AnswerResponse(StreamingResponse):
@@ -171,13 +229,14 @@ def listener(host: str, port: int) -> socket.socket:
 async def run_server(server: uvicorn.Server, batcher: Batcher, bound: socket.socket) -> None:
     """Serve until the server is to stop; unfinished answers then have some seconds. An exception of the engine stops
     the server at once, and is raised."""
-    answering = asyncio.create_task(asyncio.to_thread(batcher.run))
+    answering = asyncio.create_task(batcher.run())
     answering.add_done_callback(lambda _: vars(server).update(should_exit=True, force_exit=True))
     try:
         await server.serve([bound])
     finally:
-        batcher.stop()
-        await answering
+        answering.cancel()
+        with suppress(asyncio.CancelledError):
+            await answering
 
 
 def serve(

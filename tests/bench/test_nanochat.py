@@ -16,7 +16,7 @@ from bench import nanochat
 from bench.nanochat import Schedules, scaled, summed
 from configs.schema import UserError
 from data.loader import StepBatches
-from evaluation.bits_per_byte import evaluate
+from evaluation.evaluator import evaluate
 from model.loss import softcap
 from run.opening import open_training
 from tests.helpers import tiny_config

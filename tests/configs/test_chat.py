@@ -7,7 +7,7 @@ import pytest
 from configs.command_line import load_config, parse
 from configs.schema import UserError, with_options
 from data.tokenizer import CHAT_TOKENS, SPLIT, convert_tiktoken, load_tokenizer, train_tokenizer
-from interchange.safetensors import write_safetensors
+from interchange.folders import write_safetensors
 from run.folder import write_record
 from tests.helpers import tiny_config
 

@@ -55,10 +55,15 @@ def short_words() -> list[str]:
     return sorted(word for word in set(words()) if len(tokenizer().encode([" " + word])[0]) == 1)
 
 
+def off_zero(model: ModelConfig) -> dict:
+    """Return random parameters, on the host."""
+    shapes = split_model(model, jnp.dtype("float32"))[1]
+    return perturbed(jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes))
+
+
 def params() -> dict:
     """Return random parameters, with a head that prefers the preceding token: the network continues repetitions."""
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), split_model(CONFIG, jnp.dtype("float32"))[1])
-    params = perturbed(zeros)
+    params = off_zero(CONFIG)
     params["resid_lambdas"]["values"] += 1
     table = params["embed"]["table"] = 8 * params["embed"]["table"]  # a usual size: our eps is not nanochat's
     params["lm_head"]["kernel"] = 2 * table.T / np.linalg.norm(table, axis=1)

@@ -1,13 +1,6 @@
-"""Test that the calculator computes what nanochat's does, and executes nothing."""
-
-import os
-import sys
-from types import ModuleType
-
-import pytest
+"""Test that the calculator computes what nanochat's `use_calculator` does (92d63d4), and executes nothing."""
 
 from evaluation.calculator import calculate
-from tests.nanochat_checkout import import_nanochat
 
 RESULTS = {
     "12*3": "36",
@@ -25,6 +18,7 @@ RESULTS = {
     "": None,
     "9" * 5000: None,
     "(" * 300 + "1" + ")" * 300: None,
+    "-" * 200_000 + "1": None,
     "'strawberry'.count('r')": "3",
     '"a b a".count("a")': "2",
     "'x'.count": None,
@@ -35,19 +29,5 @@ RESULTS = {
 }
 
 
-@pytest.mark.parametrize("expression", RESULTS, ids=range(len(RESULTS)))
-def test_results(expression):
-    assert calculate(expression) == RESULTS[expression]
-
-
-@pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="needs nanochat's checkout, and torch")
-def test_results_are_nanochats(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rustbpe", ModuleType("rustbpe"))  # nanochat's tokenizer imports it
-    (engine,) = import_nanochat(monkeypatch, "engine")
-    for expression, result in RESULTS.items():
-        theirs = engine.use_calculator(expression)
-        assert (None if theirs is None else str(theirs)) == result, expression
-
-
-def test_deep_expressions_end():
-    assert calculate("-" * 200_000 + "1") is None
+def test_results():
+    assert {expression: calculate(expression) for expression in RESULTS} == RESULTS

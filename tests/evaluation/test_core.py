@@ -1,24 +1,24 @@
-"""Compare CORE's prompts, scores and figures with nanochat's, item by item, on any mesh. Test incomplete bundles."""
+"""Compare CORE's prompts, scores and figures with nanochat's, item by item, on any mesh. Test incomplete bundles.
+
+nanochat_core.json has the results of nanochat's core_eval (92d63d4), written by tests/evaluation/nanochat_core.py of
+e384e3d: whether an item is right, each row's scored tokens, and their mean loss."""
 
 import json
-import os
 import shutil
-from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from configs.schema import UserError
 from evaluate import evaluate_core
-from evaluation import item_log
 from evaluation.core import KINDS, READS, Core, Task, encode, figures, judge, read_bundle
-from evaluation.item_log import ItemLog
+from evaluation.results import AT_A_TIME, ItemLog
 from evaluation.scorer import Scores, by_shape, chunk_of, size_down, size_up, tokens_of
-from tests.evaluation import nanochat_core
-from tests.evaluation.core_bundle import CONFIG, LONGEST, TASKS, make_bundle, network, params, tokenizer
-from tests.nanochat_checkout import import_nanochat
+from tests.evaluation.core_bundle import LONGEST, TASKS, make_bundle, network, tokenizer
 
 LABELS = [label for label, *_ in TASKS]
+NANOCHAT_S = json.loads(Path(__file__).with_name("nanochat_core.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +26,10 @@ def bundle(tmp_path_factory):
     return make_bundle(tmp_path_factory.mktemp("bundle"))
 
 
-def lines_on(bundle, devices=1, labels=LABELS, longest=READS * LONGEST, items=None):
+def lines_on(bundle, devices=1, labels=LABELS, longest=READS * LONGEST):
     """Return the lines of all items of these tasks, in order."""
     ours, log = network(devices), ItemLog()
-    tasks = [task for task in read_bundle(str(bundle), items) if task.label in labels]
+    tasks = [task for task in read_bundle(str(bundle), None) if task.label in labels]
     Core(tasks, tokenizer(), ours.scorer(longest))(ours.params, log)
     return sorted(log.lines, key=lambda line: (LABELS.index(line["task"]), line["item"]))
 
@@ -49,31 +49,25 @@ def require_equal(lines, theirs, tasks, longest=READS * LONGEST):
             np.testing.assert_allclose(ours, other, atol=1e-4)
 
 
-@pytest.fixture(scope="module")
-def nanochat_s():
-    """Return nanochat's results of all items, from tests/evaluation/nanochat_core.json."""
-    return json.loads(nanochat_core.RESULTS.read_text())
-
-
 @pytest.mark.medium
-def test_truncated_items_equal_nanochat_s_for_a_network_with_a_limit(bundle, nanochat_s):
-    lines = lines_on(bundle, labels=[label for label in LABELS if f"{label}, cut" in nanochat_s], longest=LONGEST)
-    tasks = [task for task in read_bundle(str(bundle), None) if f"{task.label}, cut" in nanochat_s]
-    require_equal(lines, {task.label: nanochat_s[f"{task.label}, cut"] for task in tasks}, tasks, LONGEST)
+def test_truncated_items_equal_nanochat_s_for_a_network_with_a_limit(bundle):
+    lines = lines_on(bundle, labels=[label for label in LABELS if f"{label}, cut" in NANOCHAT_S], longest=LONGEST)
+    tasks = [task for task in read_bundle(str(bundle), None) if f"{task.label}, cut" in NANOCHAT_S]
+    require_equal(lines, {task.label: NANOCHAT_S[f"{task.label}, cut"] for task in tasks}, tasks, LONGEST)
     assert {line["cut"] > 0 for line in lines} == {line["correct"] for line in lines} == {True, False}
 
 
 @pytest.mark.slow
-def test_every_item_equals_nanochat_s_core_eval_on_any_mesh(bundle, nanochat_s):
+def test_every_item_equals_nanochat_s_core_eval_on_any_mesh(bundle):
     """Compare items with and without shots, with a shared prefix, and with prompts longer than the row."""
     one, eight, tasks = lines_on(bundle), lines_on(bundle, 8), read_bundle(str(bundle), None)
     long = next(task for task in tasks if task.label == "long_schema")
     lengths = [max(map(len, question.rows)) for question in encode(long, range(24), tokenizer(), READS * LONGEST)]
     assert min(lengths) < LONGEST < max(lengths) - 20 and {task.kind for task in tasks} == set(KINDS)
-    assert len(one) == len(eight) == sum(len(nanochat_s[label]) for label in LABELS)
+    assert len(one) == len(eight) == sum(len(NANOCHAT_S[label]) for label in LABELS)
     for lines in (one, eight):
-        require_equal(lines, nanochat_s, tasks)
-    assert all(0 < sum(item["correct"] for item in nanochat_s[label]) < len(nanochat_s[label]) for label in LABELS)
+        require_equal(lines, NANOCHAT_S, tasks)
+    assert all(0 < sum(item["correct"] for item in NANOCHAT_S[label]) < len(NANOCHAT_S[label]) for label in LABELS)
     for ours, theirs in zip(one, eight):
         losses, others = (np.array(line["losses"], np.float64) for line in (ours, theirs))
         np.testing.assert_allclose(losses, others, atol=5e-5)
@@ -81,18 +75,6 @@ def test_every_item_equals_nanochat_s_core_eval_on_any_mesh(bundle, nanochat_s):
     alike = [line for line in one if line["task"] == "choices" and line["losses"].count(None) == 0]
     ties = [line for line in alike if len(set(line["losses"])) < 4]
     assert len(ties) == 1 and (ties[0]["margin"] == 0) == ties[0]["tie"]  # the two best are equal
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("NANOCHAT_DIR" not in os.environ, reason="NANOCHAT_DIR names no checkout of nanochat")
-def test_a_subset_equals_nanochat_s_checkout(bundle, monkeypatch):
-    """Take 16 items per task, and draw the shots from them."""
-    pytest.importorskip("torch")
-    gpt, core_eval = import_nanochat(monkeypatch, "gpt", "core_eval")
-    torch_network = nanochat_core.their_network(gpt, CONFIG, params(), LONGEST)
-    items_of = partial(nanochat_core.their_items, core_eval, torch_network, tokenizer(), bundle)
-    tasks = read_bundle(str(bundle), 16)
-    require_equal(lines_on(bundle, items=16), {task.label: items_of(task, 16, None) for task in tasks}, tasks)
 
 
 def test_core_is_the_mean_of_centred_accuracies():
@@ -126,10 +108,6 @@ def test_scoring_starts_at_the_first_token_that_differs():
     assert 1 <= start < end == len(question.rows[0])
 
 
-class Killed(Exception):
-    pass
-
-
 def scores_of_lengths(params, prefixes, rows, starts, ends, chunks):
     """Replace the network by losses that depend on the question alone."""
     assert chunks * chunk_of(starts.size) >= np.sum(ends - starts)
@@ -140,28 +118,30 @@ def scores_of_lengths(params, prefixes, rows, starts, ends, chunks):
 
 def test_a_log_is_continued_after_a_kill_and_the_picture_shows_every_task(bundle, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("evaluation.scorer.make_score", lambda *arguments: scores_of_lengths)
-    tasks = read_bundle(str(bundle), None)
-    results = evaluate_core(network(), tasks, LONGEST, tmp_path / "untouched")
-    assert (tmp_path / "untouched" / "core.png").read_bytes()[:4] == b"\x89PNG"
+    evaluate = lambda: evaluate_core(network(), read_bundle(str(bundle), None), LONGEST, tmp_path)
+    results = evaluate()
+    assert (tmp_path / "core.png").read_bytes()[:4] == b"\x89PNG"
     assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines() if " +- " in line] == LABELS
-    append = item_log.append_whole
+    log, (facts, *lines) = tmp_path / "items.jsonl", (tmp_path / "items.jsonl").read_text().splitlines(keepends=True)
+    first = [line for line in lines if json.loads(line)["task"] in LABELS[:4]]
+    log.write_text("".join([facts, *first, '{"task": "schema", "it']))  # a kill leaves half a line
+    assert evaluate() == results
+    assert log.read_text() == "".join([facts, *lines])
+    assert ItemLog(log, json.loads(facts) | {"step": 4}).lines == []  # another network
 
-    def append_until_killed(path, text):
-        if '"task": "schema"' in text:
-            raise Killed
-        append(path, text)
 
-    log = tmp_path / "killed" / "items.jsonl"
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("evaluation.item_log.append_whole", append_until_killed)
-        evaluate_core(network(), tasks, LONGEST, tmp_path / "killed")
-    with log.open("a") as file:
-        file.write('{"task": "schema", "it')  # half a line
-    facts = json.loads(log.read_text().splitlines()[0])
-    assert {line["task"] for line in ItemLog(log, facts).lines} == set(LABELS[:4])
-    assert evaluate_core(network(), tasks, LONGEST, tmp_path / "killed") == results
-    assert log.read_text() == (tmp_path / "untouched" / "items.jsonl").read_text()
-    assert ItemLog(log, facts | {"step": 4}).lines == []  # another network
+def test_a_kill_loses_few_lines(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        ItemLog(tmp_path / "log", {}).extend({"item": 1 // (40 - i)} for i in range(99))
+    assert len(ItemLog(tmp_path / "log", {}).lines) == AT_A_TIME
+
+
+def test_an_unwritable_folder_and_a_damaged_log_have_different_errors(tmp_path):
+    (tmp_path / "file").write_text("no JSON\n")
+    with pytest.raises(UserError, match=r"file/log cannot be written .*; give --out=FOLDER"):
+        ItemLog(tmp_path / "file" / "log", {})
+    with pytest.raises(UserError, match=r"file cannot be continued .*; remove it"):
+        ItemLog(tmp_path / "file", {})
 
 
 def test_sizes_are_few_and_fit():
@@ -200,17 +180,14 @@ CHOICES = "eval_data/some/choices.jsonl"
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("core.yaml", None, "core.yaml cannot be read"),
         ("core.yaml", "tasks: [1", "core.yaml or eval_meta_data.csv is damaged"),
         ("core.yaml", ("type: schema", "type: guessing"), "is of kind guessing"),
         ("core.yaml", ("label: long_schema", "label: schema"), "or one twice"),
-        ("eval_meta_data.csv", None, "eval_meta_data.csv cannot be read"),
         ("eval_meta_data.csv", "Eval Task,Random baseline\n", "eval_meta_data.csv is damaged: KeyError"),
         ("eval_data/some/schema.jsonl", None, "schema.jsonl cannot be read"),
         (CHOICES, "no JSON\n", "choices.jsonl, item 1: not one"),
         (CHOICES, ITEM + '{"query": "a", "choices": [], "gold": 0}', "choices.jsonl, item 2: not one"),
         (CHOICES, ITEM, "has a standard error, so it needs 2 items at least; .*choices.jsonl has 1$"),
-        (CHOICES, "", "needs 2 items at least; .*choices.jsonl has 0$"),
     ],
 )
 def test_a_bundle_that_is_incomplete_is_refused(bundle, tmp_path, file, content, message):

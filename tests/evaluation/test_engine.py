@@ -10,12 +10,13 @@ import pytest
 
 from configs.schema import BatchConfig, Config, MeshConfig, UserError
 from data.tokenizer import train_tokenizer
-from evaluation.engine import Engine, NoSlot
+from evaluation.engine import Engine
 from evaluation.network import Network
 from model.sampling import Sampling
-from tests.helpers import ALL_FEATURES, TINY, perturbed
+from tests.evaluation.core_bundle import off_zero
+from tests.helpers import ALL_FEATURES, TINY
 from training.mesh import make_mesh
-from training.state import abstract_params, split_model, stored_as
+from training.state import abstract_params, stored_as
 
 LENGTH = 192
 TOKENIZER = train_tokenizer(["to be or not to be " * 20], 272)
@@ -30,17 +31,12 @@ PROMPTS = [[0, *DRAW.integers(9, 272, size=size).tolist()] for size in (2, 31, 3
 def network(devices=1, **options) -> Network:
     """Return a network with all of nanochat's features, unless `options` change them."""
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2) if devices == 8 else MeshConfig(), jax.devices()[:devices])
-    config = Config(
-        "tiny",
-        model=replace(TINY, **(options or ALL_FEATURES | {"depth": 2})),
-        batch=BatchConfig(LENGTH, 4 * LENGTH, 4),
-    )
-    zeros = jax.tree.map(
-        lambda leaf: np.zeros(leaf.shape, np.float32), split_model(config.model, np.dtype("float32"))[1]
-    )
-    return Network(config, TOKENIZER, stored_as(perturbed(zeros), abstract_params(config.model, mesh)), mesh)
+    model = replace(TINY, **(options or ALL_FEATURES | {"depth": 2}))
+    config = Config("tiny", model=model, batch=BatchConfig(LENGTH, 4 * LENGTH, 4))
+    return Network(config, TOKENIZER, stored_as(off_zero(model), abstract_params(model, mesh)), mesh)
 
 
+@cache
 def expected(sampling, tokens=12):
     """Return model.sampling's tokens after each of PROMPTS up to the first end."""
     ours, rows = network(), np.zeros((len(PROMPTS), 163), np.int32)
@@ -53,41 +49,43 @@ def expected(sampling, tokens=12):
     return [next((ids[:i] for i, token in enumerate(ids) if token in ENDS), ids) for ids in new]
 
 
+@cache
+def engine_of_four(devices=1) -> Engine:
+    return Engine(network(devices), 4)
+
+
 def finish(engine, *answers):
     while not all(answer.finished for answer in answers):
         engine.step()
     return [answer.tokens for answer in answers]
 
 
-def answered(engine, prompt, sampling, most=12):
-    return finish(engine, engine.begin(prompt, sampling, most))[0]
-
-
 @pytest.mark.medium
-@pytest.mark.parametrize(("devices", "sampling"), [(1, DRAWN), (8, DRAWN), (8, GREEDY)])
-def test_tokens_equal_generate_s_whatever_other_requests_run(devices, sampling):
-    engine = Engine(network(devices), 4)
-    answers = []
-    for prompt in PROMPTS:
-        answers.append(engine.begin(prompt, sampling, 12))
-        engine.step()  # the others begin while it is generated
-    assert finish(engine, *answers) == expected(sampling)
+@pytest.mark.parametrize("devices", [1, 8])
+def test_tokens_equal_generate_s_whatever_other_requests_run(devices):
+    engine = engine_of_four(devices)
+    for sampling in DRAWN, GREEDY:
+        answers = []
+        for prompt in PROMPTS:
+            answers.append(engine.begin(prompt, sampling, 12))
+            engine.step()  # the others begin while it is generated
+        assert finish(engine, *answers) == expected(sampling)
 
 
 @pytest.mark.medium
 def test_prompts_wait_for_slots_and_an_answer_may_end_early():
     ended = lambda place, answer: place == 1 and len(answer.tokens) == 3
-    answers = dict(Engine(network(), 2).answers([(prompt, DRAWN, 12) for prompt in PROMPTS], ended))
-    whole = expected(DRAWN)
-    assert [answers[place].tokens for place in range(4)] == [whole[0], whole[1][:3], *whole[2:]]
+    asked = [(prompt, DRAWN, 12) for prompt in PROMPTS * 2]
+    answers, whole = dict(engine_of_four().answers(asked, ended)), expected(DRAWN) * 2
+    assert [answers[place].tokens for place in range(8)] == [whole[0], whole[1][:3], *whole[2:]]
     assert not answers[1].finished and len(whole[1]) > 3
 
 
 @pytest.mark.medium
 def test_a_shared_prefix_is_not_read_and_nothing_compiles_for_another_prompt():
     """Ask for turns of a conversation, another answer to one turn, and a conversation that stops inside it."""
-    engine, fresh = Engine(network()), Engine(network())
-    fresh.compile()
+    engine, fresh = Engine(network()), engine_of_four()
+    engine.compile()
     first = engine.begin(PROMPTS[3], DRAWN, 10)
     assert first.read == len(PROMPTS[3])
     finish(engine, first)
@@ -101,28 +99,28 @@ def test_a_shared_prefix_is_not_read_and_nothing_compiles_for_another_prompt():
     ):
         answer = engine.begin(prompt, DRAWN._replace(seed=read, top_k=read, top_p=0.9, temperature=0.5 * read), 10)
         assert read <= answer.read <= read + (read == 3)  # the first answer's last token may be unread
+        for slot in fresh.slots:
+            slot.cached = 0
         other = fresh.begin(prompt, answer.sampling, 10)
         assert finish(engine, answer) == finish(fresh, other)
-        fresh.slots[0].cached = 0
     for one in engine, fresh:
         assert (one._read._cache_size(), one._write._cache_size()) == (2, 1)
 
 
 @pytest.mark.medium
 def test_slots_are_taken_and_freed_and_a_conversation_keeps_its_own():
-    engine = Engine(network(), 2)
+    engine = engine_of_four()
     with pytest.raises(UserError, match="192 tokens; the network's sequence has 192, so at most 191"):
         engine.begin([0] * 192, GREEDY)
-    one, other = (engine.begin(prompt, GREEDY) for prompt in PROMPTS[2:])
+    answers = [engine.begin(prompt, GREEDY) for prompt in PROMPTS]
     assert engine.free == 0
-    with pytest.raises(NoSlot):
-        engine.begin(PROMPTS[0], GREEDY)
     engine.step()
-    engine.drop(other)
-    engine.drop(one)
-    assert engine.free == 2 and len(one.tokens) == 1
-    for prompt, answer in zip([*PROMPTS[2:], PROMPTS[2]], (one, other, one)):
-        again = engine.begin([*prompt, *answer.tokens, 9], GREEDY, 12)
+    for answer in answers:
+        engine.drop(answer)
+        assert len(answer.tokens) == 1
+    assert engine.free == 4
+    for i in (2, 3, 2):
+        again = engine.begin([*PROMPTS[i], *answers[i].tokens, 9], GREEDY, 12)
         assert again.read <= 2
         engine.step()
         engine.drop(again)
@@ -153,4 +151,4 @@ def test_it_stops_and_a_call_of_python_is_followed_by_its_output():
     assert finish(engine, answer) == [[*call, output, *encode("42"), output_end, *after]]
     assert answer.finished == "stop"
     engine = Engine(chain(prompt[1], start, *encode("6*"), end, *after, 0))  # an incomplete expression forces no result
-    assert answered(engine, prompt, GREEDY) == [start, *encode("6*"), end, *after]
+    assert finish(engine, engine.begin(prompt, GREEDY, 12)) == [[start, *encode("6*"), end, *after]]

@@ -2,8 +2,6 @@
 `fsdp` divides."""
 
 import re
-from dataclasses import replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -11,46 +9,28 @@ import numpy as np
 import pytest
 
 from configs.schema import MeshConfig, ModelConfig, UserError
-from data.tokenizer import train_tokenizer
 from evaluation.generation import continuations, encode_prompts, make_generate
-from tests.helpers import ALL_FEATURES, TINY, perturbed
+from tests.evaluation.test_engine import TOKENIZER, network
 from tools.programs.hlo import collectives
 from tools.programs.topologies import devices_of
 from training.mesh import make_mesh, sizes_of
-from training.state import abstract_params, split_model, stored_as
+from training.state import abstract_params
 
 FLOAT32 = jnp.dtype("float32")
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-NETWORK = replace(TINY, **ALL_FEATURES | {"depth": 2})
-TOKENIZER = train_tokenizer(["to be or not to be " * 20], 272)
 GREEDY, DRAWN = {"temperature": 0.0, "top_k": 0}, {"temperature": 1.0, "top_k": 20}
-
-
-@cache
-def sampler(sizes: MeshConfig, devices: int):
-    """Return the jitted function, and a network moved off its initial zeros on the mesh."""
-    mesh = make_mesh(sizes, jax.devices()[:devices])
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), split_model(NETWORK, FLOAT32)[1])
-    abstract = abstract_params(NETWORK, mesh)
-    return make_generate(NETWORK, FLOAT32, mesh), stored_as(perturbed(zeros), abstract)
-
-
-@cache
-def tokens_of(sizes: MeshConfig, devices: int, seed=0, **options):
-    generate, params = sampler(sizes, devices)
-    buffer = np.zeros((len(PROMPTS), 12), np.int32)
-    for row, prompt in zip(buffer, PROMPTS):
-        row[: len(prompt)] = prompt
-    lengths = np.array([len(prompt) for prompt in PROMPTS], np.int32)
-    seeds = np.arange(len(PROMPTS), dtype=np.int32) + seed
-    return np.asarray(generate(params, buffer, lengths, seeds, prefill=1, **options))
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("options", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_mesh_of_all_axes_gives_the_tokens_of_one_device(options):
-    mesh = MeshConfig(data=2, fsdp=2, tensor=2)
-    np.testing.assert_array_equal(tokens_of(mesh, 8, **options), tokens_of(MeshConfig(), 1, **options))
+    buffer, seeds = np.zeros((len(PROMPTS), 12), np.int32), np.arange(len(PROMPTS), dtype=np.int32)
+    for row, prompt in zip(buffer, PROMPTS):
+        row[: len(prompt)] = prompt
+    lengths, tokens = np.array([len(prompt) for prompt in PROMPTS], np.int32), []
+    for ours in network(8), network():
+        tokens.append(np.asarray(ours.generate()(ours.params, buffer, lengths, seeds, prefill=1, **options)))
+    np.testing.assert_array_equal(*tokens)
 
 
 def test_parameters_divided_by_tensor_are_never_gathered():
@@ -84,21 +64,13 @@ def test_on_a_tpu_slice_fsdp_gathers_one_matrix_at_a_time():
 
 
 def test_continuations_compile_once():
-    generate, params = sampler(MeshConfig(), 1)
-    compiled = generate._cache_size()
+    generate, params = network().generate(), network().params
     prompts = encode_prompts(TOKENIZER, ["to be", ""], 16)
     sample = lambda params: continuations(generate, params, TOKENIZER, prompts, tokens=5, capacity=16)
     first = sample(params)
     assert sample(jax.tree.map(lambda p: p + 0.0, params)) == first and first[0].startswith("to be")
     assert sample(jax.tree.map(lambda p: p + 1.0, params)) != first
-    assert generate._cache_size() == compiled + 1
-
-
-def test_no_prompts_have_no_continuations():
-    generate, params = sampler(MeshConfig(), 1)
+    assert generate._cache_size() == 1
     assert continuations(generate, params, TOKENIZER, encode_prompts(TOKENIZER, (), 16), tokens=5, capacity=16) == []
-
-
-def test_a_prompt_that_leaves_no_room_is_refused():
     with pytest.raises(UserError, match="the network's sequence has 4, so at most 3"):
         encode_prompts(TOKENIZER, ["that is not"], 4)

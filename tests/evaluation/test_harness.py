@@ -19,9 +19,8 @@ from configs.schema import UserError
 from data.tokenizer import BOS
 from evaluation.harness import HarnessNetwork
 from evaluation.harness_tasks import load_tasks, measure, points
-from evaluation.item_log import ItemLog
-from interchange.safetensors import arrays_of
-from interchange.transformers import write_hf
+from evaluation.results import ItemLog
+from interchange.folders import arrays_of, write_hf
 from tests.evaluation.core_bundle import network, params, tokenizer
 from tests.evaluation.harness_tasks import make_tasks
 
@@ -70,27 +69,24 @@ def hf(tmp_path_factory):
     return partial(HFLM, pretrained=str(folder), trust_remote_code=True, device="cpu", batch_size=4)
 
 
-def test_loglikelihoods_equal_the_harness_own_model_s(requests, answered, hf):
-    ours, theirs = answered[0]["loglikelihood"], hf().loglikelihood(requests["loglikelihood"])
-    assert len(ours) == len(theirs) == 58
-    for request, own, other in zip(requests["loglikelihood"], ours, theirs):
+def test_answers_equal_the_harness_own_model_s(requests, answered, hf):
+    """Where it cuts a text into rows, the harness puts a BOS before it, so the tokenizer must not add one."""
+    answers, log = answered
+    theirs = hf()
+    ours, others = answers["loglikelihood"], theirs.loglikelihood(requests["loglikelihood"])
+    assert len(ours) == len(others) == 58
+    for request, own, other in zip(requests["loglikelihood"], ours, others):
         assert own[0] == pytest.approx(other[0], abs=1e-4), request.args
         assert own[1] == other[1]
     assert {greedy for _, greedy in ours} == {True, False}
-    assert sum(line.get("cut", 0) > 0 for line in answered[1].lines) >= 4
-
-
-def test_losses_of_complete_texts_equal_the_harness_own_model_s(requests, answered, hf):
-    """The harness puts a BOS before a text that it cuts into rows, so the tokenizer must not add one."""
+    assert sum(line.get("cut", 0) > 0 for line in log.lines) >= 4
+    texts = answers["generate_until"]
+    assert texts == theirs.generate_until(requests["generate_until"]) and len(set(texts)) > 1
     kind = "loglikelihood_rolling"
-    theirs = hf(add_bos_token=False).loglikelihood_rolling(requests[kind])
-    assert answered[0][kind] == pytest.approx(theirs, rel=1e-6, abs=1e-4)
-    assert max(line["tokens"] for line in answered[1].lines if "tokens" in line) > 2 * LENGTH
-
-
-def test_generated_texts_equal_the_harness_own_model_s(requests, answered, hf):
-    ours, theirs = answered[0]["generate_until"], hf().generate_until(requests["generate_until"])
-    assert ours == theirs and len(set(ours)) > 1
+    assert answers[kind] == pytest.approx(
+        hf(add_bos_token=False).loglikelihood_rolling(requests[kind]), rel=1e-6, abs=1e-4
+    )
+    assert max(line["tokens"] for line in log.lines if "tokens" in line) > 2 * LENGTH
 
 
 @pytest.mark.medium

@@ -3,6 +3,7 @@ that the networks are equal."""
 
 import json
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,12 +19,13 @@ from bench.exactness import shipped
 from configs.command_line import load_config
 from configs.schema import Config, MeshConfig, UserError
 from data.tokenizer import train_tokenizer
-from interchange import safetensors
+from interchange import folders
+from interchange.folders import IN_HF, REMOTE, arrays_of, beyond_hf, write_hf, write_safetensors
 from interchange.init_from import read_params, require_same_network, require_same_vocabulary
-from interchange.safetensors import arrays_of, write_safetensors
-from interchange.transformers import IN_HF, REMOTE, beyond_hf, write_hf
 from model.gpt import GPT
+from run.saved_run import read_in_shards
 from tests.helpers import ALL_FEATURES, FEATURES, TINY, perturbed
+from tests.interchange.test_growth import OLD, base
 from training.mesh import make_mesh, resized
 from training.state import abstract_params
 
@@ -53,12 +55,6 @@ def written(tmp_path):
     return replace(config, init_from=str(tmp_path / "hf")), tmp_path / "hf"
 
 
-def change_arrays(folder, change):
-    arrays = load_file(folder / "model.safetensors")
-    change(arrays)
-    save_file(arrays, folder / "model.safetensors")
-
-
 @pytest.mark.parametrize("options", [{}, ALL_FEATURES], ids=["plain", "all"])
 def test_plain_safetensors_are_read_back_exactly_on_a_mesh(tmp_path, options):
     config, params = network(**options)
@@ -68,41 +64,36 @@ def test_plain_safetensors_are_read_back_exactly_on_a_mesh(tmp_path, options):
     require_params(config, params)
 
 
-def test_arrays_that_are_missing_extra_or_misshapen_are_all_named(written):
-    config, folder = written
-
-    def change(arrays):
-        del arrays["lm_head.weight"]
-        arrays["model.layers.7.mlp.fc1.weight"] = np.zeros((3, 3), np.float32)
-        arrays["model.layers.1.mlp.fc2.weight"] = np.zeros((32, 99), np.float32)
-
-    change_arrays(folder, change)
-    with pytest.raises(UserError) as error:
-        require_same_network(config)
-    for line in (
-        "lm_head.weight: missing, not (272, 32)",
-        "model.layers.7.mlp.fc1.weight: (3, 3), not there",
-        "model.layers.1.mlp.fc2.weight: (32, 99), not (32, 128)",
-    ):
-        assert line in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"softcap": 20.0}, "softcap: 15.0, not 20.0"),
-        ({"heads": 2, "kv_heads": 1, "head_dim": 16}, "heads: 4, not 2"),
-        ({"rotary_base": 10_000.0}, "rotary_base: 100000.0, not 10000.0"),
-        ({"smear": True}, "smear: False, not True"),
-        ({"vocab_size": 400}, "vocab_size: 272, not 400"),
-        ({"depth": 3}, "model.layers.2.mlp.fc1.weight: missing"),
-    ],
-)
-def test_another_network_is_refused(written, options, message):
-    config, _ = written
-    with pytest.raises(UserError, match="is of another network than the options ask for") as error:
+def require_refused(config, message: str, **options):
+    """Require that the network with these options is another one than the folder's, with this reason."""
+    with pytest.raises(UserError, match=message):
         require_same_network(replace(config, model=replace(config.model, **options)))
-    assert message in str(error.value)
+
+
+def test_another_network_is_refused_and_all_wrong_arrays_are_named(written):
+    config, folder = written
+    require_refused(config, "is of another network than the options ask for:\n  softcap: 15.0, not 20.0", softcap=20.0)
+    require_refused(config, "heads: 4, not 2", heads=2, kv_heads=1, head_dim=16)
+    require_refused(config, "smear: False, not True", smear=True)
+    require_refused(config, "vocab_size: 272, not 400", vocab_size=400)
+    require_refused(config, "model.layers.2.mlp.fc1.weight: missing", depth=3)
+    with pytest.raises(UserError, match="has another vocabulary than the data"):
+        require_same_vocabulary(config, OTHER)
+    arrays = load_file(folder / "model.safetensors")
+    del arrays["lm_head.weight"]
+    arrays["model.layers.7.mlp.fc1.weight"] = np.zeros((3, 3), np.float32)
+    arrays["model.layers.1.mlp.fc2.weight"] = np.zeros((32, 99), np.float32)
+    save_file(arrays, folder / "model.safetensors")
+    require_refused(
+        config,
+        r"lm_head.weight: missing, not \(272, 32\)\n"
+        r"  model.layers.1.mlp.fc2.weight: \(32, 99\), not \(32, 128\)\n"
+        r"  model.layers.7.mlp.fc1.weight: \(3, 3\), not there",
+    )
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+    require_refused(config, "cannot be read")
+    require_refused(replace(config, init_from=str(folder.parent)), r"no \*\.safetensors there")
 
 
 @pytest.fixture(scope="module")
@@ -114,81 +105,34 @@ def windows(tmp_path_factory):
     return replace(config, init_from=str(folder)), folder
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"loss_chunks": 4}, {"z_loss": 1e-4}, {"remat": "block"}, {"dtype": "bfloat16"}, {"window_pattern": "SLS"}),
-        *({"window_pattern": "SLL"}, {"window_pattern": "SLLLL"}),
-    ],
-    ids=str,
-)
-def test_options_that_keep_the_function_may_differ(windows, options):
+def test_options_that_keep_the_function_may_differ_and_others_not(windows):
     config, _ = windows
-    require_same_network(replace(config, model=replace(config.model, **options)))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rotary_base": 1234.0}, "rotary_base: 100000.0, not 1234.0"),
-        ({"qk_scale": 1.1}, "qk_scale: 1.0, not 1.1"),
-        ({"short_window": 6}, r"short_window\): \[5, None, None\], not \[6, None, None\]"),
-        ({"short_window": 0}, r"\[5, None, None\], not \[512, None, None\]"),
-        ({"window_pattern": "L"}, r"not \[None, None, None\]"),
-        ({"width": 64, "heads": 8}, r"blocks\.0\.mlp\.up\.kernel: \(32, 128\), not \(64, 256\)"),
-    ],
-)
-def test_another_function_or_shape_is_refused(windows, options, message):
-    config, _ = windows
-    with pytest.raises(UserError, match=message):
+    for options in (
+        *({"loss_chunks": 4}, {"z_loss": 1e-4}, {"remat": "block"}, {"dtype": "bfloat16"}),
+        *({"window_pattern": "SLS"}, {"window_pattern": "SLLLL"}),
+    ):
         require_same_network(replace(config, model=replace(config.model, **options)))
+    require_refused(config, "rotary_base: 100000.0, not 1234.0", rotary_base=1234.0)
+    require_refused(config, r"short_window\): \[5, None, None\], not \[6, None, None\]", short_window=6)
+    require_refused(config, r"\[5, None, None\], not \[512, None, None\]", short_window=0)
+    require_refused(config, r"not \[None, None, None\]", window_pattern="L")
+    require_refused(config, r"blocks\.0\.mlp\.up\.kernel: \(32, 128\), not \(64, 256\)", width=64, heads=8)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        *((content, "cannot be read: ") for content in ("", "{", "[1]", '"x"', "\xff")),
-        ({"depth": "deep"}, "describes another network than ours: --model."),
-        ({"window_pattern": 3}, "describes another network than ours: --model."),
-        ({"short_window": -1}, "describes another network than ours: --model."),
-        ({"softcap": None}, "describes another network than ours: --model."),
-    ],
-    ids=str,
-)
-def test_a_broken_description_is_one_message(windows, content, message):
+def test_a_broken_description_is_one_message(windows):
     config, folder = windows
     path = folder / "config.json"
     before = path.read_bytes()
-    if isinstance(content, dict):
-        facts = json.loads(before)
-        content = json.dumps(facts | {"options": facts["options"] | content})
-    path.write_bytes(content.encode("latin1"))
-    with pytest.raises(UserError, match=re.escape(f"{path} {message}")):
-        require_same_network(config)
+    facts = json.loads(before)
+    changed = [{"depth": "deep"}, {"window_pattern": 3}, {"short_window": -1}, {"softcap": None}]
+    contents = [json.dumps(facts | {"options": facts["options"] | change}).encode() for change in changed]
+    for content, message in (
+        *((content, "cannot be read: ") for content in (b"", b"[1]", b"\xff")),
+        *((content, "describes another network than ours: --model.") for content in contents),
+    ):
+        path.write_bytes(content)
+        require_refused(config, re.escape(f"{path} {message}"))
     path.write_bytes(before)
-
-
-def test_an_unsupported_constant_is_named(written):
-    config, folder = written
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-2}))
-    with pytest.raises(UserError, match=r"rms_norm_eps is 0\.01, and our network has 1e-06"):
-        require_same_network(config)
-
-
-def test_another_vocabulary_is_refused(written):
-    with pytest.raises(UserError, match="has another vocabulary than the data"):
-        require_same_vocabulary(written[0], OTHER)
-
-
-def test_a_folder_without_arrays_or_with_a_broken_file_is_refused(written, tmp_path):
-    config, folder = written
-    with pytest.raises(UserError, match=r"no \*\.safetensors there"):
-        require_same_network(replace(config, init_from=str(tmp_path)))
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match="cannot be read"):
-        require_same_network(config)
 
 
 def test_every_shipped_config_s_network_can_be_exported():
@@ -196,25 +140,39 @@ def test_every_shipped_config_s_network_can_be_exported():
         assert set(beyond_hf(load_config(f"configs/{name}.py")[0].model)) <= REMOTE, name
 
 
-@pytest.mark.parametrize("name", EXPORTED)
-def test_a_network_that_transformers_cannot_express_comes_with_its_code(tmp_path, name):
+def test_a_network_that_transformers_cannot_express_comes_with_its_code(tmp_path, monkeypatch):
     """test_transformers.py tests that this code computes what the network does."""
-    config, params = network(**EXPORTED[name] | {"depth": 3})
+    assert all(beyond_hf(replace(TINY, **options | {"depth": 3})) for options in EXPORTED.values())
+    config, params = network(smear=True)
     write_hf(tmp_path / "hf", [arrays_of(params)], config, TOKENIZER)
     facts = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert facts["model_type"] == "tokensum" and (tmp_path / "hf" / "modeling_tokensum.py").exists()
     config = replace(config, init_from=str(tmp_path / "hf"))
     require_same_network(config)
-    with pytest.raises(UserError, match="is of another network"):
-        require_same_network(replace(config, model=replace(TINY, depth=3)))
-
-
-def test_an_option_that_the_code_does_not_know_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("interchange.transformers.REMOTE", set())
-    config, params = network(smear=True)
+    require_refused(config, "is of another network", smear=False)
+    monkeypatch.setattr("interchange.folders.REMOTE", set())
     with pytest.raises(UserError, match=r"modeling_tokensum.py has no model\.smear, which"):
-        write_hf(tmp_path / "hf", [arrays_of(params)], config, TOKENIZER)
-    assert not (tmp_path / "hf").exists()
+        write_hf(tmp_path / "none", [arrays_of(params)], config, TOKENIZER)
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_export_keeps_no_more_than_two_shards_of_any_network(tmp_path):
+    """Follow the arrays of a run's shards by weak references while they are written."""
+    state = base(tmp_path / "run", "fits", as_run=True)
+    config, step, shards = read_in_shards(tmp_path / "run", 20_000)
+    read: list[list[weakref.ref]] = []
+
+    def watched():
+        for arrays in shards:
+            assert all(array() is None for kept in read[:-1] for array in kept)
+            assert len(arrays) == 1 or sum(array.nbytes for array in arrays.values()) <= 20_000
+            read.append([*map(weakref.ref, arrays.values())])
+            yield arrays
+            del arrays
+
+    write_hf(tmp_path / "out", watched(), config, OLD["fits"])
+    assert step == 3 and len(read) > 4
+    require_params(replace(config, init_from=str(tmp_path / "out")), state.params)
 
 
 @pytest.mark.parametrize("fails", ["write_text", "save_file"])
@@ -225,17 +183,12 @@ def test_an_export_to_a_full_disk_leaves_nothing_in_the_way(tmp_path, monkeypatc
         raise SafetensorError("I/O error: No space left") if fails == "save_file" else OSError(28, "No space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path if fails == "write_text" else safetensors, fails, full)
+        patch.setattr(Path if fails == "write_text" else folders, fails, full)
         with pytest.raises(UserError, match=r"--out=.*out cannot be written: .*No space left"):
             write_safetensors(tmp_path / "out", [arrays_of(params)], config, TOKENIZER)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out.partial").mkdir()  # left by a killed export
     write_safetensors(tmp_path / "out", [arrays_of(params)], config, TOKENIZER)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_an_export_below_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    config, params = network()
     with pytest.raises(UserError, match="cannot be written"):
-        write_safetensors(tmp_path / "file" / "out", [arrays_of(params)], config, TOKENIZER)
+        write_safetensors(tmp_path / "out" / "config.json" / "out", [arrays_of(params)], config, TOKENIZER)

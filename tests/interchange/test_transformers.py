@@ -26,10 +26,9 @@ from configs.schema import BatchConfig, Config, MeshConfig, ModelConfig, UserErr
 from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from evaluation.generation import make_generate
+from export import largest_difference
+from interchange.folders import arrays_of, beyond_hf, hf_name, own_name, turned, write_hf
 from interchange.init_from import require_same_network
-from interchange.safetensors import arrays_of
-from interchange.transformers import beyond_hf, hf_name, own_name, turned, write_hf
-from interchange.verify import largest_difference
 from model.gpt import GPT
 from model.loss import loss_sums
 from run.lines import read_metrics
@@ -40,8 +39,6 @@ from training.optimizer import path_name
 
 SIZES = {
     "plain": ModelConfig(depth=2, width=64, heads=4, kv_heads=4, head_dim=16, vocab_size=300),
-    "grouped": ModelConfig(depth=3, width=96, heads=6, kv_heads=2, head_dim=16, vocab_size=300),
-    "one key head": ModelConfig(depth=1, width=64, heads=2, kv_heads=1, head_dim=32, vocab_size=300),
     "wide heads": ModelConfig(depth=2, width=64, heads=4, kv_heads=2, head_dim=32, vocab_size=300),
     "other constants": ModelConfig(
         depth=2, width=64, heads=2, kv_heads=2, head_dim=32, vocab_size=300, softcap=9.0, rotary_base=1234.0
@@ -51,6 +48,7 @@ TEXTS = ["to be or not to be, that is the question. " * 8, "whether it is nobler
 TOKENIZER = train_tokenizer(TEXTS, 300)
 TOKENS = np.random.default_rng(0).integers(0, 300, (2, 40), np.int32)
 ALL_EXPORTED = together(EXPORTED)
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def written(folder: Path, model: ModelConfig):
@@ -115,30 +113,33 @@ def greedy(config, params, tokens):
     return np.asarray(generate(params, buffer, lengths, seeds, prefill=5, temperature=0.0, top_k=0))
 
 
-GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-
-
-def test_greedy_continuations_are_equal(pair):
-    config, params, folder = pair
+def test_64_greedy_tokens_of_transformers_own_class_are_equal(tmp_path):
+    config, params, folder = written(tmp_path / "out", SIZES["plain"])
     ids, ones = torch.tensor(TOKENS[:, :5], dtype=torch.long), torch.ones(2, 5)
     theirs = loaded(folder).generate(ids, attention_mask=ones, max_new_tokens=64, **GREEDY)
     np.testing.assert_array_equal(greedy(config, params, 64), theirs.numpy())
 
 
-def test_continuations_are_the_same_without_a_cache_padded_and_with_beams(everything):
+def test_continuations_are_the_same_with_any_cache_padded_and_with_beams(everything):
     config, params, folder = everything
-    ours, theirs, options = greedy(config, params, 12), loaded(folder), GREEDY | {"max_new_tokens": 12}
+    ours, theirs = greedy(config, params, 64), loaded(folder)
     ids, ones = torch.tensor(TOKENS[:, :5], dtype=torch.long), torch.ones(2, 5)
-    without = theirs.generate(ids, attention_mask=ones, use_cache=False, **options)
-    np.testing.assert_array_equal(ours, without.numpy())
+    options = GREEDY | {"max_new_tokens": 12}
+    generate = lambda ids, mask, **more: theirs.generate(ids, attention_mask=mask, **options | more).numpy()
+    np.testing.assert_array_equal(ours, generate(ids, ones, max_new_tokens=64))
+    np.testing.assert_array_equal(ours[:, :17], generate(ids, ones, use_cache=False))
+    np.testing.assert_array_equal(ours[:, :17], generate(ids, ones, cache_implementation="static"))
     # Pad on the left, to the length of a longer row.
     longer = torch.tensor(np.stack([np.concatenate([[0, 0, 0], TOKENS[0, :5]]), TOKENS[1, :8]]), dtype=torch.long)
     padding = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])
-    padded = theirs.generate(longer, attention_mask=padding, **options)
-    np.testing.assert_array_equal(ours[0, 5:17], padded[0, 8:].numpy())
-    beams = theirs.generate(ids, attention_mask=ones, num_beams=3, **options)
-    same = theirs.generate(ids, attention_mask=ones, num_beams=3, use_cache=False, **options)
-    np.testing.assert_array_equal(beams.numpy(), same.numpy())
+    for kind in None, "static":
+        padded = generate(longer, padding, cache_implementation=kind)
+        np.testing.assert_array_equal(ours[0, 5:17], padded[0, 8:])
+    beams = [generate(ids, ones, num_beams=3, use_cache=use) for use in (True, False)]
+    np.testing.assert_array_equal(*beams)
+    cache = theirs(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="needs previous_ids"):
+        theirs(ids[:, :1], past_key_values=cache)
 
 
 def test_gradients_of_the_mean_loss_are_equal_parameter_by_parameter(pair):
@@ -205,23 +206,6 @@ def test_a_tokenizer_that_has_a_post_processor_keeps_it_and_writes_the_bos():
     assert again.json_with_bos == again.json
 
 
-def test_a_cache_without_the_token_before_is_refused(everything):
-    theirs, ids = loaded(everything[2]), torch.tensor(TOKENS[:, :5], dtype=torch.long)
-    cache = theirs(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="needs previous_ids"):
-        theirs(ids[:, :1], past_key_values=cache)
-
-
-def test_a_cache_of_a_fixed_size_gives_the_same_text(everything):
-    theirs, ids = loaded(everything[2]), torch.tensor(TOKENS[:, :5], dtype=torch.long)
-    options = GREEDY | {"max_new_tokens": 12}
-    for mask in (torch.ones(2, 5), torch.tensor([[0, 0, 1, 1, 1], [1] * 5])):
-        usual, fixed = (
-            theirs.generate(ids, attention_mask=mask, cache_implementation=kind, **options) for kind in (None, "static")
-        )
-        np.testing.assert_array_equal(usual.numpy(), fixed.numpy())
-
-
 def test_gradient_checkpointing_changes_no_gradient(everything):
     gradients = []
     for checkpointing in (False, True):
@@ -266,7 +250,7 @@ def test_a_run_is_exported_verified_and_continued_as_another(tmp_path, monkeypat
     assert second[0]["val_loss"] == pytest.approx(first[-1]["val_loss"], rel=1e-6)
     assert second[-1]["val_loss"] < first[-1]["val_loss"]
 
-    monkeypatch.setattr("interchange.verify.BOUND", 0.0)
+    monkeypatch.setattr("export.BOUND", 0.0)
     with pytest.raises(RuntimeError, match=r"above 0\.0, so other was removed"):
         exported("--out=other", "--verify")
     assert not Path("other").exists()

@@ -1,26 +1,20 @@
-"""Use chat.py in a terminal of its own, and test the conversation behind it."""
+"""Test chat.py in a terminal, and the conversation behind it."""
 
-import fcntl
-import os
-import pty
+import io
 import re
-import select
 import signal
-import subprocess
 import sys
-import termios
-import time
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import pytest
 
+import chat
+from configs.schema import UserError
 from data.conversation import render
 from evaluation.engine import Engine
 from evaluation.network import Network
-from interchange.safetensors import arrays_of, write_safetensors
+from interchange.folders import arrays_of, write_safetensors
 from model.sampling import Sampling
 from serving.terminal import Terminal
 from tests.evaluation.test_engine import GREEDY, LENGTH, SPECIAL, TOKENIZER, chain, network
@@ -29,106 +23,54 @@ ASK, END = SPECIAL["<|assistant_start|>"], SPECIAL["<|assistant_end|>"]
 LETTERS = {text: TOKENIZER.encode([text])[0] for text in ("Zé€!", "xy")}
 
 
-def written(folder, ours: Network):
-    write_safetensors(folder, [arrays_of(jax.device_get(ours.params))], ours.config, ours.tokenizer)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Return two folders of networks: one answers Zé€!, the other never ends."""
-    made = tmp_path_factory.mktemp("networks")
-    x, y = LETTERS["xy"]
-    endless = chain(ASK, x, y, x)
-    endless = replace(
-        endless, config=replace(endless.config, batch=replace(endless.config.batch, sequence_length=9000))
-    )
-    return written(made / "short", chain(ASK, *LETTERS["Zé€!"], END)), written(made / "endless", endless)
-
-
-def command(folder, *options):
-    return [sys.executable, "chat.py", f"--run_dir={folder}", "--temperature=0", *options]
-
-
-class Typed:
-    """A terminal that runs chat.py."""
-
-    def __init__(self, arguments):
-        self.screen, inner = pty.openpty()
-        own = lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # Ctrl-C must reach it
-        self.process = subprocess.Popen(
-            arguments, stdin=inner, stdout=inner, stderr=inner, start_new_session=True, preexec_fn=own
-        )
-        os.close(inner)
-        self.seen = b""
-
-    def until(self, pattern: str, seconds: float = 300) -> str:
-        """Wait for output that matches `pattern`, and return the output up to the match. Later calls start after it."""
-        limit = time.monotonic() + seconds
-        while not (match := re.search(pattern.encode(), self.seen)):
-            assert time.monotonic() < limit, (pattern, self.seen[-2000:])
-            if select.select([self.screen], [], [], 1)[0]:
-                try:
-                    self.seen += os.read(self.screen, 65536)
-                except OSError as error:
-                    raise AssertionError((pattern, self.seen[-2000:])) from error
-        shown, self.seen = self.seen[: match.end()], self.seen[match.end() :]
-        return shown.decode()
-
-    def types(self, text: str) -> None:
-        os.write(self.screen, text.encode())
-
-    def interrupts(self) -> None:
-        """Press Ctrl-C at the prompt, once readline waits for a key: between the two it would see no signal."""
-        while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "S":
-            time.sleep(0.01)
-        self.types("\x03")
-
-
-@contextmanager
-def typed(arguments):
-    terminal = Typed(arguments)
-    try:
-        yield terminal
-    finally:
-        if terminal.process.poll() is None:
-            os.killpg(terminal.process.pid, signal.SIGKILL)
-        terminal.process.wait()
-        os.close(terminal.screen)
+def talk(monkeypatch, folder, ours: Network, *options: str, lines: str = "") -> int:
+    """Return the exit code of chat.py with this network, whose user types `lines`."""
+    if not folder.exists():
+        write_safetensors(folder, [arrays_of(jax.device_get(ours.params))], ours.config, ours.tokenizer)
+    monkeypatch.setattr(sys, "argv", ["chat", f"--run_dir={folder}", "--temperature=0", *options])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    return chat.main()
 
 
 @pytest.mark.medium
-def test_ctrl_c_stops_an_answer_and_then_at_the_prompt_the_chat(folders):
-    with typed(command(folders[1])) as terminal:
-        assert "9000 tokens a row" in terminal.until("> ")
-        for line in "hello\n", "/regenerate\n":
-            terminal.types(line)
-            terminal.until("(xy){8}")
-            terminal.types("\x03")
-            stopped = terminal.until(r"\(stopped\)\r\n")
-            assert set(stopped.split("^C")[0]) <= set("xy")
-            terminal.until("> ")
-        terminal.types("/help\n")
-        terminal.until("/regenerate  another answer(.|\n)*> ")
-        terminal.interrupts()
-        terminal.until(r"Ctrl-C again ends the chat\)\r\n> ")
-        terminal.interrupts()
-        assert terminal.process.wait(60) == 0
+def test_lines_of_a_pipe_and_one_prompt_are_answered_alone(tmp_path, monkeypatch, capsys):
+    ours, folder = chain(ASK, *LETTERS["Zé€!"], END), tmp_path / "short"
+    assert talk(monkeypatch, folder, ours, lines="hello\n\n/help\nagain\n") == 0
+    seen = capsys.readouterr()
+    assert seen.out == "Zé€!\nZé€!\n" and "192 tokens a row" in seen.err and "/regenerate  another answer" in seen.err
+    assert talk(monkeypatch, folder, ours, "--prompt=hello", "--tokens=2") == 0
+    assert capsys.readouterr() == ("Z\n", "(an answer has at most 2 tokens)\n")
 
 
-@pytest.mark.medium
-def test_lines_of_a_pipe_and_one_prompt_are_answered_alone(folders):
-    done = subprocess.run(command(folders[0]), input="hello\n\nagain\n", capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "Zé€!\nZé€!\n"), done.stderr
-    done = subprocess.run(command(folders[0], "--prompt=hello", "--tokens=2"), capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "Z\n", "(an answer has at most 2 tokens)\n")
-
-
-def test_a_network_without_tokens_of_conversations_is_a_mistake(tmp_path):
+def test_a_network_without_tokens_of_conversations_is_a_mistake(tmp_path, monkeypatch):
     plain = replace(TOKENIZER, json=TOKENIZER.json.replace("<|assistant_end|>", "<|other|>"))
-    folder = written(tmp_path / "base", replace(network(), tokenizer=plain))
-    done = subprocess.run(command(folder), capture_output=True, text=True)
-    assert done.returncode == 2 and f"--config=configs/chat.py --init_from={folder}" in done.stderr
+    with pytest.raises(UserError, match=f"--config=configs/chat.py --init_from={tmp_path}/base"):
+        talk(monkeypatch, tmp_path / "base", replace(network(), tokenizer=plain))
+
+
+@pytest.mark.medium
+def test_ctrl_c_stops_an_answer_and_then_at_the_prompt_the_chat(monkeypatch, capsys):
+    x, y = LETTERS["xy"]
+    engine, typed, left = Engine(chain(ASK, x, y, x)), iter(["hello", "/regenerate", None, "", None, None]), []
+
+    def step():
+        left[:] = left[1:] or range(20)
+        if len(left) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return Engine.step(engine)
+
+    def read(prompt: str) -> str:
+        if (line := next(typed)) is None:
+            raise KeyboardInterrupt
+        return line
+
+    monkeypatch.setattr(engine, "step", step)
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    Terminal(engine, GREEDY).run()
+    out, err = capsys.readouterr()
+    assert re.fullmatch("((xy){8,}x?\n){2}", out) and engine.free == 1
+    assert err.splitlines() == ["(stopped)"] * 2 + ["(Ctrl-C again ends the chat)"] * 2
 
 
 @pytest.fixture(scope="module")
@@ -166,12 +108,11 @@ def test_the_effect_of_a_full_row_is_announced(engine, capsys):
     for number in range(9):
         terminal.say(f"message number {number}")
     notes = [note for note in re.findall(r"\((.*)\)\n", capsys.readouterr().err) if "oldest" in note]
-    assert re.fullmatch(r"the conversation has 1\d\d tokens: beyond 144 its oldest turns are left out", notes[0])
-    assert re.fullmatch(r"the oldest \d of \d turns are left out from here on", notes[1])
+    assert re.fullmatch(r"the oldest \d of \d turns are left out from here on", notes[0])
     assert terminal.turns[-1].text == "message number 8"
     assert len(terminal.prompt()) <= LENGTH
     assert "Be brief.\n\nmessage" in TOKENIZER.decode(terminal.prompt()[:40])
     turns = terminal.turns.copy()
-    with pytest.raises(Exception, match="leave room for an answer"):
+    with pytest.raises(UserError, match="leave room for an answer"):
         terminal.say("letters " * 50)
     assert terminal.turns == turns

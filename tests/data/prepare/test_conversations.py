@@ -21,7 +21,7 @@ from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, Where, prepare
 from data.record import hash_share
 from data.tokenizer import CHAT_TOKENS, TextTokenizer, convert_tiktoken, load_tokenizer
-from evaluation.documents import read_sources
+from evaluation.texts import read_sources
 from tests.data import nanochat_conversations
 from tests.data.preparations import digests, read_shard
 

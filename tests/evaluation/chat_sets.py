@@ -1,19 +1,10 @@
-"""Make questions in ChatCORE's schemas, and a network that calls the calculator, and answer them with nanochat. As a
-program, write nanochat's answers, item by item, to nanochat_chat.json.
+"""Make questions in ChatCORE's schemas, and a network that calls the calculator."""
 
-NANOCHAT_DIR=... python -m tests.evaluation.nanochat_chat
-"""
-
-import importlib
-import json
 import random
-import re
-import sys
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pyarrow
@@ -22,12 +13,9 @@ import pyarrow.parquet
 from data.tokenizer import TextTokenizer, train_tokenizer
 from evaluation.network import Network
 from tests.evaluation import core_bundle
-from tests.evaluation.core_bundle import CONFIG, LONGEST, words
-from tests.evaluation.nanochat_core import their_network
-from tests.nanochat_checkout import import_nanochat
+from tests.evaluation.core_bundle import CONFIG, words
 from training.state import abstract_params, stored_as
 
-RESULTS = Path(__file__).with_name("nanochat_chat.json")
 FOLDERS = {"ARC-Easy": "arc/ARC-Easy", "ARC-Challenge": "arc/ARC-Challenge", "MMLU": "mmlu/all", "GSM8K": "gsm8k/main"}
 
 
@@ -85,42 +73,3 @@ def params() -> dict:
 def network(devices: int = 1) -> Network:
     like = core_bundle.network(devices)
     return replace(like, tokenizer=tokenizer(), params=stored_as(params(), abstract_params(CONFIG, like.mesh)))
-
-
-def their_answers(patch) -> dict[str, list]:
-    """Return for each item whether it is right, and the chosen letter or the generated text."""
-    patch.setitem(sys.modules, "rustbpe", ModuleType("rustbpe"))  # used only to train tokenizers
-    gpt, engine, spelling = import_nanochat(patch, "gpt", "engine", "tokenizer")
-    chat_eval, common = (importlib.import_module(name) for name in ("scripts.chat_eval", "tasks.common"))
-    model = their_network(gpt, CONFIG, params(), LONGEST)
-
-    ours = tokenizer()
-    methods = {
-        "__init__": lambda self: None,
-        "encode": lambda self, text: ours.encode([text])[0],
-        "encode_special": lambda self, name: ours.special_tokens[name],
-        "get_bos_token_id": lambda self: ours.bos,
-        "decode": lambda self, ids: ours.library.decode(ids, skip_special_tokens=False),
-    }
-    theirs = type("Ours", (spelling.RustBPETokenizer,), methods)()  # nanochat's rendering with our tokens
-    answers = {}
-    for label in FOLDERS:
-        kind = getattr(chat_eval, label.partition("-")[0])
-        data = common.HubDataset(pyarrow.table(columns(label)))
-        patch.setattr(importlib.import_module(kind.__module__), "load_hub_dataset", lambda *a, data=data, **k: data)
-        answers[label] = kept = []
-        judge = lambda self, item, answer, judge=kind.evaluate, kept=kept: (
-            kept.append([bool(judge(self, item, answer)), answer]) or kept[-1][0]
-        )
-        with patch.context() as inner:
-            inner.setattr(kind, "evaluate", judge)
-            chat_eval.run_chat_eval(label, model, theirs, engine.Engine(model, theirs), batch_size=4)
-    return answers
-
-
-if __name__ == "__main__":
-    import pytest
-
-    with pytest.MonkeyPatch.context() as patch:
-        computed = their_answers(patch)
-    RESULTS.write_text(re.sub(r"(\[\[|\],|\]\])", r"\1\n", json.dumps(computed)) + "\n")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evaluation.bits_per_byte import evaluate
+from evaluation.evaluator import evaluate
 
 
 def of_sums(losses: np.ndarray, counts: np.ndarray, text_bytes: np.ndarray) -> dict:
@@ -14,15 +14,12 @@ def of_sums(losses: np.ndarray, counts: np.ndarray, text_bytes: np.ndarray) -> d
 
 
 def test_the_error_is_the_standard_deviation_over_evaluations():
-    """Compare it with the standard deviation over many evaluations of eight batches of two micro-batches."""
-    generator = np.random.default_rng(0)
-    values, errors = [], []
-    for _ in range(2_000):
-        text_bytes = generator.integers(800, 1_200, 16)
-        losses = text_bytes * generator.normal(1.0, 0.1, 16)
-        result = of_sums(losses.reshape(8, 2), text_bytes.reshape(8, 2) // 4, text_bytes)
-        values.append(result["val_bpb"])
-        errors.append(result["val_bpb_stderr"])
+    """Compare it with the standard deviation over evaluations of 25 batches of two micro-batches of unequal sizes."""
+    random = np.random.default_rng(0)
+    sizes = random.integers(100, 5000, (2000, 50))
+    losses = sizes * 1.1 + random.standard_normal(sizes.shape) * np.sqrt(sizes) * 3
+    results = [of_sums(of.reshape(25, 2), by.reshape(25, 2) // 4, by) for of, by in zip(losses, sizes)]
+    values, errors = ([result[name] for result in results] for name in ("val_bpb", "val_bpb_stderr"))
     assert np.mean(errors) == pytest.approx(np.std(values), rel=0.05)
 
 

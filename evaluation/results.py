@@ -1,0 +1,141 @@
+"""Results of an evaluation: a log with one line per item, which resumes after a kill, files, a table and pictures."""
+
+import io
+import json
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from configs.files import append_whole, write_whole
+from configs.schema import UserError
+from hosts.runtime import on_first_process
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+AT_A_TIME = 32  # lines that a kill may lose. A generated answer may take seconds
+
+
+class ItemLog:
+    """A log of lines. Every process has them; the first one writes them to the file, if there is one."""
+
+    def __init__(self, path: Path | None = None, facts: dict[str, Any] | None = None):
+        """Open the log at `path`. Its first line is the `facts` that its items depend on. The lines of an earlier start
+        are kept if its facts are the same. Raise UserError if the file cannot be read or written."""
+        self.path = path
+        self.lines: list[dict] = on_first_process(lambda: _open(path, facts or {})) if path else []
+
+    def extend(self, lines: Iterable[dict]) -> None:
+        """Add lines, as they come. A kill loses at most `AT_A_TIME` of them."""
+        iterator = iter(lines)
+        while some := list(islice(iterator, AT_A_TIME)):
+            if self.path and jax.process_index() == 0:
+                append_whole(self.path, to_lines(some))
+            self.lines += some
+
+
+def _open(path: Path, facts: dict[str, Any]) -> list[dict]:
+    """Return the lines after the facts, and drop the half line that a kill left."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        complete = path.read_bytes().split(b"\n")[:-1] if path.exists() else []  # a complete line ends in a newline
+        lines = [json.loads(line) for line in complete]
+        lines = lines if lines and lines[0] == facts else [facts]
+        write_whole(path, to_lines(lines))
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); give --out=FOLDER") from error
+    except ValueError as error:
+        raise UserError(f"{path} cannot be continued ({error}); remove it to start again") from error
+    return lines[1:]
+
+
+def to_lines(values: Iterable[dict]) -> str:
+    """Return one JSON object per line."""
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write results for people and programs."""
+    write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def as_table(results: Mapping[str, Any], title: str = "") -> str:
+    """Return a line for each figure, then a table for each group of figures, with a row for each task, source, ..."""
+    single = {name: value for name, value in results.items() if not isinstance(value, Mapping)}
+    if not single and all(isinstance(value, Mapping) for value in results.values()):
+        columns = list(dict.fromkeys(name for row in results.values() for name in row))
+        rows = [[title, *columns], *([name, *map(row.get, columns)] for name, row in results.items())]
+    else:
+        rows = [*([[title]] if title else []), *([name, value] for name, value in single.items())]
+    cells = [[str(row[0]), *map(shown, row[1:])] for row in rows]
+    widths = [max(len(row[i]) for row in cells if len(row) > i) for i in range(max(map(len, cells)))]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]).rstrip()
+        for row in cells
+    ]
+    groups = {name: value for name, value in results.items() if isinstance(value, Mapping)} if single else {}
+    return "\n".join([*lines, *("\n" + as_table(group, name) for name, group in groups.items())])
+
+
+def shown(value: Any) -> str:
+    """Return a figure with five digits."""
+    if isinstance(value, list):
+        return " to ".join(map(shown, value))
+    return "-" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def plot_accuracies(points: Mapping[str, tuple[float, float | None, float]], title: str, path: Path) -> None:
+    """Draw each task's accuracy with two standard errors to both sides, against the accuracy of guessing."""
+    labels = list(points)[::-1]
+    accuracy, errors, guessing = zip(*(points[label] for label in labels))
+    figure = _figure(7, 1.2 + 0.28 * len(labels))
+    axes = figure.add_subplot()
+    both = [2 * (error or 0) for error in errors]
+    axes.errorbar(accuracy, labels, xerr=both, fmt="o", capsize=3, label="accuracy, 2 standard errors")
+    axes.plot(guessing, labels, "|", color="black", markersize=14, label="guessing")
+    axes.set(xlim=(-0.02, 1.02), ylim=(-0.7, len(labels) - 0.3), xlabel="accuracy", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    _save(figure, path, 150)
+
+
+def plot_bits(results: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> None:
+    """Draw each run's bits per byte against the size of documents, and against the position in the row."""
+    figure = _figure(10, 4)
+    panels = {"by_bytes": "bytes of a document", "by_position": "tokens before one in its row"}
+    for axes, (panel, label) in zip(figure.subplots(1, 2), panels.items()):
+        for i, (name, result) in enumerate(results.items()):
+            curves = {name: (result[panel], "-")}
+            full = result["by_position_of_full_rows"]
+            if panel == "by_position" and full not in ([], result[panel]):
+                curves[f"{name}, full rows"] = (full, ":")
+            for legend, (points, style) in curves.items():
+                errors = [2 * (point["stderr"] or 0) for point in points]
+                places, values = ([point[key] for point in points] for key in ("from", "bits_per_byte"))
+                looks = {"fmt": f"o{style}", "color": f"C{i}", "ms": 3, "capsize": 2}
+                axes.errorbar(places, values, yerr=errors, label=legend, **looks)
+        octaves = sorted({point["from"] for result in results.values() for point in result[panel]})
+        axes.set_xscale("symlog" if panel == "by_position" else "log", base=2)
+        axes.set_xticks(octaves, [str(octave) for octave in octaves], fontsize="small")
+        axes.minorticks_off()
+        axes.set_xlabel(f"{label}: from this number up to twice as many", fontsize="small")
+        axes.set_ylabel("bits per byte, 2 standard errors")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(title)
+    _save(figure, path, 100)
+
+
+def _figure(*size: int | float) -> "Figure":
+    from matplotlib.figure import Figure  # a second to import
+
+    return Figure(figsize=size, layout="constrained")
+
+
+def _save(figure: "Figure", path: Path, dpi: int) -> None:
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=dpi)
+    write_whole(path, content.getvalue())
