@@ -18,18 +18,20 @@ from training.state import abstract_params
 
 FLOAT32 = jnp.dtype("float32")
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
-GREEDY, DRAWN = {"temperature": 0.0, "top_k": 0}, {"temperature": 1.0, "top_k": 20}
+GREEDY = {"temperature": 0.0, "top_k": 0}
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("options", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_mesh_of_all_axes_gives_the_tokens_of_one_device(options):
+def test_a_mesh_of_all_axes_gives_the_tokens_of_one_device():
+    """test_engine.py compares greedy tokens."""
     buffer, seeds = np.zeros((len(PROMPTS), 12), np.int32), np.arange(len(PROMPTS), dtype=np.int32)
     for row, prompt in zip(buffer, PROMPTS):
         row[: len(prompt)] = prompt
     lengths, tokens = np.array([len(prompt) for prompt in PROMPTS], np.int32), []
     for ours in network(8), network():
-        tokens.append(np.asarray(ours.generate()(ours.params, buffer, lengths, seeds, prefill=1, **options)))
+        tokens.append(
+            np.asarray(ours.generate()(ours.params, buffer, lengths, seeds, prefill=1, temperature=1.0, top_k=20))
+        )
     np.testing.assert_array_equal(*tokens)
 
 

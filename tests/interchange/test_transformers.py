@@ -39,9 +39,8 @@ from training.optimizer import path_name
 
 SIZES = {
     "plain": ModelConfig(depth=2, width=64, heads=4, kv_heads=4, head_dim=16, vocab_size=300),
-    "wide heads": ModelConfig(depth=2, width=64, heads=4, kv_heads=2, head_dim=32, vocab_size=300),
-    "other constants": ModelConfig(
-        depth=2, width=64, heads=2, kv_heads=2, head_dim=32, vocab_size=300, softcap=9.0, rotary_base=1234.0
+    "other sizes and constants": ModelConfig(
+        depth=3, width=64, heads=4, kv_heads=2, head_dim=32, vocab_size=300, softcap=9.0, rotary_base=1234.0
     ),
 }
 TEXTS = ["to be or not to be, that is the question. " * 8, "whether it is nobler in the mind to suffer " * 8]
@@ -128,7 +127,6 @@ def test_continuations_are_the_same_with_any_cache_padded_and_with_beams(everyth
     generate = lambda ids, mask, **more: theirs.generate(ids, attention_mask=mask, **options | more).numpy()
     np.testing.assert_array_equal(ours, generate(ids, ones, max_new_tokens=64))
     np.testing.assert_array_equal(ours[:, :17], generate(ids, ones, use_cache=False))
-    np.testing.assert_array_equal(ours[:, :17], generate(ids, ones, cache_implementation="static"))
     # Pad on the left, to the length of a longer row.
     longer = torch.tensor(np.stack([np.concatenate([[0, 0, 0], TOKENS[0, :5]]), TOKENS[1, :8]]), dtype=torch.long)
     padding = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])
@@ -224,7 +222,7 @@ def umask() -> int:
 
 
 def test_a_run_is_exported_verified_and_continued_as_another(tmp_path, monkeypatch, capsys):
-    """Run train.py, export.py --verify, transformers and train.py --init_from with all features."""
+    """Run train.py, export.py --verify, transformers and train.py --init_from with a network for the modeling file."""
     from tests.test_train import CONFIG, run
 
     monkeypatch.chdir(tmp_path)
@@ -232,11 +230,10 @@ def test_a_run_is_exported_verified_and_continued_as_another(tmp_path, monkeypat
     Path("text").mkdir()
     for i in range(30):
         Path(f"text/{i}.txt").write_text(f"{i} " + TEXTS[i % 2])
-    options = [f"--model.{name}" + f"={value}" * (value is not True) for name, value in ALL_EXPORTED.items()]
-    options = ["--config=tiny.py", "--steps=8", "--batch.rows_per_device=2", *options]
+    options = ["--config=tiny.py", "--steps=8", "--batch.rows_per_device=2", "--model.smear"]
     assert run("train", monkeypatch, *options, "--run_dir=first") == 0
     exported = lambda *more: monkeypatch.setattr(sys, "argv", ["export", "--run_dir=first", *more]) or export.main()
-    assert exported("--out=hf", "--license=mit", "--shard_gigabytes=0.00005", "--verify") == 0
+    assert exported("--out=hf", "--license=mit", "--shard_gigabytes=0.00004", "--verify") == 0
     assert "logits of 64 tokens" in capsys.readouterr().out and len(list(Path("hf").glob("*.safetensors"))) > 3
     assert {stat.S_IMODE(path.stat().st_mode) for path in Path("hf").iterdir()} == {0o666 & ~umask()}
     card, bits = Path("hf/README.md").read_text(), read_metrics("first")[-1]["val_bpb"]
