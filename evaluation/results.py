@@ -129,10 +129,10 @@ def plot_bits(results: Mapping[str, Mapping[str, Any]], title: str, path: Path) 
     _save(figure, path, 100)
 
 
-def _figure(*size: int | float) -> "Figure":
+def _figure(width: int, height: int | float) -> "Figure":
     from matplotlib.figure import Figure  # a second to import
 
-    return Figure(figsize=size, layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _save(figure: "Figure", path: Path, dpi: int) -> None:
