@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.command_line import parse_arguments
-from configs.schema import FilePath, UserError
+from configs.schema import FilePath, Positive, UserError
 from data.prepare.preparation import Preparation, Where, prepare
 from data.record import read_record
 from data.tokenizer import load_tokenizer
@@ -29,7 +29,7 @@ class Arguments(Where, Preparation):
 
     out: FilePath
     """The dataset's folder."""
-    max_files: int | None = None
+    max_files: Positive[int] | None = None
     """Use only this many of the source's files. The same command with more resumes, with the first one's tokenizer."""
 
 
@@ -43,9 +43,8 @@ def main() -> int:
             raise UserError(
                 f"--vocab_size={arguments.vocab_size} is for a tokenizer that is trained here; {has}: leave one out"
             )
-    settings = Preparation(**{name: getattr(arguments, name) for name in Preparation.__dataclass_fields__})
-    where = Where(**{name: getattr(arguments, name) for name in Where.__dataclass_fields__})
-    prepare(settings, out, arguments.max_files, where)
+    given = lambda kind: kind(**{name: getattr(arguments, name) for name in kind.__dataclass_fields__})
+    prepare(given(Preparation), out, arguments.max_files, given(Where))
     facts = read_record(out)
     print(json.dumps({"out": str(out), **{name: facts[name] for name in ("train", "val", "skipped")}}))
     return 0

@@ -12,7 +12,6 @@ A row that makes no conversation is left out and counted. docs/fine-tuning.md mi
 """
 
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import pyarrow.parquet
 import tyro
 
 from configs.command_line import parse_arguments
+from configs.files import write_whole
 from configs.schema import FilePath, UserError
 from data.conversation import Message
 from data.prepare.corpus import open_source
@@ -113,25 +113,20 @@ def main() -> int:
         raise UserError(f"{schema} " + ("has its own --source" if arguments.source else "needs --source"))
     convert = {"chitchat": of_chitchat, "mmlu": of_mmlu, "gsm8k": of_gsm8k}[schema]
     rows = parquet_rows(arguments.source, COLUMNS[schema]) if arguments.source else chitchat_rows()
-    partial, counts = out.with_name(f"{out.name}.partial"), [0, 0]
+    lines, left_out = [], 0
+    for number, row in enumerate(rows, 1):
+        try:
+            messages = convert(row)
+        except (TypeError, ValueError, KeyError) as error:
+            raise UserError(f"{arguments.source}: row {number} is not of the schema {schema}: {error!r}") from error
+        if messages:
+            lines.append(json.dumps({"messages": messages}) + "\n")
+        left_out += not messages
     try:
-        with partial.open("w") as file:
-            for number, row in enumerate(rows, 1):
-                try:
-                    messages = convert(row)
-                except (TypeError, ValueError, KeyError) as error:
-                    raise UserError(
-                        f"{arguments.source}: row {number} is not of the schema {schema}: {error!r}"
-                    ) from error
-                if messages:
-                    file.write(json.dumps({"messages": messages}) + "\n")
-                counts[not messages] += 1
-        os.replace(partial, out)
+        write_whole(out, "".join(lines))
     except OSError as error:
         raise UserError(f"--out={out} cannot be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
-    print(json.dumps({"out": str(out), "conversations": counts[0], "left_out": counts[1]}))
+    print(json.dumps({"out": str(out), "conversations": len(lines), "left_out": left_out}))
     return 0
 
 

@@ -1,5 +1,6 @@
 """Documents: the texts of a source, in order."""
 
+import codecs
 import io
 import json
 import lzma
@@ -8,27 +9,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow
 import pyarrow.json
+from fsspec.spec import AbstractBufferedFile
 
 from configs.retry import StorageLost, patiently
 from configs.schema import UserError
 from data.conversation import document_of, texts_of
 from data.prepare.chat_stdlib import conversations_of
-from data.prepare.remote import open_remote
 from data.prepare.source_files import (
     LINE_SUFFIXES,
     TABLE_SUFFIXES,
     SourceFile,
     chunks,
     lines,
-    lines_before,
     rows,
     separated,
     values,
 )
+from data.store import read_range
 
+BUFFER_BYTES = 2**22  # of a request to a server
 CUT_BYTES = 2**20  # bytes of a text; a longer one is cut into documents
 LONG = 2**24  # bytes of a document; a longer one is not kept as characters, which take 4 bytes each with one emoji
 
@@ -72,9 +73,6 @@ class Corpus:
     def read(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, str | bytes, str]]:
         """Yield the number, text (a long one in UTF-8) and problem of each document in a span of the file. An empty
         line has neither. Raise as `documents` does."""
-        if file.problem:
-            yield 1, "", file.problem
-            return
         try:
             for number, content in self.contents(file, start, stop):
                 if not content and self.is_lines(file):
@@ -99,7 +97,7 @@ class Corpus:
         """Return the name of the document of this number, from 1, of a file."""
         if self._is_code(file):
             return f"{file.name} conversation {number}"
-        if file.problem or not (file.name.endswith(TABLE_SUFFIXES) or self._is_cut(file)):
+        if not (file.name.endswith(TABLE_SUFFIXES) or self._is_cut(file)):
             return file.name
         if self._is_cut(file):
             return f"{file.name}#{number - 1:08d}"
@@ -111,9 +109,9 @@ class Corpus:
         if not start or not (is_separated or file.name.endswith(".jsonl")):
             return 0
         with open_source(file) as opened:
-            if is_separated:
-                return sum(1 for _ in separated(opened, self.separator.encode(), 0, start))
-            return lines_before(opened, start)
+            separator = self.separator.encode()
+            read = separated(opened, separator, 0, start) if is_separated else lines(file, opened, 0, start)
+            return sum(1 for _ in read)
 
     def is_lines(self, file: SourceFile) -> bool:
         """Return whether each line is a record of JSON."""
@@ -130,7 +128,7 @@ class Corpus:
         return self.conversations and file.name.endswith(".py")
 
     def _is_cut(self, file: SourceFile) -> bool:
-        is_text = not (file.problem or file.name.endswith(TABLE_SUFFIXES) or self.conversations)
+        is_text = not (file.name.endswith(TABLE_SUFFIXES) or self.conversations)
         return is_text and (bool(self.separator) or len(self.files) == 1 or file.size > CUT_BYTES)
 
     def contents(self, file: SourceFile, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
@@ -157,8 +155,20 @@ class Corpus:
 def open_source(file: SourceFile) -> io.BufferedReader:
     """Open a local file, a URL, or a file of the hub, whose interrupted download is resumed."""
     if "://" in file.url:
-        return open_remote(file.filesystem, file.url)
+        path = str(file.filesystem._strip_protocol(file.url))
+        size = patiently(file.url, lambda: file.filesystem.size(path))
+        if size is None:
+            raise OSError("its server does not report its length")
+        return io.BufferedReader(_RemoteFile(file.filesystem, path, size=size, cache_type="none"), BUFFER_BYTES)
     return open(_downloaded(file.url) if file.url.startswith("hf:") else file.url, "rb")
+
+
+class _RemoteFile(AbstractBufferedFile):
+    """A file read by requests for ranges, each repeated until it is answered. Raises StorageLost if its server fails
+    for long."""
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return patiently(self.full_name, lambda: read_range(self.fs, self.path, start, end))
 
 
 def _downloaded(url: str) -> str:
@@ -232,10 +242,8 @@ def _value(line: bytes, column: str) -> bytes | None:
 
 def is_utf8(content: bytes) -> bool:
     """Return whether bytes are UTF-8, without a copy of them."""
-    ends = pyarrow.py_buffer(np.array([0, len(content)], np.int64))
-    text = pyarrow.Array.from_buffers(pyarrow.large_string(), 1, [None, ends, pyarrow.py_buffer(content)])
+    pieces = (content[start : start + BUFFER_BYTES] for start in range(0, len(content), BUFFER_BYTES))
     try:
-        text.validate(full=True)
-    except pyarrow.ArrowInvalid:
+        return all(True for _ in codecs.iterdecode(pieces, "utf-8"))
+    except UnicodeDecodeError:
         return False
-    return True

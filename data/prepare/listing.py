@@ -1,5 +1,6 @@
 """The files of a source (local, remote or on the hub): which are taken, left out and held out."""
 
+import errno
 import glob
 import hashlib
 import itertools
@@ -7,6 +8,7 @@ import mimetypes
 import os
 import re
 import stat
+import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,9 +27,12 @@ from data.record import HELD_OUT, name_words
 CHAT_STDLIB = "chat-stdlib"
 LIBRARY = ("stdlib", CHAT_STDLIB)
 NO_TEXT, SHOWN = "no text", 8
-BINARY = (".bin", ".npy", ".npz", ".pt", ".safetensors", ".pyc", ".so", ".o")
-ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
-PRINTED = (".pdf", ".docx", ".odt", ".epub")
+ADVICE = {
+    **dict.fromkeys((".bin", ".npy", ".npz", ".pt", ".safetensors", ".pyc", ".so", ".o"), NO_TEXT),
+    **dict.fromkeys((*COMPRESSIONS, ".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack them"),
+    **dict.fromkeys((".pdf", ".docx", ".odt", ".epub"), "extract their text"),
+    **{".json": "lines of JSON? call them .jsonl", "": ""},
+}
 
 
 def find_corpus(
@@ -46,7 +51,7 @@ def find_corpus(
     extensions = tuple(extension.strip() for extension in text_extensions.split(",") if extension.strip())
     if not all(re.fullmatch(r"\.[^/,]+", extension) for extension in extensions):
         raise UserError(f"--text_extensions={text_extensions} cannot work: write .rst or .rst,.tex")
-    library = source in LIBRARY
+    library, is_hub = source in LIBRARY, source.startswith("hf:")
     if conversations and source == "stdlib":
         raise UserError(f"the source stdlib is text; {CHAT_STDLIB} is conversations made of it")
     conversations = conversations or source == CHAT_STDLIB
@@ -54,33 +59,29 @@ def find_corpus(
     suffixes = (*(() if conversations else TEXT_SUFFIXES), *TABLE_SUFFIXES, *extensions)
     if library:  # others' files cannot be corrected
         suffixes, on_error = (".py",), "skip"
-    if source.startswith("hf:"):
+    if is_hub:
         listed = _hub_files(source, revision)
     elif "://" in source and not os.path.lexists(source):
         listed = _remote_files(source)
     else:
-        listed = _local_files(source, suffixes)
-    taken = [one for one in listed if one[0].name.endswith(suffixes) or one[0].problem]
-    if source.startswith("hf:") and any(one[0].name.endswith(TABLE_SUFFIXES) for one in taken):
-        taken = [one for one in taken if one[0].name.endswith((*TABLE_SUFFIXES, *extensions))]  # not README.md
+        listed = _local_files(source, suffixes, on_error)
+    if is_hub and any(file.name.endswith(TABLE_SUFFIXES) for file, _ in listed):
+        suffixes = (*TABLE_SUFFIXES, *extensions)  # not README.md
+    taken = [one for one in listed if one[0].name.endswith(suffixes)]
     files = [file for file, _ in taken]
-    known = {file.url for file in files}
-    left = [file for file, _ in listed if file.url not in known and not library]
+    left = [file for file, _ in listed if not library and not file.name.endswith(suffixes)]
+    described = _described(left)
     if not files:
         raise UserError(
-            f"{source or 'an empty --source'}: no file of text found there{_described(left)}; give `stdlib`, "
+            f"{source or 'an empty --source'}: no file of text found there{described}; give `stdlib`, "
             f"`hf:OWNER/NAME`, or a file, a folder or a glob of {', '.join(TEXT_SUFFIXES + TABLE_SUFFIXES)}"
         )
-    if (broken := [file for file in files if file.problem]) and on_error == "stop":
-        raise UserError(
-            f"{source}: {len(broken)} file(s) or folder(s) cannot be read, {broken[0].url} the first: "
-            f"{broken[0].problem}; correct that, or count and skip such files: --on_error=skip"
-        )
     minor = [file for file in left if file.name.find("/.") < 0 and _advice(_extension(file.name)) not in ("", NO_TEXT)]
-    is_minor = "://" not in files[0].url and not source.startswith("hf:") and _size(minor) > _size(files)
-    commit = files[0].url.partition("@")[2].partition(":")[0] if source.startswith("hf:") else ""
-    version = f"{commit}/{source.removeprefix('hf:').partition(':')[2]}" if commit else _version(taken)
-    described = _described(left)
+    is_minor = "://" not in files[0].url and not is_hub and _size(minor) > _size(files)
+    version = _version(taken)
+    if is_hub:
+        commit = files[0].url.partition("@")[2].partition(":")[0]
+        version = f"{commit}/{source.removeprefix('hf:').partition(':')[2]}"
     return Corpus(source, files, version, text_column, on_error, separator, described, is_minor, conversations)
 
 
@@ -136,13 +137,9 @@ def _extension(name: str) -> str:
 def _advice(extension: str) -> str:
     """Return advice on how to read files of an extension."""
     kind = (mimetypes.guess_type(f"x{extension}")[0] or "").split("/")[0]
-    if kind in ("image", "audio", "video", "font") or extension in BINARY:
+    if kind in ("image", "audio", "video", "font"):
         return NO_TEXT
-    if extension.endswith((*COMPRESSIONS, *ARCHIVES)):
-        return "unpack them"
-    if extension in PRINTED:
-        return "extract their text"
-    return "lines of JSON? call them .jsonl" if extension == ".json" else extension and f"--text_extensions={extension}"
+    return ADVICE.get(PurePath(f"x{extension}").suffix, f"--text_extensions={extension}")
 
 
 Found = list[tuple[SourceFile, list]]
@@ -156,8 +153,10 @@ def _compiled(source: str, pattern: str) -> re.Pattern:
         raise UserError(f"{source}: not a glob: {error}") from error
 
 
-def _local_files(source: str, suffixes: tuple[str, ...]) -> Found:
-    """Return the files of a path, or of a glob below the longest part of it that exists literally."""
+def _local_files(source: str, suffixes: tuple[str, ...], on_error: str) -> Found:
+    """Return the files of a path, or of a glob below the longest part of it that exists literally. Each is listed once:
+    under its own name, otherwise under the first of its links. Raise UserError for folders, and files with one of the
+    suffixes, that cannot be read; or report them, with `on_error="skip"`."""
     library = source in LIBRARY
     location = sysconfig.get_path("stdlib") if library else os.path.expanduser(source.removeprefix("file://"))
     root, pattern = Path(os.path.abspath(location)), []
@@ -166,66 +165,62 @@ def _local_files(source: str, suffixes: tuple[str, ...]) -> Found:
     if not location or not os.path.lexists(root):
         return []
     complete = _compiled(source, "/".join(pattern))
-    fixed = pattern[: pattern.index("**")] if "**" in pattern else pattern[:-1]
-    steps = [_compiled(source, step) for step in fixed]
+    steps = [_compiled(source, step) for step in itertools.takewhile(lambda step: step != "**", pattern)]
+    name_of = lambda path: path.removeprefix(str(root)).lstrip("/") or root.name
 
     def enters(folder: str) -> bool:
-        names = folder.split("/")
+        names = name_of(folder).split("/")
         if library:
             return names[-1] not in ("site-packages", "dist-packages")
         is_above = "**" in pattern or not pattern or len(names) < len(pattern)
         return is_above and all(step.match(name) for step, name in zip(steps, names))
 
-    takes = lambda name: not pattern or complete.match(name) is not None
-    # Targets of links in a system's library are not part of the library.
-    listed = _walk(str(root), takes, suffixes, enters, len(pattern), links=not library)
+    def fail(error: OSError) -> None:
+        problem = f"{source}: {error.filename} cannot be read: {error.strerror}"
+        if on_error == "stop":
+            raise UserError(f"{problem}; correct that, or skip such files: --on_error=skip")
+        print(problem, file=sys.stderr)
+
+    listed, seen = [], set()
+    for path, real in _walk(str(root), enters, fail, links=not library):  # links in a library lead out of it
+        name = name_of(path)
+        is_text = name.endswith(suffixes)
+        if real in seen or (pattern and not complete.match(name)):
+            continue
+        try:
+            status = os.stat(path)
+            if is_text and not os.access(path, os.R_OK):
+                raise PermissionError(errno.EACCES, "no permission", path)
+            if stat.S_ISREG(status.st_mode):
+                seen.add(real)
+                listed.append((SourceFile(name, path, status.st_size), [status.st_mtime]))
+        except OSError as error:
+            if is_text or not PurePath(name).suffix:  # a link with such a name may lead to a folder
+                fail(error)
     return sorted(listed, key=lambda one: one[0].url)
 
 
 def _walk(
-    root: str,
-    takes: Callable[[str], bool],
-    suffixes: tuple[str, ...],
-    enters: Callable[[str], bool],
-    tail: int,
-    links: bool,
-) -> Iterator[tuple[SourceFile, list]]:
-    """Yield the files below `root` whose names below it `takes` accepts, in folders that `enters` accepts, with the
-    times of their change. Also yield unreadable paths that end with one of `suffixes` or may be folders.
-
-    Each file is read once: under its own name, otherwise under the first of its links. Each folder is read once for
-    each value of its names' last `tail` parts, since a glob's matches depend on them."""
-    seen, linked = set(), [(root, os.path.realpath(root))]
+    root: str, enters: Callable[[str], bool], fail: Callable[[OSError], None], links: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield the paths below `root` that are no folders, with the paths that they lead to, those of links last."""
+    seen, linked = set(), [root]
     while linked:
-        waiting, linked = sorted(linked, reverse=True), []
-        while waiting:
-            path, real = waiting.pop()
-            name, is_folder = path.removeprefix(root).lstrip("/") or os.path.basename(root), False
-            try:
-                status = os.stat(real)
-                is_folder = stat.S_ISDIR(status.st_mode)
-                key = (real, *(name.split("/")[-tail:] if is_folder and tail else ()))
-                if key in seen:
+        tops, linked = sorted(linked), []
+        for top in tops:
+            top_real = os.path.realpath(top)
+            if not os.path.isdir(top):
+                yield top, top_real
+                continue
+            for folder, folders, files in os.walk(top, onerror=fail):
+                real = top_real + folder.removeprefix(top)
+                folders[:] = [name for name in folders if real not in seen and enters(os.path.join(folder, name))]
+                if real in seen:
                     continue
-                if is_folder and (path == root or enters(name)):
-                    seen.add(key)
-                    with os.scandir(real) as entries:
-                        for entry in entries:
-                            below = os.path.join(path, entry.name)
-                            if not entry.is_symlink():
-                                waiting.append((below, os.path.join(real, entry.name)))
-                            elif links:
-                                linked.append((below, os.path.realpath(entry.path)))
-                elif stat.S_ISREG(status.st_mode) and takes(name):
-                    seen.add(key)
-                    is_barred = name.endswith(suffixes) and not os.access(real, os.R_OK)
-                    problem = "no permission to read it" if is_barred else ""
-                    yield SourceFile(name, path, status.st_size, problem), [status.st_mtime]
-            except OSError as error:
-                is_text = takes(name) and name.endswith(suffixes)
-                if is_folder or is_text or not PurePath(name).suffix:  # a link with such a name may lead to a folder
-                    problem = error.strerror if os.path.lexists(real) else "a link that leads nowhere"
-                    yield SourceFile(name, path, 0, problem or "it cannot be read"), []
+                seen.add(real)
+                is_link = {name: os.path.islink(os.path.join(folder, name)) for name in (*folders, *files)}
+                linked += [os.path.join(folder, name) for name in is_link if links and is_link[name]]
+                yield from ((f"{folder}/{name}", f"{real}/{name}") for name in files if not is_link[name])
 
 
 def _remote_files(source: str) -> Found:

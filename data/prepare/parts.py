@@ -1,29 +1,32 @@
 """The parts of a dataset during preparation: the encoded documents of each task.
 
-A task is some spans of the source's files, chosen by size alone. Its part is one file of the folder `parts`, named by a
-digest of everything it is made from, and written atomically:
+A task is some spans of the source's files, chosen by size alone. Its part is a folder below `parts`, named by a digest
+of everything it is made from, and renamed to that when it is complete:
 
-    8 bytes    how long the header is
-    header     JSON: the number of documents with text, and the number of others by problem
-    int64      start of each document among the tokens, and end of the last
-    int64      bytes of each document's text
-    uint8      1 for each held-out document
-    tokens     a BOS before each document
+    facts.json       the number of documents with text, and the number of others by problem
+    starts           start of each document among the tokens, and end of the last
+    sizes            bytes of each document's text
+    held_out         true for each held-out document
+    tokens           a BOS before each document
 
-With deduplication, 20 bytes per document come before the tokens, ordered by hash: the first and the second eight bytes
-of the text's SHA-256, and the document's number. With a seed the documents are in an order drawn from it.
+With deduplication `hashes` and `hashes_2` have the first and the second eight bytes of each text's SHA-256, in
+the order of the first, and `of_hashes` the documents' numbers. With a seed the documents are in an order drawn from
+it.
 
 `parts/DIGEST.at` has the number of the document that is being encoded, until the part is complete.
 """
 
 import hashlib
+import io
 import json
 import mmap
+import os
 import struct
 import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -36,11 +39,12 @@ from jaxtyping import Bool, Int, Shaped
 from configs.files import write_whole
 from data.prepare.corpus import Corpus
 from data.prepare.encoding import ConversationEncoder, Encoder
-from data.prepare.exclusion import load_exclusion
+from data.prepare.selection import load_exclusion
 from data.prepare.source_files import SourceFile
 from data.shards import token_type
 from data.tokenizer import load_tokenizer
 
+COLUMNS = {"starts": "<i8", "sizes": "<i8", "held_out": "?", "hashes": "<u8", "hashes_2": "<u8", "of_hashes": "<i4"}
 TASK_BYTES = 2_000_000, 256_000_000  # a task is a 256th of the source, but no smaller and no larger than these
 
 
@@ -68,7 +72,7 @@ class Recipe:
     threshold: float
     """Documents whose text's hash is below this are held out, as are those of held-out files."""
     excluded: Path | None
-    """The file of texts to exclude (data/prepare/exclusion.py)."""
+    """The file of texts to exclude (data/prepare/selection.py)."""
     deduplicate: bool
     seed: int | None
     """Seed of the documents' order; None: the source's order."""
@@ -127,10 +131,8 @@ class Task:
 
     def place(self) -> str:
         """Return the name of the current document."""
-        try:
-            span, number = struct.unpack("<qq", self._note.read_bytes())
-        except (OSError, struct.error):
-            span, number = 0, 0
+        at = self.at()
+        span, number = struct.unpack("<qq", at) if at else (0, 0)
         file, start, _ = self.spans[span]
         return self.corpus.name(file, self.corpus.numbers_before(file, start) + number) if number else file.name
 
@@ -156,7 +158,7 @@ def make_tasks(
 
     for number, file in enumerate(files[first[0] :], first[0]):
         begin = first[1] if number == first[0] else 0
-        cuts = [*range(begin, file.size, size)] if corpus.is_divisible(file) and not file.problem else []
+        cuts = [*range(begin, file.size, size)] if corpus.is_divisible(file) else []
         if len(cuts) > 1:
             close(number, 0)
         for start, stop in zip(cuts or [0], [*cuts[1:], None]):
@@ -179,14 +181,12 @@ def _encode(task: Task) -> None:
     exclusion = recipe.excluded and load_exclusion(recipe.excluded)
     bos = np.array([encoder.tokenizer.bos], recipe.dtype).tobytes()
     starts, sizes, hashes, held_out, problems = array("q", [0]), array("q"), array("Q"), bytearray(), Counter()
-    with open(task._note, "w+b") as at, tempfile.TemporaryFile(dir=task.out.parent, buffering=2**20) as tokens:
-        at.write(bytes(16))
-        at.flush()
-        place = mmap.mmap(at.fileno(), 16)  # survives the process, without a system call per document
+    with open(task._note, "wb") as note, tempfile.TemporaryFile(dir=task.out.parent, buffering=2**20) as tokens:
+        begin = lambda i, number: os.pwrite(note.fileno(), struct.pack("<qq", i, number), 0)  # survives the process
         for i, span in enumerate(task.spans):
-            place[:] = struct.pack("<qq", i, 1)
+            begin(i, 1)
             for number, text, problem in task.corpus.read(*span):
-                place[:] = struct.pack("<qq", i, number)
+                begin(i, number)
                 if exclusion and text and not span.file.held_out:
                     decoded = text if isinstance(text, str) else text.decode()
                     problem = exclusion.problem(decoded, task.corpus.texts(decoded))
@@ -205,16 +205,11 @@ def _encode(task: Task) -> None:
                 sizes.append(size)
                 hashes.extend(struct.unpack(">QQ", digest.digest()[:16]))
                 held_out.append(span.file.held_out or hashes[-2] / 2**64 < recipe.threshold)
-                place[8:] = struct.pack("<q", number + 1)  # the document being read
+                begin(i, number + 1)  # to read it
         tokens.flush()
         encoded = memoryview(mmap.mmap(tokens.fileno(), 0, access=mmap.ACCESS_READ) if sizes else b"")
-        columns = (
-            np.array(starts, np.int64),
-            np.array(sizes, np.int64),
-            np.frombuffer(held_out, bool),
-            np.array(hashes, np.uint64).reshape(-1, 2),
-        )
-        write_part(task, +problems, *columns, encoded)
+        numbers = np.array(starts, np.int64), np.array(sizes, np.int64), np.frombuffer(held_out, bool)
+        write_part(task, +problems, *numbers, np.array(hashes, np.uint64).reshape(-1, 2), encoded)
     task._note.unlink(missing_ok=True)
 
 
@@ -229,43 +224,54 @@ def write_part(
 ) -> None:
     """Write the part of a task atomically, with its documents in the order of the seed."""
     recipe, count = task.recipe, len(sizes)
-    header = json.dumps({"documents": count, "problems": problems}).encode()
     order, width = recipe.order(0, task.number, count), recipe.dtype.itemsize
     places = np.append(0, np.cumsum(np.diff(starts)[order]))
-    columns = [places, sizes[order], held_out[order]]
+    columns = {"starts": places, "sizes": sizes[order], "held_out": held_out[order]}
     if recipe.deduplicate:
         by_hash = np.argsort(hashes[order, 0], kind="stable")
-        columns += [hashes[order[by_hash], 0], hashes[order[by_hash], 1], by_hash.astype("<i4")]
+        first, second = hashes[order[by_hash]].T
+        columns |= {"hashes": first, "hashes_2": second, "of_hashes": by_hash}
     pieces = [tokens or b""]
     if tokens and recipe.seed is not None:
         pieces = [tokens[starts[i] * width : starts[i + 1] * width] for i in order]
-    own = task.out.with_name(f"{task.out.name}.{uuid4().hex}")  # a worker of a dead command may write it, too
-    write_whole(own, struct.pack("<q", len(header)), header, *(column.tobytes() for column in columns), *pieces)
-    own.replace(task.out)
+    with complete_folder(task.out) as folder:
+        for name, column in columns.items():
+            write_whole(folder / name, np.ascontiguousarray(column, COLUMNS[name]).data)
+        write_whole(folder / "tokens", *pieces)
+        write_whole(folder / "facts.json", json.dumps([count, problems]))
+
+
+@contextmanager
+def complete_folder(path: Path) -> Iterator[Path]:
+    """Give a folder that gets its name when it is complete. A worker of a dead command may make it, too."""
+    own = path.with_name(f"{path.name}.{uuid4().hex}")
+    own.mkdir()
+    yield own
+    if not path.exists():
+        own.rename(path)
+
+
+def write_array(path: Path, array: Shaped[np.ndarray, "items"]) -> None:
+    """Write an array atomically, as numpy does."""
+    content = io.BytesIO()
+    np.save(content, array)
+    write_whole(path, content.getbuffer())
 
 
 class Part:
     """A part, read on demand."""
 
-    def __init__(self, recipe: Recipe, path: Path):
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<q", file.read(8))
-            header = json.loads(file.read(length))
-        self.path, self.documents, self.problems = path, header["documents"], header["problems"]
-        kinds = {"starts": "<i8", "sizes": "<i8", "held_out": "?"}
-        if recipe.deduplicate:
-            kinds |= {"hashes": "<u8", "hashes_2": "<u8", "of_hashes": "<i4"}
-        self.columns, at = {}, 8 + length
-        for name, kind in [*kinds.items(), ("tokens", recipe.dtype)]:
-            self.columns[name] = np.dtype(kind), at
-            at += np.dtype(kind).itemsize * (self.documents + (name == "starts"))
+    def __init__(self, path: Path):
+        self.path = path
+        self.documents, self.problems = json.loads((path / "facts.json").read_bytes())
+
+    def mapped(self, column: str) -> Shaped[np.ndarray, "items"]:
+        """Map a column into memory. This keeps a file open."""
+        path, kind = self.path / column, np.dtype(COLUMNS[column])
+        return np.memmap(path, kind, "r") if path.stat().st_size else np.zeros(0, kind)
 
     def read(self, column: str, start: int, stop: int) -> Shaped[np.ndarray, "items"]:
-        """Return items `start` to `stop` of a column."""
-        dtype, at = self.columns[column]
-        return np.fromfile(self.path, dtype, max(stop - start, 0), offset=at + start * dtype.itemsize)
+        return np.array(self.mapped(column)[start:stop])
 
-    def mapped(self, column: str) -> Shaped[np.ndarray, "documents"]:
-        """Return a column with an item for each document, for searches."""
-        dtype, at = self.columns[column]
-        return np.memmap(self.path, dtype, "r", at, self.documents) if self.documents else np.zeros(0, dtype)
+    def tokens(self, start: int, stop: int, dtype: np.dtype) -> Shaped[np.ndarray, "tokens"]:
+        return np.fromfile(self.path / "tokens", dtype, stop - start, offset=start * dtype.itemsize)

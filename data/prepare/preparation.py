@@ -10,16 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from configs.schema import MIN_VOCAB_SIZE, DataConfig, UserError
-from data.prepare.assembly import make_shards, write_record
+from msgspec import Meta
+
+from configs.schema import MIN_VOCAB_SIZE, DataConfig, NotNegative, Positive, UserError
+from configs.validation import check_types
 from data.prepare.corpus import Corpus
-from data.prepare.engines import Engine, LocalEngine
-from data.prepare.exclusion import save_exclusion
+from data.prepare.engines import Engine, LocalEngine, SlurmEngine
 from data.prepare.listing import find_corpus, hold_out
 from data.prepare.parts import Recipe
-from data.prepare.sampling import held_out_threshold, sampled_tokenizer
+from data.prepare.selection import held_out_threshold, sampled_tokenizer, save_exclusion
+from data.prepare.shard_layout import make_shards, write_record
 from data.prepare.source_files import SourceFile
 from data.record import read_record
 from data.tokenizer import load_tokenizer
@@ -43,11 +45,11 @@ class Preparation:
     tokenizer: str = ""
     """A tokenizer.json, a folder with one (another dataset's `tokenizer/`), or `tiktoken:gpt2`. Empty: train a
     byte-level BPE on the training documents."""
-    vocab_size: int = 32768
+    vocab_size: Annotated[int, Meta(ge=MIN_VOCAB_SIZE, le=2**22)] = 32768  # the trainer aborts without memory
     """Vocabulary size of a trained tokenizer."""
-    sample_bytes: int = 1_000_000_000
+    sample_bytes: Positive[int] = 1_000_000_000
     """Most text for training the tokenizer, about: the first documents of files from all over the source."""
-    val_fraction: float = DataConfig.val_fraction
+    val_fraction: Annotated[float, Meta(gt=0, lt=1)] = DataConfig.val_fraction
     """Share of the documents to hold out, chosen by a hash of their texts, if no file is held out."""
     conversations: bool = False
     """Read conversations: .jsonl or .parquet with `messages: [{"role", "content"}]`, or .jsonl whose lines are such
@@ -63,7 +65,7 @@ class Preparation:
     counted. In .jsonl every string counts."""
     on_error: Literal["stop", "skip"] = "stop"
     """Documents that are empty, not UTF-8 or not JSON: stop and name the first, or skip and count all of them."""
-    shard_tokens: int = 100_000_000
+    shard_tokens: Annotated[int, Meta(gt=0, le=2**30)] = 100_000_000
     """Most tokens of a shard, about. A shard's documents come from one task's files, so it may have fewer."""
     deduplicate: bool = False
     """Keep only the first of documents with the same text, and count the others."""
@@ -78,22 +80,20 @@ class Where:
     engine: Literal["local", "slurm"] = "local"
     """`slurm` runs jobs of SLURM, from a machine that can submit them. DIR must be on a disk that all nodes share, and
     so must the source, unless it is at a URL. Needs `pip install -e ".[slurm]"`."""
-    workers: int = 0
+    workers: NotNegative[int] = 0
     """Processes; 0: one per core. With `slurm`: processes of each job; 0: 8. Each takes up to 1.5 GB of memory."""
-    jobs: int = 16
+    jobs: Annotated[int, Meta(gt=0, le=1000)] = 16
     """With `slurm`: jobs in its queue at a time."""
     sbatch: str = ""
     """With `slurm`: more options of sbatch: --sbatch="--partition=cpu --account=mine --mem=12G"."""
 
-    def open(self, folder: Path, tasks: int) -> Engine:
-        """Return the engine for `tasks` tasks of a dataset in the folder."""
+    def open(self, folder: Path) -> Engine:
+        """Return the engine for a dataset in the folder. Raise UserError as `SlurmEngine`."""
         if self.engine == "slurm":
-            from data.prepare.slurm_engine import SlurmEngine
-
             return SlurmEngine(folder, self.workers, self.jobs, self.sbatch)
         # macOS assigns no processors to processes.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return LocalEngine(min(self.workers or cores, max(tasks, 1)))
+        return LocalEngine(self.workers or cores)
 
 
 def prepare(settings: Preparation, out: Path, max_files: int | None = None, where: Where = Where()) -> None:
@@ -102,9 +102,8 @@ def prepare(settings: Preparation, out: Path, max_files: int | None = None, wher
     `max_files`: take only this many of the source's files; more can follow. Raise UserError for text that is missing,
     damaged or too little, and if `out` contains something else.
     """
-    _validate(settings, max_files, where)
     try:
-        _prepare(settings, out, max_files, where)
+        _prepare(check_types(settings), out, max_files, where.open(out))
     except OSError as error:  # errors of reading the text are UserErrors already
         raise UserError(f"{out} cannot be written: {error}; the same command continues once it can") from error
 
@@ -128,27 +127,7 @@ def prepare_raw(source: str, config: DataConfig, vocab_size: int, cache: Path, n
     return out
 
 
-def _validate(settings: Preparation, max_files: int | None, where: Where) -> None:
-    def require(condition: bool, name: str, expectation: str) -> None:
-        if not condition:
-            value = ({"max_files": max_files} | vars(where) | vars(settings))[name]
-            raise UserError(f"--{name}={value} cannot work: {expectation}")
-
-    require(0 < settings.val_fraction < 1, "val_fraction", "it must be between 0 and 1")
-    require(max_files is None or max_files > 0, "max_files", "it must be positive")
-    require(where.workers >= 0, "workers", "it must be positive, or 0 for one per core")
-    require(0 < where.jobs <= 1000, "jobs", "it must be positive, and 1000 at most")
-    if where.engine == "slurm":
-        from data.prepare.slurm_engine import read_options
-
-        read_options(where.sbatch)
-    require(settings.sample_bytes > 0, "sample_bytes", "it must be positive")
-    require(0 < settings.shard_tokens <= 2**30, "shard_tokens", "it must be positive, and 2^30 at most")
-    least = f"a byte-level vocabulary has at least {MIN_VOCAB_SIZE} tokens; 2^22 at most are trained"
-    require(MIN_VOCAB_SIZE <= settings.vocab_size <= 2**22, "vocab_size", least)  # the trainer aborts without memory
-
-
-def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Where) -> None:
+def _prepare(settings: Preparation, out: Path, max_files: int | None, engine: Engine) -> None:
     record = out / "dataset.json"
     # Files are listed first: another preparation may begin meanwhile, and writes its record before other files.
     is_taken = any(path.suffix != ".partial" and path.name != "lock" for path in out.glob("*"))
@@ -215,8 +194,6 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
             about = {"sha256": tokenizer.sha256, "bos": tokenizer.bos, "vocab_size": tokenizer.vocab_size}
             facts |= {"val_threshold": threshold, "held_out_by": "file" if held_out else "text", "tokenizer": about}
             write_record(out, facts)
-        elif facts["shards"] != read_record(out)["shards"]:
-            print(f"{out}: shard {len(facts['shards'])} is missing; it and later ones are made again", file=sys.stderr)
         tokenizer = load_tokenizer(out / "tokenizer")
         if tokenizer.sha256 != facts["tokenizer"]["sha256"]:
             raise UserError(f"{out}/tokenizer is not the first shards'; delete {out}")
@@ -230,7 +207,7 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, where: Whe
             seed=settings.shuffle,
             shard_tokens=settings.shard_tokens,
         )
-        make_shards(recipe, corpus, files, facts, lambda tasks: where.open(out, tasks))
+        make_shards(recipe, corpus, files, facts, engine)
         _complete(corpus.source, out, facts)
 
 

@@ -1,22 +1,28 @@
-"""Laying out shards from parts, each independently: a job reads its own shards' documents from each part."""
+"""Making a dataset's shards from parts. Jobs lay them out, each independently and in any order. The dataset takes them
+in the source's order."""
 
-import io
 import json
-from collections.abc import Sequence
-from contextlib import suppress
+import shutil
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
 
 from configs.files import write_whole
-from data.prepare.parts import Part, Recipe, Task
+from configs.messages import progress
+from data.prepare.corpus import Corpus
+from data.prepare.engines import Engine, Job
+from data.prepare.parts import Part, Recipe, Task, complete_folder, make_tasks, write_array
+from data.prepare.source_files import SourceFile
 from data.shards import write_blocks, write_shard
 
 COMPARED = 2**22  # documents with hashes in memory at a time
 AGAIN = "again"  # in the folder `parts`: for each document, whether an earlier one has its text
+Slice = tuple[Part, int, int, int]  # a part, its first and last document, and the number of documents in earlier parts
 
 
 @dataclass(frozen=True)
@@ -52,13 +58,10 @@ class Layout:
             return
         if self.task:
             self.task.run()
-        made = self.out.with_name(f"{self.out.name}.{uuid4().hex}")
-        made.mkdir()
-        _lay_out(self, made)
-        with suppress(FileExistsError):
-            made.rename(self.out)
+        with complete_folder(self.out) as folder:
+            _lay_out(self, folder)
         if self.task:
-            self.task.out.unlink(missing_ok=True)
+            shutil.rmtree(self.task.out, ignore_errors=True)
 
     def at(self) -> bytes | None:
         """Return the position in the task. An encoded task is at its end until the shards are there."""
@@ -71,48 +74,42 @@ class Layout:
 
 
 def _lay_out(layout: Layout, folder: Path) -> None:
-    recipe, entries, skipped, before = layout.recipe, [], {}, layout.before
-    slices: list[tuple[Part, int, int, int]] = []  # the number of documents in earlier parts
+    recipe, skipped, before = layout.recipe, Counter(), layout.before
+    slices: list[Slice] = []
     for name in layout.parts:
-        part = Part(recipe, recipe.folder / "parts" / name)
-        bounds = [part.documents * i // layout.slices for i in (layout.number, layout.number + 1)]
-        slices.append((part, *bounds, before))
+        part = Part(recipe.folder / "parts" / name)
+        first, last = (part.documents * i // layout.slices for i in (layout.number, layout.number + 1))
+        slices.append((part, first, last, before))
         before += part.documents
-        for problem, count in part.problems.items() if layout.number == 0 else ():
-            skipped[problem] = skipped.get(problem, 0) + count
+        skipped.update(part.problems if layout.number == 0 else {})
     shards = [slices]
     if recipe.seed is None:
         ((part, first, last, before),) = slices
         starts = part.mapped("starts")
-        tokens = int(part.read("starts", last, last + 1)[0])
+        tokens = int(starts[last])
         count = max(round(tokens / recipe.shard_tokens), 1)
         bounds = [first, *np.searchsorted(starts, [tokens * i // count for i in range(1, count)]).tolist(), last]
         shards = [[(part, start, stop, before)] for start, stop in pairwise(bounds)]
-    for number, each in enumerate(shards):
-        entry, again = _write_shard(layout, folder, number, each)
-        entries.append(entry)
-        if again:
-            skipped["a duplicate"] = skipped.get("a duplicate", 0) + again
+    entries = [_write_shard(layout, folder, number, each, skipped) for number, each in enumerate(shards)]
     entries[-1] |= {"skipped": skipped, "until": layout.end}
-    write_whole(folder / "entries.json", json.dumps([{"skipped": {}} | entry for entry in entries]))
+    write_whole(folder / "entries.json", json.dumps(entries))
 
 
-def _write_shard(
-    layout: Layout, folder: Path, number: int, slices: list[tuple[Part, int, int, int]]
-) -> tuple[dict, int]:
-    """Write the files of a shard. Return its entry for dataset.json, and the number of duplicates."""
+def _write_shard(layout: Layout, folder: Path, number: int, slices: list[Slice], skipped: Counter) -> dict:
+    """Write the files of a shard. Count its duplicates in `skipped`, and return its entry for dataset.json."""
     recipe, columns, tokens = layout.recipe, [], []
     for part, start, stop, before in slices:
-        starts = part.read("starts", start, stop + 1)
-        again = np.zeros(stop - start, bool)
+        starts, again = part.read("starts", start, stop + 1), np.zeros(stop - start, bool)
         if recipe.deduplicate:
             again = np.fromfile(recipe.folder / "parts" / AGAIN, bool, stop - start, offset=before + start)
         columns.append((np.diff(starts), part.read("sizes", start, stop), part.read("held_out", start, stop), again))
-        tokens.append(part.read("tokens", int(starts[0]), int(starts[-1])))
+        tokens.append(part.tokens(int(starts[0]), int(starts[-1]), recipe.dtype))
     lengths, sizes, held_out, again = (np.concatenate(column) for column in zip(*columns))
     joined, begins = np.concatenate(tokens), np.cumsum(lengths) - lengths
     del tokens
-    order, made = recipe.order(1, layout.number, len(lengths)), {}
+    if again.any():
+        skipped["a duplicate"] += int(again.sum())
+    order, entry = recipe.order(1, layout.number, len(lengths)), {"skipped": {}}
     for side, wanted in (("train", ~held_out & ~again), ("val", held_out & ~again)):
         chosen = order[wanted[order]]
         if not len(chosen):
@@ -121,28 +118,26 @@ def _write_shard(
         laid_out = np.empty(int(lengths[chosen].sum()), joined.dtype)
         for begin, length, place in zip(begins[chosen].tolist(), lengths[chosen].tolist(), places.tolist()):
             laid_out[place : place + length] = joined[begin : begin + length]
-        path, index = folder / f"{side}_{number:06d}.bin", io.BytesIO()
-        np.save(index, places)
-        write_whole(path.with_suffix(".starts.npy"), index.getvalue())
+        path = folder / f"{side}_{number:06d}.bin"
+        write_array(path.with_suffix(".starts.npy"), places)
         write_shard(path, laid_out, recipe.vocab_size)
-        made[side] = {
+        entry[side] = {
             "file": path.name,
             "documents": len(chosen),
             "tokens": len(laid_out),
             "bytes": int(sizes[chosen].sum()),
             "sha256": write_blocks(path),
         }
-    return made, int(again.sum())
+    return entry
 
 
 def layouts_of(recipe: Recipe, tasks: Sequence[Task]) -> list[Layout]:
     """Return the layouts for the parts of all tasks."""
-    names, parts = [task.out.name for task in tasks], [Part(recipe, task.out) for task in tasks]
+    names, parts = [task.out.name for task in tasks], [Part(task.out) for task in tasks]
     if recipe.deduplicate:
         _find_duplicates(recipe, parts)
     if recipe.seed is not None:
-        tokens = sum(int(part.read("starts", part.documents, part.documents + 1)[0]) for part in parts)
-        count = -(-tokens // recipe.shard_tokens)
+        count = -(-sum(int(part.mapped("starts")[-1]) for part in parts) // recipe.shard_tokens)
         return [Layout(recipe, None, names, 0, i, count, (i + 1, 0)) for i in range(count)]
     befores = accumulate((part.documents for part in parts), initial=0)
     return [
@@ -161,11 +156,79 @@ def _find_duplicates(recipe: Recipe, parts: Sequence[Part]) -> None:
             hashes = part.mapped("hashes")
             start = int(np.searchsorted(hashes, np.uint64(low)))
             stop = part.documents if high is None else int(np.searchsorted(hashes, np.uint64(high)))
-            of_hashes = part.read("of_hashes", start, stop)
-            stretches.append((part.read("hashes", start, stop), part.read("hashes_2", start, stop), first + of_hashes))
+            hashes_2, numbers = (part.read(name, start, stop) for name in ("hashes_2", "of_hashes"))
+            stretches.append((np.array(hashes[start:stop]), hashes_2, first + numbers))
         hashes, hashes_2, documents = (np.concatenate(column) for column in zip(*stretches))
         order = np.lexsort((documents, hashes_2, hashes))
         hashes, hashes_2 = hashes[order], hashes_2[order]
         same = (hashes[1:] == hashes[:-1]) & (hashes_2[1:] == hashes_2[:-1])
         again[documents[order[1:][same]]] = True
     write_whole(recipe.folder / "parts" / AGAIN, again.data)
+
+
+def write_record(folder: Path, facts: dict) -> None:
+    """Write a dataset's record atomically."""
+    write_whole(folder / "dataset.json", json.dumps(facts, indent=1))
+
+
+def make_shards(recipe: Recipe, corpus: Corpus, files: list[SourceFile], facts: dict, engine: Engine) -> None:
+    """Make the missing parts of a dataset. `facts` is the record: shards are added to it in order. Raise the first
+    failure, in the source's order, when everything before it is complete."""
+    shards = facts["shards"]
+    while shards and "until" not in shards[-1]:
+        shards.pop()  # from a task that lost a shard
+    start = tuple(shards[-1]["until"]) if shards else (0, 0)
+    at_once = recipe.seed is None and not recipe.deduplicate  # a shard depends on no document of another task
+    tasks = make_tasks(recipe, corpus, files, start if at_once else (0, 0))
+    (recipe.folder / "parts").mkdir(exist_ok=True)
+    if at_once:
+        layouts = [Layout(recipe, task, [task.out.name], 0, 0, 1, task.end) for task in tasks]
+    else:
+        _work(engine, tasks, lambda task: None)
+        layouts = layouts_of(recipe, tasks)[start[0] :]
+    _work(engine, layouts, lambda layout: _take(layout, facts))
+
+
+def _take(layout: Layout, facts: dict) -> None:
+    """Take the shards of a layout into the dataset, or complete an earlier attempt."""
+    folder, shards = layout.recipe.folder, facts["shards"]
+    for entry in json.loads((layout.out / "entries.json").read_bytes()):
+        sides = entry.keys() & {"train", "val"}
+        if shards and not sides:  # it has no document
+            shards[-1] |= entry | {"skipped": Counter(shards[-1]["skipped"]) + Counter(entry["skipped"])}
+            continue
+        for side in sides:
+            made = layout.out / entry[side]["file"]
+            entry[side]["file"] = f"{side}_{len(shards):06d}.bin"
+            for suffix in (".starts.npy", ".blocks", ".bin"):
+                if made.with_suffix(suffix).exists():
+                    made.with_suffix(suffix).rename((folder / entry[side]["file"]).with_suffix(suffix))
+        shards.append(entry)
+    write_record(folder, facts)
+    shutil.rmtree(layout.out)
+
+
+def _work(engine: Engine, jobs: Sequence[Layout] | Sequence[Task], take: Callable) -> None:
+    """Run the jobs whose output is missing, and take their outputs in order. Raise the first failure."""
+    numbers, failed, done = {id(job): i for i, job in enumerate(jobs)}, {}, 0
+    complete = {i for i, job in enumerate(jobs) if job.out.exists()}
+    waiting: deque[Job] = deque(job for i, job in enumerate(jobs) if i not in complete)
+    bar = progress(total=sum(job.size for job in jobs), unit="B", unit_scale=True, desc="encoding")
+    with bar, closing(engine.run(waiting)) as ended:
+        while True:
+            while done in complete:
+                take(jobs[done])
+                bar.update(jobs[done].size)
+                done += 1
+            job, failure = next(ended, (None, None))
+            if job is None:
+                break
+            if isinstance(failure, OSError):
+                raise failure
+            if failure:
+                failed[numbers[id(job)]] = failure
+                waiting.clear()
+            else:
+                complete.add(numbers[id(job)])
+    if failed:
+        raise failed[min(failed)]

@@ -42,8 +42,6 @@ class SourceFile:
     """Location: a local path, a URL, or for `hf:` a path of the hub's client."""
     size: int
     """Size in bytes as stored, compressed or not."""
-    problem: str = ""
-    """Why the file, or the folder of this name, cannot be read: no permission, or a link that leads nowhere."""
     held_out: bool = False
     """True if all of its documents are held out."""
     filesystem: AbstractFileSystem = LocalFileSystem()
@@ -73,14 +71,6 @@ def lines(file: SourceFile, opened: Any, start: int, stop: int | None) -> Iterat
             return
         at += len(line)
         yield number, b"" if line.isspace() else line
-
-
-def lines_before(opened: Any, start: int) -> int:
-    """Return the number of lines that start before the byte `start`."""
-    count, left, last = 0, start, b"\n"
-    while left > 0 and (block := opened.read(min(left, 2**20))):
-        count, left, last = count + block.count(b"\n"), left - len(block), block[-1:]
-    return count + (last != b"\n")
 
 
 def separated(opened: Any, separator: bytes, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:

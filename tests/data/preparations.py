@@ -123,3 +123,15 @@ def read_shard(path: Path) -> Integer[np.ndarray, "tokens"]:
     """Return one shard's tokens."""
     magic = np.fromfile(path, "<i4", 1)
     return np.fromfile(path, "<u2" if magic == 20240520 else "<u4", offset=1024)
+
+
+def tokens_of(folder: Path, part: str) -> list[Integer[np.ndarray, "tokens"]]:
+    """Return the tokens of each document of `train` or `val`, from the shards and their indices."""
+    pieces = []
+    for path in sorted(folder.glob(f"{part}_*.bin")):
+        pieces += np.split(read_shard(path), np.load(path.with_suffix(".starts.npy"))[1:])
+    return pieces
+
+
+def facts_of(folder: Path) -> dict:
+    return json.loads((folder / "dataset.json").read_text())

@@ -21,8 +21,7 @@ from data.tokenizer import TextTokenizer
 from hosts.runtime import cache_dir, run_command
 from run.folder import read_record
 from run.lines import Events, batch_of
-from tools.dataset.dataset_page import dataset_page
-from tools.dataset.facts import Facts, read_facts
+from tools.dataset.facts import Facts, dataset_page, read_facts
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def describe(facts: Facts, place: str) -> str:
         lines.append(
             f"{packing:8}  {packed.rows:,} rows of {len(packed.seen)} tokens: {packed.padding:.3%} padding, "
             f"{packed.cut:.1%} of the documents that fit a row are cut; a target sees {packed.mean_seen:,.0f} tokens "
-            "of its own document" + f"; planned in {packed.seconds:.2g} s" * (packed.seconds > 0)
+            "of its own document"
         )
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ TEXTS = [f"text {i} " * 50_000 for i in range(5)]
 def bucket(monkeypatch):
     """Return files in memory. Every third read fails once `failures` is not empty."""
     monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: None)
-    monkeypatch.setattr("data.prepare.remote.BUFFER_BYTES", 2**16)
+    monkeypatch.setattr("data.prepare.corpus.BUFFER_BYTES", 2**16)
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
     files = fsspec.filesystem("memory")
     files.pipe({"/texts/a.jsonl": lines, "/texts/b.jsonl.gz": gzip.compress(lines, 0)})
@@ -50,12 +50,6 @@ def test_a_span_is_read_from_its_start(bucket):
     file, middle = corpus.files[0], 900_000
     parts = [*corpus.read(file, 0, middle), *corpus.read(file, middle, None)]
     assert [text for _, text, _ in parts] == TEXTS
-
-
-def test_an_error_of_the_program_ends_at_once(bucket):
-    bucket.append(TypeError("not an outage"))
-    with pytest.raises(TypeError):
-        texts()
 
 
 def test_an_unreachable_server_is_no_user_error(bucket, monkeypatch):
