@@ -4,7 +4,7 @@ DIR/dataset.json              its origin, counts and a SHA-256 of each file: eve
     tokenizer/                tokenizer.json, and the BOS and each token's bytes
     train_000000.bin ...      tokens, a BOS before each document (data/shards.py)
     train_000000.starts.npy   the starts of documents in the shard
-    train_000000.blocks       a hash and the largest token of each 64 KiB of the shard (data/blocks.py)
+    train_000000.blocks       a hash and the largest token of each 64 KiB of the shard (data/shards.py)
     val_000000.bin ...        held-out documents from the same source as the training shard of this number
     parts/                    during preparation: encoded documents (data/prepare/parts.py)
     lock                      the preparing process's lock
