@@ -73,7 +73,8 @@ def read_record(folder: Path) -> dict:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged; delete the folder {folder}, and prepare it again") from error
+        why = "is damaged, or of an earlier version"
+        raise UserError(f"{path} {why}; delete the folder {folder}, and prepare it again") from error
 
 
 def hash_share(text: str) -> float:

@@ -14,8 +14,9 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -104,7 +105,7 @@ class Store:
         self.url = url.rstrip("/")
         self.filesystem, self.root = self._persist(lambda: fsspec.core.url_to_fs(self.url), "")
         self.facts = {path.removeprefix(self.root).lstrip("/"): facts for path, facts in sorted(self._listed().items())}
-        """What the store says of each file below the URL, such as its `size`."""
+        """Facts of the store on each file below the URL, such as its `size`."""
         if not self.facts:
             raise UserError(f"--data.source={url}: nothing is there, or the bucket does not exist")
 
@@ -218,26 +219,34 @@ class BlockCache:
 
     def __init__(self, path: Path, gigabytes: float):
         self.path, self.places = path, int(gigabytes * 1e9) // BLOCK_BYTES
-        self.is_full, self.lock = False, threading.Lock()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT)
+        self.is_used, self.lock = True, threading.Lock()
+        with self._or_without("opened"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = os.open(path, os.O_RDWR | os.O_CREAT)
 
     def read(self, place: int, size: int) -> bytes:
         """Return what is in this place: a block of `size` bytes, or anything else."""
-        return os.pread(self.file, size, place % self.places * BLOCK_BYTES)
+        with self._or_without("read"):
+            return os.pread(self.file, size, place % self.places * BLOCK_BYTES) if self.is_used else b""
+        return b""
 
     def write(self, place: int, content: bytes) -> None:
-        """Put a block into this place. Report the first failure, and then do without the cache."""
-        if self.is_full:
-            return
+        """Put a block into this place."""
+        with self._or_without("written"):
+            if self.is_used:
+                os.pwrite(self.file, content, place % self.places * BLOCK_BYTES)
+
+    @contextmanager
+    def _or_without(self, verb: str) -> Iterator[None]:
+        """Report the first error of the cache's file, and then do without the cache."""
         try:
-            os.pwrite(self.file, content, place % self.places * BLOCK_BYTES)
+            yield
         except OSError as error:
-            why = f"cannot be written ({error.strerror}): rows are read from the store each time; make room"
+            why = f"cannot be {verb} ({error.strerror}): rows are read from the store each time; make room"
             with self.lock:
-                if not self.is_full:
+                if self.is_used:
                     print(f"{self.path} {why}", file=sys.stderr)
-                self.is_full = True
+                self.is_used = False
 
 
 class StoredShard:

@@ -62,6 +62,8 @@ class Corpus:
     """True if those have more bytes than the files."""
     conversations: bool = False
     """True if the documents are conversations: their texts are from `document_of`."""
+    unread: tuple[str, ...] = ()
+    """For each file or folder that cannot be read, the reason."""
 
     def documents(self, file: SourceFile) -> Iterator[Document]:
         """Yield the file's documents, one by one. An empty or unreadable one raises UserError, or, with

@@ -59,12 +59,13 @@ def find_corpus(
     suffixes = (*(() if conversations else TEXT_SUFFIXES), *TABLE_SUFFIXES, *extensions)
     if library:  # others' files cannot be corrected
         suffixes, on_error = (".py",), "skip"
+    unread: list[str] = []
     if is_hub:
         listed = _hub_files(source, revision)
     elif "://" in source and not os.path.lexists(source):
         listed = _remote_files(source)
     else:
-        listed = _local_files(source, suffixes, on_error)
+        listed = _local_files(source, suffixes, on_error, unread)
     if is_hub and any(file.name.endswith(TABLE_SUFFIXES) for file, _ in listed):
         suffixes = (*TABLE_SUFFIXES, *extensions)  # not README.md
     taken = [one for one in listed if one[0].name.endswith(suffixes)]
@@ -82,7 +83,8 @@ def find_corpus(
     if is_hub:
         commit = files[0].url.partition("@")[2].partition(":")[0]
         version = f"{commit}/{source.removeprefix('hf:').partition(':')[2]}"
-    return Corpus(source, files, version, text_column, on_error, separator, described, is_minor, conversations)
+    options = text_column, on_error, separator, described, is_minor, conversations, tuple(unread)
+    return Corpus(source, files, version, *options)
 
 
 def hold_out(corpus: Corpus, given: Corpus | None) -> Corpus:
@@ -107,7 +109,8 @@ def hold_out(corpus: Corpus, given: Corpus | None) -> Corpus:
             "trained on; give the others by a glob (--source='.../train*'), and any to hold out by --val_source"
         )
     chosen = [replace(file, held_out=True) for file in [*(given.files if given else []), *named]]
-    return replace(corpus, files=[*chosen, *(file for file in files if file not in named)])
+    unread = corpus.unread + (given.unread if given else ())
+    return replace(corpus, files=[*chosen, *(file for file in files if file not in named)], unread=unread)
 
 
 def _size(files: list[SourceFile]) -> int:
@@ -153,10 +156,10 @@ def _compiled(source: str, pattern: str) -> re.Pattern:
         raise UserError(f"{source}: not a glob: {error}") from error
 
 
-def _local_files(source: str, suffixes: tuple[str, ...], on_error: str) -> Found:
+def _local_files(source: str, suffixes: tuple[str, ...], on_error: str, unread: list[str]) -> Found:
     """Return the files of a path, or of a glob below the longest part of it that exists literally. Each is listed once:
     under its own name, otherwise under the first of its links. Raise UserError for folders, and files with one of the
-    suffixes, that cannot be read; or report them, with `on_error="skip"`."""
+    suffixes, that cannot be read; or, with `on_error="skip"`, report them and add the reasons to `unread`."""
     library = source in LIBRARY
     location = sysconfig.get_path("stdlib") if library else os.path.expanduser(source.removeprefix("file://"))
     root, pattern = Path(os.path.abspath(location)), []
@@ -176,13 +179,16 @@ def _local_files(source: str, suffixes: tuple[str, ...], on_error: str) -> Found
         return is_above and all(step.match(name) for step, name in zip(steps, names))
 
     def fail(error: OSError) -> None:
-        problem = f"{source}: {error.filename} cannot be read: {error.strerror}"
+        why = "a link that leads nowhere" if error.errno == errno.ENOENT else error.strerror
+        problem = f"{source}: {error.filename} cannot be read: {why}"
         if on_error == "stop":
             raise UserError(f"{problem}; correct that, or skip such files: --on_error=skip")
         print(problem, file=sys.stderr)
+        unread.append(why)
 
     listed, seen = [], set()
-    for path, real in _walk(str(root), enters, fail, links=not library):  # links in a library lead out of it
+    links = not library  # those in a library lead out of it
+    for path, real in _walk(str(root), enters, fail, len(pattern), links):
         name = name_of(path)
         is_text = name.endswith(suffixes)
         if real in seen or (pattern and not complete.match(name)):
@@ -190,7 +196,7 @@ def _local_files(source: str, suffixes: tuple[str, ...], on_error: str) -> Found
         try:
             status = os.stat(path)
             if is_text and not os.access(path, os.R_OK):
-                raise PermissionError(errno.EACCES, "no permission", path)
+                raise PermissionError(errno.EACCES, "no permission to read it", path)
             if stat.S_ISREG(status.st_mode):
                 seen.add(real)
                 listed.append((SourceFile(name, path, status.st_size), [status.st_mtime]))
@@ -201,9 +207,11 @@ def _local_files(source: str, suffixes: tuple[str, ...], on_error: str) -> Found
 
 
 def _walk(
-    root: str, enters: Callable[[str], bool], fail: Callable[[OSError], None], links: bool
+    root: str, enters: Callable[[str], bool], fail: Callable[[OSError], None], tail: int, links: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield the paths below `root` that are no folders, with the paths that they lead to, those of links last."""
+    """Yield the paths below `root` that are no folders, with the paths that they lead to, those of links last. Each
+    folder is read once for each value of its path's last `tail` parts, since a glob's matches depend on them."""
+    key = lambda path, real: (real, *(path.split("/")[-tail:] if tail else ()))
     seen, linked = set(), [root]
     while linked:
         tops, linked = sorted(linked), []
@@ -214,10 +222,11 @@ def _walk(
                 continue
             for folder, folders, files in os.walk(top, onerror=fail):
                 real = top_real + folder.removeprefix(top)
-                folders[:] = [name for name in folders if real not in seen and enters(os.path.join(folder, name))]
-                if real in seen:
+                is_seen = key(folder, real) in seen
+                folders[:] = [name for name in folders if not is_seen and enters(os.path.join(folder, name))]
+                if is_seen:
                     continue
-                seen.add(real)
+                seen.add(key(folder, real))
                 is_link = {name: os.path.islink(os.path.join(folder, name)) for name in (*folders, *files)}
                 linked += [os.path.join(folder, name) for name in is_link if links and is_link[name]]
                 yield from ((f"{folder}/{name}", f"{real}/{name}") for name in files if not is_link[name])

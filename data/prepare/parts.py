@@ -21,6 +21,7 @@ import io
 import json
 import mmap
 import os
+import shutil
 import struct
 import tempfile
 from array import array
@@ -104,7 +105,7 @@ class Task:
     @property
     def out(self) -> Path:
         """Return the path of the task's part. Its name depends only on what can change the part."""
-        corpus = replace(self.corpus, files=[], on_error="stop", left_out="")
+        corpus = replace(self.corpus, files=[], on_error="stop", left_out="", unread=())
         recipe = replace(self.recipe, folder=Path(), excluded=None)
         excluded = self.recipe.excluded and self.recipe.excluded.name
         number = None if self.recipe.seed is None else self.number
@@ -246,9 +247,12 @@ def complete_folder(path: Path) -> Iterator[Path]:
     """Give a folder that gets its name when it is complete. A worker of a dead command may make it, too."""
     own = path.with_name(f"{path.name}.{uuid4().hex}")
     own.mkdir()
-    yield own
-    if not path.exists():
-        own.rename(path)
+    try:
+        yield own
+        if not path.exists():
+            own.rename(path)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def write_array(path: Path, array: Shaped[np.ndarray, "items"]) -> None:

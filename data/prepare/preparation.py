@@ -119,7 +119,7 @@ def prepare_raw(source: str, config: DataConfig, vocab_size: int, cache: Path, n
         on_error="skip",  # and say how many
     )
     tokenizer = config.tokenizer and load_tokenizer(config.tokenizer).sha256
-    made_from = repr((FORMAT, settings, find_corpus(source).version, tokenizer))
+    made_from = repr((FORMAT, settings, find_corpus(source, on_error="skip").version, tokenizer))
     out = cache / "datasets" / hashlib.sha256(made_from.encode()).hexdigest()[:16]
     if no_training and not tokenizer and not (out / "dataset.json").exists():
         raise UserError(no_training)
@@ -208,22 +208,22 @@ def _prepare(settings: Preparation, out: Path, max_files: int | None, engine: En
             shard_tokens=settings.shard_tokens,
         )
         make_shards(recipe, corpus, files, facts, engine)
-        _complete(corpus.source, out, facts)
+        _complete(corpus, out, facts)
 
 
-def _complete(source: str, out: Path, facts: dict) -> None:
+def _complete(corpus: Corpus, out: Path, facts: dict) -> None:
     """Write the totals of all shards into the record."""
     for name in ("train", "val"):
         made = [shard[name] for shard in facts["shards"] if name in shard]
         facts[name] = {key: sum(one[key] for one in made) for key in ("documents", "tokens", "bytes")}
         if not made:
-            raise UserError(f"{source}: no document is left for `{name}`; give more text")
-    skipped = sum((Counter(shard["skipped"]) for shard in facts["shards"]), Counter())
+            raise UserError(f"{corpus.source}: no document is left for `{name}`; give more text")
+    skipped = sum((Counter(shard["skipped"]) for shard in facts["shards"]), Counter(corpus.unread))
     write_record(out, facts | {"skipped": dict(skipped), "complete": True})
     shutil.rmtree(out / "parts", ignore_errors=True)
     if skipped:
         problems = ", ".join(f"{count:,} {problem}" for problem, count in skipped.items())
-        print(f"{source}: {skipped.total():,} document(s) are left out; skipped: {problems}", file=sys.stderr)
+        print(f"{corpus.source}: {skipped.total():,} document(s) are left out; skipped: {problems}", file=sys.stderr)
 
 
 def _continued(out: Path, made_from: dict) -> dict:

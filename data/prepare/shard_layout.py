@@ -2,6 +2,7 @@
 in the source's order."""
 
 import json
+import re
 import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -180,7 +181,11 @@ def make_shards(recipe: Recipe, corpus: Corpus, files: list[SourceFile], facts: 
     start = tuple(shards[-1]["until"]) if shards else (0, 0)
     at_once = recipe.seed is None and not recipe.deduplicate  # a shard depends on no document of another task
     tasks = make_tasks(recipe, corpus, files, start if at_once else (0, 0))
-    (recipe.folder / "parts").mkdir(exist_ok=True)
+    parts = recipe.folder / "parts"
+    parts.mkdir(exist_ok=True)
+    for left in parts.iterdir():  # by processes that were killed
+        if re.fullmatch(r".*\.([0-9a-f]{32}|at)", left.name):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
     if at_once:
         layouts = [Layout(recipe, task, [task.out.name], 0, 0, 1, task.end) for task in tasks]
     else:

@@ -152,13 +152,21 @@ def test_the_cache_stays_under_its_limit_and_later_runs_share_it(bucket, expecte
         assert 0 < (tmp_path / "cache" / "blocks").stat().st_size <= most
 
 
-def test_a_full_disk_disables_the_cache_and_is_reported_once(bucket, expected, tmp_path, monkeypatch, capfd):
-    def fails(*_):
+@pytest.mark.parametrize("call", ["pwrite", "pread", "open"])
+def test_a_full_or_failing_disk_disables_the_cache_and_is_reported_once(
+    bucket, expected, tmp_path, monkeypatch, capfd, call
+):
+    opens = os.open
+
+    def fails(path, *given, **options):
+        if call == "open" and Path(path).name != "blocks":
+            return opens(path, *given, **options)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(module.os, "pwrite", fails)
+    monkeypatch.setattr(module.os, call, fails)
     assert digest(opened(URL, tmp_path / "cache")) == expected
-    assert capfd.readouterr().err.count(f"{tmp_path}/cache/blocks cannot be written (No space left on device)") == 1
+    verb = {"pwrite": "written", "pread": "read", "open": "opened"}[call]
+    assert capfd.readouterr().err.count(f"{tmp_path}/cache/blocks cannot be {verb} (No space left on device)") == 1
 
 
 def test_an_outage_costs_only_time(bucket, made, expected, tmp_path, monkeypatch, capfd):

@@ -16,6 +16,7 @@ from data.dataset_folder import Dataset
 from data.mixture import Mixture
 from data.packing import FITS, plan_rows
 from data.record import read_record
+from tools.dataset.names import names_of
 from tools.report.html_parts import details, document, in_script, place, table
 from tools.report.plots import COLORS, DASHES, Figure, plot_layout, short, stacked_bars
 from tools.report.sentences import percent
@@ -200,11 +201,18 @@ def _examples(name: str, facts: Facts) -> str:
         ("the most repeated", "train", often),
         ("held out, but trained on too", "val", in_tokens(val, np.flatnonzero(facts.leaked))),
     ]
-    shown = ""
+    parts = {"train": train, "val": val}
+    beginnings = {
+        (part, i): (int(parts[part].bytes[i]), text_of(facts.dataset, part, i, parts[part]))
+        for _, part, chosen in groups
+        for i in chosen
+    }
+    names, shown = names_of(facts.dataset, set(beginnings.values())), ""
     for n, (kind, part, chosen) in enumerate(groups):
-        documents, texts = {"train": train, "val": val}[part], ""
+        texts = ""
         for i, about in chosen.items():
-            texts += f"<p>{escape(about)}</p><pre>{escape(text_of(facts.dataset, part, i, documents))}</pre>"
+            file = names.get(beginnings[part, i], "file not known: the source is not here, or has changed")
+            texts += f"<p>{escape(about)}: {escape(file)}</p><pre>{escape(beginnings[part, i][1])}</pre>"
         shown += details(f"{name}, {kind}", texts, f"{name}-{n}") if chosen else ""
     return shown
 

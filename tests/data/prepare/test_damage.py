@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import data.dataset_folder
 import data.prepare.preparation
+import data.prepare.shard_layout
 import data.shards
 from configs.schema import DataConfig, UserError
 from data.dataset import Text, open_text
@@ -144,10 +145,11 @@ def test_every_reader_names_a_damaged_record(folder):
     path = folder / "made" / "dataset.json"
     whole = path.read_bytes()
     damaged = [b"", b"null", b"{}", b'{"shards": 3', b"[" * 99_999, b"\xff", whole[: len(whole) // 2]]
-    for content in (*damaged, whole.replace(b'"tokens": ', b'"tokens": "many", "x": ')):
+    damaged += [whole.replace(b'"tokens": ', b'"tokens": "many", "x": '), whole.replace(b"held_out_by", b"held_out")]
+    for content in damaged:
         path.write_bytes(content)
         for use in (lambda: opened(folder), lambda: prepare(preparation(folder), folder / "made")):
-            with pytest.raises(UserError, match=r"dataset\.json is damaged; delete .*made, and prepare it again"):
+            with pytest.raises(UserError, match=r"dataset\.json is damaged, .*; delete .*made, and prepare it again"):
                 use()
 
 
@@ -216,10 +218,25 @@ def test_a_preparation_reports_a_full_disk_and_resumes_later(prepared, tmp_path,
         patch.setattr(os, "fsync", lambda _: no_room() if next(writes) == write else None)
         with pytest.raises(UserError, match=rf"{tmp_path}/out cannot be written: .*No space left.*command continues"):
             prepare(preparation(prepared), tmp_path / "out")
-    assert not list((tmp_path / "out").rglob("*.partial"))
+    assert not [path for path in (tmp_path / "out").rglob("*.*") if path.suffix == ".partial" or len(path.suffix) == 33]
     prepare(preparation(prepared), tmp_path / "out")
     for path in (prepared / "made").rglob("*.*"):
         assert (tmp_path / "out" / path.relative_to(prepared / "made")).read_bytes() == path.read_bytes()
+
+
+def test_what_killed_processes_left_is_removed(prepared, tmp_path, monkeypatch):
+    parts = tmp_path / "out" / "parts"
+    with monkeypatch.context() as patch, pytest.raises(UserError):
+        patch.setattr(data.prepare.preparation, "make_shards", no_room)
+        prepare(preparation(prepared), tmp_path / "out")
+    whole, partial, note = parts / ("0" * 32), parts / f"{'0' * 32}.{'1' * 32}", parts / f"{'0' * 32}.at"
+    for folder in (whole, partial):
+        folder.mkdir(parents=True)
+    note.write_bytes(bytes(16))
+    with monkeypatch.context() as patch, pytest.raises(UserError):
+        patch.setattr(data.prepare.shard_layout, "_work", no_room)
+        prepare(preparation(prepared), tmp_path / "out")
+    assert [*parts.iterdir()] == [whole]
 
 
 def test_a_tokenizer_that_changed_under_a_preparation_is_refused(folder):

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import UserError
+from configs.schema import DataConfig, UserError
 from data.prepare.listing import find_corpus
-from data.record import hash_share
+from data.prepare.preparation import prepare_raw
+from data.record import hash_share, read_record
 
 
 def write(folder: Path, *names: str) -> Path:
@@ -62,6 +63,7 @@ def test_links_are_followed_and_each_text_is_read_once_under_its_own_name(linked
         ("l*/*.txt", ["linked/two.txt"]),
         ("**/*.txt", list(LINKED)),
         ("0sub/*.txt", ["b.txt"]),
+        ("**/0su*/*.txt", ["0sub/b.txt"]),
     ],
 )
 def test_globs_follow_links_and_skip_folders_that_cannot_match(linked, monkeypatch, pattern, names):
@@ -73,8 +75,8 @@ def forbidden(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Deny permission for files and folders of these names."""
     access, scandir = os.access, os.scandir
 
-    def denying_scandir(path: str):
-        if os.path.basename(path) in names:
+    def denying_scandir(path: str | int):
+        if isinstance(path, str) and os.path.basename(path) in names:
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
@@ -85,11 +87,11 @@ def forbidden(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why", "read"),
     [
-        *(("gone.txt", "No such file", 5), ("gone_folder", "No such file", 5)),
-        *(("a.txt", "no permission", 4), ("sub", "Permission denied", 4)),
+        *(("gone.txt", "a link that leads nowhere", 5), ("gone_folder", "a link that leads nowhere", 5)),
+        *(("a.txt", "no permission to read it", 4), ("sub", "Permission denied", 4)),
     ],
 )
-def test_what_cannot_be_read_is_refused_or_reported(linked, monkeypatch, capsys, name, why, read):
+def test_what_cannot_be_read_is_refused_or_reported_and_counted(linked, monkeypatch, capsys, name, why, read):
     (linked / "0picture.png").symlink_to("/nowhere/at/all")  # no text file, wherever it leads
     for link in ("0sub", "0again.txt"):
         (linked / link).unlink()
@@ -101,6 +103,8 @@ def test_what_cannot_be_read_is_refused_or_reported(linked, monkeypatch, capsys,
         find_corpus(str(linked))
     assert len(texts(linked, on_error="skip")) == read
     assert f"/{name} cannot be read: {why}" in capsys.readouterr().err
+    made = prepare_raw(str(linked), DataConfig(val_fraction=0.5), 266, linked.parent / "cache", "")
+    assert read_record(made)["skipped"] == {why: 1}
 
 
 @pytest.mark.parametrize("folder", ["bad[2023]", "what?", "std::vector", "stars*", "x:/y"])

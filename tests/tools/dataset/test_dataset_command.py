@@ -103,6 +103,24 @@ def test_the_page_has_the_facts_and_is_self_contained(made, monkeypatch, capsys)
         inspect(monkeypatch, made, "--out=/x/y.html")
 
 
+def test_listed_documents_name_their_files_while_the_source_is_unchanged(tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    for name, letter in (("a", "é"), ("b", "b"), ("c", "c")):
+        (tmp_path / "text" / f"{name}.txt").write_text(f"{letter} " * 4000)
+    lines = [json.dumps({"text": f"line {i} of the table"}) for i in range(50)]
+    (tmp_path / "text" / "d.jsonl").write_text("\n".join(lines))
+    prepare(Preparation(source=str(tmp_path / "text"), vocab_size=266, val_fraction=0.3), tmp_path / "data")
+    assert inspect(monkeypatch, tmp_path / "data", *SIZES[:1]) == 0
+    page = (tmp_path / "data" / "dataset.html").read_text()
+    longest = [name for name, letter in (("a", "é"), ("b", "b"), ("c", "c")) if f"<pre>{letter} " in page]
+    assert longest and all(f" tokens: {name}.txt</p>" in page for name in longest)
+    assert re.search(r"bytes a token: d\.jsonl line \d+</p><pre>line ", page) and "file not known" not in page
+    (tmp_path / "text" / "b.txt").write_text("other")
+    assert inspect(monkeypatch, tmp_path / "data", *SIZES[:1]) == 0
+    page = (tmp_path / "data" / "dataset.html").read_text()
+    assert "tokens: file not known" in page and ".txt</p>" not in page
+
+
 def test_for_conversations_it_counts_and_marks_the_learned_tokens(tmp_path, monkeypatch, capsys):
     turn = lambda i: [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "answer"}]
     lines = [json.dumps({"messages": turn(i) * (1 + i % 3)}) for i in range(60)]
@@ -110,12 +128,12 @@ def test_for_conversations_it_counts_and_marks_the_learned_tokens(tmp_path, monk
     settings = Preparation(source=f"{tmp_path}/chat.jsonl", vocab_size=266, val_fraction=0.3, conversations=True)
     prepare(settings, tmp_path / "data")
     assert inspect(monkeypatch, tmp_path / "data", "--sequence_length=40") == 0
-    printed = capsys.readouterr().out
+    printed, page = capsys.readouterr().out, (tmp_path / "data" / "dataset.html").read_text()
     dataset = open_dataset(str(tmp_path / "data"), DataConfig(), 0, tmp_path / "cache")
     facts, (answer,) = read_facts(dataset, 40), dataset.tokenizer.encode(["answer"])
     assert facts.train.learned.sum() + facts.val.learned.sum() == 120 * (len(answer) + 1)  # the end token included
     assert re.search(r"learned   [\d,]+ of [\d,]+ training tokens are an assistant's", printed) and "whole  " in printed
-    assert "stream" not in printed
+    assert "stream" not in printed and "chat.jsonl line " in page and "file not known" not in page
     assert inspect(monkeypatch, tmp_path / "data", *SIZES, "--step=0", "--packing=whole", "--rows=1") == 0
     assert re.search(r"'q\d+«answer»", capsys.readouterr().out)
 
