@@ -179,7 +179,7 @@ def _local_files(source: str, suffixes: tuple[str, ...], on_error: str, unread: 
         return is_above and all(step.match(name) for step, name in zip(steps, names))
 
     def fail(error: OSError) -> None:
-        why = "a link that leads nowhere" if error.errno == errno.ENOENT else error.strerror
+        why = "a link that leads nowhere" if error.errno == errno.ENOENT else str(error.strerror)
         problem = f"{source}: {error.filename} cannot be read: {why}"
         if on_error == "stop":
             raise UserError(f"{problem}; correct that, or skip such files: --on_error=skip")
