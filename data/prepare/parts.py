@@ -259,7 +259,7 @@ def write_array(path: Path, array: Shaped[np.ndarray, "items"]) -> None:
     """Write an array atomically, as numpy does."""
     content = io.BytesIO()
     np.save(content, array)
-    write_whole(path, content.getbuffer())
+    write_whole(path, content.getvalue())  # a view of it crashes Python 3.12 if the write fails
 
 
 class Part:
