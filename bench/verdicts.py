@@ -85,4 +85,4 @@ def draw(compared: dict[str, Any], path: Path) -> None:
     panel.legend(fontsize="small")
     picture = io.BytesIO()
     figure.savefig(picture, dpi=150)
-    write_whole(path, picture.getbuffer())
+    write_whole(path, picture.getvalue())

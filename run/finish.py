@@ -102,5 +102,5 @@ def plot_loss(run_dir: str | Path) -> Path:
         axes.legend()
     path, picture = Path(run_dir) / "loss.png", io.BytesIO()
     figure.savefig(picture, dpi=150)
-    write_whole(path, picture.getbuffer())
+    write_whole(path, picture.getvalue())
     return path

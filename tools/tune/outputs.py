@@ -74,7 +74,7 @@ def draw(config: Config, record: Record, limit: float) -> list[str]:
                 axes.legend(fontsize="small")
             picture = io.BytesIO()
             figure.savefig(picture, dpi=150)
-            write_whole(record.path.with_name(f"{name}.png"), picture.getbuffer())
+            write_whole(record.path.with_name(f"{name}.png"), picture.getvalue())
             drawn.append(name)
     return drawn
 
