@@ -1,6 +1,7 @@
 """Test the lines of metrics.jsonl: the step of each, when its metrics are read, and changes and rollbacks once each."""
 
 import itertools
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -64,13 +65,13 @@ def test_a_resumed_run_has_the_noise_scale_s_window_up_to_its_checkpoint(tmp_pat
     assert [measured["noise"] for measured in log.diagnosis.newest] == [{"all": 4}, {"all": 8}]
 
 
-def test_steps_that_are_read_together_count_in_the_watchdog_s_limit_with_their_mean_time(tmp_path):
+def test_steps_that_are_read_together_count_in_the_watchdog_s_limit_with_their_mean_time(tmp_path, monkeypatch):
     config = config_of(tmp_path, hang=HangConfig(seconds=0))  # no thread
     now = itertools.count(step=60.0)  # each call is a minute later
     watch = Watch(config, Times())
     log, run = Log(built_of(config), watch, lambda position: {}, None), progress(config)
     watch.begin(run)
-    watch.watchdog.now = lambda: next(now)
+    monkeypatch.setattr("hosts.stop.time", SimpleNamespace(monotonic=lambda: next(now)))
     log.begin(run)
     for step in range(1, 7):
         watch.before_step(run)
