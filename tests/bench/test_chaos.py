@@ -10,9 +10,9 @@ SHORT = {"steps=120": "steps=100", "Config(every_steps=20": "Config(every_steps=
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "faults"), [(1, 10), (2, 5)])
+@pytest.mark.parametrize(("processes", "faults"), [(1, 5), (2, 5)])
 def test_faults_change_nothing(tmp_path, monkeypatch, capfd, processes, faults):
-    """Kill one process ten times. With several processes, inject each kind of fault once."""
+    """Kill one process five times. With several processes, inject each kind of fault once."""
     config = CONFIG.replace('"text"', f'"{ROOT}/configs"')
     for long, short in SHORT.items():
         config = config.replace(long, short)
