@@ -25,6 +25,7 @@ class Role(Enum):
     """The role of an option, for modules that need it."""
 
     FREE = "speed, reporting, or a path whose content a fingerprint holds: it may differ when a run is continued"
+    TRAINING = "how the network is trained; the network computes the same function"
     PATH = "a file or folder: ~ is the home folder; a URL is refused"
     STORE = "a path, or a bucket: gs://BUCKET/FOLDER"
     FILE = "set only by a config file, not on the command line"
@@ -39,6 +40,7 @@ NotNegative = Annotated[T, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 Free = Annotated[T, Role.FREE]
+OfTraining = Annotated[T, Role.TRAINING]
 InFile = tyro.conf.Fixed[tyro.conf.Suppress[Annotated[T, Role.FILE]]]
 FilePath = Annotated[str, Role.PATH]
 AnyPath = Annotated[str, Role.PATH, Role.STORE]
@@ -66,10 +68,10 @@ class ModelConfig:
     softcap: Positive[float] = 15.0
     """Logits are capped to `softcap * tanh(logits / softcap)`. The bound saves the loss a pass for the maximum. At most
     88.7 - log(vocab_size): the loss sums exp(logit) over the vocabulary, and float32 overflows at exp(88.7)."""
-    z_loss: NotNegative[float] = 0.0
+    z_loss: OfTraining[NotNegative[float]] = 0.0
     """Factor of the squared log-sum-exp of the logits that training adds to the loss (arXiv:2204.02311). The logged
     `loss` and the validation loss exclude it; `z_loss` is the added term."""
-    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    dropout: OfTraining[Annotated[float, Meta(ge=0, lt=1)]] = 0.0
     """Share of the outputs of attention and MLP that a training step sets to zero before they join the residual stream;
     the others are scaled up (arXiv:1207.0580). For text that a run repeats (docs/data.md)."""
     loss_chunks: Free[Positive[int]] = 1
@@ -96,7 +98,7 @@ class ModelConfig:
     """Add the previous token's embedding, gated."""
     backout: bool = False
     """Subtract a learned share of the middle block's residual stream before the head."""
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    dtype: OfTraining[Literal["auto", "bfloat16", "float32"]] = "auto"
     """Type of activations and of the parameters' copy in a step. `auto`: bfloat16, except float32 on a CPU with JAX
     before 0.12, which is as fast there, and on a GPU before Ampere (T4, V100), which has no bfloat16. Parameters,
     gradients and moments are always float32. `float32`: products are float32 on every platform, without TF32 or

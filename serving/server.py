@@ -7,6 +7,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ class Batcher:
         self.engine, self.slots, self.queue = engine, engine.free, queue
         self.jobs: list[Job] = []
         self.submitted = asyncio.Event()
+        self.thread = ThreadPoolExecutor(1)  # long texts that become tokens may take all threads of asyncio
 
     @property
     def outstanding(self) -> int:
@@ -79,7 +81,7 @@ class Batcher:
             # One prompt is read between two steps: many new ones do not interrupt the other answers for long.
             if self.engine.free and (job := next((job for job in self.jobs if not job.answer), None)):
                 job.answer = self.engine.begin(job.prompt, job.sampling, job.most)
-            await asyncio.to_thread(self.engine.step)
+            await asyncio.get_running_loop().run_in_executor(self.thread, self.engine.step)
             for job, answer in [(job, job.answer) for job in self.jobs if job.answer]:
                 for token in answer.tokens[job.sent :]:
                     job.events.put_nowait(token)

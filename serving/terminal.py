@@ -17,6 +17,7 @@ HELP = """/regenerate  another answer to your last message
 /quit        the end, as Ctrl-D
 Ctrl-C stops an answer."""
 ROOM = 1 / 4  # least share of a row for an answer: the oldest turns make room
+NEAR = 0.8  # share of the turns' room: beyond it, a notice says that the oldest will be left out
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # codes that move a cursor, and the like
 
 
@@ -44,6 +45,8 @@ class Terminal:
     most: int | None = None
     """Most tokens of an answer."""
     turns: list[Turn] = field(default_factory=list)
+    warned: bool = False
+    """True once the user was notified that turns will be left out."""
 
     def prompt(self) -> list[int]:
         """Return the tokens of the conversation, up to the start of the answer that comes next."""
@@ -74,12 +77,17 @@ class Terminal:
         answer = self.engine.begin(self.prompt(), self.sampling, self.most)
         if left_out := turns - len(self.turns):
             note(f"the oldest {left_out} of {turns} turns are left out from here on")
+            self.warned = False
         self.turns[-1].answer = answer.tokens
         if self.stream(answer):
             note("stopped")
         elif answer.finished == "length":
             full = len(answer.tokens) != self.most
             note("the row is full: the answer ends here" if full else f"an answer has at most {self.most} tokens")
+        used = len(self.prompt())
+        if used > NEAR * self.limit and not self.warned:
+            note(f"the conversation has {used} tokens: beyond {self.limit} its oldest turns are left out")
+            self.warned = True
 
     @property
     def limit(self) -> int:
@@ -109,7 +117,7 @@ class Terminal:
     def obey(self, command: str) -> None:
         """Execute a command: a line that begins with /."""
         if command == "/reset":
-            self.turns = []
+            self.turns, self.warned = [], False
             note("a new conversation")
         elif command == "/regenerate" and self.turns:
             self.sampling = self.sampling._replace(seed=self.sampling.seed + 1)

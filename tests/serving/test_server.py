@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import cycle
 from types import SimpleNamespace
 
@@ -23,6 +25,7 @@ import chat
 from configs.schema import UserError
 from data.conversation import messages_of, render
 from data.tokenizer import train_tokenizer
+from evaluation.engine import Engine
 from interchange.folders import arrays_of, write_safetensors
 from model.sampling import Sampling
 from serving.server import Batcher, Service, listener, make_server, run_server
@@ -196,6 +199,28 @@ def test_several_requests_are_answered_at_once_and_those_beyond_the_queue_refuse
     assert engine.together == 3
 
 
+def test_others_are_answered_while_long_texts_become_tokens(monkeypatch):
+    """There are more long texts than asyncio has threads."""
+    engine, begun, finish = FakeEngine(endless), [], threading.Event()
+
+    def slow(*arguments, **options):
+        begun.append(1)
+        assert finish.wait(60)
+        return render(*arguments, **options)
+
+    with served(engine, queue=40) as client, ThreadPoolExecutor(40) as pool:
+        stream = ask(client, stream=True)
+        monkeypatch.setattr("serving.request.render", slow)
+        others = [pool.submit(ask, client, max_tokens=1) for _ in range(40)]
+        wait_until(lambda: len(begun) == min(32, (os.cpu_count() or 1) + 4) and load(client) == (1, 0))
+        (answer,) = engine.active
+        before = len(answer.tokens)
+        wait_until(lambda: len(answer.tokens) > before + 100)
+        stream.close()
+        finish.set()
+        assert {other.result().usage.completion_tokens for other in others} == {1}
+
+
 def test_what_a_client_no_longer_waits_for_frees_its_slot_or_its_place():
     engine = FakeEngine(endless)
     with served(engine, queue=1) as client:
@@ -246,6 +271,14 @@ def test_an_invalid_request_gets_an_error_in_openai_s_form(refusing, body, param
     status, answer = fetch(refusing, "chat/completions", body)
     assert status == {"model": 404, None: 413 if "bytes" in words else 400}.get(param, 400)
     assert words in answer["error"]["message"] and answer["error"]["param"] == param
+
+
+def test_the_engine_answers_several_at_once_as_it_answers_each_alone():
+    with served(Engine(replace(network(), tokenizer=TOKENIZER), 4)) as client, ThreadPoolExecutor(6) as pool:
+        answer = lambda text: ask(client, text, seed=7, max_tokens=30).choices[0].message.content
+        questions = [f"question {'w' * i}" for i in range(6)]
+        alone = [answer(text) for text in questions]
+        assert list(pool.map(answer, questions)) == alone and len(set(alone)) > 1
 
 
 @pytest.mark.medium

@@ -108,7 +108,8 @@ def test_the_effect_of_a_full_row_is_announced(engine, capsys):
     for number in range(9):
         terminal.say(f"message number {number}")
     notes = [note for note in re.findall(r"\((.*)\)\n", capsys.readouterr().err) if "oldest" in note]
-    assert re.fullmatch(r"the oldest \d of \d turns are left out from here on", notes[0])
+    assert re.fullmatch(r"the conversation has 1\d\d tokens: beyond 144 its oldest turns are left out", notes[0])
+    assert re.fullmatch(r"the oldest \d of \d turns are left out from here on", notes[1])
     assert terminal.turns[-1].text == "message number 8"
     assert len(terminal.prompt()) <= LENGTH
     assert "Be brief.\n\nmessage" in TOKENIZER.decode(terminal.prompt()[:40])
