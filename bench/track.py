@@ -30,6 +30,7 @@ from run.lines import Events, scores
 
 CONFIGS = {"tiny": "configs/track.py", "d12": "configs/track_d12.py"}
 REFERENCE = Path(__file__).with_suffix(".jsonl")
+POWERCAP = Path("/sys/class/powercap")
 SAME = ("size", "text", "recipe")  # what two comparable results have in common
 Figures = dict[str, Any]
 
@@ -77,29 +78,39 @@ def recipe_of(base: Config) -> str:
     return hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:12]
 
 
-def joules_of_gpus() -> float | None:
-    """Return the joules that all GPUs have used so far, by NVML; None if it finds none."""
+def energy() -> dict[str, tuple[float, float]]:
+    """Return the joules used so far by each GPU (NVML), or by each CPU package (RAPL), and the value at which its
+    counter starts again. It is empty if none can be read."""
     with suppress(ImportError):
         import pynvml  # pyright: ignore[reportMissingImports]
 
         with suppress(pynvml.NVMLError):
             pynvml.nvmlInit()
-            gpus = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-            return sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, gpus)) / 1e3 if gpus else None
-    return None
+            gpus = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+            used = [pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3 for gpu in gpus]
+            return {f"gpu {i}": (joules, math.inf) for i, joules in enumerate(used)}
+    read = lambda zone, name: float((zone / name).read_text()) / 1e6
+    with suppress(OSError):
+        zones = [zone for zone in POWERCAP.glob("intel-rapl:?") if (zone / "name").read_text().startswith("package")]
+        return {zone.name: (read(zone, "energy_uj"), read(zone, "max_energy_range_uj")) for zone in zones}
+    return {}
+
+
+def joules_between(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]) -> float | None:
+    """Return the joules between two readings, of all devices; None if there is no counter. A counter may have started
+    again once."""
+    return sum((after[name][0] - used) % most for name, (used, most) in before.items()) if before else None
 
 
 def train(command: Sequence[str], run_dir: Path) -> Figures:
     """Return the figures of a run, which is made unless it is complete. Exit with train.py's code if it fails."""
     complete = run_dir.with_suffix(".json")
     if not complete.exists():
-        before = None if run_dir.exists() else joules_of_gpus()
+        before = {} if run_dir.exists() else energy()
         # stdout is for the result.
         if code := run_programs([[*command, f"--run_dir={run_dir}"]], [sys.stderr])[0]:
             sys.exit(code)
-        after = joules_of_gpus()
-        joules = None if before is None or after is None else after - before
-        write_whole(complete, json.dumps({"joules": joules}))
+        write_whole(complete, json.dumps({"joules": joules_between(before, energy())}))
     summary, (record, config) = json.loads((run_dir / "summary.json").read_text()), record_of(run_dir)
     start = [event for event in Events(run_dir).read() if event["event"] == "start"][-1]
     bits = scores(run_dir)

@@ -102,13 +102,30 @@ def test_the_verdict_on_planted_numbers(ours, verdict):
     assert result["difference"] == pytest.approx(result["standard_error"] * expected.statistic)
 
 
+def test_joules_are_the_packages_that_rapl_counts(monkeypatch, tmp_path):
+    """A counter starts again at its range; a zone that is not a package counts its parts twice."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # is not installed
+    monkeypatch.setattr(track, "POWERCAP", tmp_path)
+    assert track.joules_between(track.energy(), track.energy()) is None
+
+    def count(**joules):
+        for i, (name, used) in enumerate(joules.items()):
+            zone = tmp_path / f"intel-rapl:{i}"
+            zone.mkdir(exist_ok=True)
+            (zone / "name").write_text(f"{name}\n")
+            (zone / "energy_uj").write_text(f"{used * 10**6}\n")
+            (zone / "max_energy_range_uj").write_text("262143000000\n")
+        return track.energy()
+
+    before, after = count(package_0=100, package_1=262000, psys=0), count(package_0=150, package_1=57, psys=500)
+    assert track.joules_between(before, after) == pytest.approx(50 + 200)
+
+
 def test_joules_are_those_of_the_gpus_if_there_are_some(monkeypatch):
     used = [7_000, 9_000]  # in thousandths
     names = {"nvmlDeviceGetHandleByIndex": int, "nvmlDeviceGetTotalEnergyConsumption": used.__getitem__}
     names |= {"nvmlInit": lambda: None, "nvmlDeviceGetCount": lambda: 2, "NVMLError": OSError}
     monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(**names))
-    before = track.joules_of_gpus()
+    before = track.energy()
     used[:] = [8_000, 9_500]
-    assert before == 16 and track.joules_of_gpus() == 17.5
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # is not installed
-    assert track.joules_of_gpus() is None
+    assert track.joules_between(before, track.energy()) == 1.5
