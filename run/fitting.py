@@ -2,7 +2,7 @@
 
 A closed form (training/memory.py) expects what fits, and the compiled program says what it needs. If not one row fits,
 the loss is computed in chunks, then blocks are recomputed, then `mesh.fsdp` grows: the one that costs least time first.
-events.jsonl keeps the choice for later starts on such devices.
+events.jsonl keeps the choice, and the cache keeps it for the next run of these sizes on such devices.
 """
 
 import json
@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from hashlib import sha256
+from importlib.metadata import version
 from math import log2
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from configs.files import cache_dir, write_whole
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, options, with_options
 from configs.validation import validate
@@ -62,7 +65,7 @@ class Fitting:
         self.key = sha256(text.encode()).hexdigest()[:16]
         """The devices, their memory and the sizes that a choice is for."""
         self.kept: dict[str, Any] = on_first_process(self._read)
-        """The choice of an earlier start of the run, if there is one."""
+        """The choice of an earlier start, if there is one."""
 
     def first(self) -> Config:
         """Return the config with an earlier start's choice, or with what the closed form expects to fit."""
@@ -104,6 +107,7 @@ class Fitting:
                 saved = device_bytes(now.having({name: before[name]}), scale) - device_bytes(now, scale)
                 LOGGER.info(f"--{name}={value}: one row should not fit without it; it saves {saved / GIB:.3g} GiB")
         self._keep(chosen(now), step)
+        on_first_process(lambda: self._share(chosen(now)))
         return builds
 
     def halved(self, builds: list[Build], run: Progress, reason: Exception) -> list[Build]:
@@ -122,13 +126,22 @@ class Fitting:
         return builds
 
     def _read(self) -> dict[str, Any]:
-        """Return the run's newest choice for such devices and sizes."""
+        """Return the newest choice for such devices and sizes: the run's own, or else another run's."""
         fitted = [event for event in Events(self.asked.run_dir).read() if event["event"] == "fitted"]
-        return next((event["options"] for event in reversed(fitted) if event["key"] == self.key), {})
+        found = [event["options"] for event in fitted if event["key"] == self.key]
+        with suppress(OSError, ValueError):  # none, or damaged
+            found = found or [json.loads((known() / self.key).read_text())]
+        return found[-1] if found and found[-1].keys() == {*CHOSEN} else {}
 
     def _keep(self, choice: dict[str, Any], step: int) -> None:
         """Keep a choice for later starts of this run. Every process must call it."""
         on_first_process(lambda: Events(self.asked.run_dir).add("fitted", step, key=self.key, options=choice))
+
+    def _share(self, choice: dict[str, Any]) -> None:
+        """Keep a choice for other runs, if the cache can be written. Only the first process may call it."""
+        with suppress(OSError):
+            known().mkdir(parents=True, exist_ok=True)
+            write_whole(known() / self.key, json.dumps(choice))
 
     @cached_property
     def levels(self) -> list[Candidate]:
@@ -186,6 +199,11 @@ def chosen(of: Candidate | Build) -> dict[str, Any]:
 def words(candidate: Candidate) -> str:
     """Return what is chosen of a candidate as options."""
     return " ".join(f"--{name}={value}" for name, value in chosen(candidate).items())
+
+
+def known() -> Path:
+    """Return the folder of this machine's choices; another JAX makes its own."""
+    return cache_dir() / "fitted" / version("jaxlib")
 
 
 def program_bytes(compiled: Any) -> int:

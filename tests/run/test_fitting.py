@@ -38,8 +38,9 @@ NEEDS = re.compile(
 
 
 @pytest.fixture
-def asked(tmp_path):
-    """Return a config with `auto`."""
+def asked(tmp_path, monkeypatch):
+    """Return a config with `auto`; the choices have a cache of their own."""
+    monkeypatch.setattr(module, "known", lambda: tmp_path / "known")
     config = tiny_config(rows=64, rows_per_device="auto", length=64, depth=3)  # pyright: ignore
     return replace(config, run_dir=str(tmp_path / "run"), eval=EvalConfig(tokens=500, prompts=()))
 
@@ -149,12 +150,17 @@ def test_three_compilations_are_enough_however_wrong_the_closed_form_is(asked, m
     assert config in compiled and 1 < len(compiled) <= COMPILATIONS
 
 
-def test_a_choice_is_kept_with_the_run_for_such_devices(asked, monkeypatch):
+def test_a_choice_is_kept_with_the_run_and_for_others_on_such_devices(asked, monkeypatch, tmp_path):
     compiled = compiling(monkeypatch, lambda size: 1.9 * size)
     first = fit(asked, 0.006)
     assert len(compiled) == 2
-    compiled.clear()
-    assert chosen(fit(asked, 0.006)) == chosen(first) and len(compiled) == 1
+    others = replace(asked, run_dir=str(tmp_path / "other"))
+    for config in (asked, others):  # the run's own choice, and the cache's
+        compiled.clear()
+        assert chosen(fit(config, 0.006)) == chosen(first) and len(compiled) == 1
+    for path in module.known().iterdir():
+        path.write_text("damaged")
+    assert not Fitting(replace(asked, run_dir=str(tmp_path / "third")), 0.006).kept
     assert Fitting(asked, 0.006).kept == chosen(first)
     assert not Fitting(asked, 0.005).kept and not Fitting(with_options(asked, {"model.depth": 2}), 0.006).kept
     monkeypatch.setattr(jax, "devices", lambda *_: [Device(device) for device in jax.local_devices()[:1]])
@@ -163,7 +169,8 @@ def test_a_choice_is_kept_with_the_run_for_such_devices(asked, monkeypatch):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a config and text."""
+    """A folder with a config and text, and a cache of its own for what is chosen."""
+    monkeypatch.setattr(module, "known", lambda: tmp_path / "known")
     monkeypatch.chdir(write_folder(tmp_path))
     return tmp_path
 
