@@ -1,5 +1,5 @@
-"""What a person learns from a command: messages, the progress of long work with the time left, and events of a run
-through a command of their own, --log.on_event=COMMAND. Modules log messages, shown above the command's progress bar."""
+"""Show a person messages, and the progress of long work with the time left; pass events of a run to a command of
+theirs (--log.on_event=COMMAND). Modules log messages, which appear above the progress bar."""
 
 import logging
 import os

@@ -204,11 +204,11 @@ def roll_call(
 
 
 def _answer_all(cluster: Cluster, timeout: float, tell_every: float, say: Say) -> tuple[str, str]:
-    """Run process 0: answer every process with a word (wait, go, no, lost) and a text, until all have the last one.
-    Return that."""
+    """Run process 0: answer every process with a word (wait, go, no, lost) and a text, until all have acknowledged the
+    last one. Return that."""
     start = reported = now = time.monotonic()
     came: dict[int, tuple[str, str, float]] = {}  # each process's host, its random name, and its last question's time
-    replaced, told = set[str](), set[int]()  # random names of processes that restarted; processes with the last answer
+    replaced, informed = set[str](), set[str]()  # names of processes that restarted; of those with the last answer
     word, text, settled = "wait", "", 0.0
 
     def answer(question: str) -> str:
@@ -223,20 +223,24 @@ def _answer_all(cluster: Cluster, timeout: float, tell_every: float, say: Say) -
         if int(processes) != cluster.processes and word == "wait":
             word, settled = "no", now
             text = f"process {index} on {host} expects {processes} processes, process 0 {cluster.processes}"
-        if word != "wait":
-            told.add(index)
         return f"{word} {text}"
+
+    def unaware() -> list[int]:
+        return sorted(i for i, (_, process, _) in came.items() if process not in informed)
 
     with _listen(int(split_address(cluster.address)[1])) as server:
         server.settimeout(min(1.0, tell_every))
-        while word == "wait" or (came.keys() - told and now - settled < RELEASE):
+        while word == "wait" or (unaware() and now - settled < RELEASE):
             with suppress(OSError, ValueError):  # nobody asked, or not one of our processes: a port scanner
                 connection, _ = server.accept()
                 connection.settimeout(2)
                 with connection, connection.makefile("rw", encoding="utf-8") as stream:
-                    stream.write(answer(stream.readline(1000)) + "\n")
+                    question = stream.readline(1000)
+                    stream.write(answer(question) + "\n")
                     stream.flush()
-                    stream.read()  # the side that closes first keeps the port for a while: not this one
+                    # The side that closes first keeps the port for a while: not this one.
+                    if stream.read() and word != "wait":  # it did not leave before the answer
+                        informed.add(question.split()[-1])
             now = time.monotonic()
             missing = [i for i in range(1, cluster.processes) if i not in came or now - came[i][2] > AWAY]
             if word == "wait":
@@ -247,7 +251,7 @@ def _answer_all(cluster: Cluster, timeout: float, tell_every: float, say: Say) -
                 elif now - reported > tell_every:
                     reported = now
                     say(text)
-    if word == "go" and (lost := sorted(came.keys() - told)):
+    if word == "go" and (lost := unaware()):
         return "lost", f"process {', '.join(map(str, lost))} came and left"
     return word, text
 
@@ -263,10 +267,11 @@ def _ask_first(cluster: Cluster, timeout: float, tell_every: float, say: Say) ->
                 connection.sendall(question.encode())
                 with connection.makefile(encoding="utf-8") as stream:
                     word, _, text = stream.readline().strip().partition(" ")
-            if word not in ("wait", "go", "no", "lost"):
-                raise ConnectionError("it closed the connection")
-            if word != "wait":
-                return word, text
+                if word not in ("wait", "go", "no", "lost"):
+                    raise ConnectionError("it closed the connection")
+                if word != "wait":
+                    connection.sendall(b"understood\n")
+                    return word, text
             reached = time.monotonic()
         except (OSError, UnicodeDecodeError) as problem:
             # Not there yet, or restarted; or JAX's service of the previous run, whose answer is not text.

@@ -1,4 +1,4 @@
-"""What a run sends out: events to a command of the user's (--log.on_event), numbers to Weights & Biases (--log.wandb).
+"""Send events of a run to a command of the user's (--log.on_event), and its numbers to Weights & Biases (--log.wandb).
 
 Training never waits for either, and neither's failure stops training."""
 

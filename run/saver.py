@@ -41,7 +41,7 @@ class Failure(NamedTuple):
 
     message: str
     passing: bool
-    """Whether the reason may pass by itself."""
+    """True if the reason may pass by itself."""
     time: float
 
 

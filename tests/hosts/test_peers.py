@@ -88,6 +88,19 @@ def test_a_silent_process_is_named_with_its_host_and_one_that_leaves_at_the_end_
     wait_for(lambda: "PeerLost: process" in first.ended and "2 came and left" in first.ended)
 
 
+def test_an_answer_that_a_process_did_not_wait_for_is_given_again(port):
+    """While process 0 is slow, a process gives up its question and asks again."""
+    first, answers = Caller(port, 0, 2), []
+    for waits in (True, False, True):
+        with connect(port) as process:
+            process.sendall(b"1 2 host-b its-name\n")
+            if waits:
+                answers.append(process.makefile().readline().split()[0])
+                process.sendall(b"understood\n")
+    wait_for(lambda: first.ended == "together")
+    assert answers == ["wait", "go"]
+
+
 def test_two_processes_with_one_number_are_a_user_error(port):
     callers = [Caller(port, i, 3) for i in (0, 1, 1)]
     wait_for(lambda: any("is process 1 too" in caller.ended for caller in callers))
