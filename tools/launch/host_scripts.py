@@ -78,18 +78,19 @@ end "$code"
 
 def limit(name: str, delete: list[str]) -> str:
     """Return a script that stops the run at its limit and asks for the slices' deletion, even if nobody watches. A new
-    `prepare` meanwhile sets another limit and keeps the slices."""
+    `prepare` meanwhile, for whose set-up it waits, sets another limit and keeps the slices."""
     return f"""\
 #!/bin/bash
 # Written by python -m tools.launch tpu.
 cd "{folder(name)}" || exit
+left() {{ flock preparing true; echo $(($(cat limit) - EPOCHSECONDS)); }}
 while true; do
-    while left=$(($(cat limit) - EPOCHSECONDS)); [ "$left" -gt 0 ]; do sleep $((left < 60 ? left : 60)); done
+    while left=$(left); [ "$left" -gt 0 ]; do sleep $((left < 60 ? left : 60)); done
     echo "--- $(date -u +%FT%TZ) the limit is reached: the run stops, and the slices are deleted if this account may"
     touch stop
     flock --timeout 3600 lock true  # released while this sleeps: a start would take it for a run
     sleep "${{LAUNCH_PAUSE:-300}}"
-    [ "$(cat limit)" -gt "$EPOCHSECONDS" ] || exec {join(delete)}
+    [ "$(left)" -gt 0 ] || exec {join(delete)}
 done
 """
 

@@ -1,12 +1,14 @@
 """Test `python -m tools.launch tpu` on a stand-in for gcloud (fake_gcloud.py). Runs on two hosts meet stockouts, broken
 connections, preempted slices and refused deletions. No resource may remain."""
 
+import fcntl
 import importlib.util
 import json
 import math
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +21,7 @@ import pytest
 
 from configs.schema import UserError
 from tests.tools.launch.stand_in import BUCKET, StandIn, put_on_path, wait_for
-from tools.launch import queued, tpu
+from tools.launch import host_scripts, queued, tpu
 from tools.launch.__main__ import main
 from tools.launch.shell import Trouble
 
@@ -312,6 +314,29 @@ def test_hosts_end_by_themselves_without_a_watcher(repository, cloud, monkeypatc
     wait_for(lambda: cloud.asked("delete"))
     assert launch(repository, "status") == 0 and not cloud.left()
     assert len(cloud.logs()) == 2 and all("ended with 143" in text for text in cloud.logs())
+
+
+def test_a_start_around_the_limit_keeps_the_slices(tmp_path):
+    host = tmp_path / "var" / "tiny"
+    host.mkdir(parents=True)
+    (host / "limit").write_text("0")
+    environment = os.environ | {"LAUNCH_PAUSE": "0.02", "LAUNCH_ROOT": str(tmp_path / "var")}
+    script = host_scripts.limit("tiny", ["touch", str(tmp_path / "deleted")])
+    with (host / "preparing").open("w") as preparing, (host / "lock").open("w") as run:
+        fcntl.flock(preparing, fcntl.LOCK_EX)
+        fcntl.flock(run, fcntl.LOCK_EX)
+        limiting = subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True)
+        try:
+            time.sleep(0.5)
+            assert not (host / "stop").exists()  # a set-up takes long
+            fcntl.flock(preparing, fcntl.LOCK_UN)
+            wait_for((host / "stop").exists)
+            (host / "limit").write_text(str(10**11))  # a start while the run saves
+            fcntl.flock(run, fcntl.LOCK_UN)
+            time.sleep(0.5)
+            assert limiting.poll() is None and not (tmp_path / "deleted").exists()
+        finally:
+            os.killpg(limiting.pid, signal.SIGKILL)
 
 
 def test_a_save_is_waited_for_as_long_as_is_asked(monkeypatch, capsys):
