@@ -16,8 +16,7 @@ from run.record import Record
 from run.saver import Saver
 from tests.fake_gcs import FakeGCS
 from tests.helpers import tiny_config
-from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, saved
-from tests.training.test_state import state_on
+from tests.run.test_checkpoint import FACTS, KEEP_ALL, assert_equal, changed, saved, state_on
 from training.mesh import make_mesh
 
 RUN = "gs://bucket/runs/mine"

@@ -22,13 +22,21 @@ from run import saver
 from run.checkpoint import Checkpoints, checksums
 from run.saver import Saver
 from tests.helpers import ALL_FEATURES, tiny_config
-from tests.training.test_state import state_on
 from training.mesh import make_mesh
 from training.optimizer import make_optimizer
-from training.state import abstract_state, params_sha256, stored_as
+from training.state import abstract_state, create_state, params_sha256, stored_as
 
 KEEP_ALL = CheckpointConfig(keep=99)
 FACTS = {"shapes": parameter_shapes(tiny_config().model)}
+
+
+@cache
+def state_on(devices):
+    """Return a state on `devices` devices, its shapes, and their mesh. It is cached: never donate it."""
+    config = tiny_config()
+    mesh = make_mesh(config.mesh, jax.devices()[:devices])
+    optimizer, _ = make_optimizer(config.optimizer, config.model, 8, mesh)
+    return create_state(config.model, optimizer, mesh, 0), abstract_state(config.model, optimizer, mesh), mesh
 
 
 def assert_equal(a, b):
