@@ -24,6 +24,8 @@ from training.mesh import mesh_of_first
 class Arguments(SamplingArguments):
     """Talk to a network that was fine-tuned on conversations."""
 
+    seed: NotNegative[int] = 0
+    """Seed of the draws. `/regenerate` takes the next one."""
     prompt: str = ""
     """A message to answer, and nothing else. Without it, messages come from the terminal, a line each."""
     system: str = ""

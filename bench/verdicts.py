@@ -1,11 +1,10 @@
 """Show comparisons of bench.compare: a verdict, text, a table and a picture."""
 
-import io
 from pathlib import Path
 from typing import Any
 
 from bench.paired import LEVEL
-from configs.files import write_whole
+from configs.files import write_picture
 
 AXES = ("tokens", "FLOPs", "seconds")
 HELD_OUT_ROWS, FIRST_ROWS = "held-out rows", "the first rows of documents"
@@ -83,6 +82,4 @@ def draw(compared: dict[str, Any], path: Path) -> None:
     panel.set_xlabel(f"bits per byte, less {comparisons[0]['first']}; 95% intervals, a tick for each seed")
     panel.grid(alpha=0.3, axis="x")
     panel.legend(fontsize="small")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=150)
-    write_whole(path, picture.getvalue())
+    write_picture(path, figure)

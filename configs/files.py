@@ -1,7 +1,9 @@
 """Atomic writes, and the cache folder."""
 
 import os
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 from configs.schema import UserError
 
@@ -30,6 +32,14 @@ def write_whole(path: Path, *parts: bytes | memoryview | str) -> None:
         partial.unlink(missing_ok=True)
         error.filename = str(path)
         raise
+
+
+def write_picture(path: Path, figure: Any, dpi: int = 150) -> None:
+    """Write a figure of matplotlib as a PNG, as `write_whole` does."""
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=dpi)
+    # A copy: if the write fails, a view of the buffer in the traceback crashes Python 3.12.
+    write_whole(path, content.getvalue())
 
 
 def append_whole(path: Path, text: str) -> None:

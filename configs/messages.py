@@ -1,5 +1,6 @@
-"""Show a person messages, and the progress of long work with the time left; pass events of a run to a command of
-theirs (--log.on_event=COMMAND). Modules log messages, which appear above the progress bar."""
+"""Show messages and the progress of long work, and start the user's command at events of a run (--log.on_event).
+
+Modules log messages, which appear above the progress bar."""
 
 import logging
 import os
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from configs.schema import Config
 
 LOGGER = logging.getLogger("tokensum")
-EVERY = 10  # seconds between two lines of progress without a terminal
+PROGRESS_EVERY = 10  # seconds between two lines of progress without a terminal
 
 
 class AboveTheBar(logging.Handler):
@@ -51,7 +52,15 @@ def progress(work: Iterable | None = None, **options: Any) -> tqdm:
     if sys.stderr.isatty():
         return tqdm(work, **options)
     form = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt} {unit}, {remaining} left"
-    return tqdm(work, **options, file=_Lines(), bar_format=form, mininterval=EVERY, maxinterval=EVERY, delay=EVERY)
+    return tqdm(
+        work,
+        **options,
+        file=_Lines(),
+        bar_format=form,
+        mininterval=PROGRESS_EVERY,
+        maxinterval=PROGRESS_EVERY,
+        delay=PROGRESS_EVERY,
+    )
 
 
 def start_hook(

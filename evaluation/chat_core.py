@@ -132,7 +132,9 @@ class ChatCore(Core):
         engine = Engine(replace(self.network, params=params), min(together, len(indices)))
         prompts = {index: self.prompt(task, index) for index in indices}
         fit = [index for index, prompt in prompts.items() if len(prompt) < engine.capacity]
-        yield from (self.line(task, index, [], cut=True) for index in prompts if index not in fit)
+        yield from (
+            self.line(task, index, [], cut=True) for index, prompt in prompts.items() if len(prompt) >= engine.capacity
+        )
         answers = engine.answers([(prompts[index], Sampling(temperature=0.0), NEW_TOKENS) for index in fit])
         hidden = jax.process_index() > 0
         bar = progress(answers, total=len(fit), unit="answers", desc="writing", leave=False, disable=hidden)

@@ -265,12 +265,8 @@ class Engine:
         """Continue the slots' rows with at most `length` unread tokens. Return the tokens that follow."""
         ints = lambda *shape: np.zeros(shape, np.int32)
         options: Any = np.zeros(rows, np.float32), ints(rows), np.ones(rows, np.float32), np.zeros(rows, np.uint32)
-        numbers, tokens, starts, lengths = (
-            ints(rows),
-            ints(rows, 1 + length),
-            ints(rows) + self.capacity,
-            ints(rows) + 1,
-        )
+        numbers, tokens = ints(rows), ints(rows, 1 + length)
+        starts, lengths = np.full(rows, self.capacity, np.int32), np.ones(rows, np.int32)
         for place, slot in slots.items():
             assert slot.answer
             unread = slot.row[slot.cached :][:length]
@@ -278,6 +274,6 @@ class Engine:
             tokens[place, : 1 + len(unread)] = [slot.row[slot.cached - 1] if slot.cached else 0, *unread]
             for array, value in zip(options, slot.answer.sampling):
                 array[place] = value
-        parts: Any = (numbers, tokens, starts, lengths, Sampling(*options))
-        self.cache, following = program(self.params, self.cache, Parts(*parts))
+        parts = Parts(numbers, tokens, starts, lengths, Sampling(*options))
+        self.cache, following = program(self.params, self.cache, parts)
         return np.asarray(following)

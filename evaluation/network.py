@@ -1,4 +1,4 @@
-"""A network to measure or to sample, from a run or from a folder."""
+"""A network to measure or to sample, from a run or from a folder, and the options of commands that draw text."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +14,7 @@ from data.tokenizer import TextTokenizer, load_tokenizer
 from evaluation.generation import Generate, make_generate
 from evaluation.scorer import Scorer
 from interchange.init_from import config_of, is_network, read_params, require_same_network
+from run.folder import record_of
 from run.saved_run import load_run
 from training.state import abstract_params, compute_dtype, params_sha256
 
@@ -95,6 +96,7 @@ def open_network(folder: str | Path, mesh: Mesh, step: int | None = None, averag
         require_same_network(config)
         tokenizer = load_tokenizer(folder)
         return Network(config, tokenizer, read_params(config, abstract_params(config.model, mesh)), mesh)
-    run = load_run(folder, mesh, step, average)
+    record_of(folder)  # a folder that is no run is reported as such
     tokenizer = load_tokenizer(folder / "tokenizer")
+    run = load_run(folder, mesh, step, average)
     return Network(run.config, tokenizer, run.params, mesh, run.step, run.dataset, run.is_average)

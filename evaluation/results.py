@@ -1,6 +1,5 @@
 """Results of an evaluation: a log with one line per item, which resumes after a kill, files, a table and pictures."""
 
-import io
 import json
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from configs.files import append_whole, write_whole
+from configs.files import append_whole, write_picture, write_whole
 from configs.schema import UserError
 from hosts.runtime import on_first_process
 
@@ -99,7 +98,7 @@ def plot_accuracies(points: Mapping[str, tuple[float, float | None, float]], tit
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.7, len(labels) - 0.3), xlabel="accuracy", title=title)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    _save(figure, path, 150)
+    write_picture(path, figure, 150)
 
 
 def plot_bits(results: Mapping[str, Mapping[str, Any]], title: str, path: Path) -> None:
@@ -126,16 +125,10 @@ def plot_bits(results: Mapping[str, Mapping[str, Any]], title: str, path: Path) 
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(title)
-    _save(figure, path, 100)
+    write_picture(path, figure, 100)
 
 
 def _figure(width: int, height: int | float) -> "Figure":
     from matplotlib.figure import Figure  # a second to import
 
     return Figure(figsize=(width, height), layout="constrained")
-
-
-def _save(figure: "Figure", path: Path, dpi: int) -> None:
-    content = io.BytesIO()
-    figure.savefig(content, format="png", dpi=dpi)
-    write_whole(path, content.getvalue())

@@ -208,14 +208,14 @@ def figures(sources: Sequence[Source], lines: Lines) -> dict[str, Any]:
     }
 
 
-def _ratio(lines: Lines, sizes: Sequence[float | int], bits: Sequence[float]) -> dict[str, Any]:
+def _ratio(bits: Sequence[float], sizes: Sequence[float | int]) -> dict[str, Any]:
     value, error = ratio(bits, sizes)
-    return {"bits_per_byte": value, "stderr": error, "documents": len(lines)}
+    return {"bits_per_byte": value, "stderr": error, "documents": len(bits)}
 
 
 def _sums(lines: Lines) -> dict[str, Any]:
     of = {name: [line[name] for line in lines] for name in ("bytes", "tokens", "bits")}
-    return _ratio(lines, of["bytes"], of["bits"]) | {name: sum(of[name]) for name in ("bytes", "tokens")}
+    return _ratio(of["bits"], of["bytes"]) | {name: sum(of[name]) for name in ("bytes", "tokens")}
 
 
 def _by_position(lines: Lines) -> list[dict[str, Any]]:
@@ -224,7 +224,7 @@ def _by_position(lines: Lines) -> list[dict[str, Any]]:
         there = [line for line in lines if len(line["bits_by_octave"]) > octave and line["bytes_by_octave"][octave]]
         if there:
             sizes, bits = ([line[name][octave] for line in there] for name in ("bytes_by_octave", "bits_by_octave"))
-            figures.append({"from": (1 << octave) >> 1} | _ratio(there, sizes, bits))
+            figures.append({"from": (1 << octave) >> 1} | _ratio(bits, sizes))
     return figures
 
 
@@ -250,7 +250,8 @@ def compared(sources: Sequence[Source], ours: Lines, theirs: Lines, same: bool =
         own = [line for line in ours if line["source"] == source.name]
         differences = [line["bits"] - other[source.name, line["document"]] for line in own]
         values.append(ratio(differences, [line["bytes"] for line in own]))
-    difference, error = _by_share(sources, values).values()
+    together = _by_share(sources, values)
+    difference, error = together["bits_per_byte"], together["stderr"]
     result = {"difference": difference, "stderr": error, "interval": None, "noise": None}
     if error is not None:
         reach = float(t.ppf(0.975, min(len(source.documents) for source in sources) - 1)) * error

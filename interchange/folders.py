@@ -19,7 +19,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
@@ -28,7 +27,6 @@ from safetensors.numpy import save_file
 from configs.schema import SMEAR_CHANNELS, VALUE_GATE_CHANNELS, Config, ModelConfig, UserError, roles
 from data.tokenizer import CHAT_TOKENS, TextTokenizer
 from model.attention import has_value_embedding, window_of
-from training.optimizer import path_name
 
 Arrays = dict[str, Float[np.ndarray, "..."]]
 MODELING = Path(__file__).with_name("modeling_tokensum.py")
@@ -252,11 +250,6 @@ def _write_shards(folder: Path, shards: Iterable[Arrays]) -> None:
     weights = {array: name for name, arrays in zip(names, written) for array in arrays}
     index = {"metadata": {"total_size": size}, "weight_map": weights}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def arrays_of(params: dict) -> Arrays:
-    """Return the parameters by their dotted names."""
-    return {path_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
 def stored_arrays(folder: Path) -> dict[str, Any]:

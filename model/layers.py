@@ -24,7 +24,7 @@ from model.parallel import Axes, all_gather_fsdp, order_gradients, platform, red
 
 EPSILON = 1e-6  # every norm adds it to the mean square
 SAVED = "saved"
-SORTED = 128  # rows in a block of `segment_sum`
+SEGMENT_BLOCK = 128  # rows in a block of `segment_sum`
 
 
 def saved(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -170,12 +170,12 @@ def segment_sum(
     the mask "same number" sums within each block; one with the mask "number of this block's first row" adds the ends of
     other blocks.
     """
-    fill = -len(number) % SORTED
+    fill = -len(number) % SEGMENT_BLOCK
     number = jnp.pad(number, (0, fill), constant_values=segments)
     # A stable sort by key: equal numbers stay in the order of their rows.
     number, order = jax.lax.sort_key_val(number, jnp.arange(len(number)))
-    blocks = rows.at[order].get(mode="fill", fill_value=0).reshape(-1, SORTED, rows.shape[1])
-    numbers = number.reshape(-1, SORTED)
+    blocks = rows.at[order].get(mode="fill", fill_value=0).reshape(-1, SEGMENT_BLOCK, rows.shape[1])
+    numbers = number.reshape(-1, SEGMENT_BLOCK)
     same = (numbers[:, :, None] == numbers[:, None, :]).astype(rows.dtype)
     exact = jax.lax.Precision.HIGHEST
     sums = jnp.einsum("brs,bsw->brw", same, blocks, precision=exact, preferred_element_type=jnp.float32)
@@ -189,7 +189,7 @@ def segment_sum(
         jnp.full(segments, -1).at[jnp.where(ends, number, segments + here)].set(here, mode="drop", unique_indices=True)
     )
     result = sums.reshape(-1, rows.shape[1])[place] + jnp.where(
-        (first[place // SORTED] == jnp.arange(segments))[:, None], carried[place // SORTED], 0
+        (first[place // SEGMENT_BLOCK] == jnp.arange(segments))[:, None], carried[place // SEGMENT_BLOCK], 0
     )
     return jnp.where((place >= 0)[:, None], result, 0)
 

@@ -1,6 +1,5 @@
 """The end of a run: its last message, and the files of a complete run."""
 
-import io
 import json
 import math
 from contextlib import suppress
@@ -9,7 +8,7 @@ from pathlib import Path
 import jax
 
 from configs.exit_codes import Exit
-from configs.files import write_whole
+from configs.files import write_picture, write_whole
 from configs.messages import LOGGER
 from hosts.stop import Stop
 from run.goodput import Times, goodput, summed_up
@@ -100,7 +99,6 @@ def plot_loss(run_dir: str | Path) -> Path:
     axes.grid(alpha=0.3)
     if train or val:
         axes.legend()
-    path, picture = Path(run_dir) / "loss.png", io.BytesIO()
-    figure.savefig(picture, dpi=150)
-    write_whole(path, picture.getvalue())
+    path = Path(run_dir) / "loss.png"
+    write_picture(path, figure)
     return path

@@ -125,3 +125,8 @@ def distance(a: dict, b: dict) -> float:
     """Return the norm of the difference over the norm of `b`, with each tree as one vector in float64."""
     a, b = (np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(t)]) for t in (a, b))
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def arrays_of(params: dict) -> dict[str, np.ndarray]:
+    """Return the parameters by their dotted names, as in files."""
+    return {path_name(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}

@@ -20,9 +20,10 @@ from data.tokenizer import BOS
 from evaluation.harness import HarnessNetwork
 from evaluation.harness_tasks import load_tasks, measure, points
 from evaluation.results import ItemLog
-from interchange.folders import arrays_of, write_hf
+from interchange.folders import write_hf
 from tests.evaluation.core_bundle import network, params, tokenizer
 from tests.evaluation.harness_tasks import make_tasks
+from tests.helpers import arrays_of
 
 LENGTH = 128
 NAMES = ["tiny_choices", "tiny_schema", "tiny_endings", "tiny_text", "tiny_writing"]

@@ -21,10 +21,10 @@ from data.conversation import PARTS, learned, messages_of, render
 from data.tokenizer import CHAT_TOKENS, TextTokenizer, train_tokenizer
 from evaluation.engine import Engine
 from evaluation.network import Network
-from interchange.folders import arrays_of, beyond_hf, write_hf
+from interchange.folders import beyond_hf, write_hf
 from model.gpt import GPT
 from model.sampling import Sampling
-from tests.helpers import TINY, perturbed
+from tests.helpers import TINY, arrays_of, perturbed
 from tests.interchange.test_transformers import ALL_EXPORTED, modules_of_their_own  # noqa: F401
 from training.mesh import make_mesh
 

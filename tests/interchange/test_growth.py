@@ -10,14 +10,14 @@ import pytest
 
 from configs.schema import CheckpointConfig, MeshConfig, UserError, with_options
 from data.tokenizer import CHAT_TOKENS, SPLIT, convert_tiktoken, load_tokenizer
-from interchange.folders import arrays_of, write_safetensors
+from interchange.folders import write_safetensors
 from interchange.growth import base_of_chat, describe_growth, initial_state, new_tokens, require_moments
 from interchange.init_from import require_same_network, require_same_vocabulary
 from model.shapes import parameter_shapes
 from run.folder import write_record
 from run.record import Record
 from run.saver import Saver
-from tests.helpers import perturbed, tiny_config
+from tests.helpers import arrays_of, perturbed, tiny_config
 from training.build import build
 from training.mesh import resized
 

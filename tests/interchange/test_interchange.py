@@ -19,10 +19,10 @@ from configs.command_line import load_config
 from configs.schema import Config, MeshConfig, UserError
 from data.tokenizer import train_tokenizer
 from interchange import folders
-from interchange.folders import IN_HF, REMOTE, arrays_of, beyond_hf, write_hf, write_safetensors
+from interchange.folders import IN_HF, REMOTE, beyond_hf, write_hf, write_safetensors
 from interchange.init_from import read_params, require_same_network, require_same_vocabulary
 from model.gpt import GPT
-from tests.helpers import ALL_FEATURES, FEATURES, TINY, perturbed
+from tests.helpers import ALL_FEATURES, FEATURES, TINY, arrays_of, perturbed
 from training.mesh import make_mesh, resized
 from training.state import abstract_params
 

@@ -27,12 +27,12 @@ from configs.validation import resolved
 from data.tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
 from evaluation.generation import make_generate
 from export import largest_difference
-from interchange.folders import arrays_of, beyond_hf, hf_name, own_name, turned, write_hf
+from interchange.folders import beyond_hf, hf_name, own_name, turned, write_hf
 from interchange.init_from import require_same_network
 from model.gpt import GPT
 from model.loss import loss_sums
 from run.lines import read_metrics
-from tests.helpers import TINY, perturbed, together
+from tests.helpers import TINY, arrays_of, perturbed, together
 from tests.interchange.test_interchange import EXPORTED, require_params
 from training.mesh import make_mesh
 from training.optimizer import path_name

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 import model.layers
 from configs.schema import MeshConfig
 from model.axes import BATCH_AXES, DATA
-from model.layers import SORTED, embed, matmul, rms_norm, segment_sum
+from model.layers import SEGMENT_BLOCK, embed, matmul, rms_norm, segment_sum
 from model.parallel import mark_varying, psum, psum_over_tensor
 from training.mesh import make_mesh
 from training.shares import on_each_device
@@ -48,9 +48,9 @@ def test_rms_norm_keeps_its_result_which_the_next_product_needs_too():
 
 NUMBERS = {
     "one row": [3],
-    "one number": [2] * (3 * SORTED + 5),
-    "a number over whole blocks": [0] * 50 + [1] * (4 * SORTED) + [2] * 60,
-    "each its own": range(2 * SORTED),
+    "one number": [2] * (3 * SEGMENT_BLOCK + 5),
+    "a number over whole blocks": [0] * 50 + [1] * (4 * SEGMENT_BLOCK) + [2] * 60,
+    "each its own": range(2 * SEGMENT_BLOCK),
     "some outside": [0, 400, 2, 399, 400, 2**30],
     "as words come": np.random.default_rng(0).zipf(1.2, 2000).clip(max=401) - 1,
 }

@@ -26,10 +26,11 @@ from configs.schema import UserError
 from data.conversation import messages_of, render
 from data.tokenizer import train_tokenizer
 from evaluation.engine import Engine
-from interchange.folders import arrays_of, write_safetensors
+from interchange.folders import write_safetensors
 from model.sampling import Sampling
 from serving.server import Batcher, Service, listener, make_server, run_server
 from tests.evaluation.test_engine import network
+from tests.helpers import arrays_of
 from tests.ports import free_ports
 
 TOKENIZER = train_tokenizer(["some words, and others"], 272)

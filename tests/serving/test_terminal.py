@@ -14,10 +14,11 @@ from configs.schema import UserError
 from data.conversation import render
 from evaluation.engine import Engine
 from evaluation.network import Network
-from interchange.folders import arrays_of, write_safetensors
+from interchange.folders import write_safetensors
 from model.sampling import Sampling
 from serving.terminal import Terminal
 from tests.evaluation.test_engine import GREEDY, LENGTH, SPECIAL, TOKENIZER, chain, network
+from tests.helpers import arrays_of
 
 ASK, END = SPECIAL["<|assistant_start|>"], SPECIAL["<|assistant_end|>"]
 LETTERS = {text: TOKENIZER.encode([text])[0] for text in ("Zé€!", "xy")}

@@ -23,14 +23,18 @@ def compile_step(built: Build, **options: Any) -> Any:
         return built.train_step.lower(built.abstract_state, built.abstract_batch()).compile(options)
 
 
+TOP = 25  # rows of the table of instructions
+
+
 def peak_memory_bytes(compiled: jax.stages.Compiled) -> int:
     """Return the peak bytes on the first device, as it reports them or else by the program's own analysis."""
     measured = jax.local_devices()[0].memory_stats()
     return measured["peak_bytes_in_use"] if measured and "peak_bytes_in_use" in measured else program_bytes(compiled)
 
 
-def top_operations(compiled: jax.stages.Compiled, run: Callable[[], Any], steps: int, top: int = 25) -> str:
-    """Return a table of the `top` instructions by time, over `steps` calls of `run`, which runs the program and waits.
+def top_operations(compiled: jax.stages.Compiled, run: Callable[[], Any], steps: int) -> str:
+    """Return a table of the instructions that take most time, over `steps` calls of `run`, which runs the program and
+    waits.
 
     Milliseconds a step are summed over the threads or devices of an instruction. Each row ends with its name in JAX.
     """
@@ -52,7 +56,7 @@ def top_operations(compiled: jax.stages.Compiled, run: Callable[[], Any], steps:
                         calls[name] += 1
     total = sum(nanoseconds.values())
     lines = [f"{'ms a step':>10}{'share':>8}{'calls':>8}  instruction, and its name in JAX; {steps} steps"]
-    for name, time in nanoseconds.most_common(top):
+    for name, time in nanoseconds.most_common(TOP):
         source = re.search(r'op_name="([^"]*)"', known[name].attributes)
         path = re.sub(r"\b(jit\(\w+\)|shard_map|while|body|\w+_call|eval_jaxpr)/", "", source[1] if source else "")
         lines.append(f"{time / steps / 1e6:10.2f}{time / total:8.1%}{calls[name] / steps:8.0f}  {name}  {path}")

@@ -126,11 +126,11 @@ def _texts(texts: list[str]) -> str:
     return "".join(f"<pre>{escape(text)}</pre>" for text in texts)
 
 
-def _machine(number: int, run: Run) -> str:
+def _machine(position: int, run: Run) -> str:
     listed = lambda facts: ", ".join(f"{name} {value}" for name, value in run.record[facts].items())
     facts = [["devices", listed("devices")], ["versions", listed("versions")]]
     facts += [["dataset (fingerprint)", run.record["dataset"]]]
     facts += [[f"change {i}", "; ".join(map(str, change))] for i, change in enumerate(run.record["changes"], 1)]
     options = [[name, as_text(value)] for name, value in run.options.items()]
-    all_options = details("All options", table([], options), f"options-{number}")
+    all_options = details("All options", table([], options), f"options-{position}")
     return f"<h3>{escape(run.name)}</h3>{table([], facts)}{all_options}"

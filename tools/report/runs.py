@@ -68,8 +68,8 @@ class Run:
     def spikes(self) -> list[tuple[int, bool, dict]]:
         """Return the jumps of the loss: the step, whether the run returned to its checkpoint and skipped the batches up
         to the jump, and the facts of metrics.jsonl. A rollback has its own line since its steps' lines are removed."""
-        kinds = ("spike", "rollback")
-        return [(line["step"], kind == kinds[1], line[kind]) for line in self.lines for kind in kinds if kind in line]
+        kinds = {"spike": False, "rollback": True}
+        return [(line["step"], back, line[kind]) for line in self.lines for kind, back in kinds.items() if kind in line]
 
 
 def course_of(pairs: Iterable[tuple[int, float | None]]) -> Course:

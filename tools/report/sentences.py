@@ -46,7 +46,7 @@ def state(run: Run, now: float) -> Sentence:
         return Sentence("Nothing has been logged yet.")
     silence = now - max(entry["time"] for entry in (*run.lines[-1:], *run.events[-1:]))
     gaps = [later["time"] - earlier["time"] for earlier, later in pairwise(run.lines[-16:])]
-    if silence > max(ALIVE, *(3 * gap for gap in gaps)):
+    if silence > max([ALIVE, *(3 * gap for gap in gaps)]):
         after = f"after step {step:,} of {steps:,}: it was killed, or hangs."
         return Sentence(f"Nothing was written for {duration(silence)}, {after}", True)
     rates = run.course("tokens_per_second").values

@@ -1,6 +1,5 @@
 """Write what the stages found: tuned.py, a config for train.py, and a picture of each stage that ran."""
 
-import io
 import math
 import time
 from collections import defaultdict
@@ -9,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from configs.files import write_whole
+from configs.files import write_picture, write_whole
 from configs.schema import Config, options, with_options
 from hosts.machines import GIB, HEADROOM
 from tools.tune.speed import rows_that_divide
@@ -18,8 +17,8 @@ from tools.tune.tune_json import STAGES, Record
 from training.schedule import with_batch, with_rates
 
 
-def write_tuned(config: Config, record: Record, command: str, devices: Sequence[Any] | None) -> None:
-    """Write tuned.py next to tune.json, for all devices here or those given: the options of speed by `time`, otherwise
+def write_tuned(config: Config, record: Record, command: str, devices: Sequence[Any]) -> None:
+    """Write tuned.py next to tune.json, for these devices: the options of speed by `time`, otherwise
     by `fit`; the factor of the rates; and the batch that `branch` chose. It lists every option that differs from the
     schema's default; tuned ones separately."""
     decided = record.options(*STAGES)
@@ -72,9 +71,7 @@ def draw(config: Config, record: Record, limit: float) -> list[str]:
         if axes.has_data():
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(fontsize="small")
-            picture = io.BytesIO()
-            figure.savefig(picture, dpi=150)
-            write_whole(record.path.with_name(f"{name}.png"), picture.getvalue())
+            write_picture(record.path.with_name(f"{name}.png"), figure)
             drawn.append(name)
     return drawn
 

@@ -56,7 +56,7 @@ class Candidate(NamedTuple):
         return f"rows_per_device={self.rows} remat={self.remat} loss_chunks={self.loss_chunks} fsdp={self.fsdp}"
 
 
-def meshes(config: Config, devices: Sequence[Any] | None = None) -> list[int]:
+def meshes(config: Config, devices: Sequence[Any]) -> list[int]:
     """Return the sizes of `fsdp` for the config's `tensor`, the one that sends least first: powers of two that divide
     the devices and the network, inside a slice or node. Only the config's if it sets `mesh.data`."""
     mesh = make_mesh(config.mesh, devices)
@@ -126,8 +126,8 @@ def frontier(
             return
 
 
-def fit(config: Config, record: Record, limit: int, devices: Sequence[Any] | None = None) -> dict[Candidate, Any]:
-    """Compile candidates for all devices here or those given, until the frontier is known, and choose the most rows
+def fit(config: Config, record: Record, limit: int, devices: Sequence[Any]) -> dict[Candidate, Any]:
+    """Compile candidates for these devices, until the frontier is known, and choose the most rows
     with the least recomputation. Return the programs that were compiled now. Raise UserError if none fits."""
     share = (
         config.batch.tokens_per_step // config.batch.sequence_length // batch_devices(make_mesh(config.mesh, devices))
@@ -175,7 +175,7 @@ def that_fit(record: Record, limit: int) -> list[Candidate]:
     return fitting
 
 
-def _compile(wanted: Candidate, config: Config, devices: Sequence[Any] | None, programs: dict[Candidate, Any]) -> dict:
+def _compile(wanted: Candidate, config: Config, devices: Sequence[Any], programs: dict[Candidate, Any]) -> dict:
     try:
         programs[wanted] = compile_step(build(with_options(config, wanted.options), devices))
     except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what exceeds its memory

@@ -140,6 +140,8 @@ def test_a_running_run_shows_its_progress_and_the_time_left(tmp_path, ramp, left
 
 def test_a_run_that_has_logged_nothing_says_so(tmp_path):
     started = write_run(tmp_path / "run", complete=False, logged=0)
+    # The evaluation before the first step has one line.
+    assert next(iter(marks(started, now=BEGAN + 60))).startswith("Running: step 0 of 400 (")
     (started / "metrics.jsonl").unlink()
     assert next(iter(marks(started))) == "Nothing has been logged yet."
     assert not [figure for figure in figures([read_run(started)]) if figure.traces and figure.id != "goodput"]
