@@ -21,6 +21,7 @@ from run.finish import finish
 from run.fitting import Fitting, explain_out_of_memory
 from run.folder import RunLock
 from run.goodput import Times
+from run.hooks.judge import roll_back
 from run.notify import tell_of_failure
 from run.progress import GaveUp, Hook, Jumped, Progress, Start, due_after
 from run.record import Record
@@ -139,7 +140,7 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
     def go_back(run: Progress, reason: Exception) -> Start | None:
         """To the newest checkpoint after a jump; to the same state, if it is left, when the memory ran out."""
         if isinstance(reason, Jumped):
-            return hooks.roll_back(save, times, run, reason)
+            return roll_back(save, times, run, reason)
         builds[:] = fitting.halved(builds, run, reason)
         programs.clear()
         save.newest()  # once it is whole: it may be needed

@@ -108,7 +108,7 @@ class Dataset:
         if packing == "whole":
             packing += f"-{config.too_long}"
         homes = [home / "plans" / f"{part}-{packing}-{length}-{self.fingerprint}" for home in (self.folder, cache)]
-        for home in homes:
+        for home in sorted(homes, key=lambda home: not home.exists()):  # a plan that is there comes first
             with suppress(OSError):  # it cannot be written there, or is another user's, readable only by them
                 if not home.exists():
                     save_plan(join_plans(self._plans(part, config, length)), home)

@@ -70,8 +70,8 @@ def detect(
     (host, port), (its_host, its_port) = split_address(address), split_address(launch.address)
     host, port = host or its_host, port or text("JAX_COORDINATOR_PORT") or its_port or TPU_PORT
     if not (host and port.isdigit() and 0 <= place < processes):
-        named = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": index}
-        values = ", ".join(f"{name}={value or '(not set)'}" for name, value in named.items())
+        given = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": index}
+        values = ", ".join(f"{name}={value or '(not set)'}" for name, value in given.items())
         raise UserError(
             f"incomplete multi-process settings ({launch.launcher}): JAX_COORDINATOR_ADDRESS (host:port of process 0), "
             f"JAX_NUM_PROCESSES and JAX_PROCESS_ID (from 0) belong together; found {values}"

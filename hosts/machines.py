@@ -92,9 +92,14 @@ class Topology(NamedTuple):
         return self.kind in machines() and machines()[self.kind].gpu
 
     @property
+    def chips_inside(self) -> int:
+        """Return the number of a slice's chips, or of a machine's GPUs."""
+        return prod(self.chips)
+
+    @property
     def inside(self) -> int:
         """Return the number of a slice's JAX devices, or of a machine's GPUs."""
-        return prod(self.chips) * (machines()[self.kind].per_chip if self.kind in machines() else 1)
+        return self.chips_inside * (machines()[self.kind].per_chip if self.kind in machines() else 1)
 
     @property
     def devices(self) -> int:

@@ -66,11 +66,12 @@ def run_command(main: Callable[[], int]) -> NoReturn:
     except KeyboardInterrupt as error:
         print("interrupted outside training; earlier checkpoints are intact", file=sys.stderr)
         code, ended = Exit.INTERRUPTED, error
-    except (StorageLost, PeerLost) as error:
-        print(f"error: {error}; start all again", file=sys.stderr, flush=True)
-        if isinstance(error, PeerLost):
-            os._exit(Exit.PEER_LOST)  # an orderly end would wait for the others
+    except StorageLost as error:
+        print(f"error: {error}; start all again", file=sys.stderr)
         code, ended = Exit.PEER_LOST, error
+    except PeerLost as error:
+        print(f"error: {error}; start all again", file=sys.stderr, flush=True)
+        os._exit(Exit.PEER_LOST)  # an orderly end would wait for the others
     except SystemExit as end:
         code, ended = end.code if isinstance(end.code, int) else Exit.FAILED if end.code else Exit.COMPLETE, end
     except Exception as error:

@@ -3,6 +3,8 @@
 A closed form (training/memory.py) expects what fits, and the compiled program says what it needs. If not one row fits,
 the loss is computed in chunks, then blocks are recomputed, then `mesh.fsdp` grows: the one that costs least time first.
 events.jsonl keeps the choice, and the cache keeps it for the next run of these sizes on such devices.
+
+`explain_out_of_memory` names the command that plans what would fit, for any choice of rows.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The lines of a run's events.jsonl and metrics.jsonl, without JAX, for commands that only look at a run.
+"""Read and append the lines of a run's events.jsonl, and read those of metrics.jsonl, without JAX.
 
 Both are appended to. Events are never rewritten; a resumed run drops metrics after its checkpoint (run/metrics.py).
 

@@ -1,6 +1,7 @@
 """Send events of a run to a command of the user's (--log.on_event), and its numbers to Weights & Biases (--log.wandb).
 
-Training never waits for either, and neither's failure stops training."""
+Training never waits for either, and neither's failure stops training.
+"""
 
 import queue
 import sys
@@ -20,9 +21,9 @@ from configs.schema import Config, UserError, options
 from run.lines import Events
 from run.record import Record, place
 
-LAST = 10  # seconds to wait for the command: a container or job kills it when the run ends
-WAITING = 10_000  # most lines that wait while it cannot be reached; further ones are dropped
-LAST_SENT = 30  # seconds that the end of a run waits for unsent lines
+COMMAND_SECONDS = 10  # seconds to wait for the command: a container or job kills it when the run ends
+WAITING = 10_000  # most lines that wait while Weights & Biases cannot be reached; further ones are dropped
+WANDB_SECONDS = 30  # seconds that the end of a run waits for unsent lines
 
 
 def tell(
@@ -34,7 +35,7 @@ def tell(
     """Start the command on the first process. Its output goes to the run's on_event.log. Only the end of a process
     waits for it, for some seconds. A failure is reported and changes nothing."""
     if jax.process_index() == 0:
-        wait = LAST if event in ("failure", "end") else 0
+        wait = COMMAND_SECONDS if event in ("failure", "end") else 0
         start_hook(config, event, message, step, log=Path(config.run_dir) / "on_event.log", wait=wait)
 
 
@@ -70,10 +71,10 @@ class Wandb:
             self.lines.put_nowait({name: value for name, value in line.items() if not isinstance(value, list)})
 
     def close(self) -> None:
-        """Send the waiting lines, for at most LAST_SENT seconds."""
+        """Send the waiting lines, for at most WANDB_SECONDS seconds."""
         with suppress(queue.Full):
             self.lines.put_nowait(None)
-        self.thread.join(LAST_SENT)
+        self.thread.join(WANDB_SECONDS)
 
     def _send(self) -> None:
         config = self.config
@@ -91,7 +92,7 @@ class Wandb:
                 resume="allow",
                 dir=config.run_dir,
                 config=options(config),
-                settings=wandb.Settings(console="off", silent=True, login_timeout=LAST_SENT),
+                settings=wandb.Settings(console="off", silent=True, login_timeout=WANDB_SECONDS),
             )
             run.define_metric("*", step_metric="step")  # steps repeated after a kill may come again
             while line := self.lines.get():

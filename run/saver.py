@@ -25,11 +25,11 @@ from etils import epath
 from configs import retry
 from configs.messages import LOGGER
 from configs.retry import StorageLost, described, first_line, patiently
-from configs.schema import CheckpointConfig
+from configs.schema import CheckpointConfig, UserError
 from hosts.peers import exchange
 from hosts.runtime import Damaged, NoCheckpoint, highest, on_first_process, versions
 from run.checkpoint import COMMITTED, FACTS, Checkpoints, arrays_of, checksums, digest, is_there, items_of
-from run.record import Record, place, reading
+from run.record import Record, place, role
 from training.state import TrainState
 
 HALF_DONE = ".orbax-checkpoint-tmp"  # suffix of a folder that is being written
@@ -60,8 +60,12 @@ class Saver(Checkpoints):
         on the first process with the step of each completed checkpoint."""
         self.config, self.record, self.on_saved = config, record, on_saved
         self.folder = place(folder) / "checkpoints"
-        with reading(f"the checkpoints in {folder}"):
+        try:
             on_first_process(lambda: patiently(str(self.folder), self._clear))
+        except (UserError, StorageLost):
+            raise
+        except Exception as error:  # from the disk or the store
+            raise UserError(f"checkpoints cannot be kept in {folder}: {first_line(error)}{role(error)}") from error
         super().__init__(folder, scores)
         self.pending: Saving | None = None
         """The save in progress."""

@@ -62,7 +62,8 @@ class Engine:
         self.deaths: Counter = Counter()
 
     def run(self, waiting: deque[Job]) -> Ended:
-        """Run the waiting jobs. The caller may clear the queue: then only jobs that were taken end."""
+        """Run the waiting jobs. The caller may clear the queue: then only jobs that were taken, and their
+        retries, end."""
         raise NotImplementedError
 
     def retry_or_fail(self, job: Job, waiting: deque[Job], others: bool = False) -> Ended:
@@ -229,8 +230,8 @@ class SlurmEngine(Engine):
                 f"--engine=slurm: {DEATHS} jobs in a row ended before they began a task; the last, {job.job_id}, was "
                 f"cancelled, or wrote (in {self.executor.folder}): {output.strip() or 'nothing'}"
             )
+        lost = [one for one in group if not one.out.exists()]  # first: the caller moves the outputs that it gets
         yield from ((one, None) for one in group if one.out.exists())
-        lost = [one for one in group if not one.out.exists()]
         for one in lost:
             yield from self.retry_or_fail(one, waiting, others=len(lost) > 1)
 

@@ -13,6 +13,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -183,7 +184,7 @@ def _local_files(source: str, suffixes: tuple[str, ...], on_error: str, unread: 
         problem = f"{source}: {error.filename} cannot be read: {why}"
         if on_error == "stop":
             raise UserError(f"{problem}; correct that, or skip such files: --on_error=skip")
-        print(problem, file=sys.stderr)
+        _report(problem)
         unread.append(why)
 
     listed, seen = [], set()
@@ -204,6 +205,12 @@ def _local_files(source: str, suffixes: tuple[str, ...], on_error: str, unread: 
             if is_text or not PurePath(name).suffix:  # a link with such a name may lead to a folder
                 fail(error)
     return sorted(listed, key=lambda one: one[0].url)
+
+
+@cache
+def _report(problem: str) -> None:
+    """Print a problem once, although a source is listed several times."""
+    print(problem, file=sys.stderr)
 
 
 def _walk(

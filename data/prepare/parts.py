@@ -249,8 +249,11 @@ def complete_folder(path: Path) -> Iterator[Path]:
     own.mkdir()
     try:
         yield own
-        if not path.exists():
+        try:
             own.rename(path)
+        except OSError:
+            if not path.exists():  # otherwise another worker was first
+                raise
     finally:
         shutil.rmtree(own, ignore_errors=True)
 

@@ -232,7 +232,10 @@ def _work(engine: Engine, jobs: Sequence[Layout] | Sequence[Task], take: Callabl
                 raise failure
             if failure:
                 failed[numbers[id(job)]] = failure
+                first = min(failed)
+                earlier = [job for job in waiting if numbers[id(job)] < first]
                 waiting.clear()
+                waiting.extend(earlier)
             else:
                 complete.add(numbers[id(job)])
     if failed:

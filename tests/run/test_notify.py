@@ -36,7 +36,7 @@ def test_a_jump_does_not_wait_for_the_command(tmp_path):
 
 
 def test_the_end_waits_for_a_limited_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(notify, "LAST", 0.1)
+    monkeypatch.setattr(notify, "COMMAND_SECONDS", 0.1)
     began = time.monotonic()
     tell(config_with(tmp_path, on_event="sleep 60 & echo $! > pid; mv pid $TOKENSUM_RUN_DIR; wait"), "end", "", 3)
     assert time.monotonic() - began < 30

@@ -47,7 +47,7 @@ class Hardware(Topology):
     @property
     def hosts_per_slice(self) -> int:
         """Return the hosts of a slice: four chips each, except slices of one or eight chips on one host (v5e, v6e)."""
-        return self.inside // 4 if self.is_tpu and self.inside > 4 and self.chips != (2, 4) else 1
+        return self.chips_inside // 4 if self.is_tpu and self.chips_inside > 4 and self.chips != (2, 4) else 1
 
     @property
     def hosts(self) -> int:
@@ -55,7 +55,7 @@ class Hardware(Topology):
 
     @property
     def devices_per_host(self) -> int:
-        return self.inside // self.hosts_per_slice
+        return self.chips_inside // self.hosts_per_slice
 
     @property
     def shape(self) -> str:

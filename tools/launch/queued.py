@@ -82,7 +82,7 @@ class Slices:
         deadline. An existing resource of that name counts. Raise Trouble if the zone does not take the request."""
         facts, options, left = hardware.facts, self.options, deadline - time.time()
         flex, several, cube = options.capacity == "flex_start", hardware.slices > 1, facts["dimensions"] == 3
-        chips = hardware.inside * facts["units_per_chip"]
+        chips = hardware.chips_inside * facts["units_per_chip"]
         given = {
             "type": facts["type"] if cube else "",  # several shapes have as many chips
             "topology": hardware.shape if cube else "",

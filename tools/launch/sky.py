@@ -46,7 +46,7 @@ def yaml(options: SkyOptions, train: list[str]) -> None:
         "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": sorted(AGAIN)},
     }
     if hardware.is_tpu:
-        resources["accelerators"] = f"{facts['sky']}-{hardware.inside * facts['units_per_chip']}"
+        resources["accelerators"] = f"{facts['sky']}-{hardware.chips_inside * facts['units_per_chip']}"
         resources["accelerator_args"] = {"runtime_version": facts["runtime"]}
     fields = {
         "name": job.name,

@@ -137,32 +137,33 @@ def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
     """Return `ended CODE` or DEADLINE; replace slices that are taken away. Raise UserError if no start works."""
     worked, missed, failures = False, False, 0
     try:
-        for attempt in patient(launch.deadline):
-            with attempt:
-                try:
-                    slices = get(launch, states)
-                except Trouble as trouble:
-                    if worked and not missed:
-                        launch.notify("unavailable", str(trouble))
-                    missed = True
-                    raise
-                missed = False
-                # Another process may have started it.
-                worked = worked or "running" in {state for state, _ in states_of(slices).values()}
-                try:
-                    start(launch, slices)
-                    worked = True
-                except Trouble as trouble:
-                    failures += STATES[slices.state()] == "active"
-                    if not worked and failures == FIRST:
-                        raise UserError(str(trouble)) from trouble
-                    raise
-                if (outcome := watch(launch, slices)) != TAKEN:
-                    return outcome
-                launch.notify("preempted", f"{TAKEN} in {slices.zone}")
-                delete_all([slices], until=launch.deadline)
-                states[slices] = GONE
-                raise Trouble(f"{TAKEN} in {slices.zone}; new ones are requested")
+        while True:
+            for attempt in patient(launch.deadline):  # a preemption is no failure: the pauses start again
+                with attempt:
+                    try:
+                        slices = get(launch, states)
+                    except Trouble as trouble:
+                        if worked and not missed:
+                            launch.notify("unavailable", str(trouble))
+                        missed = True
+                        raise
+                    missed = False
+                    # Another process may have started it.
+                    worked = worked or "running" in {state for state, _ in states_of(slices).values()}
+                    try:
+                        start(launch, slices)
+                        worked = True
+                    except Trouble as trouble:
+                        failures += STATES[slices.state()] == "active"
+                        if not worked and failures == FIRST:
+                            raise UserError(str(trouble)) from trouble
+                        raise
+                    if (outcome := watch(launch, slices)) != TAKEN:
+                        return outcome
+                    launch.notify("preempted", f"{TAKEN} in {slices.zone}")
+                    delete_all([slices], until=launch.deadline)
+                    states[slices] = GONE
+                    warn(f"{TAKEN} in {slices.zone}; new ones are requested")
     except Trouble as trouble:
         warn(str(trouble))
     return DEADLINE
