@@ -3,12 +3,12 @@
 from tests.house import closure, counts
 
 BOUNDS = {
-    "lines outside tests": 27_130,
-    "lines of tests": 20_590,
+    "lines outside tests": 27_170,
+    "lines of tests": 20_620,
     "lines of train.py": 180,
     "names that train.py imports": 40,
     "modules that train.py needs": 77,
-    "lines that train.py needs": 12_665,
+    "lines that train.py needs": 12_680,
     "options on the command line": 95,
 }
 

@@ -6,6 +6,7 @@ import random
 from collections import Counter, deque
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -91,6 +92,18 @@ def test_a_system_that_assigns_no_processors_uses_all(tmp_path, monkeypatch):
     monkeypatch.delattr(os, "sched_getaffinity")  # macOS has none
     engine = Where().open(tmp_path)
     assert isinstance(engine, LocalEngine) and engine.workers == os.cpu_count()
+
+
+def test_a_slurm_job_that_dies_keeps_its_finished_tasks(tmp_path):
+    finished, lost = (SimpleNamespace(out=tmp_path / name, at=lambda: None) for name in ("finished", "lost"))
+    finished.out.touch()
+    engine, waiting = object.__new__(SlurmEngine), deque()
+    engine.fruitless = 0
+    paths = SimpleNamespace(result_pickle=tmp_path / "none")
+    for job, failure in engine._end(SimpleNamespace(paths=paths), [finished, lost], waiting):  # pyright: ignore
+        assert job is finished and failure is None
+        job.out.unlink()  # its output is taken at once
+    assert list(waiting) == [lost]
 
 
 def test_missing_slurm_is_reported(source, tmp_path, monkeypatch):
