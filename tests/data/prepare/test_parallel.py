@@ -7,6 +7,7 @@ from collections import Counter, deque
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -95,12 +96,13 @@ def test_a_system_that_assigns_no_processors_uses_all(tmp_path, monkeypatch):
 
 
 def test_a_slurm_job_that_dies_keeps_its_finished_tasks(tmp_path):
-    finished, lost = (SimpleNamespace(out=tmp_path / name, at=lambda: None) for name in ("finished", "lost"))
+    finished, lost = Mock(spec=Task), Mock(spec=Task)
+    finished.out, lost.out, lost.at = tmp_path / "finished", tmp_path / "lost", lambda: None  # it was not begun
     finished.out.touch()
     engine, waiting = object.__new__(SlurmEngine), deque()
     engine.fruitless = 0
     paths = SimpleNamespace(result_pickle=tmp_path / "none")
-    for job, failure in engine._end(SimpleNamespace(paths=paths), [finished, lost], waiting):  # pyright: ignore
+    for job, failure in engine._end(SimpleNamespace(paths=paths), [finished, lost], waiting):
         assert job is finished and failure is None
         job.out.unlink()  # its output is taken at once
     assert list(waiting) == [lost]
