@@ -19,6 +19,7 @@ from configs.schema import (
 )
 from training.build import build
 from training.mesh import batch_shape, batch_sharding, resized
+from training.optimizer import path_name
 from training.state import TrainState, stored_as
 
 TINY = ModelConfig(depth=2, width=32, heads=4, kv_heads=2, head_dim=8, vocab_size=272, dtype="float32")
