@@ -191,27 +191,31 @@ def on_first_process(function: Callable[[], Any]) -> Any:
     Every process must call it."""
     if jax.process_count() == 1:
         return function()
-    result = on_every_process("an answer", lambda: function() if jax.process_index() == 0 else None)
-    return json.loads(exchange("an answer", json.dumps(result))[0])
+    answer = lambda: json.dumps(function() if jax.process_index() == 0 else None)
+    return json.loads(_together("an answer", answer, str)[1][0])
 
 
 def on_every_process(what: str, function: Callable[[], T]) -> T:
     """Return the result of `function` here, once it has returned on every process. If it raises one of KINDS on some,
     all raise the first kind in that order, with the process's number; other exceptions end the run at once. The
     processes agree through JAX's service, and `function` must not wait for another process."""
+    return _together(what, function, lambda result: "")[0]
+
+
+def _together(what: str, function: Callable[[], T], shown: Callable[[T], str]) -> tuple[T, list[str]]:
+    """Return the result of `function` here, and `shown` of every process's, in one exchange."""
     failure: Exception | None = None
     result: Any = None
     try:
         result = function()
     except KINDS as error:
         failure = error
-    kind = next((i for i, kind in enumerate(KINDS) if isinstance(failure, kind)), None)
-    answers = exchange(what, f"{kind} {failure}" if failure else "")
-    if failed := [(answer, i) for i, answer in enumerate(answers) if answer]:
-        answer, i = min(failed)
-        kind, _, message = answer.partition(" ")
+    kind = next((str(i) for i, kind in enumerate(KINDS) if isinstance(failure, kind)), "")
+    answers = [answer.split(" ", 1) for answer in exchange(what, f"{kind} {failure or shown(result)}")]
+    if failed := [(kind, message, i) for i, (kind, message) in enumerate(answers) if kind]:
+        kind, message, i = min(failed)
         raise KINDS[int(kind)](message if len(answers) == 1 else f"process {i}: {message}") from failure
-    return result
+    return result, [answer for _, answer in answers]
 
 
 def versions() -> dict[str, str]:
