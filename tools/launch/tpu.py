@@ -136,34 +136,41 @@ def show(launch: Launch, first: Slices, deleted: Sequence[Slices]) -> None:
 def run_to_the_end(launch: Launch, states: dict[Slices, str]) -> str:
     """Return `ended CODE` or DEADLINE; replace slices that are taken away. Raise UserError if no start works."""
     worked, missed, failures = False, False, 0
+
+    def attempt() -> tuple[Slices, str]:
+        """Return the slices that the run had, and how it ended there."""
+        nonlocal worked, missed, failures
+        try:
+            slices = get(launch, states)
+        except Trouble as trouble:
+            if worked and not missed:
+                launch.notify("unavailable", str(trouble))
+            missed = True
+            raise
+        missed = False
+        # Another process may have started it.
+        worked = worked or "running" in {state for state, _ in states_of(slices).values()}
+        try:
+            start(launch, slices)
+            worked = True
+        except Trouble as trouble:
+            failures += STATES[slices.state()] == "active"
+            if not worked and failures == FIRST:
+                raise UserError(str(trouble)) from trouble
+            raise
+        outcome = watch(launch, slices)
+        if outcome == TAKEN:
+            launch.notify("preempted", f"{TAKEN} in {slices.zone}")
+            delete_all([slices], until=launch.deadline)
+            states[slices] = GONE
+        return slices, outcome
+
     try:
-        while True:
-            for attempt in patient(launch.deadline):  # a preemption is no failure: the pauses start again
-                with attempt:
-                    try:
-                        slices = get(launch, states)
-                    except Trouble as trouble:
-                        if worked and not missed:
-                            launch.notify("unavailable", str(trouble))
-                        missed = True
-                        raise
-                    missed = False
-                    # Another process may have started it.
-                    worked = worked or "running" in {state for state, _ in states_of(slices).values()}
-                    try:
-                        start(launch, slices)
-                        worked = True
-                    except Trouble as trouble:
-                        failures += STATES[slices.state()] == "active"
-                        if not worked and failures == FIRST:
-                            raise UserError(str(trouble)) from trouble
-                        raise
-                    if (outcome := watch(launch, slices)) != TAKEN:
-                        return outcome
-                    launch.notify("preempted", f"{TAKEN} in {slices.zone}")
-                    delete_all([slices], until=launch.deadline)
-                    states[slices] = GONE
-                    warn(f"{TAKEN} in {slices.zone}; new ones are requested")
+        while True:  # a preemption is no failure: the pauses start again
+            slices, outcome = patient(launch.deadline)(attempt)
+            if outcome != TAKEN:
+                return outcome
+            warn(f"{TAKEN} in {slices.zone}; new ones are requested")
     except Trouble as trouble:
         warn(str(trouble))
     return DEADLINE
