@@ -17,7 +17,7 @@ from tqdm import tqdm
 from configs.schema import Config
 
 LOGGER = logging.getLogger("tokensum")
-PROGRESS_EVERY = 10  # seconds between two lines of progress without a terminal
+TICK = 10  # seconds between two lines of progress without a terminal
 
 
 class AboveTheBar(logging.Handler):
@@ -52,15 +52,7 @@ def progress(work: Iterable | None = None, **options: Any) -> tqdm:
     if sys.stderr.isatty():
         return tqdm(work, **options)
     form = "{desc}: {percentage:.0f}%, {n_fmt} of {total_fmt} {unit}, {remaining} left"
-    return tqdm(
-        work,
-        **options,
-        file=_Lines(),
-        bar_format=form,
-        mininterval=PROGRESS_EVERY,
-        maxinterval=PROGRESS_EVERY,
-        delay=PROGRESS_EVERY,
-    )
+    return tqdm(work, **options, file=_Lines(), bar_format=form, mininterval=TICK, maxinterval=TICK, delay=TICK)
 
 
 def start_hook(
