@@ -263,10 +263,10 @@ class Engine:
 
     def _call(self, program: Callable, slots: dict[int, Slot], rows: int, length: int) -> np.ndarray:
         """Continue the slots' rows with at most `length` unread tokens. Return the tokens that follow."""
-        ints = lambda *shape: np.zeros(shape, np.int32)
+        ints: Any = lambda *shape: np.zeros(shape, np.int32)  # a jitted program takes NumPy's arrays, too
         options: Any = np.zeros(rows, np.float32), ints(rows), np.ones(rows, np.float32), np.zeros(rows, np.uint32)
         numbers, tokens = ints(rows), ints(rows, 1 + length)
-        starts, lengths = np.full(rows, self.capacity, np.int32), np.ones(rows, np.int32)
+        starts, lengths = ints(rows) + self.capacity, ints(rows) + 1
         for place, slot in slots.items():
             assert slot.answer
             unread = slot.row[slot.cached :][:length]
