@@ -43,6 +43,8 @@ class Stop:
         self.code: Exit | None = None
         """The exit code of the request to stop. Kept because a callback of JAX's may swallow the exception."""
         self.training = False
+        self.steps = 0
+        """Steps after which this process, one of several, has asked."""
 
     def __enter__(self) -> "Stop":
         # With several processes JAX's preemption service starts later, takes SIGTERM over, and informs the others.
@@ -90,7 +92,10 @@ class Stop:
         """Return whether the run is to stop after this step. Every process must ask after every step."""
         if jax.process_count() == 1:
             return self.code is not None
-        return multihost_utils.reached_preemption_sync_point(step)
+        # JAX stops at the number after the last one it was given: before the first step that is 1, whatever the run's
+        # first step, and after a rollback the run's own numbers come again.
+        self.steps += 1
+        return multihost_utils.reached_preemption_sync_point(self.steps)
 
     def agreed_code(self) -> Exit:
         """Return the exit code of all processes: a person counts before a preemption. Every process must call it."""
