@@ -108,9 +108,10 @@ class Dataset:
         if packing == "whole":
             packing += f"-{config.too_long}"
         homes = [home / "plans" / f"{part}-{packing}-{length}-{self.fingerprint}" for home in (self.folder, cache)]
-        for home in sorted(homes, key=lambda home: not home.exists()):  # a plan that is there comes first
+        # A plan that is there comes first. Path.exists would raise for a folder that only another user may read.
+        for home in sorted(homes, key=os.path.exists, reverse=True):
             with suppress(OSError):  # it cannot be written there, or is another user's, readable only by them
-                if not home.exists():
+                if not os.path.exists(home):
                     save_plan(join_plans(self._plans(part, config, length)), home)
                 return packed(load_plan(home))
         print(f"{homes[0]} and {homes[1]} cannot be written: each start makes this plan again", file=sys.stderr)

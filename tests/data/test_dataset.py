@@ -101,6 +101,20 @@ def test_best_fit_counts_every_token_once_by_a_plan_that_is_stored(made, cache, 
         assert sorted(counted(rows)) == sorted(tokens_of(made, part)) and len(rows) > 3
 
 
+def test_plans_that_only_another_user_may_read_are_made_in_the_cache(made, cache, monkeypatch):
+    stat = os.stat
+
+    def refuse(path, *arguments, **options):
+        if str(path).startswith(f"{made}/plans/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, *arguments, **options)
+
+    (made / "plans").mkdir()
+    monkeypatch.setattr("os.stat", refuse)
+    (rows,) = opened(made, cache, packing="best_fit").train
+    assert len(rows) > 3 and len(list((cache / "plans").iterdir())) == 2
+
+
 def test_a_mixture_s_fingerprint_depends_on_shares_and_its_held_out_text_is_reported(prepared, cache, capfd):
     opened(f"0.5:{prepared}/made,0.5:{prepared}/../{prepared.name}/made", cache)
     assert not capfd.readouterr().err
