@@ -22,14 +22,16 @@ from contextlib import suppress
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from jaxtyping import Integer, Shaped
 
 from configs.files import write_whole
+from configs.retry import passes, patiently
 from configs.schema import UserError
 
+T = TypeVar("T")
 TOKEN_TYPES = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
 HEADER_BYTES = 1024
 BLOCK_BYTES = 65_536  # small relative to a step's rows (a few KB each); large relative to a store's cost per request
@@ -165,13 +167,16 @@ def _file_blocks(path: Path) -> Iterator[bytes]:
 
 
 def read_blocks(path: Path) -> Blocks | None:
-    """Return the sidecar of the shard at `path`; None if it has none. Raise UserError if it is damaged."""
+    """Return the sidecar of the shard at `path`; None if it has none. Raise UserError if it is damaged, OSError if its
+    disk fails."""
     sidecar = path.with_suffix(".blocks")
     try:
         return Blocks.from_bytes(sidecar.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
+        if passes(error):
+            raise
         raise UserError(
             f"{sidecar} cannot be read ({error}); delete it, and the start reads the complete shard"
         ) from error
@@ -197,14 +202,16 @@ class MappedShard:
 
     def __init__(self, path: Path, remembered: Path):
         """Raise UserError if it is not a shard, or incomplete. `remembered`: the folder of `remember`."""
-        try:
+
+        def examine() -> tuple[Blocks, int]:
             status = path.stat()
             version = repr((str(path.resolve()), status.st_size, status.st_mtime_ns))
             read = lambda: blocks_of(_file_blocks(path), str(path), status.st_size)
-            self.path, self.blocks = path, read_blocks(path) or remember(remembered, version, read)
-        except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from error
-        self.kind = self.blocks.type_of(str(path), status.st_size)
+            return read_blocks(path) or remember(remembered, version, read), status.st_size
+
+        self.path = path
+        self.blocks, size = _from_disk(path, examine)
+        self.kind = self.blocks.type_of(str(path), size)
         self.checked = bytearray(len(self.blocks.entries))  # for one or two items, faster to search than a numpy array
 
     def __len__(self) -> int:
@@ -225,10 +232,16 @@ class MappedShard:
 @lru_cache(MAPPED)
 def _mapped(shard: MappedShard) -> Integer[np.ndarray, "bytes"]:
     """Map a shard's file into memory. The last `MAPPED` stay open, since a map keeps a descriptor."""
+    return _from_disk(shard.path, lambda: np.asarray(np.memmap(shard.path, np.uint8, "r")))
+
+
+def _from_disk(path: Path, read: Callable[[], T]) -> T:
+    """Return the result of `read`, which reads the file. Raise StorageLost if its disk fails for long, and UserError
+    for an error that persists."""
     try:
-        return np.asarray(np.memmap(shard.path, np.uint8, "r"))
+        return patiently(str(path), read)
     except OSError as error:
-        raise UserError(f"{shard.path} cannot be read: {error.strerror}") from error
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def changed(name: str, block: int) -> str:

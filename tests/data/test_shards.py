@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import os
 import shutil
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import data.shards as module
+from configs.retry import StorageLost
 from configs.schema import UserError
 from data.shards import BLOCK_BYTES, HEADER_BYTES, MappedShard, TokenStream, read_blocks, write_blocks, write_shard
 
@@ -111,6 +113,23 @@ def test_a_damaged_sidecar_is_named(shard, cut):
         mapped(shard)
     sidecar.unlink()
     assert mapped(shard).blocks.largest == TOKENS.max()
+
+
+@pytest.mark.parametrize("name", ["read_blocks", "np.memmap"])
+def test_a_disk_that_fails_for_a_while_is_no_mistake(shard, monkeypatch, name):
+    read, errors = eval(name, vars(module)), [OSError(errno.ESTALE, "Stale file handle")]
+
+    def failing(*arguments):
+        if errors:
+            raise errors.pop()
+        return read(*arguments)
+
+    monkeypatch.setattr(f"data.shards.{name}", failing)
+    assert (mapped(shard)[:] == TOKENS).all() and not errors
+    errors += [OSError(errno.EIO, "Input/output error")] * 9
+    monkeypatch.setattr("configs.retry.SECONDS", 0)
+    with pytest.raises(StorageLost, match=r"x\.bin: .*Input/output error"):
+        _ = mapped(shard)[:]
 
 
 def test_a_sidecar_of_another_shard_is_named(shard, tmp_path):
