@@ -88,18 +88,24 @@ def needs(config: Config) -> list[str]:
 
     def write(folder: epath.Path) -> None:
         probe = folder / f".preflight-{jax.process_index()}"
-        try:
+
+        def attempt() -> bool:
             if first:
                 folder.mkdir(parents=True, exist_ok=True)
             elif not _seen(shared / ".preflight-0"):
+                return False
+            for text in ("written by the preflight, and deleted", "overwritten, as tensorstore does, and deleted"):
+                probe.write_text(text)
+            return True
+
+        try:
+            if patiently(str(folder), attempt):
+                probes.append(probe)
+            else:
                 problems.append(
                     f"does not see what process 0 wrote to {shared}: all hosts must share it; or give "
                     "--checkpoint.folder=gs://BUCKET/FOLDER"
                 )
-                return
-            for text in ("written by the preflight, and deleted", "overwritten, as tensorstore does, and deleted"):
-                patiently(str(folder), lambda text=text: probe.write_text(text))
-            probes.append(probe)
         except StorageLost:
             raise
         except Exception as error:  # of the disk or the store

@@ -1,5 +1,6 @@
 """Test what hosts must have in common. Errors name the host."""
 
+import errno
 import platform
 import shutil
 import signal
@@ -9,6 +10,7 @@ import jax
 import pytest
 from etils import epath
 
+from configs.retry import StorageLost
 from configs.schema import CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, UserError
 from hosts.preflight import (
     Host,
@@ -101,6 +103,27 @@ def test_a_folder_that_nfs_shows_late_is_shared(tmp_path, monkeypatch):
     assert needs(config) == []
     (tmp_path / ".preflight-0").unlink()
     assert "does not see what process 0 wrote" in needs(config)[0]
+
+
+@pytest.mark.parametrize(("index", "method"), [(0, "mkdir"), (1, "exists")])
+def test_a_folder_that_fails_for_a_moment_is_no_mistake(tmp_path, monkeypatch, index, method):
+    config, errors = replace(tiny_config(), run_dir=str(tmp_path)), [OSError(errno.EIO, "Input/output error")]
+    (tmp_path / ".preflight-0").write_text("by process 0")
+    kind = type(epath.Path("/"))
+    works = getattr(kind, method)
+
+    def failing(*arguments, **options):
+        if errors:
+            raise errors.pop()
+        return works(*arguments, **options)
+
+    monkeypatch.setattr(kind, method, failing)
+    monkeypatch.setattr("jax.process_index", lambda: index)
+    assert needs(config) == [] and not errors
+    errors += [OSError(errno.EIO, "Input/output error")] * 9
+    monkeypatch.setattr("configs.retry.SECONDS", 0)
+    with pytest.raises(StorageLost, match="Input/output error"):
+        needs(config)
 
 
 DOCTOR = """
