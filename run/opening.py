@@ -55,7 +55,9 @@ def open_training(config: Config) -> tuple[list[Build], Text, Evaluator]:
     builds = build_stages(config)
     built = builds[-1]  # for everything that does not depend on the size of a step
     config, (micro_batches, rows, length) = built.config, built.batch_shape
-    starts_from = config.init_from and not on_first_process(lambda: whole_steps(checkpoint_folder(config)))
+    where = config.checkpoint.folder or config.run_dir
+    begun = lambda: patiently(where, lambda: whole_steps(checkpoint_folder(config)))
+    starts_from = config.init_from and not on_first_process(begun)
     if starts_from:  # before text is prepared, which can take hours
         require_same_network(config)
         if config.init_optimizer:
@@ -96,7 +98,7 @@ def open_folder(built: Build, text: Text, accept_changes: bool, lock: RunLock, r
     on_first_process(lambda: text.tokenizer.require_same_in(Path(config.run_dir) / "tokenizer"))
     past = Past(*on_first_process(lambda: open_run(config, text.fingerprint, accept_changes, lock)))
     # Before the preflight, which makes the folder of checkpoints if it is missing.
-    on_first_process(lambda: require_checkpoints(config, past))
+    on_first_process(lambda: patiently(config.run_dir, lambda: require_checkpoints(config, past)))
     preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)  # before anything that needs the devices
     with limited(config.hang, "opening the checkpoints"):
         return past, open_checkpoints(config, record)

@@ -3,6 +3,8 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import fsspec.config
 import pytest
@@ -11,7 +13,9 @@ from gcsfs.retry import HttpError
 from configs.retry import StorageLost
 from configs.schema import CheckpointConfig, MeshConfig, UserError
 from hosts.preflight import preflight
+from run import opening
 from run.checkpoint import COMMITTED, Checkpoints, whole_steps
+from run.folder import Past
 from run.record import Record
 from run.saver import Saver
 from tests.fake_gcs import FakeGCS
@@ -121,6 +125,24 @@ def test_a_store_that_answers_503_at_the_start_is_retried_and_then_lost(gcs, mon
     monkeypatch.setattr("configs.retry.SECONDS", 0)
     with pytest.raises(StorageLost, match="try again"):
         Checkpoints(RUN)
+
+
+def test_a_store_that_answers_503_before_the_text_or_the_checkpoints_are_opened_is_asked_again(monkeypatch):
+    """A start asks whether there are checkpoints before it opens the text, and before the preflight."""
+    config = replace(tiny_config(), init_from="runs/other", checkpoint=CheckpointConfig(RUN))
+    past, text = Past([], [], 0, 1, RUN), SimpleNamespace(tokenizer=Mock(), fingerprint="")
+    monkeypatch.setattr("run.opening.open_run", lambda *arguments: past)
+    monkeypatch.setattr("run.opening.require_same_network", Mock(side_effect=UserError("the next check")))
+    monkeypatch.setattr("run.opening.preflight", Mock(side_effect=UserError("the next check")))
+    begins = {
+        "run.opening": (lambda: opening.open_training(config), []),
+        "run.folder": (lambda: opening.open_folder(Mock(config=config), text, False, Mock(), Mock()), [1]),
+    }
+    for module, (begin, steps) in begins.items():
+        answers = [HttpError({"code": 503, "message": "try again"}), steps]
+        monkeypatch.setattr(f"{module}.whole_steps", Mock(side_effect=answers))
+        with pytest.raises(UserError, match="the next check"):
+            begin()
 
 
 def test_events_reach_the_bucket_between_saves(gcs, tmp_path):
