@@ -2,6 +2,7 @@
 
 Modules log messages, which appear above the progress bar."""
 
+import io
 import logging
 import os
 import subprocess
@@ -26,6 +27,29 @@ class AboveTheBar(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record))
         sys.stdout.flush()  # a file or a pipe is otherwise written late
+
+
+class DropsWhatIsLost(io.FileIO):
+    """A file that drops what its disk does not take."""
+
+    def write(self, content: Any) -> int:
+        """Return the number of bytes. Raise BrokenPipeError if nobody reads them."""
+        try:
+            return super().write(content)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            return len(content)
+
+
+def keep_going_if_full(*names: str) -> None:
+    """Let `stdout` or `stderr`, if they are a log, drop messages while its disk is full. An error there would end the
+    run or its watchdog, or replace its exit code."""
+    for name in names:
+        if (file := getattr(sys, name)) and file is getattr(sys, f"__{name}__"):
+            ways = {"line_buffering": file.line_buffering, "write_through": file.write_through}
+            raw: Any = DropsWhatIsLost(file.fileno(), "w", closefd=False)
+            setattr(sys, name, io.TextIOWrapper(raw, file.encoding, file.errors, **ways))
 
 
 def show_messages(first: bool = True) -> None:

@@ -116,8 +116,9 @@ def end_all(code: int, reason: str) -> NoReturn:
     """End this process and all others of the run with `code`, or with the code of the one that ended first. An orderly
     end would wait for them."""
     client = distributed.global_state.client
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for output in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # its disk is full, or nobody reads it
+            output.flush()
     if client is not None:
         with suppress(Exception):  # another was first, or the service is gone: then they end with 42
             client.key_value_set(ENDING, f"{int(code)} {distributed.global_state.process_id} {reason}")

@@ -4,9 +4,11 @@ import errno
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -18,6 +20,8 @@ from configs.retry import StorageLost
 from configs.schema import UserError
 from hosts.cluster import PeerLost
 from hosts.runtime import NoCheckpoint, google_metadata, report_unless_loop_is_closed, run_command
+
+ROOT = Path(__file__).parents[2]
 
 
 def exit_code(main) -> int:
@@ -57,6 +61,34 @@ def test_ctrl_c_outside_of_training(capsys):
     code = exit_code(lambda: os.kill(os.getpid(), signal.SIGINT) or 0)
     signal.signal(signal.SIGINT, before)
     assert code == 130 and "Traceback" not in capsys.readouterr().err
+
+
+FULL_LOG = """
+import sys
+from configs.messages import LOGGER, keep_going_if_full, show_messages
+from configs.retry import StorageLost
+from hosts.runtime import run_command
+from hosts.stop import end_as_hung
+def main():
+    if sys.argv[1] != "output":
+        keep_going_if_full("stdout")
+    show_messages()
+    LOGGER.info("step 1")
+    print("stopped")
+    if sys.argv[1] == "away":
+        raise StorageLost("the store")
+    if sys.argv[1] == "hang":
+        end_as_hung("no step after 1 has ended")
+    return 143
+run_command(main)
+"""
+
+
+@pytest.mark.parametrize(("act", "code"), [("stop", 143), ("away", 42), ("hang", 42), ("output", 1)])
+def test_a_full_log_changes_no_exit_code_but_a_full_output_does(act, code):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", FULL_LOG, act]
+        assert subprocess.run(command, cwd=ROOT, stdout=full, stderr=full).returncode == code
 
 
 def test_other_errors_keep_their_traceback():
