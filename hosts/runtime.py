@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from configs.exit_codes import Exit
 from configs.files import cache_dir
 from configs.messages import keep_going_if_full, show_messages
-from configs.retry import StorageLost, first_line
+from configs.retry import StorageLost, first_line, passes
 from configs.schema import UserError
 from hosts.cluster import Cluster, PeerLost, detect
 from hosts.machines import GPU_FRACTION
@@ -50,8 +50,9 @@ T = TypeVar("T")
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:
-    """Run a command and exit with its code. A UserError becomes its message and code 2, a full disk a message and 1. If
-    one of several processes ends by an exception, all end with its code."""
+    """Run a command and exit with its code. A UserError becomes its message and code 2, a full disk a message and 1. A
+    disk, store or network that fails is 42. If one of several processes ends by an exception, all end with its
+    code."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # often 1024: few for shards and connections
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
@@ -79,9 +80,10 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             sys.exit(Exit.FAILED)
         full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        if not (full or jax.distributed.is_initialized()):
+        lost = not full and passes(error)  # some reads and writes have no retries of their own
+        if not (full or lost or jax.distributed.is_initialized()):
             raise
-        code, ended = Exit.FAILED, error
+        code, ended = Exit.PEER_LOST if lost else Exit.FAILED, error
         if isinstance(error, OSError) and full:
             print(f"error: {error.filename or 'a file'} cannot be written: {error.strerror}", file=sys.stderr)
         elif _of_a_peer(error):

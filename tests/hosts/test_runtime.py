@@ -63,6 +63,12 @@ def test_ctrl_c_outside_of_training(capsys):
     assert code == 130 and "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_a_disk_that_fails_where_nothing_retries_is_lost(number, capsys):
+    error = OSError(number, os.strerror(number), "runs/x/events.jsonl")
+    assert exit_code(Mock(side_effect=error)) == 42 and "runs/x/events.jsonl" in capsys.readouterr().err
+
+
 FULL_LOG = """
 import sys
 from configs.messages import LOGGER, keep_going_if_full, show_messages
