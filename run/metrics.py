@@ -161,7 +161,7 @@ class TensorBoard:
 
     def __init__(self, folder: Path, hparams: Mapping[str, object]):
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)  # NFS keeps files that a viewer on this machine has open
         self.writer = EventsWriter(str(folder / "events"))
         self.flushed = 0.0
         flat = {name: v if isinstance(v, bool | int | float) else str(v) for name, v in hparams.items()}
