@@ -10,7 +10,7 @@ import jax
 
 from configs.command_line import parse
 from configs.exit_codes import Exit
-from configs.messages import LOGGER, keep_going_if_full
+from configs.messages import LOGGER, outlive_the_log
 from configs.schema import Config, NotNegative
 from data.loader import train_batches
 from hosts.cluster import Cluster
@@ -158,7 +158,7 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
 
 
 def main() -> int:
-    keep_going_if_full("stdout")  # its messages; the results are in the run's folder
+    outlive_the_log("stdout")  # its messages; the results are in the run's folder
     config, arguments = parse(__doc__, Arguments)
     record = Record(config.run_dir, config.checkpoint.folder)
     with RunLock(config.run_dir) as lock, Stop() as stop:

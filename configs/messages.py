@@ -30,21 +30,18 @@ class AboveTheBar(logging.Handler):
 
 
 class DropsWhatIsLost(io.FileIO):
-    """A file that drops what its disk does not take."""
+    """A file that drops what its disk or its reader does not take."""
 
     def write(self, content: Any) -> int:
-        """Return the number of bytes. Raise BrokenPipeError if nobody reads them."""
-        try:
+        """Return the number of bytes."""
+        with suppress(OSError):
             return super().write(content)
-        except BrokenPipeError:
-            raise
-        except OSError:
-            return len(content)
+        return len(content)
 
 
-def keep_going_if_full(*names: str) -> None:
-    """Let `stdout` or `stderr`, if they are a log, drop messages while its disk is full. An error there would end the
-    run or its watchdog, or replace its exit code."""
+def outlive_the_log(*names: str) -> None:
+    """Let `stdout` or `stderr`, if they are a log, drop messages while its disk is full, or once its reader has ended,
+    as `tee` does at a Ctrl-C. An error there would end the run or its watchdog, or replace its exit code."""
     for name in names:
         if (file := getattr(sys, name)) and file is getattr(sys, f"__{name}__"):
             ways = {"line_buffering": file.line_buffering, "write_through": file.write_through}

@@ -69,15 +69,15 @@ def test_a_disk_that_fails_where_nothing_retries_is_lost(number, capsys):
     assert exit_code(Mock(side_effect=error)) == 42 and "runs/x/events.jsonl" in capsys.readouterr().err
 
 
-FULL_LOG = """
+LOG = """
 import sys
-from configs.messages import LOGGER, keep_going_if_full, show_messages
+from configs.messages import LOGGER, outlive_the_log, show_messages
 from configs.retry import StorageLost
 from hosts.runtime import run_command
 from hosts.stop import end_as_hung
 def main():
     if sys.argv[1] != "output":
-        keep_going_if_full("stdout")
+        outlive_the_log("stdout")
     show_messages()
     LOGGER.info("step 1")
     print("stopped")
@@ -90,11 +90,14 @@ run_command(main)
 """
 
 
+@pytest.mark.parametrize("log", ["full", "without a reader"])
 @pytest.mark.parametrize(("act", "code"), [("stop", 143), ("away", 42), ("hang", 42), ("output", 1)])
-def test_a_full_log_changes_no_exit_code_but_a_full_output_does(act, code):
-    with open("/dev/full", "w") as full:
-        command = [sys.executable, "-c", FULL_LOG, act]
-        assert subprocess.run(command, cwd=ROOT, stdout=full, stderr=full).returncode == code
+def test_a_log_that_is_lost_changes_no_exit_code_but_an_output_does(log, act, code):
+    reader, pipe = os.pipe()
+    os.close(reader)
+    with open("/dev/full" if log == "full" else pipe, "w") as file:
+        command = [sys.executable, "-c", LOG, act]
+        assert subprocess.run(command, cwd=ROOT, stdout=file, stderr=file).returncode == code
 
 
 def test_other_errors_keep_their_traceback():
