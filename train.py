@@ -158,8 +158,8 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
 
 
 def main() -> int:
-    outlive_the_log("stdout")  # its messages; the results are in the run's folder
     config, arguments = parse(__doc__, Arguments)
+    outlive_the_log("stdout")  # its messages; the results are in the run's folder
     record = Record(config.run_dir, config.checkpoint.folder)
     with RunLock(config.run_dir) as lock, Stop() as stop:
         cluster = start_jax()

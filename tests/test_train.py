@@ -209,6 +209,18 @@ def test_a_run_killed_interrupted_and_preempted_ends_like_an_undisturbed_one(fol
     assert series_of(run_dir) == series_of(untouched) and len(series_of(untouched)[0]) == 30
 
 
+@pytest.mark.slow
+def test_a_ctrl_c_that_also_ends_the_reader_of_the_log_saves(folder):
+    """A shell sends Ctrl-C to `train.py 2>&1 | tee log` and to tee, which ends at once."""
+    process = start(folder, "--run_dir=piped", "--steps=100000", "--log.every_steps=1")
+    wait_until(lambda: any("loss" in line for line in read_metrics(folder / "piped")), process)
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    *_, saved, stop = map(json.loads, (folder / "piped" / "events.jsonl").read_text().splitlines())
+    assert (saved["event"], stop["event"], saved["step"]) == ("saved", "stop", stop["step"])
+
+
 def test_stages_are_reported_with_their_epochs(folder, untouched, monkeypatch):
     """The second stage starts with row 160, in step 10."""
     monkeypatch.chdir(folder)
