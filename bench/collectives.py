@@ -25,8 +25,7 @@ from configs.command_line import parse
 from configs.schema import Positive
 from hosts.runtime import run_command
 from model.shapes import parameter_counts
-from tools.programs.compile import compile_step
-from tools.programs.hlo import Collective, collectives, estimated_cycles, traffic
+from tools.programs.compiled import Collective, collectives, compile_step, estimated_cycles, traffic
 from tools.programs.topologies import devices_of
 from training.build import build
 from training.mesh import sizes_of

@@ -31,7 +31,7 @@ from configs.validation import resolved
 from data.dataset import Text, open_text
 from data.loader import StepBatches
 from hosts.runtime import run_command, start_jax
-from tools.programs.compile import compile_step
+from tools.programs.compiled import compile_step
 from training.build import Build, build
 from training.state import TrainState, stored_as
 from training.step import Batch

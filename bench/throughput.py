@@ -22,7 +22,7 @@ from evaluation.generation import make_generate
 from hosts.machines import HEADROOM, device_limit, peak_flops
 from hosts.runtime import run_command
 from model.shapes import flops_per_token, parameter_counts
-from tools.programs.compile import peak_memory_bytes, top_operations
+from tools.programs.compiled import peak_memory_bytes, top_operations
 from training.build import Build, build
 from training.candidate import candidate_of
 from training.memory import with_rows

@@ -12,8 +12,8 @@ from bench.throughput import Sizes, sized
 from configs.plain import get_config
 from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, UserError
 from tests.helpers import TINY
-from tools.programs.compile import compile_step
-from tools.programs.hlo import collectives as collectives_of
+from tools.programs.compiled import collectives as collectives_of
+from tools.programs.compiled import compile_step
 from training.build import build
 from training.mesh import sizes_of
 

@@ -11,7 +11,7 @@ import pytest
 from configs.schema import MeshConfig, ModelConfig, UserError
 from evaluation.generation import continuations, encode_prompts, make_generate
 from tests.evaluation.test_engine import TOKENIZER, network
-from tools.programs.hlo import collectives
+from tools.programs.compiled import collectives
 from tools.programs.topologies import devices_of
 from training.mesh import make_mesh, sizes_of
 from training.state import abstract_params

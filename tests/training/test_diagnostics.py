@@ -14,7 +14,7 @@ from flax import nnx
 from configs.schema import Config, DiagnosticsConfig, GroupConfig, MeshConfig, MuonConfig
 from model.loss import loss_sums
 from tests.helpers import ALL_FEATURES, initial_state, perturbed, random_rows, tiny_config
-from tools.programs.hlo import collectives
+from tools.programs.compiled import collectives
 from training.build import Build, build
 from training.diagnostics import signal_and_noise
 from training.layout import Place

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs.schema import MeshConfig, MuonConfig, ScheduleConfig
-from tools.programs.hlo import collectives
+from tools.programs.compiled import collectives
 from training.layout import place
 from training.mesh import make_mesh, resized, sizes_of, spec_of
 from training.muon import momentum_at, muon, orthogonalise_all

@@ -11,7 +11,7 @@ from configs import plain
 from configs.schema import BatchConfig, Config, MeshConfig
 from model.shapes import parameter_counts
 from tests.helpers import distance, random_rows, run_steps, step_of, tiny_config
-from tools.programs.compile import compile_step
+from tools.programs.compiled import compile_step
 from training.build import build
 from training.mesh import batch_shape, batch_sharding
 

@@ -70,7 +70,8 @@ def _compiled_bytes(row: Row) -> int:
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
-    from tools.programs.compile import compile_step, program_bytes
+    from run.fitting import program_bytes
+    from tools.programs.compiled import compile_step
     from tools.programs.topologies import devices_of
     from training.build import build
 

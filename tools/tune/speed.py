@@ -19,7 +19,7 @@ from run.fitting import program_bytes
 from run.progress import Start
 from run.stages import batches_from
 from tools.plan.search import halvings
-from tools.programs.compile import compile_step
+from tools.programs.compiled import compile_step
 from tools.tune.statistics import mean, slowdowns
 from tools.tune.trial import Context
 from tools.tune.tune_json import Decision, Record

@@ -29,7 +29,7 @@ from tools.plan.corrections import factors, measured
 from tools.plan.search import ERROR, WORTH, Given, nearest_change, row_of, search
 from tools.plan.step_time import START, StepTime, communication, kernel_of, step_time
 from tools.plan.whole_run import PROCESSORS, whole_run
-from tools.programs.hlo import collectives
+from tools.programs.compiled import collectives
 from tools.programs.topologies import known_topology
 from tools.report.runs import read_run
 from training.build import build

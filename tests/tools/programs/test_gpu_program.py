@@ -16,8 +16,7 @@ from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, ModelCon
 from hosts.machines import machines
 from model import parallel
 from model.shapes import parameter_counts
-from tools.programs.compile import compile_step
-from tools.programs.hlo import Instruction, collectives, kernels, numbers, read_program, traffic
+from tools.programs.compiled import Instruction, collectives, compile_step, kernels, numbers, read_program, traffic
 from tools.programs.topologies import devices_of
 from training.build import build
 

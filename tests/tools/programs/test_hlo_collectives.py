@@ -15,7 +15,7 @@ from configs.schema import MeshConfig
 from model.axes import DATA
 from model.shapes import parameter_counts
 from tests.helpers import step_of, tiny_config
-from tools.programs.hlo import (
+from tools.programs.compiled import (
     Collective,
     axes_crossed,
     collectives,

@@ -10,8 +10,7 @@ from configs.schema import MeshConfig, UserError, with_options
 from hosts.machines import name_of
 from model.axes import DATA
 from model.shapes import parameter_counts
-from tools.programs.compile import compile_step
-from tools.programs.hlo import collectives
+from tools.programs.compiled import collectives, compile_step
 from tools.programs.topologies import Topology, devices_of, parse_topology
 from training.build import build
 from training.candidate import topology_of

@@ -6,8 +6,7 @@ from functools import cache
 import pytest
 
 from configs.schema import BatchConfig, Config, DataConfig, ModelConfig
-from tools.programs.compile import compile_step
-from tools.programs.hlo import LINKS, Instruction, names, read_program, visits
+from tools.programs.compiled import LINKS, Instruction, compile_step, names, read_program, visits
 from tools.programs.topologies import devices_of
 from training.build import build
 
