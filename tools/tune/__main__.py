@@ -26,9 +26,8 @@ from hosts.stop import Stop
 from run.diagnosis import BLOCKS
 from run.folder import RunLock
 from tools.programs.topologies import devices_of, parse_topology
-from tools.tune.batch import branch, branch_needs, noise, noise_needs, points
+from tools.tune.learning import branch, branch_needs, noise, noise_needs, points, rate, rate_needs
 from tools.tune.outputs import draw, write_tuned
-from tools.tune.rate import rate, rate_needs
 from tools.tune.speed import MIN_ROUNDS, chosen, fit, that_fit, time_steps
 from tools.tune.trial import Context
 from tools.tune.tune_json import STAGES, Record

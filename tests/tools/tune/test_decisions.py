@@ -9,7 +9,7 @@ import pytest
 
 from configs.schema import MeshConfig, OptimizerConfig, options
 from tests.helpers import tiny_config
-from tools.tune import batch, rate, speed
+from tools.tune import learning, speed
 from tools.tune.speed import MIN_ROUNDS, at_stake, frontier, kinds, meshes
 from tools.tune.statistics import better_half, critical_batch, difference, lowest_of_the_best, mean, slowdowns
 from training.schedule import with_batch, with_rates, with_steps
@@ -75,12 +75,12 @@ def test_timing_ends_when_it_costs_more_than_it_can_save():
 
 
 def test_noise_is_read_at_shares_at_which_a_larger_batch_can_start_in_enough_units_of_the_later_steps():
-    assert [batch.points(steps) for steps in (300, 50, 4)] == [[8, 16, 32], [8], []]
-    assert [batch.units_of(*of) for of in ((16, 8, 1), (2, 2, 8), (4, 4, 1), (6, 6, 1))] == [2, 2, 1, 3]
+    assert [learning.points(steps) for steps in (300, 50, 4)] == [[8, 16, 32], [8], []]
+    assert [learning.units_of(*of) for of in ((16, 8, 1), (2, 2, 8), (4, 4, 1), (6, 6, 1))] == [2, 2, 1, 3]
     line = lambda step, noise: {"step": step, "diagnostics": {"signal": {"all": 1.0}, "noise": {"all": noise}}}
     lines = [line(step, 100.0 if step > 16 else 5.0) for step in range(1, 33)]
-    assert [batch.read(lines, step).value for step in (32, 16)] == pytest.approx([100, 5])
-    assert batch.read(lines, 7) is None
+    assert [learning.read(lines, step).value for step in (32, 16)] == pytest.approx([100, 5])
+    assert learning.read(lines, 7) is None
 
 
 @pytest.mark.parametrize(
@@ -93,26 +93,26 @@ def test_noise_is_read_at_shares_at_which_a_larger_batch_can_start_in_enough_uni
 )
 def test_noise_of_the_run_s_beginning_changes_no_batch(low, high, says):
     early, late = {"value": 1, "low": 1, "high": 2}, {"value": low, "low": low, "high": high}
-    decision = batch.noise_decision({8: early, 32: late}, 4096, 300)
+    decision = learning.noise_decision({8: early, 32: late}, 4096, 300)
     assert decision.options == {} and says in decision.says and decision.kind == "extrapolated"
 
 
 def test_the_grid_grows_if_its_edge_is_best_and_the_first_rung_is_what_the_budget_allows():
-    assert rate.beyond({0.5: [3.0], 1.0: [2.0], 2.0: [3.0]}) == rate.beyond({1.0: [3.0], 16.0: [2.0]}) == []
-    assert rate.beyond({1.0: [3.0], 2.0: [2.0]}) == [4.0] and rate.beyond({0.25: [1.0], 1.0: [3.0]}) == [0.125]
-    assert rate.beyond({1.0: [math.inf], 2.0: [math.inf]}) == []
-    assert rate.first_rung(10_000, 4096, math.inf, 0) == 250
-    assert rate.first_rung(10_000, 4096, 19 * 100 * 4096.0, 0) == 100
-    assert rate.first_rung(100, 4096, math.inf, 0) == rate.MIN_STEPS
+    assert learning.beyond({0.5: [3.0], 1.0: [2.0], 2.0: [3.0]}) == learning.beyond({1.0: [3.0], 16.0: [2.0]}) == []
+    assert learning.beyond({1.0: [3.0], 2.0: [2.0]}) == [4.0] and learning.beyond({0.25: [1.0], 1.0: [3.0]}) == [0.125]
+    assert learning.beyond({1.0: [math.inf], 2.0: [math.inf]}) == []
+    assert learning.first_rung(10_000, 4096, math.inf, 0) == 250
+    assert learning.first_rung(10_000, 4096, 19 * 100 * 4096.0, 0) == 100
+    assert learning.first_rung(100, 4096, math.inf, 0) == learning.MIN_STEPS
 
 
 def test_a_rate_of_shorter_runs_is_extrapolated_and_warned_of():
     losses = {0.5: [3.2, 3.3], 1.0: [3.1, 3.2], 2.0: [3.0, 3.1]}
-    decision = rate.decision([(16, losses), (32, {1.0: [3.0, 3.1], 2.0: [2.9, 3.0]})], 400)
+    decision = learning.rate_decision([(16, losses), (32, {1.0: [3.0, 3.1], 2.0: [2.9, 3.0]})], 400)
     assert decision.options == {"rate": 2.0} and decision.kind == "extrapolated"
     assert "x2 at 16 steps, x2 at 32 steps; a short horizon favours high rates" in decision.says
-    assert rate.decision([(400, losses)], 400).kind == "measured"
-    assert rate.decision([(16, {1.0: [math.inf]})], 400).kind == "not done"
+    assert learning.rate_decision([(400, losses)], 400).kind == "measured"
+    assert learning.rate_decision([(16, {1.0: [math.inf]})], 400).kind == "not done"
 
 
 def test_the_better_rule_at_the_critical_batch_is_taken_and_a_smaller_batch_is_not():
@@ -120,11 +120,11 @@ def test_the_better_rule_at_the_critical_batch_is_taken_and_a_smaller_batch_is_n
         **{(1.0, "root"): [3.0, 3.0], (2.0, "root"): [3.005, 3.005], (4.0, "root"): [3.2, 3.2]},
         **{(2.0, "linear"): [2.999, 2.999], (4.0, "linear"): [math.inf] * 2},
     }
-    decision = batch.branch_decision(losses, 4096, 0.1, {"value": 8000.0})
+    decision = learning.branch_decision(losses, 4096, 0.1, {"value": 8000.0})
     assert decision.options == {"batch": 2.0, "rule": "linear"} and "a batch of 8,192 tokens (x2)" in decision.says
     assert "the noise scale after as many steps was 8,000" in decision.says
-    assert batch.branch_decision({(1.0, "root"): [3.0]}, 4096, 0.1, {}).kind == "not done"
-    smaller = batch.branch_decision({(0.5, "root"): [3.0, 3.0], (1.0, "root"): [3.1, 3.1]}, 4096, 0.01, {})
+    assert learning.branch_decision({(1.0, "root"): [3.0]}, 4096, 0.1, {}).kind == "not done"
+    smaller = learning.branch_decision({(0.5, "root"): [3.0, 3.0], (1.0, "root"): [3.1, 3.1]}, 4096, 0.01, {})
     assert smaller.options == {} and "a batch of 2,048 tokens (x0.5)" in smaller.says and "stays" in smaller.says
 
 

@@ -14,7 +14,7 @@ from configs.validation import validate
 from hosts.runtime import run_command
 from tests.test_train import write_folder
 from tools.tune import __main__ as tune
-from tools.tune import batch, rate, speed
+from tools.tune import learning, speed
 from tools.tune.trial import Context
 
 TUNE = ("--config=tiny.py", "--steps=400", "--model.depth=1", "--eval.tokens=2000", "--batch.rows_per_device=8")
@@ -53,11 +53,11 @@ def tuned(folder):
         alone = jax.devices()[:1]
         patch.setattr(jax, "devices", lambda *_: alone)
         patch.setattr(speed, "MAX_ROUNDS", 5)
-        patch.setattr(rate, "GRID", (1.0, 2.0))
-        patch.setattr(rate, "WIDEST", 2.0)
-        patch.setattr(rate, "RUNGS", 1)
-        patch.setattr(rate, "MIN_STEPS", 8)
-        patch.setattr(batch, "BRANCHES", [(1.0, "root"), (2.0, "linear")])
+        patch.setattr(learning, "GRID", (1.0, 2.0))
+        patch.setattr(learning, "WIDEST", 2.0)
+        patch.setattr(learning, "RUNGS", 1)
+        patch.setattr(learning, "MIN_STEPS", 8)
+        patch.setattr(learning, "BRANCHES", [(1.0, "root"), (2.0, "linear")])
         patch.setattr(Context, "train", counted)
         starts.append("first")
         assert run(patch, *TUNE, "--budget=0", "--out=tuned") == 130
@@ -180,7 +180,7 @@ def test_no_budget_is_exceeded(folder, pretended, monkeypatch, budget, done):
     monkeypatch.setattr(Context, "held_out", (None, [None] * 4, None))
     monkeypatch.setattr(Context, "evaluated", lambda self, params: [3.0, 3.1, 3.2, 3.3])
     line = lambda step: {"step": step, "diagnostics": {"signal": {"all": 1.0}, "noise": {"all": 900.0 + step}}}
-    monkeypatch.setattr(batch, "read_metrics", lambda run_dir: [line(step) for step in range(1, 41)])
+    monkeypatch.setattr(learning, "read_metrics", lambda run_dir: [line(step) for step in range(1, 41)])
     out = f"budget-{budget}"
     assert run(monkeypatch, *TUNE, "--memory=1", f"--budget={budget}", f"--out={out}") == 0
     record = json.loads((folder / out / "tune.json").read_text())
