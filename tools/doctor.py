@@ -4,17 +4,17 @@ Start it as you would start the run: the same command on every host, with the ru
 can train together, 2 if not, with a line for each problem and its host.
 """
 
-import dataclasses
-import json
 from contextlib import suppress
 from pathlib import Path
 
 import jax
 
 from configs.command_line import parse
+from configs.messages import LOGGER
 from data.dataset import open_text
 from hosts.preflight import preflight
-from hosts.runtime import cache_dir, check_hosts_agree, describe_processes, run_command, start_jax
+from hosts.runtime import cache_dir, run_command, start_jax
+from run.opening import check_processes
 from training.build import build_stages
 
 
@@ -22,18 +22,15 @@ def main() -> int:
     config, _ = parse(__doc__)
     cluster = start_jax()
     built = build_stages(config)[-1]
-    first = jax.process_index() == 0
-    if first:
-        print(describe_processes(cluster, built.mesh), flush=True)
-    check_hosts_agree("their config", json.dumps(dataclasses.asdict(config)))
+    check_processes(config, cluster)
     micro_batches, rows, length = built.batch_shape
     text = open_text(config.data, config.model.vocab_size, length, micro_batches * rows, cache_dir())
     hosts = preflight(config, built.mesh, text.fingerprint, text.tokenizer.sha256)
-    if first:
-        for i, host in enumerate(hosts):
-            print(f"process {i} on {host.name}: {host.same['devices']}")
-        print(", ".join(f"{name} {value}" for name, value in hosts[0].same.items() if name != "devices"))
-        print(f"all {len(hosts)} process(es) can train together: {config.run_dir} can be written, the devices add up")
+    for i, host in enumerate(hosts):
+        LOGGER.info(f"process {i} on {host.name}: {host.same['devices']}")
+    LOGGER.info(", ".join(f"{name} {value}" for name, value in hosts[0].same.items() if name != "devices"))
+    LOGGER.info(f"all {len(hosts)} process(es) can train together: {config.run_dir} can be written, the devices add up")
+    if jax.process_index() == 0:
         with suppress(OSError):
             Path(config.run_dir).rmdir()  # made by the check, and empty
     return 0
