@@ -11,7 +11,6 @@ gcloud, ssh repeats a command if its connection broke, and ends with 255 if it k
     expired   commands that fail because the credentials have expired
     failing   set-ups that fail on one host
     slow      descriptions as DELETING after a deletion
-    workers   hosts per slice; 2 without the file
 
 `closed` names a zone that the project may not use. If `oslogin` exists, users log in under their local name.
 
@@ -30,7 +29,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-HOME = Path(os.environ["FAKE_GCLOUD"])
+HOME = Path(os.environ.get("FAKE_GCLOUD", ""))  # none if tests import this
 STEPS = ["ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]
 
 
@@ -120,7 +119,7 @@ def take(path: Path, state: str = "SUSPENDED") -> None:
 def take_hosts(path: Path, name: str) -> None:
     """Remove the hosts whose names start with `name` at once, disks first: a command that arrives meanwhile finds an
     empty disk."""
-    lost = Path(tempfile.mkdtemp(dir=HOME))
+    lost = Path(tempfile.mkdtemp(dir=path.parent))
     for host in path.glob(f"{name}*"):
         host.rename(lost / host.name)
     kill_in(lost)
@@ -141,8 +140,7 @@ def delete(path: Path, given: dict[str, str]) -> int:
 
 def hosts(path: Path, given: dict[str, str]) -> list[Path]:
     nodes = range(update(path)["nodes"]) if given["node"] == "all" else [int(given["node"])]
-    many = int((HOME / "workers").read_text()) if (HOME / "workers").exists() else 2
-    workers = range(many) if given["worker"] == "all" else [int(given["worker"])]
+    workers = range(2) if given["worker"] == "all" else [int(given["worker"])]
     result = [path / f"host-{node}-{worker}" for node in nodes for worker in workers]
     for host in result:
         (host / "bin").mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,6 @@
 connections, preempted slices and refused deletions. No resource may remain."""
 
 import fcntl
-import importlib.util
 import json
 import math
 import os
@@ -20,12 +19,12 @@ from types import SimpleNamespace
 import pytest
 
 from configs.schema import UserError
+from tests.tools.launch import fake_gcloud
 from tests.tools.launch.stand_in import BUCKET, StandIn, put_on_path, wait_for
 from tools.launch import host_scripts, queued, tpu
 from tools.launch.__main__ import main
 from tools.launch.shell import Trouble
 
-STAND_IN = Path(__file__).with_name("fake_gcloud.py")
 ZONES = ("us-central1-a", "us-west4-a")
 NETWORK = ["--network=n", "--subnetwork=s", "--internal_ips", "--tunnel_through_iap"]
 HARDWARE = "v5e:2x4"
@@ -55,9 +54,9 @@ class Cloud:
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [words for words in lines if not verb or verb in words]
 
-    def left(self) -> list[str]:
+    def left(self) -> list[Path]:
         """Return the resources that exist, and cost money."""
-        return [str(path.parent) for path in self.folder.glob("resources/*/*/facts")]
+        return [path.parent for path in self.folder.glob("resources/*/*/facts")]
 
     def logs(self) -> list[str]:
         """Return the hosts' logs in the bucket."""
@@ -66,31 +65,23 @@ class Cloud:
     def take(self) -> None:
         """Preempt the existing slices."""
         for path in self.left():
-            stand_in().take(Path(path))
+            fake_gcloud.take(path)
 
     def reboot(self) -> None:
         """End every process on the hosts."""
         for path in self.left():
-            stand_in().kill_in(Path(path))
+            fake_gcloud.kill_in(path)
 
     def take_host(self, name: str) -> None:
         """Replace a host of the slices by an empty one."""
         for path in self.left():
-            stand_in().take_hosts(Path(path), name)
-
-
-def stand_in():
-    """Import the stand-in for gcloud as a module."""
-    spec = importlib.util.spec_from_file_location("fake_gcloud", STAND_IN)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+            fake_gcloud.take_hosts(path, name)
 
 
 @pytest.fixture
 def cloud(tmp_path, monkeypatch):
     made = Cloud(tmp_path / "cloud")
-    put_on_path(tmp_path / "bin", {"gcloud": f'exec {sys.executable} -IS {STAND_IN} "$@"'}, monkeypatch)
+    put_on_path(tmp_path / "bin", {"gcloud": f'exec {sys.executable} -IS {fake_gcloud.__file__} "$@"'}, monkeypatch)
     for name, value in {"FAKE_GCLOUD": made.folder, "LAUNCH_PAUSE": "0.05", "TOKENSUM_CACHE": tmp_path / "c"}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr("tools.launch.job.Hardware.hosts_per_slice", 2)
