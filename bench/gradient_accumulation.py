@@ -173,7 +173,7 @@ def types(steps: int) -> dict:
 
 
 def notebook(schedule: str) -> float:
-    """Return two relative differences after 2 updates: of 9 rows through our step with K = 3, and of 3 x 3 rows under
+    """Return the relative difference, after 2 updates, of 9 rows through our step with K = 3 and 3 x 3 rows under
     MultiSteps(3) over their means. `schedule` is a ScheduleConfig kind; both count it in updates."""
     # An eps above the gradients' rounding. Adam would otherwise amplify rounding to full updates.
     group = GroupConfig(peak_rate=0.01, eps=1e-4)

@@ -85,5 +85,6 @@ def diverged(folder: Path) -> bool:
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
-    """Write results as JSON. Numbers that are not finite become null."""
+    """Write results as JSON, and print where. Numbers that are not finite become null."""
     write_whole(path, msgspec.json.format(msgspec.json.encode(results), indent=2) + b"\n")
+    print(f"in {path.parent}: {path.name}")

@@ -199,7 +199,6 @@ def main() -> int:
     made["epochs"] = max(max(line["epochs"].values()) for line in lines if "epochs" in line)
     print(in_words(made))
     write_results(out / "scaling.json", made)
-    print(f"in {out}: scaling.json")
     return Exit.COMPLETE
 
 

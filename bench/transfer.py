@@ -118,7 +118,6 @@ def main() -> int:
         print(in_words(name, fits[name], results))
     made = {"recipe": arguments.recipe, "groups": arguments.groups, "sizes": list(by_size.values()), "exponents": fits}
     write_results(out / "transfer.json", made)
-    print(f"in {out}: transfer.json")
     return Exit.COMPLETE
 
 

@@ -10,12 +10,8 @@ import pytest
 from bench import collectives, throughput
 from bench.throughput import Sizes, sized
 from configs.plain import get_config
-from configs.schema import BatchConfig, Config, DataConfig, MeshConfig, UserError
-from tests.helpers import TINY
-from tools.programs.compiled import collectives as collectives_of
-from tools.programs.compiled import compile_step
+from configs.schema import MeshConfig, UserError
 from training.build import build
-from training.mesh import sizes_of
 
 
 def test_one_json_line_follows_the_profile(monkeypatch, capsys):
@@ -64,15 +60,3 @@ def test_sizes_below_one_are_refused(monkeypatch, program, word):
     monkeypatch.setattr(sys, "argv", ["bench", "--config=configs/plain.py", word])
     with pytest.raises(UserError, match=word.split("=")[0]):
         program.main()
-
-
-def test_with_masked_documents_collectives_and_memory_are_of_the_batch_that_is_trained_on():
-    batch = BatchConfig(sequence_length=64, tokens_per_step=4 * 64 * 8, rows_per_device=1)
-    built = build(Config(name="x", model=TINY, batch=batch, data=DataConfig(mask_documents=True)))
-    compiled = compile_step(built)
-    state = sum(4 * leaf.size for leaf in jax.tree.leaves(built.abstract_state)) / 8
-    segment_ids = 4 * 64 * 4  # bytes per device, like inputs, targets and weights
-    arguments = compiled.memory_analysis().argument_size_in_bytes
-    assert arguments == pytest.approx(state + 4 * segment_ids, abs=segment_ids / 2)
-    traffic = collectives_of(compiled.as_text(), sizes_of(built.mesh))
-    assert traffic and not [c for c in traffic if c.in_loop and "data" in c.axes]
