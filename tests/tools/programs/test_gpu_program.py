@@ -139,7 +139,7 @@ def test_on_eight_gpus_gradients_are_scattered_once():
 
 
 def temporaries(config: Config) -> int:
-    """Return the bytes that a step takes besides its arguments. Compile it each time, since tests change the network."""
+    """Return a step's bytes besides its arguments. It is compiled each time, since tests change the network."""
     return compiled.__wrapped__(config, f"h200:{config.mesh.fsdp}").memory_analysis().temp_size_in_bytes
 
 
