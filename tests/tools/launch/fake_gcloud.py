@@ -52,10 +52,6 @@ def options(words: list[str]) -> dict[str, str]:
     return dict(re.fullmatch(r"--([a-z-]+)=?(.*)", word, re.DOTALL).groups() for word in words if word.startswith("--"))
 
 
-def resource(name: str, zone: str) -> Path:
-    return HOME / "resources" / zone / name
-
-
 def update(path: Path, **facts) -> dict:
     known = (json.loads((path / "facts").read_text()) if (path / "facts").exists() else {}) | facts
     if not facts:  # nothing to write: it could undo another process's write
@@ -206,7 +202,7 @@ def main(words: list[str]) -> int:
     given = options(words)
     assert given["project"] == "project" and "quiet" in given
     name = next(m[1] for word in words if (m := re.fullmatch(r"(?:[a-z]+@)?([a-z][a-z0-9-]*)(?::.*)?", word)))
-    path = resource(name, given["zone"])
+    path = HOME / "resources" / given["zone"] / name
     if verb in ("scp", "ssh"):
         if not path.exists() or update(path)["state"] != "ACTIVE":
             return fail("the node is not there")

@@ -23,7 +23,7 @@ number = int(os.environ.get("STAND_IN_PROCESS") or os.environ.get("JAX_PROCESS_I
 mine = folder / f"starts.{number}"
 past = len(mine.read_text().splitlines()) if mine.exists() else 0
 about = {"arguments": sys.argv[1:], "cwd": os.getcwd(), "pid": os.getpid()}
-about |= {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "LAUNCH_", "GIVEN_"))}
+about |= {name: value for name, value in os.environ.items() if name.startswith(("JAX_", "GIVEN_"))}
 with mine.open("a") as file:
     print(json.dumps(about), file=file)
 print(f"start {past} of process {number}", flush=True)
@@ -31,7 +31,7 @@ run_dir = [word.split("=")[1] for word in sys.argv if word.startswith("--run_dir
 if run_dir:
     pathlib.Path(run_dir[0]).mkdir(parents=True, exist_ok=True)
 plan = json.loads((folder / "plan").read_text())
-code = plan[min(int(os.environ.get("STAND_IN_START", past)), len(plan) - 1)][number]
+code = plan[min(past, len(plan) - 1)][number]
 if code == "wait":
     until = time.time() + 600  # it does not outlive a test that was killed for long
     while not stops and time.time() < until:
