@@ -135,10 +135,8 @@ def curves(recipe: Recipe, run: Run) -> dict[str, tuple[list[float], list[float]
     steps, bits = run.course("val_bpb")
     if not steps or steps[-1] != recipe.config.steps:
         raise UserError(f"{run.folder} has no finite bits per byte at its end; leave {recipe.text} out")
-    tokens, flops = (
-        run.along("tokens", steps),
-        flops_per_token(recipe.config.model, recipe.config.batch.sequence_length),
-    )
+    tokens = run.along("tokens", steps)
+    flops = flops_per_token(recipe.config.model, recipe.config.batch.sequence_length)
     return {
         "tokens": (tokens, bits),
         "FLOPs": ([flops * count for count in tokens], bits),

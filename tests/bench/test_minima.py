@@ -95,11 +95,8 @@ def test_a_best_rate_that_falls_with_the_width_and_not_with_the_depth_is_found(f
     assert depth["value"] == pytest.approx(0, abs=1e-6) and depth["interval"][0] < 0 < depth["interval"][1]
     printed = capsys.readouterr().out
     assert "width: the best rate moves: best factor as width^p, p -0.5 [" in printed
-    assert (
-        "depth: the best rate is not shown to move" in printed
-        and "| 32 x 4 | " in printed
-        and "| diverged |" in printed
-    )
+    assert "depth: the best rate is not shown to move" in printed
+    assert "| 32 x 4 | " in printed and "| diverged |" in printed
     (deep,) = (of for of in made["sizes"] if of["depth"] == 4)
     assert deep["bits"]["8.0"] == [None, None] and deep["mean"] == pytest.approx(-0.5)
     assert len(trained) == 3 * 5 * 2

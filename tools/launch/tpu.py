@@ -70,7 +70,6 @@ def up(options: TpuOptions, train: list[str]) -> int | None:
     say(f"started; it saves and ends after {hours:.1f} h at the latest. Nothing watches its cost until then:")
     say(f"python -m tools.launch tpu down {rest}   # deletes it")
     say(f"python -m tools.launch tpu logs {rest}   # or status, stop")
-    return None
 
 
 def run(options: TpuOptions, train: list[str]) -> int | None:

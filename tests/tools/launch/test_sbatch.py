@@ -70,9 +70,8 @@ def test_it_starts_again_after_143_and_42_and_a_secret_is_in_a_file_of_the_owner
     assert first["cwd"].startswith(str(folder / "code"))
     output, kept = capsys.readouterr().out, folder / "environment"
     assert kept.stat().st_mode & 0o777 == 0o600 and first["GIVEN_KEY"] == "it's s3cret"
-    assert (
-        "python -m tools.launch slurm logs" in output and "s3cret" not in log + output + (folder / "job.sh").read_text()
-    )
+    assert "python -m tools.launch slurm logs" in output
+    assert "s3cret" not in log + output + (folder / "job.sh").read_text()
     monkeypatch.delenv("GIVEN_KEY")
     run_to_its_end(repository)
     assert not kept.exists() and "GIVEN_KEY" not in repository.starts()[3]

@@ -245,10 +245,8 @@ def test_expired_credentials_are_no_user_error_and_no_resource_is_called_deleted
     cloud.set("expired", 3)  # all attempts in the first zone
     assert launch(repository, "down", "--zones", *ZONES) == 42
     output = capsys.readouterr()
-    assert (
-        "what is in us-central1-a cannot be seen, and MAY COST MONEY" in output.err
-        and "nothing is left" not in output.out
-    )
+    assert "what is in us-central1-a cannot be seen, and MAY COST MONEY" in output.err
+    assert "nothing is left" not in output.out
 
 
 @pytest.fixture

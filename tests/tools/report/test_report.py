@@ -164,10 +164,8 @@ def test_several_runs_are_compared(tmp_path):
     assert differences(runs) == {}  # names are not compared
     texts = [sentence.text for sentence in compared(runs)]
     assert texts[0] == "No option differs."
-    assert (
-        "At 13.1 M tokens" in texts[1]
-        and "fast has the lowest validation loss, 3.230; slow at 3.243 (+0.013)" in texts[1]
-    )
+    assert "At 13.1 M tokens" in texts[1]
+    assert "fast has the lowest validation loss, 3.230; slow at 3.243 (+0.013)" in texts[1]
     assert texts[2].startswith("fast reaches the last validation loss of slow after ")
     assert texts[3].startswith("slow trains on 65,") and texts[3].endswith(" tokens a second, fast on 99.")
 
