@@ -73,9 +73,9 @@ class StandIn:
         path = self.folder / f"starts.{process}"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def both_have_started(self, times: int = 1) -> bool:
-        """Return whether each of two processes has started exactly `times` times."""
-        return [len(self.starts(process)) for process in range(2)] == [times, times]
+    def counts(self) -> list[int]:
+        """Return how often each of two processes has started."""
+        return [len(self.starts(process)) for process in range(2)]
 
 
 def wait_for(happened: Callable[[], object], seconds: float = 120) -> None:

@@ -113,7 +113,7 @@ def pods_of(repository, jobset: dict, tmp_path, stop: bool = False, **secrets: d
     """Return the exit codes of the pods, and their output. With `stop`, send SIGTERM once two have started."""
     pods = start(jobset, repository.root, tmp_path / "python", secrets)
     if stop:
-        wait_for(repository.both_have_started)
+        wait_for(lambda: repository.counts() == [1, 1])
         for pod in pods.values():
             pod.terminate()
     output = "".join(pod.communicate(timeout=60)[0].decode() for pod in pods.values())

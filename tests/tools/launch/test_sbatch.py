@@ -61,7 +61,7 @@ def test_it_starts_again_after_143_and_42_and_a_secret_is_in_a_file_of_the_owner
     repository.plan([143, 143], [42, 42], [0, 0])
     assert launch(repository, "up", "--dry_run", "--secret", "GIVEN_KEY") == 0
     log, folder = run_to_its_end(repository, "--secret", "GIVEN_KEY"), job_folder(repository)
-    assert [len(repository.starts(process)) for process in range(2)] == [3, 3]
+    assert repository.counts() == [3, 3]
     assert "again (143 on" in log and "again (42 on" in log and "--- done" not in log
     assert "0: start 0 of process 0" in log and "1: start 2 of process 1" in log  # appended, over all starts
     first, other = repository.starts(0)[0], repository.starts(1)[0]
@@ -97,11 +97,11 @@ def test_a_preempted_job_continues_with_its_code_and_down_saves_and_ends_it(slur
     (tmp_path / "slurm" / "deaf").write_text("2")  # the controller does not answer at once
     repository.plan(["wait", "wait"])
     assert launch(repository, "up") == 0
-    wait_for(repository.both_have_started)
+    wait_for(lambda: repository.counts() == [1, 1])
     assert launch(repository, "up") == 0 and "in the queue already" in capsys.readouterr().out
     (repository.root / "train.py").write_text("raise SystemExit(1)")
     preempt()
-    wait_for(lambda: repository.both_have_started(2))
+    wait_for(lambda: repository.counts() == [2, 2])
     assert launch(repository, "status") == 0 and "tiny" not in capsys.readouterr().err
     assert launch(repository, "down") == 0
     wait_for(lambda: not queued())
@@ -116,9 +116,9 @@ def test_slurm_itself_leaves_out_a_node_that_crashed_twice_starts_a_preempted_jo
     repository.plan(["kill", 42], ["kill", 42], ["wait", "wait"])
     with real(monkeypatch):
         assert launch(repository, "up") == 0
-        wait_for(lambda: repository.both_have_started(3), 300)
+        wait_for(lambda: repository.counts() == [3, 3], 300)
         preempt()
-        wait_for(lambda: repository.both_have_started(4), 300)
+        wait_for(lambda: repository.counts() == [4, 4], 300)
         assert launch(repository, "down") == 0
         wait_for(lambda: not queued(), 300)
     log = (job_folder(repository) / "log").read_text()

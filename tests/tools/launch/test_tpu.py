@@ -108,11 +108,7 @@ def meanwhile(*steps):
 
 def started(repository: StandIn, times: int = 1):
     """Return a step of `meanwhile` that waits until both hosts have started `times` times."""
-    return lambda: wait_for(lambda: repository.both_have_started(times))
-
-
-def starts(repository: StandIn) -> list[int]:
-    return [len(repository.starts(process)) for process in range(2)]
+    return lambda: wait_for(lambda: repository.counts() == [times, times])
 
 
 def test_run_takes_a_job_and_its_secrets_to_the_end_over_broken_connections_and_refused_deletions(
@@ -129,7 +125,7 @@ def test_run_takes_a_job_and_its_secrets_to_the_end_over_broken_connections_and_
         cloud.set(fault, times)
     quoted = '--log.on_event=: "it\'s"'
     assert launch(repository, "run", *options, train=(BUCKET, quoted)) == 0
-    assert starts(repository) == [3, 3] and not cloud.left()
+    assert repository.counts() == [3, 3] and not cloud.left()
     first, output = repository.starts()[0], capsys.readouterr()
     assert "8 chips (on_demand) x $0.5 = $4.00 an hour, $96.00 in 24 h" in output.out
     assert "nothing is left" in output.out
@@ -145,15 +141,15 @@ def test_run_takes_a_job_and_its_secrets_to_the_end_over_broken_connections_and_
 def test_a_permanent_code_ends_the_run_and_its_log_outlives_the_slice(repository, cloud):
     repository.plan([1, "wait"])
     assert launch(repository, "run") == 1
-    assert starts(repository) == [1, 1] and not cloud.left()
+    assert repository.counts() == [1, 1] and not cloud.left()
     assert "start 0 of process 0" in cloud.logs()[0] and "ended with 1" in cloud.logs()[0]
 
 
 def test_crashes_are_counted_over_a_reboot(repository, cloud):
     repository.plan(["kill", "wait"], ["wait", "wait"], ["kill", "wait"], ["wait", "wait"])
-    with meanwhile(lambda: wait_for(lambda: starts(repository) == [2, 1]), cloud.reboot):
+    with meanwhile(lambda: wait_for(lambda: repository.counts() == [2, 1]), cloud.reboot):
         assert launch(repository, "run", "--max_crashes=1") == 137  # the second crash, of a repeatable kind
-    assert starts(repository) == [3, 2] and not cloud.left()
+    assert repository.counts() == [3, 2] and not cloud.left()
 
 
 def test_up_leaves_no_request_if_no_zone_has_capacity(repository, cloud):
@@ -180,7 +176,7 @@ def test_a_preempted_slice_is_replaced_and_the_watcher_s_events_run_the_user_s_c
     cloud.plan(us_central1_a=["active", "stockout", "stockout", "active"], us_west4_a=["refused", "active"])
     with meanwhile(started(repository), cloud.take, started(repository, 2), cloud.take):
         assert launch(repository, "run", "--capacity=spot", train=(BUCKET, f"--log.on_event={hook}")) == 0
-    assert starts(repository) == [3, 3] and not cloud.left()
+    assert repository.counts() == [3, 3] and not cloud.left()
     assert all("--spot" in words for words in cloud.asked("create"))
     events = (tmp_path / "events").read_text().splitlines()
     assert events == ["tiny preempted", "tiny unavailable", "tiny preempted", "tiny over"]
@@ -190,11 +186,11 @@ def test_a_host_that_lost_its_disk_is_prepared_again(repository, cloud):
     """Its slice remains ACTIVE."""
     repository.plan(["wait", "wait"], [0, 0])
     lose = lambda: cloud.take_host("host-0-0")
-    prepared = lambda: wait_for(lambda: starts(repository) == [2, 1])
+    prepared = lambda: wait_for(lambda: repository.counts() == [2, 1])
     end = lambda: os.kill(repository.starts(1)[0]["pid"], 15)  # the other one lost its peer
     with meanwhile(started(repository), lose, prepared, end):
         assert launch(repository, "run") == 0
-    assert starts(repository) == [2, 2] and not cloud.left() and len(cloud.asked("create")) == 1
+    assert repository.counts() == [2, 2] and not cloud.left() and len(cloud.asked("create")) == 1
 
 
 def test_a_host_that_is_lost_while_the_run_ends_is_not_started_again(monkeypatch):
@@ -274,7 +270,7 @@ def test_credentials_lost_at_the_deadline_only_delay_the_end(repository, cloud, 
     with meanwhile(started(repository), lose, lambda: wait_for(lambda: cloud.times("expired") < 8), deadline.set):
         assert launch(repository, "run") == 143
     output = capsys.readouterr()
-    assert not cloud.left() and cloud.times("expired") == 0 and starts(repository) == [1, 1]
+    assert not cloud.left() and cloud.times("expired") == 0 and repository.counts() == [1, 1]
     assert "nothing is left in us-central1-a, us-west4-a" in output.out
     assert "MAY COST MONEY" in output.err and all("saved by process" in text for text in cloud.logs())
 
@@ -286,7 +282,7 @@ def test_after_a_success_also_by_another_process_a_failed_set_up_is_retried(repo
     cloud.set("failing", 4)
     with meanwhile(lambda: wait_for(lambda: cloud.times("failing") == 0), lambda: cloud.set("failing", 4), cloud.take):
         assert launch(repository, "run") == 0
-    assert starts(repository) == [2, 2] and not cloud.left() and cloud.times("failing") == 0
+    assert repository.counts() == [2, 2] and not cloud.left() and cloud.times("failing") == 0
 
 
 def test_a_set_up_that_never_works_ends_it_and_leaves_nothing(repository, cloud, capsys):
@@ -348,7 +344,7 @@ def test_the_loop_outlives_up_and_every_command_of_anybody_finds_it(repository, 
         monkeypatch.setenv("USER", person)
         assert launch(repository, "up") == 0
         started(repository)()
-    assert len(cloud.left()) == 1 and starts(repository) == [1, 1]
+    assert len(cloud.left()) == 1 and repository.counts() == [1, 1]
     os.kill(repository.starts()[0]["pid"], 15)
     os.kill(repository.starts(1)[0]["pid"], 15)
     started(repository, 2)()
@@ -363,7 +359,7 @@ def test_the_loop_outlives_up_and_every_command_of_anybody_finds_it(repository, 
     assert following.stdout.readline().decode().startswith("host-0-0: ---")
     following.kill()
     assert launch(repository, "stop") == 0
-    assert "stopped on 2 host(s)" in capsys.readouterr().out and starts(repository) == [2, 2] and cloud.left()
+    assert "stopped on 2 host(s)" in capsys.readouterr().out and repository.counts() == [2, 2] and cloud.left()
     assert launch(repository, "up") == 0  # which a person typed after the stop
     started(repository, 3)()
     assert launch(repository, "down") == 0 and not cloud.left()
