@@ -20,7 +20,7 @@ from configs.validation import resolved
 from data.loader import held_out_batches
 from data.packing import StreamRows
 from data.shards import TokenStream
-from hosts.machines import HEADROOM, machines
+from hosts.machines import GIB, HEADROOM, machines
 from model.gpt import GPT
 from tests.helpers import ALL_FEATURES, tiny_config
 from tests.tools.programs.test_hlo_collectives import MESHES, lowered
@@ -36,8 +36,6 @@ from training.build import build
 from training.candidate import Candidate
 from training.memory import device_bytes, evaluation_memory, memory
 from training.state import compute_dtype
-
-GIB = 2**30
 
 
 def candidate_of(words: str) -> Candidate:
