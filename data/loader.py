@@ -7,10 +7,9 @@ process reads only its own rows.
 """
 
 import sys
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from typing import Any
@@ -55,6 +54,9 @@ class StepBatches:
     document_bos: int | None = None
     first_row: int = 0
     """The sequence's row that begins batch 0."""
+    later: Mapping[int, "StepBatches"] = field(default_factory=dict)
+    """The later stages of a ramp, by the number of their first batch. Each has one size, and continues in the rows
+    after the last."""
 
     @cached_property
     def sequence(self) -> RowSequence:
@@ -64,48 +66,23 @@ class StepBatches:
     def __len__(self) -> int:
         return sys.maxsize
 
+    def stage(self, index: int) -> tuple["StepBatches", int]:
+        """Return the stage of a batch, and the number of the sequence's rows before the batch."""
+        first = max((first for first in self.later if first <= index), default=0)
+        stage = self.later.get(first, self)
+        return stage, stage.first_row + (index - first) * stage.shape[0] * stage.shape[1]
+
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        micro_batches, width, _ = self.shape
-        first = self.first_row + int(index) * micro_batches * width
-        positions = first + np.arange(micro_batches)[:, None] * width + self.local_rows
+        stage, first = self.stage(int(index))
+        micro_batches, width, _ = stage.shape
+        positions = first + np.arange(micro_batches)[:, None] * width + stage.local_rows
         rows = [self.sequence[position] for position in positions.ravel().tolist()]
         return stack(read_rows(self.rows, rows), positions.shape, self.document_bos)
 
-    def stage(self, index: int) -> tuple["StepBatches", int]:
-        """Return the stage of a batch, and its number within the stage, as `StagedBatches` does."""
-        return self, index
-
     def row_numbers(self, index: int) -> list[tuple[int, int]]:
         """Return (dataset, row of it) for every row of a complete batch."""
-        size = self.shape[0] * self.shape[1]
-        first = self.first_row + index * size
-        return [self.sequence[position] for position in range(first, first + size)]
-
-
-class StagedBatches:
-    """Random access by step to the batches of a ramp. Each stage has one size, and continues in the rows after the
-    last."""
-
-    def __init__(self, stages: Mapping[int, StepBatches]):
-        """Take the stages by the number of their first batch, in order, from 0."""
-        self.firsts, self.stages = list(stages), list(stages.values())
-
-    def __len__(self) -> int:
-        return sys.maxsize
-
-    def stage(self, index: int) -> tuple[StepBatches, int]:
-        """Return the stage of a batch, and its number within the stage."""
-        i = bisect_right(self.firsts, index) - 1
-        return self.stages[i], index - self.firsts[i]
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        batches, i = self.stage(int(index))
-        return batches[i]
-
-    def row_numbers(self, index: int) -> list[tuple[int, int]]:
-        """Return (dataset, row of it) for every row of a complete batch."""
-        batches, i = self.stage(index)
-        return batches.row_numbers(i)
+        stage, first = self.stage(index)
+        return [self.sequence[position] for position in range(first, first + stage.shape[0] * stage.shape[1])]
 
 
 def stack(rows: list[Row], shape: tuple[int, ...], document_bos: int | None) -> dict[str, np.ndarray]:
@@ -130,11 +107,11 @@ def to_devices(batch: dict[str, np.ndarray], shape: Shape, sharding: NamedShardi
     return {name: make(sharding, array, shape) for name, array in batch.items()}
 
 
-def train_batches(batches: StepBatches | StagedBatches, sharding: NamedSharding, workers: int) -> Iterator[Any]:
+def train_batches(batches: StepBatches, sharding: NamedSharding, workers: int) -> Iterator[Any]:
     """Yield the batches 0, 1, ... without end, on the devices. One batch is transferred ahead, so the loop waits
     neither for the transfer nor for threads at the interpreter. `workers` threads read ahead. A store gets at least 8,
     which mostly wait: a repeated request delays one batch for seconds, but not the others."""
-    if any(part.tokens.is_stored for part in batches.stage(0)[0].rows):
+    if any(part.tokens.is_stored for part in batches.rows):
         workers = max(workers, 8)
     options = grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)
     read = iter(grain.MapDataset.source(batches).to_iter_dataset(options))

@@ -7,7 +7,7 @@ import jax
 
 from configs.ramp import Ramp
 from configs.schema import Config
-from data.loader import StagedBatches
+from data.loader import StepBatches
 from run.metrics import Clock
 from training.state import TrainState
 from training.step import Metrics
@@ -34,7 +34,7 @@ class Start(NamedTuple):
 class Progress:
     """One run, from one start."""
 
-    def __init__(self, config: Config, start: Start, batches: StagedBatches):
+    def __init__(self, config: Config, start: Start, batches: StepBatches):
         """Take `batches`: the batches of the steps after `start`, by number."""
         self.config, self.start, self.batches = config, start, batches
         self.state, self.step = start.state, start.step

@@ -1,12 +1,13 @@
 """The stages of a run's ramp: the sizes, the program and the batches of each. A constant batch is one stage."""
 
 import time
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from configs.messages import LOGGER
 from configs.ramp import Ramp
 from data.dataset import Text
-from data.loader import StagedBatches, StepBatches, local_rows
+from data.loader import StepBatches, local_rows
 from model.kernels import attention_kernel, described, window_of
 from model.parallel import compute_capability
 from model.shapes import parameter_counts
@@ -63,18 +64,19 @@ def step_after(programs: list[Program], step: int, measured_every: int) -> Train
     return program.measuring_step if measured_every and (step + 1) % measured_every == 0 else program.train_step
 
 
-def batches_from(start: Start, builds: list[Build], text: Text) -> StagedBatches:
+def batches_from(start: Start, builds: list[Build], text: Text) -> StepBatches:
     """Return the batches of the steps after `start`, in the shapes of their stages."""
     config, sharding = builds[0].config, builds[0].batch_sharding
     ramp, stages = Ramp.of(config.batch), {}
-    for first_step, built in stages_from(builds, start.step):
+    last = config.steps - 1  # a run that was killed after its last step starts, and takes none
+    for first_step, built in stages_from(builds, min(start.step, last)):
         first = max(first_step, start.step)
         row = (start.position + ramp.tokens(first) - ramp.tokens(start.step)) // config.batch.sequence_length
         mine = local_rows(built.batch_shape, sharding)
         stages[first - start.step] = StepBatches(
             text.train, text.mixture, config.seed, built.batch_shape, mine, text.document_bos, row
         )
-    return StagedBatches(stages)
+    return replace(stages.pop(0), later=stages)
 
 
 def describe(builds: list[Build]) -> str:

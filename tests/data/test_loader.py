@@ -1,5 +1,6 @@
 import threading
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from itertools import islice
 from unittest.mock import Mock
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from configs.schema import MeshConfig, UserError
-from data.loader import StagedBatches, StepBatches, held_out_batches, local_rows, to_devices, train_batches
+from data.loader import StepBatches, held_out_batches, local_rows, to_devices, train_batches
 from data.mixture import Mixture, Stage
 from data.packing import PlannedRows, StreamRows, plan_rows
 from data.shards import TokenStream
@@ -142,7 +143,7 @@ def test_stages_of_a_ramp_continue_one_sequence_for_any_workers_and_start(start,
     for i in {0, max(2 - start, 0)}:
         row = sum(sizes[: start + i])
         stages[i] = step_batches(3, shapes[sizes[start + i]], first_row=row, **kind)
-    staged = StagedBatches(dict(sorted(stages.items())))
+    staged = replace(stages.pop(0), later=stages)
     batches = list(islice(train_batches(staged, sharding(), workers), 4 - start))
     assert [batch["inputs"].shape for batch in batches] == [shapes[size] for size in sizes[start:]]
     alone = step_batches(3, (1, sum(sizes) - first, LENGTH), first_row=first, **kind)
