@@ -150,25 +150,24 @@ class Store:
                 OUTAGE.answered()
                 return answer
 
-    def blocks(self, name: str, first: int, last: int, blocks: Blocks) -> bytes:
-        """Return blocks `first` to before `last` of a shard. Raise UserError if they differ from their record."""
+    def blocks(self, name: str, first: int, last: int, record: Blocks | None = None) -> bytes:
+        """Return blocks `first` to before `last` of a file. Raise UserError if they differ from `record`."""
         start, stop = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self.facts[name]["size"])
         for _ in range(READ_AGAIN):
             content = self.read(name, start, stop)
-            if (wrong := blocks.wrong(first, content)) is None:
+            if record is None or (wrong := record.wrong(first, content)) is None:
                 return content
         raise UserError(changed(f"{self.url}/{name}", wrong))
 
     def examine(self, name: str) -> Blocks:
         """Return the sidecar of a shard that has none, after reading the complete shard."""
-        size, chunk = self.facts[name]["size"], CHUNK_BLOCKS * BLOCK_BYTES
-        chunks = (self.read(name, at, min(at + chunk, size)) for at in range(0, size, chunk))
+        size = self.facts[name]["size"]
+        chunks = (self.blocks(name, at, at + CHUNK_BLOCKS) for at in range(0, -(-size // BLOCK_BYTES), CHUNK_BLOCKS))
         parts = (content[at : at + BLOCK_BYTES] for content in chunks for at in range(0, len(content), BLOCK_BYTES))
         return blocks_of(parts, f"{self.url}/{name}", size)
 
     def copy(self, names: Sequence[str], folder: Path) -> None:
-        """Copy files into a folder, several at a time, except those that are there. Raise UserError if there is no
-        room."""
+        """Copy the files that a folder lacks into it, several at a time. Raise UserError if there is no room."""
         if all((folder / name).exists() for name in names):
             return
         try:
@@ -194,18 +193,14 @@ class Store:
 
     def _copy_file(self, name: str, folder: Path) -> int:
         """Copy one file, and check it if its sidecar is in the folder. Return its size."""
-        size, blocks = self.facts[name]["size"], read_blocks(folder / name)
-        if blocks is not None:
-            blocks.type_of(f"{self.url}/{name}", size)
+        size, record = self.facts[name]["size"], read_blocks(folder / name)
+        if record is not None:
+            record.type_of(f"{self.url}/{name}", size)
         partial = folder / f"{name}.{uuid4().hex}.partial"  # a thread of an interrupted copy may still write its own
         partial.parent.mkdir(parents=True, exist_ok=True)
         with partial.open("wb") as file:
             for first in range(0, -(-size // BLOCK_BYTES), CHUNK_BLOCKS):
-                last = first + CHUNK_BLOCKS
-                if blocks is None:
-                    file.write(self.read(name, first * BLOCK_BYTES, min(last * BLOCK_BYTES, size)))
-                else:
-                    file.write(self.blocks(name, first, last, blocks))
+                file.write(self.blocks(name, first, first + CHUNK_BLOCKS, record))
             file.flush()
             os.fsync(file.fileno())
         partial.rename(folder / name)
