@@ -16,7 +16,8 @@ from data.shards import write_shard
 from data.tokenizer import train_tokenizer
 from hosts.runtime import cache_dir
 from tests.chromium import PROGRAM, Chromium
-from tools.dataset.facts import Facts, dataset_page, read_facts
+from tools.dataset.facts import Facts, read_facts
+from tools.dataset.page import dataset_page
 
 
 @pytest.fixture(scope="module")
