@@ -1,25 +1,32 @@
-"""Test that many workers write what one writes, even if some are killed."""
+"""Test that many workers write what one writes, in any order of tasks, and if they are stopped or killed."""
 
 import json
 import os
+import pickle
 import random
+import tracemalloc
 from collections import Counter, deque
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import submitit  # noqa: F401  (it closes what others log to, which must not be a test's captured output)
 
 import data.prepare.parts
+import data.prepare.shard_layout
 from configs.schema import UserError
-from data.prepare.engines import Engine, LocalEngine, SlurmEngine
+from data.prepare.corpus import Corpus
+from data.prepare.engines import Ended, Engine, Job, LocalEngine, SlurmEngine
 from data.prepare.listing import find_corpus
-from data.prepare.parts import Recipe, Task, make_tasks
+from data.prepare.parts import Recipe, Task, make_tasks, write_part
 from data.prepare.preparation import Preparation, Where, prepare
+from data.prepare.shard_layout import layouts_of
+from data.prepare.source_files import SourceFile
 from data.tokenizer import load_tokenizer, train_tokenizer
 from tests.data.preparations import digests, facts_of, prepare_under_fire, tokens_of
 from tests.data.prepare.deadly import DeadlyCorpus
@@ -45,7 +52,7 @@ def source(tmp_path_factory) -> Preparation:
     for i in range(12):
         (folder / "text" / f"{i}.txt").write_text(text(generator, 9 * i + 3))
     lines = [json.dumps({"text": text(generator, generator.randint(1, 150))}) for _ in range(200)]
-    lines[7], lines[120], lines[150] = "junk", "", lines[3]
+    lines[7], lines[25], lines[45], lines[120], lines[150] = "junk", "junk", "junk", "", lines[3]
     (folder / "text" / "t.jsonl").write_text("\n".join(lines))
     rows = pa.table({"text": [text(generator, generator.randint(0, 90)) for _ in range(200)]})
     pq.write_table(rows, folder / "text" / "t.parquet", row_group_size=30)
@@ -142,6 +149,77 @@ def test_a_document_that_kills_every_worker_is_named(source, tmp_path):
     (failed,), tasks = run_deadly(source, tmp_path, LocalEngine(2))
     assert "a.jsonl line 41: a worker died on it 3 times" in str(failed)
     assert not tasks[-1].out.exists() and all(task.out.exists() for task in tasks[:-1])
+
+
+class AnyOrder(Engine):
+    """Run up to five jobs in an order drawn from a seed, in this process. Stop after `jobs` of them, as if killed."""
+
+    def __init__(self, seed: int, jobs: int = 10**6):
+        super().__init__()
+        self.dice, self.left = random.Random(seed), jobs
+
+    def run(self, waiting: deque[Job]) -> Ended:
+        begun: list[Job] = []
+        while begun or waiting:
+            while waiting and len(begun) < 5:
+                begun.append(waiting.popleft())
+            if not self.left:
+                raise KeyboardInterrupt
+            self.left -= 1
+            yield from LocalEngine(1).run(deque([begun.pop(self.dice.randrange(len(begun)))]))
+
+
+def make(monkeypatch, source: Preparation, out: Path, *engine: int) -> None:
+    monkeypatch.setattr(Where, "open", lambda *_: AnyOrder(*engine))
+    prepare(source, out)
+
+
+def test_tasks_in_any_order_stopped_anywhere_give_the_same_bytes(source, serial, tmp_path, monkeypatch):
+    assert len(list(serial.glob("train*.bin"))) > 3
+    for seed in range(3):
+        out, jobs = tmp_path / str(seed), 4
+        while not (out / "dataset.json").exists() or not facts_of(out)["complete"]:
+            try:
+                make(monkeypatch, source, out, seed, jobs)
+            except KeyboardInterrupt:
+                jobs += 1
+        assert digests(out) == digests(serial)
+
+
+def test_the_source_s_first_failure_is_reported_in_any_order(source, tmp_path, monkeypatch):
+    for seed in range(3):
+        with pytest.raises(UserError, match=r"t\.jsonl line 8: not JSON"):
+            make(monkeypatch, replace(source, on_error="stop"), tmp_path / str(seed), seed)
+
+
+def simulate_part(recipe: Recipe, task: Task, documents: int) -> None:
+    """Write a part from lengths like web text's. One document in 100 is a duplicate, and tokens are holes."""
+    dice = np.random.default_rng(task.number)
+    lengths = dice.lognormal(np.log(400), 1.0, documents).astype(np.int64) + 1
+    hashes = dice.integers(0, 2**64, (documents, 2), np.uint64)
+    hashes[1::100] = hashes[:-1:100]
+    write_part(task, Counter(), np.append(0, np.cumsum(lengths)), 4 * lengths, hashes[:, 0] < 2**58, hashes, None)
+    os.truncate(task.out / "tokens", int(lengths.sum()) * recipe.dtype.itemsize)
+
+
+def test_a_simulated_terabyte_takes_two_bytes_a_document_and_a_task_is_sent_its_own_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.prepare.shard_layout, "COMPARED", 2**11)
+    monkeypatch.setattr(data.prepare.parts, "TASK_BYTES", (10**11, 10**11))
+    peaks = []
+    for documents in (30_000, 90_000):
+        folder = tmp_path / str(documents)
+        (folder / "parts").mkdir(parents=True)
+        recipe = Recipe(folder, "", 50_000, 0.05, None, deduplicate=True, seed=0, shard_tokens=100_000_000)
+        files = [SourceFile(f"{i:06d}.jsonl", f"/text/{i:06d}.jsonl", 5 * 10**8) for i in range(2_000)]
+        tasks = make_tasks(recipe, Corpus("/text", files, ""), files)
+        for task in tasks:
+            simulate_part(recipe, task, documents // len(tasks))
+        tracemalloc.start()
+        assert len(layouts_of(recipe, tasks)) * recipe.shard_tokens >= documents * 400
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] - peaks[0] < 2 * 60_000
+    assert len(tasks) == 10 and max(len(pickle.dumps(task)) for task in tasks) < 200 * 200
 
 
 def test_duplicates_are_left_out_and_counted_and_a_seed_gives_an_order(source, serial, tmp_path):
