@@ -1,4 +1,4 @@
-"""Kill preparations, write very large files, and hash folders, for the tests of data."""
+"""Write text, kill its preparation, and read and hash the results, for the tests of data."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,18 @@ from data.prepare.preparation import Preparation, Where, prepare
 data.prepare.parts.TASK_BYTES = eval(sys.argv[1])
 prepare(Preparation(**eval(sys.argv[2])), Path(sys.argv[3]), where=Where(workers=2))
 """
+
+
+def write_files(folder: Path, files: Mapping[str, str | bytes]) -> str:
+    """Write files, given by their paths in a folder. Return the folder as a source of text."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(folder)
+
+
+def jsonl(*records: object) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -64,21 +64,6 @@ def test_an_invalid_conversation_is_refused_with_the_reason(messages, problem: s
         messages_of(messages)
 
 
-def test_a_tokenizer_without_the_tokens_gets_them_after_its_own():
-    content = json.loads(TOKENIZER.json)
-    content["added_tokens"] = content["added_tokens"][:1]
-    for name in CHAT_TOKENS:
-        del content["model"]["vocab"][name]
-    shift = lambda i: i and i - len(CHAT_TOKENS)
-    content["model"]["vocab"] = {token: shift(i) for token, i in content["model"]["vocab"].items()}
-    bare = type(TOKENIZER)(json.dumps(content))
-    grown = bare.with_chat_tokens
-    assert [grown.special_tokens[name] for name in CHAT_TOKENS] == [*range(bare.vocab_size, bare.vocab_size + 8)]
-    assert grown.vocab_size == bare.vocab_size + 8 and not grown.token_bytes[bare.vocab_size :].any()
-    assert grown.encode(["some words" + END]) == bare.encode(["some words" + END])
-    assert grown.with_chat_tokens is grown
-
-
 def require_equal(conversation: dict, ids: list[int], mask: list[int]) -> None:
     tokenizer = nanochat_conversations.our_tokenizer()
     tokens = render(tokenizer, messages_of(conversation))

@@ -19,7 +19,8 @@ from data.loader import StepBatches, train_batches
 from data.prepare.preparation import Preparation, prepare
 from data.shards import BLOCK_BYTES
 from data.store import OUTAGE, Store
-from tests.data.prepare.test_hub import Hub, ask, serving
+from tests.data.preparations import write_files
+from tests.data.prepare.test_remote import Hub, ask, serving
 from tests.fake_gcs import FakeGCS
 from training.mesh import batch_sharding, make_mesh
 
@@ -32,10 +33,8 @@ def made(tmp_path_factory) -> Path:
     """Write a dataset of several shards of several blocks."""
     folder = tmp_path_factory.mktemp("made")
     words = np.random.default_rng(0).integers(0, 10**6, 60_000).astype(str)
-    (folder / "text").mkdir()
-    for i, part in enumerate(np.split(words, 60)):
-        (folder / "text" / f"{i}.txt").write_text(" ".join(part))
-    settings = Preparation(source=str(folder / "text"), vocab_size=SIZE, val_fraction=0.2, shard_tokens=120_000)
+    source = write_files(folder / "text", {f"{i}.txt": " ".join(part) for i, part in enumerate(np.split(words, 60))})
+    settings = Preparation(source=source, vocab_size=SIZE, val_fraction=0.2, shard_tokens=120_000)
     prepare(settings, folder / "made")
     assert len(list((folder / "made").glob("train*.bin"))) >= 2
     return folder / "made"

@@ -1,6 +1,5 @@
 import bz2
 import gzip
-import json
 import lzma
 import re
 import sysconfig
@@ -18,18 +17,7 @@ from data.prepare.listing import find_corpus
 from data.prepare.source_files import CHUNK_BYTES
 from data.record import hash_share
 from data.tokenizer import train_tokenizer
-from tests.data.preparations import large_files, peak_bytes
-
-
-def write_files(folder: Path, files: dict[str, str | bytes]) -> str:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    return str(folder)
-
-
-def jsonl(*records: object) -> str:
-    return "".join(json.dumps(record) + "\n" for record in records)
+from tests.data.preparations import jsonl, large_files, peak_bytes, write_files
 
 
 def zstd(content: bytes) -> bytes:

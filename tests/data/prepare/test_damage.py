@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 import data.dataset_folder
 import data.prepare.preparation
 import data.prepare.shard_layout
-import data.shards
 from configs.schema import DataConfig, UserError
 from data.dataset import Text, open_text
 from data.packing import load_plan
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, prepare
 from data.shards import write_shard
+from tests.data.preparations import write_files
 
 SIZE = 270
 
@@ -32,9 +32,7 @@ SIZE = 270
 def prepared(tmp_path_factory) -> Path:
     """Return a folder with `text` and its dataset `made`."""
     folder = tmp_path_factory.mktemp("prepared")
-    (folder / "text").mkdir()
-    for i in range(20):
-        (folder / "text" / f"{i}.txt").write_text(f"document {i}: " + "some words of text " * i)
+    write_files(folder / "text", {f"{i}.txt": f"document {i}: " + "some words of text " * i for i in range(20)})
     prepare(preparation(folder), folder / "made")
     return folder
 

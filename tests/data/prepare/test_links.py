@@ -9,12 +9,11 @@ from configs.schema import DataConfig, UserError
 from data.prepare.listing import find_corpus
 from data.prepare.preparation import prepare_raw
 from data.record import hash_share, read_record
+from tests.data.preparations import write_files
 
 
 def write(folder: Path, *names: str) -> Path:
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(b"text of " + name.encode(errors="replace"))
+    write_files(folder, {name: b"text of " + name.encode(errors="replace") for name in names})
     return folder
 
 

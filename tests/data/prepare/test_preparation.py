@@ -20,20 +20,19 @@ from data.prepare.listing import find_corpus
 from data.prepare.preparation import Preparation, Where, prepare
 from data.tokenizer import load_tokenizer, train_tokenizer
 from hosts.runtime import run_command
-from tests.data.preparations import digests, facts_of, read_shard, tokens_of
+from tests.data.preparations import digests, facts_of, jsonl, read_shard, tokens_of, write_files
 
 SIZE = 300
+LINES = [json.dumps({"text": f"line {i} " * (i % 9 + 1)}) for i in range(40)]
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Preparation:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for i in range(20):
-        (folder / f"{i}.txt").write_text(f"document {i}: " + " ".join(f"word{j * i % 97} é" for j in range(50)))
-    lines = [json.dumps({"text": f"line {i} " * (i % 9 + 1)}) for i in range(40)]
-    (folder / "table.jsonl").write_text("\n".join(lines))
-    return Preparation(source=str(folder), vocab_size=SIZE, val_fraction=0.3, shard_tokens=500)
+    words = lambda i: " ".join(f"word{j * i % 97} é" for j in range(50))
+    files = {f"{i}.txt": f"document {i}: {words(i)}" for i in range(20)} | {"table.jsonl": "\n".join(LINES)}
+    return Preparation(
+        source=write_files(tmp_path / "text", files), vocab_size=SIZE, val_fraction=0.3, shard_tokens=500
+    )
 
 
 def texts_of(settings: Preparation) -> list[str]:
@@ -46,6 +45,10 @@ def documents(folder: Path, part: str) -> list[str]:
     tokenizer, pieces = load_tokenizer(folder / "tokenizer"), tokens_of(folder, part)
     assert all(piece[0] == tokenizer.bos and (piece == tokenizer.bos).sum() == 1 for piece in pieces)
     return [tokenizer.decode(piece[1:].tolist()) for piece in pieces]
+
+
+def every_document(folder: Path) -> Counter:
+    return Counter(documents(folder, "train") + documents(folder, "val"))
 
 
 def test_both_splits_contain_all_text_with_a_bos_before_each_document(settings, tmp_path):
@@ -64,19 +67,17 @@ def test_both_splits_contain_all_text_with_a_bos_before_each_document(settings, 
 
 @pytest.mark.parametrize(("count", "fraction", "counts"), [(2, 1e-9, [1, 1]), (5, 1e-9, [4, 1]), (5, 1 - 1e-9, [1, 4])])
 def test_each_split_gets_a_document_even_of_two(tmp_path, count, fraction, counts):
-    (tmp_path / "text").mkdir()
-    for i in range(count):
-        (tmp_path / "text" / f"{i}.txt").write_text("some words and more of them " * 9 + str(i))
-    prepare(Preparation(source=str(tmp_path / "text"), vocab_size=270, val_fraction=fraction), tmp_path / "out")
+    files = {f"{i}.txt": "some words and more of them " * 9 + str(i) for i in range(count)}
+    source = write_files(tmp_path / "text", files)
+    prepare(Preparation(source=source, vocab_size=270, val_fraction=fraction), tmp_path / "out")
     assert [facts_of(tmp_path / "out")[part]["documents"] for part in ("train", "val")] == counts
 
 
 def test_equal_texts_share_a_split_in_every_dataset(tmp_path):
     """Write the same 500 texts twice to one dataset, and 400 of them once to another."""
-    lines = [json.dumps({"text": f"text {i} " * (i % 5 + 1)}) + "\n" for i in range(500)]
-    for name, order in (("one/a", lines), ("one/b", lines[::-1]), ("two/c", [*lines[100:], "{}\n"])):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / f"{name}.jsonl").write_text("".join(order))
+    lines = [{"text": f"text {i} " * (i % 5 + 1)} for i in range(500)]
+    orders = {"one/a": lines, "one/b": lines[::-1], "two/c": [*lines[100:], {}]}
+    write_files(tmp_path, {f"{name}.jsonl": jsonl(*order) for name, order in orders.items()})
     train_tokenizer(["some words"], 266).save(tmp_path / "tok")
     given = {"tokenizer": str(tmp_path / "tok"), "on_error": "skip", "val_fraction": 0.1}
     sides = {"train": Counter(), "val": Counter()}
@@ -90,8 +91,7 @@ def test_equal_texts_share_a_split_in_every_dataset(tmp_path):
 
 def test_fewer_than_two_texts_are_refused(tmp_path):
     for texts in ([], ["the same"], ["the same"] * 50):
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (tmp_path / "a.jsonl").write_text(lines or "{}")
+        (tmp_path / "a.jsonl").write_text(jsonl(*({"text": text} for text in texts)) or "{}")
         says = rf"{len(texts)} document\(s\) with text .*at least 2 different"
         with pytest.raises(UserError, match=says):
             prepare(Preparation(source=f"{tmp_path}/a.jsonl", on_error="skip", vocab_size=266), tmp_path / "out")
@@ -126,8 +126,7 @@ def test_a_given_tokenizer_is_used_unchanged(settings, tmp_path):
     name = made_tokenizer(tmp_path) / "tokenizer.json"
     prepare(replace(settings, tokenizer=str(name)), tmp_path / "out")
     assert digests(tmp_path / "out" / "tokenizer") == digests(tmp_path / "tok")
-    every = documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")
-    assert Counter(every) == Counter(texts_of(settings))
+    assert every_document(tmp_path / "out") == Counter(texts_of(settings))
 
 
 def test_a_second_call_does_nothing_and_a_deleted_shard_is_made_again_to_the_bit(settings, tmp_path, monkeypatch):
@@ -146,14 +145,12 @@ def test_a_second_call_does_nothing_and_a_deleted_shard_is_made_again_to_the_bit
 
 def test_files_added_later_give_the_complete_dataset(settings, tmp_path):
     prepare(settings, tmp_path / "out", max_files=3)
-    first = documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")
-    assert len(first) == 3
+    assert every_document(tmp_path / "out").total() == 3
     prepare(settings, tmp_path / "out", max_files=12)
     with pytest.raises(UserError, match="12 files already"):
         prepare(settings, tmp_path / "out", max_files=3)
     prepare(settings, tmp_path / "out")
-    every = documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")
-    assert Counter(every) == Counter(texts_of(settings))
+    assert every_document(tmp_path / "out") == Counter(texts_of(settings))
 
 
 class Killed(BaseException):
@@ -203,18 +200,13 @@ def test_of_two_preparations_at_once_one_waits_for_the_other(settings, tmp_path,
     for thread in threads:
         thread.join()
     assert trained == [SIZE]
-    assert Counter(documents(tmp_path / "out", "train") + documents(tmp_path / "out", "val")) == Counter(
-        texts_of(settings)
-    )
+    assert every_document(tmp_path / "out") == Counter(texts_of(settings))
 
 
 @pytest.mark.parametrize(("text", "some_size_works"), [("hello hello world ", True), ("a", False)])
 def test_a_too_large_vocabulary_names_a_valid_size(text, some_size_works, tmp_path):
-    (tmp_path / "text").mkdir()
-    for i in range(10):
-        (tmp_path / "text" / f"{i}.txt").write_text((text * 2 if some_size_works else text) + str(i))
-    (tmp_path / "text" / "notes.rst").write_text("words")
-    settings = Preparation(source=str(tmp_path / "text"), val_fraction=0.3)
+    files = {f"{i}.txt": (text * 2 if some_size_works else text) + str(i) for i in range(10)}
+    settings = Preparation(source=write_files(tmp_path / "text", files | {"notes.rst": "words"}), val_fraction=0.3)
     with pytest.raises(UserError, match=r"vocab_size of 32768 .*more text; left out: 1 \.rst") as error:
         prepare(settings, tmp_path / "out")
     size = re.search(r"use vocab_size=(\d+)", str(error.value))
@@ -273,8 +265,7 @@ def test_the_command_names_file_and_line_with_code_2_or_writes_one_line_of_json(
 
 def test_after_a_bad_document_the_rest_can_be_prepared(settings, tmp_path, monkeypatch):
     monkeypatch.setattr(data.prepare.parts, "TASK_BYTES", (1500, 1500))
-    lines = [json.dumps({"text": f"line {i} " * (i % 9 + 1)}) for i in range(40)]
-    Path(settings.source, "table.jsonl").write_text("\n".join([*lines, "no json", *lines[:5]]))
+    Path(settings.source, "table.jsonl").write_text("\n".join([*LINES, "no json", *LINES[:5]]))
     stopping, one = replace(settings, tokenizer=str(made_tokenizer(tmp_path))), Where(workers=1)
     with pytest.raises(UserError, match=r"table\.jsonl line 41: not JSON"):
         prepare(stopping, tmp_path / "out", where=one)
@@ -294,14 +285,13 @@ def made_tokenizer(folder: Path) -> Path:
 def splits(tmp_path) -> Preparation:
     """Write two published splits and evaluations. The second split repeats a text of the first."""
     texts = [f"text {i} of some words, " + " ".join(str(i * j) for j in range(20)) for i in range(30)]
-    (tmp_path / "text").mkdir()
-    write = lambda name, some: Path(name).write_text("".join(json.dumps({"text": text}) + "\n" for text in some))
-    write(tmp_path / "text" / "train-00000.jsonl", texts[:20])
-    write(tmp_path / "text" / "validation-00000.jsonl", texts[18:25])
+    splits = {"train-00000.jsonl": texts[:20], "validation-00000.jsonl": texts[18:25]}
+    write = lambda some: jsonl(*({"text": text} for text in some))
+    source = write_files(tmp_path / "text", {name: write(some) for name, some in splits.items()})
     train_tokenizer(texts, 280).save(tmp_path / "tok")
     question = {"query": "How? " + texts[3][5:60].upper(), "choices": ["short", {"more": f"and then {texts[4]}!"}]}
     (tmp_path / "questions.jsonl").write_text(json.dumps(question))
-    return Preparation(source=str(tmp_path / "text"), tokenizer=str(tmp_path / "tok"), val_fraction=0.3)
+    return Preparation(source=source, tokenizer=str(tmp_path / "tok"), val_fraction=0.3)
 
 
 def test_a_validation_split_is_held_out_and_its_texts_excluded_from_training(splits, tmp_path, capfd):
@@ -352,8 +342,7 @@ def test_a_folder_with_mostly_excluded_files_is_refused(settings, tmp_path):
 
 
 def test_the_standard_library_s_empty_files_do_not_stop_it(tmp_path, monkeypatch):
-    for i in range(9):
-        (tmp_path / f"{i}.py").write_text(f"x = {i}\n" if i else "")
+    write_files(tmp_path, {f"{i}.py": f"x = {i}\n" if i else "" for i in range(9)})
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     prepare(Preparation(source="stdlib", vocab_size=266, val_fraction=0.3), tmp_path / "out")
     assert facts_of(tmp_path / "out")["skipped"] == {"empty": 1}

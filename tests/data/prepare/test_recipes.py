@@ -15,7 +15,7 @@ import pytest
 import data.prepare.__main__
 from configs.schema import DataConfig
 from data.dataset_folder import open_dataset
-from tests.data.prepare.test_hub import Hub, ask, serving
+from tests.data.prepare.test_remote import Hub, ask, serving
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 RECIPES = re.findall(r"^python -m data\.prepare (--source=hf:.*)$", PAGE.partition("## Recipes")[2], re.MULTILINE)
