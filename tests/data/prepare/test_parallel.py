@@ -28,8 +28,7 @@ from data.prepare.preparation import Preparation, Where, prepare
 from data.prepare.shard_layout import layouts_of
 from data.prepare.source_files import SourceFile
 from data.tokenizer import load_tokenizer, train_tokenizer
-from tests.data.preparations import digests, facts_of, prepare_under_fire, tokens_of
-from tests.data.prepare.deadly import DeadlyCorpus
+from tests.data.preparations import DeadlyCorpus, digests, facts_of, prepare_under_fire, tokens_of
 from tests.tools.launch.real_slurm import real
 
 ROOT = Path(__file__).parents[3]
