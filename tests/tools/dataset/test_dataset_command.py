@@ -49,21 +49,16 @@ def test_an_option_that_cannot_work_is_named(made, monkeypatch):
             inspect(monkeypatch, made, "--step=0", *SIZES, option)
 
 
-def folder_of(tmp_path: Path) -> Path:
-    """Write tokens of 9 documents, with duplicates. Token 0 is the BOS."""
+@pytest.fixture
+def facts(tmp_path) -> Facts:
+    """Return the facts of 9 documents, with duplicates. Token 0 is the BOS."""
     train_tokenizer(["some words of text " * 50], 266).save(tmp_path)
     documents = [[0, 9, 10, 11], [0, 12], [0, 9, 10, 11], [0, 13, 14, 15, 16, 9, 10, 11, 12], [0, 12], [0, 12], [0, 13]]
     write_shard(tmp_path / "train_0.bin", np.concatenate(documents[:4]), 266)
     write_shard(tmp_path / "train_1.bin", np.concatenate(documents[4:]), 266)
     write_shard(tmp_path / "val_0.bin", np.array([0, 13, 0, 9, 9]), 266)
-    return tmp_path
-
-
-@pytest.fixture
-def facts(tmp_path) -> Facts:
-    folder = folder_of(tmp_path)
-    config = DataConfig(tokenizer=str(folder / "tokenizer.json"))
-    return read_facts(open_dataset(str(folder), config, 0, tmp_path / "cache"), 6)
+    config = DataConfig(tokenizer=str(tmp_path / "tokenizer.json"))
+    return read_facts(open_dataset(str(tmp_path), config, 0, tmp_path / "cache"), 6)
 
 
 def test_documents_bytes_and_duplicates_are_counted(facts, monkeypatch):
