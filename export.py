@@ -23,8 +23,7 @@ from hosts.runtime import cache_dir, run_command, start_jax
 from interchange.folders import write_hf, write_safetensors
 from model.loss import softcap
 from model.shapes import kinds
-from run.lines import scores
-from run.record import at_hand
+from run.record import at_hand, scores
 from run.saved_run import read_in_shards
 from training.mesh import make_mesh
 from training.state import split_model

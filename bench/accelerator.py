@@ -23,7 +23,7 @@ from configs.command_line import parse_arguments
 from configs.files import write_whole
 from configs.schema import FilePath, Positive, UserError
 from hosts.runtime import run_command
-from run.lines import Events, read_metrics
+from run.record import Events, read_metrics
 
 LAST_LINES = 15
 DEVICE = (

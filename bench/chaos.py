@@ -31,7 +31,7 @@ from configs.command_line import parse_arguments
 from configs.exit_codes import Exit
 from configs.schema import FilePath, NotNegative, Positive, UserError
 from hosts.runtime import run_command
-from run.lines import read_metrics
+from run.record import read_metrics
 
 TIMES = ("seconds", "tokens_per_second", "mfu", "data_wait", "hosts", "peak_memory_bytes", "time")
 SHORT, LONG = 3, 45  # seconds: below and above the limit of silence (hosts.peers.HEARTBEAT_TIMEOUT)

@@ -17,7 +17,7 @@ from bench.paired import LEVEL
 from bench.recipes import Recipe, make_writable, read_recipe, require_rows, train_all
 from configs.exit_codes import Exit
 from configs.files import write_whole
-from run.lines import Events, read_metrics, scores
+from run.record import Events, read_metrics, scores
 
 
 def minimum(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:

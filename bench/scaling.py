@@ -32,7 +32,7 @@ from configs.nanochat import (
     scaling_parameters,
 )
 from configs.schema import FilePath, Positive
-from run.lines import read_metrics
+from run.record import read_metrics
 
 MINIATURE = "configs/nanochat.py --model.head_dim=64 --model.vocab_size=4096 --model.loss_chunks=4"
 MINIATURE += " --batch.sequence_length=256 --batch.rows_per_device=64 --eval.tokens=131072 --eval.prompts=[]"

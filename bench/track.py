@@ -26,7 +26,7 @@ from configs.files import write_whole
 from configs.schema import Config, FilePath, Positive, UserError, free_to_change, options
 from hosts.runtime import run_command, versions
 from run.folder import record_of
-from run.lines import Events, scores
+from run.record import Events, scores
 
 CONFIGS = {"tiny": "configs/track.py", "d12": "configs/track_d12.py"}
 REFERENCE = Path(__file__).with_suffix(".jsonl")

@@ -12,9 +12,9 @@ from configs.files import write_picture, write_whole
 from configs.messages import LOGGER
 from hosts.stop import Stop
 from run.goodput import Times, goodput, summed_up
-from run.lines import Events, of_average, read_metrics
 from run.notify import tell
 from run.progress import Progress
+from run.record import Events, of_average, read_metrics
 from training.state import params_sha256
 
 

@@ -29,8 +29,8 @@ from configs.validation import validate
 from hosts.machines import GIB, HEADROOM, VECTOR_MEMORY, device_limit, exceeds_vector_memory, machines, name_of
 from hosts.runtime import highest, on_first_process
 from run.goodput import Times
-from run.lines import Events
 from run.progress import Progress
+from run.record import Events
 from run.stages import Program, compile_stages, describe
 from training.build import Build, build_stages
 from training.candidate import CHUNKS, REMAT, Candidate, candidate_of, topology_of

@@ -23,8 +23,7 @@ from configs.schema import Config, UserError, free_to_change, options
 from data.dataset import absolute
 from hosts.runtime import versions
 from run.checkpoint import read_facts, whole_steps
-from run.lines import Events, another_went_on, read_metrics, saved_up_to
-from run.record import CONTINUES, Record, place, reading
+from run.record import CONTINUES, Events, Record, another_went_on, place, read_metrics, reading, saved_up_to
 from training.mesh import islands
 
 MADE = ("lock", "config.json")  # files that a refused start makes in a run's folder

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax
 
 from configs.files import append_whole, write_whole
-from run.lines import read_metrics
 from run.notify import Wandb
+from run.record import read_metrics
 
 # tensorboardX loads these if they are installed, which takes as long as all other imports of a run, and it does not
 # need them. So they are hidden while it is imported.

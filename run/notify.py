@@ -18,8 +18,7 @@ import jax
 from configs.messages import start_hook
 from configs.retry import first_line
 from configs.schema import Config, UserError, options
-from run.lines import Events
-from run.record import Record, place
+from run.record import Events, Record, place
 
 COMMAND_SECONDS = 10  # seconds to wait for the command: a container or job kills it when the run ends
 WAITING = 10_000  # most lines that wait while Weights & Biases cannot be reached; further ones are dropped

@@ -32,9 +32,8 @@ from model.shapes import parameter_counts
 from run.checkpoint import whole_steps
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, require_checkpoints
 from run.goodput import Times
-from run.lines import Events, rollbacks_to, scores, starts_in_vain
 from run.progress import Start
-from run.record import Record
+from run.record import Events, Record, rollbacks_to, scores, starts_in_vain
 from run.saver import Saver
 from training.build import Build, build_stages
 from training.mesh import make_mesh, sizes_of

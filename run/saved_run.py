@@ -14,7 +14,7 @@ from configs.schema import Config, MeshConfig
 from configs.validation import validate
 from run.checkpoint import Checkpoints
 from run.folder import record_of
-from run.lines import scores
+from run.record import scores
 from training.build import build
 from training.mesh import make_mesh, sizes_of
 from training.optimizer import path_name

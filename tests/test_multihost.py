@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from run.lines import read_metrics
+from run.record import read_metrics
 from tests.evaluation.harness_tasks import make_tasks
 from tests.fake_gcs import FakeGCS
 from tests.hosts.processes import finish

@@ -39,7 +39,7 @@ from configs.schema import UserError
 from hosts.machines import machines
 from hosts.runtime import run_command
 from run.checkpoint import Checkpoints
-from run.lines import Events, batch_of, read_metrics
+from run.record import Events, batch_of, read_metrics
 from run.saver import Saver
 from tests.evaluation.core_bundle import make_bundle
 from tests.evaluation.harness_tasks import make_tasks

@@ -9,8 +9,7 @@ from configs.command_line import parse_arguments
 from configs.exit_codes import Exit
 from configs.schema import AnyPath, UserError
 from run.goodput import goodput
-from run.lines import Events
-from run.record import at_hand
+from run.record import Events, at_hand
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from configs.messages import LOGGER
 from configs.schema import Config
 from hosts.runtime import on_first_process
 from run.hooks.log import Log
-from run.lines import of_average, read_metrics
 from run.notify import tell
 from run.progress import Due, Hook, Progress, due_after
+from run.record import of_average, read_metrics
 from run.saver import Saver
 from training.state import begun_average
 from training.step import Metrics

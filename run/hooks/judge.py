@@ -14,9 +14,9 @@ from hosts.runtime import on_first_process
 from run.goodput import Times
 from run.hooks.log import Log, ReadStep
 from run.hooks.save import Save
-from run.lines import Events, rollbacks_to
 from run.notify import tell
 from run.progress import Due, GaveUp, Hook, Jumped, Progress
+from run.record import Events, rollbacks_to
 from training.step import Metrics
 
 MOST_SKIPPED = 10  # consecutive skipped steps that end the run

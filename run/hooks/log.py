@@ -19,11 +19,10 @@ from hosts.peers import exchange
 from model.shapes import flops_per_token
 from run.diagnosis import Diagnosis
 from run.hooks.watch import Watch
-from run.lines import Events, read_metrics, rollbacks_to
 from run.metrics import MetricsWriter
 from run.notify import Wandb
 from run.progress import Due, Hook, Progress
-from run.record import Record
+from run.record import Events, Record, read_metrics, rollbacks_to
 from training.build import Build
 from training.step import Metrics
 

@@ -20,7 +20,7 @@ from bench.verdicts import as_table, draw, in_words
 from configs.command_line import config_from_json
 from configs.exit_codes import Exit
 from configs.schema import DataConfig, ModelConfig, UserError
-from run.lines import Events, read_metrics
+from run.record import Events, read_metrics
 from tests.hosts.processes import environment_of
 from tests.run_folders import write_run
 from tests.test_train import CONFIG, wait_until, write_folder

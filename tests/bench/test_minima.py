@@ -15,7 +15,7 @@ from bench.scaling import Law, fitted
 from configs.exit_codes import Exit
 from configs.nanochat import scaling_parameters
 from configs.schema import UserError
-from run.lines import Events
+from run.record import Events
 from tests.test_train import CONFIG, ROOT, write_folder
 
 SIZES = ("--widths", "32", "64", "--depths", "2", "4", "--factors", "0.125", "0.5", "1", "2", "8")

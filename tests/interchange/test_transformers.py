@@ -31,7 +31,7 @@ from interchange.folders import beyond_hf, hf_name, own_name, turned, write_hf
 from interchange.init_from import require_same_network
 from model.gpt import GPT
 from model.loss import loss_sums
-from run.lines import read_metrics
+from run.record import read_metrics
 from tests.helpers import TINY, arrays_of, perturbed, together
 from tests.interchange.test_interchange import EXPORTED, require_params
 from training.mesh import make_mesh

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs.schema import MeshConfig
-from run.lines import read_metrics
+from run.record import read_metrics
 from run.saved_run import load_run
 from tests.run.test_continuing import CONFIG, start
 from tests.test_train import figures, lines_of, run, write_folder

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from configs.schema import UserError
-from run.lines import Events, another_went_on, read_metrics
 from run.opening import STARTS
+from run.record import Events, another_went_on, read_metrics
 from tests.test_train import run, write_folder
 from tools.report.runs import read_run
 from tools.report.sentences import made_with

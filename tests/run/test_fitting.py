@@ -16,7 +16,7 @@ from hosts.machines import GIB
 from run import fitting as module
 from run.fitting import CHOSEN, COMPILATIONS, Fitting
 from run.goodput import Times
-from run.lines import Events, read_metrics
+from run.record import Events, read_metrics
 from run.stages import Program
 from tests.helpers import tiny_config
 from tests.hosts.processes import finish, start

@@ -6,7 +6,7 @@ import pytest
 
 from configs.schema import UserError
 from run.goodput import OF_A_PROCESS, Times, goodput, summed_up
-from run.lines import Events
+from run.record import Events
 from tools.goodput import main
 
 

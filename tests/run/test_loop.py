@@ -12,8 +12,8 @@ from hosts.stop import Stop
 from run.goodput import Times
 from run.hooks import Evaluate, Idle, Judge, Log, Save, Watch
 from run.hooks.judge import ENOUGH
-from run.lines import read_metrics
 from run.progress import Due, due_after
+from run.record import read_metrics
 from run.stages import Program
 from tests.run.hooks.runs import TOKENS, Saved, built_of, config_of, progress
 from train import take_steps

@@ -8,8 +8,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import run.metrics
 from run.finish import plot_loss
-from run.lines import read_metrics
 from run.metrics import Clock, MetricsWriter
+from run.record import read_metrics
 
 
 def line(step: int, loss: float = 1.0) -> dict:

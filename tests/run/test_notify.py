@@ -12,10 +12,9 @@ import pytest
 
 from configs.schema import LogConfig
 from run import notify
-from run.lines import Events
 from run.metrics import MetricsWriter
 from run.notify import Wandb, tell, tell_of_failure
-from run.record import Record
+from run.record import Events, Record
 from tests.helpers import tiny_config
 
 

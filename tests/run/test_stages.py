@@ -6,7 +6,7 @@ import shutil
 import jax
 import pytest
 
-from run.lines import Events, batch_of
+from run.record import Events, batch_of
 from tests.run.test_continuing import CONFIG
 from tests.test_train import figures, lines_of, run, write_folder
 

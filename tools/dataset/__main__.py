@@ -20,7 +20,7 @@ from data.packing import Row
 from data.tokenizer import TextTokenizer
 from hosts.runtime import cache_dir, run_command
 from run.folder import read_record
-from run.lines import Events, batch_of
+from run.record import Events, batch_of
 from tools.dataset.facts import Facts, read_facts
 from tools.dataset.page import dataset_page
 

@@ -17,8 +17,7 @@ import numpy as np
 from configs.command_line import config_from_json
 from configs.ramp import Ramp
 from configs.schema import UserError, options
-from run.lines import Events, read_metrics
-from run.record import at_hand, place
+from run.record import Events, at_hand, place, read_metrics
 
 AXES = {"tokens": "tokens", "step": "steps", "seconds": "seconds of training"}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, with_options
 from run.diagnosis import BLOCKS, NoiseScale, noise_scale
-from run.lines import read_metrics
+from run.record import read_metrics
 from tools.plan.search import halvings
 from tools.tune.speed import rows_that_divide
 from tools.tune.statistics import better_half, critical_batch, lowest_of_the_best

@@ -8,8 +8,8 @@ import pytest
 from configs.schema import EvalConfig
 from run.goodput import Times
 from run.hooks import Evaluate, Overfitting, Watch
-from run.lines import read_metrics
 from run.metrics import MetricsWriter
+from run.record import read_metrics
 from tests.run.hooks.runs import NOTHING, Saved, config_of, progress
 
 TEXT = NOTHING._replace(evaluate=True)

@@ -7,9 +7,9 @@ import pytest
 from configs.schema import StabilityConfig
 from run.hooks.judge import ENOUGH, Judge
 from run.hooks.log import ReadStep
-from run.lines import read_metrics
 from run.metrics import MetricsWriter
 from run.progress import WINDOW
+from run.record import read_metrics
 from tests.run.hooks.runs import NOTHING, config_of, progress
 
 

@@ -9,8 +9,8 @@ import pytest
 from configs.schema import DiagnosticsConfig, HangConfig
 from run.goodput import Times
 from run.hooks import History, Log, Watch
-from run.lines import Events, read_metrics
 from run.metrics import MetricsWriter
+from run.record import Events, read_metrics
 from tests.run.hooks.runs import NOTHING, TOKENS, built_of, config_of, progress
 
 
