@@ -16,8 +16,7 @@ from data.loader import train_batches
 from hosts.cluster import Cluster
 from hosts.runtime import run_command, start_jax
 from hosts.stop import Stop, limited
-from run import hooks, opening
-from run.finish import finish
+from run import hooks, session
 from run.fitting import Fitting, explain_out_of_memory
 from run.folder import RunLock
 from run.goodput import Times
@@ -96,19 +95,19 @@ def begin_all(hook_list: Sequence[Hook], run: Progress, opened: ExitStack) -> No
 def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock, record: Record, stop: Stop) -> Exit:
     """Train, or resume training, until `config.steps`."""
     times = Times()
-    opening.check_processes(config, cluster)
+    session.check_processes(config, cluster)
 
     # The network, its text, its record and its checkpoints.
     fitting = Fitting(config, arguments.memory)
-    builds, text, evaluator = opening.open_training(fitting.first())
+    builds, text, evaluator = session.open_training(fitting.first())
     built = builds[-1]  # for everything that does not depend on the size of a step
     config = built.config
-    past, checkpoints = opening.open_folder(built, text, arguments.accept_changes, lock, record)
-    if message := opening.why_nothing_to_do(config, past, checkpoints):
+    past, checkpoints = session.open_folder(built, text, arguments.accept_changes, lock, record)
+    if message := session.why_nothing_to_do(config, past, checkpoints):
         LOGGER.info(message)
-        opening.copy_record(config, record)
+        session.copy_record(config, record)
         return Exit.COMPLETE
-    if message := opening.why_given_up(config, checkpoints.newest, record):
+    if message := session.why_given_up(config, checkpoints.newest, record):
         LOGGER.error(message)
         return Exit.FAILED
 
@@ -131,9 +130,9 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
 
     def start(begins: Start | None) -> tuple[Progress, Iterator[Any]]:
         """Start there, or from the newest readable checkpoint, or from step 0."""
-        begins = begins or opening.resume(built, text.tokenizer, checkpoints, times)
+        begins = begins or session.resume(built, text.tokenizer, checkpoints, times)
         compile_stages(programs, builds, begins.step, times)  # none, unless an older checkpoint was restored
-        opening.record_start(builds[-1], text, changes, begins, times)
+        session.record_start(builds[-1], text, changes, begins, times)
         batches = batches_from(begins, builds, text)
         return Progress(config, begins, batches), train_batches(batches, built.batch_sharding, config.data.workers)
 
@@ -152,8 +151,8 @@ def train(config: Config, cluster: Cluster, arguments: Arguments, lock: RunLock,
         gave_up += f"; {save.described()}"
     with times.during("saving"), limited(config.hang, "the end of saving"):
         checkpoints.close()
-    code = finish(run, gave_up, stop, times)
-    opening.copy_record(config, record)
+    code = session.finish(run, gave_up, stop, times)
+    session.copy_record(config, record)
     return code
 
 

@@ -31,8 +31,8 @@ from data.loader import train_batches
 from evaluation.evaluator import evaluate
 from hosts.runtime import run_command, start_jax
 from run.metrics import Clock
-from run.opening import open_training
 from run.progress import Start, due_after
+from run.session import open_training
 from run.stages import batches_from
 
 

@@ -18,7 +18,7 @@ from configs.schema import UserError
 from data.loader import StepBatches
 from evaluation.evaluator import evaluate
 from model.loss import softcap
-from run.opening import open_training
+from run.session import open_training
 from tests.helpers import tiny_config
 from tests.nanochat_checkout import import_nanochat
 from tests.test_train import write_folder

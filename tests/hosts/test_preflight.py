@@ -169,7 +169,7 @@ def test_the_doctor_names_the_host_that_was_sabotaged(folder, tmp_path, second, 
 TRAIN = """
 import jax
 import train
-from run import opening
+from run import session
 from hosts.runtime import run_command
 
 compiled = []
@@ -183,7 +183,7 @@ def report(*_):
     raise SystemExit(0)
 
 
-opening.preflight = report
+session.preflight = report
 run_command(train.main)
 """
 

@@ -13,7 +13,7 @@ from gcsfs.retry import HttpError
 from configs.retry import StorageLost
 from configs.schema import CheckpointConfig, MeshConfig, UserError
 from hosts.preflight import preflight
-from run import opening
+from run import session
 from run.checkpoint import COMMITTED, Checkpoints, whole_steps
 from run.folder import Past
 from run.record import Record
@@ -131,12 +131,12 @@ def test_a_store_that_answers_503_before_the_text_or_the_checkpoints_are_opened_
     """A start asks whether there are checkpoints before it opens the text, and before the preflight."""
     config = replace(tiny_config(), init_from="runs/other", checkpoint=CheckpointConfig(RUN))
     past, text = Past([], [], 0, 1, RUN), SimpleNamespace(tokenizer=Mock(), fingerprint="")
-    monkeypatch.setattr("run.opening.open_run", lambda *arguments: past)
-    monkeypatch.setattr("run.opening.require_same_network", Mock(side_effect=UserError("the next check")))
-    monkeypatch.setattr("run.opening.preflight", Mock(side_effect=UserError("the next check")))
+    monkeypatch.setattr("run.session.open_run", lambda *arguments: past)
+    monkeypatch.setattr("run.session.require_same_network", Mock(side_effect=UserError("the next check")))
+    monkeypatch.setattr("run.session.preflight", Mock(side_effect=UserError("the next check")))
     begins = {
-        "run.opening": (lambda: opening.open_training(config), []),
-        "run.folder": (lambda: opening.open_folder(Mock(config=config), text, False, Mock(), Mock()), [1]),
+        "run.session": (lambda: session.open_training(config), []),
+        "run.folder": (lambda: session.open_folder(Mock(config=config), text, False, Mock(), Mock()), [1]),
     }
     for module, (begin, steps) in begins.items():
         answers = [HttpError({"code": 503, "message": "try again"}), steps]

@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from configs.schema import UserError
-from run.opening import STARTS
 from run.record import Events, another_went_on, read_metrics
+from run.session import STARTS
 from tests.test_train import run, write_folder
 from tools.report.runs import read_run
 from tools.report.sentences import made_with
@@ -188,7 +188,7 @@ def test_starts_without_a_newer_checkpoint_end_and_a_user_may_restart(folder, mo
 
 def test_each_start_records_its_versions_and_the_report_compares_them(folder, monkeypatch):
     run_dir = copy_of(folder, "other-code")
-    monkeypatch.setattr("run.opening.code_digest", lambda: "feedbeef")
+    monkeypatch.setattr("run.session.code_digest", lambda: "feedbeef")
     where = f"--data.source={folder}/text"  # the same source in other words
     assert start(monkeypatch, folder, "--run_dir=other-code", where, "--steps=7", "--accept_changes") == 0
     record = json.loads((run_dir / "config.json").read_text())

@@ -26,9 +26,9 @@ from configs.schema import (
 from hosts.runtime import versions
 from run import folder as run_folder
 from run.folder import RunLock
-from run.opening import begin
 from run.record import Events
 from run.saved_run import load_run
+from run.session import begin
 from tests.helpers import tiny_config
 
 FREE = {

@@ -7,9 +7,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import run.metrics
-from run.finish import plot_loss
 from run.metrics import Clock, MetricsWriter
 from run.record import read_metrics
+from run.session import plot_loss
 
 
 def line(step: int, loss: float = 1.0) -> dict:

@@ -18,9 +18,9 @@ from run import hooks
 from run.checkpoint import Checkpoints
 from run.folder import RunLock, accept, open_run, require_checkpoints
 from run.goodput import Times
-from run.opening import open_checkpoints, resume
 from run.progress import Progress, Start
 from run.record import Record as RunRecord
+from run.session import open_checkpoints, resume
 from run.stages import Program, batches_from, compile_stages
 from tools.tune.tune_json import Record
 from train import take_steps

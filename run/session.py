@@ -1,6 +1,8 @@
-"""The start of a run: its text, its folder, its checkpoints, hosts that agree, and its first state."""
+"""A session of a run, from one start to its end: what train.py does before the first step (the text, the folder, the
+checkpoints, hosts that agree, the first state), and after the last (a message, and the files of a complete run)."""
 
 import json
+import math
 import subprocess
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from configs.exit_codes import Exit
+from configs.files import cache_dir, write_picture, write_whole
 from configs.messages import LOGGER
 from configs.ramp import Ramp
 from configs.retry import patiently
@@ -24,20 +27,21 @@ from data.tokenizer import TextTokenizer
 from evaluation.evaluator import Evaluator
 from hosts.cluster import Cluster
 from hosts.preflight import ROOT, code_digest, preflight
-from hosts.runtime import cache_dir, check_hosts_agree, describe_processes, on_first_process, versions
-from hosts.stop import limited
+from hosts.runtime import check_hosts_agree, describe_processes, on_first_process, versions
+from hosts.stop import Stop, limited
 from interchange.growth import describe_growth, initial_state, require_moments
 from interchange.init_from import require_same_network, require_same_vocabulary, why_no_training
 from model.shapes import parameter_counts
 from run.checkpoint import whole_steps
 from run.folder import Past, RunLock, accept, checkpoint_folder, open_run, require_checkpoints
-from run.goodput import Times
-from run.progress import Start
-from run.record import Events, Record, rollbacks_to, scores, starts_in_vain
+from run.goodput import Times, goodput, summed_up
+from run.notify import tell
+from run.progress import Progress, Start
+from run.record import Events, Record, of_average, read_metrics, rollbacks_to, scores, starts_in_vain
 from run.saver import Saver
 from training.build import Build, build_stages
 from training.mesh import make_mesh, sizes_of
-from training.state import average_begins
+from training.state import average_begins, params_sha256
 
 STARTS = 10  # consecutive processes without a newer checkpoint, after which the run is given up
 
@@ -204,3 +208,89 @@ def describe_start(config: Config) -> str:
         return line
     gentle = f"--optimizer.rate_factor=0.1 --optimizer.schedule.warmup_steps={-(-config.steps // 20)}"
     return f"{line}, at full rates: it forgets much of its old text; to keep it, train with {gentle}"
+
+
+def finish(run: Progress, gave_up: str, stop: Stop, times: Times) -> Exit:
+    """Print how the run ended, and return its exit code. Write the summary, the picture and the samples of a complete
+    run. `gave_up`: why another step makes no sense, or empty."""
+    config, run_dir, code = run.config, Path(run.config.run_dir), Exit.COMPLETE
+    if gave_up:
+        code = Exit.FAILED
+        LOGGER.error(f"stopped at step {run.step}: {gave_up}")
+    elif run.stopping:
+        code = stop.agreed_code()
+        LOGGER.info(
+            f"stopped after step {run.step} of {config.steps}, saved in {run_dir}; the same command continues it"
+        )
+    else:
+        digests = {"params_sha256": params_sha256(run.state.params, config.model)}  # gathered from all processes
+        if run.state.average:
+            digests["average_sha256"] = params_sha256(run.state.average, config.model)
+    if jax.process_index() > 0:
+        return code
+    with suppress(OSError):  # a full disk may be why it stopped, as reported
+        Events(run_dir).add("stop", run.step, code=code, **times.note())
+    spent = goodput(Events(run_dir).read())
+    if code != Exit.COMPLETE:
+        LOGGER.info(summed_up(spent))
+        tell(config, "failure" if gave_up else "end", gave_up or f"stopped, exit code {int(code)}", run.step)
+        return code
+
+    skipped, tokens, seconds = int(run.state.skipped_steps), run.tokens_after(run.step), run.clock.seconds
+    summary, samples = summarize(run_dir, config.steps, tokens, seconds, skipped_steps=skipped, **digests)
+    summary["goodput"] = spent
+    plot_loss(run_dir)
+    # The last file: it marks the run as complete.
+    write_whole(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
+    for sample in samples:
+        print(f"---\n{sample}")
+    print(
+        f"---\n{config.name}: {config.steps} steps, {tokens:,} tokens in {seconds:.0f} s of training\n"
+        f"training loss {summary['loss'] or math.nan:.4f}, validation loss {summary['val_loss'] or math.nan:.4f}, "
+        f"{summary['val_bpb'] or math.nan:.4f} bits per byte{of_average(summary)}\n"
+        f"{summed_up(spent)}\n"
+        f"in {run_dir}: loss.png, summary.json, metrics.jsonl, tensorboard/, checkpoints/, tokenizer/\n"
+        f"sample:       python sample.py --run_dir={run_dir} --prompt='...'\n"
+        f"train longer: the same command with --steps={2 * config.steps} --accept_changes"
+    )
+    tell(config, "end", f"complete, validation loss {summary['val_loss'] or math.nan:.4f}", config.steps)
+    return code
+
+
+def summarize(run_dir: str | Path, steps: int, tokens: int, seconds: float, **more: int | str) -> tuple[dict, list]:
+    """Return a run's summary, with the newest losses (and CORE) of metrics.jsonl, and the newest samples."""
+    lines = read_metrics(run_dir)
+    newest = lambda name: next((line[name] for line in reversed(lines) if line.get(name) is not None), None)
+    losses = {name: newest(name) for name in ("loss", "val_loss", "val_bpb", "val_bpb_stderr")}
+    evaluation = next((line for line in reversed(lines) if "val_loss" in line), {})
+    losses |= {name: value for name, value in evaluation.items() if name.startswith("average_")}
+    losses |= {"core": core} if (core := newest("core")) is not None else {}
+    rate = tokens / seconds if seconds else None
+    summary = {"steps": steps, "tokens": tokens, "seconds": seconds, "tokens_per_second": rate, **losses, **more}
+    return summary, newest("samples") or []
+
+
+def plot_loss(run_dir: str | Path) -> Path:
+    """Draw training and validation loss against tokens. Return the picture's path."""
+    from matplotlib.figure import Figure  # a second to import, and needed once, at the end
+    from matplotlib.ticker import EngFormatter
+
+    lines = read_metrics(run_dir)
+    course = lambda name: [(line["tokens"], line[name]) for line in lines if line.get(name) is not None]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    if train := course("loss"):
+        axes.plot(*zip(*train), color="tab:blue", linewidth=1, alpha=0.7, label="training")
+    if val := course("val_loss"):
+        label = f"validation ({val[-1][1]:.3f} at the end)"
+        axes.plot(*zip(*val), color="tab:orange", marker="o", label=label)
+    if average := course("average_val_loss"):
+        axes.plot(*zip(*average), color="tab:green", marker="x", label=f"with the average ({average[-1][1]:.3f})")
+    axes.set(xlabel="tokens", ylabel="loss (nats a token)", title=Path(run_dir).name)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=0.3)
+    if train or val:
+        axes.legend()
+    path = Path(run_dir) / "loss.png"
+    write_picture(path, figure)
+    return path
