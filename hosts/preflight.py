@@ -10,7 +10,6 @@ import json
 import platform
 import random
 import shutil
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,7 +28,7 @@ from configs.retry import StorageLost, first_line, patiently, role
 from configs.schema import Config, UserError
 from hosts.peers import exchange
 from hosts.runtime import versions
-from hosts.stop import end_as_hung
+from hosts.stop import limited_to
 from model.kernels import attention_kernel
 from model.parallel import compute_capability
 from model.shapes import parameter_counts
@@ -191,13 +190,8 @@ def checked_sum(mesh: Mesh) -> None:
     at = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     placed = jax.make_array_from_callback(numbers.shape, at, lambda index: numbers[index])
     total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    late = threading.Timer(SUM_TIMEOUT, end_as_hung, [f"the sum over all devices takes longer than {SUM_TIMEOUT} s"])
-    late.daemon = True
-    late.start()
-    try:
+    with limited_to(SUM_TIMEOUT, f"the sum over all devices takes longer than {SUM_TIMEOUT} s"):
         result = int(total(placed).addressable_data(0))
-    finally:
-        late.cancel()
     expected = int(numbers.sum())
     sums = exchange("the sum over all devices", str(result))
     if wrong := [f"process {i} found {sum_}" for i, sum_ in enumerate(sums) if sum_ != str(expected)]:

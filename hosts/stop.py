@@ -186,15 +186,23 @@ def limited(config: HangConfig, what: str, bark: Callable[[str], Any] | None = N
     """End all processes with code 42 if a restore, a save or an evaluation inside takes longer than
     `hang.other_seconds`. Processes that exchange values inside wait as long for each other."""
     seconds, before = config.other_seconds or math.inf, peers.patience
-    say = f"{what} takes longer than {seconds} s (--hang.other_seconds)"
-    late = threading.Timer(min(seconds, threading.TIMEOUT_MAX), bark or end_as_hung, [say])
+    peers.patience = seconds
+    try:
+        with limited_to(seconds, f"{what} takes longer than {seconds} s (--hang.other_seconds)", bark):
+            yield
+    finally:
+        peers.patience = before
+
+
+@contextmanager
+def limited_to(seconds: float, reason: str, bark: Callable[[str], Any] | None = None) -> Iterator[None]:
+    """End all processes with code 42, or call `bark`, if the work inside takes longer than `seconds`."""
+    late = threading.Timer(min(seconds, threading.TIMEOUT_MAX), bark or end_as_hung, [reason])
     late.daemon = True
     late.start()
-    peers.patience = seconds
     try:
         yield
     finally:
-        peers.patience = before
         late.cancel()
 
 
