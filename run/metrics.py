@@ -1,7 +1,6 @@
 """The metrics of a run: the clock, metrics.jsonl and TensorBoard."""
 
 import json
-import math
 import re
 import shutil
 import sys
@@ -16,7 +15,7 @@ import jax
 
 from configs.files import append_whole, write_whole
 from run.notify import Wandb
-from run.record import read_metrics
+from run.record import finite, read_metrics
 
 # tensorboardX loads these if they are installed, which takes as long as all other imports of a run, and it does not
 # need them. So they are hidden while it is imported.
@@ -118,7 +117,7 @@ class MetricsWriter:
         Numbers that are not finite become null, as JSON requires."""
         if not self.writes:
             return
-        line = _finite({**line, "time": time.time()})
+        line = finite({**line, "time": time.time()})
         self.waiting += json.dumps(line, allow_nan=False) + "\n"
         try:
             append_whole(self.path, self.waiting)
@@ -200,12 +199,3 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
             yield from _numbers(f"{name}/{key}", part)
     elif isinstance(value, int | float):
         yield name, value
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with None for each number that is not finite."""
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -13,11 +13,12 @@ of time: `start`, `running` and `stop` have their process's start time, and its 
 """
 
 import json
+import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from hashlib import sha256
@@ -150,6 +151,15 @@ def read_metrics(run_dir: str | Path) -> list[dict]:
             if number < len(texts):
                 print(f"{path}: line {number} is damaged, and skipped", file=sys.stderr)
     return lines
+
+
+def finite(value: Any, instead: Callable[[float], Any] = lambda number: None) -> Any:
+    """Return the value for JSON, with None or another value `instead` of each number that is not finite."""
+    if isinstance(value, dict):
+        return {key: finite(part, instead) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part, instead) for part in value]
+    return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def scores(run_dir: str | Path, name: str = "val_bpb") -> dict[int, float]:

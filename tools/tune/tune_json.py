@@ -13,6 +13,7 @@ from configs.files import write_whole
 from configs.messages import LOGGER
 from configs.schema import Config, UserError, options
 from model.shapes import flops_per_token
+from run.record import finite
 
 STAGES = ("fit", "time", "noise", "rate", "branch")
 
@@ -96,7 +97,8 @@ class Record:
         """Write the complete file."""
         decisions = [vars(decision) for decision in self.decisions.values()]
         whole = {**self.facts, "spent": self.spent / self.run_tokens, "decisions": decisions, "pieces": self.pieces}
-        write_whole(self.path, json.dumps(_finite(whole), indent=1, allow_nan=False) + "\n")
+        whole = finite(whole, instead=str)  # "inf", which `float` parses
+        write_whole(self.path, json.dumps(whole, indent=1, allow_nan=False) + "\n")
 
     @property
     def spent(self) -> float:
@@ -115,12 +117,3 @@ class Record:
     def share(self, tokens: float) -> str:
         """Return tokens as a share of the run, for messages: `1.25%`."""
         return f"{100 * tokens / self.run_tokens:.3g}%"
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with "inf" for numbers that JSON does not have; `float` parses it."""
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
